@@ -36,8 +36,8 @@ from meshwright.comm.tuning.allreduce_bench import measure
 from meshwright.comm.tuning.autoselect import choose, predicted
 from meshwright.comm.tuning.network_fit import fitted, series_of, textbook
 from meshwright.comm.world import rendezvous
-from meshwright.plan.hardware.network_model import VERSION, Cluster, Fit, Network, Timing
-from meshwright.plan.job.errors import size
+from meshwright.plan.hardware.network_model import VERSION, AllReduceTiming, Cluster, FitError, NetworkModel
+from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.sharding.mesh import AXES, Mesh
 
 NAME = "allreduce_model"
@@ -49,9 +49,14 @@ ERROR_BAR, WITHIN, SHARE_BAR = 0.15, 0.10, 0.95
 NAMES = tuple(str(each) for each in PLAIN)
 SIZES, RANKS, BUDGET_S, LEAST = tuple(1 << power for power in range(10, 27)), (2, 3, 4), 150.0, 6
 TAUGHT = (1 << 10, 1 << 20, 1 << 26)
-QUICK_SIZES, QUICK_RANKS, QUICK_S, QUICK_LEAST = tuple(1 << power for power in range(10, 23, 2)), (2, 3), 6.0, 4
+QUICK_SIZES, QUICK_RANKS, QUICK_S, QUICK_LEAST = (
+    tuple(1 << power for power in range(10, 23, 2)),
+    (2, 3),
+    6.0,
+    4,
+)
 
-Cells = Mapping[tuple[str, int, int], Timing]  # by algorithm, ranks, bytes
+Cells = Mapping[tuple[str, int, int], AllReduceTiming]  # by algorithm, ranks, bytes
 
 
 def build(rank: int, size: int, store: str, sizes: Sequence[int], budget_s: float, least: int) -> Step:
@@ -63,51 +68,66 @@ def build(rank: int, size: int, store: str, sizes: Sequence[int], budget_s: floa
     def step() -> object:
         with stack:
             found = measure(world, NAMES, sizes, budget_s, least=least)
-            rows = [(each.algorithm, each.ranks, each.nbytes, each.seconds, each.spread, each.samples) for each in found]
+            rows = [
+                (each.algorithm, each.ranks, each.nbytes, each.seconds, each.spread, each.samples)
+                for each in found
+            ]
             return (world.group(AXES).transport, rows)
 
     return step
 
 
-def measured(ranks: Sequence[int], sizes: Sequence[int], budget_s: float, least: int) -> tuple[str, list[Timing]]:
+def measured(
+    ranks: Sequence[int], sizes: Sequence[int], budget_s: float, least: int
+) -> tuple[str, list[AllReduceTiming]]:
     """What every algorithm took, by processes of this machine, and over what."""
-    timings: list[Timing] = []
+    timings: list[AllReduceTiming] = []
     transport = ""
     for world in ranks:
         with TemporaryDirectory() as folder:
-            arguments = {"store": str(Path(folder) / "store"), "sizes": list(sizes), "budget_s": budget_s, "least": least}
+            arguments = {
+                "store": str(Path(folder) / "store"),
+                "sizes": list(sizes),
+                "budget_s": budget_s,
+                "least": least,
+            }
             with Ranks(f"{world} ranks", build, world, timeout_s=900.0, **arguments) as configuration:
                 cost = configuration.step()
         note = cost.notes[0]
         if not isinstance(note, tuple):
             raise TypeError(f"rank 0 left {note!r}; needed are the transport and the rows. Look at build")
         transport, rows = note
-        timings += [Timing(*row) for row in rows]
+        timings += [AllReduceTiming(*row) for row in rows]
         print(f"measured {world} ranks over {transport} in {cost.wall_s:.0f} s", flush=True)
     return transport, timings
 
 
-def halves(cell: Timing) -> tuple[float, float]:
+def halves(cell: AllReduceTiming) -> tuple[float, float]:
     """The medians of the samples of even sweeps, and of odd ones."""
     return median(cell.samples[::2]), median(cell.samples[1::2] or cell.samples)
 
 
-def noise(cell: Timing) -> float:
+def noise(cell: AllReduceTiming) -> float:
     """What the two halves of a cell differ by, as a share."""
     one, other = halves(cell)
     return exp(abs(log(one / other))) - 1
 
 
-def half_fitted(transport: str, timings: Sequence[Timing]) -> Cluster:
+def half_fitted(transport: str, timings: Sequence[AllReduceTiming]) -> Cluster:
     """The cluster as it is known from every other size."""
     sizes = sorted({cell.nbytes for cell in timings})[::2]
     kept = [cell for cell in timings if cell.nbytes in sizes]
-    return Cluster(VERSION, "", "", torch.__version__, transport, 0, Fit(0.0, 0.0), fitted(kept), series_of(kept))
+    return Cluster(
+        VERSION, "", "", torch.__version__, transport, 0, FitError(0.0, 0.0), fitted(kept), series_of(kept)
+    )
 
 
-def errors(cluster: Cluster, cell: Timing) -> tuple[float, float]:
+def errors(cluster: Cluster, cell: AllReduceTiming) -> tuple[float, float]:
     """The relative errors at one cell: of the model alone, and corrected."""
-    guesses = (predicted(each, cell.algorithm, cell.ranks, cell.nbytes) for each in (cluster.without_measured(), cluster))
+    guesses = (
+        predicted(each, cell.algorithm, cell.ranks, cell.nbytes)
+        for each in (cluster.without_measurements(), cluster)
+    )
     alone, corrected = (abs(guess / cell.seconds - 1) for guess in guesses)
     return alone, corrected
 
@@ -126,12 +146,19 @@ def cells_of_auto(cluster: Cluster, cells: Cells) -> list[dict[str, object]]:
             names = {"picked": pick.algorithm, "best": [cell.algorithm for cell in best]}
             hit = more <= WITHIN + scatter
             found.append(
-                {"ranks": ranks, "bytes": nbytes, **names, "more": round(more, 4), "noise": round(scatter, 4), "hit": hit}
+                {
+                    "ranks": ranks,
+                    "bytes": nbytes,
+                    **names,
+                    "more": round(more, 4),
+                    "noise": round(scatter, 4),
+                    "hit": hit,
+                }
             )
     return found
 
 
-def judged(transport: str, timings: Sequence[Timing]) -> Result:
+def judged(transport: str, timings: Sequence[AllReduceTiming]) -> Result:
     """The claim held against `timings`."""
     cells = {(cell.algorithm, cell.ranks, cell.nbytes): cell for cell in timings}
     cluster = half_fitted(transport, timings)
@@ -145,12 +172,15 @@ def judged(transport: str, timings: Sequence[Timing]) -> Result:
         rows[name] = {"model alone": median(alone), "corrected": median(corrected), "noise": scatter}
         if name == "backend":
             del rows[name]["model alone"]  # no list of rounds
-        verdicts.append(True if median(corrected) <= ERROR_BAR else "unresolved" if scatter > ERROR_BAR else False)
+        verdicts.append(
+            True if median(corrected) <= ERROR_BAR else "unresolved" if scatter > ERROR_BAR else False
+        )
     auto = cells_of_auto(cluster, cells)
     share = sum(bool(cell["hit"]) for cell in auto) / len(auto)
     rules = {str(ranks): str(choose(cluster, ranks).rule) for ranks in cluster.ranks}
     times = [
-        [cell.algorithm, cell.ranks, cell.nbytes, cell.seconds, round(cell.spread, 3), len(cell.samples)] for cell in timings
+        [cell.algorithm, cell.ranks, cell.nbytes, cell.seconds, round(cell.spread, 3), len(cell.samples)]
+        for cell in timings
     ]
     values = [row["corrected"] for row in rows.values()]
     worst, spread = max(values), interval(values)
@@ -162,24 +192,46 @@ def judged(transport: str, timings: Sequence[Timing]) -> Result:
     figures = {"values": values, "median": worst, "spread": (spread.low, spread.high), "bar": ERROR_BAR}
     holds = overall([*verdicts, share >= SHARE_BAR])
     repeats = min(len(cell.samples) for cell in timings)
-    return Result.of(NAME, CLAIM, **figures, holds=holds, repeats=repeats, detail={**detail, "measured": times})
+    return Result.of(
+        NAME, CLAIM, **figures, holds=holds, repeats=repeats, detail={**detail, "measured": times}
+    )
 
 
 def lesson(path: Path) -> str:
     """Milliseconds measured, and by the formula, of every algorithm, as the rows of a table in Markdown; from a result's file."""
     kept = json.loads(path.read_text(encoding="utf-8"))
-    timings = [Timing(name, ranks, nbytes, took) for name, ranks, nbytes, took, *_ in kept["detail"]["measured"]]
-    cluster = Cluster(VERSION, "", "", "", kept["detail"]["transport"], 0, Fit(0.0, 0.0), Network(), series_of(timings))
-    lines = [f"{kept['date'][:10]}, {kept['machine']['cpu']}, {kept['machine']['cores']} cores, over {cluster.transport}:", ""]
+    timings = [
+        AllReduceTiming(name, ranks, nbytes, took)
+        for name, ranks, nbytes, took, *_ in kept["detail"]["measured"]
+    ]
+    cluster = Cluster(
+        VERSION,
+        "",
+        "",
+        "",
+        kept["detail"]["transport"],
+        0,
+        FitError(0.0, 0.0),
+        NetworkModel(),
+        series_of(timings),
+    )
+    lines = [
+        f"{kept['date'][:10]}, {kept['machine']['cpu']}, {kept['machine']['cores']} cores, over {cluster.transport}:",
+        "",
+    ]
     columns = [(ranks, nbytes) for nbytes in TAUGHT for ranks in cluster.ranks]
-    lines += [f"| milliseconds (by the formula) | {' | '.join(f'{size(nbytes)}, n = {n}' for n, nbytes in columns)} |"]
+    lines += [
+        f"| milliseconds (by the formula) | {' | '.join(f'{format_nbytes(nbytes)}, n = {n}' for n, nbytes in columns)} |"
+    ]
     lines += ["| --- |" + " --- |" * len(columns)]
     figures = {ranks: textbook(cluster, ranks) for ranks in cluster.ranks}
     took = {(cell.algorithm, cell.ranks, cell.nbytes): 1e3 * cell.seconds for cell in timings}
     for name in NAMES:
         cells = []
         for ranks, nbytes in columns:
-            guess = 1e3 * named(name).seconds(ranks, nbytes, figures[ranks].latency_s, figures[ranks].bytes_per_s)
+            guess = 1e3 * named(name).seconds(
+                ranks, nbytes, figures[ranks].latency_s, figures[ranks].bytes_per_s
+            )
             cells.append(f"{took[name, ranks, nbytes]:.3g}" + ("" if name == BACKEND else f" ({guess:.3g})"))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     said = (

@@ -61,20 +61,32 @@ def compared(found: dict[str, Series]) -> Result:
         drawn.append(sum(sum(bands[name]) for name in some) / sum(sum(plain[name]) for name in some))
     low, high = np.quantile(drawn, [0.025, 0.975])
     rows = {
-        name: {"sizes": len(found[name][0]), "banded": float(np.mean(bands[name])), "two parameters": float(np.mean(plain[name]))}
+        name: {
+            "sizes": len(found[name][0]),
+            "banded": float(np.mean(bands[name])),
+            "two parameters": float(np.mean(plain[name])),
+        }
         for name in found
     }
-    detail = {"bands": BANDS, "mean error": {"banded": float(every[0]), "two parameters": float(every[1])}, "series": rows}
+    detail = {
+        "bands": BANDS,
+        "mean error": {"banded": float(every[0]), "two parameters": float(every[1])},
+        "series": rows,
+    }
     ratio = float(every[0] / every[1])
     figures = {"values": ratios, "median": ratio, "spread": (float(low), float(high)), "bar": 1.0}
-    return Result.of(NAME, CLAIM, **figures, holds=bool(ratio < 1), repeats=sum(map(len, plain.values())), detail=detail)
+    return Result.of(
+        NAME, CLAIM, **figures, holds=bool(ratio < 1), repeats=sum(map(len, plain.values())), detail=detail
+    )
 
 
 def main() -> None:
     """Compare both models on the published data, print the errors and write the result."""
     result = compared(series())
     for name, row in dict(result.detail["series"]).items():  # pyrefly: ignore[no-matching-overload]  a mapping of rows
-        print(f"{name:<52}{row['sizes']:>4} sizes   banded {row['banded']:6.1%}   two parameters {row['two parameters']:6.1%}")
+        print(
+            f"{name:<52}{row['sizes']:>4} sizes   banded {row['banded']:6.1%}   two parameters {row['two parameters']:6.1%}"
+        )
     print(result.detail["mean error"], "holds:", result.holds)
     print(result.write(NAME))
 

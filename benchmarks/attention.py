@@ -20,19 +20,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
 from meshwright.comm.collectives.group import World
-from meshwright.engine.forward.block_collectives import Inner
-from meshwright.model.sequence_parallel.attention_call import Asked, mask_of
-from meshwright.model.sequence_parallel.token_shard import Share
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Train
-from meshwright.plan.job.precision import Precision
-from meshwright.plan.model_spec.model_spec import Anatomy
-from meshwright.plan.model_spec.sequence_info import Attend, Passing, Tokens
+from meshwright.engine.forward.block_collectives import BlockCollectives
+from meshwright.model.sequence_parallel.attention_call import ShardedAttentionCall, describe_mask
+from meshwright.model.sequence_parallel.token_shard import TokenShard
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.precision import PrecisionConfig
+from meshwright.plan.model_spec.model_spec import ModelSpec
+from meshwright.plan.model_spec.sequence_info import AttentionSpec, BlockSequenceInfo, SequenceInfo
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.placement import Place
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.placement import Placement
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
 
 MASKS = ("none", "causal", "window", "prefix", "document", "documents", "padding", "bias")
@@ -60,16 +60,25 @@ class Call:
     @property
     def inputs(self) -> Tensors:
         """What has gradients."""
-        return (self.query, self.key, self.value, *((self.mask,) if self.learns and self.mask is not None else ()))
+        return (
+            self.query,
+            self.key,
+            self.value,
+            *((self.mask,) if self.learns and self.mask is not None else ()),
+        )
 
-    def space(self, mesh: Mesh) -> Space:
+    def space(self, mesh: Mesh) -> ShardingPlan:
         """A model of one block that does nothing but attend."""
         _, heads, length, width = self.query.shape
         sizes = heads, self.key.shape[1], width, self.value.shape[3], length, length
-        mask = None if self.mask is None else mask_of(self.mask.detach().requires_grad_(self.learns))
-        attend = Attend(VISIT, *sizes, self.causal, mask is not None, mask=mask)
-        tokens = Tokens(length, ("input_ids",), ("labels",), (Passing(VISIT, ((1,),), ((1,),)),), (attend,))
-        return Space.one_device(mesh, Anatomy("attention", (VISIT,), (), (length,), (1,), tokens=tokens))
+        mask = None if self.mask is None else describe_mask(self.mask.detach().requires_grad_(self.learns))
+        attend = AttentionSpec(VISIT, *sizes, self.causal, mask is not None, mask=mask)
+        tokens = SequenceInfo(
+            length, ("input_ids",), ("labels",), (BlockSequenceInfo(VISIT, ((1,),), ((1,),)),), (attend,)
+        )
+        return ShardingPlan.one_device(
+            mesh, ModelSpec("attention", (VISIT,), (), (length,), (1,), sequence_info=tokens)
+        )
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,12 @@ class Sizes:
     def call(self, mask: str = "none", dtype: torch.dtype = torch.float64) -> Call:
         """A call of noise with the mask of that name."""
         noise = torch.Generator().manual_seed(100 * self.heads + self.tokens)
-        shapes = [(self.heads, self.width), (self.groups, self.width), (self.groups, self.values), (self.heads, self.values)]
+        shapes = [
+            (self.heads, self.width),
+            (self.groups, self.width),
+            (self.groups, self.values),
+            (self.heads, self.values),
+        ]
         query, key, value, grad = (
             torch.randn(self.rows, heads, self.tokens, width, generator=noise, dtype=torch.float64).to(dtype)
             for heads, width in shapes
@@ -142,7 +156,11 @@ def fused(call: Call) -> Tensors:
     """What torch's own kernel makes of it on one device: as `dense`."""
     leaves = [each.detach().requires_grad_() for each in call.inputs]
     mask = leaves[3] if leaves[3:] else call.mask
-    given = {"attn_mask": mask, "is_causal": call.causal, "enable_gqa": call.query.shape[1] != call.key.shape[1]}
+    given = {
+        "attn_mask": mask,
+        "is_causal": call.causal,
+        "enable_gqa": call.query.shape[1] != call.key.shape[1],
+    }
     out = F.scaled_dot_product_attention(*leaves[:3], **given)
     return out.detach(), *torch.autograd.grad(out, leaves, call.grad)
 
@@ -152,31 +170,41 @@ class Seat:
 
     def __init__(self, world: World, strategy: Strategy, call: Call) -> None:
         space = strategy.place(call.space(world.mesh))
-        self.plan: Any = SimpleNamespace(space=space.at(world.mesh.coordinate(world.rank)))
+        self.plan: Any = SimpleNamespace(space=space.at_coordinate(world.mesh.coordinate(world.rank)))
         self._world, self._call = world, call
         state: Any = SimpleNamespace(world=world, acting="")
-        self._state, self._inner = state, Inner(state)
-        self._answer: Callable[[Asked], torch.Tensor] | None = None
+        self._state, self._inner = state, BlockCollectives(state)
+        self._answer: Callable[[ShardedAttentionCall], torch.Tensor] | None = None
         rank = world.mesh.coordinate(world.rank)["cp"]
-        self.share = Share(call.length, space.deal.spans(call.length, rank) if space.deal else ((0, call.length),))
-        self.grad, self.leaves = self.mine(call.grad), [self.mine(each) for each in (call.query, call.key, call.value)]
+        self.share = TokenShard(
+            call.length,
+            space.sequence_sharding.token_ranges(call.length, rank)
+            if space.sequence_sharding
+            else ((0, call.length),),
+        )
+        self.grad, self.leaves = (
+            self.mine(call.grad),
+            [self.mine(each) for each in (call.query, call.key, call.value)],
+        )
         self.mask = None
         if call.mask is not None:
             self.mask = call.mask.detach() if call.mask.shape[2] == 1 else self.mine(call.mask)
         moves = [move for each in stated(strategy, call, world.mesh).values() for move in each]
-        for axes, among in sorted({(move.axes, among) for move in moves for among in move.parties(world.mesh)}):
+        for axes, among in sorted(
+            {(move.axes, among) for move in moves for among in move.member_groups(world.mesh)}
+        ):
             world.group(axes, among)  # every rank asks for all of them, in one order
         strategy.bind(self)  # type: ignore[arg-type]  # of what a rank is, attention touches these few words
 
     def mine(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's tokens of queries, keys or values, or its rows of a mask; none where it has none."""
-        return self.share.own(tensor.detach(), 2).clone()
+        return self.share.take_local(tensor.detach(), 2).clone()
 
     def forward(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """What comes out for this rank's tokens, and the leaves whose gradients are to be had."""
         if self._answer is None:
             raise RuntimeError("nobody answers for attention; bind a strategy that deals tokens")
-        self._inner.begin("F")
+        self._inner.begin_block("F")
         leaves = [each.detach().requires_grad_() for each in self.leaves]
         mask = self.mask
         if mask is not None and self._call.learns:
@@ -184,13 +212,15 @@ class Seat:
             leaves.append(mask)
         scale = self._call.query.shape[-1] ** -0.5
         query, key, value = leaves[:3]
-        given = Asked(query, key, value, mask, 0.0, self._call.causal, scale, self.share, self.share)
+        given = ShardedAttentionCall(
+            query, key, value, mask, 0.0, self._call.causal, scale, self.share, self.share
+        )
         return self._answer(given), leaves
 
     def play(self) -> Tensors:
         """One forward and backward: the output and the gradients of the inputs, for this rank's tokens."""
         out, leaves = self.forward()
-        self._state.acting = "B"
+        self._state.current_action = "B"
         return out.detach(), *torch.autograd.grad(out, leaves, self.grad)
 
     def into(self, whole: Tensors, found: Tensors) -> None:
@@ -201,17 +231,17 @@ class Seat:
                 all_of[:, :, begin:end] = local[:, :, at : at + end - begin]
                 at += end - begin
 
-    def move(self, tensor: Any, axis: str, src: Place, dst: Place, meanwhile: Any = None) -> Any:
+    def move(self, tensor: Any, axis: str, src: Placement, dst: Placement, meanwhile: Any = None) -> Any:
         """As core/strategy.py has it."""
-        return self._inner.move(tensor, axis, src, dst, meanwhile)
+        return self._inner.redistribute(tensor, axis, src, dst, meanwhile)
 
-    def exchange(self, tensor: Any, axis: str, src: Place, dst: Place, near: int = 0) -> Any:
+    def exchange(self, tensor: Any, axis: str, src: Placement, dst: Placement, near: int = 0) -> Any:
         """As core/strategy.py has it."""
-        return self._inner.exchange(tensor, axis, src, dst, near)
+        return self._inner.redistribute_uncached(tensor, axis, src, dst, near)
 
     def shift(self, output: Any, tensor: Any, axis: str, by: int = 1) -> Any:
         """As core/strategy.py has it."""
-        return self._world.group((axis,)).shift(output, tensor, by=by, action=self._state.acting)
+        return self._world.group((axis,)).shift(output, tensor, by=by, action=self._state.current_action)
 
     def attend(self, answer: Callable[[Any], Any]) -> None:
         """As core/strategy.py has it."""
@@ -223,9 +253,12 @@ class Seat:
 
 def stated(strategy: Strategy, call: Call, mesh: Mesh) -> dict[str, list[Transfer]]:
     """What the program of `strategy` says that a rank moves in a forward, F, and in a backward, B."""
-    space = strategy.place(call.space(mesh)).at(mesh.coordinate(0))
+    space = strategy.place(call.space(mesh)).at_coordinate(mesh.coordinate(0))
     dtype: Any = str(call.query.dtype).removeprefix("torch.")
-    train, precision = Train(batch=call.query.shape[0]), Precision(dtype, dtype)
-    job = Job(ModelSource("attention"), DataSource("random"), train, precision=precision)
-    program = Program.of({ROLE: [Action("F", VISIT, 0), Action("B", VISIT, 0)]})
-    return {action.kind: list(action.inner) for action in strategy.rewrite(program, space, job).actions(ROLE)}
+    train, precision = TrainConfig(batch=call.query.shape[0]), PrecisionConfig(dtype, dtype)
+    job = Job(ModelConfig("attention"), DataConfig("random"), train, precision=precision)
+    program = Program.from_dict({FIRST_ROLE: [Action("F", VISIT, 0), Action("B", VISIT, 0)]})
+    return {
+        action.kind: list(action.inner_transfers)
+        for action in strategy.rewrite(program, space, job).actions(FIRST_ROLE)
+    }

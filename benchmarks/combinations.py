@@ -113,4 +113,6 @@ def short_of(found: Pairs, wanted: Reviewed) -> Iterator[str]:
             yield f"{text}; needed is a share of {wanted.least(pair)} ({reasons})"
     if len(met) < wanted.pairs:
         yield f"{len(met)} pairs of techniques meet; needed are {wanted.pairs}"
-    yield from (f"{pair}: an exception for two that never meet" for pair in sorted(set(wanted.exceptions) - set(met)))
+    yield from (
+        f"{pair}: an exception for two that never meet" for pair in sorted(set(wanted.exceptions) - set(met))
+    )

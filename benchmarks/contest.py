@@ -33,21 +33,29 @@ class Part:
     window: Window
 
 
-def contest(result: str, claim: str, base: Side, ours: Side, parts: Mapping[str, Part], num_ranks: int = 1) -> None:
+def contest(
+    result: str, claim: str, base: Side, ours: Side, parts: Mapping[str, Part], num_ranks: int = 1
+) -> None:
     """Measure `ours` against `base` on every workload of `parts`, on `num_ranks` processes each, and write the result."""
     found = {}
     for workload, part in parts.items():
         with ExitStack() as opened:
             sides = [
-                opened.enter_context(Ranks(name, step, num_ranks, preload=HEAVY, **_given(workload, num_ranks)))
+                opened.enter_context(
+                    Ranks(name, step, num_ranks, preload=HEAVY, **_given(workload, num_ranks))
+                )
                 for name, step in ((base.name, base.step), (ours.name, ours.step), ("twin", base.step))
             ]
             rounds = measure(sides, part.window)
         cpu, wall = (
-            compare(rounds, ours.name, base=base.name, twin="twin", bar=part.bar, figure=figure) for figure in ("cpu_s", "wall_s")
+            compare(rounds, ours.name, base=base.name, twin="twin", bar=part.bar, figure=figure)
+            for figure in ("cpu_s", "wall_s")
         )
         found[workload] = (rounds, cpu, wall)
-        print(f"{workload}: cpu {cpu.ratio}, A/A {cpu.aa}, holds {cpu.holds}; wall {wall.ratio}", file=sys.stderr)
+        print(
+            f"{workload}: cpu {cpu.ratio}, A/A {cpu.aa}, holds {cpu.holds}; wall {wall.ratio}",
+            file=sys.stderr,
+        )
     print(Result.of_comparisons(result, claim, found).write(result))
 
 

@@ -14,19 +14,24 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.workloads import OPTIMIZER, VOCABULARY, WORKLOADS, Batches, join
-from meshwright.api import build, make_plan, read
+from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.announce import sent_bytes
 from meshwright.comm.collectives.group import World
 from meshwright.comm.world import TorchWorld
-from meshwright.engine.optim.optimizers import parameter_groups
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Train
+from meshwright.engine.optim.optimizers import make_param_groups
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 
 Step = Callable[[], object]
@@ -47,7 +52,7 @@ def ours(rank: int, size: int, workload: str, store: str, line: Mapping[str, Any
 
     The model is given as what makes it, as config files do: an `nn.Module` that is handed over stays in memory beside its slices.
     """
-    return _engine(workload, _world(rank, size, store), Line(**line or {}))
+    return _engine(workload, _world(rank, size, store), TensorParallel(**line or {}))
 
 
 def dtensor(rank: int, size: int, workload: str, store: str, *, prepared: bool = False) -> Step:
@@ -64,9 +69,14 @@ def dtensor(rank: int, size: int, workload: str, store: str, *, prepared: bool =
     for layer in model.get_submodule("model.layers").children():
         parallelize_module(layer, mesh, _styles(prepared=prepared))
     names = dict(model.named_parameters())
-    apart = [{name: each for name, each in names.items() if isinstance(each, DTensor) == divided} for divided in (True, False)]
-    groups = [group for part in apart for group in parameter_groups(OPTIMIZER, part)]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True)
+    apart = [
+        {name: each for name, each in names.items() if isinstance(each, DTensor) == divided}
+        for divided in (True, False)
+    ]
+    groups = [group for part in apart for group in make_param_groups(OPTIMIZER, part)]
+    optimizer = torch.optim.AdamW(
+        groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True
+    )
     batches = Batches(spec)
 
     def step() -> float:
@@ -82,7 +92,9 @@ def dtensor(rank: int, size: int, workload: str, store: str, *, prepared: bool =
     return step
 
 
-def counted(rank: int, size: int, *, whose: Callable[..., Step], **arguments: Any) -> Callable[[], dict[str, float]]:
+def counted(
+    rank: int, size: int, *, whose: Callable[..., Step], **arguments: Any
+) -> Callable[[], dict[str, float]]:
     """A step whose note are the bytes that left this rank in collectives, by collective, and how many there were (`calls`).
 
     Ours are taken from the ledger; torch's are counted where they are dispatched. `whose` is `ours` or `dtensor`.
@@ -124,7 +136,7 @@ class Dispatched(TorchDispatchMode):
 
 def _from_ledger(rank: int, size: int, workload: str, store: str) -> Callable[[], dict[str, float]]:
     world = _world(rank, size, store)
-    run = _engine(workload, world, Line())
+    run = _engine(workload, world, TensorParallel())
     ledger = world.ledger
     ledger.recording = True
 
@@ -139,16 +151,21 @@ def _from_ledger(rank: int, size: int, workload: str, store: str) -> Callable[[]
     return step
 
 
-def _engine(workload: str, world: World, line: Line) -> Step:
+def _engine(workload: str, world: World, line: TensorParallel) -> Step:
     torch.set_num_threads(1)
     spec = WORKLOADS[workload]
     batches = Batches(spec)
-    reading = read(spec.model, Batches(spec).next())
-    job = Job(ModelSource("llama"), DataSource("stdlib", sequence=spec.sequence), Train(batch=spec.batch), OPTIMIZER)
-    engine = build(reading, make_plan(reading, job, world.mesh, (line,)), world=world)
+    reading = analyze(spec.model, Batches(spec).next())
+    job = Job(
+        ModelConfig("llama"),
+        DataConfig("stdlib", sequence=spec.sequence),
+        TrainConfig(batch=spec.batch),
+        OPTIMIZER,
+    )
+    engine = parallelize(reading, make_plan(reading, job, world.mesh, (line,)), world=world)
 
     def step() -> float:
-        return engine.step(engine.share(batches.next())).loss
+        return engine.step(engine.local_batch(batches.next())).loss
 
     return step
 
@@ -159,7 +176,9 @@ def _world(rank: int, size: int, store: str) -> TorchWorld:
 
 
 def _styles(*, prepared: bool) -> dict[str, Any]:
-    styles: dict[str, Any] = {name: ColwiseParallel() for name in COLUMNS} | {name: RowwiseParallel() for name in ROWS}
+    styles: dict[str, Any] = {name: ColwiseParallel() for name in COLUMNS} | {
+        name: RowwiseParallel() for name in ROWS
+    }
     if prepared:
         whole = Replicate()
         styles["self_attn"] = PrepareModuleInput(

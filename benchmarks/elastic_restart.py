@@ -76,7 +76,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as private:
         folder = Path(private)
         (folder / "model.py").write_text(MODEL)
-        (folder / "text.txt").write_text("".join(f"{n} times {n + 1} makes {n * (n + 1)}\n" for n in range(500)))
+        (folder / "text.txt").write_text(
+            "".join(f"{n} times {n + 1} makes {n * (n + 1)}\n" for n in range(500))
+        )
         (folder / "config.toml").write_text(CONFIG.format(steps=STEPS, ranks=RANKS))
         _finish(_ours(folder, folder / "alone"))
         alone = _figures(folder / "alone")
@@ -89,9 +91,17 @@ def main() -> None:
             plain.append(_trial(number, _plain(script), script / "steps.txt"))
             print(f"trial {number}: ours {ours[-1]}; plain {plain[-1]}", file=sys.stderr)
     counted = sum(trial.recovered for trial in plain)
-    detail = {"ours": [asdict(trial) for trial in ours], "plain": [asdict(trial) for trial in plain], "plain_recovered": counted}
+    detail = {
+        "ours": [asdict(trial) for trial in ours],
+        "plain": [asdict(trial) for trial in plain],
+        "plain_recovered": counted,
+    }
     values = [0.0 if trial.recovered else 1.0 for trial in ours]
-    print(Result.of_count("elastic_restart", CLAIM, values, limit=0.0, bar=TRIALS, detail=detail).write("elastic_restart"))
+    print(
+        Result.of_count("elastic_restart", CLAIM, values, limit=0.0, bar=TRIALS, detail=detail).write(
+            "elastic_restart"
+        )
+    )
 
 
 def _ours(folder: Path, run: Path) -> list[str]:
@@ -106,26 +116,36 @@ def _start(words: Sequence[str]) -> subprocess.Popen[bytes]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
     silent = subprocess.DEVNULL
-    return subprocess.Popen([*launcher, "--max-restarts", str(RESTARTS), *words], env=env, stdout=silent, stderr=silent)
+    return subprocess.Popen(
+        [*launcher, "--max-restarts", str(RESTARTS), *words], env=env, stdout=silent, stderr=silent
+    )
 
 
 def _finish(words: Sequence[str]) -> None:
     code = _start(words).wait(LIMIT_S)
     if code:
-        raise RuntimeError(f"the undisturbed run ended with {code}; run it by hand: torchrun {' '.join(words)}")
+        raise RuntimeError(
+            f"the undisturbed run ended with {code}; run it by hand: torchrun {' '.join(words)}"
+        )
 
 
 def _trial(number: int, words: Sequence[str], journal: Path) -> Trial:
     chance = random.Random(number)
     rank, early = chance.randrange(RANKS), chance.random() < 0.25
-    moment, delay, step = "start" if early else "step", chance.uniform(0.0, START_S), chance.randrange(5, STEPS - 30)
+    moment, delay, step = (
+        "start" if early else "step",
+        chance.uniform(0.0, START_S),
+        chance.randrange(5, STEPS - 30),
+    )
     started = time.monotonic()
     job, hit, killed_s = _start(words), list[psutil.Process](), 0.0
     try:
         while job.poll() is None and not (hit := _ranks(job, rank)):
             time.sleep(0.005)
         began = time.monotonic()
-        while job.poll() is None and not (time.monotonic() - began > delay if early else _lines(journal) >= step):
+        while job.poll() is None and not (
+            time.monotonic() - began > delay if early else _lines(journal) >= step
+        ):
             time.sleep(0.005)
         for child in hit:
             child.kill()
@@ -135,7 +155,9 @@ def _trial(number: int, words: Sequence[str], journal: Path) -> Trial:
         code = -1
     finally:
         _end(job)
-    return Trial(rank, moment, round(killed_s, 2), code, round(time.monotonic() - started, 2), code == 0 and bool(hit))
+    return Trial(
+        rank, moment, round(killed_s, 2), code, round(time.monotonic() - started, 2), code == 0 and bool(hit)
+    )
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:

@@ -19,16 +19,31 @@ ROWS, TOKENS, WIDTH, CLASSES = 12, 12, 16, 10
 
 def t5() -> mw.Model:
     """T5 takes the tokens of its decoder as a second input."""
-    sizes = {"vocab_size": 256, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "use_cache": False}
+    sizes = {
+        "vocab_size": 256,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "use_cache": False,
+    }
     return mw.Model(transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)), example=_pairs())
 
 
 def vit() -> mw.Model:
     """ViT takes images; the loss is cross-entropy over classes, one per sample."""
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
     sizes |= {"image_size": 8, "patch_size": 4, "num_labels": CLASSES, "hidden_dropout_prob": 0.1}
     config = transformers.ViTConfig(**sizes)
-    return mw.Model(transformers.ViTForImageClassification(config), {"pixel_values": _images(8), "labels": _classes()})
+    return mw.Model(
+        transformers.ViTForImageClassification(config), {"pixel_values": _images(8), "labels": _classes()}
+    )
 
 
 def u_net() -> mw.Model:
@@ -51,7 +66,14 @@ def translator() -> mw.Model:
 
 def mlp() -> mw.Model:
     """A Sequential."""
-    layers = [nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, CLASSES)]
+    layers = [
+        nn.Linear(WIDTH, 32),
+        nn.GELU(),
+        nn.Dropout(0.1),
+        nn.Linear(32, 32),
+        nn.GELU(),
+        nn.Linear(32, CLASSES),
+    ]
     return mw.Model(nn.Sequential(*layers), {"input": _text(ROWS, WIDTH) / 128 - 1, "labels": _classes()})
 
 
@@ -161,7 +183,9 @@ class Torch(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, decoder_input_ids: torch.Tensor) -> torch.Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(decoder_input_ids.shape[1])
-        y = self.transformer(self.embed(input_ids), self.embed(decoder_input_ids), tgt_mask=mask, tgt_is_causal=True)
+        y = self.transformer(
+            self.embed(input_ids), self.embed(decoder_input_ids), tgt_mask=mask, tgt_is_causal=True
+        )
         return self.head(y)
 
 
@@ -181,7 +205,11 @@ def _classes() -> torch.Tensor:
 
 def _pairs() -> dict[str, torch.Tensor]:
     text = _text(ROWS, 2 * TOKENS).long()
-    return {"input_ids": text[:, :TOKENS], "decoder_input_ids": text[:, TOKENS:-1], "labels": text[:, TOKENS + 1 :]}
+    return {
+        "input_ids": text[:, :TOKENS],
+        "decoder_input_ids": text[:, TOKENS:-1],
+        "labels": text[:, TOKENS + 1 :],
+    }
 
 
 def _distance() -> mw.Loss:

@@ -37,16 +37,29 @@ DECODERS = (
     _decoder("gpt2", "GPT2LMHeadModel", vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=64),
     _decoder("gpt_neox", "GPTNeoXForCausalLM", **WIDE),
     _decoder("falcon", "FalconForCausalLM", **SIZES, multi_query=True),
-    _decoder("opt", "OPTForCausalLM", **SIZES, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=64),
+    _decoder(
+        "opt", "OPTForCausalLM", **SIZES, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=64
+    ),
     _decoder("phi3", "Phi3ForCausalLM", **GROUPED, **TOKENS),
     _decoder("gemma2", "Gemma2ForCausalLM", **GROUPED, head_dim=8, sliding_window=5),
     _decoder("gemma3_text", "Gemma3ForCausalLM", **GROUPED, head_dim=8, sliding_window=5),
     _decoder("mixtral", "MixtralForCausalLM", **GROUPED, num_local_experts=4, num_experts_per_tok=2),
     _decoder(
-        "qwen2_moe", "Qwen2MoeForCausalLM", **GROUPED, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        **GROUPED,
+        num_experts=4,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
     ),
     _decoder(
-        "qwen3_moe", "Qwen3MoeForCausalLM", **GROUPED, head_dim=8, num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        **GROUPED,
+        head_dim=8,
+        num_experts=4,
+        moe_intermediate_size=16,
+        num_experts_per_tok=2,
     ),
     _decoder("olmo2", "Olmo2ForCausalLM", **GROUPED),
     _decoder("granite", "GraniteForCausalLM", **GROUPED),
@@ -71,9 +84,26 @@ DECODERS = (
         first_k_dense_replace=1,
         moe_intermediate_size=16,
     ),
-    _decoder("gpt_oss", "GptOssForCausalLM", **GROUPED, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
+    _decoder(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        **GROUPED,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=5,
+    ),
     _decoder("phi", "PhiForCausalLM", **WIDE),
-    _decoder("gptj", "GPTJForCausalLM", vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4),
+    _decoder(
+        "gptj",
+        "GPTJForCausalLM",
+        vocab_size=256,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        rotary_dim=4,
+    ),
     _decoder("glm4", "Glm4ForCausalLM", **GROUPED, **TOKENS, head_dim=8),
     _decoder("smollm3", "SmolLM3ForCausalLM", **GROUPED, **TOKENS),
     _decoder("olmoe", "OlmoeForCausalLM", **GROUPED, num_experts=4, num_experts_per_tok=2),
@@ -94,7 +124,9 @@ ENCODERS = (
     ),
     _decoder("electra", "ElectraForMaskedLM", **WIDE, embedding_size=16),
     _decoder("albert", "AlbertForMaskedLM", **WIDE, embedding_size=16),
-    _decoder("deberta-v2", "DebertaV2ForMaskedLM", **WIDE, relative_attention=True, pos_att_type=["p2c", "c2p"]),
+    _decoder(
+        "deberta-v2", "DebertaV2ForMaskedLM", **WIDE, relative_attention=True, pos_att_type=["p2c", "c2p"]
+    ),
     _decoder("modernbert", "ModernBertForMaskedLM", **WIDE, **TOKENS, cls_token_id=1, sep_token_id=2),
     _decoder(
         "bart",

@@ -75,10 +75,18 @@ class _Rank(Forked):
     """In place of `subprocess.Popen`, as run/launch.py calls it."""
 
     def __init__(
-        self, argv: Sequence[str], *, env: Mapping[str, str], stdout: IO[bytes] | None, pass_fds: Sequence[int], **others: object
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdout: IO[bytes] | None,
+        pass_fds: Sequence[int],
+        **others: object,
     ) -> None:
         if list(argv[:3]) != [sys.executable, "-m", "meshwright"]:
-            raise ValueError(f"the launcher starts {argv}; a fork can only be `python -m meshwright ...`: teach it here")
+            raise ValueError(
+                f"the launcher starts {argv}; a fork can only be `python -m meshwright ...`: teach it here"
+            )
         super().__init__(lambda: _main(argv[3:]), env, stdout, pass_fds)
 
     def __class_getitem__(cls, item: object) -> type:
@@ -98,7 +106,11 @@ def _main(words: Sequence[str]) -> int:
 
 
 def _become(
-    body: Callable[[], int], env: Mapping[str, str], output: IO[bytes] | None, keep: Sequence[int], folder: Path | None
+    body: Callable[[], int],
+    env: Mapping[str, str],
+    output: IO[bytes] | None,
+    keep: Sequence[int],
+    folder: Path | None,
 ) -> NoReturn:
     """Turn this fork into what a new program would be: its session, signals, files, folder and environment."""
     code = 1

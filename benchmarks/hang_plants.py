@@ -28,7 +28,11 @@ class Bytes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.mix, self.head = nn.Embedding(256, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 256)
+        self.embed, self.mix, self.head = (
+            nn.Embedding(256, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, 256),
+        )
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """The logits."""
@@ -100,7 +104,7 @@ def wrong_order() -> None:
     """It issues one that the others issue later, or never."""
 
     def other(usual: Callable[..., Work], group: Group, tensor: torch.Tensor, **more: Any) -> Work:
-        usual(group, torch.ones(5), action="NORM()").wait()  # wrong_order
+        usual(group, torch.ones(5), action="GLOBAL_NORM()").wait()  # wrong_order
         return usual(group, tensor, **more)
 
     _instead(other)
@@ -112,7 +116,13 @@ def _instead(other: Callable[..., Work]) -> None:
     for kind in kinds:
         usual = kind.all_reduce
 
-        def wrong(group: Group, tensor: torch.Tensor, usual: Callable[..., Work] = usual, kind: Any = kind, **more: Any) -> Work:
+        def wrong(
+            group: Group,
+            tensor: torch.Tensor,
+            usual: Callable[..., Work] = usual,
+            kind: Any = kind,
+            **more: Any,
+        ) -> Work:
             kind.all_reduce = usual
             return other(usual, group, tensor, **more)
 
@@ -121,5 +131,15 @@ def _instead(other: Callable[..., Work]) -> None:
 
 PLANTS = {
     each.__name__: each
-    for each in (missing, python_loop, native_loop, exits, exits_with_code, raises, is_killed, wrong_size, wrong_order)
+    for each in (
+        missing,
+        python_loop,
+        native_loop,
+        exits,
+        exits_with_code,
+        raises,
+        is_killed,
+        wrong_size,
+        wrong_order,
+    )
 }

@@ -32,7 +32,17 @@ import psutil
 from benchmarks.result import ROOT, Result
 
 LIMIT_S, BAR_S, END_S, TRIALS = 4.0, 10.0, 120.0, 24
-KINDS = ("missing", "exits", "raises", "python_loop", "wrong_size", "wrong_order", "native_loop", "exits_with_code", "is_killed")
+KINDS = (
+    "missing",
+    "exits",
+    "raises",
+    "python_loop",
+    "wrong_size",
+    "wrong_order",
+    "native_loop",
+    "exits_with_code",
+    "is_killed",
+)
 CLAIM = "the right rank and line within 10 s of the plant, exit code not 0, no process left"
 PLANTS = Path(__file__).with_name("hang_plants.py")
 CONFIG = """
@@ -87,14 +97,24 @@ def main() -> None:
     if not said.quick:
         values = [trial.seconds if not trial.failures else float("inf") for trial in trials]
         detail = {"trials": [asdict(trial) for trial in trials], "limit_s": LIMIT_S}
-        print(Result.of_count("hang_reports", CLAIM, values, limit=BAR_S, bar=len(trials), detail=detail).write("hang_reports"))
+        print(
+            Result.of_count("hang_reports", CLAIM, values, limit=BAR_S, bar=len(trials), detail=detail).write(
+                "hang_reports"
+            )
+        )
 
 
 def planned(kinds: list[str], count: int) -> Iterator[Trial]:
     """`count` trials: the kinds in turn, with 2 to 4 ranks, every rank and several steps; rank 0 in about one of three."""
     for number in range(count):
         ranks = 2 + (number + number // len(kinds)) % 3
-        yield Trial(kinds[number % len(kinds)], ranks, (number * 2 + 1) % ranks, 2 + number % 4, shared=number % 2 == 0)
+        yield Trial(
+            kinds[number % len(kinds)],
+            ranks,
+            (number * 2 + 1) % ranks,
+            2 + number % 4,
+            shared=number % 2 == 0,
+        )
 
 
 def play(trial: Trial, folder: Path) -> str:
@@ -105,10 +125,17 @@ def play(trial: Trial, folder: Path) -> str:
     (folder / "config.toml").write_text(config)
     mark = folder / "mark"
     env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    env |= {"PLANT_KIND": trial.kind, "PLANT_RANK": str(trial.rank), "PLANT_STEP": str(trial.step), "PLANT_MARK": str(mark)}
+    env |= {
+        "PLANT_KIND": trial.kind,
+        "PLANT_RANK": str(trial.rank),
+        "PLANT_STEP": str(trial.step),
+        "PLANT_MARK": str(mark),
+    }
     words = [sys.executable, "-m", "meshwright", "train", "config.toml"]
     with (folder / "output").open("wb") as output:
-        process = subprocess.Popen(words, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            words, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
         try:
             trial.code = process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -122,7 +149,9 @@ def play(trial: Trial, folder: Path) -> str:
 def judge(trial: Trial, text: str, left: list[str]) -> None:
     """Add to `trial` what is wrong with the words of the command, its code, its time and what it left behind."""
     trial.named = next((line for line in text.splitlines() if re.search(VERDICT, line)), "")
-    ranks = {int(number) for found in re.findall(VERDICT, trial.named) for number in re.findall(r"\d+", found[0])}
+    ranks = {
+        int(number) for found in re.findall(VERDICT, trial.named) for number in re.findall(r"\d+", found[0])
+    }
     both = trial.ranks == 2 and "the ranks cannot say" in text
     if ranks != {trial.rank} and not (both and trial.rank in ranks | _differing(text)):
         trial.failures.append(f"rank {trial.rank} was to be named, and {sorted(ranks)} were: '{trial.named}'")

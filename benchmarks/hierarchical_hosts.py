@@ -36,7 +36,7 @@ from meshwright.comm.algorithms.schedule import Algorithm
 from meshwright.comm.collectives.group import Group
 from meshwright.comm.rendezvous import Meeting
 from meshwright.comm.world import rendezvous
-from meshwright.plan.hardware.network_model import Band, Link, Network
+from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, SizeBand
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.testing.rank_worker import Seat
 from tests.network.virtual_hosts import Hosts, hosts, missing
@@ -52,7 +52,7 @@ JUDGED = 100  # Mbit/s
 SIZES = {100: (1, 4), 1000: (16,)}  # MiB, by Mbit/s
 HOST_BY_HOST = tuple(rank // PER_HOST for rank in range(SIZE))
 IN_TURN = tuple(rank % HOSTS for rank in range(SIZE))
-FREE = Link((Band(0, 0.0, 1e15),))
+FREE = LinkCost((SizeBand(0, 0.0, 1e15),))
 # The kernel's work for packets is counted for nobody, so it looks like that of others: at 1 Gbit/s 0.15 cores of it were seen.
 WINDOWS = {100: Window(clean=24, limit_s=120, threshold=0.25), 1000: Window(limit_s=60, threshold=0.5)}
 QUICK = Window(clean=3, most=3, warmup=1, threshold=float("inf"))
@@ -90,17 +90,36 @@ class Case:
 
     def as_dict(self) -> dict[str, object]:
         """The case as a row of a result's detail; times are wall seconds of the slowest rank."""
-        row = {"predicted": self.predicted, "factor": asdict(self.factor), "aa": asdict(self.aa), "holds": self.holds}
+        row = {
+            "predicted": self.predicted,
+            "factor": asdict(self.factor),
+            "aa": asdict(self.aa),
+            "holds": self.holds,
+        }
         wall = {name: median(self.rounds.figures(name, "wall_s")) for name in self.rounds.clean[0]}
-        others = {name: asdict(interval(self.rounds.ratios(name, RING, "wall_s"))) for name in wall if name not in (RING, "twin")}
-        row |= {"median_wall_s": wall, "over_ring": others, "factors": self.rounds.ratios(RING, OURS, "wall_s")}
-        figures = {"rounds": len(self.rounds.clean), "discarded": self.rounds.discarded, "threshold_cores": self.rounds.threshold}
+        others = {
+            name: asdict(interval(self.rounds.ratios(name, RING, "wall_s")))
+            for name in wall
+            if name not in (RING, "twin")
+        }
+        row |= {
+            "median_wall_s": wall,
+            "over_ring": others,
+            "factors": self.rounds.ratios(RING, OURS, "wall_s"),
+        }
+        figures = {
+            "rounds": len(self.rounds.clean),
+            "discarded": self.rounds.discarded,
+            "threshold_cores": self.rounds.threshold,
+        }
         return {**row, **figures, "outside_cores": [round(each, 3) for each in self.rounds.outside]}
 
 
 def predicted(algorithm: Algorithm, nbytes: int, rate_mbit: float) -> float:
     """The seconds of an all-reduce among these hosts, by the price of its rounds: links between hosts alone cost."""
-    network = Network(host=FREE, rank=FREE, between=Link((Band(0, 0.0, rate_mbit * 1e6 / 8),)))
+    network = NetworkModel(
+        intra_host=FREE, busiest_rank=FREE, inter_host=LinkCost((SizeBand(0, 0.0, rate_mbit * 1e6 / 8),))
+    )
     return seconds(algorithm, SIZE, nbytes, network, PER_HOST)
 
 
@@ -119,7 +138,9 @@ def through_a_card(algorithm: Algorithm, host_of: Sequence[int]) -> float:
     return total
 
 
-def step(rank: int, size: int, *, seats: Sequence[Seat], meeting: Meeting, mib: int, algorithm: str) -> Callable[[], object]:
+def step(
+    rank: int, size: int, *, seats: Sequence[Seat], meeting: Meeting, mib: int, algorithm: str
+) -> Callable[[], object]:
     """What `Ranks` builds in each process: an all-reduce of `mib` MiB of float32 among all ranks, each on its seat."""
     torch.set_num_threads(1)
     seats[rank].take()
@@ -171,11 +192,14 @@ def cases(sizes: Mapping[int, Sequence[int]], windows: Mapping[int, Window]) -> 
                 with contestants(made, mib, ports) as ranks:
                     rounds = measure(ranks, windows[rate])
                 ratio = predicted(named(RING), mib * MIB, rate) / predicted(named(OURS), mib * MIB, rate)
-                factor, aa = (interval(rounds.ratios(*pair, "wall_s")) for pair in ((RING, OURS), ("twin", RING)))
+                factor, aa = (
+                    interval(rounds.ratios(*pair, "wall_s")) for pair in ((RING, OURS), ("twin", RING))
+                )
                 case = Case(rate, mib, ratio, factor, aa, rounds)
                 wall = {name: round(median(rounds.figures(name, "wall_s")), 4) for name in rounds.clean[0]}
                 print(
-                    f"{rate} Mbit/s, {mib} MiB: predicted {ratio:.3f}, {factor}, A/A {aa}, {case.holds}; {wall}", file=sys.stderr
+                    f"{rate} Mbit/s, {mib} MiB: predicted {ratio:.3f}, {factor}, A/A {aa}, {case.holds}; {wall}",
+                    file=sys.stderr,
                 )
                 yield case
 
@@ -185,8 +209,14 @@ def result(found: Sequence[Case]) -> Result:
     judged = [case for case in found if case.rate_mbit == JUDGED]
     worst = max(judged, key=lambda case: case.off)
     detail: dict[str, object] = {f"{case.rate_mbit} Mbit/s, {case.mib} MiB": case.as_dict() for case in found}
-    carried = {RING: through_a_card(named(RING), HOST_BY_HOST), OURS: through_a_card(named(OURS), HOST_BY_HOST)}
-    detail["tensors through a card"] = {**carried, "ring, dealt in turn": through_a_card(named(RING), IN_TURN)}
+    carried = {
+        RING: through_a_card(named(RING), HOST_BY_HOST),
+        OURS: through_a_card(named(OURS), HOST_BY_HOST),
+    }
+    detail["tensors through a card"] = {
+        **carried,
+        "ring, dealt in turn": through_a_card(named(RING), IN_TURN),
+    }
     return Result.of(
         NAME,
         CLAIM,
@@ -212,11 +242,17 @@ def unresolved(why: str) -> Result:
 def main() -> None:
     """Measure and write the result; with --quick, only measure a little."""
     words = argparse.ArgumentParser(description="hierarchical against flat all-reduce, between hosts")
-    words.add_argument("--quick", action="store_true", help="three rounds of the smallest size of each rate; nothing is written")
+    words.add_argument(
+        "--quick",
+        action="store_true",
+        help="three rounds of the smallest size of each rate; nothing is written",
+    )
     why = missing()
     if words.parse_args().quick:
         least = {rate: several[:1] for rate, several in SIZES.items()}
-        print(why or f"{len(list(cases(least, dict.fromkeys(SIZES, QUICK))))} cases were tried", file=sys.stderr)
+        print(
+            why or f"{len(list(cases(least, dict.fromkeys(SIZES, QUICK))))} cases were tried", file=sys.stderr
+        )
     else:
         print((unresolved(why) if why else result(list(cases(SIZES, WINDOWS)))).write(NAME))
 

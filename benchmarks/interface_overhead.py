@@ -31,7 +31,19 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from benchmarks.method import LEAST_ROUNDS, WIDEST_AA, Cost, Figure, Interval, Rounds, Verdict, Window, interval, measure, overall
+from benchmarks.method import (
+    LEAST_ROUNDS,
+    WIDEST_AA,
+    Cost,
+    Figure,
+    Interval,
+    Rounds,
+    Verdict,
+    Window,
+    interval,
+    measure,
+    overall,
+)
 from benchmarks.ranks import Build, Ranks
 from benchmarks.result import Result
 from benchmarks.workloads import HEAVY, fresh_store, joined, ours
@@ -76,7 +88,11 @@ class Finding:
     def holds(self) -> Verdict:
         """As in benchmarks/method.py, with a limit of its own for microseconds."""
         none, widest = (1.0, WIDEST_AA) if self.unit == "ratio" else (0.0, WIDEST_US)
-        if len(self.values) < LEAST_ROUNDS or self.aa.half_width > widest or abs(self.aa.median - none) > widest:
+        if (
+            len(self.values) < LEAST_ROUNDS
+            or self.aa.half_width > widest
+            or abs(self.aa.median - none) > widest
+        ):
             return "unresolved"
         return self.found.high <= self.bar + self.aa.half_width
 
@@ -99,7 +115,9 @@ class Turn:
         played = [note for note in cost.notes if isinstance(note, tuple)]
         names = tuple(name for name, _ in played)
         if set(names) != {self.name}:
-            raise ValueError(f"the ranks played {names}, it is the turn of '{self.name}': let `measure` alone ask for steps")
+            raise ValueError(
+                f"the ranks played {names}, it is the turn of '{self.name}': let `measure` alone ask for steps"
+            )
         calling = sum(seconds for _, seconds in played)
         return replace(cost, cpu_s=calling, others_s=cost.cpu_s - calling) if self.caller else cost
 
@@ -158,10 +176,14 @@ def counted(rank: int, size: int, store: str) -> Step:
     world = joined(rank, size, store)
     group, tensor = world.group(AXES), torch.zeros(256)
     if not isinstance(group, TorchGroup):
-        raise ValueError(f"the group is a {type(group).__name__}; what is counted here is the way to torch.distributed")
+        raise ValueError(
+            f"the group is a {type(group).__name__}; what is counted here is the way to torch.distributed"
+        )
     over = dist.all_reduce(tensor, async_op=True)
     if over is None:
-        raise ValueError("torch.distributed gave no work: this rank is not in its group; start the ranks again")
+        raise ValueError(
+            "torch.distributed gave no work: this rank is not in its group; start the ranks again"
+        )
     over.wait()
     step = ours(rank, size, "small", world=world)
 
@@ -177,13 +199,21 @@ def counted(rank: int, size: int, store: str) -> Step:
             whole = microseconds(lambda: group.all_reduce(tensor, action="REDUCE(0)").wait())
             nothing = microseconds(lambda: group._summed(tensor))
         announced = microseconds(said)
-        with patch.object(world.ledger, "record", _nothing), patch.object(world.ledger.recent, "note", _nothing):
+        with (
+            patch.object(world.ledger, "record", _nothing),
+            patch.object(world.ledger.recent, "note", _nothing),
+        ):
             unnoted = microseconds(said)
         world.ledger.recording, first = True, len(world.ledger.entries)
         step()
         world.ledger.recording, num = False, len(world.ledger.entries) - first
         noted = announced - unnoted
-        return {"call_us": whole - nothing, "announce_us": announced, "note_us": noted, "collectives_per_step": num}
+        return {
+            "call_us": whole - nothing,
+            "announce_us": announced,
+            "note_us": noted,
+            "collectives_per_step": num,
+        }
 
     return show
 
@@ -192,13 +222,17 @@ def parts(quick: bool) -> dict[str, Part]:
     """The rows of the table by name."""
 
     def window(clean: int, most: int, limit_s: float) -> Window:
-        return Window(LEAST_ROUNDS, LEAST_ROUNDS, 60, threshold=99.0) if quick else Window(clean, most, limit_s)
+        return (
+            Window(LEAST_ROUNDS, LEAST_ROUNDS, 60, threshold=99.0) if quick else Window(clean, most, limit_s)
+        )
 
     found: dict[str, Part] = {}
     for num in (2, 4):
         long, short = {"nbytes": 64 * MIB, "repeats": 2}, {"nbytes": KIB, "repeats": 40 if quick else 200}
         found[f"64 MiB, {num} ranks"] = Part(calls, num, 1.03, window(160, 500, 110), long)
-        found[f"1 KiB, {num} ranks"] = Part(calls, num, 30.0, window(60, 150, 60), short, calls=short["repeats"] * num)
+        found[f"1 KiB, {num} ranks"] = Part(
+            calls, num, 30.0, window(60, 150, 60), short, calls=short["repeats"] * num
+        )
     found["ledger, small step"] = Part(steps, 2, 1.01, window(60, 200, 100), {})
     return found
 
@@ -206,7 +240,9 @@ def parts(quick: bool) -> dict[str, Part]:
 @contextmanager
 def sides(part: Part) -> Iterator[list[Turn]]:
     """The sides of `part`, played in turn by one set of processes."""
-    with Ranks("all", part.build, part.num_ranks, preload=HEAVY, store=fresh_store(), **part.arguments) as ranks:
+    with Ranks(
+        "all", part.build, part.num_ranks, preload=HEAVY, store=fresh_store(), **part.arguments
+    ) as ranks:
         yield [Turn(name, ranks, bool(part.calls)) for name in SIDES]
 
 
@@ -219,7 +255,8 @@ def judged(part: Part, rounds: Rounds, figure: Figure) -> Finding:
     each = part.calls if figure == "cpu_s" else part.calls // part.num_ranks
     base = rounds.figures("bare", figure)
     values, noise = (
-        [(a - b) / each * 1e6 for a, b in zip(rounds.figures(name, figure), base, strict=True)] for name in ("ours", "twin")
+        [(a - b) / each * 1e6 for a, b in zip(rounds.figures(name, figure), base, strict=True)]
+        for name in ("ours", "twin")
     )
     return Finding("us", part.bar, tuple(values), interval(values), interval(noise))
 
@@ -255,7 +292,10 @@ def main(quick: bool) -> None:
             "discarded": rounds.discarded,
             "outside_cores": [round(each, 3) for each in rounds.outside],
         }
-        print(f"{name}: cpu {cpu.found} {cpu.unit}, A/A {cpu.aa}, holds {cpu.holds}; wall {wall.found}", file=sys.stderr)
+        print(
+            f"{name}: cpu {cpu.found} {cpu.unit}, A/A {cpu.aa}, holds {cpu.holds}; wall {wall.found}",
+            file=sys.stderr,
+        )
     print(f"our Python alone: {python}", file=sys.stderr)
     if quick:
         return

@@ -26,14 +26,19 @@ import psutil
 import torch
 
 from benchmarks import forked
-from meshwright.run.checkpoint.directories import listed, step_folder
+from meshwright.run.checkpoint.directories import list_step_folders, step_folder
 from meshwright.run.checkpoint.manifest import CheckpointError
-from meshwright.run.checkpoint.save_load import compare, load
+from meshwright.run.checkpoint.save_load import compare_checkpoints, load_tensors
 
 STEPS, SAVE_EVERY = 40, 2
 VICTIMS = {"rank": 3, "all": 3, "parent": 2, "term": 2}  # and how often each is chosen
 MOMENTS = {"start": 1, "step": 3, "save": 3}
-CODES = {"rank": {1}, "all": {-signal.SIGKILL}, "parent": {-signal.SIGKILL}, "term": {128 + signal.SIGTERM, -signal.SIGTERM}}
+CODES = {
+    "rank": {1},
+    "all": {-signal.SIGKILL},
+    "parent": {-signal.SIGKILL},
+    "term": {128 + signal.SIGTERM, -signal.SIGTERM},
+}
 DELAYS_S = {"start": 2.0, "step": 0.02, "save": 0.006}  # at most, behind the moment
 FIGURES = ("loss", "grad_norm", "lr", "tokens")
 END_S, ORPHAN_S = 120.0, 20.0
@@ -87,7 +92,9 @@ class Trial:
     `cold` starts `python -m meshwright` instead of forks.
     """
 
-    def __init__(self, number: int, kind: Kind, config: Path, alone: Path, folder: Path, *, seed: int, cold: bool) -> None:
+    def __init__(
+        self, number: int, kind: Kind, config: Path, alone: Path, folder: Path, *, seed: int, cold: bool
+    ) -> None:
         self.kind, self.config, self.alone, self.folder = kind, config, alone, folder
         self.run, self.checkpoints = folder / "run", folder / "run" / "checkpoints"
         self.row = Row(number, kind.name, cold)
@@ -153,14 +160,24 @@ class Trial:
     def _is_saving(self, target: int) -> bool:
         if not self.checkpoints.is_dir():
             return False
-        return any(step >= target and path != step_folder(self.checkpoints, step) for step, path in listed(self.checkpoints))
+        return any(
+            step >= target and path != step_folder(self.checkpoints, step)
+            for step, path in list_step_folders(self.checkpoints)
+        )
 
     def _newest(self) -> int:
-        return max((step for step, path in listed(self.checkpoints) if path == step_folder(self.checkpoints, step)), default=0)
+        return max(
+            (
+                step
+                for step, path in list_step_folders(self.checkpoints)
+                if path == step_folder(self.checkpoints, step)
+            ),
+            default=0,
+        )
 
     def judge_published(self) -> None:
         """Everything under the name of a checkpoint must load, and hold what the undisturbed run had at that step."""
-        for step, path in listed(self.checkpoints):
+        for step, path in list_step_folders(self.checkpoints):
             if path == step_folder(self.checkpoints, step):
                 self._fail_with(f"the checkpoint of step {step}", self._differing(path, step))
 
@@ -168,8 +185,8 @@ class Trial:
         truth = step_folder(self.alone / "checkpoints", step)
         try:
             if self.kind.tolerance is None:
-                return compare(path, truth)
-            return apart(load(path)[0], load(truth)[0], self.kind.tolerance)
+                return compare_checkpoints(path, truth)
+            return apart(load_tensors(path)[0], load_tensors(truth)[0], self.kind.tolerance)
         except CheckpointError as error:
             return [str(error)]
 
@@ -183,12 +200,19 @@ class Trial:
         self._fail_with("the metrics of steps", list(map(str, odd)))
         if self._newest() != STEPS:
             self._fail(f"the last checkpoint is of step {self._newest()}")
-        left = [path for place in (self.folder / "tmp", self.checkpoints, self.run) for path in place.glob("*") if is_scrap(path)]
+        left = [
+            path
+            for place in (self.folder / "tmp", self.checkpoints, self.run)
+            for path in place.glob("*")
+            if is_scrap(path)
+        ]
         self._fail_with("left behind:", [str(path.relative_to(self.folder)) for path in left])
 
     def _fail_with(self, what: str, names: list[str]) -> None:
         if names:
-            self._fail(f"{what} {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else ""))
+            self._fail(
+                f"{what} {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            )
 
     def _fail(self, text: str) -> None:
         self.row.failures.append(f"attempt {len(self.row.attempts)}: {text}")
@@ -201,12 +225,19 @@ def train_words(config: Path, run: Path, kind: Kind, ranks: int) -> list[str]:
 
 def start(words: list[str], output: IO[bytes], folder: Path, *, cold: bool) -> Process:
     """The command with `words` in `folder`, whose tmp/ is its place for temporary files."""
-    env = {**os.environ, "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = {
+        **os.environ,
+        "TMPDIR": str(folder / "tmp"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     if not cold:
         return forked.command(words, env, output, folder)
     argv = [sys.executable, "-m", "meshwright", *words]
     null = subprocess.DEVNULL
-    return subprocess.Popen(argv, env=env, cwd=folder, stdin=null, stdout=output, stderr=output, start_new_session=True)
+    return subprocess.Popen(
+        argv, env=env, cwd=folder, stdin=null, stdout=output, stderr=output, start_new_session=True
+    )
 
 
 def strike(pid: int, victim: str, chance: Random) -> bool:
@@ -257,10 +288,14 @@ def alike(mine: Sequence[float], theirs: Sequence[float], tolerance: float | Non
     """Whether two lines of metrics are equal, bit for bit or within the relative `tolerance`."""
     if tolerance is None:
         return tuple(mine) == tuple(theirs)
-    return len(mine) == len(theirs) and all(isclose(a, b, rel_tol=tolerance) for a, b in zip(mine, theirs, strict=True))
+    return len(mine) == len(theirs) and all(
+        isclose(a, b, rel_tol=tolerance) for a, b in zip(mine, theirs, strict=True)
+    )
 
 
-def apart(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], tolerance: float) -> list[str]:
+def apart(
+    mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], tolerance: float
+) -> list[str]:
     """The tensors that only one side has, or that differ by more than `tolerance` times the largest element."""
     wrong = sorted({*mine} ^ {*theirs})
     for name in sorted({*mine} & {*theirs}):

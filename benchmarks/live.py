@@ -1,6 +1,6 @@
 """The bytes of all tensors that Python can reach, each storage once, and the most of them at any moment of a step.
 
-A step is sampled behind every act of the engine: the program gets a PROBE (take the bytes that are live) behind each of its
+A step is sampled behind every act of the engine: the program gets a COMPARE (take the bytes that are live) behind each of its
 compute actions. Tensors that only autograd holds, the activations inside a block, are not reached and not counted; weights,
 gradients, moments, buffers, and what blocks hand on, are.
 """
@@ -13,7 +13,7 @@ import torch
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
 
-AT = ("F", "B", "PACK", "UNPACK", "RESHARD", "ADD", "SQUARE", "CLIP", "STEP")
+AT = ("F", "B", "PACK", "UNPACK", "RESHARD", "ACCUMULATE", "LOCAL_NORM", "CLIP", "STEP")
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -28,7 +28,10 @@ def live_storages() -> dict[int, int]:
     """The bytes of every storage that a tensor or a gradient in Python's reach lies in, by address."""
     storages = {}
     for found in gc.get_objects():
-        if type(found) in (torch.Tensor, torch.nn.Parameter):  # isinstance would wake torch's deprecated names
+        if type(found) in (
+            torch.Tensor,
+            torch.nn.Parameter,
+        ):  # isinstance would wake torch's deprecated names
             for tensor in (found, _gradient(found)):
                 if tensor is not None:
                     storage = tensor.untyped_storage()
@@ -43,7 +46,7 @@ def live_bytes() -> int:
 
 
 def probed(plan: Plan) -> Plan:
-    """`plan` with a PROBE behind each action of `AT`, to be handled by whoever plays it."""
+    """`plan` with a COMPARE behind each action of `AT`, to be handled by whoever plays it."""
     return replace(plan, program=plan.program.edit(_with_probes))
 
 
@@ -51,6 +54,6 @@ def _with_probes(actions: list[Action]) -> list[Action]:
     edited = []
     for number, action in enumerate(actions):
         edited.append(action)
-        if action.kind in AT and action.lane == "compute":
-            edited.append(Action("PROBE", str(number)))
+        if action.kind in AT and action.stream == "compute":
+            edited.append(Action("COMPARE", str(number)))
     return edited

@@ -107,7 +107,9 @@ class Window:
     warmup: int = 2
 
 
-def measure(configurations: Sequence[Configuration], window: Window = Window(), meter: Meter | None = None) -> Rounds:
+def measure(
+    configurations: Sequence[Configuration], window: Window = Window(), meter: Meter | None = None
+) -> Rounds:
     """The clean rounds of `configurations`, all in turn, one step each per round; see `Window` for when it ends.
 
     Raises ValueError when two configurations share a name, or when not one round was clean.
@@ -127,7 +129,9 @@ def measure(configurations: Sequence[Configuration], window: Window = Window(), 
         rounds = [_round(configurations, run)]
         while sum(map(_wall, rounds)) < window.window_s:
             rounds.append(_round(configurations, run + len(rounds)))
-        outside.append(meter.outside(sum(cost.cpu_s + cost.others_s for costs in rounds for cost in costs.values())))
+        outside.append(
+            meter.outside(sum(cost.cpu_s + cost.others_s for costs in rounds for cost in costs.values()))
+        )
         run += len(rounds)
         if outside[-1] > window.threshold:
             discarded += len(rounds)
@@ -174,7 +178,9 @@ def interval(values: Sequence[float], seed: int = 0) -> Interval:
         )
     if len(set(values)) == 1:
         return Interval(values[0], values[0], values[0])
-    drawn = stats.bootstrap((np.asarray(values),), np.median, method="percentile", rng=np.random.default_rng(seed))
+    drawn = stats.bootstrap(
+        (np.asarray(values),), np.median, method="percentile", rng=np.random.default_rng(seed)
+    )
     low, high = drawn.confidence_interval
     return Interval(median(values), float(low), float(high))
 
@@ -194,21 +200,35 @@ class Comparison:
     @property
     def holds(self) -> Verdict:
         """True or False by the upper bound; "unresolved" after too few rounds, or when two identical configurations differ."""
-        if len(self.values) < LEAST_ROUNDS or self.aa.half_width > WIDEST_AA or abs(self.aa.median - 1) > WIDEST_AA:
+        if (
+            len(self.values) < LEAST_ROUNDS
+            or self.aa.half_width > WIDEST_AA
+            or abs(self.aa.median - 1) > WIDEST_AA
+        ):
             return "unresolved"
         return self.ratio.high <= self.bar + self.aa.half_width
 
     def as_dict(self) -> dict[str, object]:
         """The comparison as a row of a result's detail."""
-        row = {"name": self.name, "base": self.base, "bar": self.bar, "ratio": asdict(self.ratio), "aa": asdict(self.aa)}
+        row = {
+            "name": self.name,
+            "base": self.base,
+            "bar": self.bar,
+            "ratio": asdict(self.ratio),
+            "aa": asdict(self.aa),
+        }
         return {**row, "median_seconds": dict(self.seconds), "rounds": len(self.values), "holds": self.holds}
 
 
-def compare(rounds: Rounds, name: str, *, base: str, twin: str, bar: float, figure: Figure = "cpu_s") -> Comparison:
+def compare(
+    rounds: Rounds, name: str, *, base: str, twin: str, bar: float, figure: Figure = "cpu_s"
+) -> Comparison:
     """`name` against `base` in every clean round, with the A/A interval from `base` and its `twin`."""
     values = rounds.ratios(name, base, figure)
     seconds = {each: median(rounds.figures(each, figure)) for each in (name, base, twin)}
-    return Comparison(name, base, bar, tuple(values), interval(values), interval(rounds.ratios(twin, base, figure)), seconds)
+    return Comparison(
+        name, base, bar, tuple(values), interval(values), interval(rounds.ratios(twin, base, figure)), seconds
+    )
 
 
 def overall(verdicts: Iterable[Verdict]) -> Verdict:

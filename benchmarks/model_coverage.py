@@ -51,13 +51,13 @@ import torch
 
 from benchmarks.families import FAMILIES, SEQUENCE, Family
 from benchmarks.result import Result
-from meshwright.commands.plan import explain
+from meshwright.commands.plan import explain_model
 from meshwright.commands.verify import verify
-from meshwright.model.analysis.model_report import Survey
-from meshwright.model.hf.metadata import is_pretrained
+from meshwright.model.analysis.model_report import ModelReport
+from meshwright.model.hf.metadata import is_transformers_model
 from meshwright.model.loading.loader import load_model
-from meshwright.plan.job.data_source import ModelSource
-from meshwright.run.export.hf_export import export, initial
+from meshwright.plan.job.data_source import ModelConfig
+from meshwright.run.export.hf_export import export_model, initial_model
 from meshwright.run.export.roundtrip_check import compare_logits
 
 RANKS, STEPS, BATCH, BAR, TOLERANCE = (2, 3), 2, 6, 15, 1e-10
@@ -71,11 +71,13 @@ def covered(family: Family, folder: Path) -> dict[str, Any]:
     """What was found in `family`, what had to be declared, and its largest error on each number of ranks; files in `folder`."""
     source = _source(family, folder)
     config = _config(family, source, folder)
-    found = explain(config, []).found
+    found = explain_model(config, []).report
     errors = {}
     for ranks in RANKS:
-        verdict, _ = verify(config, [f"--mesh.dp_replicate={ranks}"], STEPS, None, None, launcher=None, shrink=False)
-        errors[str(ranks)] = max(verdict.worst.values()) if verdict.passed else float("inf")
+        verdict, _ = verify(
+            config, [f"--mesh.dp_replicate={ranks}"], STEPS, None, None, launcher=None, shrink=False
+        )
+        errors[str(ranks)] = max(verdict.max_errors.values()) if verdict.passed else float("inf")
     away, difference = _round_trips(source, folder / f"{family.name}-exported")
     return {
         "family": family.name,
@@ -84,7 +86,7 @@ def covered(family: Family, folder: Path) -> dict[str, Any]:
         "blocks": _blocks(found),
         "sockets": _sockets(found),
         "declared": "example batch" if family.factory else "nothing",
-        "notes": [*found.notes, *(fault.what for fault in found.faults)],
+        "notes": [*found.notes, *(fault.problem for fault in found.diagnostics)],
         "errors": errors,
         "round_trip": {"compared": away, "difference": difference},
     }
@@ -98,11 +100,14 @@ def main() -> None:
         for family in FAMILIES:
             rows.append(covered(family, Path(folder)))
             print(family.name, rows[-1]["errors"], file=sys.stderr)
-    worst = [max(*row["errors"].values(), 0.0 if isfinite(row["round_trip"]["difference"]) else float("inf")) for row in rows]
+    worst = [
+        max(*row["errors"].values(), 0.0 if isfinite(row["round_trip"]["difference"]) else float("inf"))
+        for row in rows
+    ]
     print(
-        Result.of_count("model_coverage", CLAIM, worst, limit=TOLERANCE, bar=BAR, detail={"families": rows}).write(
-            "model_coverage"
-        )
+        Result.of_count(
+            "model_coverage", CLAIM, worst, limit=TOLERANCE, bar=BAR, detail={"families": rows}
+        ).write("model_coverage")
     )
 
 
@@ -135,26 +140,32 @@ def _round_trips(source: str, folder: Path) -> tuple[str, float]:
 
     A module that is none of transformers' is written and read back. Infinite where a trip is not within its bound.
     """
-    blueprint = load_model(ModelSource(source), seed=0).blueprint
-    trips = [export(initial(blueprint), folder).round_trip]
-    if is_pretrained(blueprint.instance()):
-        taken_up = load_model(ModelSource(source, weights=str(folder)), seed=1).blueprint
-        trips.append(compare_logits(taken_up, initial(taken_up).value, folder))
-    return trips[0].compared, max(trip.difference if trip.passed else inf for trip in trips)
+    blueprint = load_model(ModelConfig(source), seed=0).deferred_init
+    trips = [export_model(initial_model(blueprint), folder).round_trip]
+    if is_transformers_model(blueprint.instantiate()):
+        taken_up = load_model(ModelConfig(source, weights=str(folder)), seed=1).deferred_init
+        trips.append(compare_logits(taken_up, initial_model(taken_up).read_value, folder))
+    return trips[0].description, max(trip.max_difference if trip.passed else inf for trip in trips)
 
 
-def _blocks(found: Survey) -> str:
+def _blocks(found: ModelReport) -> str:
     """The blocks in words: how many visits, and the runs of equal layers."""
-    layers = [f"{row.first} .. {row.last.rpartition('.')[2]}" for row in found.blocks if row.number > 1]
-    return f"{sum(row.number for row in found.blocks)}" + (f" ({', '.join(layers)})" if layers else "")
+    layers = [
+        f"{row.first_block_call} .. {row.last_block_call.rpartition('.')[2]}"
+        for row in found.blocks
+        if row.num_block_calls > 1
+    ]
+    return f"{sum(row.num_block_calls for row in found.blocks)}" + (
+        f" ({', '.join(layers)})" if layers else ""
+    )
 
 
-def _sockets(found: Survey) -> str:
+def _sockets(found: ModelReport) -> str:
     """The linears, embeddings, heads and experts by role, in words."""
     counts: Counter[str] = Counter()
-    for row in found.sockets:
+    for row in found.layers:
         if row.kind not in ("norm", "router"):
-            counts[row.kind if row.kind == "experts" else row.role or "not known"] += row.number
+            counts[row.kind if row.kind == "experts" else row.role or "not known"] += row.num_layers
     return ", ".join(f"{number} {role}" for role, number in sorted(counts.items()))
 
 

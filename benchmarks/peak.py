@@ -33,7 +33,9 @@ class PeakLive(TorchDispatchMode):
             self._note(tensor)
         self._look()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves((args, kwargs, out)):
             if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_meta:

@@ -34,11 +34,11 @@ from typing import Any
 from benchmarks.result import Result
 from meshwright.parallel.pipeline import pipedream
 from meshwright.parallel.pipeline.schedules import gpipe, interleaved, model_parallel, one_f_one_b
-from meshwright.parallel.pipeline.schedules.dualpipe import dualpipe, dualpipev
-from meshwright.parallel.pipeline.schedules.list_scheduler import longest
-from meshwright.parallel.pipeline.schedules.schedule import Costs, Order, play
-from meshwright.parallel.pipeline.schedules.zb_v import v, v_half, v_min
-from meshwright.parallel.pipeline.schedules.zero_bubble import h1, h2, two_p
+from meshwright.parallel.pipeline.schedules.dualpipe import dualpipe_schedule, dualpipev_schedule
+from meshwright.parallel.pipeline.schedules.list_scheduler import longest_rank_time
+from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts, simulate
+from meshwright.parallel.pipeline.schedules.zb_v import zb_v_half_schedule, zb_v_min_schedule, zb_v_schedule
+from meshwright.parallel.pipeline.schedules.zero_bubble import zb_2p_schedule, zb_h1_schedule, zb_h2_schedule
 
 NAME = "pipeline_formulas"
 CLAIM = (
@@ -67,10 +67,13 @@ class Case:
         return sum(self.times)
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> StageCosts:
         """Of its parts; one keeps one unit, so a rank keeps `v` of a micro-batch."""
         parts = self.p * self.v
-        return replace(Costs.equal(parts, *(time / self.v for time in self.times)), late=[self.late] * parts)
+        return replace(
+            StageCosts.uniform(parts, *(time / self.v for time in self.times)),
+            weight_grad_memory=[self.late] * parts,
+        )
 
 
 Form = Callable[[Case], float]
@@ -84,7 +87,7 @@ class Law:
     """
 
     name: str
-    make: Callable[[Case], Order]
+    make: Callable[[Case], Schedule]
     bubble: Form | None
     peak: Form
     where: Callable[[Case], bool] = lambda case: True
@@ -99,13 +102,28 @@ def _ends(law: Callable[[int, int, int], float]) -> Form:
 
 
 LAWS = (
-    Law("model parallel", lambda c: model_parallel.order(c.p, c.m), lambda c: c.m * (c.p - 1) * c.total, lambda c: 1),
-    Law("GPipe", lambda c: gpipe.order(c.p, c.m), lambda c: (c.p - 1) * c.total, lambda c: c.m),
-    Law("1F1B", lambda c: one_f_one_b.order(c.p, c.m), lambda c: (c.p - 1) * c.total, lambda c: min(c.p, c.m)),
-    Law("PipeDream", lambda c: pipedream.order(c.p, c.m), lambda c: (c.p - 1) * c.total, lambda c: min(c.p, c.m)),
+    Law(
+        "model parallel",
+        lambda c: model_parallel.model_parallel_schedule(c.p, c.m),
+        lambda c: c.m * (c.p - 1) * c.total,
+        lambda c: 1,
+    ),
+    Law("GPipe", lambda c: gpipe.gpipe_schedule(c.p, c.m), lambda c: (c.p - 1) * c.total, lambda c: c.m),
+    Law(
+        "1F1B",
+        lambda c: one_f_one_b.one_f_one_b_schedule(c.p, c.m),
+        lambda c: (c.p - 1) * c.total,
+        lambda c: min(c.p, c.m),
+    ),
+    Law(
+        "PipeDream",
+        lambda c: pipedream.pipedream_schedule(c.p, c.m),
+        lambda c: (c.p - 1) * c.total,
+        lambda c: min(c.p, c.m),
+    ),
     Law(
         "interleaved",
-        lambda c: interleaved.order(c.p, c.m, c.v),
+        lambda c: interleaved.interleaved_schedule(c.p, c.m, c.v),
         lambda c: (c.p - 1) * c.total / c.v,
         lambda c: c.p * (1 + (c.p - 1) / (c.p * c.v)),
         where=lambda c: c.m % c.p == 0 and c.m > c.p,
@@ -113,27 +131,46 @@ LAWS = (
     ),
     Law(
         "interleaved, p does not divide m",
-        lambda c: interleaved.order(c.p, c.m, c.v),
+        lambda c: interleaved.interleaved_schedule(c.p, c.m, c.v),
         lambda c: (c.p - 1) * c.total / c.v,
-        lambda c: min(c.m, (max(interleaved.groups(c.p, c.m)) * (c.v - 1) + 2 * c.p - 1) / c.v),
+        lambda c: min(c.m, (max(interleaved.group_sizes(c.p, c.m)) * (c.v - 1) + 2 * c.p - 1) / c.v),
         where=lambda c: c.m % c.p != 0 and c.m > c.p,
         v=CHUNKS,
     ),
-    Law("ZB-H1", lambda c: h1(c.p, c.m), _ends(lambda f, i, w: f + i - w), lambda c: c.p, lambda c: c.m >= 2 * c.p),
-    Law("ZB-H2", lambda c: h2(c.p, c.m), _ends(lambda f, i, w: f + i - 2 * w), lambda c: 2 * c.p - 1, lambda c: c.m >= 2 * c.p),
+    Law(
+        "ZB-H1",
+        lambda c: zb_h1_schedule(c.p, c.m),
+        _ends(lambda f, i, w: f + i - w),
+        lambda c: c.p,
+        lambda c: c.m >= 2 * c.p,
+    ),
+    Law(
+        "ZB-H2",
+        lambda c: zb_h2_schedule(c.p, c.m),
+        _ends(lambda f, i, w: f + i - 2 * w),
+        lambda c: 2 * c.p - 1,
+        lambda c: c.m >= 2 * c.p,
+    ),
     Law(
         "ZB-2p",
-        lambda c: two_p(c.p, c.m, c.costs),
+        lambda c: zb_2p_schedule(c.p, c.m, c.costs),
         None,
         lambda c: 2 * c.p,
         where=lambda c: c.m >= 3 * c.p and 3 * c.times[2] >= 2 * c.times[0],
         exact=False,
         late=32 / 74,
     ),
-    Law("ZB-V", lambda c: v(c.p, c.m), None, lambda c: c.p, lambda c: c.m >= 2 * c.p and c.times == EQUAL, (2,)),
+    Law(
+        "ZB-V",
+        lambda c: zb_v_schedule(c.p, c.m),
+        None,
+        lambda c: c.p,
+        lambda c: c.m >= 2 * c.p and c.times == EQUAL,
+        (2,),
+    ),
     Law(
         "V-Half",
-        lambda c: v_half(c.p, c.m),
+        lambda c: zb_v_half_schedule(c.p, c.m),
         lambda c: (c.p - 1) * c.total / 2,
         lambda c: c.p / 2 + 1,
         where=lambda c: c.m >= 2 * c.p and c.times == EQUAL,
@@ -142,7 +179,7 @@ LAWS = (
     ),
     Law(
         "V-Min",
-        lambda c: v_min(c.p, c.m),
+        lambda c: zb_v_min_schedule(c.p, c.m),
         lambda c: (c.p - 1) * c.total * 2 / 3,
         lambda c: c.p / 3 + 5 / 3,
         where=lambda c: c.m >= 2 * c.p and c.times == EQUAL,
@@ -151,14 +188,14 @@ LAWS = (
     ),
     Law(
         "DualPipe",
-        lambda c: dualpipe(c.p, c.m),
+        lambda c: dualpipe_schedule(c.p, c.m),
         lambda c: (c.p / 2 - 1) * (c.times[0] + c.times[1] - c.times[2]),
         lambda c: c.p + 1,
         where=lambda c: c.m >= 2 * c.p and c.p % 2 == 0 and c.m % 2 == 0,
     ),
     Law(
         "DualPipeV",
-        lambda c: dualpipev(c.p, c.m),
+        lambda c: dualpipev_schedule(c.p, c.m),
         lambda c: (c.p - 1) * (c.times[0] + c.times[1] - c.times[2]) / 2,
         lambda c: c.p + 1 / 2,
         where=lambda c: c.m >= 2 * c.p,
@@ -178,13 +215,14 @@ def cases(law: Law) -> Iterator[Case]:
 def measured(law: Law, case: Case) -> dict[str, Any]:
     """What the schedule of `case` takes and holds on paper, beside the forms; `off` is 0 where they agree."""
     order = law.make(case)
-    faults = list(order.faults())
-    found = play(order, case.costs)
-    bubble, peak = longest(found) - case.m * case.total, max(found.peaks) / case.v
+    faults = list(order.errors())
+    found = simulate(order, case.costs)
+    bubble, peak = longest_rank_time(found) - case.m * case.total, max(found.peak_memory) / case.v
     rate = bubble / (bubble + case.m * case.total)
     stated = law.bubble(case) if law.bubble else ZERO * (bubble + case.m * case.total)
     off = max(
-        distance(bubble, stated, exact=law.exact and law.bubble is not None), distance(peak, law.peak(case), exact=law.exact)
+        distance(bubble, stated, exact=law.exact and law.bubble is not None),
+        distance(peak, law.peak(case), exact=law.exact),
     )
     row: dict[str, Any] = {"schedule": law.name, "p": case.p, "m": case.m, "v": case.v, "F, I, W": case.times}
     row |= {"bubble": bubble, "rate": round(rate, 5), "stated": round(stated, 6) if law.bubble else "about 0"}
@@ -209,7 +247,10 @@ def rows_of(laws: Sequence[Law] = LAWS) -> Iterator[dict[str, Any]]:
         wrong = [row for row in found if row["off"]]
         kind = "closed forms" if law.exact and law.bubble else "at most what is stated"
         rates = [row["rate"] for row in found]
-        print(f"{law.name}: {len(found) - len(wrong)} of {len(found)} cases, {kind}; rates to {max(rates):.3f}", file=sys.stderr)
+        print(
+            f"{law.name}: {len(found) - len(wrong)} of {len(found)} cases, {kind}; rates to {max(rates):.3f}",
+            file=sys.stderr,
+        )
         for row in wrong:
             print(f"   {row}", file=sys.stderr)
         yield from found
@@ -220,12 +261,17 @@ def result(found: Sequence[dict[str, Any]]) -> Result:
     detail: dict[str, list[str]] = {}
     for row in found:
         detail.setdefault(row["schedule"], []).append(_line(row))
-    return Result.of_count(NAME, CLAIM, [float(row["off"]) for row in found], limit=0.0, bar=len(found), detail=detail)
+    return Result.of_count(
+        NAME, CLAIM, [float(row["off"]) for row in found], limit=0.0, bar=len(found), detail=detail
+    )
 
 
 def _line(row: dict[str, Any]) -> str:
     """A case as a line of the result: what was played, beside what is stated."""
-    at, sign = f"p {row['p']}, m {row['m']}, v {row['v']}, F I W {row['F, I, W']}", "=" if row["exact"] else "<="
+    at, sign = (
+        f"p {row['p']}, m {row['m']}, v {row['v']}, F I W {row['F, I, W']}",
+        "=" if row["exact"] else "<=",
+    )
     stated = row["stated"] if row["stated"] == "about 0" else f"{sign} {row['stated']:g}"
     line = f"{at}: bubble {row['bubble']:g} {stated} ({row['rate']:.2%}), peak {row['peak']:g} {sign} {row['stated peak']:g}"
     return line if not row["off"] else f"{line}: OFF"

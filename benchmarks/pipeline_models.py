@@ -19,9 +19,9 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 import transformers
 from torch import nn
 
-from meshwright.api import read
-from meshwright.engine.runtime.loss import IGNORED, Loss, token_cross_entropy
-from meshwright.model.analysis.analyze import Reading
+from meshwright.api import analyze
+from meshwright.engine.runtime.loss import IGNORE_INDEX, Loss, token_cross_entropy
+from meshwright.model.analysis.analyze import AnalyzedModel
 
 WORDS, TOKENS, CLASSES, PIXELS = 61, 8, 5, 8
 PATCHED = 12  # pixels of images in patches of 4: 9 of them and the class are 10 tokens
@@ -30,7 +30,15 @@ TEXT = {"vocab_size": WORDS, "max_position_embeddings": 16, "use_cache": False, 
 IMAGE = {"image_size": PATCHED, "patch_size": 4, **WIDE}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-GPT2 = {"n_embd": 12, "n_inner": 18, "n_head": 2, "n_positions": 16, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+GPT2 = {
+    "n_embd": 12,
+    "n_inner": 18,
+    "n_head": 2,
+    "n_positions": 16,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
 T5: dict[str, Any] = {
     "d_model": 12,
     "d_ff": 18,
@@ -62,12 +70,16 @@ class Kind:
 
 def llama(layers: int) -> nn.Module:
     """A Llama with grouped queries."""
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=layers, num_key_value_heads=1, **TEXT))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(num_hidden_layers=layers, num_key_value_heads=1, **TEXT)
+    )
 
 
 def gpt2(layers: int, *, tied: bool = True) -> nn.Module:
     """A GPT-2; its head is its embedding, unless it is not `tied`."""
-    config = transformers.GPT2Config(vocab_size=WORDS, n_layer=layers, use_cache=False, tie_word_embeddings=tied, **GPT2, **ENDS)
+    config = transformers.GPT2Config(
+        vocab_size=WORDS, n_layer=layers, use_cache=False, tie_word_embeddings=tied, **GPT2, **ENDS
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -88,7 +100,9 @@ def clip(layers: int) -> nn.Module:
     """A CLIP: half of the layers for words, half for images."""
     half = {"num_hidden_layers": layers // 2}
     text = {name: value for name, value in TEXT.items() if name != "use_cache"}
-    config = transformers.CLIPConfig(text_config={**text, **half, **ENDS}, vision_config={**IMAGE, **half}, projection_dim=8)
+    config = transformers.CLIPConfig(
+        text_config={**text, **half, **ENDS}, vision_config={**IMAGE, **half}, projection_dim=8
+    )
     return transformers.CLIPModel(config)
 
 
@@ -102,7 +116,9 @@ class Residual(nn.Module):
             return nn.BatchNorm2d(width) if batch_norm else nn.GroupNorm(2, width)
 
         self.norms = nn.ModuleList([norm(inner), norm(outer)])
-        self.convolutions = nn.ModuleList([nn.Conv2d(inner, outer, 3, padding=1), nn.Conv2d(outer, outer, 3, padding=1)])
+        self.convolutions = nn.ModuleList(
+            [nn.Conv2d(inner, outer, 3, padding=1), nn.Conv2d(outer, outer, 3, padding=1)]
+        )
         self.across = nn.Identity() if inner == outer else nn.Conv2d(inner, outer, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -167,7 +183,7 @@ def _text(rows: int, generator: torch.Generator) -> Rows:
     """Words and labels, of which each row has another number."""
     labels = _tokens(rows, generator)
     for row in range(rows):
-        labels[row, : row % 4] = IGNORED
+        labels[row, : row % 4] = IGNORE_INDEX
     return {"input_ids": _tokens(rows, generator), "labels": labels}
 
 
@@ -176,7 +192,10 @@ def _pairs(rows: int, generator: torch.Generator) -> Rows:
 
 
 def _classified(rows: int, generator: torch.Generator) -> Rows:
-    return {"pixel_values": _images(rows, generator), "labels": torch.randint(0, CLASSES, (rows,), generator=generator)}
+    return {
+        "pixel_values": _images(rows, generator),
+        "labels": torch.randint(0, CLASSES, (rows,), generator=generator),
+    }
 
 
 def _drawn(rows: int, generator: torch.Generator) -> Rows:
@@ -200,7 +219,9 @@ def _classes() -> Loss:
 
 
 def _distance() -> Loss:
-    return Loss(lambda outputs, batch: (outputs - batch["target"]).square().sum(), _number("target"), ("target",))
+    return Loss(
+        lambda outputs, batch: (outputs - batch["target"]).square().sum(), _number("target"), ("target",)
+    )
 
 
 def _agreement() -> Loss:
@@ -229,8 +250,8 @@ def named(name: str) -> Kind:
 
 
 @cache
-def reading_of(name: str, layers: int) -> Reading:
+def reading_of(name: str, layers: int) -> AnalyzedModel:
     """What the model of that name is made of, learnt from two rows."""
     kind = named(name)
     transformers.utils.logging.set_verbosity_error()
-    return read(lambda: kind.make(layers), kind.batches(1, 2)[0], loss=kind.loss())
+    return analyze(lambda: kind.make(layers), kind.batches(1, 2)[0], loss=kind.loss())

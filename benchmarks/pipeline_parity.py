@@ -37,17 +37,17 @@ from benchmarks.kept import Kept
 from benchmarks.pipeline_models import KINDS, TOKENS, Kind, reading_of
 from benchmarks.result import Result
 from meshwright.api import make_plan, verify
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.sequence_parallel import Sequence
-from meshwright.plan.hardware.device_specs import cores
-from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
+from meshwright.plan.hardware.device_specs import available_cores
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -60,14 +60,14 @@ CLAIM = (
     "divided"
 )
 RANKS, CHUNKS, STEPS, TOLERANCE, SEED = (2, 3, 4), (1, 2, 3), 3, 1e-10, 7
-SHARD = Batch("dp_shard")
+SHARD = BatchSplit("dp_shard")
 BESIDE: dict[str, tuple[dict[str, int], tuple[Strategy, ...]]] = {
     "alone": ({}, ()),
-    "copies": ({"dp_replicate": 2}, (Batch(), Replicate())),
-    "ZeRO-1": ({"dp_shard": 2}, (SHARD, Zero(stage=1))),
-    "ZeRO-2": ({"dp_shard": 2}, (SHARD, Zero(stage=2))),
-    "ZeRO-3": ({"dp_shard": 2}, (SHARD, Zero())),
-    "line, sequence": ({"tp": 2}, (Line(), Sequence())),
+    "copies": ({"dp_replicate": 2}, (BatchSplit(), DDP())),
+    "ZeRO-1": ({"dp_shard": 2}, (SHARD, ZeRO(stage=1))),
+    "ZeRO-2": ({"dp_shard": 2}, (SHARD, ZeRO(stage=2))),
+    "ZeRO-3": ({"dp_shard": 2}, (SHARD, ZeRO())),
+    "line, sequence": ({"tp": 2}, (TensorParallel(), SequenceParallel())),
 }
 LAYERS = {6: 6, 12: 12}  # up to so many parts: so many layers
 
@@ -98,7 +98,7 @@ class Case:
     @property
     def layers(self) -> int:
         """How many layers the model has."""
-        parts = self.ranks * (self.chunks or SCHEDULES[self.schedule].chunks)
+        parts = self.ranks * (self.chunks or SCHEDULES[self.schedule].num_virtual_stages)
         return next(layers for most, layers in LAYERS.items() if parts <= most)
 
     @property
@@ -110,15 +110,19 @@ class Case:
     def plan(self) -> Plan:
         """What its ranks play. Raises PlanError where it is refused."""
         job = Job(
-            ModelSource(self.kind.name),
-            DataSource("random", sequence=TOKENS),
-            Train(batch=self.rows, clip=0.5),
-            Optimizer("adamw", lr=0.1, weight_decay=0.1),
+            ModelConfig(self.kind.name),
+            DataConfig("random", sequence=TOKENS),
+            TrainConfig(batch=self.rows, clip=0.5),
+            OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
         )
         axes, others = BESIDE[self.beside]
-        pipeline = Pipeline(schedule=self.schedule, chunks=self.chunks)
+        pipeline = Pipeline(schedule=self.schedule, virtual_stages=self.chunks)
         return make_plan(
-            reading_of(self.kind.name, self.layers), job, Mesh(pp=self.ranks, **axes), (pipeline, *others), self.micro_batch
+            reading_of(self.kind.name, self.layers),
+            job,
+            Mesh(pp=self.ranks, **axes),
+            (pipeline, *others),
+            self.micro_batch,
         )
 
 
@@ -129,13 +133,13 @@ def cases() -> Iterator[Case]:
         taken = _micros(schedule, ranks)
         if not taken or ("tp" in BESIDE[beside][0] and not kind.pairs):
             continue  # a schedule for an even number of ranks; convolutions are not divided
-        for chunks in (0,) if SCHEDULES[schedule].chunks else CHUNKS:
+        for chunks in (0,) if SCHEDULES[schedule].num_virtual_stages else CHUNKS:
             yield Case(kind, schedule, ranks, chunks, beside, rng.choice(taken), rng.choice((1, 2)))
 
 
 def _micros(schedule: str, ranks: int) -> list[int]:
     """Numbers of micro-batches that the schedule takes: such as the ranks do not divide, if there are any."""
-    taken = [n for n in range(ranks + 1, 2 * ranks + 5) if not list(SCHEDULES[schedule].refuse(ranks, n))]
+    taken = [n for n in range(ranks + 1, 2 * ranks + 5) if not list(SCHEDULES[schedule].check(ranks, n))]
     return [n for n in taken if n % ranks] or taken
 
 
@@ -166,14 +170,18 @@ def compared(case: Case) -> dict[str, object]:
         verdict = verify(reading, plan, case.kind.batches(STEPS, case.rows), loss=case.kind.loss())
     except Exception as failed:  # told with the others: one case must not end all
         return {**row, "error": float("inf"), "failed": f"{type(failed).__name__}: {failed}"}
-    worst = max(verdict.worst.values(), default=float("inf"))
-    return {**row, "error": worst} if verdict.passed else {**row, "error": float("inf"), "differs": str(verdict)}
+    worst = max(verdict.max_errors.values(), default=float("inf"))
+    return (
+        {**row, "error": worst} if verdict.passed else {**row, "error": float("inf"), "differs": str(verdict)}
+    )
 
 
 def result(rows: list[dict[str, object]], possible: int) -> Result:
     """The result of all that were drawn: how many are equal, the worst gap of those, and how many were refused for what."""
     errors = [float(str(row["error"])) for row in rows]
-    kept = [{**row, "error": error if isfinite(error) else -1.0} for row, error in zip(rows, errors, strict=True)]
+    kept = [
+        {**row, "error": error if isfinite(error) else -1.0} for row, error in zip(rows, errors, strict=True)
+    ]
     detail = {
         "seed": SEED,
         "possible": possible,
@@ -187,7 +195,9 @@ def result(rows: list[dict[str, object]], possible: int) -> Result:
 def main() -> None:
     """Compare the cases that are asked for, and write the result when all were."""
     parser = ArgumentParser(description="pipelines beside one device")
-    parser.add_argument("--only", default="", help="words that the name of a case contains, of all that there are")
+    parser.add_argument(
+        "--only", default="", help="words that the name of a case contains, of all that there are"
+    )
     parser.add_argument("--quick", action="store_true", help="one case per schedule")
     options = parser.parse_args()
     every = list(cases())
@@ -198,7 +208,7 @@ def main() -> None:
     print(f"{len(chosen)} of {len(every)} cases, seed {SEED}", file=sys.stderr, flush=True)
     kept = Kept(NAME)
     found = kept.read()
-    with ProcessPoolExecutor(cores(), get_context("spawn")) as pool:
+    with ProcessPoolExecutor(available_cores(), get_context("spawn")) as pool:
         for ended in as_completed([pool.submit(compared, case) for case in chosen if str(case) not in found]):
             row = ended.result()
             found[str(row["case"])] = row
@@ -206,7 +216,10 @@ def main() -> None:
             told = next((str(row[key]) for key in ("refused", "failed", "differs") if key in row), "")
             print(row["case"], row["error"], told, file=sys.stderr, flush=True)
     rows = [found[str(case)] for case in chosen]
-    print(f"{sum(float(str(row['error'])) <= TOLERANCE for row in rows)} of {len(rows)} equal one device", file=sys.stderr)
+    print(
+        f"{sum(float(str(row['error'])) <= TOLERANCE for row in rows)} of {len(rows)} equal one device",
+        file=sys.stderr,
+    )
     if not options.only and not options.quick:
         print(result(rows, len(every)).write(NAME))
 

@@ -28,11 +28,15 @@ import numpy as np
 
 from benchmarks.result import Result
 from meshwright.parallel.pipeline.schedules import interleaved, one_f_one_b
-from meshwright.parallel.pipeline.schedules.dualpipe import dualpipe
-from meshwright.parallel.pipeline.schedules.list_scheduler import longest
-from meshwright.parallel.pipeline.schedules.schedule import Costs, Order, play
-from meshwright.parallel.pipeline.schedules.zb_v import v
-from meshwright.parallel.pipeline.schedules.zero_bubble import h1, h2, within
+from meshwright.parallel.pipeline.schedules.dualpipe import dualpipe_schedule
+from meshwright.parallel.pipeline.schedules.list_scheduler import longest_rank_time
+from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts, simulate
+from meshwright.parallel.pipeline.schedules.zb_v import zb_v_schedule
+from meshwright.parallel.pipeline.schedules.zero_bubble import (
+    zb_h1_schedule,
+    zb_h2_schedule,
+    zb_schedule_within_memory,
+)
 
 NAME = "pipeline_published"
 CLAIM = "published bubble rates of pipelines, from published times alone: within 1 point on average"
@@ -107,7 +111,7 @@ def profiles(path: Path = PROFILES) -> dict[str, Profile]:
         }
 
 
-def costs_of(row: Row, machines: Mapping[str, Profile], parts: int, *, head: bool = False) -> Costs:
+def costs_of(row: Row, machines: Mapping[str, Profile], parts: int, *, head: bool = False) -> StageCosts:
     """The costs of each of `parts` parts; with `head`, the last has the head and both ends a layer less, the average stays."""
     machine = machines[row.model]
     more = row.samples / machine.samples
@@ -116,20 +120,26 @@ def costs_of(row: Row, machines: Mapping[str, Profile], parts: int, *, head: boo
         shares[0] -= 1
         shares[-1] += machine.head - 1
     shares *= more * machine.ranks / parts / shares.mean()
-    forward, inputs, weights = ([float(s * each) for s in shares] for each in (machine.forward, machine.inputs, machine.weights))
-    return Costs(forward, inputs, weights, more * machine.transfer, [1.0] * parts, [machine.late] * parts)
+    forward, inputs, weights = (
+        [float(s * each) for s in shares] for each in (machine.forward, machine.inputs, machine.weights)
+    )
+    return StageCosts(
+        forward, inputs, weights, more * machine.transfer, [1.0] * parts, [machine.late] * parts
+    )
 
 
-Maker = Callable[[Row, Costs], Order]
+Maker = Callable[[Row, StageCosts], Schedule]
 MAKERS: Mapping[str, Maker] = {
-    "1F1B": lambda row, costs: one_f_one_b.order(row.ranks, row.micros),
-    "interleaved-1F1B": lambda row, costs: interleaved.order(row.ranks, row.micros, row.chunks),
-    "ZB-H1": lambda row, costs: h1(row.ranks, row.micros),
-    "ZB-H2": lambda row, costs: h2(row.ranks, row.micros),
-    "ZB-1p": lambda row, costs: within(row.ranks, row.micros, costs, row.ranks),
-    "ZB-2p": lambda row, costs: within(row.ranks, row.micros, costs, 2 * row.ranks),
-    "ZB-V": lambda row, costs: v(row.ranks, row.micros),
-    "DualPipe": lambda row, costs: dualpipe(row.ranks, row.micros),
+    "1F1B": lambda row, costs: one_f_one_b.one_f_one_b_schedule(row.ranks, row.micros),
+    "interleaved-1F1B": lambda row, costs: interleaved.interleaved_schedule(
+        row.ranks, row.micros, row.chunks
+    ),
+    "ZB-H1": lambda row, costs: zb_h1_schedule(row.ranks, row.micros),
+    "ZB-H2": lambda row, costs: zb_h2_schedule(row.ranks, row.micros),
+    "ZB-1p": lambda row, costs: zb_schedule_within_memory(row.ranks, row.micros, costs, row.ranks),
+    "ZB-2p": lambda row, costs: zb_schedule_within_memory(row.ranks, row.micros, costs, 2 * row.ranks),
+    "ZB-V": lambda row, costs: zb_v_schedule(row.ranks, row.micros),
+    "DualPipe": lambda row, costs: dualpipe_schedule(row.ranks, row.micros),
 }
 CHUNKS = {"ZB-V": 2}
 
@@ -138,8 +148,8 @@ def simulated(row: Row, machines: Mapping[str, Profile], *, head: bool = False) 
     """The bubble rate of our list for `row`."""
     parts = row.ranks * CHUNKS.get(row.schedule, row.chunks)
     costs = costs_of(row, machines, parts, head=head)
-    cost = longest(play(MAKERS[row.schedule](row, costs), costs))
-    work = row.micros * (sum(costs.forward) + sum(costs.inputs) + sum(costs.weights)) / row.ranks
+    cost = longest_rank_time(simulate(MAKERS[row.schedule](row, costs), costs))
+    work = row.micros * (sum(costs.forward) + sum(costs.input_grad) + sum(costs.weight_grad)) / row.ranks
     return (cost - work) / cost
 
 
@@ -165,8 +175,14 @@ def compared(found: Sequence[Row], machines: Mapping[str, Profile]) -> Result:
     summary = {}
     for schedule in sorted({row.schedule for row in found}):
         mine = [line for row, line in zip(found, table, strict=True) if row.schedule == schedule]
-        summary[schedule] = {"rows": len(mine), **{what: _error(mine, what) for what in ("ours", "head", "formula")}}
-    summary["all"] = {"rows": len(table), **{what: _error(table, what) for what in ("ours", "head", "formula")}}
+        summary[schedule] = {
+            "rows": len(mine),
+            **{what: _error(mine, what) for what in ("ours", "head", "formula")},
+        }
+    summary["all"] = {
+        "rows": len(table),
+        **{what: _error(table, what) for what in ("ours", "head", "formula")},
+    }
     detail = {
         "mean and worst error": summary,
         "rows": [{"row": str(row), **line} for row, line in zip(found, table, strict=True)],
@@ -199,11 +215,14 @@ def main() -> None:
     found, machines = rows(Path(sys.argv[1])) if sys.argv[1:] else rows(), profiles()
     unknown = {row.model for row in found} - set(machines) | {row.schedule for row in found} - set(MAKERS)
     if unknown:
-        sys.exit(f"unknown: {', '.join(sorted(unknown))}; a model needs its line in {PROFILES}, a schedule its maker in MAKERS")
+        sys.exit(
+            f"unknown: {', '.join(sorted(unknown))}; a model needs its line in {PROFILES}, a schedule its maker in MAKERS"
+        )
     result = compared(found, machines)
     for schedule, line in dict(result.detail["mean and worst error"]).items():  # pyrefly: ignore[no-matching-overload]  a mapping
         print(
-            f"{schedule:<20}{line['rows']:>4} rows   ", *(f"{what} {_shown(line[what])}" for what in ("ours", "head", "formula"))
+            f"{schedule:<20}{line['rows']:>4} rows   ",
+            *(f"{what} {_shown(line[what])}" for what in ("ours", "head", "formula")),
         )
     print(f"mean error {result.median:.4f}, at most {BAR}: {'holds' if result.holds else 'does not hold'}")
     if not sys.argv[1:]:

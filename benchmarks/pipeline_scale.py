@@ -16,8 +16,8 @@ from statistics import median
 
 from benchmarks.result import Result
 from meshwright.parallel.pipeline.schedules import gpipe, interleaved, one_f_one_b
-from meshwright.parallel.pipeline.schedules.schedule import Costs, Order, play
-from meshwright.parallel.pipeline.schedules.zero_bubble import h1
+from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts, simulate
+from meshwright.parallel.pipeline.schedules.zero_bubble import zb_h1_schedule
 from meshwright.plan.sharding.mesh import Mesh
 
 NAME = "pipeline_scale"
@@ -28,29 +28,42 @@ CLAIM = (
 BAR_S, REPEATS = 2.0, 7
 WIDE = Mesh(pp=16, dp_shard=128, tp=8)
 
-CASES: Mapping[str, tuple[Mesh, Callable[[], Order]]] = {
-    "GPipe, 64 stages x 512 micro-batches": (Mesh(pp=64), lambda: gpipe.order(64, 512)),
-    "1F1B, 64 stages x 512 micro-batches": (Mesh(pp=64), lambda: one_f_one_b.order(64, 512)),
-    "ZB-H1, 64 stages x 512 micro-batches": (Mesh(pp=64), lambda: h1(64, 512)),
-    "interleaved, 16 stages x 64 chunks x 64 micro-batches, 16,384 ranks": (WIDE, lambda: interleaved.order(16, 64, 64)),
-    "interleaved, 16 stages x 8 chunks x 8 micro-batches, 16,384 ranks": (WIDE, lambda: interleaved.order(16, 8, 8)),
+CASES: Mapping[str, tuple[Mesh, Callable[[], Schedule]]] = {
+    "GPipe, 64 stages x 512 micro-batches": (Mesh(pp=64), lambda: gpipe.gpipe_schedule(64, 512)),
+    "1F1B, 64 stages x 512 micro-batches": (Mesh(pp=64), lambda: one_f_one_b.one_f_one_b_schedule(64, 512)),
+    "ZB-H1, 64 stages x 512 micro-batches": (Mesh(pp=64), lambda: zb_h1_schedule(64, 512)),
+    "interleaved, 16 stages x 64 chunks x 64 micro-batches, 16,384 ranks": (
+        WIDE,
+        lambda: interleaved.interleaved_schedule(16, 64, 64),
+    ),
+    "interleaved, 16 stages x 8 chunks x 8 micro-batches, 16,384 ranks": (
+        WIDE,
+        lambda: interleaved.interleaved_schedule(16, 8, 8),
+    ),
 }
 
 
-def planned(mesh: Mesh, make: Callable[[], Order]) -> Iterator[tuple[str, float]]:
+def planned(mesh: Mesh, make: Callable[[], Schedule]) -> Iterator[tuple[str, float]]:
     """CPU seconds of each part of the work, by its name. Raises ValueError for a schedule that is not right."""
     begin = time.process_time()
     order = make()
     made = time.process_time()
-    faults = list(order.faults())
+    faults = list(order.errors())
     checked = time.process_time()
-    found = play(order, Costs.equal(order.parts))
+    found = simulate(order, StageCosts.uniform(order.num_stages))
     played = time.process_time()
-    places = [mesh.coordinate(rank)["pp"] for rank in range(mesh.world)]
+    places = [mesh.coordinate(rank)["pp"] for rank in range(mesh.world_size)]
     placed = time.process_time()
-    if faults or not found.end or set(places) != set(range(order.ranks)):
-        raise ValueError(f"{faults[:3]}; needed is a whole schedule for every place along pp: repair the case")
-    yield from {"made": made - begin, "checked": checked - made, "played": played - checked, "placed": placed - played}.items()
+    if faults or not found.end or set(places) != set(range(order.num_ranks)):
+        raise ValueError(
+            f"{faults[:3]}; needed is a whole schedule for every place along pp: repair the case"
+        )
+    yield from {
+        "made": made - begin,
+        "checked": checked - made,
+        "played": played - checked,
+        "placed": placed - played,
+    }.items()
 
 
 def main() -> None:
@@ -61,8 +74,13 @@ def main() -> None:
         runs = [dict(planned(mesh, make)) for _ in range(REPEATS)]
         totals[name] = [sum(run.values()) for run in runs]
         parts = {part: round(median(run[part] for run in runs), 4) for part in runs[0]}
-        slots = sum(map(len, make().slots))
-        detail[name] = {"slots": slots, **parts, "all": round(median(totals[name]), 4), "worst": round(max(totals[name]), 4)}
+        slots = sum(map(len, make().actions))
+        detail[name] = {
+            "slots": slots,
+            **parts,
+            "all": round(median(totals[name]), 4),
+            "worst": round(max(totals[name]), 4),
+        }
         print(f"{name}: {median(totals[name]):.2f} s CPU for {slots} slots {parts}", file=sys.stderr)
     slowest = max(totals, key=lambda name: median(totals[name]))
     values = totals[slowest]

@@ -32,7 +32,7 @@ from benchmarks.staged import CHUNKS, THEIRS, by_hand, ours, pinged, theirs, tim
 from benchmarks.workloads import HEAVY, ddp, fresh_store
 from benchmarks.zero_vs_deepspeed import resident
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
-from meshwright.parallel.pipeline.schedules.schedule import Costs, Order, play
+from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts, simulate
 
 NAME = "pipeline_vs_torch"
 CLAIM = (
@@ -62,12 +62,23 @@ QUICK = Window(3, 4, 120, window_s=0.0, threshold=64.0, warmup=1)
 QUICKLY = Length(QUICK, QUICK, 2, 0.02, ("gpipe", "1f1b", "zb_v"), "toy8")
 
 
-def rounds_of(sides: Mapping[str, tuple[Callable[..., Any], Mapping[str, Any]]], workload: str, window: Window) -> Rounds:
+def rounds_of(
+    sides: Mapping[str, tuple[Callable[..., Any], Mapping[str, Any]]], workload: str, window: Window
+) -> Rounds:
     """The rounds of all `sides`, each a builder and what it is given."""
     with ExitStack() as opened:
         made = [
             opened.enter_context(
-                Ranks(name, build, RANKS, preload=PRELOAD, workload=workload, store=fresh_store(), micros=MICROS, **how)
+                Ranks(
+                    name,
+                    build,
+                    RANKS,
+                    preload=PRELOAD,
+                    workload=workload,
+                    store=fresh_store(),
+                    micros=MICROS,
+                    **how,
+                )
             )
             for name, (build, how) in sides.items()
         ]
@@ -77,8 +88,13 @@ def rounds_of(sides: Mapping[str, tuple[Callable[..., Any], Mapping[str, Any]]],
 def contest(schedule: str, length: Length) -> tuple[Rounds, Comparison, Comparison]:
     """One schedule, ours against theirs: rounds, CPU and wall."""
     how = {"schedule": schedule}
-    rounds = rounds_of({"torch": (theirs, how), "ours": (ours, how), "twin": (theirs, how)}, length.workload, length.contest)
-    cpu, wall = (compare(rounds, "ours", base="torch", twin="twin", bar=BAR, figure=figure) for figure in ("cpu_s", "wall_s"))
+    rounds = rounds_of(
+        {"torch": (theirs, how), "ours": (ours, how), "twin": (theirs, how)}, length.workload, length.contest
+    )
+    cpu, wall = (
+        compare(rounds, "ours", base="torch", twin="twin", bar=BAR, figure=figure)
+        for figure in ("cpu_s", "wall_s")
+    )
     print(f"{schedule}: cpu {cpu.ratio}, A/A {cpu.aa}, holds {cpu.holds}; wall {wall.ratio}", flush=True)
     return rounds, cpu, wall
 
@@ -89,10 +105,14 @@ def on_paper(schedule: str, length: Length) -> dict[str, float]:
     with Ranks("ping", pinged, RANKS, preload=PRELOAD, store=fresh_store(), **given) as group:
         pings: list[Any] = [group.step().notes for _ in range(20)][5:]
         transfer = median(map(max, pings))
-    with Ranks("ours", timed, RANKS, preload=PRELOAD, store=fresh_store(), schedule=schedule, **given) as group:
+    with Ranks(
+        "ours", timed, RANKS, preload=PRELOAD, store=fresh_store(), schedule=schedule, **given
+    ) as group:
         costs = [group.step() for _ in range(length.steps + 2)][2:]
-    order = SCHEDULES[schedule].make(RANKS, MICROS, chunks, Costs.equal(RANKS * chunks))
-    steps = [(cost.wall_s, *_on_paper(cost.notes, order, transfer)) for cost in costs]  # each beside its own F and B
+    order = SCHEDULES[schedule].build(RANKS, MICROS, chunks, StageCosts.uniform(RANKS * chunks))
+    steps = [
+        (cost.wall_s, *_on_paper(cost.notes, order, transfer)) for cost in costs
+    ]  # each beside its own F and B
     measured, paper, rest = (median(each) for each in zip(*steps, strict=True))
     off = median(wall / made for wall, made, _ in steps) - 1
     found = {"measured_s": measured, "paper_s": paper, "transfer_s": transfer, "rest_s": rest, "off": off}
@@ -100,17 +120,23 @@ def on_paper(schedule: str, length: Length) -> dict[str, float]:
     return found
 
 
-def _on_paper(notes: Any, order: Order, transfer: float) -> tuple[float, float]:
+def _on_paper(notes: Any, order: Schedule, transfer: float) -> tuple[float, float]:
     """The seconds that a step takes on paper whose ranks have told of F and B, and what of that is neither."""
-    told = {kind: {part: seconds for note in notes for part, seconds in note[kind].items()} for kind in ("F", "B")}
-    forward, backward = ([told[kind][part] for part in range(order.parts)] for kind in ("F", "B"))
+    told = {
+        kind: {part: seconds for note in notes for part, seconds in note[kind].items()} for kind in ("F", "B")
+    }
+    forward, backward = ([told[kind][part] for part in range(order.num_stages)] for kind in ("F", "B"))
     rest = max(note["rest"] for note in notes)
-    return play(order, Costs(forward, backward, [0.0] * order.parts, transfer)).end + rest, rest
+    return simulate(order, StageCosts(forward, backward, [0.0] * order.num_stages, transfer)).end + rest, rest
 
 
 def waits_less(length: Length) -> Comparison:
     """ZBV against our 1F1B, wall seconds."""
-    sides = {"1f1b": (ours, {"schedule": "1f1b"}), "zb_v": (ours, {"schedule": "zb_v"}), "twin": (ours, {"schedule": "1f1b"})}
+    sides = {
+        "1f1b": (ours, {"schedule": "1f1b"}),
+        "zb_v": (ours, {"schedule": "zb_v"}),
+        "twin": (ours, {"schedule": "1f1b"}),
+    }
     rounds = rounds_of(sides, length.workload, length.contest)
     found = compare(rounds, "zb_v", base="1f1b", twin="twin", bar=ZBV, figure="wall_s")
     print(f"ZBV / 1F1B: wall {found.ratio}, A/A {found.aa}, bar {ZBV}, holds {found.holds}", flush=True)
@@ -127,9 +153,13 @@ def peaks(length: Length) -> dict[str, float]:
     }
     found = {}
     for name, how in sides.items():
-        with Ranks(name, resident, RANKS, preload=PRELOAD, workload=length.workload, store=fresh_store(), **how) as group:
+        with Ranks(
+            name, resident, RANKS, preload=PRELOAD, workload=length.workload, store=fresh_store(), **how
+        ) as group:
             costs = [group.step() for _ in range(length.steps + 2)][2:]
-        found[name] = median(max(note for note in cost.notes if isinstance(note, int)) for cost in costs) / 2**20
+        found[name] = (
+            median(max(note for note in cost.notes if isinstance(note, int)) for cost in costs) / 2**20
+        )
     print(f"peak MiB: {found}", flush=True)
     return found
 
@@ -160,12 +190,27 @@ def slept(length: Length) -> Iterator[tuple[str, Slept]]:
     """A step of parts that sleep in every schedule: of the slowest rank, the median of some."""
     how = {"micros": MICROS, "seconds": length.sleep_s}
     for schedule in length.schedules:
-        with Ranks("asleep", asleep, SLEEPERS, preload=PRELOAD, store=fresh_store(), schedule=schedule, **how) as group:
-            steps = [max((note for note in group.step().notes if isinstance(note, Slept)), key=lambda each: each.seconds)]
+        with Ranks(
+            "asleep", asleep, SLEEPERS, preload=PRELOAD, store=fresh_store(), schedule=schedule, **how
+        ) as group:
+            steps = [
+                max(
+                    (note for note in group.step().notes if isinstance(note, Slept)),
+                    key=lambda each: each.seconds,
+                )
+            ]
             for _ in range(min(length.steps, 4) - 1):
-                steps.append(max((note for note in group.step().notes if isinstance(note, Slept)), key=lambda each: each.seconds))
+                steps.append(
+                    max(
+                        (note for note in group.step().notes if isinstance(note, Slept)),
+                        key=lambda each: each.seconds,
+                    )
+                )
         found = sorted(steps[1:], key=lambda each: each.seconds)[len(steps[1:]) // 2]
-        print(f"{schedule}: bubble {100 * found.bubble:.1f} %, on paper {100 * found.simulated:.1f} %", flush=True)
+        print(
+            f"{schedule}: bubble {100 * found.bubble:.1f} %, on paper {100 * found.simulated:.1f} %",
+            flush=True,
+        )
         yield schedule, found
 
 
@@ -173,9 +218,18 @@ def again_on_paper(length: Length) -> Result:
     """The stored result with what paper says measured anew: that part says when, and at which commit."""
     before = stored(NAME)
     paper = {schedule: on_paper(schedule, length) for schedule in THEIRS}
-    held = {**before["detail"]["holds"], "on paper": all(abs(each["off"]) <= PAPER for each in paper.values())}
-    now = Result.of(NAME, CLAIM, values=(), median=0.0, spread=(0.0, 0.0), bar=BAR, holds=True, repeats=length.steps)
-    detail = {**before["detail"], "holds": held, "on paper": {**paper, "measured": {"date": now.date, "commit": now.commit}}}
+    held = {
+        **before["detail"]["holds"],
+        "on paper": all(abs(each["off"]) <= PAPER for each in paper.values()),
+    }
+    now = Result.of(
+        NAME, CLAIM, values=(), median=0.0, spread=(0.0, 0.0), bar=BAR, holds=True, repeats=length.steps
+    )
+    detail = {
+        **before["detail"],
+        "holds": held,
+        "on paper": {**paper, "measured": {"date": now.date, "commit": now.commit}},
+    }
     contests = [before["detail"][schedule]["cpu"]["holds"] for schedule in THEIRS]
     values: dict[str, Any] = {**before, "detail": detail, "holds": overall([*contests, *held.values()])}
     return Result(**values)
@@ -188,7 +242,11 @@ def main() -> None:
         print(again_on_paper(length).write(NAME))
         return
     asleep_found = dict(slept(length))
-    toy, memory, paper = overhead(length), peaks(length), {schedule: on_paper(schedule, length) for schedule in THEIRS}
+    toy, memory, paper = (
+        overhead(length),
+        peaks(length),
+        {schedule: on_paper(schedule, length) for schedule in THEIRS},
+    )
     found, zbv = {schedule: contest(schedule, length) for schedule in THEIRS}, waits_less(length)
     held: dict[str, Verdict] = {
         "ZBV": zbv.holds,

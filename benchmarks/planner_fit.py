@@ -76,7 +76,11 @@ def same(habits: Habits) -> Habits:
 def labelled(runs: Sequence[Run]) -> list[Run]:
     """The runs of sources that publish both kinds."""
     known = [run for run in runs if run.status in ("ok", "OOM")]
-    both = {source for source in sources(known) if {run.status for run in known if run.source == source} == {"ok", "OOM"}}
+    both = {
+        source
+        for source in sources(known)
+        if {run.status for run in known if run.source == source} == {"ok", "OOM"}
+    }
     return [run for run in known if run.source in both]
 
 
@@ -93,7 +97,11 @@ def share(found: Sequence[Verdict]) -> float:
 def folds(runs: Sequence[Run]) -> Iterator[tuple[str, list[Run], list[Run]]]:
     """Names, the rows to find constants on, and those that score."""
     for fitted, name in ((True, "half by hash"), (False, "the other half")):
-        yield name, [run for run in runs if run.fitted == fitted], [run for run in runs if run.fitted != fitted]
+        yield (
+            name,
+            [run for run in runs if run.fitted == fitted],
+            [run for run in runs if run.fitted != fitted],
+        )
     for model in sorted({run.shape.name for run in runs}):
         yield (
             f"all but {model}",
@@ -127,12 +135,16 @@ def _with(stream: float, unfused: float, habits: Habits) -> Habits:
 def out_of_sample(runs: Sequence[Run]) -> list[dict[str, object]]:
     """Of Aleph-Alpha's runs: each fold's constants, and how many of the rows are right that they were not found on."""
     mine = [run for run in runs if run.source.startswith(FOUND_ON)]
-    kept: list[dict[str, object]] = [{"found on": "without", "scored": len(mine), "right": _scored(mine, PLAIN, UNFUSED)}]
+    kept: list[dict[str, object]] = [
+        {"found on": "without", "scored": len(mine), "right": _scored(mine, PLAIN, UNFUSED)}
+    ]
     for name, known, scored in folds(mine):
         if known and scored:
             stream, unfused = found_on(known)
             said = {"rows": len(known), "stream": stream, "unfused": unfused}
-            kept.append({"found on": name, **said, "scored": len(scored), "right": _scored(scored, stream, unfused)})
+            kept.append(
+                {"found on": name, **said, "scored": len(scored), "right": _scored(scored, stream, unfused)}
+            )
     return kept
 
 
@@ -143,11 +155,22 @@ def _scored(runs: Sequence[Run], stream: float, unfused: float) -> float:
 def show(found: Sequence[Verdict]) -> None:
     """Print how many are right by source, and every row that is not."""
     console = Console()
-    table = Table("fits or not", "labels", "right %", "ran, said not to fit", "ran out, said to fit", "with 6 % to spare")
+    table = Table(
+        "fits or not",
+        "labels",
+        "right %",
+        "ran, said not to fit",
+        "ran out, said to fit",
+        "with 6 % to spare",
+    )
     for source in sources(each.run for each in found):
         mine = [each for each in found if each.run.source == source]
         wrong = [each for each in mine if not each.right]
-        counts = [sum(each.ran for each in wrong), sum(not each.ran for each in wrong), sum(each.trusted for each in wrong)]
+        counts = [
+            sum(each.ran for each in wrong),
+            sum(not each.ran for each in wrong),
+            sum(each.trusted for each in wrong),
+        ]
         table.add_row(source, str(len(mine)), f"{100 * share(mine):.1f}", *map(str, counts))
     if found:
         console.print(table)
@@ -159,20 +182,22 @@ def _line(each: Verdict) -> str:
     run, layout = each.run, each.run.layout
     axes = f"dp {layout.dp} tp {layout.tp} pp {layout.pp}, {layout.micro_batch:g} x {run.shape.sequence} tokens, {layout.kernel}"
     truth = "ran" if each.ran else "ran out" + (", WITH MORE THAN 6 % TO SPARE" if each.trusted else "")
-    return (
-        f"{run.key} {run.shape.name} {axes}, rerun {layout.reruns}: {each.said / GIB:.1f} of {each.room / GIB:.1f} GiB, {truth}"
-    )
+    return f"{run.key} {run.shape.name} {axes}, rerun {layout.reruns}: {each.said / GIB:.1f} of {each.room / GIB:.1f} GiB, {truth}"
 
 
 def result(found: Sequence[Verdict], folded: Sequence[dict[str, object]]) -> Result:
     """Of all labels; `values` are 1 for a label that is right, 0 for one that is not."""
     trusted = [each for each in found if each.trusted]
     mine = [each for each in found if each.run.source.startswith(FOUND_ON)]
-    right, plain = share(found), verdicts([each.run for each in found], lambda habits: replace(habits, split=0.0))
+    right, plain = (
+        share(found),
+        verdicts([each.run for each in found], lambda habits: replace(habits, split=0.0)),
+    )
     detail = {
         "labels": len(found),
         "right by source": {
-            source: share([e for e in found if e.run.source == source]) for source in sources(e.run for e in found)
+            source: share([e for e in found if e.run.source == source])
+            for source in sources(e.run for e in found)
         },
         "always 'runs out'": sum(not each.ran for each in mine) / len(mine),
         "ran out, said to fit with more than 6 % to spare": [_line(each) for each in trusted],
@@ -180,7 +205,9 @@ def result(found: Sequence[Verdict], folded: Sequence[dict[str, object]]) -> Res
         "out of sample": list(folded),
         "without what was found on three runs that it puts right": {
             "right": share(plain),
-            "ran out, said to fit with more than 6 % to spare": [each.run.key for each in plain if each.trusted],
+            "ran out, said to fit with more than 6 % to spare": [
+                each.run.key for each in plain if each.trusted
+            ],
         },
         "not held out": "contexts, the gaps and what is pinned, bytes per fused score: chosen with all of these rows in view",
     }

@@ -30,8 +30,8 @@ from benchmarks.ranks import Ranks
 from benchmarks.rated_in_turn import Turn, profile_of, turns
 from benchmarks.result import Result
 from benchmarks.workloads import HEAVY, fresh_store
-from meshwright.commands.predict import ground_of
-from meshwright.plan.hardware.device_specs import cores
+from meshwright.commands.predict import prediction_hardware
+from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.memory import peak_bytes
 from meshwright.planner.program_cost.prediction import Prediction, predict
@@ -44,27 +44,37 @@ CLAIM = (
 )
 SECONDS, BYTES = 0.10, 0.05
 PRELOAD = (*HEAVY, "benchmarks.planned_here", "benchmarks.rated_in_turn")
-MEASURED = {"device": ("--ranks", str(cores()), "--threads", "1"), "comm": ("--ranks", "2,3,4")}
+MEASURED = {"device": ("--ranks", str(available_cores()), "--threads", "1"), "comm": ("--ranks", "2,3,4")}
 BENCH = "bench"
 
 
 def measured(what: str, folder: Path, *, quick: bool) -> None:
     """Measure the device, or comm, of this machine into a file of `folder`."""
-    words = ["bench", what, *MEASURED[what], "--out", str(folder / f"{what}.toml"), *(["--quick"] if quick else [])]
+    words = [
+        "bench",
+        what,
+        *MEASURED[what],
+        "--out",
+        str(folder / f"{what}.toml"),
+        *(["--quick"] if quick else []),
+    ]
     print(" ".join(words), file=sys.stderr, flush=True)
     subprocess.run([sys.executable, "-m", "meshwright", *words], check=True, stdout=subprocess.DEVNULL)
 
 
 def predicted(plan: Plan, folder: Path, device: str) -> Prediction:
     """A step of `plan` on the links of this machine and the device of this name, both files of `folder`."""
-    return predict(plan, ground_of(str(folder / f"{device}.toml"), str(folder / "comm.toml"), plan.mesh.world))
+    return predict(
+        plan,
+        prediction_hardware(str(folder / f"{device}.toml"), str(folder / "comm.toml"), plan.mesh.world_size),
+    )
 
 
 def in_turn(name: str, world: int, window: Window) -> Rounds:
     """Rounds of a step of the plan and of a hand of the bench's cells."""
     with (
         Ranks(name, played, world, preload=PRELOAD, timeout_s=900, plan=name, store=fresh_store()) as ranks,
-        Ranks(BENCH, turns, cores(), preload=PRELOAD) as others,
+        Ranks(BENCH, turns, available_cores(), preload=PRELOAD) as others,
     ):
         return measure([ranks, others], window)
 
@@ -73,15 +83,18 @@ def tried(name: str, folder: Path, window: Window) -> Mapping[str, object]:
     """One plan, predicted and measured."""
     case = CASES[name]
     _, plan = planned(case)
-    rounds = in_turn(name, case.mesh.world, window)
+    rounds = in_turn(name, case.mesh.world_size, window)
     seen = [note for costs in rounds.clean for note in costs[BENCH].notes if isinstance(note, Turn)]
     now = write_profile(profile_of(read_profile(folder / "device.toml"), seen), folder / "now.toml")
     said, before = predicted(plan, folder, "now"), predicted(plan, folder, "device")
-    took, peaks = median(rounds.figures(name, "wall_s")), [int(str(note)) for note in rounds.clean[-1][name].notes]
-    planned_peaks = [peak_bytes(plan, rank) for rank in range(case.mesh.world)]
+    took, peaks = (
+        median(rounds.figures(name, "wall_s")),
+        [int(str(note)) for note in rounds.clean[-1][name].notes],
+    )
+    planned_peaks = [peak_bytes(plan, rank) for rank in range(case.mesh.world_size)]
     off = said.step_s / took - 1
     bytes_off = max((mine / theirs - 1 for mine, theirs in zip(planned_peaks, peaks, strict=True)), key=abs)
-    words = f"as measured before {before.step_s:.3f} s; uneven {100 * now.stretches[0].behind:.1f} %"
+    words = f"as measured before {before.step_s:.3f} s; uneven {100 * now.lag_samples[0].lag:.1f} %"
     text = f"{name}: predicted {said.step_s:.3f} s ({words}), took {took:.3f} s ({100 * off:+.1f} %)"
     print(f"{text}, bytes {100 * bytes_off:+.1f} %", file=sys.stderr, flush=True)
     return {
@@ -89,8 +102,8 @@ def tried(name: str, folder: Path, window: Window) -> Mapping[str, object]:
         "measured_s": took,
         "off": off,
         "as_measured": {"predicted_s": before.step_s, "off": before.step_s / took - 1},
-        "stretches": [asdict(each) for each in now.stretches],
-        "fastest_product": now.best("float32"),
+        "stretches": [asdict(each) for each in now.lag_samples],
+        "fastest_product": now.best_flops("float32"),
         "cpu_s": median(rounds.figures(name)),
         "rounds": len(rounds.clean),
         "discarded": rounds.discarded,
@@ -117,7 +130,9 @@ def main(words: Sequence[str]) -> None:
     detail = {"plans": rows, "bytes_off": held, "limit_bytes": BYTES, **machine}
     figures = {"median": median(values), "spread": (min(values), max(values)), "bar": SECONDS}
     holds = max(values) <= SECONDS and max(held) <= BYTES
-    print(Result.of(NAME, CLAIM, values=values, **figures, holds=holds, repeats=15, detail=detail).write(NAME))
+    print(
+        Result.of(NAME, CLAIM, values=values, **figures, holds=holds, repeats=15, detail=detail).write(NAME)
+    )
 
 
 if __name__ == "__main__":

@@ -78,13 +78,22 @@ class Group:
     @property
     def beyond(self) -> tuple[Peak, ...]:
         """Those off by more than 8 %, the worst first."""
-        return tuple(sorted((peak for peak in self.peaks if abs(peak.off) > WORST), key=lambda peak: -abs(peak.off)))
+        return tuple(
+            sorted((peak for peak in self.peaks if abs(peak.off) > WORST), key=lambda peak: -abs(peak.off))
+        )
 
     def as_dict(self) -> dict[str, object]:
         """Its figures, with the rows that are far off."""
-        figures: dict[str, object] = {"source": self.source, "metric": self.metric, "torch": self.torch, "rows": len(self.peaks)}
+        figures: dict[str, object] = {
+            "source": self.source,
+            "metric": self.metric,
+            "torch": self.torch,
+            "rows": len(self.peaks),
+        }
         figures |= {"error": self.error, "bias": self.bias, "worst": self.worst}
-        return figures | {"beyond": [[peak.run.key, peak.off, peak.said / GIB, peak.measured / GIB] for peak in self.beyond]}
+        return figures | {
+            "beyond": [[peak.run.key, peak.off, peak.said / GIB, peak.measured / GIB] for peak in self.beyond]
+        }
 
 
 def groups(runs: Sequence[Run]) -> list[Group]:
@@ -92,7 +101,9 @@ def groups(runs: Sequence[Run]) -> list[Group]:
     found: dict[tuple[str, str, bool], list[Peak]] = {}
     for run in runs:
         if run.peak and run.status == "ok":
-            found.setdefault((run.source, run.metric, by_torch(run)), []).append(Peak(run, said(run), run.peak))
+            found.setdefault((run.source, run.metric, by_torch(run)), []).append(
+                Peak(run, said(run), run.peak)
+            )
     made = [Group(*kind, tuple(peaks)) for kind, peaks in found.items()]
     return sorted(made, key=lambda group: (-len(group.peaks), group.source))
 
@@ -100,7 +111,11 @@ def groups(runs: Sequence[Run]) -> list[Group]:
 def refitted(runs: Sequence[Run]) -> list[dict[str, float]]:
     """What bigscience's allocator has reserved, found on one half of its runs and scored on the other, both ways."""
     mine = [run for run in runs if run.source == REFITTED and run.peak and run.status == "ok"]
-    return [_scored(mine, fitted) for fitted in (True, False)] if {run.fitted for run in mine} == {True, False} else []
+    return (
+        [_scored(mine, fitted) for fitted in (True, False)]
+        if {run.fitted for run in mine} == {True, False}
+        else []
+    )
 
 
 def _scored(runs: Sequence[Run], fitted: bool) -> dict[str, float]:
@@ -131,7 +146,10 @@ def show(found: Sequence[Group]) -> None:
     for peak in (peak for group in found for peak in group.beyond):
         run, layout = peak.run, peak.run.layout
         text = f"{run.key} {100 * peak.off:+.1f} %: {run.shape.name} on {run.machine.count}, tp {layout.tp} pp {layout.pp}, said "
-        console.print(f"{text}{peak.said / GIB:.1f}, measured {peak.measured / GIB:.1f} GiB ({run.source})", highlight=False)
+        console.print(
+            f"{text}{peak.said / GIB:.1f}, measured {peak.measured / GIB:.1f} GiB ({run.source})",
+            highlight=False,
+        )
 
 
 def result(found: Sequence[Group], again: Sequence[dict[str, float]]) -> Result:
@@ -142,7 +160,10 @@ def result(found: Sequence[Group], again: Sequence[dict[str, float]]) -> Result:
     detail = {
         "groups": [group.as_dict() for group in found],
         "torch": {"rows": len(torch), "error": fmean(off), "beyond": sum(each > WORST for each in off)},
-        "torch, but for sources whose numbers were found on these rows": {"rows": len(clean), "error": fmean(clean)},
+        "torch, but for sources whose numbers were found on these rows": {
+            "rows": len(clean),
+            "error": fmean(clean),
+        },
         "in sample": list(IN_SAMPLE),
         "not held out": "habits of nanotron and torchtitan, read in their code with all of these rows in view",
         "found on one half, scored on the other": list(again),

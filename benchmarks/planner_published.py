@@ -23,7 +23,7 @@ import meshwright.planner
 from benchmarks.published import RUNS, Run
 from benchmarks.published_runs import FEW, SOUND, Score, learnt, measured, scores, show, timed
 from benchmarks.result import Result
-from meshwright.plan.hardware.device_specs import devices
+from meshwright.plan.hardware.device_specs import known_devices
 from meshwright.planner.analytic.calibrate import Measured, calibrated
 from meshwright.planner.machine.efficiency import Rates
 
@@ -38,7 +38,10 @@ OPEN = "what code bases do that rows do not say (published_layouts.py): looked u
 UNSEEN = RUNS.with_name("unseen_runs.csv")
 RATES = Path(meshwright.planner.__file__).parent / "machine" / "rates.toml"
 DIGITS = 4
-ALL, EACH = 0.6, 0.3  # how strongly rates are held: all to what is known of hardware, a kind's to those of all
+ALL, EACH = (
+    0.6,
+    0.3,
+)  # how strongly rates are held: all to what is known of hardware, a kind's to those of all
 # the share of its peak that large products reach on a kind of device: github.com/stas00/ml-engineering 744d01e, measured maxima;
 # H100 96GB, of which nobody has said it: that of an H100, by the square root of its power, 500 of 700 W, an estimate
 REACHED = {
@@ -56,9 +59,16 @@ REACHED = {
     "MI300X": {"bfloat16": 668.4 / 1307},
     "MI325X": {"bfloat16": 784.9 / 1300},
 }
-USUAL = {"bfloat16": 0.8, "float16": 0.8, "float8": 0.73, "float4": 0.65}  # of a device of which nobody has said it
+USUAL = {
+    "bfloat16": 0.8,
+    "float16": 0.8,
+    "float8": 0.73,
+    "float4": 0.65,
+}  # of a device of which nobody has said it
 # shares of what is reached that a step of a whole model is known to have, before any run is looked at
-KNOWN = replace(Rates(), product=0.93, product_float8=0.9, product_blocks=0.85, product_float4=0.8, attention=0.6)
+KNOWN = replace(
+    Rates(), product=0.93, product_float8=0.9, product_blocks=0.85, product_float4=0.8, attention=0.6
+)
 HEAD = "# Shares of peaks that devices reach (planner/rates.py), fitted by: python -m benchmarks.planner_published --fit\n"
 
 
@@ -72,10 +82,19 @@ def fit() -> dict[str, dict[str, float]]:
     steps = [_of_reached(measured(run)) for run in timed(RUNS)[0] if run.fitted]
     everywhere = calibrated(KNOWN, steps, ALL, SOUND)
     tables = {"all": _rounded(_of_peak(everywhere, {}))}
-    for device in devices():
-        die = {each.name for each in devices() if (each.units, each.peak("float16")) == (device.units, device.peak("float16"))}
-        pools = [[step for step in steps if step.machine.device.name in names] for names in ({device.name}, die)]
-        mine = next((pool for pool in pools if len(pool) >= FEW and len({step.source for step in pool}) > 1), [])
+    for device in known_devices():
+        die = {
+            each.name
+            for each in known_devices()
+            if (each.num_compute_units, each.peak("float16"))
+            == (device.num_compute_units, device.peak("float16"))
+        }
+        pools = [
+            [step for step in steps if step.machine.device.name in names] for names in ({device.name}, die)
+        ]
+        mine = next(
+            (pool for pool in pools if len(pool) >= FEW and len({step.source for step in pool}) > 1), []
+        )
         found = _rounded(_of_peak(calibrated(everywhere, mine, EACH, SOUND), REACHED.get(device.name, {})))
         tables[device.name] = {name: value for name, value in found.items() if value != tables["all"][name]}
     return tables
@@ -114,7 +133,9 @@ def elsewhere(shipped: Sequence[Run]) -> dict[str, dict[str, object]]:
     show(found, ())
     steps = {run.key: measured(run) for run in unseen}
     off = {key: abs(each.predicted(each.machine.rates) / each.seconds - 1) for key, each in steps.items()}
-    alone = {score.source: fmean(off[run.key] for run in unseen if run.source == score.source) for score in found}
+    alone = {
+        score.source: fmean(off[run.key] for run in unseen if run.source == score.source) for score in found
+    }
     return {score.source: {**score.as_dict(), "alone": alone[score.source]} for score in found}
 
 
@@ -122,7 +143,9 @@ def result(found: Sequence[Score], skipped: int, unseen: Mapping[str, dict[str, 
     """Of the scores; the figure shown is the worst named source's."""
     named = [score for score in found if score.scored and score.source.startswith(NAMED)]
     errors = [score.error for score in named]
-    ranks = [score.rank for score in named if score.source.startswith("Aleph-Alpha") and score.rank is not None]
+    ranks = [
+        score.rank for score in named if score.source.startswith("Aleph-Alpha") and score.rank is not None
+    ]
     return Result.of(
         NAME,
         CLAIM,
@@ -132,7 +155,12 @@ def result(found: Sequence[Score], skipped: int, unseen: Mapping[str, dict[str, 
         bar=BAR,
         holds=max(errors) <= BAR and min(ranks) >= RANK,
         repeats=1,
-        detail={"sources": [score.as_dict() for score in found], "skipped": skipped, "not held out": OPEN, "unseen": unseen},
+        detail={
+            "sources": [score.as_dict() for score in found],
+            "skipped": skipped,
+            "not held out": OPEN,
+            "unseen": unseen,
+        },
     )
 
 

@@ -18,7 +18,7 @@ from math import inf
 from statistics import median
 
 from benchmarks.result import Result
-from meshwright.commands.search.constraints import Fixed
+from meshwright.commands.search.constraints import SearchConstraints
 from meshwright.planner.analytic.model_shape import parse_shape
 from meshwright.planner.machine.machine import machine
 from meshwright.planner.search.request import Wish
@@ -37,13 +37,15 @@ CASES: Mapping[str, tuple[int, int, float]] = {
 
 def wish(devices: int, rows: int) -> Wish:
     """What `meshwright plan` looks for."""
-    return Fixed().of(Wish(parse_shape(SHAPE), machine("h100", devices), rows))
+    return SearchConstraints().apply(Wish(parse_shape(SHAPE), machine("h100", devices), rows))
 
 
 def found(asked: Wish) -> Iterator[Found]:
     """What it finds: the layouts that fit, and the fastest if memory were no limit."""
     yield search(asked, 8)
-    yield search(replace(asked, machine=replace(asked.machine, device=replace(asked.machine.device, memory=inf))), 1)
+    yield search(
+        replace(asked, machine=replace(asked.machine, device=replace(asked.machine.device, memory=inf))), 1
+    )
 
 
 def seconds(devices: int, rows: int) -> tuple[float, Found]:
@@ -52,9 +54,13 @@ def seconds(devices: int, rows: int) -> tuple[float, Found]:
     begin = time.process_time()
     best, _ = found(asked)
     taken = time.process_time() - begin
-    wrong = [each for each in best.best if each.layout.ranks != devices or each.footprint.total > asked.memory]
+    wrong = [
+        each for each in best.best if each.layout.ranks != devices or each.footprint.total > asked.memory
+    ]
     if wrong or not best.best:
-        raise ValueError(f"{devices} devices: {wrong[:1] or 'nothing'} was found; needed are layouts that fit: repair the search")
+        raise ValueError(
+            f"{devices} devices: {wrong[:1] or 'nothing'} was found; needed are layouts that fit: repair the search"
+        )
     return taken, best
 
 
@@ -68,8 +74,16 @@ def main() -> None:
         shares[name] = [taken / bar for taken in times]
         best = runs[0][1]
         first = best.best[0]
-        detail[name] = {"seconds": [round(each, 2) for each in times], "bar_s": bar, "priced": best.seen, "step_s": first.seconds}
-        print(f"{name}: {median(times):.1f} s CPU of {bar:.0f}, {best.seen} layouts; {first.layout}", file=sys.stderr)
+        detail[name] = {
+            "seconds": [round(each, 2) for each in times],
+            "bar_s": bar,
+            "priced": best.seen,
+            "step_s": first.seconds,
+        }
+        print(
+            f"{name}: {median(times):.1f} s CPU of {bar:.0f}, {best.seen} layouts; {first.layout}",
+            file=sys.stderr,
+        )
     slowest = max(shares, key=lambda name: median(shares[name]))
     values = shares[slowest]
     figure, spread = median(values), (min(values), max(values))

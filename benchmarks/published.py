@@ -26,7 +26,21 @@ from meshwright.planner.machine.machine import Machine
 RUNS = Path(__file__).parent / "data" / "published_runs.csv"
 GIB, GB = 2**30, 1e9
 
-SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "gpus", "dp", "tp", "pp", "cp", "virtual_stages")
+SIZES = (
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "ffn",
+    "vocab",
+    "seq_len",
+    "gpus",
+    "dp",
+    "tp",
+    "pp",
+    "cp",
+    "virtual_stages",
+)
 SIZES += ("micro_batch", "global_batch", "grad_accum", "step_time_s")
 COUNTED = ("kv_heads", "ffn", "vocab", "virtual_stages")  # of which 0 says nothing
 PLAIN = ("gpt", "mpt", "opt")  # models whose MLP has no gate
@@ -76,7 +90,9 @@ def read_runs(file: Path = RUNS) -> tuple[list[Run], list[Skipped]]:
     runs, skipped = [], []
     with file.open(encoding="utf-8", newline="") as lines:
         for number, read in enumerate(csv.DictReader(lines), start=2):
-            row = {name: text for name, text in read.items() if isinstance(name, str) and isinstance(text, str)}
+            row = {
+                name: text for name, text in read.items() if isinstance(name, str) and isinstance(text, str)
+            }
             key, source = row.get("row_id") or f"line {number}", _source(row.get("source", ""))
             try:
                 runs.append(_run(key, source, row))
@@ -88,7 +104,8 @@ def read_runs(file: Path = RUNS) -> tuple[list[Run], list[Skipped]]:
 def _source(text: str) -> str:
     """The short name of a source: its author or repository, without the file and the version."""
     first = re.split(
-        r" data/| scripts/| train/| experiments/| docs/| docs | benchmarks/| validation/| \(| et al| v2| README", text
+        r" data/| scripts/| train/| experiments/| docs/| docs | benchmarks/| validation/| \(| et al| v2| README",
+        text,
     )[0]
     return first.strip() or "?"
 
@@ -114,7 +131,7 @@ def _run(key: str, source: str, row: Mapping[str, str]) -> Run:
     _readable(row)
     shape, said = _shape(row), {name: _number(row, name) for name in row}
     layout = layout_of(source, row, shape, said, machine.host)
-    if faults := [fault.what for fault in shape.faults()]:
+    if faults := [fault.problem for fault in shape.faults()]:
         raise Lacks(faults[0])
     if layout.pp > shape.layers:
         raise Lacks(f"pp {layout.pp} for {shape.layers} layers")
@@ -129,7 +146,9 @@ def _run(key: str, source: str, row: Mapping[str, str]) -> Run:
     if machine.device.peak(layout.dtype.partition("_")[0]) is None and layout.dtype.startswith("float"):
         raise Lacks(f"a device without {layout.dtype.partition('_')[0]}")
     tokens = layout.micros * layout.micro_batch * layout.dp * shape.sequence
-    if seconds and shape.flops(tokens) / 1.15 > seconds * count * machine.peak(layout.dtype.partition("_")[0]):
+    if seconds and shape.flops(tokens) / 1.15 > seconds * count * machine.peak(
+        layout.dtype.partition("_")[0]
+    ):
         raise Lacks("faster than the peak of its devices: its batch or its time is of another run")
     status, cited, precision = row.get("status", "ok"), row.get("source", ""), row.get("precision", "")
     return Run(key, source, shape, layout, machine, seconds, status, held, metric, cited, precision)
@@ -140,13 +159,18 @@ def _readable(row: Mapping[str, str]) -> None:
     for column in SIZES:
         text, number = row.get(column, "").strip(), _number(row, column)
         least = 1 if column not in ("micro_batch", "step_time_s") else 1e-9
-        if text.strip("?-") and (number is None or number < least) and not (column in COUNTED and number == 0):
+        if (
+            text.strip("?-")
+            and (number is None or number < least)
+            and not (column in COUNTED and number == 0)
+        ):
             raise Lacks(f"{column} is '{text}', no number above 0")
 
 
 def _shape(row: Mapping[str, str]) -> Shape:
     sizes = {
-        name: _number(row, name) for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "params_b")
+        name: _number(row, name)
+        for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "params_b")
     }
     lacking = [name for name in ("layers", "hidden", "heads", "seq_len") if not sizes[name]]
     if lacking:
@@ -163,7 +187,9 @@ def _shape(row: Mapping[str, str]) -> Shape:
     )
     gated, known = replace(plain, gated=True), (sizes["params_b"] or 0) * 1e9
     name = plain.name.lower()
-    if "llama" in name or (known and not any(word in name for word in PLAIN) and _off(gated, known) < _off(plain, known)):
+    if "llama" in name or (
+        known and not any(word in name for word in PLAIN) and _off(gated, known) < _off(plain, known)
+    ):
         return gated
     return plain
 

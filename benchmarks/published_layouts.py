@@ -20,7 +20,10 @@ from meshwright.planner.analytic.model_shape import Shape
 from meshwright.planner.analytic.parallel_config import FOLDED, HALVES, Kernel, Layout, Order, Rerun
 from meshwright.planner.machine.machine import Machine
 
-COHERENT = ("GH", "GB")  # devices that read their host's memory at the rate of links, and keep activations there
+COHERENT = (
+    "GH",
+    "GB",
+)  # devices that read their host's memory at the rate of links, and keep activations there
 BEYOND = 1.5  # of its memory: what no run without recomputing held
 # orders by what a row calls them: the closed forms of their papers
 ORDERS: Mapping[str, Order] = {
@@ -51,7 +54,9 @@ class Habits:
     chunks: bool = False
 
 
-OLD = Habits(kernel="softmax", fused=True)  # before fused attention: Megatron with its own softmax and norm kernels
+OLD = Habits(
+    kernel="softmax", fused=True
+)  # before fused attention: Megatron with its own softmax and norm kernels
 CORE = Habits(kernel="flash3", hidden=1.0, sequence=True, shards=1, chunks=True)  # NVIDIA's recipes
 ASYNC = 0.5  # of what tensor ranks send, what torch's async TP runs beside products, where Megatron does all of it
 HABITS: tuple[tuple[str, Habits], ...] = (
@@ -74,7 +79,9 @@ HABITS: tuple[tuple[str, Habits], ...] = (
 )
 
 
-def layout_of(source: str, row: Mapping[str, str], shape: Shape, said: Mapping[str, float | None], host: int) -> Layout:
+def layout_of(
+    source: str, row: Mapping[str, str], shape: Shape, said: Mapping[str, float | None], host: int
+) -> Layout:
     """That of a row; `said` are its numbers, `host` the devices of one. Raises Lacks where it says too little."""
     tp, pp, cp = (int(said.get(axis) or 1) for axis in ("tp", "pp", "cp"))
     dp = int(said.get("dp") or (said.get("gpus") or 0) // (tp * pp * cp))
@@ -96,17 +103,24 @@ def layout_of(source: str, row: Mapping[str, str], shape: Shape, said: Mapping[s
         cp=cp,
         shards=max(habits.shards, _shards(states)),
         within=_within(states, dp, max(1, host // (tp * cp))),
-        chunks=_chunks(source, habits, row.get("schedule", "").lower(), said.get("virtual_stages"), shape, pp),
+        chunks=_chunks(
+            source, habits, row.get("schedule", "").lower(), said.get("virtual_stages"), shape, pp
+        ),
         micro_batch=micro,
         micros=batch / (micro * dp),
         reruns=_reruns(row.get("recompute", "").lower()),
-        sequence=row.get("seq_parallel", "").startswith("yes") or (habits.sequence and tp > 1 and not row.get("seq_parallel")),
+        sequence=row.get("seq_parallel", "").startswith("yes")
+        or (habits.sequence and tp > 1 and not row.get("seq_parallel")),
         order=_order(row.get("schedule", "").lower()),
-        gathers=1 if source.startswith("torchtitan") and "fp8 tensorwise" in row.get("precision", "").lower() else 2,
+        gathers=1
+        if source.startswith("torchtitan") and "fp8 tensorwise" in row.get("precision", "").lower()
+        else 2,
         dtype=_dtype(row.get("precision", "").lower(), habits),
         sums=habits.sums,
         kernel=_kernel(notes, habits),
-        fused="RMS kernel" in notes if "kernel " in notes else habits.fused or row.get("compile", "") == "yes",
+        fused="RMS kernel" in notes
+        if "kernel " in notes
+        else habits.fused or row.get("compile", "") == "yes",
         compiled=row.get("compile", "") == "yes",
         hidden=habits.hidden or ASYNC * ("async tp" in notes.lower()),
         rerun_share=0.5 if "every 2nd" in row.get("recompute", "") else 1.0,
@@ -163,7 +177,13 @@ def _dtype(text: str, habits: Habits) -> str:
     if "fp4" in text:
         return "float4"
     if "fp8" in text:
-        return "float8_rowwise" if "row" in text else "float8_blocks" if "mx" in text.partition("(")[0] else "float8"
+        return (
+            "float8_rowwise"
+            if "row" in text
+            else "float8_blocks"
+            if "mx" in text.partition("(")[0]
+            else "float8"
+        )
     return habits.dtype
 
 

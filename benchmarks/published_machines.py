@@ -16,7 +16,12 @@ from meshwright.planner.machine.efficiency import rates_of
 from meshwright.planner.machine.machine import Machine, with_nic
 
 BITS = {"Gb": 1e9 / 8, "Tb": 1e12 / 8, "GB": 1e9}  # bytes in each
-CARDS = {"NDR": 50e9, "HDR": 25e9, "EDR": 12.5e9, "Omni-Path": 12.5e9}  # bytes per second, where no number stands beside
+CARDS = {
+    "NDR": 50e9,
+    "HDR": 25e9,
+    "EDR": 12.5e9,
+    "Omni-Path": 12.5e9,
+}  # bytes per second, where no number stands beside
 MEMORY = re.compile(r"[- ](\d+) ?GB\b")
 HOST = re.compile(r"(\d+)(?:[- ]GPUs?)?(?: used)?(?: per |/| in each of \d+ )node|(\d+)-GPU (?:node|host)")
 INSIDE = re.compile(r"(?:NVLink|HBM)[^,()]*")

@@ -34,7 +34,16 @@ MEGATRON = Habits(
 CORE = Habits(gradients=2, unfused=0, gated=6, logit=8, fixed=GIB, gaps=1.0, context=(2.5 * GIB, 0, 0))
 SHARDED = Habits(weights=4, gradients=4, moments=8, unfused=0, behind=1, ends=True)
 TITAN = replace(
-    SHARDED, inner=10, gathered=True, across=6, opwise=True, handed=True, stays=True, gaps=1.015, context=NONE, cut="ends"
+    SHARDED,
+    inner=10,
+    gathered=True,
+    across=6,
+    opwise=True,
+    handed=True,
+    stays=True,
+    gaps=1.015,
+    context=NONE,
+    cut="ends",
 )
 ALEPH = Habits(
     gradients=2,
@@ -65,19 +74,44 @@ CODES: tuple[tuple[str, Code], ...] = (
     ("Aleph-Alpha", Code(ALEPH)),
     (
         "bigscience",
-        Code(replace(MEGATRON, gradients=2, shared=4, fixed=2 * GIB, gaps=1.11, context=(3.5 * GIB, 0, 0)), tied=True),
+        Code(
+            replace(MEGATRON, gradients=2, shared=4, fixed=2 * GIB, gaps=1.11, context=(3.5 * GIB, 0, 0)),
+            tied=True,
+        ),
     ),
     ("torchtitan", Code(TITAN)),
     ("foundation", Code(TITAN)),
     ("mosaic", Code(replace(SHARDED, logit=4, ahead=3, gaps=1.0, context=(2 * GIB, 0, 0)))),
     (
         "nanotron",
-        Code(Habits(gradients=4, unfused=0, gathered=True, inner=12, logit=8, inside=0, gaps=1.0, context=NONE, cut="cost")),
+        Code(
+            Habits(
+                gradients=4,
+                unfused=0,
+                gathered=True,
+                inner=12,
+                logit=8,
+                inside=0,
+                gaps=1.0,
+                context=NONE,
+                cut="cost",
+            )
+        ),
     ),
     (
         "eth-easl",
         Code(
-            replace(MEGATRON, gradients=8.8, stream=10, inner=60, plain=13, softmax=1.3, logit=28, fixed=3.8 * GIB, cut="ends"),
+            replace(
+                MEGATRON,
+                gradients=8.8,
+                stream=10,
+                inner=60,
+                plain=13,
+                softmax=1.3,
+                logit=28,
+                fixed=3.8 * GIB,
+                cut="ends",
+            ),
             tied=True,
         ),
     ),
@@ -121,7 +155,9 @@ def layout_of(run: Run) -> Layout:
 
 def by_torch(run: Run) -> bool:
     """Whether its peak is what torch counts, which knows no context."""
-    return any(word in run.metric for word in ("torch", "reserved", "peak memory")) and "Table" not in run.metric
+    return (
+        any(word in run.metric for word in ("torch", "reserved", "peak memory")) and "Table" not in run.metric
+    )
 
 
 def said(run: Run) -> float:

@@ -74,7 +74,9 @@ def learnt(runs: Iterable[Run], strength: float = STRENGTH) -> dict[tuple[str, s
     for run in runs:
         kinds.setdefault((run.source, run.machine.device.name), []).append(run)
     return {
-        kind: calibrated(members[0].machine.rates, [measured(run) for run in members if run.fitted], strength, SOUND)
+        kind: calibrated(
+            members[0].machine.rates, [measured(run) for run in members if run.fitted], strength, SOUND
+        )
         for kind, members in kinds.items()
     }
 
@@ -87,10 +89,15 @@ def scores(runs: Sequence[Run], rates: Mapping[tuple[str, str], Rates]) -> list[
 def _score(source: str, runs: Sequence[Run], rates: Mapping[tuple[str, str], Rates]) -> Score:
     scored = [run for run in runs if not run.fitted]
     steps = [measured(run) for run in scored]
-    said = [step.predicted(rates[source, run.machine.device.name]) for run, step in zip(scored, steps, strict=True)]
+    said = [
+        step.predicted(rates[source, run.machine.device.name])
+        for run, step in zip(scored, steps, strict=True)
+    ]
     off = np.array([found / step.seconds - 1 for found, step in zip(said, steps, strict=True)])
     rows = tuple((run.key, found, step.seconds) for run, found, step in zip(scored, said, steps, strict=True))
-    error, bias, worst = (float(np.mean(abs(off))), float(np.mean(off)), float(max(abs(off)))) if len(off) else (0.0, 0.0, 0.0)
+    error, bias, worst = (
+        (float(np.mean(abs(off))), float(np.mean(off)), float(max(abs(off)))) if len(off) else (0.0, 0.0, 0.0)
+    )
     return Score(source, len(scored), len(runs) - len(scored), error, bias, worst, _rank(scored, said), rows)
 
 
@@ -106,7 +113,9 @@ def _rank(runs: Sequence[Run], said: Sequence[float]) -> float | None:
 def timed(file: Path) -> tuple[list[Run], list[Skipped]]:
     """The rows of `file` that say a time, and those that are skipped."""
     runs, skipped = read_runs(file)
-    silent = [Skipped(run.key, run.source, "no time") for run in runs if run.seconds is None and run.status == "ok"]
+    silent = [
+        Skipped(run.key, run.source, "no time") for run in runs if run.seconds is None and run.status == "ok"
+    ]
     return [run for run in runs if run.seconds is not None], [*skipped, *silent]
 
 
@@ -114,9 +123,17 @@ def show(found: Sequence[Score], skipped: Sequence[Skipped]) -> None:
     """Print the scores, and how many rows were skipped for which reason."""
     table = Table("source", "scored", "fitted on", "error %", "bias %", "worst %", "rank")
     for score in found:
-        figures = [f"{100 * value:.1f}" for value in (score.error, score.bias, score.worst)] if score.scored else ["", "", ""]
+        figures = (
+            [f"{100 * value:.1f}" for value in (score.error, score.bias, score.worst)]
+            if score.scored
+            else ["", "", ""]
+        )
         table.add_row(
-            score.source, str(score.scored), str(score.fitted), *figures, "" if score.rank is None else f"{score.rank:.3f}"
+            score.source,
+            str(score.scored),
+            str(score.fitted),
+            *figures,
+            "" if score.rank is None else f"{score.rank:.3f}",
         )
     console = Console()
     console.print(table)
@@ -128,15 +145,23 @@ def main(arguments: Sequence[str]) -> int:
     """Score the rows of a file, and show what came out."""
     file = Path(arguments[0]) if arguments else RUNS
     if not file.is_file():
-        print(f"there is no file {file}; needed is a table with the columns of {RUNS}; write its path", file=sys.stderr)
+        print(
+            f"there is no file {file}; needed is a table with the columns of {RUNS}; write its path",
+            file=sys.stderr,
+        )
         return 2
     try:
         runs, skipped = timed(file)
     except (UnicodeDecodeError, csv.Error) as error:
-        print(f"{file} is no table: {error}; needed are the columns of {RUNS} as UTF-8 text; save it as CSV", file=sys.stderr)
+        print(
+            f"{file} is no table: {error}; needed are the columns of {RUNS} as UTF-8 text; save it as CSV",
+            file=sys.stderr,
+        )
         return 2
     if not runs and not skipped:
-        print(f"{file} has no rows; needed are the columns of {RUNS}, and a row for each run", file=sys.stderr)
+        print(
+            f"{file} has no rows; needed are the columns of {RUNS}, and a row for each run", file=sys.stderr
+        )
         return 2
     shipped = [] if file.resolve() == RUNS.resolve() else timed(RUNS)[0]
     show(scores(runs, learnt([*runs, *shipped])), skipped)

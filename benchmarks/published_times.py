@@ -17,7 +17,11 @@ def seconds_of(
 ) -> float | None:
     """Seconds of a step: said, or by tokens per second, by model FLOP/s in the one convention, or by the source's formula."""
     tokens = layout.micros * layout.micro_batch * layout.dp * shape.sequence
-    step, rate, samples = said.get("step_time_s"), said.get("tokens_per_s_per_gpu"), said.get("samples_per_s_per_gpu")
+    step, rate, samples = (
+        said.get("step_time_s"),
+        said.get("tokens_per_s_per_gpu"),
+        said.get("samples_per_s_per_gpu"),
+    )
     model, printed = said.get("std_model_tflops_per_gpu"), said.get("tflops_per_gpu")
     if step:
         return step
@@ -37,4 +41,6 @@ def _hardware_flops(shape: Shape, tokens: float) -> float:
     return 96 * tokens * shape.layers * h * h * (1 + length / (6 * h) + shape.vocab / (16 * shape.layers * h))
 
 
-FORMULAS: tuple[tuple[str, Callable[[Shape, float], float]], ...] = (("hardware FLOPs incl. full recompute", _hardware_flops),)
+FORMULAS: tuple[tuple[str, Callable[[Shape, float], float]], ...] = (
+    ("hardware FLOPs incl. full recompute", _hardware_flops),
+)

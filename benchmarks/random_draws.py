@@ -19,32 +19,32 @@ from typing import Literal
 
 from benchmarks.random_models import KNOWN, Known, reading_of
 from meshwright.api import make_plan
-from meshwright.parallel.context.hybrid import Hybrid
-from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.hybrid import HybridContextParallel
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.data_parallel_master import Master
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.ddp_naive import Naive
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
-from meshwright.parallel.memory.tiled_compute import Tiles
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.data_parallel_master import DataParallelMaster
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.ddp_naive import NaiveDDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.memory.tiled_compute import ChunkedLoss
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
-from meshwright.parallel.tensor.cube_3d import Cube
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.optimus_2d import Grid
-from meshwright.parallel.tensor.sequence_parallel import Sequence
-from meshwright.parallel.tensor.tesseract_25d import Grid25
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Guard, Job, Optimizer, Train
+from meshwright.parallel.tensor.cube_3d import TensorParallel3D
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
+from meshwright.parallel.tensor.tesseract_25d import TensorParallel25D
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, LossGuard, OptimizerConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.plan.strategy import Strategy
 
 MOST_RANKS, CHEAP_RANKS, STEPS, SPOILT = 24, 5, 2, 8
-WATCHED = Guard("skip", window=STEPS)  # judges the step behind STEPS
+WATCHED = LossGuard("skip", window=STEPS)  # judges the step behind STEPS
 DATA_AXES = ("dp_replicate", "dp_shard")
 SIZES = {  # how many ranks, and how often
     "pp": ((1, 2, 3, 4), (7, 5, 3, 1)),
@@ -56,26 +56,36 @@ SIZES = {  # how many ranks, and how often
 ALGORITHMS = ("backend", "backend", "ring", "tree", "root", "naive", "parallel", "tree <= 1 KiB, else ring")
 BALANCES: tuple[Literal["zigzag", "contiguous", "striped"], ...] = ("zigzag", "contiguous", "striped")
 DEALT: tuple[tuple[Callable[[Random, int], Strategy], bool], ...] = (
-    (lambda rng, ranks: Ring(balance=rng.choice(BALANCES)), False),
+    (lambda rng, ranks: RingAttention(load_balance=rng.choice(BALANCES)), False),
     (lambda rng, ranks: Ulysses(), True),
-    (lambda rng, ranks: Hybrid(inner=2 if ranks % 2 == 0 else ranks, balance=rng.choice(BALANCES)), True),
+    (
+        lambda rng, ranks: HybridContextParallel(
+            ulysses_degree=2 if ranks % 2 == 0 else ranks, load_balance=rng.choice(BALANCES)
+        ),
+        True,
+    ),
 )
 SQUARES: Mapping[str, Callable[[Random], Strategy]] = MappingProxyType(
     {
-        "grid": lambda rng: Grid(again=rng.random() < 0.5),
-        "grid25": lambda rng: Grid25(again=rng.random() < 0.5),
-        "cube": lambda rng: Cube(),
+        "grid": lambda rng: TensorParallel2D(regather=rng.random() < 0.5),
+        "grid25": lambda rng: TensorParallel25D(regather=rng.random() < 0.5),
+        "cube": lambda rng: TensorParallel3D(),
     }
 )
-TECHNIQUES: Mapping[str, str] = MappingProxyType(  # what may meet in a plan: by the kind of which a plan has one
-    {
-        **{name: name for name in ("replicate", "naive", "master", "across")},
-        **dict.fromkeys(("zero 1", "zero 2", "zero 3"), "zero"),
-        **{name: name for name in ("line", "sequence", "vocabulary", *SQUARES, "ulysses", "ring", "hybrid")},
-        **dict.fromkeys(SCHEDULES, "pipeline"),
-        **{name: name for name in ("scatter", "recompute", "tiles", "micro-batches", "clipping")},
-        **{name: name for name in ("dropout", "guard", "missing rows")},
-    }
+TECHNIQUES: Mapping[str, str] = (
+    MappingProxyType(  # what may meet in a plan: by the kind of which a plan has one
+        {
+            **{name: name for name in ("replicate", "naive", "master", "across")},
+            **dict.fromkeys(("zero 1", "zero 2", "zero 3"), "zero"),
+            **{
+                name: name
+                for name in ("line", "sequence", "vocabulary", *SQUARES, "ulysses", "ring", "hybrid")
+            },
+            **dict.fromkeys(SCHEDULES, "pipeline"),
+            **{name: name for name in ("scatter", "recompute", "tiles", "micro-batches", "clipping")},
+            **{name: name for name in ("dropout", "guard", "missing rows")},
+        }
+    )
 )
 Sizes = dict[str, int]
 
@@ -106,8 +116,8 @@ class Draw:
     @property
     def rows(self) -> int:
         """The samples of a global batch."""
-        split = {strategy.axis for strategy in self.strategies if isinstance(strategy, Batch)}
-        return self.micros * self.micro_batch * self.mesh.extent(split) + (self.spoilt == "one row more")
+        split = {strategy.axis for strategy in self.strategies if isinstance(strategy, BatchSplit)}
+        return self.micros * self.micro_batch * self.mesh.group_size(split) + (self.spoilt == "one row more")
 
     @property
     def steps(self) -> int:
@@ -129,21 +139,21 @@ class Draw:
         """The plan. Raises PlanError where it is refused."""
         known = KNOWN[self.model]
         job = Job(
-            ModelSource(known.name),
-            DataSource("random", sequence=known.tokens[0]),
-            Train(batch=self.rows, clip=self.clip),
-            Optimizer("sgd", lr=0.1, weight_decay=0.1, momentum=0.5),
-            guard=WATCHED if self.guard else Guard(),
+            ModelConfig(known.name),
+            DataConfig("random", sequence=known.tokens[0]),
+            TrainConfig(batch=self.rows, clip=self.clip),
+            OptimizerConfig("sgd", lr=0.1, weight_decay=0.1, momentum=0.5),
+            guard=WATCHED if self.guard else LossGuard(),
         )
         return make_plan(reading_of(self.model), job, self.mesh, self.strategies, self.micro_batch)
 
 
 def _names(strategy: Strategy) -> tuple[str, ...]:
     match strategy:
-        case Batch():
+        case BatchSplit():
             return ()
-        case Zero():
-            return (f"zero {strategy.stage}", *(("across",) if strategy.across else ()))
+        case ZeRO():
+            return (f"zero {strategy.stage}", *(("across",) if strategy.replicate_axis else ()))
         case Pipeline():
             return (strategy.schedule, *(("scatter",) if strategy.scatter else ()))
     return (strategy.name,)
@@ -157,12 +167,16 @@ def draw(seed: int, number: int) -> Draw:
         matrices = rng.choices(("", "line", *SQUARES), (3, 4, *((4, 3, 4) if known.even else (0, 0, 0))))[0]
         sizes = _sizes(rng, known, matrices)
         mesh = Mesh(**sizes)
-        if 1 < mesh.world <= MOST_RANKS and rng.random() < CHEAP_RANKS / mesh.world:  # of large ones fewer: they take longer
+        if (
+            1 < mesh.world_size <= MOST_RANKS and rng.random() < CHEAP_RANKS / mesh.world_size
+        ):  # of large ones fewer: they take longer
             break
     strategies, micros = _strategies(rng, known, matrices, sizes)
     rng.shuffle(strategies)
     micro_batch, clip = rng.choice((1, 1, 2)), rng.choice((0.0, 0.5, 0.5))
-    led = any(isinstance(strategy, Master) for strategy in strategies)  # then no other rank has a loss that a guard could look at
+    led = any(
+        isinstance(strategy, DataParallelMaster) for strategy in strategies
+    )  # then no other rank has a loss that a guard could look at
     guard = rng.random() < 0.2 and not led
     drawn = Draw(seed, number, known.name, mesh, tuple(strategies), micros, micro_batch, clip, guard=guard)
     if rng.random() < 0.25 and drawn.rows > 1:
@@ -188,7 +202,7 @@ def _sizes(rng: Random, known: Known, matrices: str) -> Sizes:
 
 def _strategies(rng: Random, known: Known, matrices: str, sizes: Sizes) -> tuple[list[Strategy], int]:
     """The strategies for a mesh of these sizes, and how many micro-batches they are given."""
-    found: list[Strategy] = [Batch(axis) for axis in DATA_AXES if sizes[axis] > 1]
+    found: list[Strategy] = [BatchSplit(axis) for axis in DATA_AXES if sizes[axis] > 1]
     micros = rng.choice((1, 1, 2, 3))
     if sizes["pp"] > 1:
         pipeline, micros = _pipeline(rng, known, sizes["pp"])
@@ -199,17 +213,19 @@ def _strategies(rng: Random, known: Known, matrices: str, sizes: Sizes) -> tuple
         found.append(make(rng, sizes["cp"]))
     if matrices == "line":
         found += _line(rng, known, sizes["tp"], sizes.get("cp", 1))
-        alike = not any(isinstance(strategy, Sequence) for strategy in found)
-        found = [replace(s, scatter=rng.random() < 0.3) if isinstance(s, Pipeline) and alike else s for s in found]
+        alike = not any(isinstance(strategy, SequenceParallel) for strategy in found)
+        found = [
+            replace(s, scatter=rng.random() < 0.3) if isinstance(s, Pipeline) and alike else s for s in found
+        ]
     elif matrices:
         found.append(SQUARES[matrices](rng))
-        found += [Vocabulary()] if matrices != "cube" and rng.random() < 0.4 else []
+        found += [VocabParallel()] if matrices != "cube" and rng.random() < 0.4 else []
     found += _store(rng, matrices, sizes)
     if rng.random() < 0.35:
-        found.append(Recompute(keep_mb=rng.choice((0.0, 0.0, 0.01, 0.1))))
+        found.append(ActivationCheckpointing(keep_mb=rng.choice((0.0, 0.0, 0.01, 0.1))))
     if matrices in ("", "line") and known.words and rng.random() < 0.3:
         found.append(_tiles(rng, known, matrices))
-    if any(isinstance(strategy, Master) for strategy in found):
+    if any(isinstance(strategy, DataParallelMaster) for strategy in found):
         micros = 1
     return found, micros
 
@@ -217,28 +233,28 @@ def _strategies(rng: Random, known: Known, matrices: str, sizes: Sizes) -> tuple
 def _line(rng: Random, known: Known, ranks: int, dealt: int) -> list[Strategy]:
     """Divided matrices, and what goes with them; slices of tokens where what each of the ranks along cp has divides too."""
     least = ranks if dealt == 1 else 2 * ranks * dealt
-    found: list[Strategy] = [Line(chunks=rng.choice((1, 1, 2, 3)))]
+    found: list[Strategy] = [TensorParallel(num_overlap_chunks=rng.choice((1, 1, 2, 3)))]
     if all(tokens % least == 0 for tokens in known.tokens) and rng.random() < 0.6:
-        found.append(Sequence(again=rng.random() < 0.5))
+        found.append(SequenceParallel(regather=rng.random() < 0.5))
     if known.words and rng.random() < 0.5:
-        found.append(Vocabulary())
+        found.append(VocabParallel())
     return found
 
 
 def _tiles(rng: Random, known: Known, matrices: str) -> Strategy:
     """The loss in tiles, or MLPs that are whole and draw nothing, or both."""
     mlp = rng.choice((1, 2, 3)) if not matrices and not known.random else 1
-    return Tiles(rng.choice((1, 2, 8)) if mlp > 1 else rng.choice((2, 3, 8)), mlp)
+    return ChunkedLoss(rng.choice((1, 2, 8)) if mlp > 1 else rng.choice((2, 3, 8)), mlp)
 
 
 def _pipeline(rng: Random, known: Known, ranks: int) -> tuple[Strategy, int]:
     """A pipeline of so many ranks whose parts the model has, and micro-batches that its schedule takes."""
     most = known.parts // ranks
-    fitting = [name for name, schedule in SCHEDULES.items() if max(1, schedule.chunks) <= most]
-    schedule = rng.choice([name for name in fitting if not list(SCHEDULES[name].refuse(ranks, 1))])
-    chunks = 0 if SCHEDULES[schedule].chunks else rng.randint(1, most)
+    fitting = [name for name, schedule in SCHEDULES.items() if max(1, schedule.num_virtual_stages) <= most]
+    schedule = rng.choice([name for name in fitting if not list(SCHEDULES[name].check(ranks, 1))])
+    chunks = 0 if SCHEDULES[schedule].num_virtual_stages else rng.randint(1, most)
     least = 2 if schedule == "dualpipe" else 1  # half of them from either end
-    return Pipeline(schedule=schedule, chunks=chunks), rng.randint(least, ranks + 3)
+    return Pipeline(schedule=schedule, virtual_stages=chunks), rng.randint(least, ranks + 3)
 
 
 def _store(rng: Random, matrices: str, sizes: Sizes) -> list[Strategy]:
@@ -257,37 +273,63 @@ def _store(rng: Random, matrices: str, sizes: Sizes) -> list[Strategy]:
     kinds = ("replicate", "replicate", "naive", "zero", "zero", "zero", *(("master",) if alone else ()))
     match rng.choice(kinds):
         case "replicate":
-            return [Replicate(axis, rng.choice((25.0, 0.01, 0.001)), rng.choice(ALGORITHMS))]
+            return [DDP(axis, rng.choice((25.0, 0.01, 0.001)), rng.choice(ALGORITHMS))]
         case "naive":
-            return [Naive(axis, rng.choice(ALGORITHMS))]
+            return [NaiveDDP(axis, rng.choice(ALGORITHMS))]
         case "master":
-            return [Master(axis)]
+            return [DataParallelMaster(axis)]
     return [_zero(rng, axis, "", rng.choice((1, 2, 3, 3)))]
 
 
 def _zero(rng: Random, axis: str, across: str, stage: int) -> Strategy:
-    made = Zero(axis, stage, across)
+    made = ZeRO(axis, stage, across)
     if stage < 3:
         return made
     return replace(
-        made, gather=rng.choice(("use", "micro", "step")), keep_mb=rng.choice((0.0, 0.01)), ahead=rng.choice((0, 1, 3))
+        made,
+        gather=rng.choice(("use", "micro", "step")),
+        keep_mb=rng.choice((0.0, 0.01)),
+        prefetch=rng.choice((0, 1, 3)),
     )
 
 
 def _spoilt(rng: Random, drawn: Draw) -> Draw:
     """`drawn` with something that a user might get wrong."""
     listed = drawn.strategies
-    shards = (Line(), Sequence(), Vocabulary(), Grid(), Cube(), Ring(), Ulysses())
-    more = (*shards, Replicate(), Naive(), Zero(), Master(), Pipeline(), Recompute(), Tiles(mlp=2))
+    shards = (
+        TensorParallel(),
+        SequenceParallel(),
+        VocabParallel(),
+        TensorParallel2D(),
+        TensorParallel3D(),
+        RingAttention(),
+        Ulysses(),
+    )
+    more = (
+        *shards,
+        DDP(),
+        NaiveDDP(),
+        ZeRO(),
+        DataParallelMaster(),
+        Pipeline(),
+        ActivationCheckpointing(),
+        ChunkedLoss(num_tiles=2),
+    )
     match rng.choice(("one less", "one more", "one more", "another size", "one row more")):
         case "one less" if listed:
             left = rng.choice(listed)
-            return replace(drawn, strategies=tuple(s for s in listed if s is not left), spoilt=f"without {left.name}")
+            return replace(
+                drawn, strategies=tuple(s for s in listed if s is not left), spoilt=f"without {left.name}"
+            )
         case "another size":
             axis = rng.choice(AXES)
             sizes = {each: drawn.mesh.size(each) for each in AXES}
             mesh = Mesh(**{**sizes, axis: sizes[axis] % 3 + 1})
-            return replace(drawn, mesh=mesh, spoilt=f"another size of {axis}") if mesh.world <= MOST_RANKS else drawn
+            return (
+                replace(drawn, mesh=mesh, spoilt=f"another size of {axis}")
+                if mesh.world_size <= MOST_RANKS
+                else drawn
+            )
         case "one row more" if drawn.rows > 1:
             return replace(drawn, spoilt="one row more")
     added = rng.choice([each for each in more if each.name not in {strategy.name for strategy in listed}])

@@ -23,9 +23,9 @@ from torch import nn
 from benchmarks.pipeline_models import Rows, clip, named
 from benchmarks.tensor_families import model_of
 from benchmarks.tensor_families import named as family_named
-from meshwright.api import read
-from meshwright.engine.runtime.loss import IGNORED, Loss, token_cross_entropy
-from meshwright.model.analysis.analyze import Reading
+from meshwright.api import analyze
+from meshwright.engine.runtime.loss import IGNORE_INDEX, Loss, token_cross_entropy
+from meshwright.model.analysis.analyze import AnalyzedModel
 
 WORDS = 61
 LAYERS = {"num_hidden_layers": 4}
@@ -66,7 +66,7 @@ def _text(tokens: int, decoded: int, rows: int, generator: torch.Generator) -> R
         drawn["decoder_input_ids"] = torch.randint(3, WORDS, (rows, decoded), generator=generator)
     labels = torch.randint(3, WORDS, (rows, decoded or tokens), generator=generator)
     for row in range(rows):
-        labels[row, : labels.shape[1] if row % 7 == 3 else row % 4] = IGNORED
+        labels[row, : labels.shape[1] if row % 7 == 3 else row % 4] = IGNORE_INDEX
     return {**drawn, "labels": labels}
 
 
@@ -80,7 +80,9 @@ def _even(family: str, tokens: tuple[int, ...], **more: Any) -> Known:
     decoded = tokens[1] if len(tokens) > 1 else 0
     make = partial(model_of, family_named(family), even=True, **more)
     heads = 24
-    return Known(f"{family}, even", make, partial(_text, tokens[0], decoded), tokens, 6, 6, even=True, heads=heads)
+    return Known(
+        f"{family}, even", make, partial(_text, tokens[0], decoded), tokens, 6, 6, even=True, heads=heads
+    )
 
 
 KNOWN: Mapping[str, Known] = MappingProxyType(
@@ -111,8 +113,8 @@ KNOWN: Mapping[str, Known] = MappingProxyType(
 
 
 @cache
-def reading_of(name: str) -> Reading:
+def reading_of(name: str) -> AnalyzedModel:
     """What the model of that name is made of, learnt from two rows."""
     known = KNOWN[name]
     transformers.utils.logging.set_verbosity_error()
-    return read(known.make, known.batches(1, 2)[0], loss=known.loss())
+    return analyze(known.make, known.batches(1, 2)[0], loss=known.loss())

@@ -42,12 +42,12 @@ from benchmarks.random_models import KNOWN, reading_of
 from benchmarks.result import Result
 from meshwright.api import parity_case
 from meshwright.engine.runtime.loss import Batch
-from meshwright.plan.hardware.device_specs import cores
+from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
-from meshwright.run.training.engine import share
+from meshwright.run.training.engine import select_local_batch
 from meshwright.testing.ranks import on_threads
-from meshwright.verifier.parity import TOLERANCE, RankReport, Stated, compare_rank, judge
+from meshwright.verifier.parity import TOLERANCE, PlannedMessages, RankReport, compare_rank, make_verdict
 from meshwright.verifier.reference import run_reference
 from meshwright.verifier.verdict import Verdict
 
@@ -64,7 +64,12 @@ MATCHED = 0.8  # the least share of all that must be equal, not refused
 def tried(drawn: Draw, limit_s: float = LIMIT_S) -> Row:
     """What becomes of one plan: its outcome, the worst error where it was compared, its faults where it was refused."""
     torch.set_num_threads(1)
-    row: Row = {"case": str(drawn), "number": drawn.number, "spoilt": drawn.spoilt, "techniques": list(drawn.techniques)}
+    row: Row = {
+        "case": str(drawn),
+        "number": drawn.number,
+        "spoilt": drawn.spoilt,
+        "techniques": list(drawn.techniques),
+    }
     found: SimpleQueue[Row] = SimpleQueue()
     thread = Thread(target=lambda: found.put(_tried(drawn, limit_s)), name="tried", daemon=True)
     thread.start()
@@ -72,7 +77,9 @@ def tried(drawn: Draw, limit_s: float = LIMIT_S) -> Row:
         return {**row, **found.get(timeout=2 * limit_s)}
     except Empty:
         frames = sys._current_frames()
-        stacks = ["".join(traceback.format_stack(frame)) for ident, frame in frames.items() if ident != get_ident()]
+        stacks = [
+            "".join(traceback.format_stack(frame)) for ident, frame in frames.items() if ident != get_ident()
+        ]
         return {**row, "outcome": "hangs", "said": "\n\n".join(stacks)}
 
 
@@ -84,8 +91,12 @@ def _tried(drawn: Draw, limit_s: float) -> Row:
         verdict = compared(drawn, planned, limit_s)
     except Exception:  # told with the others: one plan must not end all
         return {"outcome": "crashed", "said": traceback.format_exc()}
-    worst = max(verdict.worst.values(), default=float("inf"))
-    return {"outcome": "matched", "error": worst} if verdict.passed else {"outcome": "differs", "said": str(verdict)}
+    worst = max(verdict.max_errors.values(), default=float("inf"))
+    return (
+        {"outcome": "matched", "error": worst}
+        if verdict.passed
+        else {"outcome": "differs", "said": str(verdict)}
+    )
 
 
 def plan_or_refusal(drawn: Draw) -> Plan | Row:
@@ -93,12 +104,16 @@ def plan_or_refusal(drawn: Draw) -> Plan | Row:
     try:
         return drawn.plan()
     except PlanError as refused:
-        faults = [asdict(fault) for fault in refused.faults]
+        faults = [asdict(fault) for fault in refused.diagnostics]
     row: Row = {"faults": faults, "said": "\n".join(f"{each['what']} -> {each['fix']}" for each in faults)}
     if not all(each["what"] and each["fix"] for each in faults):
         return {**row, "outcome": "no repair"}
     reasons = {reason_of(each["what"]) for each in faults}
-    return {**row, "outcome": "refused" if all(reasons) else "new reason", "reasons": sorted(map(str, reasons))}
+    return {
+        **row,
+        "outcome": "refused" if all(reasons) else "new reason",
+        "reasons": sorted(map(str, reasons)),
+    }
 
 
 def compared(drawn: Draw, plan: Plan, limit_s: float) -> Verdict:
@@ -109,30 +124,36 @@ def compared(drawn: Draw, plan: Plan, limit_s: float) -> Verdict:
     loss = known.loss()
     if drawn.guard:
         batches[-1][HARM] = torch.full((drawn.rows - drawn.missing, 1), 1e6)
-        loss = replace(loss.within(_harmed), targets=(*loss.targets, HARM))
-    case = parity_case(reading, plan, loss, lambda plan, rank: lambda step: share(batches[step], plan, rank))
+        loss = replace(loss.wrap_total(_harmed), targets=(*loss.targets, HARM))
+    case = parity_case(
+        reading, plan, loss, lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank)
+    )
     reference = run_reference(case, drawn.steps)
     if drawn.guard:
         case = replace(case, plan=replace(case.plan, job=replace(case.plan.job, guard=plan.job.guard)))
         reference.steps[-1] = replace(reference.steps[-1], parameters=reference.steps[-2].parameters)
     reports = on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=limit_s)
     for report in reports if drawn.guard else ():
-        _without_last(report, Stated(case))
-    return judge(case, reports, "threads", {})
+        _without_last(report, PlannedMessages(case))
+    return make_verdict(case, reports, "threads", {})
 
 
-def _without_last(report: RankReport, stated: Stated) -> None:
+def _without_last(report: RankReport, stated: PlannedMessages) -> None:
     """Forget what was sent in the last step, in which it is asked who did harm: that is in no program."""
-    report.steps -= 1
-    report.micros = report.micros[: report.steps]
-    report.sent = report.sent[: len(list(stated.messages(report.rank, report.micros or [()] * report.steps)))]
+    report.num_steps -= 1
+    report.microbatch_shapes = report.microbatch_shapes[: report.num_steps]
+    report.sent_entries = report.sent_entries[
+        : len(list(stated.messages(report.rank, report.microbatch_shapes or [()] * report.num_steps)))
+    ]
 
 
 def _harmed(total: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """`total` as many times as large as the batch says, of which the model hears nothing."""
 
     def harmed(outputs: Any, batch: Batch, *more: Any) -> torch.Tensor:
-        return total(outputs, batch, *more) * (batch[HARM].amax() if HARM in batch and len(batch[HARM]) else 1.0)
+        return total(outputs, batch, *more) * (
+            batch[HARM].amax() if HARM in batch and len(batch[HARM]) else 1.0
+        )
 
     return harmed
 
@@ -144,7 +165,9 @@ def planned(seed: int, numbers: Iterable[int]) -> list[Row]:
         drawn = draw(seed, number)
         found = plan_or_refusal(drawn)
         said = {"outcome": "matched"} if isinstance(found, Plan) else found
-        rows.append({"case": str(drawn), "spoilt": drawn.spoilt, "techniques": list(drawn.techniques), **said})
+        rows.append(
+            {"case": str(drawn), "spoilt": drawn.spoilt, "techniques": list(drawn.techniques), **said}
+        )
     return rows
 
 
@@ -164,7 +187,9 @@ def result(seed: int, rows: list[Row]) -> Result:
         "by_reason": refused_by(rows),
         "worst": max((row["error"] for row in rows if "error" in row), default=-1.0),
         "findings": [row for row in rows if row["outcome"] in FINDINGS],
-        "kinds": {name: kind for name, kind in TECHNIQUES.items() if any(name in row["techniques"] for row in rows)},
+        "kinds": {
+            name: kind for name, kind in TECHNIQUES.items() if any(name in row["techniques"] for row in rows)
+        },
         "pairs": pairs,
     }
     return Result.of_count(NAME, CLAIM, errors, limit=TOLERANCE, bar=int(MATCHED * len(rows)), detail=detail)
@@ -172,7 +197,11 @@ def result(seed: int, rows: list[Row]) -> Result:
 
 def shares(found: Pairs) -> list[str]:
     """By pair of techniques that meet, in how many plans, and the share of those that are not refused."""
-    return [f"{' + '.join(pair)}: {each.straight}, {each.share:.2f}" for pair, each in sorted(found.items()) if each.straight]
+    return [
+        f"{' + '.join(pair)}: {each.straight}, {each.share:.2f}"
+        for pair, each in sorted(found.items())
+        if each.straight
+    ]
 
 
 def main() -> None:
@@ -181,7 +210,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=COUNT, help="how many are drawn")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--only", type=int, default=-1, help="the number of one of them")
-    parser.add_argument("--shares", action="store_true", help="plan those of the tests, and print what pairs have")
+    parser.add_argument(
+        "--shares", action="store_true", help="plan those of the tests, and print what pairs have"
+    )
     options = parser.parse_args()
     if options.shares:
         wanted = reviewed()
@@ -194,7 +225,7 @@ def main() -> None:
     kept = Kept(NAME)
     found = kept.read()
     chosen = [draw(options.seed, number) for number in range(options.count)]
-    with ProcessPoolExecutor(cores(), get_context("spawn")) as pool:
+    with ProcessPoolExecutor(available_cores(), get_context("spawn")) as pool:
         for ended in as_completed([pool.submit(tried, each) for each in chosen if str(each) not in found]):
             row = ended.result()
             found[row["case"]] = row
@@ -202,7 +233,10 @@ def main() -> None:
             told = f"\n{row['said']}" if row["outcome"] in FINDINGS else ""
             print(row["outcome"], row.get("error", ""), row["case"], told, file=sys.stderr, flush=True)
     rows = [found[str(each)] for each in chosen]
-    print(f"seed {options.seed}: {sum(row['outcome'] == 'matched' for row in rows)} of {len(rows)} matched", file=sys.stderr)
+    print(
+        f"seed {options.seed}: {sum(row['outcome'] == 'matched' for row in rows)} of {len(rows)} matched",
+        file=sys.stderr,
+    )
     if (options.seed, options.count) == (SEED, COUNT):
         print(result(options.seed, rows).write(NAME))
 

@@ -123,7 +123,9 @@ class Ranks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _replies(self) -> list[Cost]:
@@ -137,7 +139,9 @@ class Ranks:
                     min(waiting.values()),
                     f"no answer within {self.timeout_s:g} s; give it a longer timeout_s, or look where it waits",
                 )
-            replies.update({waiting[pipe]: self._reply(waiting[pipe]) for pipe in self.pipes if pipe in ready})
+            replies.update(
+                {waiting[pipe]: self._reply(waiting[pipe]) for pipe in self.pipes if pipe in ready}
+            )
         return [replies[rank] for rank in range(len(self.pipes))]
 
     def _reply(self, rank: int) -> Cost:
@@ -154,7 +158,9 @@ class Ranks:
         return f"its process ended with exit status {self.processes[rank].exitcode}; its own output says why"
 
     def _failed(self, rank: int, why: str) -> RankFailed:
-        return RankFailed(f"rank {rank} of {len(self.processes)} of configuration '{self.name}' failed: {why}")
+        return RankFailed(
+            f"rank {rank} of {len(self.processes)} of configuration '{self.name}' failed: {why}"
+        )
 
 
 def _serve(pipe: Connection, build: Build, rank: int, size: int, arguments: dict[str, Any]) -> None:

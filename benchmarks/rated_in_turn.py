@@ -18,22 +18,22 @@ from typing import Any
 
 import torch
 
-from meshwright.engine.runtime.cpu_allocator import keep_heap
-from meshwright.plan.hardware.device_profile import Profile
+from meshwright.engine.runtime.cpu_allocator import retain_heap
+from meshwright.plan.hardware.device_profile import DeviceProfile
 from meshwright.run.measure.device_bench import (
     SLOT_S,
-    attention_cells,
-    attention_of,
-    calls,
-    computed_of,
-    computing,
-    moved_cells,
-    moved_of,
-    product_cells,
-    products_of,
-    sizes_of,
+    attention_operations,
+    attention_points,
+    bench_sizes,
+    compute_heavy_operations,
+    compute_heavy_points,
+    matmul_operations,
+    matmul_points,
+    memory_operations,
+    memory_points,
+    time_calls,
 )
-from meshwright.run.measure.timing import Operation, Watch, batches, stretches
+from meshwright.run.measure.timing import DeviceTimer, Operation, slice_batch_timer, timing_windows
 
 HANDS = 3
 MOST = 1 << 30  # multiplications of a product
@@ -54,32 +54,36 @@ class Turn:
 
 def turns(rank: int, size: int) -> Callable[[], Turn]:
     """What one of the processes does in each turn."""
-    keep_heap()
+    retain_heap()
     torch.set_num_threads(1)
-    device, dtype, sizes = torch.device("cpu"), torch.float32, sizes_of("cpu")
+    device, dtype, sizes = torch.device("cpu"), torch.float32, bench_sizes("cpu")
     made: tuple[Mapping[Any, Operation], ...] = (
-        product_cells(device, dtype, [each for each in sizes.products if prod(each) <= MOST]),
-        attention_cells(device, dtype, sizes.attention, back=False),
-        attention_cells(device, dtype, sizes.attention, back=True),
-        moved_cells(device, sizes.moved),
-        computing(device)[1],
+        matmul_operations(device, dtype, [each for each in sizes.products if prod(each) <= MOST]),
+        attention_operations(device, dtype, sizes.attention, backward=False),
+        attention_operations(device, dtype, sizes.attention, backward=True),
+        memory_operations(device, sizes.memory),
+        compute_heavy_operations(device)[1],
     )
-    cells = {(kind, each): operation for kind, some in zip(KINDS, made, strict=True) for each, operation in some.items()}
-    watch, batch, number = Watch(device, 1, SLOT_S), batches(), 0
-    about = {key: min(watch.once(operation) for _ in range(3)) for key, operation in cells.items()}
+    cells = {
+        (kind, each): operation
+        for kind, some in zip(KINDS, made, strict=True)
+        for each, operation in some.items()
+    }
+    watch, batch, number = DeviceTimer(device, 1, SLOT_S), slice_batch_timer(), 0
+    about = {key: min(watch.time_once(operation) for _ in range(3)) for key, operation in cells.items()}
 
     def turn() -> Turn:
         nonlocal number
         hand = list(cells)[number % HANDS :: HANDS]
         number += 1
         slices = batch()  # first: now all processes are at the same moment
-        samples = {key: watch.sample(cells[key], about[key]) for key in hand}
-        return Turn(rank, samples, slices, calls(watch))
+        samples = {key: watch.time_sample(cells[key], about[key]) for key in hand}
+        return Turn(rank, samples, slices, time_calls(watch))
 
     return turn
 
 
-def profile_of(measured: Profile, seen: Sequence[Turn]) -> Profile:
+def profile_of(measured: DeviceProfile, seen: Sequence[Turn]) -> DeviceProfile:
     """The device as it was in the turns that were `seen`; what else is known of it says what the bench has `measured`.
 
     Raises ValueError where these have not timed every cell.
@@ -88,7 +92,9 @@ def profile_of(measured: Profile, seen: Sequence[Turn]) -> Profile:
     for turn in seen:
         for (kind, each), seconds in turn.cells.items():
             found[kind].setdefault(each, []).append(seconds)
-    missing = [kind for kind in KINDS if not found[kind]] or sorted(map(str, set(found["forward"]) ^ set(found["both"])))
+    missing = [kind for kind in KINDS if not found[kind]] or sorted(
+        map(str, set(found["forward"]) ^ set(found["both"]))
+    )
     if missing:
         raise ValueError(f"of {', '.join(missing)} nothing was timed: {len(seen)} turns are too few")
     call_s, call_backward_s = (median(column) for column in zip(*(turn.calls for turn in seen), strict=True))
@@ -97,9 +103,13 @@ def profile_of(measured: Profile, seen: Sequence[Turn]) -> Profile:
         measured,
         call_s=call_s,
         call_backward_s=call_backward_s,
-        products=tuple(products_of(torch.float32, dict(sorted(found["product"].items())))),
-        attention=tuple(attention_of(torch.float32, found["forward"], found["both"])),
-        moved=tuple(moved_of(dict(sorted(found["moved"].items())))),
-        computed=tuple(computed_of(found["computed"], computing(torch.device("cpu"))[0], call_s)),
-        stretches=stretches([[one for turn in seen if turn.rank == rank for one in turn.slices] for rank in ranks]),
+        matmuls=tuple(matmul_points(torch.float32, dict(sorted(found["product"].items())))),
+        attention=tuple(attention_points(torch.float32, found["forward"], found["both"])),
+        memory_ops=tuple(memory_points(dict(sorted(found["moved"].items())))),
+        elementwise_ops=tuple(
+            compute_heavy_points(found["computed"], compute_heavy_operations(torch.device("cpu"))[0], call_s)
+        ),
+        lag_samples=timing_windows(
+            [[one for turn in seen if turn.rank == rank for one in turn.slices] for rank in ranks]
+        ),
     )

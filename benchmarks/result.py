@@ -14,7 +14,7 @@ from typing import Any, Self
 import psutil
 
 from benchmarks.method import Comparison, Rounds, Verdict, overall
-from meshwright.plan.hardware.device_specs import cores
+from meshwright.plan.hardware.device_specs import available_cores
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -62,7 +62,14 @@ class Result:
 
     @classmethod
     def of_count(
-        cls, name: str, claim: str, values: Sequence[float], *, limit: float, bar: int, detail: Mapping[str, object]
+        cls,
+        name: str,
+        claim: str,
+        values: Sequence[float],
+        *,
+        limit: float,
+        bar: int,
+        detail: Mapping[str, object],
     ) -> Self:
         """The result of a claim about a number of cases: `median` is how many of `values` are at most `limit`.
 
@@ -75,7 +82,9 @@ class Result:
         return cls.of(name, claim, values=finite, **figures, holds=holds, repeats=1, detail=detail)
 
     @classmethod
-    def of_comparisons(cls, name: str, claim: str, parts: Mapping[str, tuple[Rounds, Comparison, Comparison]]) -> Self:
+    def of_comparisons(
+        cls, name: str, claim: str, parts: Mapping[str, tuple[Rounds, Comparison, Comparison]]
+    ) -> Self:
         """The result of a claim with one or several workloads, each its rounds, its CPU and its wall comparison.
 
         CPU decides. The figure shown is that of the workload whose upper bound is furthest above (least below) its bar;
@@ -112,9 +121,16 @@ class Result:
 
         Each row says when and at which commit it was measured; the figure shown is that of the worst of all of them.
         """
-        then, now = {"date": before["date"], "commit": before["commit"]}, {"date": self.date, "commit": self.commit}
-        rows: dict[str, Any] = {name: {"measured": then, **row} for name, row in before["detail"].items() if _is_row(row)}
-        rows |= {name: {**row, "measured": now} for name, row in self.detail.items() if isinstance(row, Mapping)}
+        then, now = (
+            {"date": before["date"], "commit": before["commit"]},
+            {"date": self.date, "commit": self.commit},
+        )
+        rows: dict[str, Any] = {
+            name: {"measured": then, **row} for name, row in before["detail"].items() if _is_row(row)
+        }
+        rows |= {
+            name: {**row, "measured": now} for name, row in self.detail.items() if isinstance(row, Mapping)
+        }
         worst = max(rows.values(), key=lambda row: row["cpu"]["ratio"]["high"] / row["cpu"]["bar"])
         ratio = worst["cpu"]["ratio"]
         return replace(
@@ -144,7 +160,9 @@ def stored(name: str, folder: Path = RESULTS) -> dict[str, Any]:
 
 def unresolved(result: Mapping[str, Any]) -> tuple[str, ...]:
     """The rows of a stored result in which the noise was too large to tell."""
-    return tuple(name for name, row in result["detail"].items() if _is_row(row) and row["cpu"]["holds"] == "unresolved")
+    return tuple(
+        name for name, row in result["detail"].items() if _is_row(row) and row["cpu"]["holds"] == "unresolved"
+    )
 
 
 def _is_row(value: object) -> bool:
@@ -157,7 +175,7 @@ def machine() -> dict[str, object]:
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
         "cpu": models[0] if models else platform.machine(),
-        "cores": cores(),
+        "cores": available_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
     }

@@ -38,8 +38,20 @@ PRELOADED = (
     "meshwright.commands.train",
     "meshwright.run.launch.local_launcher",
 )
-SGD = ("--optimizer.name", "sgd", "--optimizer.lr", "0.01")  # AdamW would blow rounding up where a gradient is nearly zero
-WIDE = ("--precision.parameters", "float64", "--precision.compute", "float64", "--precision.reduce", "float64")
+SGD = (
+    "--optimizer.name",
+    "sgd",
+    "--optimizer.lr",
+    "0.01",
+)  # AdamW would blow rounding up where a gradient is nearly zero
+WIDE = (
+    "--precision.parameters",
+    "float64",
+    "--precision.compute",
+    "float64",
+    "--precision.reduce",
+    "float64",
+)
 KINDS = {
     Kind("two", (), (2,)): 6,
     Kind("three", (), (3,)): 2,
@@ -74,11 +86,19 @@ def alone(kind: Kind, config: Path, folder: Path) -> Path:
     place = folder / "alone" / kind.name.replace(" ", "-")
     if not (place / "whole").exists():
         (place / "tmp").mkdir(parents=True, exist_ok=True)
-        words = [*train_words(config, place / "run", kind, kind.ranks[0]), "--run.save_every", "1", "--run.keep", str(STEPS)]
+        words = [
+            *train_words(config, place / "run", kind, kind.ranks[0]),
+            "--run.save_every",
+            "1",
+            "--run.keep",
+            str(STEPS),
+        ]
         with (place / "output.txt").open("wb") as output:
             code = start(words, output, place, cold=False).wait(600)
         if code:
-            raise RuntimeError(f"the undisturbed run ended with {code}: {(place / 'output.txt').read_text()}; repair it first")
+            raise RuntimeError(
+                f"the undisturbed run ended with {code}: {(place / 'output.txt').read_text()}; repair it first"
+            )
         (place / "whole").touch()
     return place / "run"
 
@@ -102,11 +122,16 @@ def play(numbers: Sequence[int], seed: int, folder: Path, *, colds: bool) -> int
         kind = chosen(number, seed)
         cold = colds and number % COLD_EVERY == COLD_EVERY - 1
         undisturbed = alone(kind, config, folder)
-        row = Trial(number, kind, config, undisturbed, folder / f"trial-{number}", seed=seed, cold=cold).play()
+        row = Trial(
+            number, kind, config, undisturbed, folder / f"trial-{number}", seed=seed, cold=cold
+        ).play()
         with (folder / "rows.jsonl").open("a") as file:
             file.write(json.dumps(row.as_dict()) + "\n")
         hits = ", ".join(f"{a.victim} at {a.moment}" for a in row.attempts if a.hit)
-        print(f"trial {number} ({kind.name}): {row.seconds} s; {hits or 'no hit'}; {row.failures or 'good'}", file=sys.stderr)
+        print(
+            f"trial {number} ({kind.name}): {row.seconds} s; {hits or 'no hit'}; {row.failures or 'good'}",
+            file=sys.stderr,
+        )
     return 0
 
 
@@ -122,7 +147,9 @@ def matrix(trials: int, seed: int, folder: Path, *, colds: bool) -> list[dict]:
     for kind in {chosen(number, seed) for number in todo}:
         alone(kind, config, folder)
     shares = [todo[i::AT_A_TIME] for i in range(AT_A_TIME)]
-    workers = [Forked(lambda mine=mine: play(mine, seed, folder, colds=colds), dict(os.environ)) for mine in shares]
+    workers = [
+        Forked(lambda mine=mine: play(mine, seed, folder, colds=colds), dict(os.environ)) for mine in shares
+    ]
     for worker in workers:
         worker.wait()
     rows = read_rows(folder)

@@ -55,7 +55,11 @@ def video() -> dict[str, float]:
 
 def result(told: Mapping[str, float], clips: Mapping[str, float], table: list[dict[str, object]]) -> Result:
     """How many of the estimates come out as they are told: years and times to the unit, each cell of the table to its digit."""
-    values = [abs(told["years"] - YEARS), abs(clips["times"] - TIMES), *(float(str(row["off"])) for row in table)]
+    values = [
+        abs(told["years"] - YEARS),
+        abs(clips["times"] - TIMES),
+        *(float(str(row["off"])) for row in table),
+    ]
     detail = {"gpt3": dict(told), "video": dict(clips), "zero": table}
     return Result.of_count(NAME, CLAIM, values, limit=1.0, bar=len(values), detail=detail)
 

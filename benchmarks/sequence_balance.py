@@ -32,8 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.attention import Call, Seat, Sizes, fused
 from benchmarks.result import Result
 from meshwright.comm.collectives.group import World
-from meshwright.parallel.context.hybrid import Hybrid
-from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.hybrid import HybridContextParallel
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -50,13 +50,13 @@ PACKED = 12  # rows of documents that begin anywhere
 SIZES = Sizes(rows=1, heads=4, groups=2, width=8, values=8)
 FORWARD, BACKWARD = (f"aten::_scaled_dot_product_flash_attention_for_cpu{half}" for half in ("", "_backward"))
 HOW: Mapping[str, Strategy] = {
-    "ring, zigzag": Ring(),
-    "ring, striped": Ring(balance="striped"),
-    "ring, contiguous": Ring(balance="contiguous"),
+    "ring, zigzag": RingAttention(),
+    "ring, striped": RingAttention(load_balance="striped"),
+    "ring, contiguous": RingAttention(load_balance="contiguous"),
     "ulysses": Ulysses(),
-    "hybrid, zigzag": Hybrid(),
-    "hybrid, striped": Hybrid(balance="striped"),
-    "hybrid, contiguous": Hybrid(balance="contiguous"),
+    "hybrid, zigzag": HybridContextParallel(),
+    "hybrid, striped": HybridContextParallel(load_balance="striped"),
+    "hybrid, contiguous": HybridContextParallel(load_balance="contiguous"),
 }
 
 
@@ -71,14 +71,26 @@ class Kernels(TorchDispatchMode):
         super().__init__()
         self.operations = {FORWARD: 0, BACKWARD: 0}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         name = func.name().partition(".")[0]
         if name.startswith("aten::_scaled_dot_product"):
             query, key, value = args[1:4] if name.endswith("_backward") else args[:3]
-            causal = args[7] if name == BACKWARD else args[4] if len(args) > 4 else (kwargs or {}).get("is_causal", False)
-            self.operations[name] += operations(query.shape, key.shape[2], value.shape[3], causal=causal, back=name == BACKWARD)
+            causal = (
+                args[7]
+                if name == BACKWARD
+                else args[4]
+                if len(args) > 4
+                else (kwargs or {}).get("is_causal", False)
+            )
+            self.operations[name] += operations(
+                query.shape, key.shape[2], value.shape[3], causal=causal, back=name == BACKWARD
+            )
         elif name in ("aten::bmm", "aten::baddbmm"):
-            raise RuntimeError(f"{name} is not counted; attention is to run in a kernel: give masks that need no gradient")
+            raise RuntimeError(
+                f"{name} is not counted; attention is to run in a kernel: give masks that need no gradient"
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -113,7 +125,9 @@ class Case:
         if not self.mask.startswith("packed"):
             return Sizes(**{**vars(SIZES), "tokens": self.tokens}).call(self.mask, torch.float32)
         sizes = replace(SIZES, rows=2, tokens=self.tokens)
-        return replace(sizes.call("none", torch.float32), mask=packed(int(self.mask.split()[1]), sizes.rows, self.tokens))
+        return replace(
+            sizes.call("none", torch.float32), mask=packed(int(self.mask.split()[1]), sizes.rows, self.tokens)
+        )
 
 
 def packed(seed: int, rows: int, length: int) -> torch.Tensor:
@@ -159,7 +173,11 @@ def needed(call: Call) -> int:
     """The operations of the pairs that a mask leaves."""
     rows, heads, length, width = call.query.shape
     pairs = length * (length + 1) // 2 if call.causal else length**2
-    total = rows * heads * pairs if call.mask is None else int(call.mask.expand(rows, heads, length, length).sum())
+    total = (
+        rows * heads * pairs
+        if call.mask is None
+        else int(call.mask.expand(rows, heads, length, length).sum())
+    )
     return total * (2 * (width + call.value.shape[3]) + 2 * (3 * width + 2 * call.value.shape[3]))
 
 
@@ -181,9 +199,19 @@ def result(rows: Sequence[Mapping[str, Any]]) -> Result:
     values = [worst(row) for row in judged if row["bar"] == BAR]
     holds = all(worst(row) <= row["bar"] for row in judged)
     others = [worst(row) for row in judged if row["bar"] != BAR]
-    figures = {"values": values, "median": max(values), "spread": (min(values), max(values)), "bar": BAR, "repeats": len(values)}
+    figures = {
+        "values": values,
+        "median": max(values),
+        "spread": (min(values), max(values)),
+        "bar": BAR,
+        "repeats": len(values),
+    }
     return Result.of(
-        NAME, CLAIM, **figures, holds=holds, detail={"others": {"bar": OTHERS, "values": others}, "rows": list(rows)}
+        NAME,
+        CLAIM,
+        **figures,
+        holds=holds,
+        detail={"others": {"bar": OTHERS, "values": others}, "rows": list(rows)},
     )
 
 

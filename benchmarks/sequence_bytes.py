@@ -34,20 +34,20 @@ import torch
 from benchmarks.attention import Seat, Sizes, mask_named, stated
 from benchmarks.result import Result
 from benchmarks.tensor_families import ODD, batches, loss_of, model_of, named
-from meshwright.api import build, make_plan, read
+from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.announce import moved_bytes
 from meshwright.comm.collectives.group import World
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.context.hybrid import Hybrid
-from meshwright.parallel.context.ring import Ring
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.context.hybrid import HybridContextParallel
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.memory.activation_checkpointing import Recompute
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Train
-from meshwright.plan.job.precision import Precision
-from meshwright.plan.model_spec.model_spec import NBYTES
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.precision import PrecisionConfig
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Transfer
@@ -59,11 +59,11 @@ CLAIM = (
     "bytes sent per rank, layer and micro-batch by ring attention, Ulysses and their hybrid, forward and backward, with grouped "
     "queries and masks, are the laws', exactly"
 )
-HALF, FLOAT = Precision(compute="bfloat16"), Precision()
+HALF, FLOAT = PrecisionConfig(compute="bfloat16"), PrecisionConfig()
 KEYS = {"llama": ODD["keys"], "gpt2": ODD["heads"]}
 LAYERS = {"llama": "model.layers.1", "gpt2": "transformer.h.1"}
 ROWS = 2  # of a micro-batch
-COPIES = Replicate(axis="cp")
+COPIES = DDP(axis="cp")
 MASKED = ("causal", "window", "documents", "bias")
 Bytes = Mapping[str, Fraction]
 
@@ -79,15 +79,15 @@ class Deal:
 
 
 DEALS: Mapping[str, Deal] = {
-    **{f"ring of {ranks}": Deal(Ring(), ranks) for ranks in (2, 3, 4)},
-    "ring of 4, contiguous": Deal(Ring(balance="contiguous"), 4),
-    "ring of 4, striped": Deal(Ring(balance="striped"), 4),
-    "ring of 3, bfloat16 on the wire": Deal(Ring(wire="bfloat16"), 3, wire=2),
+    **{f"ring of {ranks}": Deal(RingAttention(), ranks) for ranks in (2, 3, 4)},
+    "ring of 4, contiguous": Deal(RingAttention(load_balance="contiguous"), 4),
+    "ring of 4, striped": Deal(RingAttention(load_balance="striped"), 4),
+    "ring of 3, bfloat16 on the wire": Deal(RingAttention(comm_dtype="bfloat16"), 3, wire=2),
     **{f"ulysses on {ranks}": Deal(Ulysses(), ranks, ranks) for ranks in (2, 3, 6)},
-    "hybrid, 2 x 2": Deal(Hybrid(), 4, 2),
-    "hybrid, 2 x 3": Deal(Hybrid(inner=2), 6, 2),
-    "hybrid, 3 x 2": Deal(Hybrid(inner=3), 6, 3),
-    "hybrid, 2 x 2, bfloat16 on the wire": Deal(Hybrid(wire="bfloat16"), 4, 2, wire=2),
+    "hybrid, 2 x 2": Deal(HybridContextParallel(), 4, 2),
+    "hybrid, 2 x 3": Deal(HybridContextParallel(ulysses_degree=2), 6, 2),
+    "hybrid, 3 x 2": Deal(HybridContextParallel(ulysses_degree=3), 6, 3),
+    "hybrid, 2 x 2, bfloat16 on the wire": Deal(HybridContextParallel(comm_dtype="bfloat16"), 4, 2, wire=2),
 }
 
 
@@ -113,7 +113,9 @@ def law(deal: Deal, asked: Asked) -> dict[str, Fraction]:
     shared = keys if asked.keys % near == 0 or near % asked.keys == 0 else asked.heads // near
     travelling = asked.rows * -(-asked.tokens // around) * shared * both * (around - 1)
     gone = Fraction(travelling * (deal.wire or asked.nbytes))
-    exchanged = Fraction(near - 1, near) * asked.rows * share * both * asked.nbytes * (asked.heads + keys * near)
+    exchanged = (
+        Fraction(near - 1, near) * asked.rows * share * both * asked.nbytes * (asked.heads + keys * near)
+    )
     forth = mask_bytes(deal, asked)
     back = forth if asked.mask == "bias" else Fraction(0)
     return {"F": gone + exchanged + forth, "B": gone + travelling * max(4, asked.nbytes) + exchanged + back}
@@ -122,7 +124,9 @@ def law(deal: Deal, asked: Asked) -> dict[str, Fraction]:
 def sent_keys(heads: int, keys: int, ranks: int) -> int:
     """How many heads of keys each of so many ranks gets that have equal numbers of heads of queries."""
     each, shared = heads // ranks, heads // keys
-    return max(len({head // shared for head in range(rank * each, (rank + 1) * each)}) for rank in range(ranks))
+    return max(
+        len({head // shared for head in range(rank * each, (rank + 1) * each)}) for rank in range(ranks)
+    )
 
 
 def mask_bytes(deal: Deal, asked: Asked) -> Fraction:
@@ -146,7 +150,7 @@ class Case:
     mask: str = "causal"
     tokens: int = 12
     micros: int = 1
-    precision: Precision = FLOAT
+    precision: PrecisionConfig = FLOAT
 
     def __str__(self) -> str:
         micros = f", {self.micros} micro-batches" if self.micros > 1 else ""
@@ -170,25 +174,31 @@ class Case:
         if self.model == "attention":
             return law(self.deal, Asked(2, 12, 4, self.tokens, 4, 3, 8, self.mask))
         tp, width = self.mesh.tp, ODD["head"]
-        nbytes = NBYTES[self.precision.compute or self.precision.parameters]
+        nbytes = FLOAT_NBYTES[self.precision.compute or self.precision.parameters]
         asked = Asked(ROWS, ODD["heads"] // tp, KEYS[self.model] // tp, self.tokens, width, width, nbytes)
         found = {part: amount * self.micros for part, amount in law(self.deal, asked).items()}
-        return {"F_LEAN": found["F"], "RERUN": found["F"], "B": found["B"]} if self.more == "recompute" else found
+        return (
+            {"F_CHECKPOINTED": found["F"], "RECOMPUTE": found["F"], "B": found["B"]}
+            if self.more == "recompute"
+            else found
+        )
 
     def plan(self) -> Plan:
         """What its ranks play. Raises PlanError where it is refused."""
-        data, train = DataSource("random", sequence=self.tokens), Train(batch=ROWS * self.micros)
-        job = Job(ModelSource(self.model), data, train, precision=self.precision)
-        others = {"line": (Line(),), "recompute": (Recompute(),)}.get(self.more, ())
-        return make_plan(reading_of(self.model, self.tokens), job, self.mesh, (self.deal.strategy, *others, COPIES), ROWS)
+        data, train = DataConfig("random", sequence=self.tokens), TrainConfig(batch=ROWS * self.micros)
+        job = Job(ModelConfig(self.model), data, train, precision=self.precision)
+        others = {"line": (TensorParallel(),), "recompute": (ActivationCheckpointing(),)}.get(self.more, ())
+        return make_plan(
+            reading_of(self.model, self.tokens), job, self.mesh, (self.deal.strategy, *others, COPIES), ROWS
+        )
 
 
 @cache
-def reading_of(model: str, tokens: int) -> Reading:
+def reading_of(model: str, tokens: int) -> AnalyzedModel:
     """What the model of that name, with three layers, is made of."""
     family = named(model)
     layers: dict[str, Any] = {"n_layer": 3} if model == "gpt2" else {"num_hidden_layers": 3}
-    return read(lambda: model_of(family, **layers), batches(family, 1, 2, tokens)[0], loss=loss_of(family))
+    return analyze(lambda: model_of(family, **layers), batches(family, 1, 2, tokens)[0], loss=loss_of(family))
 
 
 def cases() -> Iterator[Case]:
@@ -198,7 +208,9 @@ def cases() -> Iterator[Case]:
             yield from (Case(model, how), Case(model, how, tokens=13))
             yield Case(model, how, precision=HALF)
             yield Case(model, how, "recompute", micros=2)
-        yield from (Case("attention", how, mask=mask, tokens=tokens) for mask in MASKED for tokens in (24, 37))
+        yield from (
+            Case("attention", how, mask=mask, tokens=tokens) for mask in MASKED for tokens in (24, 37)
+        )
     yield from (Case("llama", how, "line") for how in ("ring of 2", "ulysses on 2", "hybrid, 2 x 2"))
 
 
@@ -207,16 +219,22 @@ def planned(case: Case) -> Bytes:
     if case.model == "attention":
         call = Sizes(tokens=case.tokens).call(case.mask)
         said = stated(case.deal.strategy, call, case.mesh)
-        return {part: sum((_sent(move, case.mesh) for move in moves), Fraction(0)) for part, moves in said.items()}
+        return {
+            part: sum((_sent(move, case.mesh) for move in moves), Fraction(0)) for part, moves in said.items()
+        }
     plan, found = case.plan(), dict.fromkeys(case.law, Fraction(0))
-    for action in plan.at(0).actions:
+    for action in plan.for_rank(0).actions:
         if action.kind in found and action.subject == LAYERS[case.model]:
-            found[action.kind] += sum((_sent(move, case.mesh) for move in action.moves if move.axes == ("cp",)), Fraction(0))
+            found[action.kind] += sum(
+                (_sent(move, case.mesh) for move in action.transfers if move.axes == ("cp",)), Fraction(0)
+            )
     return found
 
 
 def _sent(move: Transfer, mesh: Mesh) -> Fraction:
-    return Fraction(moved_bytes(move, move.ranks(mesh))[1]).limit_denominator(10**6)  # a third of a byte is one
+    return Fraction(moved_bytes(move, move.num_ranks(mesh))[1]).limit_denominator(
+        10**6
+    )  # a third of a byte is one
 
 
 def told(world: World, case: Case) -> Bytes:
@@ -227,11 +245,13 @@ def told(world: World, case: Case) -> Bytes:
         seat.play()
     else:
         family = named(case.model)
-        with build(reading_of(case.model, case.tokens), case.plan(), world=world, loss=loss_of(family)) as engine:
+        with parallelize(
+            reading_of(case.model, case.tokens), case.plan(), world=world, loss=loss_of(family)
+        ) as engine:
             first, second = batches(family, 2, ROWS * case.micros, case.tokens)
-            engine.step(engine.share(first))
+            engine.step(engine.local_batch(first))
             world.ledger.recording = True
-            engine.step(engine.share(second))
+            engine.step(engine.local_batch(second))
     found = dict.fromkeys(case.law, Fraction(0))
     for entry in world.ledger.entries:
         kind, _, rest = entry.action.partition("(")
@@ -249,7 +269,10 @@ def compared(case: Case) -> dict[str, object]:
     wanted, program = case.law, planned(case)
     ledgers = on_threads(lambda world: told(world, case), case.mesh, timeout_s=600)
     off = max(_off(source, wanted) for source in (program, *ledgers))
-    rows = {part: {"law": float(wanted[part]), "found": sorted({float(each[part]) for each in ledgers})} for part in wanted}
+    rows = {
+        part: {"law": float(wanted[part]), "found": sorted({float(each[part]) for each in ledgers})}
+        for part in wanted
+    }
     return {"case": str(case), "off": off, **rows}
 
 

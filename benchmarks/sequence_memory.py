@@ -29,17 +29,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.attention import Seat, Sizes, fused
 from benchmarks.peak import PeakLive
 from benchmarks.result import Result
-from meshwright.api import build, make_plan, read
+from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.model.analysis.analyze import Reading
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.oom_advice import OutOfMemory
-from meshwright.parallel.context.hybrid import Hybrid
-from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.hybrid import HybridContextParallel
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Train
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -55,7 +55,11 @@ RANKS, GRAIN, STEPS = 4, 64, 2
 LIMIT, LOW = 32 * 2**20, 20 * 2**20
 CLOSE = 1e-5  # of losses in float32: sums over thousands of tokens, in another order
 OFF = 0.05  # of what was planned
-DEALS: Mapping[str, Strategy] = {"ring": Ring(), "ulysses": Ulysses(), "hybrid": Hybrid()}
+DEALS: Mapping[str, Strategy] = {
+    "ring": RingAttention(),
+    "ulysses": Ulysses(),
+    "hybrid": HybridContextParallel(),
+}
 SIZES = Sizes(rows=1, heads=4, groups=2, tokens=4096, width=16, values=16)
 
 
@@ -72,19 +76,19 @@ class Case:
         """The grid of its ranks."""
         return Mesh(cp=RANKS) if self.how else Mesh()
 
-    def reading(self) -> Reading:
+    def reading(self) -> AnalyzedModel:
         """What its model is made of."""
         return _reading(self.tokens)
 
     def plan(self) -> Plan:
         """What its ranks play."""
-        job = Job(ModelSource("llama"), DataSource("random", sequence=self.tokens), Train(batch=1))
-        dealt = (DEALS[self.how], Zero(axis="cp")) if self.how else ()
-        return make_plan(self.reading(), job, self.mesh, (*dealt, Recompute()), 1)
+        job = Job(ModelConfig("llama"), DataConfig("random", sequence=self.tokens), TrainConfig(batch=1))
+        dealt = (DEALS[self.how], ZeRO(axis="cp")) if self.how else ()
+        return make_plan(self.reading(), job, self.mesh, (*dealt, ActivationCheckpointing()), 1)
 
 
 @cache
-def _reading(tokens: int) -> Reading:
+def _reading(tokens: int) -> AnalyzedModel:
     config = LlamaConfig(
         vocab_size=512,
         hidden_size=128,
@@ -95,7 +99,7 @@ def _reading(tokens: int) -> Reading:
         max_position_embeddings=2**16,
         use_cache=False,
     )
-    return read(lambda: LlamaForCausalLM(config), rows(tokens))
+    return analyze(lambda: LlamaForCausalLM(config), rows(tokens))
 
 
 def rows(tokens: int) -> dict[str, torch.Tensor]:
@@ -118,16 +122,16 @@ def lived(world: World, case: Case) -> Found | None:
     reading, plan, batch = case.reading(), case.plan(), rows(case.tokens)
     gc.collect()
     try:
-        with PeakLive(limit=case.limit) as live, build(reading, plan, world=world) as engine:
+        with PeakLive(limit=case.limit) as live, parallelize(reading, plan, world=world) as engine:
             losses, most = [], 0
             for _ in range(STEPS):
                 gc.collect()
                 most = max(most, live.peak)
                 live.again()
-                losses.append(engine.step(engine.share(batch)).loss)
+                losses.append(engine.step(engine.local_batch(batch)).loss)
             return Found(max(most, live.peak), live.peak, tuple(losses))
     except (MemoryError, OutOfMemory):
-        if world.mesh.world > 1:
+        if world.mesh.world_size > 1:
             raise  # the others wait for this one
         return None
 
@@ -155,7 +159,11 @@ def row_of(case: Case, seen: Sequence[Found], losses: Sequence[float]) -> dict[s
     """What the ranks of `case` have found, beside its plan and the losses of one device."""
     plan = case.plan()
     said = [peak_bytes(plan, rank) for rank in range(len(seen))]
-    gaps = [abs(one - other) / abs(other) for found in seen for one, other in zip(found.losses, losses, strict=True)]
+    gaps = [
+        abs(one - other) / abs(other)
+        for found in seen
+        for one, other in zip(found.losses, losses, strict=True)
+    ]
     return {
         "how": case.how or "one rank",
         "tokens": case.tokens,

@@ -18,22 +18,22 @@ import torch
 import transformers
 
 from benchmarks.tensor_families import batches, loss_of, model_of, named
-from meshwright.api import make_plan, read, verify
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.context.hybrid import Hybrid
-from meshwright.parallel.context.ring import Ring
+from meshwright.api import analyze, make_plan, verify
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.context.hybrid import HybridContextParallel
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.sequence_parallel import Sequence
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
-from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -43,32 +43,32 @@ ODD = 13
 EVEN = {2: 24, 3: 18, 4: 24}  # tokens by ranks: as many on each, and a number that divides by 3
 FAMILIES = ("llama", "qwen3", "gpt2", "t5", "vit")
 DEALS: Mapping[str, tuple[int, Strategy]] = {
-    "ring of 2": (2, Ring()),
-    "ring of 3": (3, Ring()),
-    "ring of 4": (4, Ring()),
-    "ring of 3, contiguous": (3, Ring(balance="contiguous")),
-    "ring of 3, striped": (3, Ring(balance="striped")),
+    "ring of 2": (2, RingAttention()),
+    "ring of 3": (3, RingAttention()),
+    "ring of 4": (4, RingAttention()),
+    "ring of 3, contiguous": (3, RingAttention(load_balance="contiguous")),
+    "ring of 3, striped": (3, RingAttention(load_balance="striped")),
     "ulysses on 2": (2, Ulysses()),
     "ulysses on 3": (3, Ulysses()),
-    "hybrid, 2 x 2": (4, Hybrid()),
-    "hybrid, 2 x 3": (6, Hybrid(inner=2)),
-    "hybrid, 3 x 2": (6, Hybrid(inner=3)),
+    "hybrid, 2 x 2": (4, HybridContextParallel()),
+    "hybrid, 2 x 3": (6, HybridContextParallel(ulysses_degree=2)),
+    "hybrid, 3 x 2": (6, HybridContextParallel(ulysses_degree=3)),
 }
 SOME = ("ring of 3", "ulysses on 2", "hybrid, 2 x 2")
 UNLIKE = ("copies", "ZeRO 3 and recompute", "line and pipeline", "pipeline")
-COPIES = Replicate(axis="cp")
-SHARD = Batch("dp_shard")
+COPIES = DDP(axis="cp")
+SHARD = BatchSplit("dp_shard")
 BESIDE: Mapping[str, tuple[Mapping[str, int], tuple[Strategy, ...]]] = {
-    "copies": ({"dp_replicate": 2}, (Batch(), Replicate())),
-    "ZeRO 1": ({"dp_shard": 2}, (SHARD, Zero(stage=1))),
-    "ZeRO 2": ({"dp_shard": 2}, (SHARD, Zero(stage=2))),
-    "ZeRO 3": ({"dp_shard": 2}, (SHARD, Zero())),
-    "ZeRO 3 along cp": ({}, (Zero(axis="cp"),)),
-    "line and sequence": ({"tp": 3}, (Line(), Sequence(), Vocabulary(), COPIES)),
-    "line and pipeline": ({"tp": 3, "pp": 2}, (Line(), Pipeline(), COPIES)),
+    "copies": ({"dp_replicate": 2}, (BatchSplit(), DDP())),
+    "ZeRO 1": ({"dp_shard": 2}, (SHARD, ZeRO(stage=1))),
+    "ZeRO 2": ({"dp_shard": 2}, (SHARD, ZeRO(stage=2))),
+    "ZeRO 3": ({"dp_shard": 2}, (SHARD, ZeRO())),
+    "ZeRO 3 along cp": ({}, (ZeRO(axis="cp"),)),
+    "line and sequence": ({"tp": 3}, (TensorParallel(), SequenceParallel(), VocabParallel(), COPIES)),
+    "line and pipeline": ({"tp": 3, "pp": 2}, (TensorParallel(), Pipeline(), COPIES)),
     "pipeline": ({"pp": 2}, (Pipeline(), COPIES)),
-    "recompute": ({}, (Recompute(), COPIES)),
-    "ZeRO 3 and recompute": ({"dp_shard": 2}, (SHARD, Zero(), Recompute())),
+    "recompute": ({}, (ActivationCheckpointing(), COPIES)),
+    "ZeRO 3 and recompute": ({"dp_shard": 2}, (SHARD, ZeRO(), ActivationCheckpointing())),
 }
 KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama, documents": ("llama", {}),
@@ -96,8 +96,8 @@ class Case:
 
     def plan(self) -> Plan:
         """What its ranks play. Raises PlanError where it is refused."""
-        data, train = DataSource("random", sequence=self.tokens), Train(batch=ROWS, clip=0.5)
-        job = Job(ModelSource(self.model), data, train, Optimizer("adamw", lr=0.1, weight_decay=0.1))
+        data, train = DataConfig("random", sequence=self.tokens), TrainConfig(batch=ROWS, clip=0.5)
+        job = Job(ModelConfig(self.model), data, train, OptimizerConfig("adamw", lr=0.1, weight_decay=0.1))
         return make_plan(reading_of(self.model, self.tokens), job, self.mesh, self.strategies, 1)
 
 
@@ -109,8 +109,12 @@ def cases() -> Iterator[Case]:
         for how in SOME:
             ranks, strategy = DEALS[how]
             for beside, (axes, others) in BESIDE.items():
-                named = tuple(each for each in others if family != "vit" or not isinstance(each, Vocabulary))  # it has no words
-                yield Case(family, f"{how}, {beside}", Mesh(**axes, cp=ranks), (strategy, *named), EVEN[ranks])
+                named = tuple(
+                    each for each in others if family != "vit" or not isinstance(each, VocabParallel)
+                )  # it has no words
+                yield Case(
+                    family, f"{how}, {beside}", Mesh(**axes, cp=ranks), (strategy, *named), EVEN[ranks]
+                )
     for kind in KINDS:
         for how in SOME:
             ranks, strategy = DEALS[how]
@@ -148,21 +152,28 @@ def _image(tokens: int) -> tuple[int, int]:
 
 
 @cache
-def reading_of(model: str, tokens: int) -> Reading:
+def reading_of(model: str, tokens: int) -> AnalyzedModel:
     """What the model of that name is made of, learnt from two rows."""
     transformers.utils.logging.set_verbosity_error()
     name, more = KINDS.get(model, (model, {}))
     family, more = named(name), {**more, "image_size": _image(tokens)} if name == "vit" else more
-    return read(lambda: model_of(family, even=False, **more), rows_of(model, tokens, 1, 2)[0], loss=loss_of(family))
+    return analyze(
+        lambda: model_of(family, even=False, **more), rows_of(model, tokens, 1, 2)[0], loss=loss_of(family)
+    )
 
 
 def compared(case: Case) -> dict[str, object]:
     """The error of one case; infinite where it is refused, or where numbers differ by more than they may."""
-    row: dict[str, object] = {"case": str(case), "ranks": case.mesh.world}
-    loss, given = loss_of(named(KINDS.get(case.model, (case.model, {}))[0])), rows_of(case.model, case.tokens, STEPS, ROWS)
+    row: dict[str, object] = {"case": str(case), "ranks": case.mesh.world_size}
+    loss, given = (
+        loss_of(named(KINDS.get(case.model, (case.model, {}))[0])),
+        rows_of(case.model, case.tokens, STEPS, ROWS),
+    )
     try:
         verdict = verify(reading_of(case.model, case.tokens), case.plan(), given, loss=loss)
     except PlanError as refused:  # before it starts, or as it runs
         return {**row, "error": float("inf"), "refused": str(refused)}
-    worst = max(verdict.worst.values(), default=float("inf"))
-    return {**row, "error": worst} if verdict.passed else {**row, "error": float("inf"), "differs": str(verdict)}
+    worst = max(verdict.max_errors.values(), default=float("inf"))
+    return (
+        {**row, "error": worst} if verdict.passed else {**row, "error": float("inf"), "differs": str(verdict)}
+    )

@@ -30,8 +30,8 @@ from benchmarks.attention import MASKS, Call, Seat, Sizes, Tensors, dense, fused
 from benchmarks.kept import Kept
 from benchmarks.result import Result
 from meshwright.comm.collectives.group import World
-from meshwright.parallel.context.hybrid import Hybrid
-from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.hybrid import HybridContextParallel
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -47,14 +47,14 @@ TOLERANCE = 1e-10
 ROUNDINGS = 16 * 2.0**-23  # of float32; torch's own kernel is up to 5 from the formula on one device
 LENGTHS = (1, 3, 7, 37, 64)
 DEALS: Mapping[str, tuple[int, Strategy]] = {
-    **{f"ring of {ranks}": (ranks, Ring()) for ranks in (2, 3, 4, 6)},
-    **{f"ring of {ranks}, contiguous": (ranks, Ring(balance="contiguous")) for ranks in (3, 4)},
-    **{f"ring of {ranks}, striped": (ranks, Ring(balance="striped")) for ranks in (2, 3, 4)},
+    **{f"ring of {ranks}": (ranks, RingAttention()) for ranks in (2, 3, 4, 6)},
+    **{f"ring of {ranks}, contiguous": (ranks, RingAttention(load_balance="contiguous")) for ranks in (3, 4)},
+    **{f"ring of {ranks}, striped": (ranks, RingAttention(load_balance="striped")) for ranks in (2, 3, 4)},
     **{f"ulysses on {ranks}": (ranks, Ulysses()) for ranks in (2, 3, 4, 6)},
-    "hybrid, 2 x 2": (4, Hybrid()),
-    "hybrid, 2 x 3": (6, Hybrid(inner=2)),
-    "hybrid, 3 x 2": (6, Hybrid(inner=3)),
-    "hybrid, 2 x 3, striped": (6, Hybrid(inner=2, balance="striped")),
+    "hybrid, 2 x 2": (4, HybridContextParallel()),
+    "hybrid, 2 x 3": (6, HybridContextParallel(ulysses_degree=2)),
+    "hybrid, 3 x 2": (6, HybridContextParallel(ulysses_degree=3)),
+    "hybrid, 2 x 3, striped": (6, HybridContextParallel(ulysses_degree=2, load_balance="striped")),
 }
 
 
@@ -131,7 +131,9 @@ def result(rows: list[dict[str, object]]) -> Result:
     """The result of all cases: how many are equal; the figures are multiples of what each may be off."""
     limits = [ROUNDINGS if str(row["case"]).endswith("float32") else TOLERANCE for row in rows]
     errors = [float(str(row["error"])) for row in rows]
-    kept = [{**row, "error": error if isfinite(error) else -1.0} for row, error in zip(rows, errors, strict=True)]
+    kept = [
+        {**row, "error": error if isfinite(error) else -1.0} for row, error in zip(rows, errors, strict=True)
+    ]
     shares = [error / limit for error, limit in zip(errors, limits, strict=True)]
     return Result.of_count(NAME, CLAIM, shares, limit=1.0, bar=len(rows), detail={"cases": kept})
 
@@ -150,7 +152,13 @@ def main() -> None:
             found[str(case)] = compared(case)
             kept.add(found[str(case)])
         rows.append(found[str(case)])
-        print(case, rows[-1]["error"], rows[-1].get("refused", rows[-1].get("differs", "")), file=sys.stderr, flush=True)
+        print(
+            case,
+            rows[-1]["error"],
+            rows[-1].get("refused", rows[-1].get("differs", "")),
+            file=sys.stderr,
+            flush=True,
+        )
     if not only:
         print(result(rows).write(NAME))
 

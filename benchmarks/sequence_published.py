@@ -36,7 +36,7 @@ from benchmarks.ranks import Ranks
 from benchmarks.result import ROOT, Result
 from benchmarks.workloads import fresh_store, join
 from meshwright.comm.world import TorchWorld
-from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -47,7 +47,9 @@ PACKAGES = ("ring-attention-pytorch==0.5.20", "yunchang==0.6.4")
 ROUNDINGS = 16 * 2.0**-23
 PARTS = ("output", "query", "key", "value")
 aten: Any = torch.ops.aten
-Theirs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]  # of [B, n, heads, width], and causal or not
+Theirs = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor
+]  # of [B, n, heads, width], and causal or not
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,10 @@ class Package:
 
 
 OF: Mapping[str, Package] = {
-    "ring-attention-pytorch": Package(Ring(balance="contiguous"), ("output", "query"), grouped=False),
-    "yunchang, ring": Package(Ring(balance="contiguous")),
+    "ring-attention-pytorch": Package(
+        RingAttention(load_balance="contiguous"), ("output", "query"), grouped=False
+    ),
+    "yunchang, ring": Package(RingAttention(load_balance="contiguous")),
     "yunchang, Ulysses": Package(Ulysses()),
 }
 
@@ -102,10 +106,14 @@ MADE: Mapping[str, Callable[[], Theirs]] = {
 }
 
 
-def _attention(q: Any, k: Any, v: Any, *_: Any, causal: bool = False, softmax_scale: float = 1.0, **__: Any) -> torch.Tensor:
+def _attention(
+    q: Any, k: Any, v: Any, *_: Any, causal: bool = False, softmax_scale: float = 1.0, **__: Any
+) -> torch.Tensor:
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=grouped).transpose(1, 2)
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=grouped
+    ).transpose(1, 2)
 
 
 def _forward(q: Any, k: Any, v: Any, *, softmax_scale: float, causal: bool) -> Any:
@@ -135,8 +143,16 @@ def compared(rank: int, size: int, store: str) -> Callable[[], object]:
                 for groups in (12, 3 if size == 3 else 4)[: 1 + package.grouped]:
                     call = Sizes(groups=groups, tokens=8 * size, width=8, values=8).call(mask, torch.float32)
                     seat = Seat(world, package.ours, call)
-                    ours, theirs, right = seat.play(), played(made[name], seat, call.causal), formula(seat, call)
-                    pairs = {"theirs to ours": (theirs, ours), "ours": (ours, right), "theirs": (theirs, right)}
+                    ours, theirs, right = (
+                        seat.play(),
+                        played(made[name], seat, call.causal),
+                        formula(seat, call),
+                    )
+                    pairs = {
+                        "theirs to ours": (theirs, ours),
+                        "ours": (ours, right),
+                        "theirs": (theirs, right),
+                    }
                     rows[f"{name}, {size} ranks, {mask}, 12 heads, {groups} of keys"] = {
                         what: {part: _gap(*both) for part, *both in zip(PARTS, *pair, strict=True)}
                         for what, pair in pairs.items()
@@ -192,15 +208,22 @@ def environment() -> str:
 def main() -> None:
     """Compare, and write the result."""
     if find_spec("yunchang") is None:
-        sys.exit(subprocess.run([environment(), "-m", f"benchmarks.{NAME}"], cwd=ROOT, check=False).returncode)
+        sys.exit(
+            subprocess.run([environment(), "-m", f"benchmarks.{NAME}"], cwd=ROOT, check=False).returncode
+        )
     os.environ["OMP_NUM_THREADS"] = "1"
     found: dict[str, dict[str, dict[str, float]]] = {}
     for size in (2, 3, 4):
-        with Ranks("compared", compared, size, preload=("torch", "meshwright.api"), store=fresh_store()) as ranks:
+        with Ranks(
+            "compared", compared, size, preload=("torch", "meshwright.api"), store=fresh_store()
+        ) as ranks:
             (first, *others) = [note for note in ranks.step().notes if isinstance(note, dict)]
             for case, row in first.items():
                 found[case] = {
-                    what: {part: max(gap, *(other[case][what][part] for other in others)) for part, gap in parts.items()}
+                    what: {
+                        part: max(gap, *(other[case][what][part] for other in others))
+                        for part, gap in parts.items()
+                    }
                     for what, parts in row.items()
                 }
                 print(case, found[case], file=sys.stderr, flush=True)

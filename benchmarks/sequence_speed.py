@@ -24,10 +24,10 @@ from benchmarks.ranks import Ranks
 from benchmarks.result import Result
 from benchmarks.workloads import HEAVY, fresh_store, join
 from meshwright.comm.world import TorchWorld
-from meshwright.parallel.context.hybrid import Hybrid
-from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.hybrid import HybridContextParallel
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
-from meshwright.plan.hardware.device_specs import cores
+from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 
@@ -39,9 +39,9 @@ CLAIM = (
 SPEED = 0.9
 SIZES = Sizes(rows=1, heads=8, groups=2, width=64, values=64)
 HOW: Mapping[str, tuple[Strategy, tuple[int, ...]]] = {
-    "ring": (Ring(), (2, 4)),
+    "ring": (RingAttention(), (2, 4)),
     "ulysses": (Ulysses(), (2, 4)),
-    "hybrid": (Hybrid(), (4,)),
+    "hybrid": (HybridContextParallel(), (4,)),
 }
 WINDOWS = {4096: Window(20, 60, 240), 16384: Window(16, 40, 600)}
 QUICK = {1024: Window(3, 4, 60, window_s=0.0, threshold=64.0, warmup=1)}
@@ -76,9 +76,10 @@ def dealt(rank: int, size: int, tokens: int, how: str, store: str) -> Callable[[
 def times(tokens: int, ranks: int, window: Window) -> Rounds:
     """The rounds of all sides."""
     with ExitStack() as opened:
-        threads = min(ranks, cores())
+        threads = min(ranks, available_cores())
         sides = [
-            opened.enter_context(Ranks(name, one, 1, preload=HEAVY, tokens=tokens, threads=threads)) for name in ("one", "twin")
+            opened.enter_context(Ranks(name, one, 1, preload=HEAVY, tokens=tokens, threads=threads))
+            for name in ("one", "twin")
         ]
         for how, (_, sizes) in HOW.items():
             if ranks in sizes:
@@ -97,14 +98,17 @@ def main() -> None:
             rounds = times(tokens, ranks, window)
             for how in (how for how, (_, sizes) in HOW.items() if ranks in sizes):
                 cpu, wall = (
-                    compare(rounds, how, base="one", twin="twin", bar=1 / SPEED, figure=figure) for figure in ("cpu_s", "wall_s")
+                    compare(rounds, how, base="one", twin="twin", bar=1 / SPEED, figure=figure)
+                    for figure in ("cpu_s", "wall_s")
                 )
                 name = f"{how}, {ranks} processes, {tokens:,} tokens"
                 if how in SHOWN:
                     shown[name] = {"cpu": cpu.as_dict(), "wall": wall.as_dict()}
                 else:
                     found[name] = rounds, cpu, wall
-                print(f"{name}: cpu {cpu.ratio}, wall {wall.ratio}, A/A {cpu.aa}", file=sys.stderr, flush=True)
+                print(
+                    f"{name}: cpu {cpu.ratio}, wall {wall.ratio}, A/A {cpu.aa}", file=sys.stderr, flush=True
+                )
     if not quick:
         alone = Result.of_comparisons(NAME, CLAIM, found)
         holds = overall(each.holds for _, cpu, wall in found.values() for each in (cpu, wall))

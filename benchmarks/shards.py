@@ -8,34 +8,37 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshwright.api import make_dice, make_plan, make_subject, read
+from meshwright.api import analyze, make_plan, make_stateless_rng, make_trained_module
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss import token_cross_entropy
-from meshwright.engine.runtime.state import State
-from meshwright.engine.step.executor import Player
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Precision, Train
+from meshwright.engine.runtime.state import RankState
+from meshwright.engine.step.executor import Executor
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, PrecisionConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Strategy
 
 VOCABULARY, TOKENS = 256, 8
-SIZES = {"tiny": (64, 172, 3), "small": (256, 688, 6)}  # hidden, intermediate, layers: 0.2 M and 4.9 M parameters
+SIZES = {
+    "tiny": (64, 172, 3),
+    "small": (256, 688, 6),
+}  # hidden, intermediate, layers: 0.2 M and 4.9 M parameters
 
 
 @dataclass(frozen=True)
 class Case:
     """A Llama of `SIZES`, cut by `zero` over `shard` ranks times `replicas`, in `num_micro` micro-batches of one sample."""
 
-    zero: Zero
+    zero: ZeRO
     shard: int
     replicas: int = 1
     num_micro: int = 1
-    precision: Precision = field(default_factory=Precision)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     model: str = "tiny"
     tied: bool = False
 
@@ -47,12 +50,19 @@ class Case:
     @property
     def rows(self) -> int:
         """The samples of one step, of all ranks."""
-        return self.num_micro * self.mesh.world
+        return self.num_micro * self.mesh.world_size
 
     def plan(self) -> Plan:
         """What its ranks play."""
-        split: tuple[Strategy, ...] = (Batch(), Batch("dp_shard")) if self.replicas > 1 else (Batch("dp_shard"),)
-        job = Job(ModelSource("llama"), DataSource("example", sequence=TOKENS), Train(batch=self.rows), precision=self.precision)
+        split: tuple[Strategy, ...] = (
+            (BatchSplit(), BatchSplit("dp_shard")) if self.replicas > 1 else (BatchSplit("dp_shard"),)
+        )
+        job = Job(
+            ModelConfig("llama"),
+            DataConfig("example", sequence=TOKENS),
+            TrainConfig(batch=self.rows),
+            precision=self.precision,
+        )
         return make_plan(reading_of(self.model, tied=self.tied), job, self.mesh, (*split, self.zero), 1)
 
     def __str__(self) -> str:
@@ -61,9 +71,13 @@ class Case:
         return f"{how}, {ranks}, {self.num_micro} micro{', tied' if self.tied else ''}, {precision_words(self.precision)}"
 
 
-def precision_words(precision: Precision) -> str:
+def precision_words(precision: PrecisionConfig) -> str:
     """The dtypes of `precision` that differ from its parameters', behind theirs."""
-    said = {key: dtype for key, dtype in vars(precision).items() if isinstance(dtype, str) and dtype != precision.parameters}
+    said = {
+        key: dtype
+        for key, dtype in vars(precision).items()
+        if isinstance(dtype, str) and dtype != precision.parameters
+    }
     return ", ".join([precision.parameters, *(f"{key} {dtype}" for key, dtype in said.items() if dtype)])
 
 
@@ -90,13 +104,23 @@ def rows(count: int) -> dict[str, torch.Tensor]:
 
 
 @cache
-def reading_of(model: str, *, tied: bool = False) -> Reading:
+def reading_of(model: str, *, tied: bool = False) -> AnalyzedModel:
     """What the model of that size is made of."""
-    return read(lambda: llama(model, tied=tied), rows(2))
+    return analyze(lambda: llama(model, tied=tied), rows(2))
 
 
-def player_of(case: Case, plan: Plan, world: World, extra: Mapping[str, Callable[[Action, State], None]] | None = None) -> Player:
+def player_of(
+    case: Case,
+    plan: Plan,
+    world: World,
+    extra: Mapping[str, Callable[[Action, RankState], None]] | None = None,
+) -> Executor:
     """One rank of `plan`, made from `case.plan()`."""
     reading = reading_of(case.model, tied=case.tied)
-    subject = make_subject(reading, world.device, getattr(torch, plan.job.precision.parameters))
-    return Player(plan, State(subject, world, token_cross_entropy()), dice=make_dice(reading, plan), extra=extra)
+    subject = make_trained_module(reading, world.device, getattr(torch, plan.job.precision.parameters))
+    return Executor(
+        plan,
+        RankState(subject, world, token_cross_entropy()),
+        stateless_rng=make_stateless_rng(reading, plan),
+        extra_handlers=extra,
+    )

@@ -34,7 +34,7 @@ from benchmarks.workloads import HEAVY, fresh_store
 from meshwright.comm.collectives.group import Group
 from meshwright.comm.shared_memory.group import SharedGroup
 from meshwright.comm.world import TorchWorld
-from meshwright.plan.job.errors import size
+from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.sharding.mesh import Mesh
 
 NAME = "shared_memory"
@@ -63,7 +63,7 @@ class Case:
     busy: bool = False
 
     def __str__(self) -> str:
-        return f"{self.collective} {size(self.nbytes)}, {self.ranks} ranks{', busy' if self.busy else ''}"
+        return f"{self.collective} {format_nbytes(self.nbytes)}, {self.ranks} ranks{', busy' if self.busy else ''}"
 
 
 def cases() -> Iterator[Case]:
@@ -71,7 +71,12 @@ def cases() -> Iterator[Case]:
     for ranks in (2, 4):
         for collective, large in LARGE.items():
             for nbytes in SIZES:
-                yield Case(collective, nbytes, ranks, 1 / 10 if nbytes <= 64 * KIB else large if nbytes == 64 * MIB else 1.0)
+                yield Case(
+                    collective,
+                    nbytes,
+                    ranks,
+                    1 / 10 if nbytes <= 64 * KIB else large if nbytes == 64 * MIB else 1.0,
+                )
     yield from (Case(collective, nbytes, 4, 1.0, busy=True) for collective in LARGE for nbytes in SIZES)
 
 
@@ -81,7 +86,9 @@ def exchanging(rank: int, size: int, how: str, collective: str, nbytes: int, sto
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     group = TorchWorld(Mesh(dp_shard=size), rank, "cpu", shared=how == "memory").group(["dp_shard"])
     if isinstance(group, SharedGroup) != (how == "memory"):
-        raise RuntimeError(f"'{how}' was asked for and the ranks did not agree on it. Install a C compiler, such as gcc")
+        raise RuntimeError(
+            f"'{how}' was asked for and the ranks did not agree on it. Install a C compiler, such as gcc"
+        )
     tensor = torch.zeros(nbytes // 4)
     call = _gloo(collective, tensor, size) if how == "gloo" else _ours(group, collective, tensor)
     num = max(1, min(MOST_CALLS, STEP_BYTES // nbytes))

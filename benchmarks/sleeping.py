@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from benchmarks.workloads import join
-from meshwright.api import build, make_plan, read
+from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.world import TorchWorld
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
-from meshwright.parallel.pipeline.schedules.schedule import Costs, play
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.parallel.pipeline.schedules.schedule import StageCosts, simulate
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 
 WORDS, WIDTH, TOKENS = 11, 4, 3
@@ -57,7 +57,11 @@ class Sleeper(nn.Module):
 
     def __init__(self, words: int, width: int, seconds: float, *, embeds: bool = False) -> None:
         super().__init__()
-        self.weight, self.seconds, self.embeds = nn.Parameter(torch.full((words, width), 0.1)), seconds, embeds
+        self.weight, self.seconds, self.embeds = (
+            nn.Parameter(torch.full((words, width), 0.1)),
+            seconds,
+            embeds,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` times the weight; of ids, the rows that they name."""
@@ -85,35 +89,48 @@ class Sleepers(nn.Module):
 
 def chunks_of(schedule: str) -> int:
     """How many parts a rank has in it here."""
-    return SCHEDULES[schedule].chunks or 2
+    return SCHEDULES[schedule].num_virtual_stages or 2
 
 
-def asleep(rank: int, size: int, store: str, schedule: str, micros: int, seconds: float) -> Callable[[], Slept]:
+def asleep(
+    rank: int, size: int, store: str, schedule: str, micros: int, seconds: float
+) -> Callable[[], Slept]:
     """The step of a pipeline of such blocks, one in each part, timed from when all ranks begin."""
     join(rank, size, store)
     torch.set_num_threads(1)
     mesh, blocks = Mesh(pp=size), size * chunks_of(schedule)
     rows = torch.zeros(micros, TOKENS, dtype=torch.int64)
     batch = {"input_ids": rows, "labels": rows}
-    reading = read(lambda: Sleepers(blocks, seconds), batch)
-    job = Job(ModelSource("sleepers"), DataSource("zeros", sequence=TOKENS), Train(batch=micros), Optimizer("sgd", lr=0.1))
+    reading = analyze(lambda: Sleepers(blocks, seconds), batch)
+    job = Job(
+        ModelConfig("sleepers"),
+        DataConfig("zeros", sequence=TOKENS),
+        TrainConfig(batch=micros),
+        OptimizerConfig("sgd", lr=0.1),
+    )
     cuts = (*(f"layers.{number}" for number in range(blocks - 2)), "head")
-    pipeline = Pipeline(schedule=schedule, chunks=0 if SCHEDULES[schedule].chunks else chunks_of(schedule), cuts=cuts)
+    pipeline = Pipeline(
+        schedule=schedule,
+        virtual_stages=0 if SCHEDULES[schedule].num_virtual_stages else chunks_of(schedule),
+        split_points=cuts,
+    )
     plan = make_plan(reading, job, mesh, (pipeline,), 1)
-    on_paper = play(pipeline.order(plan.space, micros), _costs(blocks, seconds))
+    on_paper = simulate(pipeline.build_schedule(plan.sharding, micros), _costs(blocks, seconds))
     world = TorchWorld(mesh, rank, "cpu", shared=False)
-    engine = build(reading, plan, world=world)
+    engine = parallelize(reading, plan, world=world)
 
     def step() -> Slept:
         world.group(("pp",)).barrier()
         begin = time.perf_counter()
-        engine.step(engine.share(batch))
+        engine.step(engine.local_batch(batch))
         seconds = time.perf_counter() - begin
-        return Slept(seconds, 1 - sum(map(on_paper.busy, range(size))) / (size * seconds), on_paper.bubble)
+        return Slept(
+            seconds, 1 - sum(map(on_paper.busy_time, range(size))) / (size * seconds), on_paper.bubble
+        )
 
     return step
 
 
-def _costs(parts: int, seconds: float) -> Costs:
+def _costs(parts: int, seconds: float) -> StageCosts:
     """Of one block in each part; ids need no gradient, so the first part does not sleep for one."""
-    return Costs([seconds] * parts, [0.0, *[seconds] * (parts - 1)], [seconds] * parts)
+    return StageCosts([seconds] * parts, [0.0, *[seconds] * (parts - 1)], [seconds] * parts)

@@ -22,17 +22,17 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from benchmarks.workloads import OPTIMIZER, VOCABULARY, WORKLOADS, Batches, join
-from meshwright.api import build, make_plan, read
+from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.world import TorchWorld
-from meshwright.engine.optim.optimizers import parameter_groups
-from meshwright.engine.runtime.step_profiler import Span, Watch
+from meshwright.engine.optim.optimizers import make_param_groups
+from meshwright.engine.runtime.step_profiler import ProfilerSpan, StepProfiler
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
-from meshwright.parallel.pipeline.schedules.schedule import Costs, Order
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Train
+from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.training.engine import Engine
+from meshwright.run.training.engine import Trainer
 
 Step = Callable[[], object]
 THEIRS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
@@ -82,10 +82,14 @@ class Update:
     """What stands round a schedule: the optimizer, the clip by the norm of all ranks, and the loss that all are told."""
 
     def __init__(self, mine: Sequence[Stage]) -> None:
-        named = {f"{number}.{name}": each for number, stage in enumerate(mine) for name, each in stage.named()}
-        groups = parameter_groups(OPTIMIZER, named)
+        named = {
+            f"{number}.{name}": each for number, stage in enumerate(mine) for name, each in stage.named()
+        }
+        groups = make_param_groups(OPTIMIZER, named)
         self._parameters = list(named.values())
-        self._optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True)
+        self._optimizer = torch.optim.AdamW(
+            groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True
+        )
 
     def begin(self) -> None:
         """Gradients are gone."""
@@ -114,7 +118,8 @@ def theirs(rank: int, size: int, workload: str, store: str, schedule: str, micro
     chunks, batches = CHUNKS.get(schedule, 1), Batches(WORKLOADS[workload])
     mine = stages(workload, rank, size, chunks)
     made: Any = [
-        PipelineStage(stage, rank + size * number, size * chunks, torch.device("cpu")) for number, stage in enumerate(mine)
+        PipelineStage(stage, rank + size * number, size * chunks, torch.device("cpu"))
+        for number, stage in enumerate(mine)
     ]
     play: Any = THEIRS[schedule](made if chunks > 1 else made[0], micros, loss_of)
     update = Update(mine)
@@ -136,14 +141,16 @@ def by_hand(rank: int, size: int, workload: str, store: str, schedule: str, micr
     torch.set_num_threads(1)
     chunks, batches = CHUNKS.get(schedule, 1), Batches(WORKLOADS[workload])
     mine = stages(workload, rank, size, chunks)
-    order = SCHEDULES[schedule].make(size, micros, chunks, Costs.equal(size * chunks))
+    order = SCHEDULES[schedule].build(size, micros, chunks, StageCosts.uniform(size * chunks))
     update, spec = Update(mine), WORKLOADS[workload]
     shape = (spec.batch // micros, spec.sequence, spec.hidden)
 
     def step() -> float:
         batch = batches.next()
         update.begin()
-        losses = _looped(rank, order, mine, batch["input_ids"].chunk(micros), batch["labels"].chunk(micros), shape)
+        losses = _looped(
+            rank, order, mine, batch["input_ids"].chunk(micros), batch["labels"].chunk(micros), shape
+        )
         return update.end(losses, micros)
 
     return step
@@ -151,17 +158,17 @@ def by_hand(rank: int, size: int, workload: str, store: str, schedule: str, micr
 
 def _looped(
     rank: int,
-    order: Order,
+    order: Schedule,
     mine: Sequence[Stage],
     ids: Sequence[torch.Tensor],
     labels: Sequence[torch.Tensor],
     shape: tuple[int, ...],
 ) -> list[torch.Tensor]:
     """Play this rank's slots; the losses of the micro-batches, where this rank takes them."""
-    size, last, micros = order.ranks, order.parts - 1, len(ids)
+    size, last, micros = order.num_ranks, order.num_stages - 1, len(ids)
     under_way: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
     sent, losses = [], []
-    for kind, part, micro in order.slots[rank]:
+    for kind, part, micro in order.actions[rank]:
         if kind == "F":
             x = ids[micro] if part == 0 else torch.empty(shape)
             if part:
@@ -194,7 +201,7 @@ def ours(rank: int, size: int, workload: str, store: str, schedule: str, micros:
     engine, batches = _engine(rank, size, workload, store, schedule, micros)
 
     def step() -> float:
-        return engine.step(engine.share(batches.next())).loss
+        return engine.step(engine.local_batch(batches.next())).loss
 
     return step
 
@@ -202,14 +209,18 @@ def ours(rank: int, size: int, workload: str, store: str, schedule: str, micros:
 def timed(rank: int, size: int, workload: str, store: str, schedule: str, micros: int) -> Step:
     """Our step, whose note are seconds: the means of F and B of each part by number, and the rest that stands round them."""
     engine, batches = _engine(rank, size, workload, store, schedule, micros)
-    player, anatomy = engine.player, engine.plan.anatomy
-    if anatomy.borders is None:
+    player, anatomy = engine.executor, engine.plan.model_spec
+    if anatomy.stage_boundaries is None:
         raise ValueError("nothing is known of the borders between blocks: read the model with them")
-    part_of = {visit: n for n, part in enumerate(anatomy.borders.parts(engine.plan.space.cuts)) for visit in part.visits}
+    part_of = {
+        visit: n
+        for n, part in enumerate(anatomy.stage_boundaries.stages(engine.plan.sharding.split_points))
+        for visit in part.block_calls
+    }
 
     def step() -> dict[str, object]:
-        watch = Watch(torch.device("cpu"))
-        player.step(engine.share(batches.next()), watch=watch)
+        watch = StepProfiler(torch.device("cpu"))
+        player.step(engine.local_batch(batches.next()), profiler=watch)
         return _sorted_out(watch.spans(), part_of)
 
     return step
@@ -231,34 +242,44 @@ def pinged(rank: int, size: int, workload: str, store: str, micros: int) -> Step
     return step
 
 
-def _engine(rank: int, size: int, workload: str, store: str, schedule: str, micros: int) -> tuple[Engine, Batches]:
+def _engine(
+    rank: int, size: int, workload: str, store: str, schedule: str, micros: int
+) -> tuple[Trainer, Batches]:
     join(rank, size, store)
     torch.set_num_threads(1)
     spec, mesh = WORKLOADS[workload], Mesh(pp=size)
-    chunks = CHUNKS.get(schedule, SCHEDULES[schedule].chunks)
-    reading = read(spec.model, Batches(spec).next())  # an `nn.Module` that is handed over stays in memory beside its parts
-    data = DataSource("stdlib", sequence=spec.sequence)
-    job = Job(ModelSource("llama"), data, Train(batch=spec.batch), OPTIMIZER)
-    pipeline = Pipeline(schedule=schedule, chunks=CHUNKS.get(schedule, 0), cuts=cuts(workload, size, chunks))
+    chunks = CHUNKS.get(schedule, SCHEDULES[schedule].num_virtual_stages)
+    reading = analyze(
+        spec.model, Batches(spec).next()
+    )  # an `nn.Module` that is handed over stays in memory beside its parts
+    data = DataConfig("stdlib", sequence=spec.sequence)
+    job = Job(ModelConfig("llama"), data, TrainConfig(batch=spec.batch), OPTIMIZER)
+    pipeline = Pipeline(
+        schedule=schedule, virtual_stages=CHUNKS.get(schedule, 0), split_points=cuts(workload, size, chunks)
+    )
     plan = make_plan(reading, job, mesh, (pipeline,), spec.batch // micros)
-    return build(reading, plan, world=TorchWorld(mesh, rank, "cpu", shared=False)), Batches(spec)
+    return parallelize(reading, plan, world=TorchWorld(mesh, rank, "cpu", shared=False)), Batches(spec)
 
 
-def _sorted_out(spans: Sequence[Span], part_of: Mapping[str, int]) -> dict[str, Any]:
+def _sorted_out(spans: Sequence[ProfilerSpan], part_of: Mapping[str, int]) -> dict[str, Any]:
     """Means of F and B by part, and the sum of all that is neither, nor waiting."""
     took: dict[str, dict[int, dict[int | None, float]]] = {"F": defaultdict(dict), "B": defaultdict(dict)}
     last, rest = max(part_of.values()), 0.0
     for span in spans:
         seconds, action = span.end - span.begin, span.action
-        if span.lane != "compute" or span.kind in ("wait", "F") or (action is None and span.kind != "glue"):
+        if span.stream != "compute" or span.kind in ("wait", "F") or (action is None and span.kind != "glue"):
             continue
         if span.kind == "glue":  # the model's forward, or the script of it
-            inside = next(each.action for each in spans if each.kind == "F" and each.begin >= span.begin and each.action)
-            took["F"][part_of[inside.subject]][inside.micro] = seconds
+            inside = next(
+                each.action for each in spans if each.kind == "F" and each.begin >= span.begin and each.action
+            )
+            took["F"][part_of[inside.subject]][inside.microbatch] = seconds
         elif action is not None and span.kind in ("B", "LOSS"):
             back = took["B"][part_of.get(action.subject, last)]
-            back[action.micro] = back.get(action.micro, 0.0) + seconds
+            back[action.microbatch] = back.get(action.microbatch, 0.0) + seconds
         else:
             rest += seconds
-    found: dict[str, Any] = {kind: {part: fmean(each.values()) for part, each in parts.items()} for kind, parts in took.items()}
+    found: dict[str, Any] = {
+        kind: {part: fmean(each.values()) for part, each in parts.items()} for kind, parts in took.items()
+    }
     return found | {"rest": rest}

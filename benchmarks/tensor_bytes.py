@@ -16,18 +16,16 @@ import torch
 from benchmarks.result import Result
 from benchmarks.tensor_families import batches, loss_of
 from benchmarks.tensor_laws import Case, cases
-from meshwright.api import build
+from meshwright.api import parallelize
 from meshwright.comm.collectives.announce import moved_bytes
 from meshwright.comm.collectives.group import World
-from meshwright.model.analysis.analyze import Reading
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.testing.ranks import on_threads
 
 NAME = "tensor_bytes"
-CLAIM = (
-    "bytes sent per rank and layer by divided matrices, 1-D, with a divided sequence, 2-D, 2.5-D and 3-D, are the laws', exactly"
-)
+CLAIM = "bytes sent per rank and layer by divided matrices, 1-D, with a divided sequence, 2-D, 2.5-D and 3-D, are the laws', exactly"
 PARTS = {"F": "streams", "B": "streams", "UNSHARD": "weights", "REDUCE": "weights"}
 
 
@@ -45,18 +43,18 @@ def planned(plan: Plan, case: Case) -> dict[str, Fraction]:
     found = dict.fromkeys(case.law, Fraction(0))
     for action in plan.actions:
         part = part_of(action.name, case)
-        for move in action.moves if part in found else ():
-            sent = moved_bytes(move, plan.mesh.extent(move.axes))[1]
+        for move in action.transfers if part in found else ():
+            sent = moved_bytes(move, plan.mesh.group_size(move.axes))[1]
             found[str(part)] += Fraction(sent).limit_denominator(10**6)  # a third of a byte is one
     return found
 
 
-def told(world: World, case: Case, reading: Reading, plan: Plan) -> dict[str, Fraction]:
+def told(world: World, case: Case, reading: AnalyzedModel, plan: Plan) -> dict[str, Fraction]:
     """What this rank sends in its second step for the layer, by its ledger."""
-    with build(reading, plan, world=world, loss=loss_of(case.family)) as engine:
+    with parallelize(reading, plan, world=world, loss=loss_of(case.family)) as engine:
         for batch in batches(case.family, 2, case.rows):
             before = dict(world.ledger.sent)
-            engine.step(engine.share(batch))
+            engine.step(engine.local_batch(batch))
     found = dict.fromkeys(case.law, Fraction(0))
     for action, nbytes in world.ledger.sent.items():
         part = part_of(action, case)
@@ -76,7 +74,10 @@ def compared(case: Case) -> dict[str, object]:
     ledgers = on_threads(lambda world: told(world, case, reading, plan), case.mesh, timeout_s=600)
     sources = (planned(plan, case), *ledgers)
     off = max(float(abs(source[part] - law[part]) / law[part]) for source in sources for part in law)
-    rows = {part: {"law": float(law[part]), "found": sorted({float(each[part]) for each in sources})} for part in law}
+    rows = {
+        part: {"law": float(law[part]), "found": sorted({float(each[part]) for each in sources})}
+        for part in law
+    }
     return {"case": str(case), "off": off, **rows}
 
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 import transformers
 from torch import nn
 
-from meshwright.api import read
+from meshwright.api import analyze
 from meshwright.engine.runtime.loss import Loss, token_cross_entropy
-from meshwright.model.analysis.analyze import Reading
+from meshwright.model.analysis.analyze import AnalyzedModel
 
 TOKENS, CLASSES, PIXELS = 12, 5, 12
 ODD = {"words": 61, "hidden": 24, "inner": 29, "heads": 6, "keys": 3, "head": 4}
@@ -39,17 +39,37 @@ class Family:
     tokens_on: tuple[int, ...] = (2, 3, 4, 6)
 
 
-USUAL = {"vocab_size": "words", "hidden_size": "hidden", "intermediate_size": "inner", "num_attention_heads": "heads"}
+USUAL = {
+    "vocab_size": "words",
+    "hidden_size": "hidden",
+    "intermediate_size": "inner",
+    "num_attention_heads": "heads",
+}
 GROUPED = {**USUAL, "num_key_value_heads": "keys"}
 LAYERS = {"num_hidden_layers": 2, "max_position_embeddings": 32, "use_cache": False}
 WHOLE = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 DROPS_NONE = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 GPT2_SIZES = {"vocab_size": "words", "n_embd": "hidden", "n_inner": "inner", "n_head": "heads"}
-GPT2 = {"n_layer": 2, "n_positions": 32, "use_cache": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **ENDS}
+GPT2 = {
+    "n_layer": 2,
+    "n_positions": 32,
+    "use_cache": False,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    **ENDS,
+}
 FALCON_SIZES = {**USUAL, "num_kv_heads": "keys", "ffn_hidden_size": "inner"}
 FALCON_SIZES = {name: size for name, size in FALCON_SIZES.items() if name != "intermediate_size"}
-FALCON = {"num_hidden_layers": 2, "use_cache": False, **WHOLE, **ENDS, "bias": True, "new_decoder_architecture": True}
+FALCON = {
+    "num_hidden_layers": 2,
+    "use_cache": False,
+    **WHOLE,
+    **ENDS,
+    "bias": True,
+    "new_decoder_architecture": True,
+}
 T5_SIZES = {"vocab_size": "words", "d_model": "hidden", "d_ff": "inner", "num_heads": "heads", "d_kv": "head"}
 T5 = {"num_layers": 2, "dropout_rate": 0.0, "decoder_start_token_id": 0, "use_cache": False}
 VIT_SIZES = {name: size for name, size in USUAL.items() if name != "vocab_size"}
@@ -63,7 +83,9 @@ FAMILIES = (
     Family("falcon", "Falcon", "ForCausalLM", FALCON_SIZES, FALCON),
     Family("phi3", "Phi3", "ForCausalLM", GROUPED, {**LAYERS, **ENDS}),
     Family("bert", "Bert", "ForMaskedLM", USUAL, {**LAYERS, **DROPS_NONE}, decoder=False),
-    Family("vit", "ViT", "ForImageClassification", VIT_SIZES, VIT, decoder=False, tokens_on=(2,)),  # 9 patches and the class
+    Family(
+        "vit", "ViT", "ForImageClassification", VIT_SIZES, VIT, decoder=False, tokens_on=(2,)
+    ),  # 9 patches and the class
     Family("t5", "T5", "ForConditionalGeneration", T5_SIZES, T5, decoder=False),
 )
 
@@ -82,11 +104,11 @@ def model_of(family: Family, *, even: bool = False, **more: object) -> nn.Module
 
 
 @cache
-def reading_of(name: str, *, even: bool = False) -> Reading:
+def reading_of(name: str, *, even: bool = False) -> AnalyzedModel:
     """What the model of the family of that name is made of, learnt from two rows."""
     family = named(name)
     transformers.utils.logging.set_verbosity_error()
-    return read(lambda: model_of(family, even=even), batches(family, 1, 2)[0], loss=loss_of(family))
+    return analyze(lambda: model_of(family, even=even), batches(family, 1, 2)[0], loss=loss_of(family))
 
 
 def batches(family: Family, count: int, rows: int, length: int = TOKENS) -> list[dict[str, torch.Tensor]]:

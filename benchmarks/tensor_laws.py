@@ -27,20 +27,20 @@ from fractions import Fraction
 
 from benchmarks.tensor_families import EVEN, ODD, TOKENS, Family, batches, loss_of, model_of, named
 from benchmarks.tensor_parity import SQUARES
-from meshwright.api import make_plan, read
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.memory.activation_checkpointing import Recompute
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.sequence_parallel import Sequence
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Train
-from meshwright.plan.job.precision import Precision
-from meshwright.plan.model_spec.model_spec import NBYTES
+from meshwright.api import analyze, make_plan
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.precision import PrecisionConfig
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 
-HALF = Precision(compute="bfloat16")
+HALF = PrecisionConfig(compute="bfloat16")
 Amount = Callable[["Case"], Fraction]
 
 
@@ -70,9 +70,17 @@ LAYERS = (
     Layer("gpt-neox", "gpt_neox.layers.1", {"num_hidden_layers": 3}, 1, 2, 6 * H),
     Layer("falcon", "transformer.h.1", {"num_hidden_layers": 3}, 1, 2, 6 * H),
     Layer(
-        *("falcon", "transformer.h.1", {"num_hidden_layers": 3, "new_decoder_architecture": False, "multi_query": True}, 1, 1),
+        *(
+            "falcon",
+            "transformer.h.1",
+            {"num_hidden_layers": 3, "new_decoder_architecture": False, "multi_query": True},
+            1,
+            1,
+        ),
         shared=4 * H,
-        whole=(ODD["heads"] + 2) * ODD["head"] * (H + 1),  # one key for all heads: q, k and v lie in one weight, with its bias
+        whole=(ODD["heads"] + 2)
+        * ODD["head"]
+        * (H + 1),  # one key for all heads: q, k and v lie in one weight, with its bias
         kind="7B",
     ),
     Layer("t5", "decoder.block.1", {"num_layers": 3}, 3, 4, 3 * H, alone=1),
@@ -89,14 +97,14 @@ class Case:
     strategies: tuple[Strategy, ...]
     law: Mapping[str, Amount] = field(hash=False)
     micros: int = 1
-    precision: Precision = field(default_factory=Precision)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     even: bool = False
 
     def __str__(self) -> str:
         micros = f", {self.micros} micro-batches" if self.micros > 1 else ""
         wire = f", {self.precision.compute}" if self.precision.compute else ""
         kind = f" {self.layer.kind}" if self.layer.kind else ""
-        return f"{self.layer.family}{kind}, {self.how}, {self.mesh.world} ranks{micros}{wire}"
+        return f"{self.layer.family}{kind}, {self.how}, {self.mesh.world_size} ranks{micros}{wire}"
 
     @property
     def family(self) -> Family:
@@ -117,18 +125,18 @@ class Case:
     @property
     def width(self) -> int:
         """Bytes of an element on the wire."""
-        return NBYTES[self.precision.compute or self.precision.parameters]
+        return FLOAT_NBYTES[self.precision.compute or self.precision.parameters]
 
-    def reading(self) -> Reading:
+    def reading(self) -> AnalyzedModel:
         """What its model is made of."""
         family = self.family
         made = model_of(family, even=self.even, **self.layer.layers)
-        return read(made, batches(family, 1, 2)[0], loss=loss_of(family))
+        return analyze(made, batches(family, 1, 2)[0], loss=loss_of(family))
 
-    def plan(self, reading: Reading) -> Plan:
+    def plan(self, reading: AnalyzedModel) -> Plan:
         """What its ranks play. Raises PlanError where it is refused."""
-        data, train = DataSource("random", sequence=TOKENS), Train(batch=self.rows)
-        job = Job(ModelSource(self.family.name), data, train, precision=self.precision)
+        data, train = DataConfig("random", sequence=TOKENS), TrainConfig(batch=self.rows)
+        job = Job(ModelConfig(self.family.name), data, train, precision=self.precision)
         return make_plan(reading, job, self.mesh, self.strategies, 2)
 
 
@@ -136,18 +144,28 @@ def cases() -> Iterator[Case]:
     """All that are compared."""
     for layer in LAYERS:
         for ranks in (2, 3):
-            for micros, precision in ((1, Precision()), (2, Precision()), (1, HALF)):
+            for micros, precision in ((1, PrecisionConfig()), (2, PrecisionConfig()), (1, HALF)):
                 mesh = Mesh(tp=ranks)
-                yield Case(layer, "line", mesh, (Line(),), {"F": forward, "B": backward}, micros, precision)
+                yield Case(
+                    layer, "line", mesh, (TensorParallel(),), {"F": forward, "B": backward}, micros, precision
+                )
                 for again in (False, True):
                     how = "sequence, gathered again" if again else "sequence"
                     law = {"F": forward_in_slices, "B": backward_again if again else backward_in_slices}
-                    yield Case(layer, how, mesh, (Line(), Sequence(again=again)), law, micros, precision)
-        law = {"F_LEAN": forward, "RERUN": forward, "B": backward}
-        yield Case(layer, "line, recompute", Mesh(tp=3), (Line(), Recompute()), law)
+                    yield Case(
+                        layer,
+                        how,
+                        mesh,
+                        (TensorParallel(), SequenceParallel(regather=again)),
+                        law,
+                        micros,
+                        precision,
+                    )
+        law = {"F_CHECKPOINTED": forward, "RECOMPUTE": forward, "B": backward}
+        yield Case(layer, "line, recompute", Mesh(tp=3), (TensorParallel(), ActivationCheckpointing()), law)
     llama = LAYERS[0]
     law = {"F": forward, "B": lambda case: backward(case) + keys(case)}
-    yield Case(llama, "line, fewer keys than ranks", Mesh(tp=6), (Line(),), law)
+    yield Case(llama, "line, fewer keys than ranks", Mesh(tp=6), (TensorParallel(),), law)
     for how, (mesh, strategies) in SQUARES.items():
         yield Case(llama, how, mesh, strategies, GRIDS[how.partition(",")[0]], even=True)
 
@@ -169,7 +187,11 @@ def forward_in_slices(case: Case) -> Fraction:
 
 def backward_in_slices(case: Case) -> Fraction:
     """Their gradients, the other way round, what is summed whole, and the gradients of norms and of whole biases."""
-    return forward_in_slices(case) + case.layer.alone * _streams(case) + _gradients(case, case.layer.whole + case.layer.shared)
+    return (
+        forward_in_slices(case)
+        + case.layer.alone * _streams(case)
+        + _gradients(case, case.layer.whole + case.layer.shared)
+    )
 
 
 def backward_again(case: Case) -> Fraction:
@@ -194,7 +216,7 @@ def _streams(case: Case) -> Fraction:
 
 def _gradients(case: Case, numel: int) -> Fraction:
     """Sums of the gradients of so many elements, per micro-batch."""
-    return case.micros * _summed(numel * NBYTES[case.precision.parameters], case.mesh.tp)
+    return case.micros * _summed(numel * FLOAT_NBYTES[case.precision.parameters], case.mesh.tp)
 
 
 def _summed(nbytes: int, ranks: int) -> Fraction:
@@ -209,7 +231,11 @@ def _inputs(case: Case) -> int:
 def _outputs(case: Case) -> int:
     """|Y|: q, k, v, o, gate, up, down."""
     head = EVEN["head"]
-    return case.rows * TOKENS * (head * (EVEN["heads"] + 2 * EVEN["keys"]) + 2 * EVEN["hidden"] + 2 * EVEN["inner"])
+    return (
+        case.rows
+        * TOKENS
+        * (head * (EVEN["heads"] + 2 * EVEN["keys"]) + 2 * EVEN["hidden"] + 2 * EVEN["inner"])
+    )
 
 
 def _weights(ranks: int) -> int:

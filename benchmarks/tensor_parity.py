@@ -29,18 +29,18 @@ from benchmarks.kept import Kept
 from benchmarks.result import Result
 from benchmarks.tensor_families import FAMILIES, TOKENS, Family, batches, loss_of, reading_of
 from meshwright.api import make_plan, verify
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.tensor.cube_3d import Cube
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.optimus_2d import Grid
-from meshwright.parallel.tensor.sequence_parallel import Sequence
-from meshwright.parallel.tensor.tesseract_25d import Grid25
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary, divisible
-from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.tensor.cube_3d import TensorParallel3D
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
+from meshwright.parallel.tensor.tesseract_25d import TensorParallel25D
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel, can_shard_vocab
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -51,20 +51,23 @@ CLAIM = (
     "ranks, alone, with DDP and with ZeRO-3, with and without sequence parallelism; decoders in 2-D, 2.5-D and 3-D"
 )
 RANKS, STEPS, TOLERANCE = (2, 3, 4, 6), 3, 1e-10
-SHARDS = (Batch("dp_shard"), Zero())
+SHARDS = (BatchSplit("dp_shard"), ZeRO())
 BESIDE: dict[str, tuple[dict[str, int], tuple[Strategy, ...]]] = {
     "alone": ({}, ()),
-    "copies": ({"dp_replicate": 2}, (Batch(), Replicate())),
+    "copies": ({"dp_replicate": 2}, (BatchSplit(), DDP())),
     "shards": ({"dp_shard": 2}, SHARDS),
 }
 SQUARES: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
-    "2-D, 2 x 2": (Mesh(dp_shard=2, tp=2), (Grid(), *SHARDS)),
-    "2-D, 3 x 3": (Mesh(dp_shard=3, tp=3), (Grid(), *SHARDS)),
+    "2-D, 2 x 2": (Mesh(dp_shard=2, tp=2), (TensorParallel2D(), *SHARDS)),
+    "2-D, 3 x 3": (Mesh(dp_shard=3, tp=3), (TensorParallel2D(), *SHARDS)),
     "2.5-D, 2 x 2 x 2": (
         Mesh(dp_replicate=2, dp_shard=2, tp=2),
-        (Grid25(), Batch(), Batch("dp_shard"), Zero(across="dp_replicate")),
+        (TensorParallel25D(), BatchSplit(), BatchSplit("dp_shard"), ZeRO(replicate_axis="dp_replicate")),
     ),
-    "3-D, 2 x 2 x 2": (Mesh(dp_shard=2, tp_depth=2, tp=2), (Cube(), Batch("dp_shard"), Zero(gather="micro"))),
+    "3-D, 2 x 2 x 2": (
+        Mesh(dp_shard=2, tp_depth=2, tp=2),
+        (TensorParallel3D(), BatchSplit("dp_shard"), ZeRO(gather="micro")),
+    ),
 }
 
 
@@ -89,10 +92,10 @@ class Case:
     def plan(self) -> Plan:
         """What its ranks play. Raises PlanError where it is refused."""
         job = Job(
-            ModelSource(self.family.name),
-            DataSource("random", sequence=TOKENS),
-            Train(batch=self.rows, clip=0.5),
-            Optimizer("adamw", lr=0.1, weight_decay=0.1),
+            ModelConfig(self.family.name),
+            DataConfig("random", sequence=TOKENS),
+            TrainConfig(batch=self.rows, clip=0.5),
+            OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
         )
         return make_plan(reading_of(self.family.name, even=self.even), job, self.mesh, self.strategies)
 
@@ -100,35 +103,41 @@ class Case:
 def cases() -> Iterator[Case]:
     """All that are compared."""
     for family in FAMILIES:
-        words = (Vocabulary(),) if divisible(reading_of(family.name).anatomy, 2) else ()
+        words = (VocabParallel(),) if can_shard_vocab(reading_of(family.name).model_spec, 2) else ()
         for ranks in RANKS:
             for beside, (axes, others) in BESIDE.items():
                 how = f"line of {ranks}, {beside}"
-                yield Case(family, how, Mesh(**axes, tp=ranks), (Line(), *words, *others))
+                yield Case(family, how, Mesh(**axes, tp=ranks), (TensorParallel(), *words, *others))
                 if ranks in family.tokens_on:
-                    divided = (Line(), Sequence(), *words, *others)
+                    divided = (TensorParallel(), SequenceParallel(), *words, *others)
                     yield Case(family, f"{how}, sequence", Mesh(**axes, tp=ranks), divided)
         if family.decoder:
-            yield from (Case(family, how, mesh, strategies, even=True) for how, (mesh, strategies) in SQUARES.items())
+            yield from (
+                Case(family, how, mesh, strategies, even=True) for how, (mesh, strategies) in SQUARES.items()
+            )
 
 
 def compared(case: Case) -> dict[str, object]:
     """The error of one case; infinite where it is refused, or where numbers differ by more than they may."""
-    row: dict[str, object] = {"case": str(case), "ranks": case.mesh.world}
+    row: dict[str, object] = {"case": str(case), "ranks": case.mesh.world_size}
     try:
         plan = case.plan()
     except PlanError as refused:
         return {**row, "error": float("inf"), "refused": str(refused)}
     reading = reading_of(case.family.name, even=case.even)
     verdict = verify(reading, plan, batches(case.family, STEPS, case.rows), loss=loss_of(case.family))
-    worst = max(verdict.worst.values(), default=float("inf"))
-    return {**row, "error": worst} if verdict.passed else {**row, "error": float("inf"), "differs": str(verdict)}
+    worst = max(verdict.max_errors.values(), default=float("inf"))
+    return (
+        {**row, "error": worst} if verdict.passed else {**row, "error": float("inf"), "differs": str(verdict)}
+    )
 
 
 def result(rows: list[dict[str, object]]) -> Result:
     """The result of all cases: how many are equal."""
     errors = [float(str(row["error"])) for row in rows]
-    kept = [{**row, "error": error if isfinite(error) else -1.0} for row, error in zip(rows, errors, strict=True)]
+    kept = [
+        {**row, "error": error if isfinite(error) else -1.0} for row, error in zip(rows, errors, strict=True)
+    ]
     return Result.of_count(NAME, CLAIM, errors, limit=TOLERANCE, bar=len(rows), detail={"cases": kept})
 
 
@@ -146,7 +155,13 @@ def main() -> None:
             found[str(case)] = compared(case)
             kept.add(found[str(case)])
         rows.append(found[str(case)])
-        print(case, rows[-1]["error"], rows[-1].get("refused", rows[-1].get("differs", "")), file=sys.stderr, flush=True)
+        print(
+            case,
+            rows[-1]["error"],
+            rows[-1].get("refused", rows[-1].get("differs", "")),
+            file=sys.stderr,
+            flush=True,
+        )
     if not only:
         print(result(rows).write(NAME))
 

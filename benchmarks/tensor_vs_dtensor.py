@@ -49,7 +49,9 @@ def times(workload: str, window: Window) -> Rounds:
     """The rounds of one workload."""
     with ExitStack() as opened:
         made = [
-            opened.enter_context(Ranks(name, build, RANKS, preload=PRELOAD, workload=workload, store=fresh_store(), **how))
+            opened.enter_context(
+                Ranks(name, build, RANKS, preload=PRELOAD, workload=workload, store=fresh_store(), **how)
+            )
             for name, (build, how) in SIDES.items()
         ]
         return measure(made, window)
@@ -76,14 +78,19 @@ def peak(name: str, steps: int) -> float:
 
 def ratio(found: Mapping[str, Mapping[str, float]]) -> float:
     """Our bytes over DTensor's."""
-    ours, theirs = (sum(number for what, number in found[name].items() if what != "calls") for name in ("ours", "DTensor"))
+    ours, theirs = (
+        sum(number for what, number in found[name].items() if what != "calls") for name in ("ours", "DTensor")
+    )
     return ours / theirs
 
 
 def main() -> None:
     """Measure and write the result."""
     quick = "--quick" in sys.argv[1:]
-    nbytes = {workload: {name: sent(workload, name) for name in ("DTensor", "ours", "prepared")} for workload in BARS}
+    nbytes = {
+        workload: {name: sent(workload, name) for name in ("DTensor", "ours", "prepared")}
+        for workload in BARS
+    }
     for workload, each in nbytes.items():
         print(f"{workload}: bytes {ratio(each):.4f} x; {each}", flush=True)
     peaks = {name: peak(name, 1 if quick else STEPS) for name in ("DTensor", "ours", "prepared")}
@@ -97,7 +104,10 @@ def main() -> None:
             for base, figure in (("DTensor", "cpu_s"), ("DTensor", "wall_s"), ("prepared", "cpu_s"))
         )
         found[workload], beside[workload] = (rounds, cpu, wall), prepared.as_dict()
-        print(f"{workload}: cpu {cpu.ratio}, A/A {cpu.aa}, bar {bar}, holds {cpu.holds}; wall {wall.ratio}", flush=True)
+        print(
+            f"{workload}: cpu {cpu.ratio}, A/A {cpu.aa}, bar {bar}, holds {cpu.holds}; wall {wall.ratio}",
+            flush=True,
+        )
         print(f"{workload}, beside prepared inputs: cpu {prepared.ratio}", flush=True)
     if not quick:
         less = peaks["ours"] <= peaks["DTensor"] and all(ratio(each) <= BYTES_BAR for each in nbytes.values())

@@ -20,17 +20,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.peak import PeakLive
 from benchmarks.result import Result
-from meshwright.api import build, make_plan, read
+from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.context.ring import Ring
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.memory.tiled_compute import Tiles
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Train
-from meshwright.plan.job.precision import Compute, Precision
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.context.ring import RingAttention
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.memory.tiled_compute import ChunkedLoss
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.precision import ComputeDtype, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -43,8 +43,8 @@ ROWS, TOKENS, BAR = 2, 512, 0.05
 WORDS, INNER = (32_000, 128), (128, 4_096)  # of the words, and of the width of MLPs: two models
 WAYS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "alone": (Mesh(), ()),
-    "tokens dealt": (Mesh(cp=2), (Ring(), Replicate(axis="cp"))),
-    "words divided": (Mesh(tp=2), (Line(), Vocabulary())),
+    "tokens dealt": (Mesh(cp=2), (RingAttention(), DDP(axis="cp"))),
+    "words divided": (Mesh(tp=2), (TensorParallel(), VocabParallel())),
 }
 
 
@@ -54,7 +54,7 @@ class Case:
 
     way: str
     tiles: int
-    compute: Compute = "float32"
+    compute: ComputeDtype = "float32"
     micros: int = 1
     mlp: int = 1
     wide: bool = False
@@ -66,11 +66,13 @@ class Case:
 
     def plan(self) -> Plan:
         """What its ranks play: AdamW."""
-        precision = Precision(compute=self.compute)
-        train = Train(batch=ROWS)
-        job = Job(ModelSource("llama"), DataSource("example", sequence=TOKENS), train, precision=precision)
-        tiles = (Tiles(self.tiles, self.mlp),) if self.tiled else ()
-        return make_plan(reading(self.wide), job, self.mesh, (*WAYS[self.way][1], *tiles), ROWS // self.micros)
+        precision = PrecisionConfig(compute=self.compute)
+        train = TrainConfig(batch=ROWS)
+        job = Job(ModelConfig("llama"), DataConfig("example", sequence=TOKENS), train, precision=precision)
+        tiles = (ChunkedLoss(self.tiles, self.mlp),) if self.tiled else ()
+        return make_plan(
+            reading(self.wide), job, self.mesh, (*WAYS[self.way][1], *tiles), ROWS // self.micros
+        )
 
     @property
     def tiled(self) -> bool:
@@ -93,11 +95,16 @@ CASES = (
 
 
 @cache
-def reading(wide: bool) -> Reading:
+def reading(wide: bool) -> AnalyzedModel:
     """The model on random rows."""
-    sizes = {"hidden_size": 64, "intermediate_size": INNER[wide], "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": INNER[wide],
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = LlamaConfig(vocab_size=WORDS[wide], num_key_value_heads=4, use_cache=False, **sizes)
-    return read(lambda: LlamaForCausalLM(config), batch(wide))
+    return analyze(lambda: LlamaForCausalLM(config), batch(wide))
 
 
 def batch(wide: bool) -> dict[str, torch.Tensor]:
@@ -117,7 +124,7 @@ class Found:
 
 def lived(world: World, case: Case) -> Found:
     """What one rank of `case` finds."""
-    with PeakLive() as live, build(reading(case.wide), case.plan(), world=world) as engine:
+    with PeakLive() as live, parallelize(reading(case.wide), case.plan(), world=world) as engine:
         loss = 0.0
         for _ in range(3):
             gc.collect()
@@ -136,7 +143,10 @@ def rows_of(case: Case, seen: Sequence[Found]) -> list[dict[str, object]]:
     said = [peak_bytes(plan, rank) for rank in range(len(seen))]
     offs = [{"plan_peak": most, "off": found.step / most - 1} for found, most in zip(seen, said, strict=True)]
     named = {"case": str(case), "tiled": case.tiled}
-    return [{**named, "rank": rank, **vars(found), **off} for rank, (found, off) in enumerate(zip(seen, offs, strict=True))]
+    return [
+        {**named, "rank": rank, **vars(found), **off}
+        for rank, (found, off) in enumerate(zip(seen, offs, strict=True))
+    ]
 
 
 def result(rows: Sequence[dict[str, object]]) -> Result:
@@ -159,7 +169,7 @@ def main() -> None:
     """Measure on processes, and write the result."""
     rows: list[dict[str, object]] = []
     for size in (1, 2):
-        cases = [case for case in CASES if case.mesh.world == size]
+        cases = [case for case in CASES if case.mesh.world_size == size]
         with ProcessPool(size, shared=False) as pool:
             for case in cases:
                 rows += rows_of(case, pool.run(lived, case.mesh, case, timeout_s=600))

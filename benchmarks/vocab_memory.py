@@ -23,12 +23,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.peak import PeakLive
 from benchmarks.result import Result
-from meshwright.api import build, make_plan, read
+from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.model.analysis.analyze import Reading
-from meshwright.model.tensors.counter_rng import CHUNK
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Train
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.tensors.counter_rng import CHUNK_NUMEL
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.program_cost.memory import peak_bytes, state_bytes
@@ -37,7 +37,7 @@ from meshwright.testing.ranks import ProcessPool
 NAME = "vocab_memory"
 CLAIM = "A model of 128,000 words, divided over 4 ranks, trains with peak live bytes within 5 % of the plan's"
 WORDS, RANKS, BAR = 128_000, 4, 0.05
-SCRATCH = 4 * 8 * CHUNK  # bytes: a few pieces of int64 and float64 (model/random.py)
+SCRATCH = 4 * 8 * CHUNK_NUMEL  # bytes: a few pieces of int64 and float64 (model/random.py)
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,22 @@ class Case:
         """The grid of its ranks."""
         return Mesh(tp=self.ranks)
 
-    def reading(self) -> Reading:
+    def reading(self) -> AnalyzedModel:
         """What its model is made of."""
         return _reading(replace(self, ranks=1))
 
     def plan(self) -> Plan:
         """What its ranks play: pairs and vocabulary divided, AdamW."""
-        job = Job(ModelSource("llama"), DataSource("example", sequence=self.tokens), Train(batch=self.rows))
+        job = Job(
+            ModelConfig("llama"), DataConfig("example", sequence=self.tokens), TrainConfig(batch=self.rows)
+        )
         return make_plan(self.reading(), job, self.mesh)
 
     def batch(self) -> dict[str, torch.Tensor]:
         """Random tokens."""
-        tokens = torch.randint(self.words, (self.rows, self.tokens + 1), generator=torch.Generator().manual_seed(0))
+        tokens = torch.randint(
+            self.words, (self.rows, self.tokens + 1), generator=torch.Generator().manual_seed(0)
+        )
         return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
     def __str__(self) -> str:
@@ -75,7 +79,7 @@ class Case:
 
 
 @cache
-def _reading(case: Case) -> Reading:
+def _reading(case: Case) -> AnalyzedModel:
     config = LlamaConfig(
         vocab_size=case.words,
         hidden_size=case.hidden,
@@ -86,7 +90,7 @@ def _reading(case: Case) -> Reading:
         tie_word_embeddings=case.tied,
         use_cache=False,
     )
-    return read(lambda: LlamaForCausalLM(config), case.batch())
+    return analyze(lambda: LlamaForCausalLM(config), case.batch())
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class Found:
 def lived(world: World, case: Case, folder: str) -> Found:
     """What one rank of `case` finds."""
     reading, plan, batch = case.reading(), case.plan(), case.batch()
-    with PeakLive() as live, build(reading, plan, world=world) as engine:
+    with PeakLive() as live, parallelize(reading, plan, world=world) as engine:
         made, loss = live.peak, 0.0
         for _ in range(3):
             gc.collect()
@@ -121,7 +125,7 @@ def lived(world: World, case: Case, folder: str) -> Found:
 
 def largest_slice(plan: Plan, rank: int) -> int:
     """The bytes of the largest weight that `rank` has."""
-    return max(home.weight.numel for home in plan.at(rank).space.homes) * 4
+    return max(home.param.numel for home in plan.for_rank(rank).sharding.param_shardings) * 4
 
 
 def rows_of(case: Case, seen: Sequence[Found]) -> list[dict[str, object]]:
@@ -130,10 +134,19 @@ def rows_of(case: Case, seen: Sequence[Found]) -> list[dict[str, object]]:
     for rank, found in enumerate(seen):
         said, states = peak_bytes(plan, rank), state_bytes(plan, rank)
         at_rest = states.total - states.gradients
-        row = {"case": str(case), "rank": rank, "plan_peak": said, "plan_states": states.as_dict(), **vars(found)}
+        row = {
+            "case": str(case),
+            "rank": rank,
+            "plan_peak": said,
+            "plan_states": states.as_dict(),
+            **vars(found),
+        }
         off = {"step": found.step / said - 1, "kept": found.kept / at_rest - 1}
         more = 2 * largest_slice(plan, rank)
-        over = {"made": found.made / (states.parameters + more + SCRATCH) - 1, "resumed": found.resumed / (at_rest + more) - 1}
+        over = {
+            "made": found.made / (states.parameters + more + SCRATCH) - 1,
+            "resumed": found.resumed / (at_rest + more) - 1,
+        }
         rows.append({**row, "off": off | over, "two_slices": more})
     return rows
 

@@ -27,22 +27,26 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshwright.api import alone, build, make_plan, read
+from meshwright.api import alone, analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.comm.world import TorchWorld
-from meshwright.engine.optim.optimizers import parameter_groups
-from meshwright.parallel.data.batch_split import Batch as SplitBatch
-from meshwright.parallel.data.zero import Zero
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Optimizer, Train
-from meshwright.plan.job.precision import Precision
+from meshwright.engine.optim.optimizers import make_param_groups
+from meshwright.parallel.data.batch_split import BatchSplit as SplitBatch
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
+from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.run.data.text import TextData
+from meshwright.run.data.text import TextDataset
 
 VOCABULARY = 256
-HEAVY = ("torch", "transformers.models.llama.modeling_llama", "meshwright.api")  # what ranks import before they fork
-OPTIMIZER = Optimizer("adamw", lr=3e-4, weight_decay=0.1, betas=(0.9, 0.95))
+HEAVY = (
+    "torch",
+    "transformers.models.llama.modeling_llama",
+    "meshwright.api",
+)  # what ranks import before they fork
+OPTIMIZER = OptimizerConfig("adamw", lr=3e-4, weight_decay=0.1, betas=(0.9, 0.95))
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Batches:
 
     def __init__(self, workload: Workload) -> None:
         folder = Path(sysconfig.get_path("stdlib")) / "json"
-        self._data = TextData(DataSource(str(folder), sequence=workload.sequence))
+        self._data = TextDataset(DataConfig(str(folder), sequence=workload.sequence))
         self._batch, self._step = workload.batch, 0
 
     def next(self) -> dict[str, torch.Tensor]:
@@ -110,33 +114,45 @@ def ddp(rank: int, size: int, workload: str, store: str, *, half: bool = False) 
     return _loop(rank, size, WORKLOADS[workload], wrap, autocast=half)
 
 
-def ours(rank: int, size: int, workload: str, store: str = "", world: World | None = None) -> Callable[[], object]:
+def ours(
+    rank: int, size: int, workload: str, store: str = "", world: World | None = None
+) -> Callable[[], object]:
     """The step of the engine on the same model: one device, or `batch` + `replicate` over gloo; in `world` if it is given."""
     return _engine(workload, Mesh(dp_replicate=size), None, world or joined(rank, size, store))
 
 
 def _engine(
-    workload: str, mesh: Mesh, strategies: Sequence[Strategy] | None, world: World, precision: Precision | None = None
+    workload: str,
+    mesh: Mesh,
+    strategies: Sequence[Strategy] | None,
+    world: World,
+    precision: PrecisionConfig | None = None,
 ) -> Callable[[], object]:
     torch.set_num_threads(1)
     spec = WORKLOADS[workload]
     batches = Batches(spec)
-    reading = read(spec.model(), Batches(spec).next())
-    train = Train(batch=spec.batch)
-    data, precision = DataSource("stdlib", sequence=spec.sequence), precision or Precision()
-    job = Job(ModelSource("llama"), data, train, OPTIMIZER, precision=precision)
-    engine = build(reading, make_plan(reading, job, mesh, strategies), world=world)
+    reading = analyze(spec.model(), Batches(spec).next())
+    train = TrainConfig(batch=spec.batch)
+    data, precision = DataConfig("stdlib", sequence=spec.sequence), precision or PrecisionConfig()
+    job = Job(ModelConfig("llama"), data, train, OPTIMIZER, precision=precision)
+    engine = parallelize(reading, make_plan(reading, job, mesh, strategies), world=world)
 
     def step() -> float:
-        return engine.step(engine.share(batches.next())).loss
+        return engine.step(engine.local_batch(batches.next())).loss
 
     return step
 
 
-def fsdp(rank: int, size: int, workload: str, store: str, *, reshard: bool = True, half: bool = False) -> Callable[[], object]:
+def fsdp(
+    rank: int, size: int, workload: str, store: str, *, reshard: bool = True, half: bool = False
+) -> Callable[[], object]:
     """The same loop on torch's FSDP2 (fully_shard of each layer and of the rest) over gloo; `reshard`: after forward too."""
     join(rank, size, store)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if half
+        else MixedPrecisionPolicy()
+    )
 
     def wrap(model: nn.Module) -> nn.Module:
         for layer in model.get_submodule("model.layers").children():
@@ -154,11 +170,19 @@ def deepspeed_zero(rank: int, size: int, workload: str, store: str, *, stage: in
     torch.set_num_threads(1)
     deepspeed, spec = import_module("deepspeed"), WORKLOADS[workload]
     plain = spec.model()
-    groups = parameter_groups(OPTIMIZER, dict(plain.named_parameters()))
-    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True)
-    said = {"train_micro_batch_size_per_gpu": spec.batch // size, "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True}
+    groups = make_param_groups(OPTIMIZER, dict(plain.named_parameters()))
+    optimizer = torch.optim.AdamW(
+        groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True
+    )
+    said = {
+        "train_micro_batch_size_per_gpu": spec.batch // size,
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+    }
     config = {**said, "zero_optimization": {"stage": stage}}
-    engine, *_ = deepspeed.initialize(model=plain, optimizer=optimizer, config=config, dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=plain, optimizer=optimizer, config=config, dist_init_required=False
+    )
     batches, share = Batches(spec), slice(rank * spec.batch // size, (rank + 1) * spec.batch // size)
 
     def step() -> float:
@@ -174,13 +198,20 @@ def deepspeed_zero(rank: int, size: int, workload: str, store: str, *, stage: in
 
 
 def sharded(
-    rank: int, size: int, workload: str, store: str, zero: Mapping[str, Any], precision: Mapping[str, Any] | None = None
+    rank: int,
+    size: int,
+    workload: str,
+    store: str,
+    zero: Mapping[str, Any],
+    precision: Mapping[str, Any] | None = None,
 ) -> Callable[[], object]:
     """The step of the engine on the same model, with all ranks on dp_shard, and the fields of `Zero` and `Precision` given."""
     mesh = Mesh(dp_shard=size)
     join(rank, size, store)
     world = TorchWorld(mesh, rank, "cpu", shared=False)
-    return _engine(workload, mesh, (SplitBatch(axis="dp_shard"), Zero(**zero)), world, Precision(**precision or {}))
+    return _engine(
+        workload, mesh, (SplitBatch(axis="dp_shard"), ZeRO(**zero)), world, PrecisionConfig(**precision or {})
+    )
 
 
 def _loop(
@@ -189,13 +220,19 @@ def _loop(
     torch.set_num_threads(1)
     plain = spec.model()
     names = dict(plain.named_parameters())
-    groups = parameter_groups(OPTIMIZER, names)
-    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True)
+    groups = make_param_groups(OPTIMIZER, names)
+    optimizer = torch.optim.AdamW(
+        groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True
+    )
     model = wrap(plain)
-    if any(parameter is not names[name] for name, parameter in model.named_parameters() if name in names):  # it made shards
+    if any(
+        parameter is not names[name] for name, parameter in model.named_parameters() if name in names
+    ):  # it made shards
         names = dict(model.named_parameters())
-        groups = parameter_groups(OPTIMIZER, names)
-        optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True)
+        groups = make_param_groups(OPTIMIZER, names)
+        optimizer = torch.optim.AdamW(
+            groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True
+        )
     batches, share = Batches(spec), slice(rank * spec.batch // size, (rank + 1) * spec.batch // size)
 
     def step() -> float:

@@ -15,7 +15,7 @@ last block's backward follows its forward (a_last), and the next micro-batch beg
 (a_first). A tied embedding is first and last at once: gathered for its forward, for the head's two acts, and for its backward.
 Weights travel in their own dtype, sums in `reduce`; sums across replicas in the dtype of the gradients.
 
-COUNT, TALLY and NORM, a few numbers each, stand beside. 2, 3 and 4 processes over gloo, the second step of each case.
+TOKEN_COUNT, LOSS_SUM and GLOBAL_NORM, a few numbers each, stand beside. 2, 3 and 4 processes over gloo, the second step of each case.
 """
 
 import sys
@@ -26,12 +26,12 @@ from fractions import Fraction
 
 from benchmarks.result import Result
 from benchmarks.shards import Case, llama, player_of, rows
-from meshwright.api import share
+from meshwright.api import select_local_batch
 from meshwright.comm.collectives.announce import moved_bytes
 from meshwright.comm.collectives.group import World
-from meshwright.parallel.data.zero import Zero
-from meshwright.plan.job.job import Precision
-from meshwright.plan.model_spec.model_spec import NBYTES
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.plan.job.job import PrecisionConfig
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.plan import Plan
 from meshwright.testing.ranks import ProcessPool
 
@@ -39,8 +39,12 @@ NAME = "zero_bytes"
 CLAIM = "bytes sent per rank under ZeRO 1, 2, 3 and hybrid, by the ledger, are the law's, exactly"
 KINDS = {"UNSHARD": "weights", "REDUCE": "gradients"}
 MICROS = (1, 4)
-PRECISIONS = (Precision(), Precision(reduce="bfloat16"), Precision("bfloat16", "bfloat16", "bfloat16"))
-ZEROS = (Zero(stage=1), Zero(stage=2), *(Zero(gather=gather) for gather in ("use", "micro", "step")))
+PRECISIONS = (
+    PrecisionConfig(),
+    PrecisionConfig(reduce="bfloat16"),
+    PrecisionConfig("bfloat16", "bfloat16", "bfloat16"),
+)
+ZEROS = (ZeRO(stage=1), ZeRO(stage=2), *(ZeRO(gather=gather) for gather in ("use", "micro", "step")))
 
 
 def cases() -> Iterator[Case]:
@@ -50,8 +54,8 @@ def cases() -> Iterator[Case]:
             for ranks in (2, 3, 4):
                 yield from (Case(zero, ranks, 1, micros, precision) for zero in ZEROS)
             for stage in (1, 2, 3):
-                yield Case(Zero(stage=stage, across="dp_replicate"), 2, 2, micros, precision)
-    yield from (Case(Zero(gather=gather), 3, 1, 4, tied=True) for gather in ("use", "micro", "step"))
+                yield Case(ZeRO(stage=stage, replicate_axis="dp_replicate"), 2, 2, micros, precision)
+    yield from (Case(ZeRO(gather=gather), 3, 1, 4, tied=True) for gather in ("use", "micro", "step"))
 
 
 @dataclass(frozen=True)
@@ -100,16 +104,19 @@ def bundles_of(model: str, *, tied: bool) -> tuple[int, ...]:
 def law_of(case: Case) -> Law:
     """The law of `case`."""
     precision = case.precision
-    width = NBYTES[precision.parameters]
+    width = FLOAT_NBYTES[precision.parameters]
     numels = bundles_of(case.model, tied=case.tied)
-    return Law(numels, case.shard, width, NBYTES[precision.reduce], width, case.tied)
+    return Law(numels, case.shard, width, FLOAT_NBYTES[precision.reduce], width, case.tied)
 
 
 def expected(case: Case) -> dict[str, Fraction]:
     """What each rank of `case` sends in a step, by the law."""
     law, zero = law_of(case), case.zero
     weights = law.weights(zero.stage, zero.gather, case.num_micro)
-    return {"weights": Fraction(weights), "gradients": law.gradients(zero.stage, case.num_micro, case.replicas)}
+    return {
+        "weights": Fraction(weights),
+        "gradients": law.gradients(zero.stage, case.num_micro, case.replicas),
+    }
 
 
 def planned(plan: Plan) -> dict[str, Fraction]:
@@ -118,7 +125,7 @@ def planned(plan: Plan) -> dict[str, Fraction]:
     for action in plan.actions:
         if action.transfer is not None:
             what = KINDS.get(action.kind, "beside")
-            nbytes = Fraction(moved_bytes(action.transfer, plan.mesh.extent(action.transfer.axes))[1])
+            nbytes = Fraction(moved_bytes(action.transfer, plan.mesh.group_size(action.transfer.axes))[1])
             found[what] = found.get(what, Fraction(0)) + nbytes
     return found
 
@@ -131,7 +138,7 @@ def told(world: World, several: Sequence[Case]) -> list[dict[str, float]]:
 def _told(world: World, case: Case) -> dict[str, float]:
     plan = case.plan()
     player = player_of(case, plan, world)
-    batch = share(rows(case.rows), plan, world.rank)
+    batch = select_local_batch(rows(case.rows), plan, world.rank)
     player.step(batch)
     before = dict(world.ledger.sent)
     player.step(batch)
@@ -151,7 +158,9 @@ def rows_of(several: Sequence[Case], pool: ProcessPool) -> Iterator[dict[str, ob
         for case, ledgers in zip(mine, zip(*by_rank, strict=True), strict=True):
             law, program = expected(case), planned(case.plan())
             off = max(
-                float(abs(Fraction(source[what]) - law[what]) / law[what]) for what in law for source in (*ledgers, program)
+                float(abs(Fraction(source[what]) - law[what]) / law[what])
+                for what in law
+                for source in (*ledgers, program)
             )
             row: dict[str, object] = {"case": str(case), "off": off}
             for what in law:

@@ -27,20 +27,20 @@ from benchmarks.method import LEAST_ROUNDS, Interval, Rounds, Verdict, Window, i
 from benchmarks.ranks import Ranks
 from benchmarks.result import Result
 from benchmarks.workloads import HEAVY, OPTIMIZER, WORKLOADS, Batches
-from meshwright.api import build, make_plan, read
+from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import Work
 from meshwright.comm.rendezvous import Meeting
 from meshwright.comm.world import rendezvous
-from meshwright.engine.runtime.step_profiler import ISSUE, WAIT, Span, Watch
-from meshwright.engine.step.executor import Player
-from meshwright.parallel.data.batch_split import Batch as SplitBatch
-from meshwright.parallel.data.zero import Zero
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Train
+from meshwright.engine.runtime.step_profiler import ISSUE, WAIT, ProfilerSpan, StepProfiler
+from meshwright.engine.step.executor import Executor
+from meshwright.parallel.data.batch_split import BatchSplit as SplitBatch
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action, Program
-from meshwright.plan.step.simulator import play
-from meshwright.run.training.engine import Engine
+from meshwright.plan.step.simulator import simulate
+from meshwright.run.training.engine import Trainer
 from meshwright.testing.rank_worker import Seat
 from tests.network.virtual_hosts import hosts, missing
 
@@ -68,7 +68,10 @@ class Case:
     @property
     def walls(self) -> dict[str, list[float]]:
         """Seconds of the slowest rank: serial, ours, on paper."""
-        paper = [max(note for note in costs["serial"].notes if isinstance(note, float)) for costs in self.rounds.clean]
+        paper = [
+            max(note for note in costs["serial"].notes if isinstance(note, float))
+            for costs in self.rounds.clean
+        ]
         return {**{name: self.rounds.figures(name, "wall_s") for name in ("serial", "ours")}, "paper": paper}
 
     @property
@@ -86,8 +89,17 @@ class Case:
     def as_dict(self) -> dict[str, object]:
         """The case as a row of a result's detail."""
         walls = {name: median(found) for name, found in self.walls.items()}
-        row = {"share": asdict(self.share), "holds": self.holds, "median_wall_s": walls, "shares": self.shares}
-        return {**row, "discarded": self.rounds.discarded, "outside_cores": [round(each, 3) for each in self.rounds.outside]}
+        row = {
+            "share": asdict(self.share),
+            "holds": self.holds,
+            "median_wall_s": walls,
+            "shares": self.shares,
+        }
+        return {
+            **row,
+            "discarded": self.rounds.discarded,
+            "outside_cores": [round(each, 3) for each in self.rounds.outside],
+        }
 
 
 def step(
@@ -99,30 +111,35 @@ def step(
     opened = ExitStack()
     mesh, spec, batches = Mesh(dp_shard=size), WORKLOADS["large"], Batches(WORKLOADS["large"])
     world = opened.enter_context(rendezvous(mesh, rank, meeting=meeting, timeout_s=120))
-    reading = read(spec.model(), Batches(spec).next())
-    job = Job(ModelSource("llama"), DataSource("stdlib", sequence=spec.sequence), Train(batch=spec.batch), OPTIMIZER)
-    plan = make_plan(reading, job, mesh, (SplitBatch(axis="dp_shard"), Zero(stage=stage)))
-    engine = build(reading, plan, world=world)
+    reading = analyze(spec.model(), Batches(spec).next())
+    job = Job(
+        ModelConfig("llama"),
+        DataConfig("stdlib", sequence=spec.sequence),
+        TrainConfig(batch=spec.batch),
+        OPTIMIZER,
+    )
+    plan = make_plan(reading, job, mesh, (SplitBatch(axis="dp_shard"), ZeRO(stage=stage)))
+    engine = parallelize(reading, plan, world=world)
     if serial:
-        make_serial(engine.player)
+        make_serial(engine.executor)
     return partial(_step, engine, batches, opened, serial)
 
 
-def _step(engine: Engine, batches: Batches, opened: ExitStack, serial: bool) -> float | None:
-    batch = engine.share(batches.next())
+def _step(engine: Trainer, batches: Batches, opened: ExitStack, serial: bool) -> float | None:
+    batch = engine.local_batch(batches.next())
     if not serial:
         engine.step(batch)
         return None
-    watch = Watch(torch.device("cpu"))
-    engine.player.step(batch, watch=watch)
+    watch = StepProfiler(torch.device("cpu"))
+    engine.executor.step(batch, profiler=watch)
     return on_paper(engine.plan.program, watch.spans())
 
 
-def make_serial(player: Player) -> None:
+def make_serial(player: Executor) -> None:
     """Have every wire action end before the next action begins."""
     works = player.state.works
     player._list = [  # there is no option for what nobody wants
-        (action, partial(_at_once, handler, works) if action.lane == "wire" and handler else handler, waits)
+        (action, partial(_at_once, handler, works) if action.stream == "wire" and handler else handler, waits)
         for action, handler, waits in player._list
     ]
 
@@ -133,17 +150,19 @@ def _at_once(handler: Callable[[Action], None], works: dict[str, Work], action: 
         works[action.name].wait()
 
 
-def on_paper(program: Program, spans: Sequence[Span]) -> float:
+def on_paper(program: Program, spans: Sequence[ProfilerSpan]) -> float:
     """The seconds of a step whose acts last as long as `spans` say, and overlap as the program lets them."""
     seconds = {span.name: span.end - span.begin for span in spans if span.action is not None}
     inside = sum(span.end - span.begin for span in spans if span.kind in (ISSUE, WAIT))
     whole = max(span.end for span in spans) - min(span.begin for span in spans)
-    on_compute = sum(span.end - span.begin for span in spans if span.action is not None and span.lane == "compute")
+    on_compute = sum(
+        span.end - span.begin for span in spans if span.action is not None and span.stream == "compute"
+    )
     glue = max(0.0, whole - on_compute - inside)  # what no act accounts for: it stays on the compute lane
     forwards = [span.name for span in spans if span.action is not None and span.kind == "F"]
     for name in forwards:
         seconds[name] += glue / len(forwards)
-    return max(tick.end for tick in play(program, lambda action: seconds.get(action.name, 0.0)))
+    return max(tick.end for tick in simulate(program, lambda action: seconds.get(action.name, 0.0)))
 
 
 def cases(stages: Sequence[int], window: Window) -> Iterator[Case]:

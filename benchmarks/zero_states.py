@@ -28,15 +28,15 @@ from benchmarks.live import live_bytes, probed
 from benchmarks.paper_models import even, llama3_8b
 from benchmarks.result import Result
 from benchmarks.shards import Case, player_of, rows
-from meshwright.api import share
+from meshwright.api import select_local_batch
 from meshwright.comm.backends.gloo_paths import NUM_MEMORIES
 from meshwright.comm.collectives.group import World
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Precision, Train
-from meshwright.plan.model_spec.model_spec import NBYTES, Anatomy
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, PrecisionConfig, TrainConfig
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ModelSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.program_cost.memory import StateBytes, passing_bytes, state_bytes
@@ -46,7 +46,9 @@ NAME = "zero_states"
 CLAIM = "ZeRO's table of bytes per rank follows from plans, and live bytes on 2 and 4 ranks are the plan's"
 DATA = Path(__file__).parent / "data"
 BLOCKS = {7_500_000_000: 30, 128_000_000_000: 64, 1_000_000_000_000: 125}
-MIXED = Precision("bfloat16", "bfloat16", "bfloat16", master="float32", gradients="bfloat16", moments="float32")
+MIXED = PrecisionConfig(
+    "bfloat16", "bfloat16", "bfloat16", master="float32", gradients="bfloat16", optimizer_states="float32"
+)
 FSDP_RANKS, FSDP_GIB, FSDP_UNIT = (8, 128), 14.02, 0.01
 SHARE = 0.01
 
@@ -79,18 +81,20 @@ def cells(path: Path = DATA / "zero_states.csv") -> list[Cell]:
         ]
 
 
-def paper_plan(anatomy: Anatomy, stage: int, ranks: int, precision: Precision) -> Plan:
+def paper_plan(anatomy: ModelSpec, stage: int, ranks: int, precision: PrecisionConfig) -> Plan:
     """The plan of a model on paper over `ranks`: whole copies at stage 0, else shards."""
-    job = Job(ModelSource("paper"), DataSource("example"), Train(batch=ranks), precision=precision)
+    job = Job(ModelConfig("paper"), DataConfig("example"), TrainConfig(batch=ranks), precision=precision)
     if stage == 0:
-        return Plan.make(job, Mesh(dp_replicate=ranks), anatomy, (Batch(), Replicate()))
-    return Plan.make(job, Mesh(dp_shard=ranks), anatomy, (Batch("dp_shard"), Zero(stage=stage)))
+        return Plan.make(job, Mesh(dp_replicate=ranks), anatomy, (BatchSplit(), DDP()))
+    return Plan.make(job, Mesh(dp_shard=ranks), anatomy, (BatchSplit("dp_shard"), ZeRO(stage=stage)))
 
 
 @cache
 def states_of(parameters: int, stage: int, ranks: int) -> StateBytes:
     """What rank 0 of the paper's plan holds."""
-    return state_bytes(paper_plan(even(str(parameters), parameters, BLOCKS[parameters]), stage, ranks, MIXED), 0)
+    return state_bytes(
+        paper_plan(even(str(parameters), parameters, BLOCKS[parameters]), stage, ranks, MIXED), 0
+    )
 
 
 def on_paper(several: Sequence[Cell]) -> Iterator[dict[str, object]]:
@@ -98,19 +102,29 @@ def on_paper(several: Sequence[Cell]) -> Iterator[dict[str, object]]:
     for cell in several:
         held = states_of(cell.parameters, cell.stage, cell.ranks)
         gigabytes = held.states / 1e9
-        row = {"model": cell.model, "stage": cell.stage, "ranks": cell.ranks, "printed": cell.printed, "plan": gigabytes}
+        row = {
+            "model": cell.model,
+            "stage": cell.stage,
+            "ranks": cell.ranks,
+            "printed": cell.printed,
+            "plan": gigabytes,
+        }
         yield {**row, "buffers": held.buffers / 1e9, "off": abs(gigabytes - cell.printed) * 10**cell.digits}
 
 
 def against_fsdp() -> dict[str, object]:
     """Two plans of Llama 3 8B in float32 states, and what was measured between them."""
-    few, many = (state_bytes(paper_plan(llama3_8b(), 3, ranks, Precision()), 0).states for ranks in FSDP_RANKS)
+    few, many = (
+        state_bytes(paper_plan(llama3_8b(), 3, ranks, PrecisionConfig()), 0).states for ranks in FSDP_RANKS
+    )
     gib = (few - many) / 2**30
     peaks: dict[str, dict[int, float]] = {}
     with (DATA / "fsdp_memory.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             peaks.setdefault(row["variant"], {})[int(row["ranks"])] = float(row["peak_gib"])
-    measured = {variant: round(found[FSDP_RANKS[0]] - found[FSDP_RANKS[1]], 2) for variant, found in peaks.items()}
+    measured = {
+        variant: round(found[FSDP_RANKS[0]] - found[FSDP_RANKS[1]], 2) for variant, found in peaks.items()
+    }
     law = 16 * llama3_8b().numel * (1 / FSDP_RANKS[0] - 1 / FSDP_RANKS[1]) / 2**30
     figures = {"plan_gib": gib, "law_gib": law, "printed_gib": FSDP_GIB, "torchtitan_gib": measured}
     return {**figures, "off": max(abs(gib - FSDP_GIB), abs(gib - law)) / FSDP_UNIT}
@@ -119,11 +133,11 @@ def against_fsdp() -> dict[str, object]:
 def cases() -> list[Case]:
     """What is measured on processes."""
     found = []
-    for precision in (Precision(), MIXED):
+    for precision in (PrecisionConfig(), MIXED):
         more = {"num_micro": 2, "precision": precision, "model": "small"}
         for ranks in (2, 4):
-            found += [Case(Zero(stage=stage), ranks, **more) for stage in (1, 2, 3)]
-        found += [Case(Zero(stage=stage, across="dp_replicate"), 2, 2, **more) for stage in (1, 2, 3)]
+            found += [Case(ZeRO(stage=stage), ranks, **more) for stage in (1, 2, 3)]
+        found += [Case(ZeRO(stage=stage, replicate_axis="dp_replicate"), 2, 2, **more) for stage in (1, 2, 3)]
     return found
 
 
@@ -132,9 +146,14 @@ def held(world: World, case: Case) -> tuple[int, int]:
     gc.collect()
     gc.freeze()  # the modules of torch and transformers need not be looked through again and again
     plan, seen, looking = probed(case.plan()), [0], [False]
-    batch = share(rows(case.rows), plan, world.rank)
+    batch = select_local_batch(rows(case.rows), plan, world.rank)
     before = live_bytes()
-    player = player_of(case, plan, world, {"PROBE": lambda action, state: seen.append(live_bytes()) if looking[0] else None})
+    player = player_of(
+        case,
+        plan,
+        world,
+        {"COMPARE": lambda action, state: seen.append(live_bytes()) if looking[0] else None},
+    )
     for step in range(3):
         looking[0] = step == 2
         player.step(batch)
@@ -147,28 +166,35 @@ def held(world: World, case: Case) -> tuple[int, int]:
 
 def block_buffer(plan: Plan) -> int:
     """The bytes of the largest block, whole."""
-    return max(arena.numel for arena in plan.space.arenas().values()) * NBYTES[plan.job.precision.parameters]
+    return (
+        max(arena.numel for arena in plan.sharding.flat_param_specs().values())
+        * FLOAT_NBYTES[plan.job.precision.parameters]
+    )
 
 
 def live(pool: ProcessPool, several: Sequence[Case]) -> Iterator[dict[str, object]]:
     """What was found of each case; one line about each goes to stderr."""
     for case in several:
         plan = case.plan()
-        planned = [state_bytes(plan, rank) for rank in range(plan.mesh.world)]
+        planned = [state_bytes(plan, rank) for rank in range(plan.mesh.world_size)]
         seen = pool.run(held, case.mesh, case, timeout_s=300)
         extra, passing, off, ratios = 2 * block_buffer(plan), passing_bytes(plan), 0.0, []
         for said, (peak, after) in zip(planned, seen, strict=True):
             allowed, fullest = SHARE * said.total + extra, said.total + passing
             off = max(off, abs(peak - fullest) / allowed, abs(after - said.total) / allowed)
             ratios.append({"peak": peak / fullest, "after": after / said.total})
-        print(f"{case}: off {off:.3f}, of the plan's {planned[0].total:,} bytes: {ratios[0]}", file=sys.stderr)
+        print(
+            f"{case}: off {off:.3f}, of the plan's {planned[0].total:,} bytes: {ratios[0]}", file=sys.stderr
+        )
         yield {
             "case": str(case),
             "plan": [each.as_dict() for each in planned],
             "live": [{"peak": peak, "after": after} for peak, after in seen],
             "passing": passing,
             "arrivals": _arrivals(plan),
-            "rest": [after - said.total - _arrivals(plan) for said, (_, after) in zip(planned, seen, strict=True)],
+            "rest": [
+                after - said.total - _arrivals(plan) for said, (_, after) in zip(planned, seen, strict=True)
+            ],
             "ratios": ratios,
             "two_block_buffers": extra,
             "off": off,
@@ -177,11 +203,13 @@ def live(pool: ProcessPool, several: Sequence[Case]) -> Iterator[dict[str, objec
 
 def _arrivals(plan: Plan) -> int:
     """The bytes in which summands arrive over gloo."""
-    largest = max(arena.numel for arena in plan.space.arenas().values())
-    return NUM_MEMORIES * largest * NBYTES[plan.job.precision.reduce]
+    largest = max(arena.numel for arena in plan.sharding.flat_param_specs().values())
+    return NUM_MEMORIES * largest * FLOAT_NBYTES[plan.job.precision.reduce]
 
 
-def result(paper: Sequence[dict[str, object]], fsdp: dict[str, object], seen: Sequence[dict[str, object]]) -> Result:
+def result(
+    paper: Sequence[dict[str, object]], fsdp: dict[str, object], seen: Sequence[dict[str, object]]
+) -> Result:
     """The result: how many cells and ranks are within what is allowed."""
     values = [float(str(row["off"])) for row in (*paper, fsdp, *seen)]
     detail = {"paper": list(paper), "fsdp": fsdp, "live": list(seen)}

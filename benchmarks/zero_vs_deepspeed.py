@@ -56,7 +56,9 @@ def times(ranks: int, window: Window) -> Rounds:
     with ExitStack() as opened:
         preload = (*HEAVY, "deepspeed")
         made = [
-            opened.enter_context(Ranks(name, build, ranks, preload=preload, workload=workload, store=fresh_store(), **how))
+            opened.enter_context(
+                Ranks(name, build, ranks, preload=preload, workload=workload, store=fresh_store(), **how)
+            )
             for name, build, how in sides
         ]
         return measure(made, window)
@@ -82,10 +84,17 @@ def peaks(stage: int, ranks: int, steps: int, starts: int) -> dict[str, list[flo
     for _ in range(starts):
         for name, (build, how) in everyone.items():
             preload = (*HEAVY, "deepspeed")
-            arguments: Mapping[str, Any] = {"whose": build, "workload": "large", "store": fresh_store(), **how}
+            arguments: Mapping[str, Any] = {
+                "whose": build,
+                "workload": "large",
+                "store": fresh_store(),
+                **how,
+            }
             with Ranks(name, resident, ranks, preload=preload, **arguments) as group:
                 costs = [group.step() for _ in range(WARMUP + steps)][WARMUP:]
-            found[name].append(median(max(note for note in cost.notes if isinstance(note, int)) for cost in costs) / 2**20)
+            found[name].append(
+                median(max(note for note in cost.notes if isinstance(note, int)) for cost in costs) / 2**20
+            )
     return found
 
 
@@ -93,23 +102,40 @@ def main() -> None:
     """Measure and write the result."""
     quick = "--quick" in sys.argv[1:]
     if find_spec("deepspeed") is None:
-        sys.exit(subprocess.run([_environment(), "-m", f"benchmarks.{NAME}", *sys.argv[1:]], cwd=ROOT, check=False).returncode)
+        sys.exit(
+            subprocess.run(
+                [_environment(), "-m", f"benchmarks.{NAME}", *sys.argv[1:]], cwd=ROOT, check=False
+            ).returncode
+        )
     os.environ.update(DS_ACCELERATOR="cpu", DS_LOG_LEVEL="error")
     before = stored(NAME) if "--unresolved" in sys.argv[1:] else None
     memory = {} if before is None else before["detail"]["peak MiB"]
     for stage, ranks in ((2, 2), (2, 4), (3, 2), (3, 4)) if before is None else ():
-        memory[f"stage {stage}, {ranks} ranks"] = peaks(stage, ranks, 1 if quick else STEPS, 1 if quick else STARTS)
-        print(f"stage {stage}, {ranks} ranks, peak MiB: {memory[f'stage {stage}, {ranks} ranks']}", flush=True)
+        memory[f"stage {stage}, {ranks} ranks"] = peaks(
+            stage, ranks, 1 if quick else STEPS, 1 if quick else STARTS
+        )
+        print(
+            f"stage {stage}, {ranks} ranks, peak MiB: {memory[f'stage {stage}, {ranks} ranks']}", flush=True
+        )
     found: dict[str, tuple[Rounds, Comparison, Comparison]] = {}
     for ranks in (ranks for ranks in (2, 4) if before is None or title(ranks) in unresolved(before)):
         rounds = times(ranks, QUICK if quick else WINDOW)
         cpu, wall = (
-            compare(rounds, "ours", base="DeepSpeed", twin="twin", bar=BAR, figure=figure) for figure in ("cpu_s", "wall_s")
+            compare(rounds, "ours", base="DeepSpeed", twin="twin", bar=BAR, figure=figure)
+            for figure in ("cpu_s", "wall_s")
         )
         found[title(ranks)] = (rounds, cpu, wall)
-        print(f"{ranks} ranks: cpu {cpu.ratio}, A/A {cpu.aa}, bar {BAR}, holds {cpu.holds}; wall {wall.ratio}", flush=True)
+        print(
+            f"{ranks} ranks: cpu {cpu.ratio}, A/A {cpu.aa}, bar {BAR}, holds {cpu.holds}; wall {wall.ratio}",
+            flush=True,
+        )
     if not quick and found:
-        smaller = all(median(row["ours"]) < median(row[name]) for row in memory.values() for name in row if name != "ours")
+        smaller = all(
+            median(row["ours"]) < median(row[name])
+            for row in memory.values()
+            for name in row
+            if name != "ours"
+        )
         anew = Result.of_comparisons(NAME, CLAIM, found)
         times_alone = anew if before is None else anew.beside(before)
         detail = {**times_alone.detail, "peak MiB": memory, "DeepSpeed": VERSION}

@@ -79,7 +79,15 @@ def run(row: Row, window: Window) -> Rounds:
         return measure(
             [
                 opened.enter_context(
-                    Ranks(name, build, row.ranks, preload=HEAVY, workload=row.workload, store=fresh_store(), **how)
+                    Ranks(
+                        name,
+                        build,
+                        row.ranks,
+                        preload=HEAVY,
+                        workload=row.workload,
+                        store=fresh_store(),
+                        **how,
+                    )
                 )
                 for name, build, how in sides
             ],
@@ -94,10 +102,14 @@ def main() -> None:
     for row in (row for row in rows() if before is None or str(row) in unresolved(before)):
         rounds = run(row, QUICK if quick else LARGE if row.workload == "large" else SMALL)
         cpu, wall = (
-            compare(rounds, "ours", base=row.peer, twin="twin", bar=row.bar, figure=figure) for figure in ("cpu_s", "wall_s")
+            compare(rounds, "ours", base=row.peer, twin="twin", bar=row.bar, figure=figure)
+            for figure in ("cpu_s", "wall_s")
         )
         found[str(row)] = (rounds, cpu, wall)
-        print(f"{row}: cpu {cpu.ratio}, A/A {cpu.aa}, bar {row.bar}, holds {cpu.holds}; wall {wall.ratio}", flush=True)
+        print(
+            f"{row}: cpu {cpu.ratio}, A/A {cpu.aa}, bar {row.bar}, holds {cpu.holds}; wall {wall.ratio}",
+            flush=True,
+        )
     if not quick and found:
         result = Result.of_comparisons(NAME, CLAIM, found)
         print((result if before is None else result.beside(before)).write(NAME))

@@ -26,7 +26,12 @@ from meshwright.comm.shared_memory.build import Unavailable, load
 from tests.command_line import ENV, Said
 
 ROOT = Path(__file__).parents[1]
-ALSO = ("torch._dynamo", "meshwright.commands.verify", "meshwright.commands.bench_network", "meshwright.commands.doctor")
+ALSO = (
+    "torch._dynamo",
+    "meshwright.commands.verify",
+    "meshwright.commands.bench_network",
+    "meshwright.commands.doctor",
+)
 
 
 class Forks:
@@ -43,11 +48,18 @@ class Forks:
         try:
             with TemporaryDirectory(prefix="meshwright-") as folder:
                 out, err = Path(folder, "out"), Path(folder, "err")
-                request = {"words": list(map(str, argv)), "out": str(out), "err": str(err), "folder": str(Path.cwd())}
+                request = {
+                    "words": list(map(str, argv)),
+                    "out": str(out),
+                    "err": str(err),
+                    "folder": str(Path.cwd()),
+                }
                 print(json.dumps(request), file=server.stdin, flush=True)
                 code = int(server.stdout.readline())
                 return code, out.read_text(errors="replace"), err.read_text(errors="replace")
-        except BaseException:  # a test that ran out of time: its answer shall not be taken for that of the next
+        except (
+            BaseException
+        ):  # a test that ran out of time: its answer shall not be taken for that of the next
             self._kill(server)
             raise
 
@@ -65,7 +77,9 @@ class Forks:
     def _started(self) -> subprocess.Popen[str]:
         env = {**ENV, "PYTHONPATH": f"{ROOT}{os.pathsep}{ENV['PYTHONPATH']}"}
         argv, pipe = [sys.executable, "-m", "tests.command_forks"], subprocess.PIPE
-        return subprocess.Popen(argv, env=env, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+        return subprocess.Popen(
+            argv, env=env, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, start_new_session=True
+        )
 
     def _kill(self, server: subprocess.Popen[str]) -> None:
         self._server = None

@@ -24,7 +24,11 @@ from meshwright.run.checkpoint.directories import step_folder
 from meshwright.run.launch import local_launcher as launch_module
 
 ENV = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-ENV |= {"PYTHONPATH": str(Path(cli.__file__).parents[2]), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::ResourceWarning"}
+ENV |= {
+    "PYTHONPATH": str(Path(cli.__file__).parents[2]),
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "error::ResourceWarning",
+}
 SEQUENCE = 16
 STEPS = 100
 TEXT = "".join(f"{n} times {n + 1} makes {n * (n + 1)}\n" for n in range(300))
@@ -151,7 +155,12 @@ class Command:
     def __init__(self, *argv: object, launcher: tuple[str, ...] = ()) -> None:
         words = [sys.executable, "-m", *launcher, *([] if launcher else ["meshwright"]), *map(str, argv)]
         self._out, self._err = TemporaryFile(), TemporaryFile()  # noqa: SIM115  closed by close()
-        how: dict[str, Any] = {"env": ENV, "stdin": subprocess.DEVNULL, "stdout": self._out, "stderr": self._err}
+        how: dict[str, Any] = {
+            "env": ENV,
+            "stdin": subprocess.DEVNULL,
+            "stdout": self._out,
+            "stderr": self._err,
+        }
         # what a shell starts in the background ignores Ctrl-C, and so would all below it
         self.process = subprocess.Popen(words, start_new_session=True, preexec_fn=_hears_ctrl_c, **how)
         self._seen: dict[int, psutil.Process] = {}
@@ -223,7 +232,7 @@ def refuse_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*args: object) -> None:
         pytest.fail("a rank was started")
 
-    monkeypatch.setattr(launch_module, "launch", started)
+    monkeypatch.setattr(launch_module, "launch_ranks", started)
 
 
 def forget_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from meshwright.plan.model_spec.model_spec import Anatomy, Column, Weight
+from meshwright.plan.model_spec.model_spec import BatchTensor, ModelSpec, ParamSpec
 
 
 @dataclass(frozen=True)
@@ -14,12 +14,14 @@ class Paper:
     tied: bool = False
 
     @property
-    def anatomy(self) -> Anatomy:
+    def anatomy(self) -> ModelSpec:
         visits = tuple(f"layer{i}" for i in range(self.layers))
-        weights = [Weight(f"{visit}.weight", (self.numel,), (visit,)) for visit in visits]
+        weights = [ParamSpec(f"{visit}.weight", (self.numel,), (visit,)) for visit in visits]
         if self.tied:
-            weights[0] = Weight("layer0.weight", (self.numel,), (visits[0], visits[-1]), aliases=(f"{visits[-1]}.weight",))
+            weights[0] = ParamSpec(
+                "layer0.weight", (self.numel,), (visits[0], visits[-1]), aliases=(f"{visits[-1]}.weight",)
+            )
             del weights[-1]
         ones = (1,) * self.layers
-        inputs, outputs = (Column("x", (4,), "float32"),), (Column("output0", (5,), "float32"),)
-        return Anatomy("paper", visits, tuple(weights), ones, ones, inputs=inputs, outputs=outputs)
+        inputs, outputs = (BatchTensor("x", (4,), "float32"),), (BatchTensor("output0", (5,), "float32"),)
+        return ModelSpec("paper", visits, tuple(weights), ones, ones, inputs=inputs, outputs=outputs)

@@ -8,13 +8,18 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.comm.collectives.group import World
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Optimizer, Train
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import OptimizerConfig, TrainConfig
 from meshwright.run.checkpoint.manifest import CheckpointError
 from meshwright.testing.ranks import ProcessPool, on_threads
 
 BATCH, STEPS = 6, 5
-JOB = mw.Job(ModelSource("mine"), DataSource("mine"), Train(steps=STEPS, batch=BATCH), Optimizer(lr=0.05, weight_decay=0.0))
+JOB = mw.Job(
+    ModelConfig("mine"),
+    DataConfig("mine"),
+    TrainConfig(steps=STEPS, batch=BATCH),
+    OptimizerConfig(lr=0.05, weight_decay=0.0),
+)
 
 
 class Regression(nn.Module):
@@ -111,7 +116,9 @@ def test_one_rank_is_the_ordinary_loop_with_the_users_own_module_loss_and_optimi
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 0), (3, 1), (6, 0)])
 def test_ranks_share_a_global_batch_and_compute_the_same(ranks, micro_batch):
     wanted, expected = by_hand()
-    results = on_threads(lambda world: train(world, ranks, micro_batch=micro_batch), mw.Mesh(dp_replicate=ranks))
+    results = on_threads(
+        lambda world: train(world, ranks, micro_batch=micro_batch), mw.Mesh(dp_replicate=ranks)
+    )
     for losses, state in results:
         assert losses == results[0][0] == pytest.approx(expected, rel=1e-5)
         assert all(torch.equal(state[name], value) for name, value in results[0][1].items())
@@ -136,7 +143,10 @@ def test_on_two_processes_a_saved_and_loaded_engine_goes_on_bit_for_bit(process_
     for rank, (whole, parts, same, refusal) in enumerate(results):
         assert whole == parts == results[0][0]
         assert same == dict.fromkeys(module().state_dict(), True)
-        assert f"this process is rank {rank} of 2; the plan has it as rank {rank} of 3\n  repair: start 3 processes" in refusal
+        assert (
+            f"this process is rank {rank} of 2; the plan has it as rank {rank} of 3\n  repair: start 3 processes"
+            in refusal
+        )
     assert results[0][0] == pytest.approx(by_hand()[1], rel=1e-5)
 
 
@@ -170,7 +180,9 @@ def test_a_short_batch_and_none_at_all_are_steps_too():
     assert results[0] == results[1] == results[2]
     (loss, tokens, _), (nothing, none, skipped) = results[0]
     mine, rows = module(), batch(0, 4)
-    assert loss == pytest.approx((squares().total(mine(rows["x"]), rows) / rows["weight"].sum()).item(), rel=1e-5)
+    assert loss == pytest.approx(
+        (squares().total(mine(rows["x"]), rows) / rows["weight"].sum()).item(), rel=1e-5
+    )
     assert tokens == int(rows["weight"].sum())
     assert (nothing, none, skipped) == (0.0, 0, True)
 
@@ -212,7 +224,9 @@ def test_a_plan_for_more_ranks_than_there_are_is_refused():
 
 
 def test_a_plan_for_another_model_is_refused():
-    with pytest.raises(mw.PlanError, match=r"with other blocks or parameters(.|\n)*make the plan again from this model"):
+    with pytest.raises(
+        mw.PlanError, match=r"with other blocks or parameters(.|\n)*make the plan again from this model"
+    ):
         build_with(model=Regression(7), example=batch(0))
 
 
@@ -242,7 +256,9 @@ def test_a_checkpoint_is_found_by_its_contents_not_by_the_name_of_its_folder(tmp
 
 @pytest.mark.parametrize("damage", ["folder above", "another model", "truncated"])
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, damage):
-    other = mw.read(Regression(7) if damage == "another model" else module(), example=batch(0), loss=squares())
+    other = mw.read(
+        Regression(7) if damage == "another model" else module(), example=batch(0), loss=squares()
+    )
     with mw.build(other, mw.make_plan(other, JOB), loss=squares()) as engine:
         place = engine.save(tmp_path)
     if damage == "truncated":
@@ -254,7 +270,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, damage):
         with pytest.raises(CheckpointError) as caught:
             engine.load(tmp_path if damage == "folder above" else place)
         assert all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
-    words = {"folder above": "manifest.json", "another model": "first.bias: (7,) saved, (5,) here", "truncated": "truncated"}
+    words = {
+        "folder above": "manifest.json",
+        "another model": "first.bias: (7,) saved, (5,) here",
+        "truncated": "truncated",
+    }
     assert words[damage] in str(caught.value)
 
 

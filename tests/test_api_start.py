@@ -7,24 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.api import build, make_plan
+from meshwright.api import make_plan, parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import on_threads
 from tests.tiny_model import reading_of, tiny_job
 
-SHARD = Batch(axis="dp_shard")
+SHARD = BatchSplit(axis="dp_shard")
 PEAK = """
 import resource, sys
 import torch
 from torch import nn
-from meshwright.api import build, make_plan, read
+from meshwright.api import parallelize, make_plan, analyze
 from meshwright.comm.backends.fake import FakeWorld
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
 from tests.tiny_model import tiny_job
 from dataclasses import replace
 from meshwright.plan.job.job import Precision
@@ -56,15 +56,20 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_each_rank_has_its_share_of_the_values_that_one_device_begins_with(stage: int):
     reading = reading_of(tied=True, frozen=True, spare=True)
-    whole = {name: reading.blueprint.value(name, torch.float64) for name in reading.blueprint.logical}
-    plan = make_plan(reading, tiny_job(), Mesh(dp_shard=3), (SHARD, Zero(stage=stage)))
+    whole = {
+        name: reading.deferred_init.initial_value(name, torch.float64)
+        for name in reading.deferred_init.logical_params
+    }
+    plan = make_plan(reading, tiny_job(), Mesh(dp_shard=3), (SHARD, ZeRO(stage=stage)))
 
     def rank(world: World) -> dict[str, torch.Tensor]:
-        with build(reading, plan, world=world) as engine:
-            return {name: value.clone() for name, value in engine.player.parameters().items()}
+        with parallelize(reading, plan, world=world) as engine:
+            return {name: value.clone() for name, value in engine.executor.gather_parameters().items()}
 
     for found in on_threads(rank, plan.mesh):
-        assert {name: value.tolist() for name, value in found.items()} == {name: value.tolist() for name, value in whole.items()}
+        assert {name: value.tolist() for name, value in found.items()} == {
+            name: value.tolist() for name, value in whole.items()
+        }
 
 
 @pytest.mark.parametrize(("stage", "most"), [(3, 80), (2, 260)])

@@ -9,17 +9,17 @@ import transformers
 
 import meshwright as mw
 from meshwright.comm.collectives.group import World
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Optimizer, Train
-from meshwright.plan.job.precision import Precision
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import OptimizerConfig, TrainConfig
+from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import on_threads
 from tests.model.published_models import logits, published
 
-JOB = mw.Job(ModelSource("mine"), DataSource("mine"), Train(steps=2, batch=6), Optimizer(lr=0.01))
+JOB = mw.Job(ModelConfig("mine"), DataConfig("mine"), TrainConfig(steps=2, batch=6), OptimizerConfig(lr=0.01))
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -29,16 +29,24 @@ def batch() -> dict[str, torch.Tensor]:
 
 def test_three_ranks_start_from_weights_and_the_first_writes_what_they_trained(tmp_path: Path):
     theirs = published(tmp_path / "in")
-    reading = mw.read(lambda: transformers.LlamaForCausalLM(theirs.config), batch(), weights=str(tmp_path / "in"))
+    reading = mw.read(
+        lambda: transformers.LlamaForCausalLM(theirs.config), batch(), weights=str(tmp_path / "in")
+    )
     plan = mw.make_plan(reading, JOB, mw.Mesh(dp_replicate=3))
     before = {name: value.detach().clone() for name, value in theirs.named_parameters()}
 
     def rank(world: World) -> tuple[bool, object, dict[str, torch.Tensor]]:
         with mw.build(reading, plan, world=world) as engine:
-            started = all(torch.equal(value, before[name]) for name, value in engine.module.named_parameters())
+            started = all(
+                torch.equal(value, before[name]) for name, value in engine.module.named_parameters()
+            )
             engine.step(engine.share(batch()))
             written = engine.export(tmp_path / "out")
-            return started, written, {name: value.detach().clone() for name, value in engine.module.named_parameters()}
+            return (
+                started,
+                written,
+                {name: value.detach().clone() for name, value in engine.module.named_parameters()},
+            )
 
     first, *others = on_threads(rank, plan.mesh)
     assert all(started for started, _, _ in (first, *others))
@@ -49,11 +57,15 @@ def test_three_ranks_start_from_weights_and_the_first_writes_what_they_trained(t
     assert not torch.equal(logits(loaded), logits(theirs))
 
 
-@pytest.mark.parametrize("strategies", [(Batch(), Replicate()), (Batch(), Zero(axis="dp_replicate", stage=3))])
+@pytest.mark.parametrize(
+    "strategies", [(BatchSplit(), DDP()), (BatchSplit(), ZeRO(axis="dp_replicate", stage=3))]
+)
 def test_what_has_masters_is_written_as_exactly_as_they_are(tmp_path: Path, strategies: tuple[Strategy, ...]):
     theirs = published(tmp_path / "in")
-    reading = mw.read(lambda: transformers.LlamaForCausalLM(theirs.config), batch(), weights=str(tmp_path / "in"))
-    precision = Precision("bfloat16", "bfloat16", "float32", master="float32")
+    reading = mw.read(
+        lambda: transformers.LlamaForCausalLM(theirs.config), batch(), weights=str(tmp_path / "in")
+    )
+    precision = PrecisionConfig("bfloat16", "bfloat16", "float32", master="float32")
     plan = mw.make_plan(reading, replace(JOB, precision=precision), mw.Mesh(dp_replicate=3), strategies)
 
     def rank(world: World) -> dict[str, torch.Tensor]:
@@ -73,7 +85,9 @@ def test_a_plan_s_hash_names_the_stored_values(tmp_path: Path):
     for seed in (1, 2):
         theirs = published(tmp_path / str(seed), seed=seed)
         reading = mw.read(
-            lambda config=theirs.config: transformers.LlamaForCausalLM(config), batch(), weights=str(tmp_path / str(seed))
+            lambda config=theirs.config: transformers.LlamaForCausalLM(config),
+            batch(),
+            weights=str(tmp_path / str(seed)),
         )
         hashes.add(mw.make_plan(reading, JOB).hash)
     drawn = mw.read(lambda: transformers.LlamaForCausalLM(theirs.config), batch())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.run.checkpoint.save_load import compare
+from meshwright.run.checkpoint.save_load import compare_checkpoints
 from tests.command_line import ENV, STEPS, Command, Said, checkpoint, command, lay_out, metrics, steps_kept
 
 
@@ -39,7 +39,9 @@ def commands() -> Iterator[list[Command]]:
 
 def test_help_names_the_verbs_and_needs_no_torch():
     words = "import sys, meshwright.cli as c; c.app(['--help'], standalone_mode=False); print('torch' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", words], env=ENV, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", words], env=ENV, capture_output=True, text=True, check=True
+    ).stdout
     assert all(verb in out for verb in ("plan", "verify", "train", "--train.steps 100"))
     assert out.endswith("False\n")
 
@@ -51,7 +53,11 @@ def test_a_run_says_what_it_did_and_where_everything_lies(left_alone):
     assert f": {STEPS} steps of 12 samples on dp_replicate 2, into {run}" in first
     assert second == "starting from step 0"
     assert f"done: step {STEPS}, loss " in out
-    for word, path in {"plan": "plan.toml", "metrics": "metrics.jsonl", "checkpoint": f"checkpoints/step-{STEPS:08d}"}.items():
+    for word, path in {
+        "plan": "plan.toml",
+        "metrics": "metrics.jsonl",
+        "checkpoint": f"checkpoints/step-{STEPS:08d}",
+    }.items():
         assert f"{word:<12}{run / path}\n" in out
         assert (run / path).exists()
     assert sorted(metrics(run)) == list(range(1, STEPS + 1))
@@ -67,7 +73,14 @@ SHARED = "ranks of this host sum through shared memory"
 def failed(config, forks) -> tuple[Path, Said]:
     """The run of two ranks without shared memory, of which one raises in its third step; how the command ended."""
     run = config.parent / "failed"
-    words = ("--run.folder", run, "--run.shared_memory", "false", "--model.source", f"{config.parent / 'model.py'}:fails")
+    words = (
+        "--run.folder",
+        run,
+        "--run.shared_memory",
+        "false",
+        "--model.source",
+        f"{config.parent / 'model.py'}:fails",
+    )
     return run, forks("train", config, *words)
 
 
@@ -97,7 +110,9 @@ class Trial:
         return running
 
 
-def test_a_run_that_is_killed_and_stopped_ends_like_one_left_alone(config, left_alone, commands, forks, tmp_path):
+def test_a_run_that_is_killed_and_stopped_ends_like_one_left_alone(
+    config, left_alone, commands, forks, tmp_path
+):
     run, chance = tmp_path / "run", random.Random(3)
     trial = Trial(config, run, commands)
 
@@ -121,7 +136,7 @@ def test_a_run_that_is_killed_and_stopped_ends_like_one_left_alone(config, left_
     assert (code, err) == (0, "")
     assert f"\nresumed from step {step}\n" in out
     assert metrics(run) == metrics(left_alone[0])
-    assert compare(checkpoint(run, STEPS), checkpoint(left_alone[0], STEPS)) == []
+    assert compare_checkpoints(checkpoint(run, STEPS), checkpoint(left_alone[0], STEPS)) == []
     assert not list((run / "checkpoints").glob("*.partial-*"))
 
 
@@ -134,9 +149,13 @@ def test_one_process_and_three_train_what_two_do(config, left_alone, forks, tmp_
     assert all(mine[step][0] == pytest.approx(theirs[step][0], abs=1e-5) for step in mine)
 
     shutil.copytree(checkpoint(left_alone[0], 80), checkpoint(tmp_path / "three", 80))
-    code, out, err = forks("train", config, "--run.folder", tmp_path / "three", "--mesh.dp_replicate", -1, "--world", 3)
+    code, out, err = forks(
+        "train", config, "--run.folder", tmp_path / "three", "--mesh.dp_replicate", -1, "--world", 3
+    )
     assert (code, err) == (0, "")
-    assert "resumed from step 80\nthe plan changed since that checkpoint: mesh.dp_replicate was 2, is 3" in out
+    assert (
+        "resumed from step 80\nthe plan changed since that checkpoint: mesh.dp_replicate was 2, is 3" in out
+    )
     mine = metrics(tmp_path / "three")
     assert sorted(mine) == list(range(81, STEPS + 1))
     assert all(mine[step][0] == pytest.approx(theirs[step][0], abs=1e-5) for step in mine)
@@ -148,7 +167,7 @@ def test_under_torchrun_a_rank_gives_the_same_bits(config, left_alone, tmp_path)
     code, out, err = command("train", config, "--run.folder", run, launcher=words)
     assert code == 0, err
     assert metrics(run) == metrics(left_alone[0])
-    assert compare(checkpoint(run, STEPS), checkpoint(left_alone[0], STEPS)) == []
+    assert compare_checkpoints(checkpoint(run, STEPS), checkpoint(left_alone[0], STEPS)) == []
     assert out.count("starting from step 0") == 1
     assert (run / "plan.toml").exists()
 
@@ -162,11 +181,17 @@ def test_the_traceback_of_the_rank_that_raised_is_shown_once(failed):
     assert "in act" in err
 
 
-def test_a_full_disk_is_said_without_a_traceback_and_the_last_good_checkpoint_stays(config, left_alone, forks, tmp_path):
+def test_a_full_disk_is_said_without_a_traceback_and_the_last_good_checkpoint_stays(
+    config, left_alone, forks, tmp_path
+):
     run = tmp_path / "run"
-    code, _, err = forks("train", config, "--run.folder", run, "--model.source", f"{config.parent / 'model.py'}:fills")
+    code, _, err = forks(
+        "train", config, "--run.folder", run, "--model.source", f"{config.parent / 'model.py'}:fills"
+    )
     assert code == 2
-    assert err.startswith("error checkpoint: step 20 was not saved: writing failed on rank 0 (File too large)")
+    assert err.startswith(
+        "error checkpoint: step 20 was not saved: writing failed on rank 0 (File too large)"
+    )
     assert "repair: " in err
     assert "earlier checkpoints are untouched" in err
     assert "Traceback" not in err
@@ -175,7 +200,9 @@ def test_a_full_disk_is_said_without_a_traceback_and_the_last_good_checkpoint_st
 
 
 def test_processes_verify_a_plan_and_name_it_in_a_file(config, left_alone, forks, tmp_path):
-    code, out, err = forks("verify", config, "--on", "processes", "--steps", 2, "--json", tmp_path / "verdict.json")
+    code, out, err = forks(
+        "verify", config, "--on", "processes", "--steps", 2, "--json", tmp_path / "verdict.json"
+    )
     assert (code, err) == (0, "")
     assert "dp_replicate 2 equals one device after 2 steps of build, on processes" in out
     verdict = json.loads((tmp_path / "verdict.json").read_text())

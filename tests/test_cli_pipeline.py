@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.run.checkpoint.save_load import compare
+from meshwright.run.checkpoint.save_load import compare_checkpoints
 from tests.command_line import Command, Said, checkpoint, lay_out, metrics
 
 STEPS = 40
@@ -67,7 +67,9 @@ def counts():
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Path:
     tables = {"mesh": {"dp_replicate": 1, "pp": 3}, "train": {"steps": STEPS}, "micro_batch": 3}
-    path = lay_out(tmp_path_factory.mktemp("parts"), strategies=[{"name": "pipeline", "schedule": "1f1b"}], **tables)
+    path = lay_out(
+        tmp_path_factory.mktemp("parts"), strategies=[{"name": "pipeline", "schedule": "1f1b"}], **tables
+    )
     with (path.parent / "model.py").open("a") as file:
         file.write(BREAKS)
     return path
@@ -89,7 +91,9 @@ def test_three_ranks_train_what_the_plan_says_and_tell_what_they_did(left_alone)
 
 
 def test_processes_prove_it(config, forks, tmp_path):
-    code, out, err = forks("verify", config, "--on", "processes", "--steps", 2, "--json", tmp_path / "verdict.json")
+    code, out, err = forks(
+        "verify", config, "--on", "processes", "--steps", 2, "--json", tmp_path / "verdict.json"
+    )
     assert (code, err) == (0, "")
     assert "pp 3 equals one device after 2 steps" in out
 
@@ -117,7 +121,9 @@ def test_a_run_goes_on_with_other_parts_with_none_and_with_copies(config, left_a
     assert all(mine[step][0] == pytest.approx(theirs[step][0], abs=1e-5) for step in mine)
 
 
-def test_a_rank_that_is_killed_ends_all_and_the_run_repeats_its_steps_bit_for_bit(config, left_alone, forks, tmp_path):
+def test_a_rank_that_is_killed_ends_all_and_the_run_repeats_its_steps_bit_for_bit(
+    config, left_alone, forks, tmp_path
+):
     run = tmp_path / "run"
     running = Command("train", config, "--run.folder", run)
     try:
@@ -133,12 +139,19 @@ def test_a_rank_that_is_killed_ends_all_and_the_run_repeats_its_steps_bit_for_bi
     assert (code, err) == (0, "")
     assert "steps were played again" in out or "was played again" in out or max(metrics(run)) == STEPS
     assert metrics(run) == metrics(left_alone[0])
-    assert compare(checkpoint(run, STEPS), checkpoint(left_alone[0], STEPS)) == []
+    assert compare_checkpoints(checkpoint(run, STEPS), checkpoint(left_alone[0], STEPS)) == []
 
 
-def test_the_traceback_of_the_rank_whose_block_raised_is_shown_and_nobody_waits_for_it(config, forks, tmp_path):
+def test_the_traceback_of_the_rank_whose_block_raised_is_shown_and_nobody_waits_for_it(
+    config, forks, tmp_path
+):
     code, out, err = forks(
-        "train", config, "--model.source", f"{config.parent}/model.py:breaks", "--run.folder", tmp_path / "run"
+        "train",
+        config,
+        "--model.source",
+        f"{config.parent}/model.py:breaks",
+        "--run.folder",
+        tmp_path / "run",
     )
     assert code == 1
     assert (out + err).count("Traceback") == 1
@@ -146,16 +159,24 @@ def test_the_traceback_of_the_rank_whose_block_raised_is_shown_and_nobody_waits_
     assert err.count("ValueError: planted in a block") == 1
 
 
-def test_a_rank_that_is_stopped_in_mid_schedule_is_named_with_what_the_others_wait_for(config, forks, tmp_path):
+def test_a_rank_that_is_stopped_in_mid_schedule_is_named_with_what_the_others_wait_for(
+    config, forks, tmp_path
+):
     limits = ("--run.limits.first_step_s", 3, "--run.limits.step_s", 3)
     code, _, err = forks(
-        "train", config, "--model.source", f"{config.parent}/model.py:stops", "--run.folder", tmp_path / "run", *limits
+        "train",
+        config,
+        "--model.source",
+        f"{config.parent}/model.py:stops",
+        "--run.folder",
+        tmp_path / "run",
+        *limits,
     )
     assert code == 1
     assert "Traceback" not in err
     blamed = err[err.index(" did not come to ") - len("rank N") :]
     assert blamed.startswith("rank 1 did not come to rank ")  # 0 waits for a gradient, 2 for a value
-    assert "'s receive of float32 [3, 16, 16] from index 1 for RECEIVE" in blamed
+    assert "'s receive of float32 [3, 16, 16] from index 1 for RECV" in blamed
     assert "rank 1 did not answer: its process is stopped" in blamed
     assert "repair: find out why rank 1 did not go on" in blamed
 
@@ -169,7 +190,8 @@ def test_the_report_draws_who_works_when_planned_above_measured(left_alone, fork
     drawn = section[: section.index("</svg>")]
     assert drawn.index("planned: ") < drawn.index("measured, step")
     assert all(
-        word in drawn for word in ("rank 0", "rank 2", "bubble", "exposed communication", "forward of micro-batch 3", "KiB")
+        word in drawn
+        for word in ("rank 0", "rank 2", "bubble", "exposed communication", "forward of micro-batch 3", "KiB")
     )
     assert "stage2 planned, at its fullest" in text
 
@@ -179,9 +201,17 @@ def test_the_report_draws_who_works_when_planned_above_measured(left_alone, fork
     [
         (("--mesh.pp", 5), "5 ranks for a model that can be cut into 4 parts", "set mesh.pp to 4 at most"),
         (("--strategies.pipeline.schedule", "1b1f"), "there is no schedule '1b1f'", "did you mean '1f1b'?"),
-        (("--strategies.pipeline.cuts", '["layers.7"]'), "'layers.7' is no visit of a block", "did you mean 'layers.1'?"),
+        (
+            ("--strategies.pipeline.cuts", '["layers.7"]'),
+            "'layers.7' is no visit of a block",
+            "did you mean 'layers.1'?",
+        ),
         (("--strategies.pipeline.cutz", "[]"), "there is no key 'cutz' here", "did you mean 'cuts'?"),
-        (("--model.source", "model.py:counts"), "the buffer 'seen' is written between blocks", "persistent=False"),
+        (
+            ("--model.source", "model.py:counts"),
+            "the buffer 'seen' is written between blocks",
+            "persistent=False",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_in_words(config, forks, monkeypatch, words, what, fix):

@@ -2,7 +2,16 @@
 
 from tests.command_line import command, lay_out, metrics
 
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3", "-m", "meshwright")
+TORCHRUN = (
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "--max-restarts",
+    "3",
+    "-m",
+    "meshwright",
+)
 DIES = """
 
 def dies():

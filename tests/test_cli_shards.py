@@ -27,7 +27,9 @@ COURSES: list[dict] = [
 def config_of(folder: Path, run: Path, course: dict, steps: int) -> Path:
     said = {"folder": str(run), "save_every": EVERY, "keep": 9}
     held = {"hold_out": 12, "every": 20}
-    return lay_out(folder, **course, run=said, train={"steps": steps, "noise_scale": course != ALONE}, evaluate=held)
+    return lay_out(
+        folder, **course, run=said, train={"steps": steps, "noise_scale": course != ALONE}, evaluate=held
+    )
 
 
 def metrics_of(run: Path) -> dict[int, tuple[float, float]]:
@@ -37,13 +39,17 @@ def metrics_of(run: Path) -> dict[int, tuple[float, float]]:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_on_shards_that_is_killed_and_resharded_ends_like_one_device(tmp_path: Path, forks, capsys, monkeypatch):
+def test_a_run_on_shards_that_is_killed_and_resharded_ends_like_one_device(
+    tmp_path: Path, forks, capsys, monkeypatch
+):
     forget_ranks(monkeypatch)
     run = tmp_path / "run"
     first = config_of(tmp_path / "a", run, COURSES[0], STEPS)
     killed = Command("train", first)
     try:
-        killed.until(lambda: any((run / "checkpoints").glob("step-*20.partial-*")) or checkpoint(run, 20).exists())
+        killed.until(
+            lambda: any((run / "checkpoints").glob("step-*20.partial-*")) or checkpoint(run, 20).exists()
+        )
         for process in [psutil.Process(killed.process.pid), *killed.ranks()]:
             process.kill()
         assert killed.output()[0] == -signal.SIGKILL

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import LLAMA, SEQUENCE, Said, become_the_only_rank, forget_ranks, lay_out, refuse_to_start, said
+from tests.command_line import (
+    LLAMA,
+    SEQUENCE,
+    Said,
+    become_the_only_rank,
+    forget_ranks,
+    lay_out,
+    refuse_to_start,
+    said,
+)
 
 
 @pytest.fixture
@@ -30,7 +39,12 @@ def test_a_plan_is_a_table_of_what_will_happen(config, say):
     code, out, err = say("plan", config)
     assert (code, err) == (0, "")
     folded = " ".join(out.split())
-    for word in ("build: ", "dp_replicate 2 (2 ranks)", "12 samples = 2 ranks x 1 micro-batch of 6; 16 tokens each", "REDUCE"):
+    for word in (
+        "build: ",
+        "dp_replicate 2 (2 ranks)",
+        "12 samples = 2 ranks x 1 micro-batch of 6; 16 tokens each",
+        "REDUCE",
+    ):
         assert word in folded
     assert max(map(len, out.splitlines())) <= 80
     every = say("plan", config, "--all")[1]
@@ -39,11 +53,17 @@ def test_a_plan_is_a_table_of_what_will_happen(config, say):
 
 def test_a_plan_file_reads_back_as_the_same_plan(config, say, tmp_path):
     path = tmp_path / "elsewhere" / "plan.toml"
-    code, first, _ = say("plan", config, "--mesh.dp_replicate", -1, "--world", 3, "--optimizer.lr", "0.5", "--out", path)
+    code, first, _ = say(
+        "plan", config, "--mesh.dp_replicate", -1, "--world", 3, "--optimizer.lr", "0.5", "--out", path
+    )
     assert code == 0
     assert f"plan written to {path}" in first
     written = tomllib.loads(path.read_text())
-    assert (written["mesh"]["dp_replicate"], written["optimizer"]["lr"], written["micro_batch"]) == (3, 0.5, 4)
+    assert (written["mesh"]["dp_replicate"], written["optimizer"]["lr"], written["micro_batch"]) == (
+        3,
+        0.5,
+        4,
+    )
     code, second, _ = say("plan", path)
     assert code == 0
     assert written["plan_hash"] in second
@@ -82,10 +102,18 @@ def test_an_edited_plan_is_refused_by_every_verb(config, say, tmp_path):
         (["--world", 3], "has 2 ranks and 3 were started", "start 2 ranks"),
         (["--data.source", "nowhere"], "there is no such file or folder", "correct data.source"),
         (["--data.source", "example"], "comes without an example batch", "set data.source to a text file"),
-        (["--model.source", "nowhere.json"], "there is no file nowhere.json", "give a folder that holds config.json"),
+        (
+            ["--model.source", "nowhere.json"],
+            "there is no file nowhere.json",
+            "give a folder that holds config.json",
+        ),
         (["--run.keep", 0, "--train.steps", 0], "0 steps", "write at least 1"),
         (["--run.keep", 0, "--train.steps", 0], "keep = 0: no checkpoint would stay", "keep at least 1"),
-        (["--run.folder", "/dev/null/run"], "cannot be made: Not a directory", "name a folder that can be written to"),
+        (
+            ["--run.folder", "/dev/null/run"],
+            "cannot be made: Not a directory",
+            "name a folder that can be written to",
+        ),
         (["--from-step", 7], "there is no checkpoint of step 7", "choose one of: none"),
         (["extra"], "'extra': this is not an override", "write --key.sub value"),
     ],
@@ -108,7 +136,11 @@ def test_an_unknown_strategy_is_refused_with_the_nearest(config, say):
 
 @pytest.mark.parametrize(
     ("content", "what"),
-    [(b"", "holds 0 bytes"), (b"PK\x03\x04\x00\x00\x00", "zero: binary data"), (bytes(range(128, 256)) * 9, "are not UTF-8")],
+    [
+        (b"", "holds 0 bytes"),
+        (b"PK\x03\x04\x00\x00\x00", "zero: binary data"),
+        (bytes(range(128, 256)) * 9, "are not UTF-8"),
+    ],
 )
 def test_data_that_is_no_text_is_refused(config, say, content, what):
     (config.parent / "text.txt").write_bytes(content)
@@ -119,7 +151,9 @@ def test_data_that_is_no_text_is_refused(config, say, content, what):
 
 
 def test_a_model_that_cannot_read_these_samples_is_refused(config, say):
-    (config.parent / "llama.json").write_text(json.dumps({**LLAMA, "vocab_size": 100, "max_position_embeddings": 8}))
+    (config.parent / "llama.json").write_text(
+        json.dumps({**LLAMA, "vocab_size": 100, "max_position_embeddings": 8})
+    )
     code, _, err = say("plan", config, "--model.source", config.parent / "llama.json")
     assert code == 2
     assert "the model has 100 tokens, and text is read as bytes, of which there are 256" in err
@@ -173,7 +207,13 @@ def test_a_model_that_mixes_the_rows_of_its_rank_does_not_pass(config, say, tmp_
 
 
 def test_a_small_copy_of_an_unmodified_model_is_verified_under_the_name_of_the_plan(config, say):
-    words = ["--model.source", config.parent / "llama.json", "--shrink", "--model.overrides.num_hidden_layers", 5]
+    words = [
+        "--model.source",
+        config.parent / "llama.json",
+        "--shrink",
+        "--model.overrides.num_hidden_layers",
+        5,
+    ]
     code, out, err = say("verify", config, *words)
     assert (code, err) == (0, "")
     assert "llama scaled down to" in out
@@ -183,7 +223,10 @@ def test_a_small_copy_of_an_unmodified_model_is_verified_under_the_name_of_the_p
 
 @pytest.mark.parametrize(
     ("words", "what"),
-    [(["--on", "moons"], "ranks cannot live on 'moons'"), (["--shrink"], "a model from a factory cannot be scaled down")],
+    [
+        (["--on", "moons"], "ranks cannot live on 'moons'"),
+        (["--shrink"], "a model from a factory cannot be scaled down"),
+    ],
 )
 def test_a_comparison_that_cannot_be_made_is_refused(config, say, words, what):
     code, _, err = say("verify", config, *words)

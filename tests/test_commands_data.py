@@ -12,8 +12,18 @@ import tomli_w
 import tqdm
 
 from meshwright.run.launch import local_launcher as launch_module
-from meshwright.run.launch.local_launcher import Outcome
-from tests.command_line import LLAMA, TEXT, Said, become_the_only_rank, forget_ranks, lay_out, metrics, refuse_to_start, said
+from meshwright.run.launch.local_launcher import LaunchResult
+from tests.command_line import (
+    LLAMA,
+    TEXT,
+    Said,
+    become_the_only_rank,
+    forget_ranks,
+    lay_out,
+    metrics,
+    refuse_to_start,
+    said,
+)
 from tests.run.data.corpora import MARKED, TALKS, jsonl, tokenizer
 
 ROWS = [{"text": line, "id": n} for n, line in enumerate(TEXT.splitlines())]
@@ -42,7 +52,12 @@ def say(capsys, monkeypatch) -> Callable[..., Said]:
 
 def with_data(config: Path, data: dict, **tables: object) -> Path:
     """`config` with another [data] and, in place of the factory, the Llama; `tables` replace others."""
-    document = {**_read(config), "model": {"source": "llama.json"}, "data": {"sequence": 16, **data}, **tables}
+    document = {
+        **_read(config),
+        "model": {"source": "llama.json"},
+        "data": {"sequence": 16, **data},
+        **tables,
+    }
     config.write_text(tomli_w.dumps(document))
     return config
 
@@ -69,7 +84,16 @@ def test_data_of_any_kind_is_trained_on_with_and_without_workers(config, say, da
     results = []
     for workers in (0, 2):
         folder = config.parent / f"run-{workers}"
-        code, _, err = say("train", config, "--run.folder", folder, "--run.workers", workers, "--run.cache", config.parent / "c")
+        code, _, err = say(
+            "train",
+            config,
+            "--run.folder",
+            folder,
+            "--run.workers",
+            workers,
+            "--run.cache",
+            config.parent / "c",
+        )
         assert (code, err) == (0, "")
         results.append(metrics(folder))
     assert results[0] == results[1]
@@ -84,7 +108,9 @@ def test_the_sources_are_those_beside_the_config(config, say, tmp_path, monkeypa
     assert say("plan", config, "--out", out)[0] == 0
     written = _read(out)["data"]
     assert written["tokenizer"] == str(config.parent / "tokenizer")
-    assert [part["source"] for part in written["mixture"]] == [str(config.parent / part["source"]) for part in MIXED["mixture"]]
+    assert [part["source"] for part in written["mixture"]] == [
+        str(config.parent / part["source"]) for part in MIXED["mixture"]
+    ]
     assert say("plan", out)[0] == 0
 
 
@@ -105,8 +131,17 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_workers(config, say, for
 def test_a_stream_is_trained_on_to_its_end_and_says_what_it_costs(config, say, monkeypatch):
     become_the_only_rank(monkeypatch)
     datasets.disable_progress_bars()
-    datasets.Dataset.from_list([{"messages": talk} for talk in TALKS]).save_to_disk(str(config.parent / "saved"))
-    data = {"source": "saved", "streaming": True, "tokenizer": "tokenizer", "chat": "messages", "sequence": 32, "epochs": 2}
+    datasets.Dataset.from_list([{"messages": talk} for talk in TALKS]).save_to_disk(
+        str(config.parent / "saved")
+    )
+    data = {
+        "source": "saved",
+        "streaming": True,
+        "tokenizer": "tokenizer",
+        "chat": "messages",
+        "sequence": 32,
+        "epochs": 2,
+    }
     with_data(config, data, train={"steps": 50, "batch": 6})
     for workers in (0, 2):
         folder = config.parent / f"run-{workers}"
@@ -118,7 +153,7 @@ def test_a_stream_is_trained_on_to_its_end_and_says_what_it_costs(config, say, m
 
 
 def test_what_is_cut_is_said_before_training(config, capsys, monkeypatch):
-    monkeypatch.setattr(launch_module, "launch", lambda *args: Outcome(0))
+    monkeypatch.setattr(launch_module, "launch_ranks", lambda *args: LaunchResult(0))
     with_data(config, {"source": "talks.jsonl", "tokenizer": "tokenizer", "chat": "messages", "sequence": 20})
     _, out, _ = said(capsys, "train", config)
     assert "conversations are longer than data.sequence = 20 and are cut" in out
@@ -134,8 +169,16 @@ def test_what_is_cut_is_said_before_training(config, capsys, monkeypatch):
         ),
         ({"source": "none.jsonl"}, "none.jsonl: there is no such file or folder", "correct data.source"),
         ({"source": "broken.jsonl"}, "broken.jsonl:2: not JSON", "repair this line"),
-        ({"source": "empty.jsonl"}, "holds no text in the column 'text': it is empty", "data that is not empty"),
-        ({"source": "numbers.jsonl"}, "numbers.jsonl:1: the column 'text' holds a value of type int", "repair the row"),
+        (
+            {"source": "empty.jsonl"},
+            "holds no text in the column 'text': it is empty",
+            "data that is not empty",
+        ),
+        (
+            {"source": "numbers.jsonl"},
+            "numbers.jsonl:1: the column 'text' holds a value of type int",
+            "repair the row",
+        ),
         ({"source": "cut.jsonl.gz"}, "it cannot be read to its end", "write or download it again"),
         (
             {"source": "rows.jsonl", "tokenizer": "text.txt"},
@@ -154,14 +197,30 @@ def test_what_is_cut_is_said_before_training(config, capsys, monkeypatch):
         ),
         ({"source": "rows.jsonl", "workers": 2}, "there is no key 'workers' here", "write run.workers"),
         ({"source": "rows.jsonl", "format": "json"}, 'given is "json"; needed is', "did you mean 'jsonl'?"),
-        ({"mixture": [{"source": "rows.jsonl", "wweight": 1.0}]}, "there is no key 'wweight' here", "did you mean 'weight'?"),
-        ({"mixture": [{"source": "rows.jsonl", "weight": 0.0}]}, "data.mixture.0.weight: a weight of 0.0", "above 0"),
-        ({"source": "rows.jsonl", "streaming": True}, "streaming = True, which JSONL files have not", 'format = "datasets"'),
+        (
+            {"mixture": [{"source": "rows.jsonl", "wweight": 1.0}]},
+            "there is no key 'wweight' here",
+            "did you mean 'weight'?",
+        ),
+        (
+            {"mixture": [{"source": "rows.jsonl", "weight": 0.0}]},
+            "data.mixture.0.weight: a weight of 0.0",
+            "above 0",
+        ),
+        (
+            {"source": "rows.jsonl", "streaming": True},
+            "streaming = True, which JSONL files have not",
+            'format = "datasets"',
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_rank_starts(config, say, data, what, fix):
     whole = gzip.compress(json.dumps(ROWS[0]).encode() * 99)
-    for name, content in {"broken": b'{"text": "x"}\n{"text"', "empty": b"", "numbers": b'{"text": 3}'}.items():
+    for name, content in {
+        "broken": b'{"text": "x"}\n{"text"',
+        "empty": b"",
+        "numbers": b'{"text": 3}',
+    }.items():
         (config.parent / f"{name}.jsonl").write_bytes(content)
     (config.parent / "cut.jsonl.gz").write_bytes(whole[:-9])
     code, _, err = say("train", with_data(config, data))
@@ -191,7 +250,11 @@ def test_a_factory_whose_embedding_is_too_small_is_refused_too(config, say):
 
 
 def test_an_example_batch_takes_no_words_about_text(config, say):
-    with_data(config, {"source": "example", "tokenizer": "tokenizer", "column": "body"}, model={"source": "model.py:build"})
+    with_data(
+        config,
+        {"source": "example", "tokenizer": "tokenizer", "column": "body"},
+        model={"source": "model.py:build"},
+    )
     code, _, err = say("plan", config)
     assert code == 2
     for name in ("tokenizer", "column"):

@@ -54,7 +54,10 @@ def test_evaluations_are_shown_and_the_best_checkpoint_is_named(config, forks):
     found = lines(config, "evaluation")
     assert [line["step"] for line in found] == [4, 8, 12]
     for line in found:
-        assert f"step {line['step']}: evaluation loss {line['loss']:.4f}, perplexity {line['perplexity']:.4f}" in out
+        assert (
+            f"step {line['step']}: evaluation loss {line['loss']:.4f}, perplexity {line['perplexity']:.4f}"
+            in out
+        )
         assert f"heard of step {line['step']}" in out
     assert f"step-00000012 (evaluation loss {found[-1]['loss']:.4f})" in out
     assert "best.json" in steps_kept(config.parent / "run")
@@ -86,7 +89,9 @@ def test_harmful_steps_are_skipped_or_end_the_run_and_the_samples_are_named(conf
     assert f"step {step}: the " in err
     culprit = next(rank for rank in found[0]["ranks"] if rank["stage"])
     assert f"samples {', '.join(map(str, culprit['samples']))}" in err
-    assert not (config.parent / "run" / "checkpoints").exists() or f"step-{step:08d}" not in steps_kept(config.parent / "run")
+    assert not (config.parent / "run" / "checkpoints").exists() or f"step-{step:08d}" not in steps_kept(
+        config.parent / "run"
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,9 +101,15 @@ def test_harmful_steps_are_skipped_or_end_the_run_and_the_samples_are_named(conf
         (("--evaluate.source", "nix.txt", "--evaluate.hold_out", 0), "there is no such file or folder"),
         (("--evaluate.source", "nix.txt"), "needed is one of them"),
         (("--guard.action", "skp"), "did you mean 'skip'?"),
-        (("--model.frozen", '["hed.weight"]'), "model.frozen: 'hed.weight' matches no parameter of the model"),
+        (
+            ("--model.frozen", '["hed.weight"]'),
+            "model.frozen: 'hed.weight' matches no parameter of the model",
+        ),
         (("--model.frozen", '["*"]'), "parameters of build is trained"),
-        (("--model.source", "model.py:deaf"), "a builtin_function_or_method among the callbacks of the model"),
+        (
+            ("--model.source", "model.py:deaf"),
+            "a builtin_function_or_method among the callbacks of the model",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(config, capsys, monkeypatch, words, message):

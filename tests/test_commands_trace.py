@@ -42,11 +42,18 @@ def test_ranks_of_a_mesh_larger_than_any_machine_are_traced(config, say):
     code, out, err = say("verify", config, "--on", "trace")
     assert (code, err) == (0, "")
     folded = " ".join(out.split())
-    assert "of dp_replicate 1024 issued the 3 collectives that the program states, in each of 3 steps" in folded
+    assert (
+        "of dp_replicate 1024 issued the 3 collectives that the program states, in each of 3 steps" in folded
+    )
     assert "build, on fake tensors" in folded
     assert max(map(len, out.splitlines()[:-1])) <= 80
     verdict = verdict_of(config)
-    assert (verdict["passed"], verdict["body"], verdict["ranks"][0], verdict["ranks"][-1]) == (True, "trace", 0, 1023)
+    assert (verdict["passed"], verdict["body"], verdict["ranks"][0], verdict["ranks"][-1]) == (
+        True,
+        "trace",
+        0,
+        1023,
+    )
     assert verdict["plan"] in say("plan", config)[1]
 
 
@@ -69,7 +76,9 @@ def test_a_small_copy_is_traced_under_the_name_of_the_plan(config, say):
 def test_a_model_that_looks_at_values_is_played_on_real_tensors_and_that_is_said(config, say):
     model = config.parent / "model.py"
     model.write_text(model.read_text() + LOOKS)
-    code, out, err = say("verify", config, "--on", "trace", "--rank", 1000, "--model.source", f"{model}:looks")
+    code, out, err = say(
+        "verify", config, "--on", "trace", "--rank", 1000, "--model.source", f"{model}:looks"
+    )
     assert (code, err) == (0, "")
     assert "looks, on real tensors" in " ".join(out.split())
     assert verdict_of(config)["tensors"] == "real"
@@ -78,7 +87,11 @@ def test_a_model_that_looks_at_values_is_played_on_real_tensors_and_that_is_said
 @pytest.mark.parametrize(
     ("words", "what", "fix"),
     [
-        (["--on", "trace", "--rank", 1024], "there is no rank 1024 in dp_replicate 1024", "choose from 0 to 1023"),
+        (
+            ["--on", "trace", "--rank", 1024],
+            "there is no rank 1024 in dp_replicate 1024",
+            "choose from 0 to 1023",
+        ),
         (["--rank", 3], "threads compare all ranks, and --rank 3 names one", "add --on trace"),
         ([], "1024 ranks on this machine", "--on trace plays single ranks of any mesh"),
         (["--on", "processes"], "1024 ranks on this machine", "compare a smaller mesh"),

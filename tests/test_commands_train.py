@@ -175,11 +175,16 @@ def test_finite_data_ends_the_run_and_that_is_said(config, say):
     assert code == 0
     assert f"done: step {steps}, loss" in out
     assert f"the data ended before step {STEPS}: 1 x {samples} samples last {steps} steps" in out
-    assert sum(line[2] for line in metrics(config.parent / "run").values()) == len((config.parent / "text.txt").read_bytes()) - 1
+    assert (
+        sum(line[2] for line in metrics(config.parent / "run").values())
+        == len((config.parent / "text.txt").read_bytes()) - 1
+    )
 
 
 def test_the_sample_of_a_trained_model_acts_on_no_terminal(config, say):
-    code, out, _ = say(*alone(config, "--train.steps", 2, "--run.sample_tokens", 300, "--run.sample_prompt", "1 times"))
+    code, out, _ = say(
+        *alone(config, "--train.steps", 2, "--run.sample_tokens", 300, "--run.sample_prompt", "1 times")
+    )
     assert code == 0
     assert "1 times" in out.split("a sample")[1]
     assert all(letter.isprintable() or letter == "\n" for letter in out)

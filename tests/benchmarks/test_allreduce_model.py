@@ -7,29 +7,37 @@ from random import Random
 from benchmarks.allreduce_model import NAMES, cells_of_auto, errors, half_fitted, halves, judged, noise
 from meshwright.comm.algorithms import BACKEND, named
 from meshwright.comm.algorithms.cost_model import seconds
-from meshwright.plan.hardware.network_model import Band, Crowd, Link, Network, Timing
+from meshwright.plan.hardware.network_model import (
+    AllReduceTiming,
+    LinkCost,
+    NetworkModel,
+    RoundOverhead,
+    SizeBand,
+)
 
 SIZES = tuple(1 << power for power in range(10, 23))
-NETWORK = Network(
-    tuple(Crowd(number, 1e-4 * number) for number in (1, 2, 3)),
-    host=Link((Band(0, 1e-4, 2e9),)),
-    rank=Link((Band(0, 0.0, 4e9),)),
-    added=Link((Band(0, 0.0, 3e9),)),
+NETWORK = NetworkModel(
+    tuple(RoundOverhead(number, 1e-4 * number) for number in (1, 2, 3)),
+    intra_host=LinkCost((SizeBand(0, 1e-4, 2e9),)),
+    busiest_rank=LinkCost((SizeBand(0, 0.0, 4e9),)),
+    local_sum=LinkCost((SizeBand(0, 0.0, 3e9),)),
 )
 
 
-def timings(scatter: float = 0.0) -> list[Timing]:
+def timings(scatter: float = 0.0) -> list[AllReduceTiming]:
     """As `NETWORK` says, the backend 2.5 times the ring; every sample up to `scatter` off."""
     random, found = Random(0), []
     for name, n, nbytes in product(NAMES, (2, 3), SIZES):
-        took = seconds(named("ring" if name == BACKEND else name), n, nbytes, NETWORK) * (2.5 if name == BACKEND else 1.0)
+        took = seconds(named("ring" if name == BACKEND else name), n, nbytes, NETWORK) * (
+            2.5 if name == BACKEND else 1.0
+        )
         samples = tuple(took * (1 + random.uniform(-scatter, scatter)) for _ in range(6))
-        found.append(Timing(name, n, nbytes, took, 0.0, samples))
+        found.append(AllReduceTiming(name, n, nbytes, took, 0.0, samples))
     return found
 
 
 def test_halves_are_the_samples_of_even_and_of_odd_sweeps():
-    cell = Timing("ring", 2, 1024, 2.0, 0.0, (1.0, 3.0, 1.0, 3.0))
+    cell = AllReduceTiming("ring", 2, 1024, 2.0, 0.0, (1.0, 3.0, 1.0, 3.0))
     assert halves(cell) == (1.0, 3.0)
     assert round(noise(cell), 9) == round(noise(replace(cell, samples=cell.samples[::-1])), 9) == 2.0
     assert noise(replace(cell, samples=(1.0,))) == 0.0
@@ -48,7 +56,9 @@ def test_the_claim_holds_on_times_that_a_network_made():
 
 def test_an_algorithm_that_is_not_as_predicted_makes_the_claim_fail():
     odd = [
-        replace(cell, seconds=2 * cell.seconds) if cell.algorithm == "tree" and cell.nbytes in SIZES[1::2] else cell
+        replace(cell, seconds=2 * cell.seconds)
+        if cell.algorithm == "tree" and cell.nbytes in SIZES[1::2]
+        else cell
         for cell in timings()
     ]
     result = judged("gloo", odd)
@@ -67,7 +77,9 @@ def test_a_pick_that_is_not_the_best_is_no_hit():
     cluster = half_fitted("gloo", made)
     cells = {(cell.algorithm, cell.ranks, cell.nbytes): cell for cell in made}
     assert all(cell["hit"] for cell in cells_of_auto(cluster, cells))
-    quick = {key: replace(cell, samples=(1e-9,) * 6) if key[0] == "naive" else cell for key, cell in cells.items()}
+    quick = {
+        key: replace(cell, samples=(1e-9,) * 6) if key[0] == "naive" else cell for key, cell in cells.items()
+    }
     assert not any(cell["hit"] for cell in cells_of_auto(cluster, quick))
 
 

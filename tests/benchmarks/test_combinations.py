@@ -10,7 +10,9 @@ def test_every_pair_of_techniques_keeps_the_share_that_is_reviewed():
     wanted = reviewed()
     rows = planned(wanted.seed, range(wanted.count))
     assert [row for row in rows if row["outcome"] not in ("matched", "refused")] == []
-    assert list(short_of(of_pairs(rows), wanted)) == [], f"seed {wanted.seed}; see python -m benchmarks.random_plans --shares"
+    assert list(short_of(of_pairs(rows), wanted)) == [], (
+        f"seed {wanted.seed}; see python -m benchmarks.random_plans --shares"
+    )
 
 
 def test_every_reviewed_refusal_says_why_and_no_two_have_one_name():

@@ -21,7 +21,12 @@ from meshwright.comm.algorithms import named
 
 @pytest.mark.parametrize(
     ("name", "host_of", "tensors"),
-    [(RING, HOST_BY_HOST, 1.5), (OURS, HOST_BY_HOST, 1.0), (RING, IN_TURN, 3.0), (RING, (0, 0, 0, 1, 1, 1), 10 / 6)],
+    [
+        (RING, HOST_BY_HOST, 1.5),
+        (OURS, HOST_BY_HOST, 1.0),
+        (RING, IN_TURN, 3.0),
+        (RING, (0, 0, 0, 1, 1, 1), 10 / 6),
+    ],
 )
 def test_so_many_tensors_pass_the_busiest_card(name: str, host_of: tuple[int, ...], tensors: float) -> None:
     assert through_a_card(named(name), host_of) == pytest.approx(tensors)
@@ -35,12 +40,16 @@ def test_the_price_of_the_rounds_is_what_passes_the_busiest_card(name: str) -> N
 
 def case(factor: float, twin: float = 1.0, num_rounds: int = 20, rate: int = JUDGED) -> Case:
     walls = {RING: factor, OURS: 1.0, "twin": twin * factor}
-    rounds = Rounds(tuple({name: Cost(0.0, wall) for name, wall in walls.items()} for _ in range(num_rounds)), 0, 0.25)
+    rounds = Rounds(
+        tuple({name: Cost(0.0, wall) for name, wall in walls.items()} for _ in range(num_rounds)), 0, 0.25
+    )
     seen, aa = (interval(rounds.ratios(*pair, "wall_s")) for pair in ((RING, OURS), ("twin", RING)))
     return Case(rate, 4, 1.5, seen, aa, rounds)
 
 
-@pytest.mark.parametrize(("factor", "holds"), [(1.5, True), (1.21, True), (1.79, True), (1.19, False), (1.81, False)])
+@pytest.mark.parametrize(
+    ("factor", "holds"), [(1.5, True), (1.21, True), (1.79, True), (1.19, False), (1.81, False)]
+)
 def test_a_case_holds_within_a_fifth_of_the_prediction(factor: float, holds: bool) -> None:
     assert case(factor).holds is holds
 

@@ -46,17 +46,24 @@ def test_the_cpu_of_the_calling_thread_stands_for_that_of_the_step_where_asked_f
     assert Turn("a", cast(Ranks, OneSet())).step().cpu_s == 0.5
     calling = Turn("a", cast(Ranks, OneSet()), caller=True).step()
     assert 0 < calling.cpu_s < 0.4
-    assert calling.cpu_s + calling.others_s == pytest.approx(0.5), "what the other threads used is no load from outside"
+    assert calling.cpu_s + calling.others_s == pytest.approx(0.5), (
+        "what the other threads used is no load from outside"
+    )
 
 
 @pytest.mark.parametrize(
     ("high", "noise", "holds"),
     [(30.0, 0.0, True), (33.0, 4.0, True), (35.0, 4.0, False), (20.0, 11.0, "unresolved")],
 )
-def test_microseconds_hold_within_the_noise_and_not_beyond(high: float, noise: float, holds: bool | str) -> None:
+def test_microseconds_hold_within_the_noise_and_not_beyond(
+    high: float, noise: float, holds: bool | str
+) -> None:
     finding = Finding("us", 30.0, (25.0,) * 15, Interval(25.0, 20.0, high), Interval(0.0, -noise, noise))
     assert finding.holds == holds
 
 
 def test_too_few_rounds_resolve_nothing() -> None:
-    assert Finding("us", 30.0, (1.0,) * 14, Interval(1.0, 1.0, 1.0), Interval(0.0, 0.0, 0.0)).holds == "unresolved"
+    assert (
+        Finding("us", 30.0, (1.0,) * 14, Interval(1.0, 1.0, 1.0), Interval(0.0, 0.0, 0.0)).holds
+        == "unresolved"
+    )

@@ -4,13 +4,26 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from benchmarks.method import WIDEST_AA, Comparison, Cost, Interval, Rounds, Window, compare, interval, measure, overall
+from benchmarks.method import (
+    WIDEST_AA,
+    Comparison,
+    Cost,
+    Interval,
+    Rounds,
+    Window,
+    compare,
+    interval,
+    measure,
+    overall,
+)
 
 
 class Scripted:
     """A configuration whose steps cost what the script says, in turn; it writes its name into a diary at every step."""
 
-    def __init__(self, name: str, cpu_s: Iterable[float], diary: list[str] | None = None, wall_s: float = 1.0) -> None:
+    def __init__(
+        self, name: str, cpu_s: Iterable[float], diary: list[str] | None = None, wall_s: float = 1.0
+    ) -> None:
         self.name, self.script, self.wall_s = name, iter(cpu_s), wall_s
         self.diary = [] if diary is None else diary
 
@@ -38,7 +51,11 @@ QUIET = [0.0] * 100
 
 def rounds_of(base: Sequence[float], candidate: Sequence[float], twin: Sequence[float]) -> Rounds:
     costs = zip(base, candidate, twin, strict=True)
-    return Rounds(tuple({"base": Cost(a, a), "candidate": Cost(b, 2 * b), "twin": Cost(c, c)} for a, b, c in costs), 0, 0.25)
+    return Rounds(
+        tuple({"base": Cost(a, a), "candidate": Cost(b, 2 * b), "twin": Cost(c, c)} for a, b, c in costs),
+        0,
+        0.25,
+    )
 
 
 def comparison(ratio: Interval, aa: Interval, rounds: int = 15) -> Comparison:
@@ -67,7 +84,9 @@ def test_warm_up_steps_are_not_counted():
 
 def test_a_round_above_the_threshold_is_discarded_and_counted():
     configurations = [Scripted("base", [1.0, 2.0, 3.0, 4.0])]
-    rounds = measure(configurations, Window(clean=2, warmup=0, threshold=0.25), ScriptedMeter([0.26, 0.25, 1.5, 0.0]))
+    rounds = measure(
+        configurations, Window(clean=2, warmup=0, threshold=0.25), ScriptedMeter([0.26, 0.25, 1.5, 0.0])
+    )
     assert rounds.figures("base") == [2.0, 4.0]
     assert rounds.discarded == 2
     assert rounds.outside == (0.26, 0.25, 1.5, 0.0)
@@ -83,13 +102,16 @@ def test_short_rounds_are_judged_together_with_the_cpu_of_all_their_steps():
 
 def test_measuring_ends_after_the_stated_number_of_rounds():
     configurations = [Scripted("base", [1.0] * 5)]
-    rounds = measure(configurations, Window(clean=15, most=5, warmup=0), ScriptedMeter([0.0, 9.0, 9.0, 0.0, 9.0]))
+    rounds = measure(
+        configurations, Window(clean=15, most=5, warmup=0), ScriptedMeter([0.0, 9.0, 9.0, 0.0, 9.0])
+    )
     assert (len(rounds.clean), rounds.discarded) == (2, 3)
 
 
 def test_a_machine_that_is_never_quiet_is_said():
     with pytest.raises(
-        ValueError, match=r"not one of 3 rounds was clean: others used 2\.00 cores .* threshold of 0\.25; wait until"
+        ValueError,
+        match=r"not one of 3 rounds was clean: others used 2\.00 cores .* threshold of 0\.25; wait until",
     ):
         measure([Scripted("base", [1.0] * 3)], Window(most=3, warmup=0), ScriptedMeter([2.0] * 3))
 
@@ -125,7 +147,9 @@ def test_a_claim_holds_up_to_the_bar_plus_the_half_width_of_the_identical_pair()
 
 def test_a_wide_or_shifted_identical_pair_leaves_the_claim_unresolved():
     cheap = Interval(0.5, 0.5, 0.5)
-    assert comparison(cheap, Interval(1.0, 1 - WIDEST_AA - 0.001, 1 + WIDEST_AA + 0.001)).holds == "unresolved"
+    assert (
+        comparison(cheap, Interval(1.0, 1 - WIDEST_AA - 0.001, 1 + WIDEST_AA + 0.001)).holds == "unresolved"
+    )
     assert comparison(cheap, Interval(1.04, 1.03, 1.05)).holds == "unresolved"
     assert comparison(cheap, Interval(1.0, 0.98, 1.02)).holds is True
 
@@ -143,7 +167,10 @@ def test_a_comparison_reads_the_claim_and_its_noise_from_the_same_rounds():
     assert found.aa == Interval(1.0, 1.0, 1.0)
     assert found.holds is True
     assert found.seconds == {"candidate": 2.1, "base": 2.0, "twin": 2.0}
-    assert compare(rounds_of(base, [2.1] * 15, base), "candidate", base="base", twin="twin", bar=1.04).holds is False
+    assert (
+        compare(rounds_of(base, [2.1] * 15, base), "candidate", base="base", twin="twin", bar=1.04).holds
+        is False
+    )
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,9 @@ def test_every_schedule_agrees_with_its_law(name: str):
 
 def test_a_bubble_or_a_peak_that_misses_by_a_little_is_noticed():
     case = Case(4, 8, 1, (12, 12, 12))
-    right = Law("right", lambda c: gpipe.order(c.p, c.m), lambda c: (c.p - 1) * c.total, lambda c: c.m)
+    right = Law(
+        "right", lambda c: gpipe.gpipe_schedule(c.p, c.m), lambda c: (c.p - 1) * c.total, lambda c: c.m
+    )
     slow = Law("slow", right.make, lambda c: (c.p - 1) * c.total - 0.01, right.peak)
     full = Law("full", right.make, right.bubble, lambda c: c.m - 1)
     zero = Law("zero", right.make, None, right.peak)

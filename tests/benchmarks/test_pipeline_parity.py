@@ -37,7 +37,9 @@ def test_every_pair_of_choices_is_drawn_and_fewer_would_not_do():
 
 
 def test_a_refused_plan_is_a_miss_and_is_counted_by_its_reason():
-    refused = compared(replace(SHOWN[0], schedule="interleaved", chunks=3, ranks=4, micros=4, beside="line, sequence"))
+    refused = compared(
+        replace(SHOWN[0], schedule="interleaved", chunks=3, ranks=4, micros=4, beside="line, sequence")
+    )
     assert "refused" in refused
     assert result([refused], 1).holds is False
     exact: dict[str, object] = {"case": "one", "ranks": 2, "error": 1e-16}

@@ -77,10 +77,15 @@ def test_rates_that_are_wrong_are_noticed():
     ("schedules", "order", "chunks"),
     [(("ZB-H1", "ZB-1p"), HALVES, 1), (("ZB-V",), FOLDED, 2), (("interleaved-1F1B",), Order(), 0)],
 )
-def test_a_planners_own_closed_form_is_within_a_point_of_published_rates(schedules: tuple[str, ...], order: Order, chunks: int):
+def test_a_planners_own_closed_form_is_within_a_point_of_published_rates(
+    schedules: tuple[str, ...], order: Order, chunks: int
+):
     """What a search says that ranks wait (planner/sketch.py), from published times alone; W as half of B is 2.8 points off."""
     machines, found = profiles(), [row for row in rows() if row.schedule in schedules]
-    off, halves = ([abs(planned(row, machines, order, chunks, known) - row.rate) for row in found] for known in (True, False))
+    off, halves = (
+        [abs(planned(row, machines, order, chunks, known) - row.rate) for row in found]
+        for known in (True, False)
+    )
     assert len(found) >= 4
     assert sum(off) / len(off) < 0.01
     assert order is not HALVES or sum(halves) / len(halves) > 0.02
@@ -92,5 +97,7 @@ def planned(row: Row, machines: Mapping[str, Profile], order: Order, chunks: int
     backward = machine.inputs + machine.weights
     whole = Both(part * machine.forward, part * backward, part * machine.weights if known else 0.0)
     layout = Layout(pp=row.ranks, micros=row.micros, order=order, chunks=chunks or row.chunks)
-    waiting = waited(layout, whole, (row.ranks - 1) * whole.all) + 2 * (row.ranks - 1) * more * machine.transfer
+    waiting = (
+        waited(layout, whole, (row.ranks - 1) * whole.all) + 2 * (row.ranks - 1) * more * machine.transfer
+    )
     return waiting / (waiting + row.micros * whole.all)

@@ -8,7 +8,7 @@ from tests.planner.simple_machine import ground
 def test_twelve_plans_mix_families_and_techniques_on_two_to_four_ranks():
     assert len(CASES) == 12
     assert {case.family for case in CASES.values()} == {"llama", "gpt2", "bert", "t5"}
-    assert {case.mesh.world for case in CASES.values()} == {2, 4}
+    assert {case.mesh.world_size for case in CASES.values()} == {2, 4}
     names = {strategy.name for case in CASES.values() for strategy in case.strategies}
     assert {"replicate", "zero", "line", "pipeline", "ring", "ulysses", "recompute"} <= names
 
@@ -16,12 +16,14 @@ def test_twelve_plans_mix_families_and_techniques_on_two_to_four_ranks():
 def test_an_encoder_and_decoder_that_is_run_again_has_a_price():
     _, plan = planned(CASES["t5, 2 copies, run again"])
     found = predict(plan, ground(flops=1e11, moved=1e10, links=1e9))
-    assert 10e6 < plan.anatomy.numel < 50e6
+    assert 10e6 < plan.model_spec.numel < 50e6
     assert found.step_s > found.flops / 2 / 1e11  # each rank has half of the rows, and runs blocks again
 
 
 def test_models_draw_nothing_so_that_steps_are_alike():
     for family in ("gpt2", "bert", "t5"):
         said = config_of(family)[1].to_dict()
-        assert not any(value for key, value in said.items() if key.endswith(("pdrop", "dropout_rate", "dropout_prob")))
+        assert not any(
+            value for key, value in said.items() if key.endswith(("pdrop", "dropout_rate", "dropout_prob"))
+        )
     assert set(batch_of("t5")) == {"input_ids", "labels", "decoder_input_ids"}

@@ -52,7 +52,12 @@ def table(tmp_path: Path):
 def test_a_row_becomes_a_shape_a_layout_and_a_machine(table):
     [run], skipped = read_runs(table(ROW))
     assert not skipped
-    assert (run.source, run.seconds, run.machine.device.name, run.machine.count) == ("Somebody", 10, "A100", 64)
+    assert (run.source, run.seconds, run.machine.device.name, run.machine.count) == (
+        "Somebody",
+        10,
+        "A100",
+        64,
+    )
     assert run.shape.gated
     layout = run.layout
     assert (layout.dp, layout.tp, layout.pp, layout.chunks, layout.shards) == (8, 2, 4, 2, 1)
@@ -67,7 +72,10 @@ def test_a_row_becomes_a_shape_a_layout_and_a_machine(table):
         ({"zero_fsdp": "ZeRO-2 + Offload"}, "memory of the host, which is not built yet"),
         ({"hidden": "", "heads": "?"}, "no hidden, heads"),
         ({"micro_batch": ""}, "no micro-batch or no global batch"),
-        ({"step_time_s": "0.001"}, "faster than the peak of its devices: its batch or its time is of another run"),
+        (
+            {"step_time_s": "0.001"},
+            "faster than the peak of its devices: its batch or its time is of another run",
+        ),
     ],
 )
 def test_a_row_that_lacks_something_is_skipped_with_the_reason(table, change: dict[str, str], why: str):
@@ -115,14 +123,39 @@ def test_what_nvidias_recipes_always_do_is_filled_in_where_a_row_is_silent(table
     }
     rows = [silent, {**silent, "seq_parallel": "no", "virtual_stages": "4"}, {**silent, "source": "Somebody"}]
     recipe, said, other = (run.layout for run in read_runs(table(*rows))[0])
-    assert (recipe.kernel, recipe.hidden, recipe.sequence, recipe.shards, recipe.chunks) == ("flash3", 1.0, True, 1, 5)
+    assert (recipe.kernel, recipe.hidden, recipe.sequence, recipe.shards, recipe.chunks) == (
+        "flash3",
+        1.0,
+        True,
+        1,
+        5,
+    )
     assert (said.sequence, said.chunks) == (False, 4)
-    assert (other.kernel, other.hidden, other.sequence, other.shards, other.chunks) == ("flash2", 0.0, False, 0, 1)
+    assert (other.kernel, other.hidden, other.sequence, other.shards, other.chunks) == (
+        "flash2",
+        0.0,
+        False,
+        0,
+        1,
+    )
 
 
 def test_a_run_that_could_not_have_fitted_recomputed_unless_its_host_holds_more(table):
-    wide = {**ROW, "recompute": "", "hardware": "H100", "tp": "1", "pp": "1", "micro_batch": "4", "seq_len": "8192"}
-    rows = [wide, {**wide, "micro_batch": "1", "seq_len": "1024"}, {**wide, "hardware": "GH200"}, {**wide, "recompute": "none"}]
+    wide = {
+        **ROW,
+        "recompute": "",
+        "hardware": "H100",
+        "tp": "1",
+        "pp": "1",
+        "micro_batch": "4",
+        "seq_len": "8192",
+    }
+    rows = [
+        wide,
+        {**wide, "micro_batch": "1", "seq_len": "1024"},
+        {**wide, "hardware": "GH200"},
+        {**wide, "recompute": "none"},
+    ]
     assert [run.layout.reruns for run in read_runs(table(*rows))[0]] == ["layers", "none", "none", "none"]
 
 
@@ -148,7 +181,9 @@ def test_kinds_of_float8_and_of_recomputing_are_told_apart(table):
     ],
 )
 def test_among_whom_states_are_shared_is_heard(table, said: str, shards: int, within: int):
-    [run], _ = read_runs(table({**ROW, "zero_fsdp": said}))  # eight copies; four of them beside each other on a host
+    [run], _ = read_runs(
+        table({**ROW, "zero_fsdp": said})
+    )  # eight copies; four of them beside each other on a host
     assert (run.layout.dp, run.layout.shards, run.layout.within) == (8, shards, within)
 
 
@@ -166,7 +201,10 @@ def test_a_group_is_fitted_on_or_scored_but_never_both():
     for group in {run.group for run in some}:
         assert len({run.fitted for run in some if run.group == group}) == 1
     [score] = scores(some, learnt(some))
-    assert (score.scored, score.fitted) == (sum(not run.fitted for run in some), sum(run.fitted for run in some))
+    assert (score.scored, score.fitted) == (
+        sum(not run.fitted for run in some),
+        sum(run.fitted for run in some),
+    )
     assert score.error < 0.08
     assert score.rank is not None
     assert score.rank > 0.9
@@ -191,7 +229,9 @@ def test_a_planner_that_knows_nothing_of_pipelines_scores_badly():
         ({"pp": "64", "layers": "40"}, "pp 64 for 40 layers"),
     ],
 )
-def test_a_row_with_sizes_that_cannot_be_is_skipped_and_not_taken_for_another(change: dict[str, str], why: str, table):
+def test_a_row_with_sizes_that_cannot_be_is_skipped_and_not_taken_for_another(
+    change: dict[str, str], why: str, table
+):
     row = {**ROW, "gpus": "128", "tp": "2", "pp": "4", **change}
     _, skipped = read_runs(table(row))
     assert [each.why for each in skipped] == [why]

@@ -12,16 +12,16 @@ from benchmarks.combinations import Reviewed, Row, of_pairs, reason_of, refused_
 from benchmarks.random_draws import MOST_RANKS, TECHNIQUES, Draw, draw
 from benchmarks.random_plans import plan_or_refusal, result, tried
 from meshwright.parallel import STRATEGIES
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.plan.job.errors import Fault
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Program
-from meshwright.plan.strategy import Phase, Strategy
+from meshwright.plan.strategy import Strategy, StrategyPhase
 
-COPIES = Draw(0, 0, "llama", Mesh(dp_replicate=2), (Batch(), Replicate()), micros=1, micro_batch=1, clip=0.5)
+COPIES = Draw(0, 0, "llama", Mesh(dp_replicate=2), (BatchSplit(), DDP()), micros=1, micro_batch=1, clip=0.5)
 WANTED = Reviewed(seed=0, count=2, pairs=1, share=1.0, exceptions={}, refusals=())
 
 
@@ -30,15 +30,17 @@ class Odd(Strategy):
     """Says what is wrong without a repair, or for a reason of its own; or falls asleep, or breaks the program."""
 
     name: ClassVar[str] = "odd"
-    phase: ClassVar[Phase] = "wire"
+    phase: ClassVar[StrategyPhase] = "wire"
     how: str = ""
 
-    def check(self, job: Job, space: Space) -> Iterator[Fault]:
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         if self.how == "sleeps":
             time.sleep(1.0)
-        yield from {"mute": [Fault("bad", "")], "new": [Fault("the moon is full", "wait")]}.get(self.how, [])
+        yield from {"mute": [Diagnostic("bad", "")], "new": [Diagnostic("the moon is full", "wait")]}.get(
+            self.how, []
+        )
 
-    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
+    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         if self.how != "breaks":
             return program
         return program.edit(lambda actions: [action for action in actions if action.kind != "REDUCE"])
@@ -49,13 +51,21 @@ def odd(how: str) -> Draw:
 
 
 def row(outcome: str, *techniques: str, reasons: tuple[str, ...] = (), spoilt: str = "") -> Row:
-    return {"outcome": outcome, "techniques": list(techniques), "reasons": list(reasons), "spoilt": spoilt, "case": outcome}
+    return {
+        "outcome": outcome,
+        "techniques": list(techniques),
+        "reasons": list(reasons),
+        "spoilt": spoilt,
+        "case": outcome,
+    }
 
 
 def test_a_plan_follows_from_its_seed_and_number():
     assert [draw(3, number) for number in range(40)] == [draw(3, number) for number in range(40)]
     assert draw(3, 1) != replace(draw(4, 1), seed=3)
-    assert all(1 < draw(3, number).mesh.world <= MOST_RANKS or draw(3, number).spoilt for number in range(200))
+    assert all(
+        1 < draw(3, number).mesh.world_size <= MOST_RANKS or draw(3, number).spoilt for number in range(200)
+    )
 
 
 def test_every_technique_is_drawn_but_the_one_that_is_not_exact():
@@ -73,7 +83,7 @@ def test_equal_plans_match_and_what_else_happens_is_told_apart(monkeypatch: pyte
     assert broken["outcome"] == "crashed"
     assert "a plan was made" not in broken["case"]
     assert "REDUCE" in broken["said"] or "gradient" in broken["said"]
-    share = benchmarks.random_plans.share
+    share = benchmarks.random_plans.select_local_batch
     monkeypatch.setattr(benchmarks.random_plans, "share", lambda batch, plan, rank: share(batch, plan, 0))
     assert tried(COPIES)["outcome"] == "differs"
 
@@ -85,7 +95,7 @@ def test_what_has_not_ended_in_time_hangs_and_says_where():
 
 
 def test_a_refusal_has_a_reason_that_is_listed():
-    found = plan_or_refusal(replace(COPIES, strategies=(Batch(),)))
+    found = plan_or_refusal(replace(COPIES, strategies=(BatchSplit(),)))
     assert isinstance(found, dict)
     assert (found["outcome"], found["reasons"]) == ("refused", ["sums that nobody takes"])
     assert reason_of("the moon is full") == ""
@@ -93,10 +103,14 @@ def test_a_refusal_has_a_reason_that_is_listed():
 
 def test_a_pair_below_its_share_is_told_and_a_spoilt_plan_counts_for_no_share():
     rows = [row("matched", "a", "b"), row("refused", "a", "b", reasons=("why",))]
-    assert list(short_of(of_pairs(rows), WANTED)) == ["a + b: 1 of 2 plans are not refused; needed is a share of 1.0 (why)"]
+    assert list(short_of(of_pairs(rows), WANTED)) == [
+        "a + b: 1 of 2 plans are not refused; needed is a share of 1.0 (why)"
+    ]
     assert list(short_of(of_pairs(rows), replace(WANTED, exceptions={"a + b": 0.5}))) == []
     assert list(short_of(of_pairs([rows[0], {**rows[1], "spoilt": "with c"}]), WANTED)) == []
-    assert list(short_of(of_pairs(rows[:1]), replace(WANTED, pairs=2))) == ["1 pairs of techniques meet; needed are 2"]
+    assert list(short_of(of_pairs(rows[:1]), replace(WANTED, pairs=2))) == [
+        "1 pairs of techniques meet; needed are 2"
+    ]
     assert list(short_of(of_pairs(rows[:1]), replace(WANTED, exceptions={"a + c": 0.5}))) == [
         "a + c: an exception for two that never meet"
     ]

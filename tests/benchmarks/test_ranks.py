@@ -43,7 +43,10 @@ def test_ranks_step_together_and_keep_their_state():
 
 
 def test_a_rank_that_cannot_be_built_is_named_with_its_traceback():
-    with pytest.raises(RankFailed, match=r"(?s)rank \d of 3 of configuration 'broken' failed.*OSError: rank \d found no store"):
+    with pytest.raises(
+        RankFailed,
+        match=r"(?s)rank \d of 3 of configuration 'broken' failed.*OSError: rank \d found no store",
+    ):
         Ranks("broken", build_broken, 3, preload=())
 
 

@@ -28,11 +28,17 @@ FIELDS = [
 ]
 
 
-def part(ratio: float, bar: float, discarded: int = 0, again: float = 1.0) -> tuple[Rounds, Comparison, Comparison]:
+def part(
+    ratio: float, bar: float, discarded: int = 0, again: float = 1.0
+) -> tuple[Rounds, Comparison, Comparison]:
     costs = {"torch": Cost(1.0, 1.0), "torch again": Cost(again, again), "meshwright": Cost(ratio, ratio)}
     rounds = Rounds((costs,) * 15, discarded, 0.25, (0.1,))
     cpu = compare(rounds, "meshwright", base="torch", twin="torch again", bar=bar)
-    return rounds, cpu, compare(rounds, "meshwright", base="torch", twin="torch again", bar=bar, figure="wall_s")
+    return (
+        rounds,
+        cpu,
+        compare(rounds, "meshwright", base="torch", twin="torch again", bar=bar, figure="wall_s"),
+    )
 
 
 def test_a_result_has_the_agreed_fields_and_a_detail():
@@ -41,7 +47,9 @@ def test_a_result_has_the_agreed_fields_and_a_detail():
 
 def test_the_workload_furthest_above_its_bar_is_the_figure_of_the_claim():
     result = Result.of_comparisons(
-        "x", "x is cheap", {"large": part(1.01, 1.02, 2), "small": part(1.05, 1.02, 3), "toy": part(1.06, 1.1)}
+        "x",
+        "x is cheap",
+        {"large": part(1.01, 1.02, 2), "small": part(1.05, 1.02, 3), "toy": part(1.06, 1.1)},
     )
     assert (result.median, result.bar, result.holds) == (1.05, 1.02, False)
     assert (result.repeats, result.discarded) == (15, 5)
@@ -49,11 +57,18 @@ def test_the_workload_furthest_above_its_bar_is_the_figure_of_the_claim():
 
 
 def test_a_claim_holds_when_every_workload_does():
-    assert Result.of_comparisons("x", "x is cheap", {"large": part(1.01, 1.02), "toy": part(1.06, 1.1)}).holds is True
+    assert (
+        Result.of_comparisons("x", "x is cheap", {"large": part(1.01, 1.02), "toy": part(1.06, 1.1)}).holds
+        is True
+    )
 
 
-@pytest.mark.parametrize(("values", "bar", "holds"), [([0.1, 0.2], 2, True), ([0.1, 0.2], 3, False), ([0.1, 0.2, inf], 2, False)])
-def test_a_count_holds_when_enough_cases_are_below_the_limit_and_none_above(values: list[float], bar: int, holds: bool):
+@pytest.mark.parametrize(
+    ("values", "bar", "holds"), [([0.1, 0.2], 2, True), ([0.1, 0.2], 3, False), ([0.1, 0.2, inf], 2, False)]
+)
+def test_a_count_holds_when_enough_cases_are_below_the_limit_and_none_above(
+    values: list[float], bar: int, holds: bool
+):
     result = Result.of_count("x", "many do", values, limit=0.5, bar=bar, detail={"cases": []})
     assert result.holds is holds
     assert (result.median, result.spread, result.bar) == (2, (2, 2), bar)
@@ -61,7 +76,9 @@ def test_a_count_holds_when_enough_cases_are_below_the_limit_and_none_above(valu
 
 
 def test_a_result_is_written_as_json_without_the_name_of_the_machine(tmp_path: Path):
-    path = Result.of_comparisons("x", "x is cheap", {"large": part(1.01, 1.02)}).write("x", tmp_path / "results")
+    path = Result.of_comparisons("x", "x is cheap", {"large": part(1.01, 1.02)}).write(
+        "x", tmp_path / "results"
+    )
     written = json.loads(path.read_text())
     assert path.name == "x.json"
     assert list(written) == [*FIELDS, "detail"]

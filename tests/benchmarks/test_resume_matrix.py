@@ -16,14 +16,24 @@ from benchmarks.resume_matrix import KINDS, TRIALS, chosen
 from meshwright.api import alone
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.run.checkpoint.directories import step_folder
-from meshwright.run.checkpoint.save_load import save
+from meshwright.run.checkpoint.save_load import save_tensors
 
 ROOT = Path(meshwright.__file__).parents[2]
 
 
 @pytest.mark.timeout(400)
 def test_five_kill_resume_trials_of_every_kind_are_exact_and_leave_nothing(tmp_path: Path):
-    words = ["--trials", "5", "--seed", "489", "--only-forks", "--folder", str(tmp_path), "--results", str(tmp_path)]
+    words = [
+        "--trials",
+        "5",
+        "--seed",
+        "489",
+        "--only-forks",
+        "--folder",
+        str(tmp_path),
+        "--results",
+        str(tmp_path),
+    ]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
     argv = [sys.executable, "-m", "benchmarks.resume_matrix", *words]
     done = subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -45,8 +55,11 @@ def trial(tmp_path: Path) -> Trial:
     lines = []
     for step in range(1, STEPS + 1):
         tensors = {"model/w": torch.arange(4.0) / step, "optimizer/exp_avg/w": torch.full((4,), step / 3)}
-        save(run / "checkpoints", step, tensors, {}, group, keep=STEPS)
-        lines.append(json.dumps({"step": step, "loss": 1 / step, "grad_norm": 3 / step, "lr": 0.1, "tokens": 192}) + "\n")
+        save_tensors(run / "checkpoints", step, tensors, {}, group, keep=STEPS)
+        lines.append(
+            json.dumps({"step": step, "loss": 1 / step, "grad_norm": 3 / step, "lr": 0.1, "tokens": 192})
+            + "\n"
+        )
     (run / "metrics.jsonl").write_text("".join(lines))
     shutil.copytree(run, tmp_path / "trial" / "run")
     (tmp_path / "trial" / "tmp").mkdir()
@@ -85,7 +98,9 @@ def test_a_step_that_differs_by_one_bit_or_is_missing_is_noticed(trial: Trial):
     assert any(f"the metrics of steps 5, {STEPS}" in failure for failure in judged(trial))
 
 
-@pytest.mark.parametrize("name", ["tmp/meshwright-x", "run/checkpoints/step-00000040.partial-0a", "run/.plan.toml.1.part"])
+@pytest.mark.parametrize(
+    "name", ["tmp/meshwright-x", "run/checkpoints/step-00000040.partial-0a", "run/.plan.toml.1.part"]
+)
 def test_what_is_left_behind_is_noticed(trial: Trial, name: str):
     (trial.folder / name).mkdir()
     assert judged(trial) == [f"attempt 0: left behind: {name}"]

@@ -6,10 +6,22 @@ import pytest
 import torch
 
 from benchmarks.attention import Sizes, dense
-from benchmarks.sequence_balance import BAR, HOW, OTHERS, Case, Kernels, cases, counted, operations, packed, result, worst
+from benchmarks.sequence_balance import (
+    BAR,
+    HOW,
+    OTHERS,
+    Case,
+    Kernels,
+    cases,
+    counted,
+    operations,
+    packed,
+    result,
+    worst,
+)
 from meshwright.parallel.context import mask_blocks
-from meshwright.parallel.context.mask_blocks import Region
-from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.mask_blocks import MaskRegion
+from meshwright.parallel.context.ring import RingAttention
 
 
 def counted_by_name(how: str, mask: str, tokens: int = 515) -> Any:
@@ -32,13 +44,19 @@ def test_contiguous_slices_cost_the_last_rank_1_75_times_the_mean() -> None:
 
 
 def test_an_even_deal_that_is_given_up_fails_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
-    deal = Ring(balance="contiguous").deal
-    monkeypatch.setattr(Ring, "deal", lambda self, ranks: deal(ranks))
+    deal = RingAttention(load_balance="contiguous").sequence_sharding
+    monkeypatch.setattr(RingAttention, "sequence_sharding", lambda self, ranks: deal(ranks))
     assert result([counted_by_name("ring, zigzag", "causal")]).holds is False
 
 
-def test_pairs_that_are_masked_are_counted_where_a_kernel_goes_through_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask_blocks, "regions", lambda low, high, *_: [Region((0, len(low)), (0, high.max()), "some")])
+def test_pairs_that_are_masked_are_counted_where_a_kernel_goes_through_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        mask_blocks,
+        "find_regions",
+        lambda low, high, *_: [MaskRegion((0, len(low)), (0, high.max()), "some")],
+    )
     row = counted_by_name("ring, zigzag", "causal", 64)
     assert row["of one device"] > 1.5
 
@@ -66,7 +84,9 @@ def test_striped_documents_and_windows_are_even_and_zigzag_ones_are_not(mask: st
 
 def test_bars_are_for_what_is_to_be_even_and_others_are_shown() -> None:
     bars = {(case.how, case.mask.split()[0]): case.bar for case in cases()}
-    assert {how for (how, mask), bar in bars.items() if bar == BAR} == {how for how in HOW if "contiguous" not in how}
+    assert {how for (how, mask), bar in bars.items() if bar == BAR} == {
+        how for how in HOW if "contiguous" not in how
+    }
     assert {how for (how, mask), bar in bars.items() if bar == OTHERS} == {"ring, striped", "hybrid, striped"}
     assert {mask for (how, mask), bar in bars.items() if bar == OTHERS} == {"window", "documents", "packed"}
 

@@ -5,7 +5,18 @@ import torch
 
 from benchmarks import sequence_models
 from benchmarks.attention import MASKS, Sizes, dense, fused
-from benchmarks.sequence_parity import DEALS, LENGTHS, ROUNDINGS, TOLERANCE, Case, cases, compared, exact, gap, result
+from benchmarks.sequence_parity import (
+    DEALS,
+    LENGTHS,
+    ROUNDINGS,
+    TOLERANCE,
+    Case,
+    cases,
+    compared,
+    exact,
+    gap,
+    result,
+)
 from meshwright.parallel.context import head_exchange, ring_attention
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.plan.sharding.mesh import Mesh
@@ -55,7 +66,9 @@ def test_the_formula_is_what_torch_computes(mask: str) -> None:
 
 
 def test_a_refused_plan_is_a_miss_and_says_why() -> None:
-    refused = compared(sequence_models.Case("llama", "ulysses on 4", Mesh(cp=4), (Ulysses(), sequence_models.COPIES)))
+    refused = compared(
+        sequence_models.Case("llama", "ulysses on 4", Mesh(cp=4), (Ulysses(), sequence_models.COPIES))
+    )
     assert "6 heads" in str(refused["refused"])
     assert result([refused]).holds is False
     near = {"case": "attention, float32", "error": 1e-7}
@@ -65,11 +78,15 @@ def test_a_refused_plan_is_a_miss_and_says_why() -> None:
 
 
 def test_softmaxes_that_are_merged_wrongly_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = ring_attention.merge
-    monkeypatch.setattr(ring_attention, "merge", lambda out, lse, more, more_lse: right(out, lse, more, more_lse + 1e-6))
+    right = ring_attention.merge_outputs
+    monkeypatch.setattr(
+        ring_attention, "merge", lambda out, lse, more, more_lse: right(out, lse, more, more_lse + 1e-6)
+    )
     assert float(str(compared(Case("ring of 3", "causal", 7))["error"])) > TOLERANCE
 
 
 def test_heads_that_are_dealt_to_the_wrong_ranks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_exchange, "_mine", lambda rank, each: range((1 - rank) * each, (2 - rank) * each))
+    monkeypatch.setattr(
+        head_exchange, "_head_indices", lambda rank, each: range((1 - rank) * each, (2 - rank) * each)
+    )
     assert float(str(compared(Case("ulysses on 2", "causal", 7))["error"])) > TOLERANCE

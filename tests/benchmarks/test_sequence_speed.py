@@ -15,4 +15,8 @@ def test_both_sides_step() -> None:
 
 
 def test_techniques_are_timed_on_two_and_four_processes() -> None:
-    assert {how: sizes for how, (_, sizes) in HOW.items()} == {"ring": (2, 4), "ulysses": (2, 4), "hybrid": (4,)}
+    assert {how: sizes for how, (_, sizes) in HOW.items()} == {
+        "ring": (2, 4),
+        "ulysses": (2, 4),
+        "hybrid": (4,),
+    }

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.tensor_bytes import compared, planned, result
 from benchmarks.tensor_families import ODD, TOKENS
 from benchmarks.tensor_laws import Case, cases
-from meshwright.model.analysis.analyze import Reading
+from meshwright.model.analysis.analyze import AnalyzedModel
 
 CASES = {str(case): case for case in cases()}
 STREAM = 2 * TOKENS * ODD["hidden"] * 4  # bytes of two rows
@@ -15,9 +15,13 @@ LEDGERS = ("llama, sequence, gathered again, 3 ranks, float32", "llama, 2-D, 2 x
 
 
 @cache
-def reading_of(family: str, kind: str, even: bool) -> Reading:
+def reading_of(family: str, kind: str, even: bool) -> AnalyzedModel:
     """What the model of these cases is made of, read once for all of them."""
-    alike = (case for case in CASES.values() if (case.layer.family, case.layer.kind, case.even) == (family, kind, even))
+    alike = (
+        case
+        for case in CASES.values()
+        if (case.layer.family, case.layer.kind, case.even) == (family, kind, even)
+    )
     return next(alike).reading()
 
 

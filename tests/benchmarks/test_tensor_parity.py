@@ -5,7 +5,7 @@ import pytest
 from benchmarks.tensor_families import FAMILIES, named
 from benchmarks.tensor_parity import RANKS, SQUARES, TOLERANCE, Case, cases, compared, result
 from meshwright.parallel.tensor import megatron_1d
-from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.placement import I
 
@@ -32,7 +32,7 @@ def test_every_family_is_compared_on_all_ranks_and_beside_everything():
 
 
 def test_a_refused_plan_is_a_miss_and_says_why():
-    refused = compared(Case(named("llama"), "line of 7", Mesh(tp=7), (Line(),)))
+    refused = compared(Case(named("llama"), "line of 7", Mesh(tp=7), (TensorParallel(),)))
     assert "tp" in str(refused["refused"])
     assert result([refused]).holds is False
     exact = {**refused, "error": 1e-16}

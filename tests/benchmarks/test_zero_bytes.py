@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks.shards import Case, llama
 from benchmarks.zero_bytes import Law, bundles_of, cases, expected, law_of, planned, result, told
-from meshwright.parallel.data.zero import Zero
-from meshwright.plan.job.job import Precision
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.plan.job.job import PrecisionConfig
 from meshwright.testing.ranks import on_threads
 
 
@@ -33,7 +33,12 @@ def test_programs_send_what_the_law_says(case: Case):
 
 
 @pytest.mark.parametrize(
-    "case", [Case(Zero(), 3, 1, 2), Case(Zero(stage=2, across="dp_replicate"), 2, 2, 2, Precision(reduce="bfloat16"))], ids=str
+    "case",
+    [
+        Case(ZeRO(), 3, 1, 2),
+        Case(ZeRO(stage=2, replicate_axis="dp_replicate"), 2, 2, 2, PrecisionConfig(reduce="bfloat16")),
+    ],
+    ids=str,
 )
 def test_ledgers_tell_what_the_law_says(case: Case):
     for (ledger,) in on_threads(lambda world: told(world, [case]), case.mesh):
@@ -51,5 +56,5 @@ def test_one_byte_too_many_fails_the_claim():
 
 
 def test_weights_travel_in_their_own_dtype_and_sums_in_that_of_the_wire():
-    law = law_of(Case(Zero(), 2, precision=Precision(reduce="bfloat16")))
+    law = law_of(Case(ZeRO(), 2, precision=PrecisionConfig(reduce="bfloat16")))
     assert (law.weight, law.wire, law.gradient) == (4, 2, 4)

@@ -6,9 +6,20 @@ import pytest
 
 from benchmarks.live import live_bytes, live_storages, probed
 from benchmarks.shards import Case
-from benchmarks.zero_states import BLOCKS, DATA, against_fsdp, block_buffer, cases, cells, held, on_paper, result, states_of
-from meshwright.parallel.data.zero import Zero
-from meshwright.plan.step.single_device import ROLE
+from benchmarks.zero_states import (
+    BLOCKS,
+    DATA,
+    against_fsdp,
+    block_buffer,
+    cases,
+    cells,
+    held,
+    on_paper,
+    result,
+    states_of,
+)
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.planner.program_cost.memory import state_bytes
 from meshwright.testing.ranks import ProcessPool
 
@@ -55,10 +66,14 @@ def test_what_is_measured_has_all_stages_and_replicas():
 
 
 def test_a_probe_stands_behind_every_act():
-    plan = Case(Zero(), 2).plan()
-    kinds = [action.kind for action in probed(plan).program.actions(ROLE)]
-    assert [kind for kind in kinds if kind != "PROBE"] == [action.kind for action in plan.program.actions(ROLE)]
-    assert all(kinds[i + 1] == "PROBE" for i, kind in enumerate(kinds) if kind in ("F", "B", "PACK", "STEP"))
+    plan = Case(ZeRO(), 2).plan()
+    kinds = [action.kind for action in probed(plan).program.actions(FIRST_ROLE)]
+    assert [kind for kind in kinds if kind != "COMPARE"] == [
+        action.kind for action in plan.program.actions(FIRST_ROLE)
+    ]
+    assert all(
+        kinds[i + 1] == "COMPARE" for i, kind in enumerate(kinds) if kind in ("F", "B", "PACK", "STEP")
+    )
 
 
 def test_live_bytes_count_each_storage_once():
@@ -73,7 +88,7 @@ def test_live_bytes_count_each_storage_once():
 
 
 def test_two_processes_hold_what_their_plan_says(process_pool: ProcessPool):
-    case = Case(Zero(stage=3), 2, num_micro=2)
+    case = Case(ZeRO(stage=3), 2, num_micro=2)
     plan = case.plan()
     for rank, (peak, after) in enumerate(process_pool.run(held, case.mesh, case)):
         said = state_bytes(plan, rank).total

@@ -24,7 +24,9 @@ def here() -> Meeting:
 @pytest.fixture
 def agent(here: Meeting) -> Iterator[Meeting]:
     """The meeting of a launcher that keeps one store for all attempts, as torchrun does."""
-    store = dist.TCPStore(here.address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    store = dist.TCPStore(
+        here.address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
+    )
     yield Meeting(here.address, store.port, served=True, one_host=True, job="r")
     del store
 
@@ -48,12 +50,16 @@ def test_ranks_that_are_started_again_see_nothing_of_those_before_them(agent: Me
         assert [store.get("key") for store in stores] == [str(attempt).encode()] * WORLD
 
 
-def test_a_rank_that_is_gone_is_not_taken_for_the_one_that_replaces_it(agent: Meeting, monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_that_is_gone_is_not_taken_for_the_one_that_replaces_it(
+    agent: Meeting, monkeypatch: pytest.MonkeyPatch
+):
     hall = dist.PrefixStore("meshwright/r", dist.TCPStore(agent.address, agent.port, is_master=False))
     for rank in (1, 2):
         hall.set(f"come/{rank}", "stale")
     monkeypatch.setattr(module, "QUIET_S", 0.0)
-    with pytest.raises(CollectiveError, match=r"rank 0 waited 0\.2 s at 127\.0\.0\.1:\d+ for ranks 1, 2\. Look for a rank"):
+    with pytest.raises(
+        CollectiveError, match=r"rank 0 waited 0\.2 s at 127\.0\.0\.1:\d+ for ranks 1, 2\. Look for a rank"
+    ):
         meet(agent, 0, WORLD, 0.2)
     assert len(together(lambda rank: meet(agent, rank, WORLD, 10.0))) == WORLD
 
@@ -96,10 +102,14 @@ def test_a_port_in_use_is_named_with_the_repair(here: Meeting):
 
 
 def test_a_name_that_nobody_knows_is_refused():
-    with pytest.raises(PlanError, match=r"MASTER_ADDR: the address 'no-such-host\.invalid' is not known here"):
+    with pytest.raises(
+        PlanError, match=r"MASTER_ADDR: the address 'no-such-host\.invalid' is not known here"
+    ):
         meet(Meeting("no-such-host.invalid", 29500), 0, WORLD, 1.0)
 
 
 def test_a_rank_that_finds_no_store_says_where_it_looked(here: Meeting):
-    with pytest.raises(CollectiveError, match=rf"rank 1 found no store at {here} within 0\.3 s.*meshwright doctor"):
+    with pytest.raises(
+        CollectiveError, match=rf"rank 1 found no store at {here} within 0\.3 s.*meshwright doctor"
+    ):
         meet(here, 1, WORLD, 0.3)

@@ -48,7 +48,8 @@ def test_exactly_one_way_to_meet_is_needed() -> None:
 
 def test_a_rank_that_meets_nobody_says_so(tmp_path: Path) -> None:
     with pytest.raises(
-        CollectiveError, match=r"rank 0 did not meet the other 1 ranks within 0\.5 s.*Look for a rank that failed"
+        CollectiveError,
+        match=r"rank 0 did not meet the other 1 ranks within 0\.5 s.*Look for a rank that failed",
     ):
         rendezvous(Mesh(tp=2), 0, store_path=tmp_path / "store", timeout_s=0.5).__enter__()
 
@@ -56,7 +57,10 @@ def test_a_rank_that_meets_nobody_says_so(tmp_path: Path) -> None:
 def test_a_world_of_another_size_is_refused(tmp_path: Path) -> None:
     with (
         rendezvous(Mesh(), 0, store_path=tmp_path / "store"),
-        pytest.raises(PlanError, match=r"(?s)this process is rank 0 of 1; the plan has it as rank 1 of 4.*start 4 processes"),
+        pytest.raises(
+            PlanError,
+            match=r"(?s)this process is rank 0 of 1; the plan has it as rank 1 of 4.*start 4 processes",
+        ),
     ):
         TorchWorld(Mesh(tp=4), 1, "cpu")
 

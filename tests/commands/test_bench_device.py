@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from meshwright.commands import bench_device as verb
-from meshwright.plan.hardware.device_specs import cores
+from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.job.errors import PlanError
-from meshwright.run.measure.device_bench import Rated
+from meshwright.run.measure.device_bench import DeviceTimings
 from meshwright.run.measure.measured_files import read_profile
 from tests.command_forks import Forks
 from tests.command_line import forget_ranks, refuse_to_start, said
@@ -27,20 +27,20 @@ from tests.plan.hardware.synthetic_device import profile
 )
 def test_what_cannot_be_measured_is_refused(kind: str, threads: int, ranks: int, told: list[str]):
     with pytest.raises(PlanError) as raised:
-        verb.wanted(kind, threads, ranks, quick=True)
+        verb.parse_request(kind, threads, ranks, quick=True)
     assert all(part in str(raised.value) for part in told)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused():
     with pytest.raises(PlanError, match="no GPU is visible"):
-        verb.wanted("cuda", 0, 1, quick=True)
+        verb.parse_request("cuda", 0, 1, quick=True)
 
 
 def test_without_words_one_process_with_all_cores_measures():
-    wish = verb.wanted("cpu", 0, 1, quick=False)
-    assert (wish.kind, wish.threads, wish.ranks) == ("cpu", cores(), 1)
-    assert verb.wanted("cpu", 0, 2, quick=False).threads == max(1, cores() // 2)
+    wish = verb.parse_request("cpu", 0, 1, quick=False)
+    assert (wish.kind, wish.num_threads, wish.num_ranks) == ("cpu", available_cores(), 1)
+    assert verb.parse_request("cpu", 0, 2, quick=False).num_threads == max(1, available_cores() // 2)
 
 
 def test_what_is_measured_is_written_shown_and_the_threads_are_given_back(
@@ -48,10 +48,18 @@ def test_what_is_measured_is_written_shown_and_the_threads_are_given_back(
 ):
     made = profile()
     slices = (0.004, 0.005) * 32
-    found = Rated(made.products, made.attention, made.moved, made.computed, slices, made.call_s, made.call_backward_s)
+    found = DeviceTimings(
+        made.matmuls,
+        made.attention,
+        made.memory_ops,
+        made.elementwise_ops,
+        slices,
+        made.call_s,
+        made.call_backward_s,
+    )
     threads: list[int] = []
 
-    def rated(*args: object, **said: object) -> Rated:
+    def rated(*args: object, **said: object) -> DeviceTimings:
         threads.append(torch.get_num_threads())
         return found
 
@@ -59,20 +67,26 @@ def test_what_is_measured_is_written_shown_and_the_threads_are_given_back(
     refuse_to_start(monkeypatch)
     monkeypatch.setattr(verb, "rated", rated)
     before = torch.get_num_threads()
-    code, out, err = said(capsys, "bench", "device", "--device", "cpu", "--threads", "1", "--out", tmp_path / "device.toml")
+    code, out, err = said(
+        capsys, "bench", "device", "--device", "cpu", "--threads", "1", "--out", tmp_path / "device.toml"
+    )
     assert (code, err) == (0, "")
     assert threads == [1]
     assert torch.get_num_threads() == before
     assert "use it" in out
     read = read_profile(tmp_path / "device.toml")
     assert (read.kind, read.threads, read.ranks) == ("cpu", 1, 1)
-    assert replace(read, products=()).memory > 1 << 28
-    assert len(read.products) == len(made.products)
-    assert read.computed == made.computed
-    assert read.behind_seconds(0.0045, 2) == pytest.approx(0.00025, rel=0.05)  # half of the pairs are 0.001 apart
+    assert replace(read, matmuls=()).memory > 1 << 28
+    assert len(read.matmuls) == len(made.matmuls)
+    assert read.elementwise_ops == made.elementwise_ops
+    assert read.straggler_seconds(0.0045, 2) == pytest.approx(
+        0.00025, rel=0.05
+    )  # half of the pairs are 0.001 apart
 
 
-def test_refusals_reach_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_refusals_reach_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     forget_ranks(monkeypatch)
     refuse_to_start(monkeypatch)
     code, out, err = said(capsys, "bench", "device", "--device", "gpu")
@@ -92,11 +106,13 @@ def test_refusals_reach_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.timeout(240)
 def test_two_processes_measure_at_once(tmp_path: Path, forks: Forks):
     out = tmp_path / "device.toml"
-    code, printed, err = forks("bench", "device", "--device", "cpu", "--quick", "--threads", 1, "--ranks", 2, "--out", out)
+    code, printed, err = forks(
+        "bench", "device", "--device", "cpu", "--quick", "--threads", 1, "--ranks", 2, "--out", out
+    )
     assert (code, err) == (0, ""), err
     found = read_profile(out)
     assert (found.ranks, found.threads) == (2, 1)
     assert "2 processes of 1 threads at once" in printed
-    assert found.product_seconds(64, 64, 64) < found.product_seconds(512, 512, 512)
-    assert len(found.stretches) >= 2
-    assert 0 < found.behind_seconds(0.01, 2) < 0.005
+    assert found.matmul_seconds(64, 64, 64) < found.matmul_seconds(512, 512, 512)
+    assert len(found.lag_samples) >= 2
+    assert 0 < found.straggler_seconds(0.01, 2) < 0.005

@@ -6,21 +6,21 @@ from pathlib import Path
 import pytest
 
 from meshwright.comm.algorithms import PLAIN
-from meshwright.commands.bench_network import bench_job, wanted
+from meshwright.commands.bench_network import bench_job, parse_request
 from meshwright.plan.job.errors import PlanError
-from meshwright.run.launch.cluster_env import Place, Ranked
+from meshwright.run.launch.cluster_env import LauncherEnv, RankEnv
 from meshwright.run.measure.network_profile import read_cluster
 from tests.command_forks import Forks
 from tests.command_line import command, forget_ranks, refuse_to_start, said
 
 
 def test_sizes_are_a_range_by_doubling_a_list_or_both():
-    assert wanted("2", "1KiB..8KiB", quick=False).sizes == (1024, 2048, 4096, 8192)
-    assert wanted("2", "64, 1k,1 MiB, 1MiB..2m", quick=False).sizes == (64, 1024, 1 << 20, 2 << 20)
+    assert parse_request("2", "1KiB..8KiB", quick=False).sizes == (1024, 2048, 4096, 8192)
+    assert parse_request("2", "64, 1k,1 MiB, 1MiB..2m", quick=False).sizes == (64, 1024, 1 << 20, 2 << 20)
 
 
 def test_without_words_the_usual_is_measured_and_less_of_it_when_in_a_hurry():
-    usual, quick = wanted("", "", quick=False), wanted("", "", quick=True)
+    usual, quick = parse_request("", "", quick=False), parse_request("", "", quick=True)
     assert usual.ranks[:2] == (2, 3)
     assert (usual.sizes[0], usual.sizes[-1]) == (1024, 64 << 20)
     assert set(quick.sizes) < set(usual.sizes)
@@ -45,13 +45,13 @@ def test_without_words_the_usual_is_measured_and_less_of_it_when_in_a_hurry():
 )
 def test_what_cannot_be_measured_is_refused_all_at_once(ranks: str, sizes: str, places: list[str]):
     with pytest.raises(PlanError) as raised:
-        wanted(ranks, sizes, quick=False)
-    assert [fault.where for fault in raised.value.faults] == places
+        parse_request(ranks, sizes, quick=False)
+    assert [fault.location for fault in raised.value.diagnostics] == places
 
 
 def test_messages_that_do_not_fit_into_memory_are_refused():
     with pytest.raises(PlanError, match="are free"):
-        wanted("4", "1KiB,1MiB,1024GiB", quick=False)
+        parse_request("4", "1KiB,1MiB,1024GiB", quick=False)
 
 
 def test_refusals_reach_the_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -63,7 +63,9 @@ def test_refusals_reach_the_command_line(capsys: pytest.CaptureFixture[str], mon
     assert "repair:" in err
 
 
-def test_a_launcher_decides_how_many_ranks_there_are(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_launcher_decides_how_many_ranks_there_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     forget_ranks(monkeypatch)
     for key, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(key, value)
@@ -72,22 +74,32 @@ def test_a_launcher_decides_how_many_ranks_there_are(capsys: pytest.CaptureFixtu
     assert "--ranks 3, and a launcher has started 2 ranks" in err
 
 
-@pytest.mark.parametrize(("rank", "local_rank", "world", "local_world"), [(0, 0, 1, 1), (1, 0, 4, 2), (2, 2, 5, 3)])
-def test_ranks_alone_or_not_host_by_host_are_refused(rank: int, local_rank: int, world: int, local_world: int, tmp_path: Path):
-    place = Place("SLURM", rank, world, local_rank, local_world, "host", "127.0.0.1")
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "world", "local_world"), [(0, 0, 1, 1), (1, 0, 4, 2), (2, 2, 5, 3)]
+)
+def test_ranks_alone_or_not_host_by_host_are_refused(
+    rank: int, local_rank: int, world: int, local_world: int, tmp_path: Path
+):
+    place = LauncherEnv("SLURM", rank, world, local_rank, local_world, "host", "127.0.0.1")
     with pytest.raises(PlanError) as raised:
-        bench_job(Ranked(rank, world, local_rank, place=place), wanted("2", "", quick=True), tmp_path / "cluster.toml")
-    assert raised.value.faults[0].where == "bench comm"
+        bench_job(
+            RankEnv(rank, world, local_rank, launcher_env=place),
+            parse_request("2", "", quick=True),
+            tmp_path / "cluster.toml",
+        )
+    assert raised.value.diagnostics[0].location == "bench comm"
 
 
 @pytest.mark.timeout(240)
 def test_three_ranks_measure_write_and_show_every_algorithm(tmp_path: Path, forks: Forks):
     out = tmp_path / "cluster.toml"
-    code, printed, err = forks("bench", "comm", "--quick", "--ranks", 3, "--sizes", "64,4KiB,64KiB", "--out", out, "--lesson")
+    code, printed, err = forks(
+        "bench", "comm", "--quick", "--ranks", 3, "--sizes", "64,4KiB,64KiB", "--out", out, "--lesson"
+    )
     assert (code, err) == (0, ""), err
     cluster = read_cluster(out)
-    assert (cluster.ranks, cluster.sizes, cluster.per_host) == ((3,), (64, 4096, 1 << 16), 0)
-    assert [series.algorithm for series in cluster.measured] == [str(each) for each in PLAIN]
+    assert (cluster.ranks, cluster.sizes, cluster.ranks_per_host) == ((3,), (64, 4096, 1 << 16), 0)
+    assert [series.algorithm for series in cluster.measurements] == [str(each) for each in PLAIN]
     assert cluster.transport in ("gloo", "shared memory")
     assert "auto chose '" in printed
     assert "What lectures say loosely" in printed
@@ -100,7 +112,17 @@ def test_three_ranks_measure_write_and_show_every_algorithm(tmp_path: Path, fork
 def test_under_torchrun_the_ranks_there_are_measure_together(tmp_path: Path):
     out = tmp_path / "cluster.toml"
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "meshwright")
-    words = ("bench", "comm", "--quick", "--sizes", "64,4KiB,64KiB", "--out", out, "--html", tmp_path / "plot.html")
+    words = (
+        "bench",
+        "comm",
+        "--quick",
+        "--sizes",
+        "64,4KiB,64KiB",
+        "--out",
+        out,
+        "--html",
+        tmp_path / "plot.html",
+    )
     code, printed, err = command(*words, launcher=launcher)
     assert code == 0, err
     assert printed.count("auto chose '") == 1
@@ -114,7 +136,9 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_anything_is_measure
     forget_ranks(monkeypatch)
     refuse_to_start(monkeypatch)
     (tmp_path / "file").write_text("")
-    code, _, err = said(capsys, "bench", "comm", "--out", tmp_path / "file" / "cluster.toml", "--html", tmp_path)
+    code, _, err = said(
+        capsys, "bench", "comm", "--out", tmp_path / "file" / "cluster.toml", "--html", tmp_path
+    )
     assert code == 2
     assert "its folder cannot be made" in err
     assert "this is a folder; needed is a file" in err

@@ -4,7 +4,7 @@ import json
 
 from meshwright.commands import doctor
 from meshwright.run.launch.host_checks import Finding
-from meshwright.run.launch.local_launcher import Failure, Outcome
+from meshwright.run.launch.local_launcher import FirstFailure, LaunchResult
 from tests.command_line import forget_ranks, refuse_to_start, said
 
 GOOD, BAD = Finding("disk", "ok", "room [enough]"), Finding("port", "failure", "in use", "end it")
@@ -35,12 +35,15 @@ def test_a_failure_is_the_exit_code_and_has_its_repair(monkeypatch, capsys):
 
 
 def test_what_another_host_found_counts_and_carries_its_name():
-    report = doctor.Report("a", (GOOD,), {"b": (BAD,)}, 1.0)
+    report = doctor.HostReport("a", (GOOD,), {"b": (BAD,)}, 1.0)
     assert report.failed
     assert report.as_dict()["others"] == {"b": (vars(BAD),)}
 
 
 def test_processes_that_do_not_end_well_are_a_finding():
-    outcome = Outcome(1, Failure(1, "rank 1 failed\nRuntimeError: planted"))
+    outcome = LaunchResult(1, FirstFailure(1, "rank 1 failed\nRuntimeError: planted"))
     (finding,) = doctor._try_here(lambda argv, world, folder: outcome)
-    assert (finding.outcome, finding.text) == ("failure", "two local processes did not end well: RuntimeError: planted")
+    assert (finding.level, finding.text) == (
+        "failure",
+        "two local processes did not end well: RuntimeError: planted",
+    )

@@ -15,7 +15,9 @@ def config(tmp_path: Path, monkeypatch) -> Path:
 
 
 def test_the_world_of_the_plan_is_spread_over_hosts(config, capsys):
-    code, out, err = said(capsys, "launch", config, "--print", "slurm", "--mesh.dp_replicate", 6, "--hosts", 3)
+    code, out, err = said(
+        capsys, "launch", config, "--print", "slurm", "--mesh.dp_replicate", 6, "--hosts", 3
+    )
     assert (code, err) == (0, "")
     assert "#SBATCH --nodes=3\n#SBATCH --ntasks-per-node=2\n" in out
     assert f"meshwright train {config} --mesh.dp_replicate 6\n" in out
@@ -44,10 +46,23 @@ def test_a_plan_that_cannot_work_is_refused_before_it_waits_in_a_queue(config, c
 
 def test_options_reach_the_file_and_the_file_its_place(config, capsys, tmp_path):
     out = tmp_path / "job.yaml"
-    options = ("--cpu", "--name", "mine", "--image", "registry/mesh:1", "--volume", "claim:/work", "--out", out)
+    options = (
+        "--cpu",
+        "--name",
+        "mine",
+        "--image",
+        "registry/mesh:1",
+        "--volume",
+        "claim:/work",
+        "--out",
+        out,
+    )
     assert said(capsys, "launch", config, "--print", "k8s", *options)[0] == 0
     text = out.read_text()
-    assert all(word in text for word in ("name: mine\n", "'registry/mesh:1'", "claimName: claim", "mountPath: '/work'"))
+    assert all(
+        word in text
+        for word in ("name: mine\n", "'registry/mesh:1'", "claimName: claim", "mountPath: '/work'")
+    )
     assert "nvidia" not in text
     assert "--time=1:00:00" in said(capsys, "launch", config, "--print", "slurm", "--time", "1:00:00")[1]
 

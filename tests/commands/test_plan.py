@@ -7,12 +7,17 @@ import pytest
 from typer.testing import CliRunner
 
 from meshwright.cli import app
-from meshwright.commands.plan import explain, write_explanation
+from meshwright.commands.plan import explain_model, write_explanation
 from meshwright.plan.job.errors import PlanError
 
 LLAMA = {
     **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 16},
-    **{"intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32},
+    **{
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 32,
+    },
 }
 NEEDY = """
 from torch import nn
@@ -47,25 +52,32 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_data_that_is_not_there_and_a_mesh_that_does_not_fit_do_not_matter(config: Path):
-    explained = explain(config, [])
-    found = explained.found
-    assert [row.first for row in found.blocks] == ["model.embed_tokens", "model.layers.0", "model.norm", "lm_head"]
-    assert (explained.faults, explained.width) == ((), 4)
-    assert found.blocks[0].stream_numel == 32 * 16  # data.sequence = 256 by default; the model takes 32
+    explained = explain_model(config, [])
+    found = explained.report
+    assert [row.first_block_call for row in found.blocks] == [
+        "model.embed_tokens",
+        "model.layers.0",
+        "model.norm",
+        "lm_head",
+    ]
+    assert (explained.diagnostics, explained.param_itemsize) == ((), 4)
+    assert found.blocks[0].output_numel == 32 * 16  # data.sequence = 256 by default; the model takes 32
 
 
 def test_the_precision_of_the_job_decides_the_bytes(config: Path):
     words = ["--precision.parameters", "bfloat16", "--precision.compute", "bfloat16"]
-    assert explain(config, words).width == 2
+    assert explain_model(config, words).param_itemsize == 2
 
 
 def test_a_model_that_is_not_there_is_refused(config: Path):
     with pytest.raises(PlanError, match=r"there is no file .*other\.json"):
-        explain(config, ["--model.source", "other.json"])
+        explain_model(config, ["--model.source", "other.json"])
 
 
 def test_the_command_shows_the_model_and_writes_json(config: Path, tmp_path: Path):
-    done = CliRunner().invoke(app, ["plan", str(config), "--explain-model", "--json", str(tmp_path / "found.json")])
+    done = CliRunner().invoke(
+        app, ["plan", str(config), "--explain-model", "--json", str(tmp_path / "found.json")]
+    )
     assert done.exit_code == 0, done.output
     assert "blocks, in the order of their visits" in done.output
     assert json.loads((tmp_path / "found.json").read_text())["kind"] == "LlamaForCausalLM"
@@ -95,7 +107,7 @@ def test_words_that_do_not_go_together_are_refused(config: Path, words: list[str
 
 def test_a_file_that_cannot_be_written_is_refused(config: Path, tmp_path: Path):
     with pytest.raises(PlanError, match=r"the explanation cannot be written: .*(?s:.*)--json"):
-        write_explanation(explain(config, []), tmp_path / "no" / "folder.json")
+        write_explanation(explain_model(config, []), tmp_path / "no" / "folder.json")
 
 
 def test_a_mesh_that_divides_shows_where_every_parameter_lies(config: Path, tmp_path: Path):
@@ -114,7 +126,9 @@ def test_without_one_it_shows_what_could_be_divided(config: Path):
 
 
 def test_what_keeps_it_from_being_divided_is_said_behind_the_tables(config: Path):
-    done = CliRunner().invoke(app, ["plan", str(config), "--explain-model", "--mesh.tp", "48"], env={"COLUMNS": "200"})
+    done = CliRunner().invoke(
+        app, ["plan", str(config), "--explain-model", "--mesh.tp", "48"], env={"COLUMNS": "200"}
+    )
     assert done.exit_code == 2
     assert "parameters over tp 48" in done.output
     assert "set mesh.tp to at most 32" in " ".join((done.output + done.stderr).split())
@@ -134,6 +148,8 @@ def test_parts_of_a_model_are_explained_one_by_one(config: Path, tmp_path: Path)
 
 
 def test_more_parts_than_blocks_are_said_behind_the_tables(config: Path):
-    done = CliRunner().invoke(app, ["plan", str(config), "--explain-model", "--mesh.pp", "48"], env={"COLUMNS": "200"})
+    done = CliRunner().invoke(
+        app, ["plan", str(config), "--explain-model", "--mesh.pp", "48"], env={"COLUMNS": "200"}
+    )
     assert done.exit_code == 2
     assert "48 ranks for a model that can be cut into" in " ".join((done.output + done.stderr).split())

@@ -6,22 +6,32 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.commands.plan import resolve, write_plan
+from meshwright.commands.plan import resolve_config, write_plan
 from meshwright.parallel import STRATEGIES
-from meshwright.plan.hardware.network_model import VERSION, Band, Cluster, Fit, Link, Network, Series
+from meshwright.plan.hardware.network_model import (
+    VERSION,
+    AllReduceSeries,
+    Cluster,
+    FitError,
+    LinkCost,
+    NetworkModel,
+    SizeBand,
+)
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.config.config_file import read_request
-from meshwright.run.measure.network_profile import this_machine, write_cluster
+from meshwright.run.measure.network_profile import describe_machine, write_cluster
 from tests.command_line import forget_ranks, lay_out, said
 
-SERIES = Series("ring", 3, (1024, 1 << 20, 64 << 20), (1e-3, 1e-2, 1e-1), (0.0, 0.0, 0.0))
-LATENT, SLOW = (Network(between=Link((Band(0, *figures),))) for figures in ((1e-2, 1e12), (1e-9, 1e6)))
+SERIES = AllReduceSeries("ring", 3, (1024, 1 << 20, 64 << 20), (1e-3, 1e-2, 1e-1), (0.0, 0.0, 0.0))
+LATENT, SLOW = (
+    NetworkModel(inter_host=LinkCost((SizeBand(0, *figures),))) for figures in ((1e-2, 1e12), (1e-9, 1e6))
+)
 AUTO = [{"name": "batch"}, {"name": "replicate", "algorithm": "auto"}]
 
 
-def measured(path: Path, network: Network) -> None:
-    empty = Cluster(VERSION, "", this_machine(), "2.13", "gloo", 1, Fit(0, 0), network, (SERIES,))
-    write_cluster(replace(empty, measured=(replace(SERIES, algorithm="parallel", ranks=7),)), path)
+def measured(path: Path, network: NetworkModel) -> None:
+    empty = Cluster(VERSION, "", describe_machine(), "2.13", "gloo", 1, FitError(0, 0), network, (SERIES,))
+    write_cluster(replace(empty, measurements=(replace(SERIES, algorithm="parallel", ranks=7),)), path)
 
 
 @pytest.fixture
@@ -31,20 +41,23 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_the_written_plan_holds_the_rule_and_needs_no_cluster_any_more(config: Path, tmp_path: Path):
-    resolved = resolve(config, [], None)
+    resolved = resolve_config(config, [], None)
     write_plan(resolved, tmp_path / "plan.toml")
     document = tomllib.loads((tmp_path / "plan.toml").read_text())
     assert "cluster" not in document
     assert document["strategies"][1]["algorithm"] == "parallel"
     (tmp_path / "links.toml").unlink()
-    again, ready = resolve(tmp_path / "plan.toml", [], None)
+    again, ready = resolve_config(tmp_path / "plan.toml", [], None)
     assert again == resolved[0]
     assert ready.notes == ()
 
 
 def test_other_links_give_another_plan(config: Path, tmp_path: Path):
     measured(tmp_path / "slow.toml", SLOW)
-    first, other = resolve(config, [], None), resolve(config, ["--cluster", str(tmp_path / "slow.toml")], None)
+    first, other = (
+        resolve_config(config, [], None),
+        resolve_config(config, ["--cluster", str(tmp_path / "slow.toml")], None),
+    )
     assert other[0].strategies is not None
     assert first[1].plan.hash != other[1].plan.hash
     assert "parallel" not in other[0].strategies[1].as_dict()["algorithm"]
@@ -65,11 +78,13 @@ def test_the_file_is_looked_for_beside_the_config_and_from_the_current_folder_wh
 def test_without_a_cluster_the_plan_is_refused_with_the_command_that_measures_one(tmp_path: Path):
     config = lay_out(tmp_path, strategies=AUTO, mesh={"dp_replicate": 3})
     with pytest.raises(PlanError) as raised:
-        resolve(config, [], None)
-    assert "meshwright bench comm" in raised.value.faults[0].fix
+        resolve_config(config, [], None)
+    assert "meshwright bench comm" in raised.value.diagnostics[0].fix
 
 
-def test_plan_says_what_was_chosen_and_why(config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_plan_says_what_was_chosen_and_why(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     forget_ranks(monkeypatch)
     code, out, _ = said(capsys, "plan", config)
     assert code == 0

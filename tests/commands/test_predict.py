@@ -7,9 +7,22 @@ import pytest
 from typer.testing import CliRunner
 
 from meshwright.cli import app
-from meshwright.commands.predict import ground_of
-from meshwright.plan.hardware.device_profile import VERSION, Attended, Moved, Point, Profile
-from meshwright.plan.hardware.network_model import Band, Cluster, Fit, Link, Network, Series
+from meshwright.commands.predict import prediction_hardware
+from meshwright.plan.hardware.device_profile import (
+    VERSION,
+    AttentionTiming,
+    DeviceProfile,
+    MatmulTiming,
+    MemoryOpTiming,
+)
+from meshwright.plan.hardware.network_model import (
+    AllReduceSeries,
+    Cluster,
+    FitError,
+    LinkCost,
+    NetworkModel,
+    SizeBand,
+)
 from meshwright.plan.job.errors import PlanError
 from meshwright.planner.program_cost.device_time import ByKind
 from meshwright.planner.program_cost.network_time import ByRates, Measured, Unknown
@@ -21,23 +34,36 @@ from tests.commands.test_plan import LLAMA
 SIDES = (8, 16, 32, 64, 128, 256, 512)
 
 
-def profile(threads: int = 1, ranks: int = 2) -> Profile:
-    products = tuple(Point(side, side, side, 1, "float32", 1e9) for side in SIDES)
+def profile(threads: int = 1, ranks: int = 2) -> DeviceProfile:
+    products = tuple(MatmulTiming(side, side, side, 1, "float32", 1e9) for side in SIDES)
     attention = tuple(
-        Attended(1, 2, side, side, 8, "float32", 4e-9 * 2 * side * side * 8, 1e-8 * 2 * side * side * 8) for side in SIDES
+        AttentionTiming(
+            1, 2, side, side, 8, "float32", 4e-9 * 2 * side * side * 8, 1e-8 * 2 * side * side * 8
+        )
+        for side in SIDES
     )
-    moved = tuple(Moved(4096 << shift, 1e9) for shift in range(0, 12, 2))
+    moved = tuple(MemoryOpTiming(4096 << shift, 1e9) for shift in range(0, 12, 2))
     said = (VERSION, "2026-01-01", "cpu", "A CPU", "2.13", threads, ranks, 1 << 30, 1e-6, 1e-6)
-    return Profile(*said, products, attention, moved)
+    return DeviceProfile(*said, products, attention, moved)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write_profile(profile(), tmp_path / "device.toml")
-    link = Link((Band(0, 1e-5, 1e9),))
-    series = Series("backend", 2, (1024, 1 << 20), (1e-4, 2e-3), (0, 0))
+    link = LinkCost((SizeBand(0, 1e-5, 1e9),))
+    series = AllReduceSeries("backend", 2, (1024, 1 << 20), (1e-4, 2e-3), (0, 0))
     write_cluster(
-        Cluster(1, "2026-01-01", "A CPU", "2.13", "gloo", 0, Fit(0, 0), Network((), link, link), (series,)),
+        Cluster(
+            1,
+            "2026-01-01",
+            "A CPU",
+            "2.13",
+            "gloo",
+            0,
+            FitError(0, 0),
+            NetworkModel((), link, link),
+            (series,),
+        ),
         tmp_path / "cluster.toml",
     )
     (tmp_path / "llama.json").write_text(json.dumps(LLAMA))
@@ -59,7 +85,14 @@ def run(*words: object) -> str:
 
 
 def test_a_plan_says_what_a_step_takes_on_the_hardware_that_is_named(folder: Path):
-    words = ["--hardware", folder / "device.toml", "--cluster", folder / "cluster.toml", "--json", folder / "said.json"]
+    words = [
+        "--hardware",
+        folder / "device.toml",
+        "--cluster",
+        folder / "cluster.toml",
+        "--json",
+        folder / "said.json",
+    ]
     shown = run(folder / "config.toml", *words)
     assert "on 2 x A CPU, 2 cores" in shown
     assert "messages between acts" in shown
@@ -76,7 +109,9 @@ def test_without_hardware_a_plan_says_how_to_get_seconds_and_keeps_bytes(folder:
 
 def test_a_config_names_its_hardware_from_its_own_folder(folder: Path):
     text = (folder / "config.toml").read_text()
-    (folder / "config.toml").write_text(text + '\n[run]\nhardware = "device.toml"\ncluster = "cluster.toml"\n')
+    (folder / "config.toml").write_text(
+        text + '\n[run]\nhardware = "device.toml"\ncluster = "cluster.toml"\n'
+    )
     run(folder / "config.toml", "--out", folder / "plan.toml")
     assert str(folder / "device.toml") in (folder / "plan.toml").read_text()
     assert "on 2 x A CPU" in run(folder / "plan.toml")
@@ -84,23 +119,23 @@ def test_a_config_names_its_hardware_from_its_own_folder(folder: Path):
 
 
 def test_unknown_links_cost_nothing_and_that_is_said(folder: Path):
-    found = ground_of(str(folder / "device.toml"), "", 2)
+    found = prediction_hardware(str(folder / "device.toml"), "", 2)
     assert isinstance(found.wire, Unknown)
     assert "nothing is known of the links" in found.notes[0]
-    assert "links" not in str(ground_of(str(folder / "device.toml"), "", 1).notes)
+    assert "links" not in str(prediction_hardware(str(folder / "device.toml"), "", 1).notes)
 
 
 def test_ranks_share_the_cores_that_were_busy_while_one_was_measured(folder: Path):
-    four = ground_of(str(folder / "device.toml"), str(folder / "cluster.toml"), 4)
+    four = prediction_hardware(str(folder / "device.toml"), str(folder / "cluster.toml"), 4)
     assert (four.cores, four.threads, four.slower, four.ahead) == (2, 1, 1.0, False)
     assert four.notes[0] == "4 ranks share 2 cores: what they do at once takes as much longer"
     assert isinstance(four.wire, Measured)
-    one = ground_of(str(folder / "device.toml"), "", 1)
+    one = prediction_hardware(str(folder / "device.toml"), "", 1)
     assert (one.threads, one.slower) == (2, 0.5)
 
 
 def test_a_kind_of_device_has_its_links_and_its_peak():
-    found = ground_of("h100", "", 8)
+    found = prediction_hardware("h100", "", 8)
     assert isinstance(found.wire, ByRates)
     assert isinstance(found.pace, ByKind)
     assert (found.ahead, found.cores) == (True, 0)
@@ -119,11 +154,18 @@ def test_a_kind_of_device_has_its_links_and_its_peak():
 def test_what_cannot_be_priced_is_refused(folder: Path, hardware: str, cluster: str, said: str):
     named = str(folder / cluster) if cluster else ""
     with pytest.raises(PlanError, match=said):
-        ground_of(hardware, named, 2)
+        prediction_hardware(hardware, named, 2)
 
 
 def test_a_dtype_that_nobody_measured_is_refused(folder: Path):
-    words = ["plan", str(folder / "config.toml"), "--hardware", str(folder / "device.toml"), "--precision.compute", "bfloat16"]
+    words = [
+        "plan",
+        str(folder / "config.toml"),
+        "--hardware",
+        str(folder / "device.toml"),
+        "--precision.compute",
+        "bfloat16",
+    ]
     done = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     assert done.exit_code == 2
     assert "nothing was measured in bfloat16" in " ".join((done.output + done.stderr).split())
@@ -132,7 +174,14 @@ def test_a_dtype_that_nobody_measured_is_refused(folder: Path):
 def test_a_run_whose_hardware_is_not_known_is_refused_before_a_rank_starts(folder: Path, monkeypatch):
     forget_ranks(monkeypatch)
     refuse_to_start(monkeypatch)
-    words = ["train", str(folder / "config.toml"), "--run.hardware", "h1000", "--run.folder", str(folder / "run")]
+    words = [
+        "train",
+        str(folder / "config.toml"),
+        "--run.hardware",
+        "h1000",
+        "--run.folder",
+        str(folder / "run"),
+    ]
     done = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     assert done.exit_code == 2
     assert "'h1000' is no device that is known here" in done.output + done.stderr

@@ -104,7 +104,9 @@ def test_every_rank_has_a_log_and_a_warning_of_another_rank_reaches_the_user(tmp
 
 def test_what_was_predicted_is_kept_with_the_run_and_shown_beside_what_was_measured(config, capsys, tmp_path):
     write_profile(profile(), tmp_path / "device.toml")
-    code, _, err = said(capsys, *alone(config, "--run.hardware", tmp_path / "device.toml", "--run.trace_steps", 1))
+    code, _, err = said(
+        capsys, *alone(config, "--run.hardware", tmp_path / "device.toml", "--run.trace_steps", 1)
+    )
     assert code == 0, err
     (folder,) = (path.parent for path in tmp_path.rglob("about.json"))
     predicted = json.loads((folder / "about.json").read_text())["predicted"]

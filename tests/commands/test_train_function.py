@@ -8,16 +8,16 @@ import pytest
 import torch
 
 import meshwright
-from meshwright.api import build, make_plan
+from meshwright.api import make_plan, parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.oom_advice import OutOfMemory, exhausted
+from meshwright.oom_advice import OutOfMemory, is_out_of_memory
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Evaluate
-from meshwright.plan.job.run_options import Run
+from meshwright.plan.job.job import EvalConfig
+from meshwright.plan.job.run_options import RunConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.telemetry.callbacks import STOP, Callback, Moment
-from meshwright.run.training.train_loop import Ended
+from meshwright.run.telemetry.callbacks import STOP, Callback, CallbackEvent
+from meshwright.run.training.train_loop import TrainResult
 from meshwright.testing.ranks import on_threads
 from tests.engine.one_device import part
 from tests.tiny_model import reading_of, rows, tiny_job
@@ -27,15 +27,15 @@ DATA = rows(31)
 Rows = Mapping[str, torch.Tensor]
 
 
-def plan_in(folder: Path, evaluate: Evaluate | None = None, steps: int = 6) -> Plan:
-    job = tiny_job(evaluate=evaluate or Evaluate())
+def plan_in(folder: Path, evaluate: EvalConfig | None = None, steps: int = 6) -> Plan:
+    job = tiny_job(evaluate=evaluate or EvalConfig())
     job = replace(job, train=replace(job.train, steps=steps))
-    return make_plan(READING, job, Mesh(dp_replicate=2), run=Run(str(folder), save_every=0, keep=9))
+    return make_plan(READING, job, Mesh(dp_replicate=2), run=RunConfig(str(folder), save_every=0, keep=9))
 
 
-def played(plan: Plan, **more: object) -> list[Ended]:
-    def rank(world: World) -> Ended:
-        with build(READING, plan, world=world) as engine:
+def played(plan: Plan, **more: object) -> list[TrainResult]:
+    def rank(world: World) -> TrainResult:
+        with parallelize(READING, plan, world=world) as engine:
             return meshwright.train(engine, DATA, **more)
 
     return on_threads(rank, plan.mesh)
@@ -44,15 +44,15 @@ def played(plan: Plan, **more: object) -> list[Ended]:
 def test_a_run_is_trained_evaluated_and_saved(tmp_path):
     shown: list[float] = []
     spy = Callback(on_evaluate=lambda moment: shown.append(moment.evaluation["loss"]))
-    (ended, other) = played(plan_in(tmp_path, Evaluate(hold_out=7, every=2)), callbacks=[spy])
+    (ended, other) = played(plan_in(tmp_path, EvalConfig(hold_out=7, every=2)), callbacks=[spy])
     assert (ended.step, ended.stopped, other.step) == (6, False, 6)
     assert len(shown) == 3
-    assert ended.so_far.best == min(shown)
+    assert ended.eval_history.best_loss == min(shown)
     assert ended.checkpoint.name == "step-00000006"
 
 
 def test_the_same_call_goes_on_where_the_last_one_stopped(tmp_path):
-    def enough(moment: Moment) -> str | None:
+    def enough(moment: CallbackEvent) -> str | None:
         return STOP if moment.step == 2 else None
 
     plan = plan_in(tmp_path / "two")
@@ -65,14 +65,16 @@ def test_the_same_call_goes_on_where_the_last_one_stopped(tmp_path):
 
 def test_samples_held_out_elsewhere_are_evaluated_and_all_others_trained_on(tmp_path):
     (own, _) = played(plan_in(tmp_path / "own"), held_out=part(DATA, 0, 5))
-    assert own.so_far.best is not None
+    assert own.eval_history.best_loss is not None
     (without, _) = played(plan_in(tmp_path / "without"))
-    assert (without.so_far.best, own.loss) == (None, without.loss)
+    assert (without.eval_history.best_loss, own.loss) == (None, without.loss)
 
 
 def test_evaluations_without_samples_are_refused(tmp_path):
-    with pytest.raises(Exception, match=r"the plan asks for evaluations, and no samples were passed") as caught:
-        played(plan_in(tmp_path, Evaluate("val.txt")))
+    with pytest.raises(
+        Exception, match=r"the plan asks for evaluations, and no samples were passed"
+    ) as caught:
+        played(plan_in(tmp_path, EvalConfig("val.txt")))
     assert isinstance(caught.value, PlanError) or isinstance(caught.value.__cause__, PlanError)
 
 
@@ -81,17 +83,17 @@ def test_an_engine_evaluates_batches_of_its_own(tmp_path):
     batches = [part(DATA, 0, 12), part(DATA, 12, 24), part(DATA, 24, 31)]
 
     def rank(world: World) -> float:
-        with build(READING, plan, world=world) as engine:
-            return engine.evaluate(engine.share(batch) for batch in batches).loss
+        with parallelize(READING, plan, world=world) as engine:
+            return engine.evaluate(engine.local_batch(batch) for batch in batches).loss
 
-    with build(READING, make_plan(READING, plan.job)) as alone:
+    with parallelize(READING, make_plan(READING, plan.job)) as alone:
         wanted = alone.evaluate(batches).loss
     assert on_threads(rank, plan.mesh) == [pytest.approx(wanted, rel=1e-12)] * 2
 
 
 def test_several_optimizers_from_python_train_as_one_that_does_the_same(tmp_path):
     def trained(optimizer: object) -> float:
-        with build(READING, make_plan(READING, plan_in(tmp_path).job), optimizer=optimizer) as engine:
+        with parallelize(READING, make_plan(READING, plan_in(tmp_path).job), optimizer=optimizer) as engine:
             return [engine.step(part(DATA, 0, 12)).loss for _ in range(3)][-1]
 
     def two(groups: list[dict]) -> list[torch.optim.Optimizer]:
@@ -107,7 +109,7 @@ def test_a_rank_that_runs_out_of_memory_says_what_takes_less_as_under_the_comman
     words = r"rank \d ran out of memory(?s:.*)planned +\d(?s:.*)live +\d(?s:.*)takes less"
     with pytest.raises(OutOfMemory, match=words) as caught:
         played(plan_in(tmp_path), stopping=greedy)
-    assert exhausted(caught.value.__cause__)
+    assert is_out_of_memory(caught.value.__cause__)
 
 
 def test_another_error_of_a_rank_is_left_as_it_is(tmp_path):

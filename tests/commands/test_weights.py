@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 
 from meshwright.api import alone
 from meshwright.commands import weights
-from meshwright.commands.plan import resolve
+from meshwright.commands.plan import resolve_config
 from meshwright.commands.weights import convert, export_checkpoint
 from meshwright.model.hf import hub
-from meshwright.model.loading.safetensors_io import SINGLE
+from meshwright.model.loading.safetensors_io import SINGLE_FILE
 from meshwright.plan.job.errors import PlanError
-from meshwright.run.checkpoint.save_load import load
+from meshwright.run.checkpoint.save_load import load_tensors
 from meshwright.run.export import hf_export as export_module
-from meshwright.run.export.roundtrip_check import RoundTrip
-from meshwright.run.training.train_loop import save_run
+from meshwright.run.export.roundtrip_check import RoundTripResult
+from meshwright.run.training.train_loop import save_run_checkpoint
 from tests.command_line import Said, checkpoint, forget_ranks, lay_out, refuse_to_start, said
 from tests.model.published_models import published
 
@@ -42,7 +42,9 @@ def trained(tmp_path_factory, forks) -> Path:
     """A folder with published weights, and with a run of two steps from them, so small that nothing changed."""
     folder = tmp_path_factory.mktemp("trained")
     published(folder / "published", vocab_size=256)
-    code, _, err = forks("train", config_of(folder, "../published"), "--optimizer.lr", "1e-30", "--optimizer.weight_decay", "0")
+    code, _, err = forks(
+        "train", config_of(folder, "../published"), "--optimizer.lr", "1e-30", "--optimizer.weight_decay", "0"
+    )
     assert (code, err) == (0, "")
     return folder
 
@@ -56,12 +58,14 @@ def folder(tmp_path: Path) -> Path:
 
 def config_of(tmp_path: Path, weights: str, **model: object) -> Path:
     table = {"source": "", "weights": weights, **model}
-    return lay_out(tmp_path / "job", model=table, mesh={"dp_replicate": 1}, train={"steps": 2}, run={"save_every": 0})
+    return lay_out(
+        tmp_path / "job", model=table, mesh={"dp_replicate": 1}, train={"steps": 2}, run={"save_every": 0}
+    )
 
 
 def test_a_run_starts_from_its_weights_and_leaves_as_a_folder(tmp_path: Path, trained: Path, say):
-    saved = load(checkpoint(trained / "job" / "run", 2))[0]
-    given = load_file(trained / "published" / SINGLE)
+    saved = load_tensors(checkpoint(trained / "job" / "run", 2))[0]
+    given = load_file(trained / "published" / SINGLE_FILE)
     assert torch.equal(saved["model/lm_head.weight"], given["lm_head.weight"])
     code, out, err = say("export", trained / "job" / "run", tmp_path / "out")
     assert (code, err) == (0, "")
@@ -70,7 +74,9 @@ def test_a_run_starts_from_its_weights_and_leaves_as_a_folder(tmp_path: Path, tr
     assert all(torch.equal(back.get_parameter(name), value) for name, value in given.items())
 
 
-def test_a_plan_says_where_weights_come_from_and_its_hash_follows_their_values(tmp_path: Path, folder: Path, say):
+def test_a_plan_says_where_weights_come_from_and_its_hash_follows_their_values(
+    tmp_path: Path, folder: Path, say
+):
     config = config_of(tmp_path, str(folder))
     code, out, err = say("plan", config, "--out", tmp_path / "plan.toml")
     assert (code, err) == (0, "")
@@ -101,8 +107,12 @@ def test_a_plan_holds_the_commit_of_a_hub_id(tmp_path: Path, say, monkeypatch):
     snapshot = tmp_path / COMMIT
     published(snapshot, vocab_size=256)
     asked = []
-    monkeypatch.setattr(hub, "snapshot_download", lambda name, **given: asked.append(given["revision"]) or str(snapshot))
-    code, out, err = say("plan", config_of(tmp_path, "org/name", revision="main"), "--out", tmp_path / "plan.toml")
+    monkeypatch.setattr(
+        hub, "snapshot_download", lambda name, **given: asked.append(given["revision"]) or str(snapshot)
+    )
+    code, out, err = say(
+        "plan", config_of(tmp_path, "org/name", revision="main"), "--out", tmp_path / "plan.toml"
+    )
     assert (code, err) == (0, "")
     model = tomllib.loads((tmp_path / "plan.toml").read_text())["model"]
     assert (model["source"], model["weights"], model["revision"]) == ("org/name", "org/name", COMMIT)
@@ -120,7 +130,9 @@ def test_import_compares_and_shows_the_table(folder: Path, say):
 
 
 def test_an_export_that_differs_is_no_export(tmp_path: Path, trained: Path, say, monkeypatch):
-    monkeypatch.setattr(export_module, "compare_logits", lambda *given: RoundTrip("planted outputs", 0.5, 1e-6))
+    monkeypatch.setattr(
+        export_module, "compare_logits", lambda *given: RoundTripResult("planted outputs", 0.5, 1e-6)
+    )
     code, out, err = say("export", trained / "job" / "run", tmp_path / "out")
     assert (code, out) == (1, "")
     assert "not exported: planted outputs differ by 0.5" in err
@@ -151,14 +163,14 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, trained: Path, folde
 
 
 def test_a_run_of_a_factory_leaves_as_one_file(tmp_path: Path, say):
-    ready = resolve(lay_out(tmp_path / "job", mesh={"dp_replicate": 1}), [], None)[1]
+    ready = resolve_config(lay_out(tmp_path / "job", mesh={"dp_replicate": 1}), [], None)[1]
     world = alone(torch.device("cpu"))
-    with ready.engine(world) as engine:
-        save_run(engine.player, ready.plan, world, ready.data.digest)
+    with ready.make_trainer(world) as engine:
+        save_run_checkpoint(engine.executor, ready.plan, world, ready.dataset.digest)
     code, out, err = say("export", tmp_path / "job" / "run", tmp_path / "out")
     assert (code, err) == (0, "")
     assert "tensors read back" in out
-    assert "layers.0.mix.weight" in load_file(tmp_path / "out" / SINGLE)
+    assert "layers.0.mix.weight" in load_file(tmp_path / "out" / SINGLE_FILE)
 
 
 # convert
@@ -184,51 +196,51 @@ def test_a_pickle_of_tensors_becomes_safetensors(tmp_path: Path, say, zipped: bo
     shared = torch.randn(4, 3)
     given = {"a": shared, "tied": shared, "t": torch.randn(3, 4).t(), "n": torch.tensor(3)}
     file = pickled(tmp_path / "model.bin", given, _use_new_zipfile_serialization=zipped)
-    code, out, err = say("convert", file, tmp_path / SINGLE)
+    code, out, err = say("convert", file, tmp_path / SINGLE_FILE)
     assert (code, err) == (0, "")
-    assert out == f"4 tensors written to {tmp_path / SINGLE}\n"
-    found = load_file(tmp_path / SINGLE)
+    assert out == f"4 tensors written to {tmp_path / SINGLE_FILE}\n"
+    found = load_file(tmp_path / SINGLE_FILE)
     assert found.keys() == given.keys()
     assert all(torch.equal(found[name], given[name]) for name in given)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.bin", SINGLE]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.bin", SINGLE_FILE]
 
 
 def test_an_entry_is_chosen_by_its_key(tmp_path: Path, say):
     file = pickled(tmp_path / "run.pt", {"model": {"a": torch.ones(2)}, "step": 3})
-    code, _, err = say("convert", file, tmp_path / SINGLE)
+    code, _, err = say("convert", file, tmp_path / SINGLE_FILE)
     assert code == 2
     assert "other things than tensors by name; it holds model (dict), step (int)" in err
     assert "--key NAME" in err
-    assert say("convert", file, tmp_path / SINGLE, "--key", "model")[0] == 0
+    assert say("convert", file, tmp_path / SINGLE_FILE, "--key", "model")[0] == 0
     assert say("convert", file, tmp_path / "b.safetensors", "--key", "models")[0] == 2
 
 
 def test_a_pickle_that_would_run_something_does_not(tmp_path: Path, say):
     mark = tmp_path / "ran"
-    code, _, err = say("convert", pickled(tmp_path / "evil.pt", {"a": Evil(mark)}), tmp_path / SINGLE)
+    code, _, err = say("convert", pickled(tmp_path / "evil.pt", {"a": Evil(mark)}), tmp_path / SINGLE_FILE)
     assert code == 2
     assert "it asks for posix.system: it holds more than tensors" in err
     assert "weights_only" not in err
     assert not mark.exists()
-    assert not (tmp_path / SINGLE).exists()
+    assert not (tmp_path / SINGLE_FILE).exists()
 
 
 def test_the_child_sees_nothing_of_the_environment(tmp_path: Path, monkeypatch):
     seen = tmp_path / "seen.json"
     script = tmp_path / "spy.py"
     script.write_text(f"import json, os\nopen({str(seen)!r}, 'w').write(json.dumps(dict(os.environ)))\n")
-    monkeypatch.setattr(weights, "SCRIPT", script)
+    monkeypatch.setattr(weights, "CONVERT_SCRIPT", script)
     monkeypatch.setenv("HF_TOKEN", "secret")
     with pytest.raises(PlanError, match="ended with code 0"):
-        convert(pickled(tmp_path / "a.pt", {}), tmp_path / SINGLE, "", {"PATH": "/bin"})
+        convert(pickled(tmp_path / "a.pt", {}), tmp_path / SINGLE_FILE, "", {"PATH": "/bin"})
     assert set(json.loads(seen.read_text())) - {"LC_CTYPE"} == {"PATH"}
 
 
 @pytest.mark.parametrize(
     ("content", "out", "reason"),
     [
-        (b"not a pickle", SINGLE, "is no file that torch.save wrote"),
-        (b"", SINGLE, "is no file that torch.save wrote"),
+        (b"not a pickle", SINGLE_FILE, "is no file that torch.save wrote"),
+        (b"", SINGLE_FILE, "is no file that torch.save wrote"),
         (b"x", "model.bin", "exists"),
         (b"x", "other.pt", "does not end in .safetensors"),
         (b"x", "nowhere/model.safetensors", "lies in no folder"),
@@ -239,4 +251,4 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, say, content: bytes
     code, _, err = say("convert", tmp_path / "model.bin", tmp_path / out)
     assert code == 2
     assert reason in err
-    assert say("convert", tmp_path / "missing.bin", tmp_path / SINGLE)[0] == 2
+    assert say("convert", tmp_path / "missing.bin", tmp_path / SINGLE_FILE)[0] == 2

@@ -5,24 +5,26 @@ from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.state import Metrics
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.run.data.feed import ExampleData, open_feed
+from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.testing.ranks import on_threads
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.engine.step.test_gradient_noise import READING, noisy
 from tests.tiny_model import Tiny, player_of, rows, tiny_job
 
 
-def played(mesh: Mesh, strategies: tuple[Strategy, ...], micro_batch: int = 2) -> tuple[list[list[Metrics]], list[Tiny]]:
+def played(
+    mesh: Mesh, strategies: tuple[Strategy, ...], micro_batch: int = 2
+) -> tuple[list[list[Metrics]], list[Tiny]]:
     """Each rank's metrics of three steps, and the model as it was before each."""
     plan = make_plan(READING, noisy(tiny_job()), mesh, strategies, micro_batch)
-    assert prove(plan) == []
+    assert static_checks(plan) == []
 
     def rank(world: World) -> tuple[list[Metrics], list[Tiny]]:
-        player, feed = player_of(READING, plan, world), open_feed(ExampleData(rows()), plan, world.rank)
+        player, feed = player_of(READING, plan, world), open_feed(ExampleDataset(rows()), plan, world.rank)
         models, metrics = [], []
         for step in range(3):
             model = Tiny().double()
-            model.load_state_dict(player.parameters())
+            model.load_state_dict(player.gather_parameters())
             models.append(model)
             metrics.append(player.step(feed.batch(step)))
         player.close()

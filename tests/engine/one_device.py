@@ -8,44 +8,50 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.api import alone, make_dice, make_plan, make_subject, read
-from meshwright.engine.optim.optimizers import MakeOptimizer
-from meshwright.engine.runtime.loss import IGNORED, Loss, token_cross_entropy
-from meshwright.engine.runtime.state import State
-from meshwright.engine.step.executor import Player
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Optimizer, Precision, Train
+from meshwright.api import alone, analyze, make_plan, make_stateless_rng, make_trained_module
+from meshwright.engine.optim.optimizers import OptimizerFactory
+from meshwright.engine.runtime.loss import IGNORE_INDEX, Loss, token_cross_entropy
+from meshwright.engine.runtime.state import RankState
+from meshwright.engine.step.executor import Executor
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig, TrainConfig
 from tests.tiny_model import TOKENS, VOCABULARY, Tiny, reading_of, rows
 
-FLOAT64 = Precision("float64", "float64", "float64")
+FLOAT64 = PrecisionConfig("float64", "float64", "float64")
 Batch = dict[str, torch.Tensor]
 
 
 def job_of(batch: int = 12, steps: int = 20, clip: float = 0.0, **parts: Any) -> Job:
     """A job in float64 with SGD at 0.1; `parts` replace its parts."""
-    job = Job(ModelSource("tiny.py:Tiny"), DataSource("example", sequence=TOKENS), Train(steps, batch, clip))
-    return replace(job, **{"precision": FLOAT64, "optimizer": Optimizer("sgd", lr=0.1, weight_decay=0.0), **parts})
+    job = Job(
+        ModelConfig("tiny.py:Tiny"), DataConfig("example", sequence=TOKENS), TrainConfig(steps, batch, clip)
+    )
+    return replace(
+        job, **{"precision": FLOAT64, "optimizer": OptimizerConfig("sgd", lr=0.1, weight_decay=0.0), **parts}
+    )
 
 
 @dataclass
 class Pair:
     """A player, and a copy of its model from before it began, to train by hand."""
 
-    player: Player
+    player: Executor
     model: nn.Module
     loss: Loss
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The player's logical parameters."""
-        return self.player.state.subject.parameters
+        return self.player.state.trained_module.parameters
 
     def loss_alone(self, batch: Batch) -> torch.Tensor:
         """The loss of a whole batch, with its graph, in the copy."""
         inputs = {key: value for key, value in batch.items() if key not in self.loss.targets}
         return self.loss.total(self.model(**inputs), batch) / max(float(self.loss.count(batch)), 1.0)
 
-    def step_alone(self, optimizer: torch.optim.Optimizer, batch: Batch, clip: float = 0.0) -> tuple[float, float]:
+    def step_alone(
+        self, optimizer: torch.optim.Optimizer, batch: Batch, clip: float = 0.0
+    ) -> tuple[float, float]:
         """One ordinary step of the copy; returns loss and gradient norm."""
         optimizer.zero_grad()
         loss = self.loss_alone(batch)
@@ -66,22 +72,34 @@ def pair(
     example: Mapping[str, torch.Tensor] | None = None,
     job: Job | None = None,
     micro_batch: int = 0,
-    optimizer: MakeOptimizer | None = None,
+    optimizer: OptimizerFactory | None = None,
     loss: Loss | None = None,
 ) -> Pair:
     """A player of the model that `build` makes, alone on this device."""
     known = build is Tiny and example is None and loss is None
     job, loss = job or job_of(), loss or token_cross_entropy()
-    reading = reading_of() if known else read(build, rows(2) if example is None else example, loss=loss)
+    reading = reading_of() if known else analyze(build, rows(2) if example is None else example, loss=loss)
     plan = make_plan(reading, job, micro_batch=micro_batch)
-    subject = make_subject(reading, torch.device("cpu"), getattr(torch, job.precision.parameters))
+    subject = make_trained_module(reading, torch.device("cpu"), getattr(torch, job.precision.parameters))
     model = copy.deepcopy(subject.module)
-    return Pair(Player(plan, State(subject, alone(torch.device("cpu")), loss), optimizer, make_dice(reading, plan)), model, loss)
+    return Pair(
+        Executor(
+            plan,
+            RankState(subject, alone(torch.device("cpu")), loss),
+            optimizer,
+            make_stateless_rng(reading, plan),
+        ),
+        model,
+        loss,
+    )
 
 
 def bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     """The exact content of every tensor, to compare bitwise."""
-    return {name: value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, value in tensors.items()}
+    return {
+        name: value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for name, value in tensors.items()
+    }
 
 
 def part(batch: Batch, start: int, stop: int) -> Batch:
@@ -92,7 +110,7 @@ def part(batch: Batch, start: int, stop: int) -> Batch:
 def ignored(batch: Batch, *some: int) -> Batch:
     """`batch` with all labels of the rows `some` ignored; of every row when none is named."""
     labels = batch["labels"].clone()
-    labels[list(some) if some else slice(None)] = IGNORED
+    labels[list(some) if some else slice(None)] = IGNORE_INDEX
     return {**batch, "labels": labels}
 
 

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.api import make_plan, read
+from meshwright.api import analyze, make_plan
 from meshwright.engine.runtime.loss import Batch, Loss
-from meshwright.model.analysis.analyze import Reading
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.job.job import Job
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
@@ -23,7 +23,10 @@ class Towers(nn.Module):
 
     def __init__(self, *, bare: bool = False, inside: bool = False) -> None:
         super().__init__()
-        self.image, self.text = nn.Linear(IMAGE, WIDTH), nn.Sequential(nn.Linear(TEXT, 5), nn.Tanh(), nn.Linear(5, WIDTH))
+        self.image, self.text = (
+            nn.Linear(IMAGE, WIDTH),
+            nn.Sequential(nn.Linear(TEXT, 5), nn.Tanh(), nn.Linear(5, WIDTH)),
+        )
         self.log_scale = nn.Parameter(torch.tensor(0.7))
         self.bare, self.inside = bare, inside
 
@@ -56,14 +59,18 @@ CONTRASTIVE = Loss(info_nce, number_of_rows, targets=("kind",), whole_batch=True
 def pairs(count: int = 24) -> dict[str, torch.Tensor]:
     """Rows of both kinds of input, and a kind per row."""
     generator = torch.Generator().manual_seed(3)
-    image, text = (torch.randn(count, width, generator=generator, dtype=torch.float64) for width in (IMAGE, TEXT))
+    image, text = (
+        torch.randn(count, width, generator=generator, dtype=torch.float64) for width in (IMAGE, TEXT)
+    )
     return {"image": image, "text": text, "kind": torch.randint(5, (count,), generator=generator)}
 
 
 def global_batches(count: int, size: int = 12) -> list[dict[str, torch.Tensor]]:
     """`pairs(count)` in batches of `size`; the last may be short."""
     rows = pairs(count)
-    return [{key: value[first : first + size] for key, value in rows.items()} for first in range(0, count, size)]
+    return [
+        {key: value[first : first + size] for key, value in rows.items()} for first in range(0, count, size)
+    ]
 
 
 def reading_of_towers(
@@ -71,14 +78,21 @@ def reading_of_towers(
     model: type[Towers] = Towers,
     example: dict[str, torch.Tensor] | None = None,
     **options: bool,
-) -> Reading:
+) -> AnalyzedModel:
     """What the towers are made of, read from float32 rows."""
-    rows = {key: value.float() if value.is_floating_point() else value for key, value in (example or pairs(4)).items()}
-    return read(lambda: model(**options), rows, loss=loss)
+    rows = {
+        key: value.float() if value.is_floating_point() else value
+        for key, value in (example or pairs(4)).items()
+    }
+    return analyze(lambda: model(**options), rows, loss=loss)
 
 
 def towers_plan(
-    reading: Reading, mesh: Mesh, strategies: Iterable[Strategy] | None = None, micro_batch: int = 0, job: Job | None = None
+    reading: AnalyzedModel,
+    mesh: Mesh,
+    strategies: Iterable[Strategy] | None = None,
+    micro_batch: int = 0,
+    job: Job | None = None,
 ) -> Plan:
     """The plan over the data axes of `mesh`."""
     return make_plan(reading, job or tiny_job(), mesh, strategies, micro_batch)

@@ -44,14 +44,22 @@ def identifiers(source: Source) -> Iterator[tuple[str, int]]:
     """Every identifier with its line; text in docstrings and strings is none."""
     for node in ast.walk(source.tree):
         match node:
-            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            case (
+                ast.Name(id=name)
+                | ast.Attribute(attr=name)
+                | ast.FunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ):
                 yield name, node.lineno
             case ast.AsyncFunctionDef(name=name) | ast.arg(arg=name):
                 yield name, node.lineno
             case ast.keyword(arg=str(name)):
                 yield name, node.value.lineno
             case ast.Import(names=names) | ast.ImportFrom(names=names):
-                parts = [getattr(node, "module", None), *(part for alias in names for part in (alias.name, alias.asname))]
+                parts = [
+                    getattr(node, "module", None),
+                    *(part for alias in names for part in (alias.name, alias.asname)),
+                ]
                 yield from ((word, node.lineno) for part in parts if part for word in part.split("."))
 
 
@@ -75,7 +83,10 @@ def named_techniques(source: Source, names: frozenset[str]) -> Iterator[tuple[st
             if f"_{name}_" in f"_{said}_":
                 yield (
                     name,
-                    Finding(line, f"{identifier} names the technique '{name}': the core lacks a word; add the word, not the if"),
+                    Finding(
+                        line,
+                        f"{identifier} names the technique '{name}': the core lacks a word; add the word, not the if",
+                    ),
                 )
 
 
@@ -83,12 +94,17 @@ def technique_in_organ(source: Source, names: frozenset[str]) -> Iterator[Findin
     yield from (finding for name, finding in named_techniques(source, names) if name not in ORDINARY)
     for text, line in compared_strings(source):
         if text in names:
-            yield Finding(line, f"a comparison with '{text}', a technique: the core lacks a word; add the word, not the if")
+            yield Finding(
+                line,
+                f"a comparison with '{text}', a technique: the core lacks a word; add the word, not the if",
+            )
 
 
 def _organ(source: Source) -> bool:
     # all-reduce algorithms are called what lectures call them, and one has the name of a technique that does the same by hand
-    return source.path.startswith(PACKAGE) and source.organ in ORGANS and "/comm/algorithms/" not in source.path
+    return (
+        source.path.startswith(PACKAGE) and source.organ in ORGANS and "/comm/algorithms/" not in source.path
+    )
 
 
 RULES = (
@@ -106,7 +122,13 @@ RULES = (
             "if name in ('x', 'naive'): pass\n",
             "match x:\n    case 'naive': pass\n",
         ),
-        good=('"""Made for naive."""\n', "naivety = 1\n", "f('naive')\n", "micro_batch = 1\n", "x.zero_grad()\n"),
+        good=(
+            '"""Made for naive."""\n',
+            "naivety = 1\n",
+            "f('naive')\n",
+            "micro_batch = 1\n",
+            "x.zero_grad()\n",
+        ),
         where=_organ,
     ),
 )

@@ -41,7 +41,11 @@ def _public(tree: ast.Module) -> Iterator[tuple[Function | ast.ClassDef, ast.Cla
         if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_"):
             yield node, None
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            yield from ((child, node) for child in node.body if isinstance(child, Function) and not child.name.startswith("_"))
+            yield from (
+                (child, node)
+                for child in node.body
+                if isinstance(child, Function) and not child.name.startswith("_")
+            )
 
 
 def _arguments(node: Function, is_method: bool) -> list[ast.arg]:
@@ -57,9 +61,14 @@ def no_essay(source: Source) -> Iterator[Finding]:
     if absent:
         yield Finding(1, f"the essay has no paragraph that begins with {', '.join(absent)}")
     if essay and not re.match(r"\S.*[.:](\n\n|\Z)", essay):
-        yield Finding(1, "the essay does not begin with a one-line idea that ends with a full stop, then an empty line")
+        yield Finding(
+            1, "the essay does not begin with a one-line idea that ends with a full stop, then an empty line"
+        )
     if not PICTURE.search(essay):
-        yield Finding(1, "the essay has no picture: an indented block that shows who holds what, or the actions before -> after")
+        yield Finding(
+            1,
+            "the essay has no picture: an indented block that shows who holds what, or the actions before -> after",
+        )
     if not FORMULA.search(essay):
         yield Finding(1, "the essay has no formula (a line with ' = ')")
 
@@ -71,7 +80,10 @@ def no_paper(source: Source) -> Iterator[Finding]:
     if not YEAR.search(text):
         yield Finding(1, "the paragraph 'Paper' names no year")
     if not VENUE.search(text):
-        yield Finding(1, "the paragraph 'Paper' names no arXiv number (arXiv 2006.15704) and no known venue (the list is VENUE)")
+        yield Finding(
+            1,
+            "the paragraph 'Paper' names no arXiv number (arXiv 2006.15704) and no known venue (the list is VENUE)",
+        )
 
 
 def _technique(source: Source) -> bool:
@@ -114,8 +126,16 @@ RULES = (
     Rule(
         "everything public is annotated",
         not_annotated,
-        bad=("def f(x) -> int: ...\n", "def f(x: int): ...\n", "class A:\n    def f(self, *args) -> None: ...\n"),
-        good=("def f(x: int, *, y: int = 1) -> int: ...\n", "class A:\n    def f(self) -> None: ...\n", "def _f(x): ...\n"),
+        bad=(
+            "def f(x) -> int: ...\n",
+            "def f(x: int): ...\n",
+            "class A:\n    def f(self, *args) -> None: ...\n",
+        ),
+        good=(
+            "def f(x: int, *, y: int = 1) -> int: ...\n",
+            "class A:\n    def f(self) -> None: ...\n",
+            "def _f(x): ...\n",
+        ),
     ),
     Rule(
         "every technique begins with its essay: idea, picture, formula, Cost, Limits, Paper",

@@ -53,7 +53,9 @@ def homeless_name(source: Source) -> Iterator[Finding]:
     path = PurePosixPath(source.path)
     words = {word for part in (*path.parts[:-1], path.stem) for word in part.removeprefix("test_").split("_")}
     for word in sorted(words & HOMELESS):
-        yield Finding(1, f"a file called '{word}': say what it holds; a function without a home is missing a word")
+        yield Finding(
+            1, f"a file called '{word}': say what it holds; a function without a home is missing a word"
+        )
 
 
 def not_ascii(source: Source) -> Iterator[Finding]:
@@ -72,7 +74,9 @@ def _anywhere(source: Source) -> bool:
     return True
 
 
-ELIF = "def f(x):\n    if x == 1:\n        pass\n" + "".join(f"    elif x == {n}:\n        pass\n" for n in range(2, 9))
+ELIF = "def f(x):\n    if x == 1:\n        pass\n" + "".join(
+    f"    elif x == {n}:\n        pass\n" for n in range(2, 9)
+)
 
 INSIDE_EXCEPT = """
 def f(x):

@@ -111,4 +111,9 @@ def imported(source: Source) -> Iterator[tuple[str, int]]:
 
 def report(rule: str, found: list[tuple[str, Finding]]) -> str:
     """The message of a failing rule: the sentence, then one `file:line: text` per finding."""
-    return "\n".join([f"{rule}: {len(found)} broken", *(f"  {path}:{finding.line}: {finding.text}" for path, finding in found)])
+    return "\n".join(
+        [
+            f"{rule}: {len(found)} broken",
+            *(f"  {path}:{finding.line}: {finding.text}" for path, finding in found),
+        ]
+    )

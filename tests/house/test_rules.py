@@ -7,8 +7,12 @@ from tests.house.layers import ORDINARY, ORGANS, named_techniques, technique_nam
 from tests.house.source import PACKAGE, Rule, Source, imported, package_sources, python_sources, report
 
 RULES = (*shape.RULES, *words.RULES, *public.RULES, *layers.RULES)
-BAD = [pytest.param(rule, text, id=f"{rule.sentence}-{i}") for rule in RULES for i, text in enumerate(rule.bad)]
-GOOD = [pytest.param(rule, text, id=f"{rule.sentence}-{i}") for rule in RULES for i, text in enumerate(rule.good)]
+BAD = [
+    pytest.param(rule, text, id=f"{rule.sentence}-{i}") for rule in RULES for i, text in enumerate(rule.bad)
+]
+GOOD = [
+    pytest.param(rule, text, id=f"{rule.sentence}-{i}") for rule in RULES for i, text in enumerate(rule.good)
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +42,13 @@ def test_the_rule_spares_what_is_right(rule: Rule, text: str):
 def test_every_everyday_word_is_a_technique_and_is_used():
     sources = package_sources()
     names = technique_names(sources)
-    used = {name for source in sources if source.organ in ORGANS for name, _ in named_techniques(source, names)}
+    used = {
+        name for source in sources if source.organ in ORGANS for name, _ in named_techniques(source, names)
+    }
     idle = sorted(set(ORDINARY) - used)
-    assert not idle, f"ORDINARY excuses words that no organ uses, or that name no technique: {', '.join(idle)}"
+    assert not idle, (
+        f"ORDINARY excuses words that no organ uses, or that name no technique: {', '.join(idle)}"
+    )
 
 
 def test_a_finding_is_reported_with_its_file_and_line():

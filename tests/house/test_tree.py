@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from docs.generate import essays, kinds, stale
-from meshwright.plan.sharding.placement import ADJOINT, MOVES
+from meshwright.plan.sharding.placement import ADJOINT, REDISTRIBUTIONS
 from tests.house.source import PACKAGE, ROOT, Finding, package_sources, python_sources, report
 
 TEXT = ("*.md", "*.toml", "*.sh", "*.yaml", "*.yml", "*.txt", "*.lock")
@@ -31,8 +31,14 @@ def sources_mirrored_by(test: str, known: set[str]) -> list[str]:
 
 def mirrorless(tests: list[str], known: set[str]) -> list[tuple[str, Finding]]:
     """Every test file outside `tests/house` that is about no file of `known`."""
-    named = [test for test in tests if PurePosixPath(test).name.startswith("test_") and not test.startswith("tests/house/")]
-    return [(test, Finding(1, "mirrors no source file")) for test in named if not sources_mirrored_by(test, known)]
+    named = [
+        test
+        for test in tests
+        if PurePosixPath(test).name.startswith("test_") and not test.startswith("tests/house/")
+    ]
+    return [
+        (test, Finding(1, "mirrors no source file")) for test in named if not sources_mirrored_by(test, known)
+    ]
 
 
 def test_every_test_file_mirrors_a_source_file():
@@ -55,20 +61,28 @@ def test_a_test_file_without_a_source_is_noticed():
 
 def open_moves(moves: Mapping[tuple[str, str], str], adjoint: Mapping[str, str]) -> list[str]:
     """What keeps a table of moves from being closed under adjoint: letters that are no involution, moves without a backward."""
-    odd = [f"adjoint(adjoint({letter})) is not {letter}" for letter in adjoint if adjoint.get(adjoint[letter]) != letter]
-    absent = [f"{src} -> {dst} is no move" for src, dst in product(adjoint, adjoint) if (src, dst) not in moves]
-    lost = [f"{src} -> {dst} has no backward" for src, dst in moves if (adjoint[dst], adjoint[src]) not in moves]
+    odd = [
+        f"adjoint(adjoint({letter})) is not {letter}"
+        for letter in adjoint
+        if adjoint.get(adjoint[letter]) != letter
+    ]
+    absent = [
+        f"{src} -> {dst} is no move" for src, dst in product(adjoint, adjoint) if (src, dst) not in moves
+    ]
+    lost = [
+        f"{src} -> {dst} has no backward" for src, dst in moves if (adjoint[dst], adjoint[src]) not in moves
+    ]
     return odd + absent + lost
 
 
 def test_the_move_table_is_closed_under_adjoint():
-    assert open_moves(MOVES, ADJOINT) == []
+    assert open_moves(REDISTRIBUTIONS, ADJOINT) == []
 
 
 def test_a_move_without_a_backward_is_noticed():
-    without = {move: name for move, name in MOVES.items() if move != ("P", "I")}
+    without = {move: name for move, name in REDISTRIBUTIONS.items() if move != ("P", "I")}
     assert "I -> R has no backward" in open_moves(without, ADJOINT)
-    assert "adjoint(adjoint(R)) is not R" in open_moves(MOVES, {**ADJOINT, "P": "P"})
+    assert "adjoint(adjoint(R)) is not R" in open_moves(REDISTRIBUTIONS, {**ADJOINT, "P": "P"})
 
 
 def test_every_action_kind_is_described_by_the_essay_of_its_owner():
@@ -128,10 +142,17 @@ def odd_characters(path: Path) -> list[Finding]:
 
 def test_every_text_file_is_ascii():
     own = [
-        path for folder in (".", "docs", "examples", "benchmarks") for pattern in TEXT for path in (ROOT / folder).glob(pattern)
+        path
+        for folder in (".", "docs", "examples", "benchmarks")
+        for pattern in TEXT
+        for path in (ROOT / folder).glob(pattern)
     ]
     own += [*(ROOT / "docs").rglob("*.md"), ROOT / "Makefile", ROOT / "LICENSE", ROOT / ".importlinter"]
-    found = [(path.relative_to(ROOT).as_posix(), finding) for path in sorted(set(own)) for finding in odd_characters(path)]
+    found = [
+        (path.relative_to(ROOT).as_posix(), finding)
+        for path in sorted(set(own))
+        for finding in odd_characters(path)
+    ]
     assert not found, report("every text file is ASCII", found)
 
 
@@ -145,7 +166,9 @@ def test_every_fenced_block_in_a_page_has_a_language():
     found = []
     for path in sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")}):
         fences = [
-            (number, line) for number, line in enumerate(path.read_text().splitlines(), 1) if line.lstrip().startswith("```")
+            (number, line)
+            for number, line in enumerate(path.read_text().splitlines(), 1)
+            if line.lstrip().startswith("```")
         ]
         found += [
             (path.relative_to(ROOT).as_posix(), Finding(number, "a block without a language"))

@@ -31,19 +31,26 @@ ENVIRONMENT = frozenset({"os.environ", "os.environb", "os.getenv", "os.getenvb"}
 def global_statement(source: Source) -> Iterator[Finding]:
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Global):
-            yield Finding(node.lineno, f"global {', '.join(node.names)}: pass the value, or keep it in the state")
+            yield Finding(
+                node.lineno, f"global {', '.join(node.names)}: pass the value, or keep it in the state"
+            )
 
 
 def bare_assert(source: Source) -> Iterator[Finding]:
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Assert):
-            yield Finding(node.lineno, "assert vanishes under -O and says no repair: raise an error with its three parts")
+            yield Finding(
+                node.lineno,
+                "assert vanishes under -O and says no repair: raise an error with its three parts",
+            )
 
 
 def unsafe_format(source: Source) -> Iterator[Finding]:
     for name, line in imported(source):
         if PICKLES & set(name.split(".")):
-            yield Finding(line, f"imports {name}: a file or message made of pickles runs code when it is read")
+            yield Finding(
+                line, f"imports {name}: a file or message made of pickles runs code when it is read"
+            )
         if name in UNSAFE_CALLS or name.split(".")[-1] in OBJECT_COLLECTIVES:
             yield Finding(line, f"imports {name}: {UNSAFE_CALLS.get(name, 'sends pickles')}")
     for name, call in calls(source):
@@ -51,7 +58,9 @@ def unsafe_format(source: Source) -> Iterator[Finding]:
         if name in UNSAFE_CALLS:
             yield Finding(call.lineno, f"{name} {UNSAFE_CALLS[name]}")
         if last in OBJECT_COLLECTIVES:
-            yield Finding(call.lineno, f"{last} sends pickles: send a tensor of bytes, or JSON through the store")
+            yield Finding(
+                call.lineno, f"{last} sends pickles: send a tensor of bytes, or JSON through the store"
+            )
         if any(keyword.arg == "allow_pickle" and not _is_false(keyword.value) for keyword in call.keywords):
             yield Finding(call.lineno, "allow_pickle: a file made of pickles runs code when it is read")
 
@@ -85,8 +94,14 @@ def guessed_attribute(source: Source) -> Iterator[Finding]:
 
 def swallowed_exception(source: Source) -> Iterator[Finding]:
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.ExceptHandler) and _catches_all(node.type) and all(map(_does_nothing, node.body)):
-            yield Finding(node.lineno, "catches everything and goes on: name the exception, and say what became of it")
+        if (
+            isinstance(node, ast.ExceptHandler)
+            and _catches_all(node.type)
+            and all(map(_does_nothing, node.body))
+        ):
+            yield Finding(
+                node.lineno, "catches everything and goes on: name the exception, and say what became of it"
+            )
     for name, call in calls(source):
         if name.split(".")[-1] == "suppress" and any(map(_catches_all, call.args)):
             yield Finding(call.lineno, "suppresses everything: name the exception")
@@ -99,17 +114,30 @@ def _catches_all(node: ast.expr | None) -> bool:
 
 
 def _does_nothing(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Pass | ast.Continue) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    return isinstance(node, ast.Pass | ast.Continue) or (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    )
 
 
 def module_state(source: Source) -> Iterator[Finding]:
     for node in source.tree.body:
         value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else []
+        )
         names = [dotted(target) for target in targets]
-        if value is not None and _is_mutable(value) and not all(name.strip("_").isupper() or name == "__all__" for name in names):
+        if (
+            value is not None
+            and _is_mutable(value)
+            and not all(name.strip("_").isupper() or name == "__all__" for name in names)
+        ):
             yield Finding(
-                node.lineno, f"{', '.join(names)} is a mutable value of the module: a constant has a NAME_LIKE_THIS and stays"
+                node.lineno,
+                f"{', '.join(names)} is a mutable value of the module: a constant has a NAME_LIKE_THIS and stays",
             )
 
 
@@ -145,7 +173,9 @@ def _each(lines: str) -> tuple[str, ...]:
     return tuple(line.strip() + "\n" for line in lines.strip().splitlines())
 
 
-def _rule(sentence: str, find: Callable[[Source], Iterator[Finding]], bad: str, good: str = "", **options) -> Rule:
+def _rule(
+    sentence: str, find: Callable[[Source], Iterator[Finding]], bad: str, good: str = "", **options
+) -> Rule:
     return Rule(sentence, find, _each(bad), _each(good), **options)
 
 
@@ -189,7 +219,13 @@ RULES = (
         good="x = settings.environ",
         where=_not_cli,
     ),
-    _rule("only cli prints", prints, bad="print(1)\nsys.stdout.write(x)", good="pprint.pformat(x)", where=_not_cli),
+    _rule(
+        "only cli prints",
+        prints,
+        bad="print(1)\nsys.stdout.write(x)",
+        good="pprint.pformat(x)",
+        where=_not_cli,
+    ),
     _rule(
         "no attribute is guessed",
         guessed_attribute,

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.model.analysis.analyze import Reading, read
-from meshwright.model.blocks.driver import Drive, backward
+from meshwright.model.analysis.analyze import AnalyzedModel, analyze
+from meshwright.model.blocks.driver import ForwardDriver, backward
 from meshwright.model.loading.loader import Model, load_factory
-from meshwright.model.tensors.pytree import tensors
+from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.plan.job.errors import PlanError
 
 Gradients = dict[str, torch.Tensor | None]
@@ -23,7 +23,7 @@ Forward = Callable[..., Any]
 class Driven:
     """What came out: the visits that the drive saw, and the gradients by logical name, of the drive and of one backward."""
 
-    reading: Reading
+    reading: AnalyzedModel
     visits: list[str]
     gradients: Gradients
     truth: Gradients
@@ -34,25 +34,30 @@ class Driven:
         scale = max(t.abs().max().item() for t in self.truth.values() if t is not None)
         zero = torch.zeros(())
         pairs = [(self.gradients[name], truth) for name, truth in self.truth.items()]
-        return max(((zero if a is None else a) - (zero if b is None else b)).abs().max().item() for a, b in pairs) / scale
+        return (
+            max(
+                ((zero if a is None else a) - (zero if b is None else b)).abs().max().item() for a, b in pairs
+            )
+            / scale
+        )
 
     @property
     def in_glue(self) -> list[str]:
         """The parameters that the anatomy says glue uses."""
-        return [weight.name for weight in self.reading.anatomy.weights if "(root)" in weight.visits]
+        return [weight.name for weight in self.reading.model_spec.params if "(root)" in weight.block_calls]
 
 
 def weigh(outputs: Any) -> torch.Tensor:
     """A scalar that depends on every element of every floating output by another factor."""
-    found = [tensor for tensor in tensors(outputs) if tensor.is_floating_point()]
+    found = [tensor for tensor in tree_tensors(outputs) if tensor.is_floating_point()]
     return sum((t * torch.arange(t.numel(), dtype=t.dtype).mul(0.7).cos().view(t.shape)).sum() for t in found)
 
 
 def reading_of(
     build: Callable[[], nn.Module], example: Mapping[str, torch.Tensor], blocks: Sequence[str] | None = None
-) -> Reading:
+) -> AnalyzedModel:
     """The reading of the model that `build` makes, on `example` without targets."""
-    return read(load_factory(lambda: Model(build(), example, blocks), 0, "model"), example, ())
+    return analyze(load_factory(lambda: Model(build(), example, blocks), 0, "model"), example, ())
 
 
 def both_ways(
@@ -67,7 +72,7 @@ def both_ways(
     So must be the gradients of a third way, on which every block is run again before its backward; or it is `refused` so.
     """
     reading = reading_of(build, example, blocks)
-    alone = copy.deepcopy(reading.make("cpu", torch.float64)[0])
+    alone = copy.deepcopy(reading.make_module("cpu", torch.float64)[0])
     inputs = {key: value.double() if value.is_floating_point() else value for key, value in example.items()}
     expected = total(alone(**inputs))
     expected.backward()
@@ -77,7 +82,9 @@ def both_ways(
     if refused:
         with pytest.raises(PlanError, match=refused):
             _driven(reading, inputs, total, expected, lean=True)
-        return Driven(reading, visits, gradients, {name: parameter.grad for name, parameter in alone.named_parameters()})
+        return Driven(
+            reading, visits, gradients, {name: parameter.grad for name, parameter in alone.named_parameters()}
+        )
     lean = _driven(reading, inputs, total, expected, lean=True)[1]
     assert all(_same(lean[name], gradient) for name, gradient in gradients.items())
     truth = {name: parameter.grad for name, parameter in alone.named_parameters()}
@@ -85,7 +92,7 @@ def both_ways(
 
 
 def _driven(
-    reading: Reading,
+    reading: AnalyzedModel,
     inputs: Mapping[str, torch.Tensor],
     total: Callable[[Any], torch.Tensor],
     expected: torch.Tensor,
@@ -93,8 +100,8 @@ def _driven(
     lean: bool = False,
 ) -> tuple[list[str], Gradients]:
     """The visits and gradients of the model of `reading`, block by block."""
-    module, found, parameters = reading.make("cpu", torch.float64)
-    drive, visits = Drive(found, in_place=reading.anatomy.in_place), list[str]()
+    module, found, parameters = reading.make_module("cpu", torch.float64)
+    drive, visits = ForwardDriver(found, in_place=reading.model_spec.writes_in_place), list[str]()
 
     def reach(visit: str) -> bool:
         visits.append(visit)
@@ -106,8 +113,8 @@ def _driven(
     loss.backward()
     backward(closing)
     for visit in reversed(visits):
-        drive.again(passed.visits[visit])
-        backward(passed.visits[visit])
+        drive.recompute(passed.block_calls[visit])
+        backward(passed.block_calls[visit])
     drive.detach()
     return visits, {name: parameter.grad for name, parameter in parameters.items()}
 

@@ -127,7 +127,12 @@ class Chain(nn.Module):
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.embed, self.scale, self.block, self.head = nn.Embedding(11, 5), nn.Parameter(torch.ones(5)), block, nn.Linear(5, 3)
+        self.embed, self.scale, self.block, self.head = (
+            nn.Embedding(11, 5),
+            nn.Parameter(torch.ones(5)),
+            block,
+            nn.Linear(5, 3),
+        )
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         out = self.block(self.embed(ids) * self.scale)
@@ -149,4 +154,7 @@ BLOCKS = {
     "frozen": Frozen,
     "outputs of weights alone": Spread,
 }
-ONCE = BLOCKS.keys() - {"checkpoint", "checkpoint that runs a graph of its own"}  # where a backward runs forwards again
+ONCE = BLOCKS.keys() - {
+    "checkpoint",
+    "checkpoint that runs a graph of its own",
+}  # where a backward runs forwards again

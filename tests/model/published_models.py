@@ -6,15 +6,43 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.model.loading.loader import Loaded, load_model
-from meshwright.plan.job.data_source import ModelSource
+from meshwright.model.loading.loader import LoadedModel, load_model
+from meshwright.plan.job.data_source import ModelConfig
 
 DECODER = {
-    **{"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
-    **{"intermediate_size": 24, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    **{
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
+    **{
+        "intermediate_size": 24,
+        "max_position_embeddings": 32,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    },
 }
-GPT2 = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 2}
-T5 = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+GPT2 = {
+    "vocab_size": 40,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+T5 = {
+    "vocab_size": 40,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+}
 FAMILIES = {
     "llama": ("LlamaForCausalLM", DECODER),
     "gpt2": ("GPT2LMHeadModel", GPT2),  # Conv1D, tied
@@ -28,7 +56,9 @@ FAMILIES = {
 def published(folder: Path, family: str = "llama", *, seed: int = 3, **changes: object) -> nn.Module:
     """The model of `family` that transformers has written into `folder`, with its own initial values."""
     architecture, fields = FAMILIES[family]
-    config = transformers.CONFIG_MAPPING[family].from_dict({**fields, **changes, "architectures": [architecture]})
+    config = transformers.CONFIG_MAPPING[family].from_dict(
+        {**fields, **changes, "architectures": [architecture]}
+    )
     torch.manual_seed(seed)
     transformers.utils.logging.disable_progress_bar()  # a bar leaves a thread behind
     model = getattr(transformers, architecture)(config)
@@ -36,15 +66,15 @@ def published(folder: Path, family: str = "llama", *, seed: int = 3, **changes: 
     return model.eval()
 
 
-def taken_up(folder: Path, source: Path | None = None, **fields: object) -> Loaded:
+def taken_up(folder: Path, source: Path | None = None, **fields: object) -> LoadedModel:
     """The model here of the config in `source` (or `folder`) with the weights in `folder`."""
-    return load_model(ModelSource(str(source or folder), weights=str(folder), **fields), seed=0)
+    return load_model(ModelConfig(str(source or folder), weights=str(folder), **fields), seed=0)
 
 
-def made(loaded: Loaded) -> nn.Module:
+def made(loaded: LoadedModel) -> nn.Module:
     """The model with its values, in eval mode."""
-    module = loaded.blueprint.instance()
-    loaded.blueprint.materialize(module)
+    module = loaded.deferred_init.instantiate()
+    loaded.deferred_init.materialize(module)
     return module.eval()
 
 

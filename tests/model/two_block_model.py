@@ -11,7 +11,11 @@ class Net(nn.Module):
 
     def __init__(self, block: Callable[[], nn.Module]) -> None:
         super().__init__()
-        self.embed, self.layers, self.head = nn.Embedding(11, 8), nn.ModuleList([block(), block()]), nn.Linear(8, 11)
+        self.embed, self.layers, self.head = (
+            nn.Embedding(11, 8),
+            nn.ModuleList([block(), block()]),
+            nn.Linear(8, 11),
+        )
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids)

@@ -78,7 +78,9 @@ class Host:
         while not (_is_up(self.namespace, INTERFACE) and _is_up(self.switch, self.port)):
             if time.monotonic() > deadline:
                 text = f"the link of {self.namespace} was not up after {LINK_S:g} s"
-                raise RuntimeError(f"{text}. Needed is a cable that is up at both ends: see `ip -n {self.switch} link`")
+                raise RuntimeError(
+                    f"{text}. Needed is a cable that is up at both ends: see `ip -n {self.switch} link`"
+                )
             time.sleep(POLL_S)
 
     def traffic(self) -> Traffic:
@@ -128,7 +130,21 @@ def lay(name: str, count: int, rate_mbit: float, delay_ms: float) -> list[Host]:
     for each in made:
         own = ("ip", "-n", each.namespace)
         _run("ip", "netns", "add", each.namespace)
-        _run("ip", "-n", switch, "link", "add", each.port, "type", "veth", "peer", "name", INTERFACE, "netns", each.namespace)
+        _run(
+            "ip",
+            "-n",
+            switch,
+            "link",
+            "add",
+            each.port,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            INTERFACE,
+            "netns",
+            each.namespace,
+        )
         # gloo takes the first address of an interface: let there be no second one, of IPv6
         _run(*own, "link", "set", INTERFACE, "addrgenmode", "none")
         _run(*own, "address", "add", f"{each.address}/24", "dev", INTERFACE)
@@ -152,7 +168,18 @@ def _shape(namespace: str, interface: str, rate_mbit: float, delay_ms: float) ->
         packets = QUEUE // 64  # more than fit into the queue
         _tc(namespace, interface, *at, "handle", "1:", "netem", "delay", f"{delay_ms}ms", "limit", packets)
         at = ["parent", "1:1"]
-    _tc(namespace, interface, *at, "tbf", "rate", f"{bits_per_s}bit", "burst", _burst(rate_mbit), "limit", QUEUE)
+    _tc(
+        namespace,
+        interface,
+        *at,
+        "tbf",
+        "rate",
+        f"{bits_per_s}bit",
+        "burst",
+        _burst(rate_mbit),
+        "limit",
+        QUEUE,
+    )
 
 
 def _burst(rate_mbit: float) -> int:

@@ -90,7 +90,9 @@ def test_what_ranks_of_two_hosts_say_passes_the_links_and_what_those_of_one_say_
 def test_both_ends_of_a_link_have_its_rate(pair: Hosts) -> None:
     for host in pair:
         for namespace, interface in ((host.namespace, "eth0"), (host.switch, host.port)):
-            said = subprocess.check_output(["tc", "-n", namespace, "qdisc", "show", "dev", interface], text=True)
+            said = subprocess.check_output(
+                ["tc", "-n", namespace, "qdisc", "show", "dev", interface], text=True
+            )
             assert "tbf" in said
             assert "rate 400Mbit" in said
 
@@ -114,7 +116,12 @@ def test_a_link_that_dies_in_mid_step_ends_all_ranks_with_an_error_that_names_ra
     assert "had not ended" not in text
     assert all(f"rank {rank}: all_reduce" in text for rank in range(4)), text
     # the first ranks to finish a step are ahead of the last: these may still be in the step before
-    assert len(re.findall(r"rank \d: .* for REDUCE [01] over dp_replicate x dp_shard \(ranks 0, 1, 2, 3\)", text)) == 4
+    assert (
+        len(
+            re.findall(r"rank \d: .* for REDUCE [01] over dp_replicate x dp_shard \(ranks 0, 1, 2, 3\)", text)
+        )
+        == 4
+    )
     assert [total for _, total in pair.run(sum_over, 2, "dp_replicate")] == [101.0, 1010.0, 101.0, 1010.0]
 
 
@@ -139,7 +146,12 @@ def test_a_command_finds_what_torchrun_would_tell_it(pair: Hosts, tmp_path: Path
     assert [each.output for each in ended] == [
         f"{tmp_path} {rank} 4 {rank % 2} 2 {rank // 2} {pair[0].address} yes\n" for rank in range(4)
     ]
-    assert [(each.rank, each.host, each.code) for each in ended] == [(0, 0, 0), (1, 0, 1), (2, 1, 2), (3, 1, 3)]
+    assert [(each.rank, each.host, each.code) for each in ended] == [
+        (0, 0, 0),
+        (1, 0, 1),
+        (2, 1, 2),
+        (3, 1, 3),
+    ]
 
 
 @needs_hosts
@@ -151,7 +163,9 @@ def test_a_command_that_does_not_end_is_killed_and_its_output_kept(pair: Hosts) 
 
 
 @needs_hosts
-def test_a_config_trains_across_two_hosts_to_a_checkpoint(pair: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_trains_across_two_hosts_to_a_checkpoint(
+    pair: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # true of this machine, and of no host in a namespace
     config = lay_out(tmp_path / "job", train={"steps": 10})
     before = pair[1].traffic()
@@ -201,7 +215,9 @@ def test_what_a_killed_maker_has_left_is_removed_by_the_next_use(tmp_path: Path)
         maker.kill()
     assert name in names()
     with hosts(1, rate_mbit=100) as one:
-        assert {each for each in names() if each.startswith(one[0].namespace.rpartition("-")[0])} == set(names_of(one))
+        assert {each for each in names() if each.startswith(one[0].namespace.rpartition("-")[0])} == set(
+            names_of(one)
+        )
         assert name not in names()
         assert all(gone(int(pid)) for pid in inside)
 
@@ -215,7 +231,10 @@ def test_a_delay_is_refused_where_the_kernel_has_no_netem() -> None:
     why = missing(delay_ms=1.0)
     if not why:
         pytest.skip("this kernel has netem")
-    with pytest.raises(PlanError, match=r"(?s)has no delay \(netem\).*without a delay"), hosts(2, 100, delay_ms=1.0):
+    with (
+        pytest.raises(PlanError, match=r"(?s)has no delay \(netem\).*without a delay"),
+        hosts(2, 100, delay_ms=1.0),
+    ):
         pass
 
 
@@ -223,7 +242,10 @@ def test_who_is_not_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespaces.sys, "platform", "linux")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert missing() == "only root may make network namespaces"
-    with pytest.raises(PlanError, match=r"(?s)cannot be made here: only root.*repair: run it as root"), hosts(2, 100):
+    with (
+        pytest.raises(PlanError, match=r"(?s)cannot be made here: only root.*repair: run it as root"),
+        hosts(2, 100),
+    ):
         pass
 
 

@@ -80,7 +80,9 @@ class Hosts(Sequence[Host]):
         """Take the link of `host` up again."""
         self[host].mend()
 
-    def run(self, fn: Callable[..., Result], ranks_per_host: int, *args: object, timeout_s: float = 60.0) -> list[Result]:
+    def run(
+        self, fn: Callable[..., Result], ranks_per_host: int, *args: object, timeout_s: float = 60.0
+    ) -> list[Result]:
         """The results of `fn(world, *args)`, in rank order, each rank a gloo process on its host; as `ProcessPool.run` else.
 
         Hosts are the axis dp_replicate, the ranks of a host the axis dp_shard, so that ranks 0 to `ranks_per_host` - 1 are on
@@ -90,7 +92,9 @@ class Hosts(Sequence[Host]):
         mesh = self._mesh(ranks_per_host)
         if self._pool is None or self._per_host != ranks_per_host:
             self.close()
-            self._pool = ProcessPool(mesh.world, [self[rank // ranks_per_host].seat for rank in range(mesh.world)])
+            self._pool = ProcessPool(
+                mesh.world_size, [self[rank // ranks_per_host].seat for rank in range(mesh.world_size)]
+            )
             self._per_host = ranks_per_host
         meeting = Meeting(self[0].address, next(self._ports))
         return self._pool.run(fn, mesh, *args, timeout_s=timeout_s, meeting=meeting)
@@ -115,20 +119,39 @@ class Hosts(Sequence[Host]):
         port = next(self._ports)
         running: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
         with ExitStack() as opened:
-            for rank in range(mesh.world):
+            for rank in range(mesh.world_size):
                 host, local = divmod(rank, ranks_per_host)
-                said = {"RANK": rank, "WORLD_SIZE": mesh.world, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": ranks_per_host}
+                said = {
+                    "RANK": rank,
+                    "WORLD_SIZE": mesh.world_size,
+                    "LOCAL_RANK": local,
+                    "LOCAL_WORLD_SIZE": ranks_per_host,
+                }
                 said |= {"GROUP_RANK": host, "MASTER_ADDR": self[0].address, "MASTER_PORT": port}
                 variables = [f"{key}={value}" for key, value in {**(env or {}), **said}.items()]
-                words = ["ip", "netns", "exec", self[host].namespace, "env", *NO_INTERFACE, *variables, *map(str, argv)]
+                words = [
+                    "ip",
+                    "netns",
+                    "exec",
+                    self[host].namespace,
+                    "env",
+                    *NO_INTERFACE,
+                    *variables,
+                    *map(str, argv),
+                ]
                 output = opened.enter_context(TemporaryFile())
                 process = _started(words, output, folder)
                 opened.callback(_ended, process)
                 running.append((process, output))
             _await([process for process, _ in running], timeout_s)
             codes = [_ended(process) for process, _ in running]
-            texts = [os.pread(output.fileno(), MOST_OUTPUT, 0).decode(errors="replace") for _, output in running]
-        return [Ended(rank, rank // ranks_per_host, *found) for rank, found in enumerate(zip(codes, texts, strict=True))]
+            texts = [
+                os.pread(output.fileno(), MOST_OUTPUT, 0).decode(errors="replace") for _, output in running
+            ]
+        return [
+            Ended(rank, rank // ranks_per_host, *found)
+            for rank, found in enumerate(zip(codes, texts, strict=True))
+        ]
 
     def close(self) -> None:
         """End the workers. A later `run` starts new ones."""
@@ -148,11 +171,15 @@ def hosts(count: int, rate_mbit: float, delay_ms: float = 0.0) -> Iterator[Hosts
     """
     if not (1 <= count <= MOST and rate_mbit > 0 and delay_ms >= 0):
         given = f"hosts({count}, rate_mbit={rate_mbit:g}, delay_ms={delay_ms:g})"
-        raise PlanError(f"{given}; needed are 1 to {MOST} hosts and a rate above 0", fix="hosts(2, rate_mbit=100)", where="hosts")
+        raise PlanError(
+            f"{given}; needed are 1 to {MOST} hosts and a rate above 0",
+            fix="hosts(2, rate_mbit=100)",
+            location="hosts",
+        )
     why = missing(delay_ms)
     if why:
         fix = "run it as root on a Linux with iproute2" + (", or without a delay" if delay_ms else "")
-        raise PlanError(f"hosts cannot be made here: {why}", fix=fix, where="hosts")
+        raise PlanError(f"hosts cannot be made here: {why}", fix=fix, location="hosts")
     remove_forsaken()
     name = fresh_name()
     made: Hosts | None = None

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.api import build
+from meshwright.api import parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.model.analysis.analyze import Reading
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.plan import Plan
 from meshwright.testing.ranks import on_threads
 from tests.parallel.tensor.odd_llama import batches
@@ -15,9 +15,11 @@ from tests.parallel.tensor.odd_llama import batches
 Found = tuple[dict[str, torch.Tensor], float]
 
 
-def crosses(reading: Reading, saved: Plan, taken: Plan, folder: Path) -> None:
+def crosses(reading: AnalyzedModel, saved: Plan, taken: Plan, folder: Path) -> None:
     """Train under `saved`, save, take it up under `taken`: the same parameters to the bit, and the same losses afterwards."""
-    (parameters, losses), *_ = on_threads(lambda world: _played(world, reading, saved, None, folder), saved.mesh)
+    (parameters, losses), *_ = on_threads(
+        lambda world: _played(world, reading, saved, None, folder), saved.mesh
+    )
     into = next(path for path in sorted(folder.iterdir()) if path.is_dir())
     for found, loss in on_threads(lambda world: _played(world, reading, taken, into, None), taken.mesh):
         for name, value in parameters.items():
@@ -25,16 +27,20 @@ def crosses(reading: Reading, saved: Plan, taken: Plan, folder: Path) -> None:
         assert loss == pytest.approx(losses, rel=1e-5)
 
 
-def _played(world: World, reading: Reading, plan: Plan, folder: Path | None, into: Path | None) -> Found:
+def _played(
+    world: World, reading: AnalyzedModel, plan: Plan, folder: Path | None, into: Path | None
+) -> Found:
     """The parameters after what is in `folder`, or after two steps, saved into `into` then; and two more losses."""
-    with build(reading, plan, world=world) as engine:
+    with parallelize(reading, plan, world=world) as engine:
         if folder is not None:
             engine.load(folder)
         else:
             for batch in batches(2):
-                engine.step(engine.share(batch))
+                engine.step(engine.local_batch(batch))
         if into is not None:
             engine.save(into)
-        found = {name: value.clone() for name, value in engine.player.parameters().items()}
-        first = engine.step(engine.share(batches(3)[2])).loss
-        return found, first + engine.step(engine.share(batches(1)[0])).loss  # the second shows the moments
+        found = {name: value.clone() for name, value in engine.executor.gather_parameters().items()}
+        first = engine.step(engine.local_batch(batches(3)[2])).loss
+        return found, first + engine.step(
+            engine.local_batch(batches(1)[0])
+        ).loss  # the second shows the moments

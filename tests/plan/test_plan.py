@@ -7,25 +7,32 @@ from typing import ClassVar
 
 import pytest
 
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.ddp_naive import Naive
-from meshwright.plan.job.data_source import DataSource, ModelSource, Part
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.ddp_naive import NaiveDDP
+from meshwright.plan.job.data_source import DataConfig, MixturePart, ModelConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Job, Optimizer, ParameterGroup, Precision, Schedule, Train
-from meshwright.plan.job.run_options import Limits, Run
-from meshwright.plan.model_spec.model_spec import Weight
+from meshwright.plan.job.job import (
+    Job,
+    OptimizerConfig,
+    ParamGroupConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from meshwright.plan.job.run_options import RunConfig, WaitLimits
+from meshwright.plan.model_spec.model_spec import ParamSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.param_sharding import Home
+from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.placement import S
-from meshwright.plan.sharding.sharding_plan import Space
-from meshwright.plan.strategy import Phase, Strategy
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.strategy import Strategy, StrategyPhase
 from tests.paper_model import Paper
 
-JOB = Job(ModelSource("model.json"), DataSource("text.txt"), Train(steps=10, batch=12))
+JOB = Job(ModelConfig("model.json"), DataConfig("text.txt"), TrainConfig(steps=10, batch=12))
 MODEL = Paper().anatomy
-PAIR = (Batch(), Replicate())
+PAIR = (BatchSplit(), DDP())
 OTHER = {  # another value for every field of a job
     "model.source": "other.json",
     "model.overrides": {"num_hidden_layers": 2},
@@ -40,7 +47,7 @@ OTHER = {  # another value for every field of a job
     "data.chat": "messages",
     "data.split": "validation",
     "data.streaming": True,
-    "data.mixture": (Part("other.txt"),),
+    "data.mixture": (MixturePart("other.txt"),),
     "train.steps": 11,
     "train.batch": 24,
     "train.clip": 0.5,
@@ -52,7 +59,7 @@ OTHER = {  # another value for every field of a job
     "optimizer.betas": (0.8, 0.95),
     "optimizer.eps": 1e-6,
     "optimizer.momentum": 0.9,
-    "optimizer.groups": (ParameterGroup("*.bias"),),
+    "optimizer.groups": (ParamGroupConfig("*.bias"),),
     "schedule.name": "cosine",
     "schedule.warmup": 2,
     "schedule.decay": 3,
@@ -86,7 +93,7 @@ OTHER = {  # another value for every field of a job
 @dataclass(frozen=True)
 class Order(Strategy):
     name: ClassVar[str] = "ordered"
-    phase: ClassVar[Phase] = "order"
+    phase: ClassVar[StrategyPhase] = "order"
     number: int = 0
 
 
@@ -95,20 +102,24 @@ class Keep(Strategy):
     """Stands for whatever uses the axis tp, and stores whole weights everywhere."""
 
     name: ClassVar[str] = "kept"
-    phase: ClassVar[Phase] = "store"
+    phase: ClassVar[StrategyPhase] = "store"
 
-    def place(self, space: Space) -> Space:
-        return space.with_homes(lambda home: Home(home.weight, home.layout.with_place("tp", S(0))))
+    def place(self, sharding: ShardingPlan) -> ShardingPlan:
+        return sharding.map_param_shardings(
+            lambda home: ParamSharding(home.param, home.layout.with_placement("tp", S(0)))
+        )
 
 
-def plan(job: Job = JOB, mesh: Mesh | None = None, strategies: tuple[Strategy, ...] = PAIR, micro_batch: int = 0) -> Plan:
+def plan(
+    job: Job = JOB, mesh: Mesh | None = None, strategies: tuple[Strategy, ...] = PAIR, micro_batch: int = 0
+) -> Plan:
     return Plan.make(job, mesh or Mesh(dp_replicate=3), MODEL, strategies, micro_batch)
 
 
 def refused(**changes: object) -> list[str]:
     with pytest.raises(PlanError) as caught:
         plan(**changes)
-    return [str(fault) for fault in caught.value.faults]
+    return [str(fault) for fault in caught.value.diagnostics]
 
 
 def changed(job: Job, key: str, value: object) -> Job:
@@ -134,9 +145,9 @@ def test_the_hash_changes_with_every_field_of_the_job(key: str):
     [
         plan(mesh=Mesh(dp_replicate=2)),
         plan(micro_batch=2),
-        plan(strategies=(Batch(), Naive())),
-        plan(strategies=(Batch(), Replicate(bucket_mb=1.0))),
-        replace(plan(), strategies=(Batch(), Replicate(algorithm="ring"))),
+        plan(strategies=(BatchSplit(), NaiveDDP())),
+        plan(strategies=(BatchSplit(), DDP(bucket_mb=1.0))),
+        replace(plan(), strategies=(BatchSplit(), DDP(algorithm="ring"))),
         Plan.make(JOB, Mesh(dp_replicate=3), Paper(layers=4).anatomy, PAIR),
         Plan.make(JOB, Mesh(dp_replicate=3), Paper(numel=7).anatomy, PAIR),
         Plan.make(JOB, Mesh(dp_replicate=3), Paper(tied=True).anatomy, PAIR),
@@ -148,8 +159,8 @@ def test_the_hash_changes_with_every_other_choice(other: Plan):
 
 
 def test_the_hash_sees_who_uses_a_weight_because_that_decides_its_bucket():
-    weights = (replace(MODEL.weights[0], visits=("layer0", "layer1")), *MODEL.weights[1:])
-    assert Plan.make(JOB, Mesh(dp_replicate=3), replace(MODEL, weights=weights), PAIR).hash != plan().hash
+    weights = (replace(MODEL.params[0], block_calls=("layer0", "layer1")), *MODEL.params[1:])
+    assert Plan.make(JOB, Mesh(dp_replicate=3), replace(MODEL, params=weights), PAIR).hash != plan().hash
 
 
 def test_equal_plans_have_equal_hashes():
@@ -161,41 +172,50 @@ def test_equal_plans_have_equal_hashes():
 
 
 def test_a_whole_number_hashes_as_the_same_number_with_a_point():
-    one, point = (plan(replace(JOB, optimizer=Optimizer(lr=lr))) for lr in (1, 1.0))
+    one, point = (plan(replace(JOB, optimizer=OptimizerConfig(lr=lr))) for lr in (1, 1.0))
     assert one == point
     assert one.hash == point.hash
 
 
 def test_what_surrounds_the_run_does_not_count():
-    other = Run("elsewhere", save_every=7, keep=9, keep_best=False, sample_prompt="class ", sample_tokens=5)
-    other = replace(other, workers=3, cache="tokens", trackers=("wandb",), tracker_project="another", trace_steps=2)
-    other = replace(other, limits=Limits(step_s=5), check_collectives=True, shared_memory=False)
+    other = RunConfig(
+        "elsewhere", save_every=7, keep=9, keep_best=False, sample_prompt="class ", sample_tokens=5
+    )
+    other = replace(
+        other, workers=3, cache="tokens", trackers=("wandb",), tracker_project="another", trace_steps=2
+    )
+    other = replace(other, limits=WaitLimits(step_s=5), check_collectives=True, shared_memory=False)
     other = replace(other, hardware="h100", cluster="cluster.toml")
-    assert all(vars(other)[item.name] != vars(Run())[item.name] for item in fields(Run))
+    assert all(vars(other)[item.name] != vars(RunConfig())[item.name] for item in fields(RunConfig))
     assert Plan.make(JOB, Mesh(dp_replicate=3), MODEL, PAIR, 0, other).hash == plan().hash
 
 
 def test_the_hash_is_the_same_in_another_process():
     code = "from tests.plan.test_plan import plan; print(plan().hash)"
-    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, check=True
+    )
     assert done.stdout.decode().strip() == plan().hash
 
 
 def test_a_plan_cuts_the_batch_and_gives_every_rank_its_share():
     cut = plan(micro_batch=2)
-    assert (cut.num_data, cut.local_batch, cut.num_micro, cut.exact) == (3, 4, 2, True)
+    assert (cut.num_data, cut.local_batch, cut.num_microbatches, cut.exact) == (3, 4, 2, True)
     assert [cut.data_index(rank) for rank in range(3)] == [0, 1, 2]
 
 
 def test_the_samples_are_shared_over_all_data_axes_and_no_others():
     mesh = Mesh(dp_replicate=2, dp_shard=3, tp=2)
-    two = Plan.make(JOB, mesh, MODEL, (Batch("dp_shard"), Batch("dp_replicate"), Keep()))
+    two = Plan.make(JOB, mesh, MODEL, (BatchSplit("dp_shard"), BatchSplit("dp_replicate"), Keep()))
     assert (two.num_data, two.local_batch) == (6, 2)
     assert [two.data_index(rank) for rank in range(12)] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
 
 
 def test_a_plan_is_refused_with_every_fault_at_once():
-    found = refused(job=Job(train=Train(steps=0, batch=13)), strategies=(Batch(), Replicate("dp_shard"), Order(), Order(1)))
+    found = refused(
+        job=Job(train=TrainConfig(steps=0, batch=13)),
+        strategies=(BatchSplit(), DDP("dp_shard"), Order(), Order(1)),
+    )
     heads = [fault.split("\n")[0] for fault in found]
     assert heads == [
         "model.source: no model is named",
@@ -221,35 +241,41 @@ def test_a_plan_is_refused_with_every_fault_at_once():
             "no strategy uses the axis pp: 2 ranks would do the same work\n  repair: give the axis a strategy (for runs of",
         ),
         (
-            {"strategies": (Batch(),)},
+            {"strategies": (BatchSplit(),)},
             'repair: add a strategy that stores weights along dp_replicate: [[strategies]] name = "replicate"',
         ),
         (
-            {"strategies": (*PAIR, Replicate())},
+            {"strategies": (*PAIR, DDP())},
             "replicate (axis dp_replicate, bucket_mb 25.0, algorithm backend) stands twice",
         ),
         (
-            {"strategies": (*PAIR, Replicate(bucket_mb=1.0))},
+            {"strategies": (*PAIR, DDP(bucket_mb=1.0))},
             "replicate and replicate both decide how weights are stored along dp_replicate\n  repair: keep one of them",
         ),
         (
-            {"strategies": (*PAIR, Naive())},
+            {"strategies": (*PAIR, NaiveDDP())},
             "replicate and naive both decide how weights are stored along dp_replicate",
         ),
-        ({"micro_batch": -1}, "micro_batch: micro_batch = -1\n  repair: write the samples per micro-batch and rank, or 0"),
+        (
+            {"micro_batch": -1},
+            "micro_batch: micro_batch = -1\n  repair: write the samples per micro-batch and rank, or 0",
+        ),
         (
             {"micro_batch": 3},
             "a rank (12 over 3 ranks) do not divide by micro_batch = 3\n  repair: choose micro_batch from 1, 2, 4",
         ),
         (
-            {"job": replace(JOB, train=Train(batch=2))},
+            {"job": replace(JOB, train=TrainConfig(batch=2))},
             "a global batch of 2 samples is too small for 3 data-parallel ranks\n  repair: raise train.batch to at least 3",
         ),
         (
-            {"job": replace(JOB, train=Train(batch=14))},
+            {"job": replace(JOB, train=TrainConfig(batch=14))},
             "does not divide by 3 data-parallel ranks\n  repair: set train.batch to 12 or 15, or change the mesh",
         ),
-        ({"job": replace(JOB, train=Train(batch=12, clip=-1.0))}, "train.clip: a gradient norm of -1.0"),
+        (
+            {"job": replace(JOB, train=TrainConfig(batch=12, clip=-1.0))},
+            "train.clip: a gradient norm of -1.0",
+        ),
     ],
 )
 def test_one_fault_is_said_once_with_its_repair(changes: dict[str, object], said: str):
@@ -260,37 +286,52 @@ def test_one_fault_is_said_once_with_its_repair(changes: dict[str, object], said
 
 def test_faults_of_the_run_are_reported_too():
     with pytest.raises(PlanError, match=r"run\.keep: keep = 0: no checkpoint would stay"):
-        Plan.make(JOB, Mesh(), MODEL, (), 0, Run(keep=0))
+        Plan.make(JOB, Mesh(), MODEL, (), 0, RunConfig(keep=0))
 
 
 def test_a_model_in_which_nothing_is_trained_is_refused():
-    frozen = replace(MODEL, weights=tuple(replace(weight, trainable=False) for weight in MODEL.weights))
+    frozen = replace(MODEL, params=tuple(replace(weight, trainable=False) for weight in MODEL.params))
     with pytest.raises(PlanError, match="model: none of the 3 parameters of paper is trained"):
         Plan.make(JOB, Mesh(), frozen)
 
 
 @pytest.mark.timeout(10)
 def test_a_hundred_thousand_ranks_are_planned_as_cheaply_as_three():
-    wide = plan(replace(JOB, train=Train(batch=100_000)), Mesh(dp_replicate=100_000))
+    wide = plan(replace(JOB, train=TrainConfig(batch=100_000)), Mesh(dp_replicate=100_000))
     assert wide.program.actions("stage0") != ()
     assert len(wide.program.roles) == 1
     assert wide.data_index(77_777) == 77_777
 
 
 def test_core_is_imported_without_torch():
-    names = ["anatomy", "clock", "errors", "job", "layout", "mesh", "plan", "program", "space", "steps", "strategy"]
+    names = [
+        "anatomy",
+        "clock",
+        "errors",
+        "job",
+        "layout",
+        "mesh",
+        "plan",
+        "program",
+        "space",
+        "steps",
+        "strategy",
+    ]
     code = f"import sys; {'; '.join(f'import meshwright.plan.{name}' for name in names)}; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, check=True
+    )
     assert done.stdout == b"False\n"
 
 
 def test_a_weight_without_elements_is_planned():
-    empty = replace(MODEL, weights=(*MODEL.weights, Weight("layer0.empty", (0,), ("layer0",))))
+    empty = replace(MODEL, params=(*MODEL.params, ParamSpec("layer0.empty", (0,), ("layer0",))))
     assert Plan.make(JOB, Mesh(dp_replicate=3), empty, PAIR).program.actions("stage0")
 
 
 def test_precision_is_checked_against_the_strategies():
-    job = replace(JOB, precision=Precision(reduce="bfloat16"), schedule=Schedule("cosine"))
+    job = replace(JOB, precision=PrecisionConfig(reduce="bfloat16"), schedule=ScheduleConfig("cosine"))
     assert (
-        "gradients travel in float32 here, and precision.reduce is bfloat16" in refused(job=job, strategies=(Batch(), Naive()))[0]
+        "gradients travel in float32 here, and precision.reduce is bfloat16"
+        in refused(job=job, strategies=(BatchSplit(), NaiveDDP()))[0]
     )

@@ -8,44 +8,44 @@ import pytest
 
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.sharding_plan import Space
-from meshwright.plan.step.single_device import one_after_another, one_device
-from meshwright.plan.strategy import PHASES, Phase, Strategy, in_phase_order
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.step.single_device import sequential_stage_calls, single_device_program
+from meshwright.plan.strategy import PHASES, Strategy, StrategyPhase, sort_by_phase
 from tests.paper_model import Paper
 
 
 @dataclass(frozen=True)
 class Shard(Strategy):
     name: ClassVar[str] = "shard it"
-    phase: ClassVar[Phase] = "shard"
+    phase: ClassVar[StrategyPhase] = "shard"
     axis: str = "tp"
 
 
 @dataclass(frozen=True)
 class Store(Strategy):
     name: ClassVar[str] = "store it"
-    phase: ClassVar[Phase] = "store"
+    phase: ClassVar[StrategyPhase] = "store"
 
 
 @dataclass(frozen=True)
 class Wire(Strategy):
     name: ClassVar[str] = "wire it"
-    phase: ClassVar[Phase] = "wire"
+    phase: ClassVar[StrategyPhase] = "wire"
 
 
 @pytest.mark.parametrize("written", list(permutations([Shard(), Store(), Wire()])))
 def test_phases_fix_the_order_whatever_was_written(written: tuple[Strategy, ...]):
-    assert in_phase_order(written) == (Shard(), Store(), Wire())
+    assert sort_by_phase(written) == (Shard(), Store(), Wire())
     assert PHASES == ("shard", "order", "memory", "store", "wire")
 
 
 def test_within_a_phase_the_written_order_stays():
-    assert in_phase_order([Shard("tp"), Store(), Shard("cp")]) == (Shard("tp"), Shard("cp"), Store())
+    assert sort_by_phase([Shard("tp"), Store(), Shard("cp")]) == (Shard("tp"), Shard("cp"), Store())
 
 
 def test_a_strategy_that_overrides_nothing_changes_nothing():
-    space = Space.one_device(Mesh(), Paper().anatomy)
-    program = one_device(space, Job(), 1, one_after_another(space.anatomy.visits, 1))
+    space = ShardingPlan.one_device(Mesh(), Paper().anatomy)
+    program = single_device_program(space, Job(), 1, sequential_stage_calls(space.model_spec.block_calls, 1))
     store = Store()
     assert list(store.check(Job(), space)) == []
     assert store.place(space) is space

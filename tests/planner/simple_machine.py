@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from meshwright.plan.model_spec.op_costs import Pairs
+from meshwright.plan.model_spec.op_costs import AttentionSize
 from meshwright.plan.step.action import Transfer
 from meshwright.planner.program_cost.device_time import Ground
 
@@ -23,10 +23,14 @@ class Even:
     rich_s: float = 0.0
     late: float = 0.0
 
-    def product_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
+    def product_seconds(
+        self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32"
+    ) -> float:
         return 2 * m * n * k * batch / self.flops_per_s if self.flops_per_s else 0.0
 
-    def attention_seconds(self, size: Pairs, dtype: str = "float32", *, backward: bool = False) -> float:
+    def attention_seconds(
+        self, size: AttentionSize, dtype: str = "float32", *, backward: bool = False
+    ) -> float:
         times = 10 if backward else 4
         return times * prod(size) / self.flops_per_s if self.flops_per_s else 0.0
 
@@ -58,4 +62,11 @@ def ground(
     late: float = 0.0,
 ) -> Ground:
     """A ground of such a device and such links, on which calls come one after the other."""
-    return Ground("even", Even(flops, moved, call_s, call_s, rich, late), Evenly(links), ahead=False, cores=cores, block=0)
+    return Ground(
+        "even",
+        Even(flops, moved, call_s, call_s, rich, late),
+        Evenly(links),
+        ahead=False,
+        cores=cores,
+        block=0,
+    )

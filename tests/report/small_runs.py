@@ -5,16 +5,16 @@ from pathlib import Path
 
 import torch
 
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.plan.job.run_options import Run
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.plan.job.run_options import RunConfig
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.report.terminal.memory_table import held_nbytes
 from meshwright.report.terminal.plan_table import plan_words
-from meshwright.run.config.config_file import Request, write_request
-from meshwright.run.data.feed import ExampleData, open_feed
-from meshwright.run.telemetry.run_info import write_about
-from meshwright.run.training.train_loop import train
+from meshwright.run.config.config_file import PlanRequest, write_request
+from meshwright.run.data.feed import ExampleDataset, open_feed
+from meshwright.run.telemetry.run_info import write_run_info
+from meshwright.run.training.train_loop import train_loop
 from meshwright.testing.ranks import on_threads
 from tests.tiny_model import plan_of, player_of, reading_of, rows, tiny_job
 
@@ -22,21 +22,26 @@ READING = reading_of()
 
 
 def course(
-    folder: Path, ranks: int = 3, steps: int = 6, lr: float = 0.01, trace_steps: int = 2, algorithm: str = "backend"
+    folder: Path,
+    ranks: int = 3,
+    steps: int = 6,
+    lr: float = 0.01,
+    trace_steps: int = 2,
+    algorithm: str = "backend",
 ) -> Path:
     """A run in `folder` of `steps` steps on `ranks` threads; returns the folder."""
     job = tiny_job()
     job = replace(job, train=replace(job.train, steps=steps), optimizer=replace(job.optimizer, lr=lr))
-    run = Run(str(folder), save_every=3, trace_steps=trace_steps)
-    strategies = (Batch(), Replicate(algorithm=algorithm)) if ranks > 1 else ()
+    run = RunConfig(str(folder), save_every=3, trace_steps=trace_steps)
+    strategies = (BatchSplit(), DDP(algorithm=algorithm)) if ranks > 1 else ()
     plan = replace(plan_of(READING, ranks, strategies, micro_batch=2, job=job), run=run)
     mesh = {axis: plan.mesh.size(axis) for axis in AXES}
-    write_request(Request(plan.job, run, mesh, plan.micro_batch, plan.strategies), folder / "plan.toml")
-    write_about(plan, plan_words(plan), held_nbytes(plan), torch.device("cpu"))
+    write_request(PlanRequest(plan.job, run, mesh, plan.micro_batch, plan.strategies), folder / "plan.toml")
+    write_run_info(plan, plan_words(plan), held_nbytes(plan), torch.device("cpu"))
 
     def rank(world):
-        player, feed = player_of(READING, plan, world), open_feed(ExampleData(rows()), plan, world.rank)
-        train(player, plan, feed, world, lambda: False)
+        player, feed = player_of(READING, plan, world), open_feed(ExampleDataset(rows()), plan, world.rank)
+        train_loop(player, plan, feed, world, lambda: False)
         player.close()
 
     on_threads(rank, plan.mesh)

@@ -133,12 +133,16 @@ def test_a_dead_worker_is_reported_and_replaced(process_pool: ProcessPool) -> No
 
 
 def test_a_hanging_rank_is_reported_with_the_place_where_it_hangs(process_pool: ProcessPool) -> None:
-    with pytest.raises(RankFailure, match=r"(?s)then rank 1: had not ended. It was here:.*in hang_on_rank_one"):
+    with pytest.raises(
+        RankFailure, match=r"(?s)then rank 1: had not ended. It was here:.*in hang_on_rank_one"
+    ):
         process_pool.run(hang_on_rank_one, Mesh(dp_shard=2), timeout_s=3.0)
 
 
 def test_a_pool_refuses_more_ranks_than_it_has() -> None:
-    with pytest.raises(PlanError, match=r"(?s)dp_shard 5 has 5 ranks, and this pool at most 4.*repair: use on_threads"):
+    with pytest.raises(
+        PlanError, match=r"(?s)dp_shard 5 has 5 ranks, and this pool at most 4.*repair: use on_threads"
+    ):
         ProcessPool().run(worker_pid, Mesh(dp_shard=5))
 
 
@@ -160,7 +164,9 @@ def test_workers_disappear_with_their_parent(tmp_path: Path) -> None:
         "    ProcessPool().run(body, Mesh(dp_shard=1))\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
         assert parent.stdout.readline() == "at work\n"
         parent.kill()
         # the worker holds the other end of this pipe: it reads as ended only when the worker is gone as well

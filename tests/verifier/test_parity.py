@@ -4,35 +4,43 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.api import parity_case, share
+from meshwright.api import parity_case, select_local_batch
 from meshwright.engine.runtime.loss import token_cross_entropy
-from meshwright.parallel.context.ring import Ring
-from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.context.ring import RingAttention
+from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.sequence_parallel import Sequence
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import on_threads
-from meshwright.verifier.parity import RankReport, compare_rank, judge
-from meshwright.verifier.reference import Case, run_reference
+from meshwright.verifier.parity import RankReport, compare_rank, make_verdict
+from meshwright.verifier.reference import ParityCase, run_reference
 from tests.parallel.tensor.odd_llama import ROWS, TOKENS, batches, llama, planned
 
 LENGTHS = (TOKENS, 6, 12)  # by step
 PLANS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "parts": (Mesh(pp=2), (Pipeline(),)),
-    "parts of slices": (Mesh(pp=2, tp=3), (Pipeline(schedule="zb_h1"), Line(), Vocabulary(), Sequence())),
-    "a ring": (Mesh(cp=3), (Ring(), Replicate(axis="cp"))),
+    "parts of slices": (
+        Mesh(pp=2, tp=3),
+        (Pipeline(schedule="zb_h1"), TensorParallel(), VocabParallel(), SequenceParallel()),
+    ),
+    "a ring": (Mesh(cp=3), (RingAttention(), DDP(axis="cp"))),
 }
 
 
-def compared(mesh: Mesh, strategies: tuple[Strategy, ...]) -> tuple[Case, list[RankReport]]:
+def compared(mesh: Mesh, strategies: tuple[Strategy, ...]) -> tuple[ParityCase, list[RankReport]]:
     """A comparison in which each step has rows of another length, and the last one fewer of them; and what its ranks report."""
     steps = [batches(1, ROWS, length)[0] for length in LENGTHS]
     steps[-1] = {key: value[:3] for key, value in steps[-1].items()}
     reading, plan = planned(llama(), mesh, strategies, micro=2)
-    case = parity_case(reading, plan, token_cross_entropy(), lambda plan, rank: lambda step: share(steps[step], plan, rank))
+    case = parity_case(
+        reading,
+        plan,
+        token_cross_entropy(),
+        lambda plan, rank: lambda step: select_local_batch(steps[step], plan, rank),
+    )
     reference = run_reference(case, len(steps))
     return case, on_threads(lambda world: compare_rank(case, world, reference), mesh)
 
@@ -40,16 +48,34 @@ def compared(mesh: Mesh, strategies: tuple[Strategy, ...]) -> tuple[Case, list[R
 @pytest.mark.parametrize("name", PLANS)
 def test_rows_of_other_lengths_send_what_the_plan_of_such_rows_states(name: str):
     case, reports = compared(*PLANS[name])
-    verdict = judge(case, reports, "threads", {})
+    verdict = make_verdict(case, reports, "threads", {})
     assert verdict.passed, verdict
 
 
 def test_what_rows_of_another_length_send_does_not_pass_for_these():
     case, reports = compared(*PLANS["parts"])
-    for other in (reports[0].micros[0], ()):  # those of the first step; as planned
-        false = [replace(report, micros=[report.micros[0], other, report.micros[2]]) for report in reports]
-        verdict = judge(case, false, "threads", {})
-        assert (verdict.first.step, verdict.first.quantity, verdict.others) == (1, "ledger", 1)
-        assert "SEND" in verdict.first.name
-    shorter = [replace(entry, nbytes=entry.nbytes - 8) if "SEND" in entry.action else entry for entry in reports[0].sent]
-    assert not judge(case, [replace(reports[0], sent=shorter), reports[1]], "threads", {}).passed
+    for other in (reports[0].microbatch_shapes[0], ()):  # those of the first step; as planned
+        false = [
+            replace(
+                report, microbatch_shapes=[report.microbatch_shapes[0], other, report.microbatch_shapes[2]]
+            )
+            for report in reports
+        ]
+        verdict = make_verdict(case, false, "threads", {})
+        assert (
+            verdict.first_difference.step,
+            verdict.first_difference.quantity,
+            verdict.num_other_differences,
+        ) == (
+            1,
+            "ledger",
+            1,
+        )
+        assert "SEND" in verdict.first_difference.name
+    shorter = [
+        replace(entry, nbytes=entry.nbytes - 8) if "SEND" in entry.action else entry
+        for entry in reports[0].sent_entries
+    ]
+    assert not make_verdict(
+        case, [replace(reports[0], sent_entries=shorter), reports[1]], "threads", {}
+    ).passed

@@ -7,29 +7,29 @@ from functools import partial
 import pytest
 import torch
 
-from meshwright.api import make_subject
+from meshwright.api import make_trained_module
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.state import Subject
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
+from meshwright.engine.runtime.state import TrainedModule
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
-from meshwright.verifier.reference import Case
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.reference import ParityCase
+from meshwright.verifier.static_checks import static_checks
 from tests.tiny_model import case_of, edited, first_of, plan_of, reading_of, verdict_of
 
-LAYERS = (Batch(), Replicate(bucket_mb=300 / 2**20))
+LAYERS = (BatchSplit(), DDP(bucket_mb=300 / 2**20))
 HEAD, EMBED = "0", "4"  # buckets are numbered in the order of backward
 
 
 @pytest.fixture(scope="module")
-def reading() -> Reading:
+def reading() -> AnalyzedModel:
     return reading_of()
 
 
 @pytest.fixture(scope="module")
-def plan(reading: Reading) -> Plan:
+def plan(reading: AnalyzedModel) -> Plan:
     plan = plan_of(reading, 3, LAYERS, micro_batch=2)
     reduced = [action.tensors for action in plan.program.actions("stage0") if action.kind == "REDUCE"]
     assert reduced[0] == ("head.weight", "head.bias")
@@ -41,19 +41,22 @@ def plan(reading: Reading) -> Plan:
 def without(*names: str) -> Callable[[list[Action]], list[Action]]:
     def change(actions: list[Action]) -> list[Action]:
         kept = [action for action in actions if action.name not in names]
-        return [replace(action, waits=tuple(wait for wait in action.waits if wait not in names)) for action in kept]
+        return [
+            replace(action, waits=tuple(wait for wait in action.waits if wait not in names))
+            for action in kept
+        ]
 
     return change
 
 
-def test_the_plan_without_a_bug_passes(reading: Reading, plan: Plan):
-    assert prove(plan) == []
+def test_the_plan_without_a_bug_passes(reading: AnalyzedModel, plan: Plan):
+    assert static_checks(plan) == []
     assert verdict_of(case_of(reading, plan)).passed
 
 
-def test_a_bundle_that_is_never_reduced(reading: Reading, plan: Plan):
+def test_a_bundle_that_is_never_reduced(reading: AnalyzedModel, plan: Plan):
     faulty = edited(plan, without("REDUCE(2)", "PACK(layers.1)"))
-    pending = [fault.what.split(":")[0] for fault in prove(faulty) if "pending" in fault.what]
+    pending = [fault.problem.split(":")[0] for fault in static_checks(faulty) if "pending" in fault.problem]
     assert pending == [
         f"the gradient of layers.1.{name} stays a pending sum over dp_replicate"
         for name in ("norm.weight", "norm.bias", "linear.weight", "linear.bias")
@@ -63,26 +66,28 @@ def test_a_bundle_that_is_never_reduced(reading: Reading, plan: Plan):
     assert verdict.cause == "technique"
 
 
-def test_a_bundle_that_is_reduced_twice(reading: Reading, plan: Plan):
+def test_a_bundle_that_is_reduced_twice(reading: AnalyzedModel, plan: Plan):
     """All gradients of one bundle are n times too large: that is no loss scale, because the others are right."""
 
     def twice(actions: list[Action]) -> list[Action]:
         place = next(i for i, action in enumerate(actions) if action.name == f"REDUCE({EMBED})")
-        again = replace(actions[place], micro=0, waits=(actions[place].name,))
+        again = replace(actions[place], microbatch=0, waits=(actions[place].name,))
         listed = [*actions[: place + 1], again, *actions[place + 1 :]]
         return [replace(a, waits=(*a.waits, again.name)) if a.kind == "CLIP" else a for a in listed]
 
     faulty = edited(plan, twice)
-    assert [fault.what for fault in prove(faulty)] == [
+    assert [fault.problem for fault in static_checks(faulty)] == [
         "the gradient of embed.weight is moved 2 times over dp_replicate: REDUCE(4), REDUCE(4, 0)"
     ]
     verdict = verdict_of(case_of(reading, faulty))
     assert first_of(verdict) == (0, "gradient", "embed.weight", "embed")
-    assert verdict.first.error == pytest.approx(2.0), "three times the gradient is off by twice its scale"
+    assert verdict.first_difference.error == pytest.approx(2.0), (
+        "three times the gradient is off by twice its scale"
+    )
     assert verdict.cause == "technique"
 
 
-def test_a_bundle_that_is_reduced_before_its_last_backward(reading: Reading, plan: Plan):
+def test_a_bundle_that_is_reduced_before_its_last_backward(reading: AnalyzedModel, plan: Plan):
     def early(actions: list[Action]) -> list[Action]:
         reduce = next(action for action in actions if action.name == f"REDUCE({HEAD})")
         rest = [action for action in actions if action is not reduce]
@@ -90,84 +95,87 @@ def test_a_bundle_that_is_reduced_before_its_last_backward(reading: Reading, pla
         return [*rest[: place + 1], replace(reduce, waits=("PACK(head)",)), *rest[place + 1 :]]
 
     faulty = edited(plan, early)
-    assert [fault.what for fault in prove(faulty)] == [
-        f"REDUCE(0) moves the gradient of head.{name} before B(head, 1) has added to it" for name in ("weight", "bias")
+    assert [fault.problem for fault in static_checks(faulty)] == [
+        f"REDUCE(0) moves the gradient of head.{name} before B(head, 1) has added to it"
+        for name in ("weight", "bias")
     ]
     verdict = verdict_of(case_of(reading, faulty))
     assert first_of(verdict)[:2] == (0, "gradient")
-    assert verdict.first.block == "head"
+    assert verdict.first_difference.block == "head"
     assert verdict.cause == "technique"
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_rank_that_reads_shifted_samples(reading: Reading, plan: Plan, rank: int):
-    def shifted(case: Case, world: World) -> Case:
+def test_a_rank_that_reads_shifted_samples(reading: AnalyzedModel, plan: Plan, rank: int):
+    def shifted(case: ParityCase, world: World) -> ParityCase:
         if world.rank != rank:
             return case
-        return replace(case, rows=lambda plan, rank: lambda step: case.rows(plan, rank)(step + 1))
+        return replace(
+            case, batch_reader=lambda plan, rank: lambda step: case.batch_reader(plan, rank)(step + 1)
+        )
 
     verdict = verdict_of(case_of(reading, plan), on_rank=shifted)
     assert first_of(verdict)[:2] == (0, "samples")
-    assert verdict.first.rank == rank
+    assert verdict.first_difference.rank == rank
     assert verdict.cause == "data order"
 
 
-def test_samples_in_another_order_within_the_rank(reading: Reading, plan: Plan):
-    def reversed_rows(case: Case, world: World) -> Case:
+def test_samples_in_another_order_within_the_rank(reading: AnalyzedModel, plan: Plan):
+    def reversed_rows(case: ParityCase, world: World) -> ParityCase:
         def rows_of(plan: Plan, rank: int, step: int) -> dict[str, torch.Tensor]:
-            return {key: value.flip(0) for key, value in case.rows(plan, rank)(step).items()}
+            return {key: value.flip(0) for key, value in case.batch_reader(plan, rank)(step).items()}
 
-        return replace(case, rows=lambda plan, rank: partial(rows_of, plan, rank))
+        return replace(case, batch_reader=lambda plan, rank: partial(rows_of, plan, rank))
 
     verdict = verdict_of(case_of(reading, plan), on_rank=reversed_rows)
-    assert verdict.first.quantity == "samples"
+    assert verdict.first_difference.quantity == "samples"
     assert verdict.cause == "data order"
 
 
-def test_another_seed_on_one_rank(reading: Reading, plan: Plan):
+def test_another_seed_on_one_rank(reading: AnalyzedModel, plan: Plan):
     other = reading_of(seed=1)
 
-    def seeded(case: Case, world: World) -> Case:
-        make = partial(make_subject, other, torch.device("cpu"), torch.float64)
-        return replace(case, make_subject=make) if world.rank == 1 else case
+    def seeded(case: ParityCase, world: World) -> ParityCase:
+        make = partial(make_trained_module, other, torch.device("cpu"), torch.float64)
+        return replace(case, make_trained_module=make) if world.rank == 1 else case
 
     verdict = verdict_of(case_of(reading, plan), on_rank=seeded)
     assert first_of(verdict)[:2] == (0, "initial value")
-    assert verdict.first.rank == 1
+    assert verdict.first_difference.rank == 1
     assert verdict.cause == "init"
 
 
-def test_a_replica_that_drifts_by_its_optimizer(reading: Reading, plan: Plan):
-    def faster(case: Case, world: World) -> Case:
+def test_a_replica_that_drifts_by_its_optimizer(reading: AnalyzedModel, plan: Plan):
+    def faster(case: ParityCase, world: World) -> ParityCase:
         job = replace(plan.job, optimizer=replace(plan.job.optimizer, lr=0.2))
         return replace(case, plan=replace(plan, job=job)) if world.rank == 2 else case
 
     verdict = verdict_of(case_of(reading, plan), on_rank=faster)
     assert first_of(verdict)[:2] == (0, "parameter")
-    assert verdict.first.rank == 2
+    assert verdict.first_difference.rank == 2
     assert verdict.cause == "technique"
 
 
-def test_a_replica_that_drifts_by_one_bit(reading: Reading, plan: Plan):
+def test_a_replica_that_drifts_by_one_bit(reading: AnalyzedModel, plan: Plan):
     """Far below the tolerance today; in float32 and after a thousand steps it would not be."""
 
-    def flipped(case: Case) -> Subject:
-        subject = case.make_subject()
+    def flipped(case: ParityCase) -> TrainedModule:
+        subject = case.make_trained_module()
         weight = subject.parameters["layers.0.linear.weight"]
         with torch.no_grad():
             weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(torch.inf, dtype=torch.float64))
         return subject
 
-    def drifting(case: Case, world: World) -> Case:
-        return replace(case, make_subject=lambda: flipped(case)) if world.rank == 1 else case
+    def drifting(case: ParityCase, world: World) -> ParityCase:
+        return replace(case, make_trained_module=lambda: flipped(case)) if world.rank == 1 else case
 
     verdict = verdict_of(case_of(reading, plan), on_rank=drifting)
     assert first_of(verdict)[:2] == (2, "replica")
-    assert verdict.first.rank == 1
-    assert all(error < 1e-10 for error in verdict.worst.values())
+    assert verdict.first_difference.rank == 1
+    assert all(error < 1e-10 for error in verdict.max_errors.values())
 
 
-def test_a_weight_that_the_norm_leaves_out(reading: Reading, plan: Plan):
+def test_a_weight_that_the_norm_leaves_out(reading: AnalyzedModel, plan: Plan):
     def change(actions: list[Action]) -> list[Action]:
         return [replace(a, tensors=a.tensors[:-1]) if a.kind == "CLIP" else a for a in actions]
 
@@ -179,9 +187,9 @@ def test_dropout_that_depends_on_the_rank(plan: Plan):
     reading = reading_of(p=0.3)
     dropped = plan_of(reading, 3, LAYERS, micro_batch=2)
 
-    def own_seed(case: Case, world: World) -> Case:
+    def own_seed(case: ParityCase, world: World) -> ParityCase:
         job = replace(dropped.job, train=replace(dropped.job.train, seed=world.rank))
-        return replace(case, make_dice=lambda: case_of(reading, replace(dropped, job=job)).make_dice())
+        return replace(case, make_rng=lambda: case_of(reading, replace(dropped, job=job)).make_rng())
 
     case = case_of(reading, dropped)
     assert verdict_of(case).passed
@@ -190,12 +198,16 @@ def test_dropout_that_depends_on_the_rank(plan: Plan):
     assert verdict.cause == "technique"
 
 
-def test_a_bug_of_a_later_step_is_named_by_its_step(reading: Reading, plan: Plan):
-    def late(case: Case, world: World) -> Case:
+def test_a_bug_of_a_later_step_is_named_by_its_step(reading: AnalyzedModel, plan: Plan):
+    def late(case: ParityCase, world: World) -> ParityCase:
         def rows_of(plan: Plan, rank: int, step: int) -> dict[str, torch.Tensor] | None:
-            return case.rows(plan, rank)(step if step < 2 else 0)
+            return case.batch_reader(plan, rank)(step if step < 2 else 0)
 
-        return replace(case, rows=lambda plan, rank: partial(rows_of, plan, rank)) if world.rank == 1 else case
+        return (
+            replace(case, batch_reader=lambda plan, rank: partial(rows_of, plan, rank))
+            if world.rank == 1
+            else case
+        )
 
     verdict = verdict_of(case_of(reading, plan), steps=4, on_rank=late)
     assert first_of(verdict)[:2] == (2, "samples")

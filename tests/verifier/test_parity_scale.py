@@ -11,51 +11,61 @@ from typer.testing import CliRunner
 from meshwright.cli import app
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss import Loss, token_cross_entropy
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.plan.job.job import Optimizer
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.plan.job.job import OptimizerConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.testing.ranks import on_threads
-from tests.tiny_model import case_of, edited, first_of, plan_of, player_of, reading_of, rows, tiny_job, verdict_of
+from tests.tiny_model import (
+    case_of,
+    edited,
+    first_of,
+    plan_of,
+    player_of,
+    reading_of,
+    rows,
+    tiny_job,
+    verdict_of,
+)
 
-LAYERS = (Batch(), Replicate(bucket_mb=300 / 2**20))
+LAYERS = (BatchSplit(), DDP(bucket_mb=300 / 2**20))
 
 
 @pytest.fixture(scope="module")
-def reading() -> Reading:
+def reading() -> AnalyzedModel:
     return reading_of()
 
 
 @pytest.fixture(scope="module")
-def plan(reading: Reading) -> Plan:
+def plan(reading: AnalyzedModel) -> Plan:
     return plan_of(reading, 3, LAYERS, micro_batch=2)
 
 
 def local_count(actions: list[Action]) -> list[Action]:
-    return [replace(a, transfer=None, lane="compute") if a.kind == "COUNT" else a for a in actions]
+    return [replace(a, transfer=None, stream="compute") if a.kind == "TOKEN_COUNT" else a for a in actions]
 
 
-def test_a_loss_over_the_local_count_where_counts_are_equal(reading: Reading, plan: Plan):
+def test_a_loss_over_the_local_count_where_counts_are_equal(reading: AnalyzedModel, plan: Plan):
     verdict = verdict_of(case_of(reading, edited(plan, local_count), rows(uneven=False)))
     assert first_of(verdict)[:2] == (0, "gradient")
-    assert verdict.first.factor == pytest.approx(3.0)
+    assert verdict.first_difference.factor == pytest.approx(3.0)
     assert verdict.cause == "loss scale"
 
 
-def test_a_loss_over_the_local_count_where_counts_differ(reading: Reading, plan: Plan):
+def test_a_loss_over_the_local_count_where_counts_differ(reading: AnalyzedModel, plan: Plan):
     """The mean of means: every rank's summand has a scale of its own, and no factor repairs that."""
     verdict = verdict_of(case_of(reading, edited(plan, local_count)))
     assert first_of(verdict)[:2] == (0, "gradient")
-    assert verdict.first.factor is None
+    assert verdict.first_difference.factor is None
     assert verdict.cause == "technique"
 
 
-def test_a_tally_that_stays_local(reading: Reading, plan: Plan):
+def test_a_tally_that_stays_local(reading: AnalyzedModel, plan: Plan):
     def local(actions: list[Action]) -> list[Action]:
-        return [replace(a, transfer=None, lane="compute") if a.kind == "TALLY" else a for a in actions]
+        return [replace(a, transfer=None, stream="compute") if a.kind == "LOSS_SUM" else a for a in actions]
 
     verdict = verdict_of(case_of(reading, edited(plan, local)))
     assert first_of(verdict) == (0, "loss", "", "")
@@ -63,7 +73,7 @@ def test_a_tally_that_stays_local(reading: Reading, plan: Plan):
 
 
 @dataclass(frozen=True)
-class Averaging(Replicate):
+class Averaging(DDP):
     """DDP as torch has it: the mean over ranks instead of the sum."""
 
     def bind(self, runtime: Any) -> dict[str, Callable[[Action], None]]:
@@ -74,36 +84,38 @@ class Averaging(Replicate):
         return {"REDUCE": reduce}
 
 
-def test_gradients_that_are_averaged_instead_of_summed(reading: Reading, plan: Plan):
-    faulty = replace(plan, strategies=(Batch(), Averaging(bucket_mb=300 / 2**20)))
+def test_gradients_that_are_averaged_instead_of_summed(reading: AnalyzedModel, plan: Plan):
+    faulty = replace(plan, strategies=(BatchSplit(), Averaging(bucket_mb=300 / 2**20)))
     verdict = verdict_of(case_of(reading, faulty))
     assert first_of(verdict) == (0, "gradient", "head.bias", "head")
-    assert verdict.first.factor == pytest.approx(1 / 3)
+    assert verdict.first_difference.factor == pytest.approx(1 / 3)
     assert verdict.cause == "loss scale"
 
 
-def test_a_loss_that_is_scaled_by_the_number_of_micro_batches(reading: Reading, plan: Plan):
+def test_a_loss_that_is_scaled_by_the_number_of_micro_batches(reading: AnalyzedModel, plan: Plan):
     exact = token_cross_entropy()
     case = case_of(reading, plan)
     scaled = replace(case, loss=Loss(lambda outputs, batch: exact.total(outputs, batch) / 2, exact.count))
     verdict = verdict_of(case, on_rank=lambda case, world: scaled)
     assert first_of(verdict)[:2] == (0, "gradient")
-    assert verdict.first.factor == pytest.approx(0.5)
+    assert verdict.first_difference.factor == pytest.approx(0.5)
     assert verdict.cause == "loss scale"
 
 
-def test_adam_would_have_hidden_the_scale(reading: Reading, plan: Plan):
+def test_adam_would_have_hidden_the_scale(reading: AnalyzedModel, plan: Plan):
     """Why parity uses SGD: under Adam, gradients three times too small train to the same parameters."""
-    job = tiny_job(optimizer=Optimizer("adamw", lr=0.01, eps=0.0), train=replace(plan.job.train, clip=0.0))
+    job = tiny_job(
+        optimizer=OptimizerConfig("adamw", lr=0.01, eps=0.0), train=replace(plan.job.train, clip=0.0)
+    )
     after = []
-    for strategies in (LAYERS, (Batch(), Averaging(bucket_mb=300 / 2**20))):
+    for strategies in (LAYERS, (BatchSplit(), Averaging(bucket_mb=300 / 2**20))):
         adam = plan_of(reading, 3, strategies, 2, job)
-        feed = case_of(reading, adam).rows
+        feed = case_of(reading, adam).batch_reader
 
         def body(world: World, adam: Plan = adam, feed: Any = feed) -> torch.Tensor:
             player = player_of(reading, adam, world)
             player.step(feed(adam, world.rank)(0))
-            return player.state.subject.parameters["head.weight"].detach()
+            return player.state.trained_module.parameters["head.weight"].detach()
 
         after.append(on_threads(body, Mesh(dp_replicate=3))[0])
     torch.testing.assert_close(after[0], after[1], rtol=1e-12, atol=1e-12)
@@ -132,13 +144,15 @@ def build():
 """
 
 
-def test_the_command_ends_with_code_one_and_a_verdict_that_failed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+def test_the_command_ends_with_code_one_and_a_verdict_that_failed(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "tiny_model.py").write_text(FACTORY)
     config = tmp_path / "plan.toml"
     config.write_text(CONFIG.format(source=tmp_path / "tiny_model.py:build", folder=tmp_path / "run"))
     good = CliRunner().invoke(app, ["verify", str(config)])
     assert good.exit_code == 0, good.output
-    monkeypatch.setattr(Replicate, "bind", Averaging.bind)
+    monkeypatch.setattr(DDP, "bind", Averaging.bind)
     bad = CliRunner().invoke(app, ["verify", str(config), "--json", str(tmp_path / "bad.json")])
     assert bad.exit_code == 1, bad.output
     assert "dp_replicate 3 does NOT equal one device (allowed 1e-10; cause: loss scale)" in bad.output

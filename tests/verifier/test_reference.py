@@ -11,26 +11,36 @@ from torch import nn
 import meshwright.engine.step.actions
 import meshwright.engine.step.executor
 import meshwright.model.blocks.driver
-from meshwright.engine.runtime.loss import IGNORED
-from meshwright.plan.job.data_source import DataSource
-from meshwright.plan.job.job import Optimizer, ParameterGroup, Train
-from meshwright.verifier.reference import Case, Reference, run_reference
+from meshwright.engine.runtime.loss import IGNORE_INDEX
+from meshwright.plan.job.data_source import DataConfig
+from meshwright.plan.job.job import OptimizerConfig, ParamGroupConfig, TrainConfig
+from meshwright.verifier.reference import ParityCase, Reference, run_reference
 from tests.tiny_model import case_of, plan_of, reading_of, rows, tiny_job
 
 
-def by_hand(case: Case, steps: int, *, lr: float, decay: float, momentum: float, clip: float) -> list[dict[str, torch.Tensor]]:
+def by_hand(
+    case: ParityCase, steps: int, *, lr: float, decay: float, momentum: float, clip: float
+) -> list[dict[str, torch.Tensor]]:
     """SGD with momentum as its formula says (torch adds 1e-6 to the norm that clips): the parameters after each step."""
-    module = case.make_subject().module
+    module = case.make_trained_module().module
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     velocity = {name: torch.zeros_like(p) for name, p in parameters.items()}
-    feed, history = case.rows(case.alone, 0), []
+    feed, history = case.batch_reader(case.single_device_plan, 0), []
     for step in range(steps):
         batch = feed(step)
         logits = module(batch["input_ids"])
-        kept = batch["labels"] != IGNORED
+        kept = batch["labels"] != IGNORE_INDEX
         loss = nn.functional.cross_entropy(logits[kept], batch["labels"][kept], reduction="sum") / kept.sum()
-        grads = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values()), allow_unused=True), strict=True))
-        grads = {name: torch.zeros_like(parameters[name]) if grad is None else grad for name, grad in grads.items()}
+        grads = dict(
+            zip(
+                parameters,
+                torch.autograd.grad(loss, list(parameters.values()), allow_unused=True),
+                strict=True,
+            )
+        )
+        grads = {
+            name: torch.zeros_like(parameters[name]) if grad is None else grad for name, grad in grads.items()
+        }
         norm = sum((grad**2).sum() for grad in grads.values()).sqrt().item()
         for name, parameter in parameters.items():
             shrunk = grads[name] * min(1.0, clip / (norm + 1e-6)) if clip else grads[name]
@@ -45,7 +55,7 @@ def by_hand(case: Case, steps: int, *, lr: float, decay: float, momentum: float,
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"spare": True}, {"frozen": True}], ids=str)
 def test_it_is_stochastic_gradient_descent_on_the_global_batch(options: dict[str, bool], clip: float):
     reading = reading_of(**options)
-    job = replace(tiny_job(), train=Train(steps=20, batch=12, clip=clip))
+    job = replace(tiny_job(), train=TrainConfig(steps=20, batch=12, clip=clip))
     case = case_of(reading, plan_of(reading, 3, job=job))
     expected = by_hand(case, 4, lr=0.1, decay=job.optimizer.weight_decay, momentum=0.5, clip=clip)
     found = [truth.parameters for truth in run_reference(case, 4).steps]
@@ -63,30 +73,36 @@ def test_it_needs_no_engine(monkeypatch: pytest.MonkeyPatch):
 
     reading = reading_of(p=0.2)
     case = case_of(reading, plan_of(reading, 3))
-    monkeypatch.setattr(meshwright.engine.step.executor.Player, "__init__", broken)
-    monkeypatch.setattr(meshwright.engine.step.actions.Acts, "__init__", broken)
-    monkeypatch.setattr(meshwright.model.blocks.driver.Drive, "__init__", broken)
+    monkeypatch.setattr(meshwright.engine.step.executor.Executor, "__init__", broken)
+    monkeypatch.setattr(meshwright.engine.step.actions.ActionHandlers, "__init__", broken)
+    monkeypatch.setattr(meshwright.model.blocks.driver.ForwardDriver, "__init__", broken)
     monkeypatch.setattr(meshwright.model.blocks.driver, "backward", broken)
     assert len(run_reference(case, 2).steps) == 2
 
 
 def test_it_does_not_import_what_it_judges():
     code = "import sys, meshwright.verifier.reference; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, check=True
+    )
     loaded = set(done.stdout.decode().split())
     judged = ("engine.acts", "engine.player", "strategies.data.replicate", "comm.threads", "comm.distributed")
     assert not loaded & {f"meshwright.{name}" for name in judged}
 
 
-def reference_of(data: dict[str, torch.Tensor] | None = None, steps: int = 3, **options: float | bool) -> Reference:
+def reference_of(
+    data: dict[str, torch.Tensor] | None = None, steps: int = 3, **options: float | bool
+) -> Reference:
     reading = reading_of(**options)
     return run_reference(case_of(reading, plan_of(reading, 3), data), steps)
 
 
 def test_every_step_is_kept_apart_from_the_next():
     truths = reference_of().steps
-    assert [truths[i].parameters["head.bias"].equal(truths[i + 1].parameters["head.bias"]) for i in range(2)] == [False, False]
-    assert not reference_of().initial["head.bias"].equal(truths[0].parameters["head.bias"])
+    assert [
+        truths[i].parameters["head.bias"].equal(truths[i + 1].parameters["head.bias"]) for i in range(2)
+    ] == [False, False]
+    assert not reference_of().initial_values["head.bias"].equal(truths[0].parameters["head.bias"])
 
 
 def test_gradients_are_those_before_clipping():
@@ -99,42 +115,45 @@ def test_gradients_are_those_before_clipping():
 def test_a_frozen_parameter_has_no_gradient_and_stays():
     reference = reference_of(frozen=True)
     assert "embed.weight" not in reference.steps[0].gradients
-    assert reference.steps[-1].parameters["embed.weight"].equal(reference.initial["embed.weight"])
+    assert reference.steps[-1].parameters["embed.weight"].equal(reference.initial_values["embed.weight"])
 
 
 def test_a_parameter_that_no_step_reaches_has_a_gradient_of_zero_and_decays():
     reference = reference_of(spare=True)
     name = "layers.3.linear.weight"
     assert reference.steps[0].gradients[name].eq(0).all()
-    assert reference.steps[0].parameters[name].abs().sum() < reference.initial[name].abs().sum()
+    assert reference.steps[0].parameters[name].abs().sum() < reference.initial_values[name].abs().sum()
 
 
 def test_a_step_in_which_nothing_counts_leaves_the_parameters_as_they_were():
     data = rows()
-    data["labels"][:] = IGNORED
+    data["labels"][:] = IGNORE_INDEX
     reference = reference_of(data, steps=2)
     assert [truth.loss for truth in reference.steps] == [0.0, 0.0]
-    assert all(tensor.equal(reference.initial[name]) for name, tensor in reference.steps[-1].parameters.items())
+    assert all(
+        tensor.equal(reference.initial_values[name])
+        for name, tensor in reference.steps[-1].parameters.items()
+    )
 
 
 def test_it_ends_with_the_data():
     reading = reading_of()
-    job = tiny_job(data=DataSource("example", epochs=1))
+    job = tiny_job(data=DataConfig("example", epochs=1))
     assert len(run_reference(case_of(reading, plan_of(reading, 3, job=job), rows(13)), 5).steps) == 2
 
 
 def test_the_users_parameter_groups_hold():
     reading = reading_of()
-    groups = (ParameterGroup("head.*", lr_factor=0.0), ParameterGroup("*.norm.*", weight_decay=0.0))
-    job = tiny_job(optimizer=Optimizer("sgd", lr=0.1, groups=groups))
+    groups = (ParamGroupConfig("head.*", lr_factor=0.0), ParamGroupConfig("*.norm.*", weight_decay=0.0))
+    job = tiny_job(optimizer=OptimizerConfig("sgd", lr=0.1, groups=groups))
     reference = run_reference(case_of(reading, plan_of(reading, 3, job=job)), 2)
-    assert reference.steps[-1].parameters["head.weight"].equal(reference.initial["head.weight"])
-    assert not reference.steps[-1].parameters["embed.weight"].equal(reference.initial["embed.weight"])
+    assert reference.steps[-1].parameters["head.weight"].equal(reference.initial_values["head.weight"])
+    assert not reference.steps[-1].parameters["embed.weight"].equal(reference.initial_values["embed.weight"])
 
 
 def test_blocks_are_named_for_every_parameter():
     reference = reference_of(tied=True)
-    assert set(reference.block_of) == set(reference.initial)
+    assert set(reference.block_of) == set(reference.initial_values)
     assert reference.block_of["embed.weight"] == "embed"
 
 
@@ -144,8 +163,8 @@ def test_the_users_module_keeps_no_hooks():
     made: list[nn.Module] = []
 
     def make_subject() -> object:
-        made.append((subject := case.make_subject()).module)
+        made.append((subject := case.make_trained_module()).module)
         return subject
 
-    run_reference(replace(case, make_subject=make_subject), 1)
+    run_reference(replace(case, make_trained_module=make_subject), 1)
     assert not any(module._forward_pre_hooks for module in made[0].modules())

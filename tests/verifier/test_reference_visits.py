@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.api import read
+from meshwright.api import analyze
 from tests.tiny_model import VOCABULARY, WIDTH, case_of, plan_of, rows, verdict_of
 
 
@@ -36,7 +36,11 @@ class Sharing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.shared, self.head = nn.Embedding(VOCABULARY, WIDTH), Inner(), nn.Linear(WIDTH, VOCABULARY)
+        self.embed, self.shared, self.head = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            Inner(),
+            nn.Linear(WIDTH, VOCABULARY),
+        )
         self.layers = nn.ModuleList(Outer(self.shared) for _ in range(2))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -58,7 +62,7 @@ class Teaching(Sharing):
 
 @pytest.mark.parametrize("build", [Sharing, Teaching])
 def test_blocks_inside_blocks_and_calls_without_gradients_are_no_visits(build: type[nn.Module]):
-    reading = read(build, rows(2))
-    assert reading.anatomy.visits[:2] == ("embed", "layers.0")
+    reading = analyze(build, rows(2))
+    assert reading.model_spec.block_calls[:2] == ("embed", "layers.0")
     verdict = verdict_of(case_of(reading, plan_of(reading, 3, micro_batch=2)))
-    assert verdict.passed, verdict.first
+    assert verdict.passed, verdict.first_difference

@@ -5,35 +5,37 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.ddp_naive import Naive
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Train
-from meshwright.plan.model_spec.model_spec import ROOT, Anatomy, Weight
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.ddp_naive import NaiveDDP
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.model_spec.model_spec import ROOT, ModelSpec, ParamSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.action import Action, Hold, Program
-from meshwright.verifier.static_checks import prove
+from meshwright.plan.step.action import Action, Allocation, Program
+from meshwright.verifier.static_checks import static_checks
 from tests.paper_model import Paper
 
 Edit = Callable[[list[Action]], list[Action]]
 STAYS = "the gradient of layer1.weight stays a pending sum over dp_replicate: no all_reduce moves it"
-JOB = Job(ModelSource("model.json"), DataSource("text.txt"), Train(batch=6))
+JOB = Job(ModelConfig("model.json"), DataConfig("text.txt"), TrainConfig(batch=6))
 
 
-def plan_of(paper: Paper | Anatomy | None = None, store: Naive | Replicate | None = None, micro_batch: int = 1) -> Plan:
-    anatomy = paper if isinstance(paper, Anatomy) else (paper or Paper()).anatomy
-    strategies = (Batch(), store or Replicate(bucket_mb=1e-9))
+def plan_of(
+    paper: Paper | ModelSpec | None = None, store: NaiveDDP | DDP | None = None, micro_batch: int = 1
+) -> Plan:
+    anatomy = paper if isinstance(paper, ModelSpec) else (paper or Paper()).anatomy
+    strategies = (BatchSplit(), store or DDP(bucket_mb=1e-9))
     return Plan.make(JOB, Mesh(dp_replicate=3), anatomy, strategies, micro_batch)
 
 
 def broken(edit: Edit, plan: Plan | None = None) -> list[str]:
     """What is said of a plan whose list `edit` has changed."""
     plan = plan or plan_of()
-    faults = prove(replace(plan, program=plan.program.edit(edit)))
+    faults = static_checks(replace(plan, program=plan.program.edit(edit)))
     assert all(fault.fix.startswith("a strategy's rewrite broke the list") for fault in faults)
-    return [fault.what for fault in faults]
+    return [fault.problem for fault in faults]
 
 
 def without(*names: str) -> Edit:
@@ -41,13 +43,18 @@ def without(*names: str) -> Edit:
 
     def edit(actions: list[Action]) -> list[Action]:
         kept = [action for action in actions if action.name not in names]
-        return [replace(action, waits=tuple(wait for wait in action.waits if wait not in names)) for action in kept]
+        return [
+            replace(action, waits=tuple(wait for wait in action.waits if wait not in names))
+            for action in kept
+        ]
 
     return edit
 
 
 def changed(name: str, **fields: object) -> Edit:
-    return lambda actions: [replace(action, **fields) if action.name == name else action for action in actions]
+    return lambda actions: [
+        replace(action, **fields) if action.name == name else action for action in actions
+    ]
 
 
 def moved(name: str, before: str) -> Edit:
@@ -62,19 +69,25 @@ def moved(name: str, before: str) -> Edit:
     return edit
 
 
-@pytest.mark.parametrize("store", [Naive(), Replicate(), Replicate(bucket_mb=1e-9)], ids=["naive", "one bucket", "many"])
+@pytest.mark.parametrize(
+    "store", [NaiveDDP(), DDP(), DDP(bucket_mb=1e-9)], ids=["naive", "one bucket", "many"]
+)
 @pytest.mark.parametrize("paper", [Paper(), Paper(tied=True), Paper(layers=1)], ids=str)
 @pytest.mark.parametrize("micro_batch", [1, 2])
-def test_a_sound_program_has_no_fault(paper: Paper, store: Naive | Replicate, micro_batch: int):
-    assert prove(plan_of(paper, store, micro_batch)) == []
+def test_a_sound_program_has_no_fault(paper: Paper, store: NaiveDDP | DDP, micro_batch: int):
+    assert static_checks(plan_of(paper, store, micro_batch)) == []
 
 
 def test_parameters_of_the_root_are_reduced_after_the_last_backward():
-    glue = Weight("scale", (3,), (ROOT,))
-    anatomy = replace(Paper().anatomy, weights=(*Paper().anatomy.weights, glue))
+    glue = ParamSpec("scale", (3,), (ROOT,))
+    anatomy = replace(Paper().anatomy, params=(*Paper().anatomy.params, glue))
     plan = plan_of(anatomy)
-    assert prove(plan) == []
-    reduce = next(action for action in plan.program.actions("stage0") if action.kind == "REDUCE" and "scale" in action.tensors)
+    assert static_checks(plan) == []
+    reduce = next(
+        action
+        for action in plan.program.actions("stage0")
+        if action.kind == "REDUCE" and "scale" in action.tensors
+    )
     early = broken(moved(reduce.name, "B(layer0, 1)"), plan)
     assert f"{reduce.name} moves the gradient of scale before B(layer0, 1) has added to it" in early
 
@@ -103,7 +116,9 @@ def test_a_gradient_that_is_moved_twice_is_named():
         return [*actions[: place + 1], replace(actions[place], subject="again"), *actions[place + 1 :]]
 
     said = broken(twice)
-    assert said == ["the gradient of layer1.weight is moved 2 times over dp_replicate: REDUCE(1), REDUCE(again)"]
+    assert said == [
+        "the gradient of layer1.weight is moved 2 times over dp_replicate: REDUCE(1), REDUCE(again)"
+    ]
 
 
 def test_a_gradient_that_is_moved_too_early_is_named():
@@ -113,7 +128,9 @@ def test_a_gradient_that_is_moved_too_early_is_named():
 
 def test_a_tied_gradient_that_is_moved_between_its_two_users_is_named():
     plan = plan_of(Paper(tied=True))
-    tied = next(a.name for a in plan.program.actions("stage0") if a.kind == "REDUCE" and "layer0.weight" in a.tensors)
+    tied = next(
+        a.name for a in plan.program.actions("stage0") if a.kind == "REDUCE" and "layer0.weight" in a.tensors
+    )
     said = broken(moved(tied, "B(layer1, 1)"), plan)
     assert said == [f"{tied} moves the gradient of layer0.weight before B(layer0, 1) has added to it"]
 
@@ -156,16 +173,18 @@ def test_a_forward_without_a_backward_is_named():
 
 def test_a_name_that_stands_twice_is_named():
     said = broken(lambda actions: [*actions, actions[0]])
-    assert f"COUNT() stands twice, as actions 0 and {len(plan_of().program.actions('stage0'))}" in said
+    assert f"TOKEN_COUNT() stands twice, as actions 0 and {len(plan_of().program.actions('stage0'))}" in said
 
 
 def test_a_wait_for_what_nobody_plays_is_named_and_shown():
-    said = broken(changed("TALLY()", waits=("LOSS(9)",)))
-    assert "TALLY() waits for LOSS(9), which nobody plays" in said
-    assert any(text.startswith("nobody can go on:") and "TALLY()  <-- waits for LOSS(9)" in text for text in said)
+    said = broken(changed("LOSS_SUM()", waits=("LOSS(9)",)))
+    assert "LOSS_SUM() waits for LOSS(9), which nobody plays" in said
+    assert any(
+        text.startswith("nobody can go on:") and "LOSS_SUM()  <-- waits for LOSS(9)" in text for text in said
+    )
 
 
-@pytest.mark.parametrize("name", ["COUNT()", "F(layer0, 0)"])
+@pytest.mark.parametrize("name", ["TOKEN_COUNT()", "F(layer0, 0)"])
 def test_a_wait_for_what_stands_later_is_named_and_shown(name: str):
     said = broken(changed(name, waits=("CLIP()",)))
     assert f"{name} waits for CLIP(), which stands later in the list" in said
@@ -175,21 +194,26 @@ def test_a_wait_for_what_stands_later_is_named_and_shown(name: str):
 def test_roles_that_wait_for_each_other_are_shown():
     plan = plan_of()
     listed = list(plan.program.actions("stage0"))
-    first, second = ([replace(listed[0], waits=(f"{other}/COUNT()",)), *listed[1:]] for other in ("b", "a"))
-    said = [fault.what for fault in prove(replace(plan, program=Program.of({"a": first, "b": second})))]
+    first, second = (
+        [replace(listed[0], waits=(f"{other}/TOKEN_COUNT()",)), *listed[1:]] for other in ("b", "a")
+    )
+    said = [
+        fault.problem
+        for fault in static_checks(replace(plan, program=Program.from_dict({"a": first, "b": second})))
+    ]
     assert len(said) == 1
     assert "a: action 0 of" in said[0]
     assert "b: action 0 of" in said[0]
 
 
 def test_memory_that_is_not_returned_is_named():
-    taken = (Hold("scratch", 8),)
+    taken = (Allocation("scratch", 8),)
     assert broken(changed("CLIP()", takes=taken)) == ["CLIP() takes scratch, and nobody frees it"]
 
 
 def test_memory_that_is_taken_twice_is_named():
     actions = plan_of().program.actions("stage0")
-    again = next(action for action in actions if action.name == "F(layer1, 0)").takes
+    again = next(action for action in actions if action.name == "F(layer1, 0)").allocations
     said = broken(changed("LOSS(0)", takes=again))
     assert "LOSS(0) takes stream(layer1, 0), which F(layer1, 0) holds already" in said
 
@@ -208,15 +232,24 @@ def test_all_faults_are_reported_at_once():
 @pytest.mark.timeout(20)
 def test_a_model_of_a_thousand_weights_is_proved_soon():
     plan = Plan.make(
-        replace(JOB, train=Train(batch=48)), Mesh(dp_replicate=3), Paper(layers=1000).anatomy, (Batch(), Replicate()), 1
+        replace(JOB, train=TrainConfig(batch=48)),
+        Mesh(dp_replicate=3),
+        Paper(layers=1000).anatomy,
+        (BatchSplit(), DDP()),
+        1,
     )
     assert len(plan.program.actions("stage0")) > 32_000
-    assert prove(plan) == []
+    assert static_checks(plan) == []
 
 
 def test_a_step_that_does_not_wait_for_the_count_is_found():
     plan = plan_of()
     changed = plan.program.edit(
-        lambda actions: [replace(each, waits=tuple(name for name in each.waits if name != "COUNT()")) for each in actions]
+        lambda actions: [
+            replace(each, waits=tuple(name for name in each.waits if name != "TOKEN_COUNT()"))
+            for each in actions
+        ]
     )
-    assert "STEP does not wait for COUNT" in [fault.what for fault in prove(replace(plan, program=changed))]
+    assert "STEP does not wait for TOKEN_COUNT" in [
+        fault.problem for fault in static_checks(replace(plan, program=changed))
+    ]

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from meshwright.api import make_plan
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action, Program
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.tiny_model import reading_of, tiny_job
 
 NAME = "embed+head over pp 0+2"
@@ -20,7 +20,7 @@ Edit = Callable[[Action], Action | None]
 
 
 def plan_of(schedule: str = "1f1b", pp: int = 3) -> Plan:
-    strategies = (Pipeline(schedule=schedule), Batch(axis="dp_shard"), Zero(stage=1))
+    strategies = (Pipeline(schedule=schedule), BatchSplit(axis="dp_shard"), ZeRO(stage=1))
     return make_plan(reading_of(tied=True), tiny_job(), Mesh(pp=pp, dp_shard=2), strategies, 1)
 
 
@@ -30,16 +30,18 @@ def said(plan: Plan, edit: Edit, role: str = "stage0") -> list[str]:
         name: [made for action in actions if (made := edit(action) if name == role else action) is not None]
         for name, actions in plan.program.roles
     }
-    return [fault.what for fault in prove(replace(plan, program=Program.of(lists)))]
+    return [fault.problem for fault in static_checks(replace(plan, program=Program.from_dict(lists)))]
 
 
 def test_nothing_is_wrong_with_what_is_planned():
-    assert not prove(plan_of())
-    assert not prove(plan_of("dualpipe", 2))
+    assert not static_checks(plan_of())
+    assert not static_checks(plan_of("dualpipe", 2))
 
 
 def test_a_sum_that_nobody_starts_is_named():
-    found = said(plan_of(), lambda action: replace(action, transfer=None) if action.kind == "TIE" else action)
+    found = said(
+        plan_of(), lambda action: replace(action, transfer=None) if action.kind == "REDUCE_TIED" else action
+    )
     assert "the gradient of embed.weight stays a pending sum over pp: no all_reduce moves it" in found
     assert any(text.startswith("it meets stage2 along pp in unlike sums: nothing and") for text in found)
 
@@ -47,39 +49,53 @@ def test_a_sum_that_nobody_starts_is_named():
 def test_a_sum_over_other_ranks_than_use_the_weight_is_named():
     def fewer(action: Action) -> Action:
         move = action.transfer
-        return replace(action, transfer=replace(move, among=(0, 1))) if action.kind == "TIE" and move is not None else action
+        return (
+            replace(action, transfer=replace(move, member_indices=(0, 1)))
+            if action.kind == "REDUCE_TIED" and move is not None
+            else action
+        )
 
     found = said(plan_of(), fewer)
-    text = f"TIE({NAME}) adds up what the ranks at 0 and 1 of pp have of the gradient of embed.weight, which those at 0 and 2 use"
+    text = f"REDUCE_TIED({NAME}) adds up what the ranks at 0 and 1 of pp have of the gradient of embed.weight, which those at 0 and 2 use"
     assert text in found
 
 
 def test_a_sum_that_begins_before_the_one_over_samples_has_ended_is_named():
     found = said(
-        plan_of(), lambda action: replace(action, waits=action.waits[:1]) if action.subject == f"{NAME}, tied" else action
+        plan_of(),
+        lambda action: (
+            replace(action, waits=action.waits[:1]) if action.subject == f"{NAME}, tied" else action
+        ),
     )
-    assert f"TIE({NAME}) does not wait for REDUCE({NAME}), which changes the gradient of embed.weight" in found
+    assert (
+        f"REDUCE_TIED({NAME}) does not wait for REDUCE({NAME}), which changes the gradient of embed.weight"
+        in found
+    )
 
 
 def test_who_reads_gradients_must_wait_for_it():
     def hasty(action: Action) -> Action:
-        return replace(action, waits=tuple(wait for wait in action.waits if not wait.startswith("TIE")))
+        return replace(
+            action, waits=tuple(wait for wait in action.waits if not wait.startswith("REDUCE_TIED"))
+        )
 
-    found = said(plan_of(), lambda action: hasty(action) if action.kind in ("SQUARE", "CLIP") else action)
-    assert f"CLIP does not wait for TIE({NAME}), which moves the gradient of embed.weight" in found
+    found = said(plan_of(), lambda action: hasty(action) if action.kind in ("LOCAL_NORM", "CLIP") else action)
+    assert f"CLIP does not wait for REDUCE_TIED({NAME}), which moves the gradient of embed.weight" in found
 
 
 @pytest.mark.parametrize("role", ["stage0", "stage1"])
 def test_ranks_that_come_to_their_sums_in_unlike_orders_are_named(role: str):
     plan = plan_of("dualpipe", 2)
-    ties = [action.name for action in plan.program.actions(role) if action.kind == "TIE"]
+    ties = [action.name for action in plan.program.actions(role) if action.kind == "REDUCE_TIED"]
 
     def swapped(actions: list[Action]) -> list[Action]:
-        at = [i for i, action in enumerate(actions) if action.kind == "TIE"]
+        at = [i for i, action in enumerate(actions) if action.kind == "REDUCE_TIED"]
         actions[at[0]], actions[at[1]] = actions[at[1]], actions[at[0]]
         return actions
 
-    lists = {name: swapped(list(actions)) if name == role else actions for name, actions in plan.program.roles}
-    found = [fault.what for fault in prove(replace(plan, program=Program.of(lists)))]
+    lists = {
+        name: swapped(list(actions)) if name == role else actions for name, actions in plan.program.roles
+    }
+    found = [fault.problem for fault in static_checks(replace(plan, program=Program.from_dict(lists)))]
     first, second = (ties[1], ties[0]) if role == "stage0" else (ties[0], ties[1])
     assert f"it meets stage1 along pp in unlike sums: {first} and {second} come at the same place" in found

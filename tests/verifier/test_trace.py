@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.plan.job.job import Precision
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Handler
-from meshwright.verifier.static_checks import prove
-from meshwright.verifier.trace import NeedsValues, Traced, few_ranks, planned
+from meshwright.verifier.static_checks import static_checks
+from meshwright.verifier.trace import NeedsRealTensorsError, TraceVerdict, planned_collectives, sample_ranks
 from tests.tiny_model import Tiny, edited, plan_of, reading_of, rows, tiny_job
 
 BUCKET_MB = 300 / 2**20  # five buckets, REDUCE(0) to REDUCE(4)
@@ -27,10 +27,10 @@ def reading() -> mw.Reading:
     return reading_of()
 
 
-def odd(act: Callable[..., object]) -> Replicate:
+def odd(act: Callable[..., object]) -> DDP:
     """Data parallelism whose handler of REDUCE is `act(runtime, action)`."""
 
-    class Odd(Replicate):
+    class Odd(DDP):
         def bind(self, runtime) -> Mapping[str, Handler]:
             return {"REDUCE": lambda action: act(runtime, action)}
 
@@ -39,8 +39,8 @@ def odd(act: Callable[..., object]) -> Replicate:
 
 def told(reading: mw.Reading, act: Callable[..., object]) -> list[str]:
     """What is wrong with rank 2 of 3 when REDUCE is done by `act`."""
-    plan = plan_of(reading, 3, (Batch(), odd(act)), micro_batch=2)
-    assert prove(plan) == []
+    plan = plan_of(reading, 3, (BatchSplit(), odd(act)), micro_batch=2)
+    assert static_checks(plan) == []
     found = mw.trace(reading, plan, [2])
     assert found.passed == (not found.faults)
     return [fault.what for fault in found.faults]
@@ -48,7 +48,7 @@ def told(reading: mw.Reading, act: Callable[..., object]) -> list[str]:
 
 def broken(reading: mw.Reading, name: str, **changes: object) -> list[str]:
     """What is wrong with rank 1 of 3 when the program states something else of action `name` than what is done."""
-    plan = plan_of(reading, 3, (Batch(), Replicate(bucket_mb=BUCKET_MB)))
+    plan = plan_of(reading, 3, (BatchSplit(), DDP(bucket_mb=BUCKET_MB)))
 
     def change(actions: list[Action]) -> list[Action]:
         return [replace(a, transfer=replace(a.transfer, **changes)) if a.name == name else a for a in actions]
@@ -59,23 +59,30 @@ def broken(reading: mw.Reading, name: str, **changes: object) -> list[str]:
 @pytest.mark.parametrize("micro_batch", [0, 1])
 @pytest.mark.parametrize("reduce", ["float64", "float32"])
 def test_a_sound_plan_issues_what_it_states(reading: mw.Reading, micro_batch: int, reduce: str):
-    job = tiny_job(precision=Precision("float64", "float64", reduce))
-    plan = plan_of(reading, 3, (Batch(), Replicate(bucket_mb=BUCKET_MB)), micro_batch=micro_batch, job=job)
+    job = tiny_job(precision=PrecisionConfig("float64", "float64", reduce))
+    plan = plan_of(reading, 3, (BatchSplit(), DDP(bucket_mb=BUCKET_MB)), micro_batch=micro_batch, job=job)
     found = mw.trace(reading, plan)
-    assert (found.passed, found.ranks, found.tensors, found.plan) == (True, few_ranks(plan), "fake", plan.hash)
-    assert found.messages == len(planned(plan)) > 4
-    numel = plan.anatomy.numel
+    assert (found.passed, found.ranks, found.tensors, found.plan) == (
+        True,
+        sample_ranks(plan),
+        "fake",
+        plan.hash,
+    )
+    assert found.messages == len(planned_collectives(plan)) > 4
+    numel = plan.model_spec.numel
     assert found.sent == pytest.approx((numel * {"float64": 8, "float32": 4}[reduce] + 32 + 8) * 2 * 2 / 3)
-    assert str(found).endswith(f"issued the {found.messages} collectives that the program states, in each of 2 steps")
+    assert str(found).endswith(
+        f"issued the {found.messages} collectives that the program states, in each of 2 steps"
+    )
 
 
 def test_a_rank_of_a_large_mesh_is_played_alone(reading: mw.Reading):
     plan = plan_of(reading, 1024, job=tiny_job(batch=2048), micro_batch=1)
     found = mw.trace(reading, plan, [777])
     assert str(found).startswith("rank 777 of dp_replicate 1024 issued the 3 collectives")
-    assert mw.trace(reading, plan).ranks == few_ranks(plan)
-    assert few_ranks(plan)[0] == 0
-    assert few_ranks(plan)[-1] == 1023
+    assert mw.trace(reading, plan).ranks == sample_ranks(plan)
+    assert sample_ranks(plan)[0] == 0
+    assert sample_ranks(plan)[-1] == 1023
 
 
 def test_a_model_that_no_machine_here_holds_is_traced():
@@ -91,7 +98,7 @@ def test_a_model_that_no_machine_here_holds_is_traced():
 
     wide = mw.read(Wide, {"x": torch.zeros(1, 5, 1 << 14), "labels": torch.zeros(1, 5, dtype=torch.long)})
     plan = plan_of(wide, 3)
-    assert plan.anatomy.numel * 8 > 1.3e11, "bytes of the weights alone"
+    assert plan.model_spec.numel * 8 > 1.3e11, "bytes of the weights alone"
     assert mw.trace(wide, plan, [1]).passed
 
 
@@ -113,7 +120,9 @@ def test_an_action_that_sends_twice_is_named(reading: mw.Reading):
 
 
 def test_an_action_that_forgets_its_collective_is_named(reading: mw.Reading):
-    found = told(reading, lambda runtime, action: runtime.start(action) if action.name != "REDUCE(3)" else None)
+    found = told(
+        reading, lambda runtime, action: runtime.start(action) if action.name != "REDUCE(3)" else None
+    )
     assert len(found) == 1
     assert found[0].startswith("REDUCE(3) issued nothing, and the program states: all_reduce of")
 
@@ -124,7 +133,10 @@ def test_an_action_that_sends_more_is_named(reading: mw.Reading):
         group.all_reduce(torch.zeros(92, dtype=torch.float64), action=action.name)
 
     found = told(
-        reading, lambda runtime, action: (longer if action.name == "REDUCE(0)" else type(runtime).start)(runtime, action)
+        reading,
+        lambda runtime, action: (longer if action.name == "REDUCE(0)" else type(runtime).start)(
+            runtime, action
+        ),
     )
     assert len(found) == 1
     assert found[0].startswith("REDUCE(0) issued: all_reduce of 736 bytes float64")
@@ -150,11 +162,15 @@ def test_a_collective_that_no_action_states_is_named(reading: mw.Reading):
     def more(runtime, action: Action) -> None:
         runtime.start(action)
         if action.name == "REDUCE(2)":
-            runtime.state.world.group(("dp_replicate",)).all_gather(torch.zeros(6), torch.zeros(2), action="PEEK")
+            runtime.state.world.group(("dp_replicate",)).all_gather(
+                torch.zeros(6), torch.zeros(2), action="PEEK"
+            )
 
     found = told(reading, more)
     assert len(found) == 1
-    assert found[0].startswith("PEEK issued: all_gather of 8 bytes float32 over dp_replicate (3 ranks, backend), and the program")
+    assert found[0].startswith(
+        "PEEK issued: all_gather of 8 bytes float32 over dp_replicate (3 ranks, backend), and the program"
+    )
 
 
 def test_a_second_step_that_differs_from_the_first_is_named_once(reading: mw.Reading):
@@ -179,7 +195,9 @@ def test_a_second_step_that_differs_from_the_first_is_named_once(reading: mw.Rea
         ({"collective": "all_gather"}, "all_gather"),
     ],
 )
-def test_a_program_that_states_something_else_than_what_is_done_is_named(reading: mw.Reading, changes: dict, word: str):
+def test_a_program_that_states_something_else_than_what_is_done_is_named(
+    reading: mw.Reading, changes: dict, word: str
+):
     found = broken(reading, "REDUCE(0)", **changes)
     assert len(found) == 1
     assert found[0].startswith("REDUCE(0) issued: all_reduce of 728 bytes float64")
@@ -200,9 +218,11 @@ class Looks(Tiny):
 def test_a_model_that_looks_at_values_is_played_on_real_tensors_only():
     reading = mw.read(Looks, rows(2))
     plan = plan_of(reading, 3)
-    with pytest.raises(NeedsValues, match="the model looks at values, which fake tensors lack") as refused:
+    with pytest.raises(
+        NeedsRealTensorsError, match="the model looks at values, which fake tensors lack"
+    ) as refused:
         mw.trace(reading, plan)
-    assert "fake=False" in refused.value.faults[0].fix
+    assert "fake=False" in refused.value.diagnostics[0].fix
     found = mw.trace(reading, plan, [1], fake=False)
     assert (found.passed, found.tensors) == (True, "real")
 
@@ -242,17 +262,19 @@ def test_the_model_keeps_no_hook(reading: mw.Reading):
 
 def test_the_verdict_is_written_as_json(reading: mw.Reading, tmp_path: Path):
     plan = plan_of(reading, 3)
-    found: Traced = mw.trace(reading, plan)
+    found: TraceVerdict = mw.trace(reading, plan)
     found.write(tmp_path / "made" / "trace.json")
     written = json.loads((tmp_path / "made" / "trace.json").read_text())
     assert (written["passed"], written["body"], written["ranks"]) == (True, "trace", list(found.ranks))
-    assert written["bytes_planned"]["COUNT()"] == 32
+    assert written["bytes_planned"]["TOKEN_COUNT()"] == 32
     assert written["versions"]["torch"] == torch.__version__
 
 
 def test_many_faults_are_counted_not_listed(reading: mw.Reading):
-    plan = plan_of(reading, 3, (Batch(), odd(lambda runtime, action: None)))
+    plan = plan_of(reading, 3, (BatchSplit(), odd(lambda runtime, action: None)))
     found = mw.trace(reading, plan, [0, 1])
     assert len(found.faults) == 10
-    assert str(found).startswith("ranks 0, 1 of dp_replicate 3 did NOT issue what the program states\n  REDUCE(0): ")
+    assert str(found).startswith(
+        "ranks 0, 1 of dp_replicate 3 did NOT issue what the program states\n  REDUCE(0): "
+    )
     assert str(found).endswith("\n  and 5 more")

@@ -8,11 +8,21 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from meshwright.verifier.verdict import COMPARED, QUANTITIES, Difference, Verdict, diagnose
+from meshwright.verifier.verdict import COMPARED_QUANTITIES, QUANTITIES, Difference, Verdict, diagnose_cause
 
-PASSED = Verdict("abc", "dp_replicate 3", "llama", "threads", 3, 1e-10, True, dict.fromkeys(COMPARED, 1e-15), {"REDUCE(0)": 40})
+PASSED = Verdict(
+    "abc",
+    "dp_replicate 3",
+    "llama",
+    "threads",
+    3,
+    1e-10,
+    True,
+    dict.fromkeys(COMPARED_QUANTITIES, 1e-15),
+    {"REDUCE(0)": 40},
+)
 GRADIENT = Difference(0, "gradient", "head.weight", "head", 2.0, 1, 3.0)
-FAILED = replace(PASSED, passed=False, cause="loss scale", first=GRADIENT, others=4)
+FAILED = replace(PASSED, passed=False, cause="loss scale", first_difference=GRADIENT, num_other_differences=4)
 
 
 def difference(quantity: str, step: int = 0, factor: float | None = None) -> Difference:
@@ -20,10 +30,16 @@ def difference(quantity: str, step: int = 0, factor: float | None = None) -> Dif
 
 
 @pytest.mark.parametrize("error", [2.0, nan, inf, None])
-@pytest.mark.parametrize("verdict", [PASSED, FAILED, replace(PASSED, passed=False, missing=("rank 1 did not report",))])
+@pytest.mark.parametrize(
+    "verdict", [PASSED, FAILED, replace(PASSED, passed=False, not_compared=("rank 1 did not report",))]
+)
 def test_a_verdict_survives_the_way_to_a_file_and_back(verdict: Verdict, error: float | None, tmp_path: Path):
-    if verdict.first is not None:
-        verdict = replace(verdict, first=replace(verdict.first, error=error), worst={"gradient": error or 0.0})
+    if verdict.first_difference is not None:
+        verdict = replace(
+            verdict,
+            first_difference=replace(verdict.first_difference, error=error),
+            max_errors={"gradient": error or 0.0},
+        )
     path = tmp_path / "deep" / "verdict.json"
     verdict.write(path)
     back = TypeAdapter(Verdict).validate_json(path.read_bytes())
@@ -33,7 +49,7 @@ def test_a_verdict_survives_the_way_to_a_file_and_back(verdict: Verdict, error: 
 def test_the_file_is_json_that_every_reader_takes(tmp_path: Path):
     """NaN and Infinity are no JSON: a strict reader would refuse the very verdicts that matter."""
     path = tmp_path / "verdict.json"
-    replace(FAILED, first=replace(GRADIENT, error=nan), worst={"loss": inf}).write(path)
+    replace(FAILED, first_difference=replace(GRADIENT, error=nan), max_errors={"loss": inf}).write(path)
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")
@@ -46,7 +62,9 @@ def test_the_file_is_json_that_every_reader_takes(tmp_path: Path):
 
 
 def test_a_pass_says_what_is_allowed_and_how_close_it_came():
-    assert str(PASSED).startswith("dp_replicate 3 equals one device after 3 steps (largest relative errors: initial value 1e-15")
+    assert str(PASSED).startswith(
+        "dp_replicate 3 equals one device after 3 steps (largest relative errors: initial value 1e-15"
+    )
     assert str(PASSED).endswith("allowed 1e-10)")
 
 
@@ -59,7 +77,11 @@ def test_a_failure_names_the_first_difference_and_its_cause():
 
 
 def test_a_comparison_that_was_not_made_does_not_read_as_one():
-    text = str(replace(PASSED, passed=False, steps=0, cause="incomplete", missing=("rank 0 compared no step",)))
+    text = str(
+        replace(
+            PASSED, passed=False, num_steps=0, cause="incomplete", not_compared=("rank 0 compared no step",)
+        )
+    )
     assert text == "dp_replicate 3 was NOT compared with one device: rank 0 compared no step"
 
 
@@ -68,7 +90,10 @@ def test_a_comparison_that_was_not_made_does_not_read_as_one():
     [
         (Difference(2, "loss", "", "", 0.5, 0), "step 2: the loss differs by 0.5 on rank 0"),
         (Difference(0, "samples", "labels", "", None, 2), "step 0: the samples of labels differs on rank 2"),
-        (Difference(1, "gradient", "w", "b", nan, 0), "step 1: the gradient of w in block b differs by nan of the block's scale"),
+        (
+            Difference(1, "gradient", "w", "b", nan, 0),
+            "step 1: the gradient of w in block b differs by nan of the block's scale",
+        ),
     ],
 )
 def test_a_difference_says_where_and_by_how_much(given: Difference, said: str):
@@ -81,7 +106,10 @@ def test_a_difference_says_where_and_by_how_much(given: Difference, said: str):
         ([], ""),
         ([difference("initial value"), difference("samples"), difference("gradient", factor=3.0)], "init"),
         ([difference("gradient", factor=3.0), difference("samples")], "data order"),
-        ([difference("gradient", factor=3.0), difference("gradient", factor=3.0), difference("loss")], "loss scale"),
+        (
+            [difference("gradient", factor=3.0), difference("gradient", factor=3.0), difference("loss")],
+            "loss scale",
+        ),
         ([difference("gradient", factor=3.0), difference("gradient")], "technique"),
         ([difference("gradient", factor=3.0), difference("gradient", factor=2.0)], "technique"),
         ([difference("gradient"), difference("loss")], "technique"),
@@ -95,13 +123,16 @@ def test_a_difference_says_where_and_by_how_much(given: Difference, said: str):
     ],
 )
 def test_the_cause_is_that_of_the_earliest_differences(differences: list[Difference], cause: str):
-    assert diagnose(differences) == cause
-    assert diagnose(differences[::-1]) == cause
+    assert diagnose_cause(differences) == cause
+    assert diagnose_cause(differences[::-1]) == cause
 
 
 def test_causes_come_before_their_effects():
-    assert QUANTITIES[: len(COMPARED)] == COMPARED
-    order = [QUANTITIES.index(quantity) for quantity in ("initial value", "samples", "gradient", "grad norm", "parameter")]
+    assert QUANTITIES[: len(COMPARED_QUANTITIES)] == COMPARED_QUANTITIES
+    order = [
+        QUANTITIES.index(quantity)
+        for quantity in ("initial value", "samples", "gradient", "grad norm", "parameter")
+    ]
     assert order == sorted(order)
 
 

@@ -23,15 +23,15 @@ import typer
 
 from meshwright.cli import artifacts, bench, launch_doctor, plan_verify_train
 
-ABOUT = """Train any PyTorch model on any number of devices, and prove that it trains what one device would.
+HELP = """Train any PyTorch model on any number of devices, and prove that it trains what one device would.
 
 Any key of the config can be set behind it: meshwright train CONFIG.toml --train.steps 100 --optimizer.lr 1e-3"""
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=ABOUT)
-plan_verify_train.add_to(app)
-artifacts.add_to(app)
-launch_doctor.add_to(app)
-bench.add_to(app)
-artifacts.add_to(app)
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=HELP)
+plan_verify_train.register_plan_verify_train(app)
+artifacts.register_weights(app)
+launch_doctor.register_launch_doctor(app)
+bench.register_bench(app)
+artifacts.register_weights(app)
 
 
 def main() -> None:

@@ -14,23 +14,25 @@ from rich.console import Console
 from meshwright.plan.job.errors import PlanError
 
 if TYPE_CHECKING:
-    from meshwright.run.launch.local_launcher import Outcome
+    from meshwright.run.launch.local_launcher import LaunchResult
 
 console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
 
 
 @contextmanager
-def said(own: Sequence[str] = ()) -> Iterator[None]:
+def exit_on_error(own_options: Sequence[str] = ()) -> Iterator[None]:
     """A request that cannot work ends with its faults and code 2; a traceback is shown only of the user's own file."""
     try:
         yield
     except PlanError as error:
         if error.__cause__ is not None and (trace := _own_frames(error.__cause__)):
             errors.print(trace.rstrip(), markup=False, soft_wrap=True)
-        for fault in error.faults:
-            unknown = fault.what.startswith("there is no key") and fault.where.startswith("--")
-            words = f" (options of the command itself: {', '.join(own)})" if unknown else ""
-            _show_fault(f"{fault.where}: {fault.what}" if fault.where else fault.what, fault.fix + words)
+        for fault in error.diagnostics:
+            unknown = fault.problem.startswith("there is no key") and fault.location.startswith("--")
+            words = f" (options of the command itself: {', '.join(own_options)})" if unknown else ""
+            _show_fault(
+                f"{fault.location}: {fault.problem}" if fault.location else fault.problem, fault.fix + words
+            )
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(128 + signal.SIGINT) from None
@@ -43,15 +45,15 @@ def _show_fault(text: str, fix: str) -> None:
     errors.print(fix, markup=False, soft_wrap=True)
 
 
-def show_failure(outcome: "Outcome") -> None:
+def show_failure(result: "LaunchResult") -> None:
     """What the ranks said of how they failed, once; the cursor that a killed rank may have hidden comes back."""
     if console.is_terminal:
         console.show_cursor(True)
-    if outcome.failure is None:
+    if result.failure is None:
         return
-    if outcome.code == 2:
+    if result.exit_code == 2:
         errors.print("[bold red]error[/] ", end="")
-    errors.print(outcome.failure.text, markup=False, soft_wrap=True)
+    errors.print(result.failure.text, markup=False, soft_wrap=True)
 
 
 def _own_frames(error: BaseException) -> str:

@@ -6,17 +6,27 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.environment import cache_folder, gloo_interface, launcher, this_rank
-from meshwright.cli.error_output import console, said
-from meshwright.cli.lazy_import import behind
-from meshwright.cli.plan_verify_train import EXTRA, Config
+from meshwright.cli.environment import cache_folder, current_rank, gloo_interface, local_launcher
+from meshwright.cli.error_output import console, exit_on_error
+from meshwright.cli.lazy_import import import_command
+from meshwright.cli.plan_verify_train import EXTRA_ARGS, ConfigArgument
 
-LAUNCH_OWN = ("--print", "--hosts", "--per-host", "--out", "--cpu", "--name", "--image", "--volume", "--time")
+LAUNCH_OPTIONS = (
+    "--print",
+    "--hosts",
+    "--per-host",
+    "--out",
+    "--cpu",
+    "--name",
+    "--image",
+    "--volume",
+    "--time",
+)
 
 
 def launch(
     context: typer.Context,
-    config: Config,
+    config: ConfigArgument,
     kind: Annotated[str, typer.Option("--print", help="slurm, k8s or torchrun.")],
     hosts: Annotated[int | None, typer.Option(help="Number of hosts.", min=1)] = None,
     per_host: Annotated[int | None, typer.Option(help="Ranks on each host.", min=1)] = None,
@@ -24,12 +34,14 @@ def launch(
     cpu: Annotated[bool, typer.Option("--cpu", help="Ask for no GPUs.")] = False,
     name: Annotated[str, typer.Option(help="The name of the job (default: meshwright-CONFIG).")] = "",
     image: Annotated[str, typer.Option(help="k8s: the container image.")] = "",
-    volume: Annotated[str, typer.Option(help="k8s: CLAIM:PATH, mounted by every pod; the command runs in PATH.")] = "",
+    volume: Annotated[
+        str, typer.Option(help="k8s: CLAIM:PATH, mounted by every pod; the command runs in PATH.")
+    ] = "",
     time: Annotated[str, typer.Option(help="slurm: the time limit.")] = "24:00:00",
 ) -> None:
     """Print the job file that trains a plan under SLURM, Kubernetes or torchrun."""
-    with said(LAUNCH_OWN):
-        verb = behind("launch")
+    with exit_on_error(LAUNCH_OPTIONS):
+        verb = import_command("launch")
         wanted = verb.Wanted(hosts, per_host, not cpu, name, image, volume, time)
         text = verb.job_file(config, context.args, kind, wanted)
         if out is None:
@@ -40,17 +52,19 @@ def launch(
 
 
 def doctor(
-    folder: Annotated[Path, typer.Option(help="Where runs are written: its disk is looked at.")] = Path("runs"),
+    folder: Annotated[Path, typer.Option(help="Where runs are written: its disk is looked at.")] = Path(
+        "runs"
+    ),
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Say whether this host is fit to train, in under 20 s. Under a launcher, all ranks try a collective together."""
-    with said():
+    with exit_on_error():
         told = gloo_interface()  # before this_rank chooses one
-        rank, verb = this_rank(), behind("doctor")
-        if rank is not None and rank.store is not None:
+        rank, verb = current_rank(), import_command("doctor")
+        if rank is not None and rank.store_path is not None:
             verb.try_as_rank(rank, folder)
             return
-        report = verb.examine(folder, cache_folder(), told, rank, launcher())
+        report = verb.examine(folder, cache_folder(), told, rank, local_launcher())
         if rank is None or rank.rank == 0:
             if as_json:
                 typer.echo(json.dumps(report.as_dict(), indent=1))
@@ -59,7 +73,7 @@ def doctor(
         raise typer.Exit(1 if report.failed else 0)
 
 
-def add_to(app: typer.Typer) -> None:
+def register_launch_doctor(app: typer.Typer) -> None:
     """Give `app` the commands of this file."""
-    app.command(context_settings=EXTRA)(launch)
+    app.command(context_settings=EXTRA_ARGS)(launch)
     app.command()(doctor)

@@ -6,10 +6,10 @@ from importlib import import_module
 from types import FrameType
 from typing import Any
 
-from meshwright.run.launch.signals import Interrupt
+from meshwright.run.launch.signals import InterruptHandler
 
 
-def behind(word: str) -> Any:
+def import_command(command: str) -> Any:
     """The module of `meshwright.commands` that does what `word` says. Ctrl-C meanwhile ends the process, with 130.
 
     As an exception it can be lost: code that runs while a package is imported (callbacks of weak references) swallows it. From
@@ -19,10 +19,10 @@ def behind(word: str) -> Any:
     if usual is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
     try:
-        return import_module(f"meshwright.commands.{word}")
+        return import_module(f"meshwright.commands.{command}")
     finally:
         if usual is signal.default_int_handler:
-            signal.signal(signal.SIGINT, Interrupt())
+            signal.signal(signal.SIGINT, InterruptHandler())
 
 
 def _end(number: int, frame: FrameType | None) -> None:

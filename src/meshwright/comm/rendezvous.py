@@ -81,10 +81,14 @@ def meet(meeting: Meeting, rank: int, world: int, timeout_s: float) -> dist.Stor
         word = _gather(hall, world, patience) if rank == 0 else _come(hall, rank, patience)
     except RuntimeError as error:
         text = f"rank {rank} lost the store at {meeting} while the ranks met ({error})"
-        raise CollectiveError(f"{text}. Look for the rank that failed first, then start all of them again") from error
+        raise CollectiveError(
+            f"{text}. Look for the rank that failed first, then start all of them again"
+        ) from error
     except TimeoutError as error:
         text = f"rank {rank} waited {timeout_s:g} s at {meeting} for {error}"
-        raise CollectiveError(f"{text}. Look for a rank that failed or was not started, then start all of them again") from error
+        raise CollectiveError(
+            f"{text}. Look for a rank that failed or was not started, then start all of them again"
+        ) from error
     return dist.PrefixStore(word, store)
 
 
@@ -163,7 +167,7 @@ def _own_address(meeting: Meeting) -> tuple[socket.AddressFamily, tuple[str, int
     except OSError as error:
         fix = "set MASTER_ADDR to a name or number of the host of rank 0 that every host can resolve"
         text = f"the address '{meeting.address}' is not known here ({error.strerror})"
-        raise PlanError(text, fix=fix, where="MASTER_ADDR") from error
+        raise PlanError(text, fix=fix, location="MASTER_ADDR") from error
     family, _, _, _, place = min(found, key=lambda each: each[0] != socket.AF_INET)
     address = str(place[0])
     if ip_address(address.split("%")[0]).is_loopback and not meeting.one_host:
@@ -188,7 +192,7 @@ def _refusal(meeting: Meeting, error: OSError) -> PlanError:
         text = f"port {meeting.port} is in use on {meeting.address}, where rank 0 listens"
         other = meeting.port + 1 if meeting.port < 65535 else 29500
         fix = f"choose another, the same on every host: export MASTER_PORT={other}; or end what uses it (ss -ltnp shows it)"
-        return PlanError(text, fix=fix, where="MASTER_PORT")
+        return PlanError(text, fix=fix, location="MASTER_PORT")
     text = f"rank 0 cannot listen at {meeting}: {error.strerror}"
     fix = "set MASTER_ADDR to an address of this host, MASTER_PORT to a port above 1023"
-    return PlanError(text, fix=fix, where="MASTER_ADDR")
+    return PlanError(text, fix=fix, location="MASTER_ADDR")

@@ -24,7 +24,7 @@ from meshwright.comm.shared_memory.handshake import Apart, on_one_host, share
 from meshwright.comm.watchdog.desync_check import Comparison
 from meshwright.comm.watchdog.watchdog import Lookout
 from meshwright.plan.job.errors import CollectiveError, PlanError
-from meshwright.plan.job.run_options import Limits
+from meshwright.plan.job.run_options import WaitLimits
 from meshwright.plan.sharding.mesh import AXES, Mesh
 
 MARGIN_S = 60.0  # by which a backend is more patient than we are, so that it is we who say what happened
@@ -52,20 +52,22 @@ class TorchWorld(World):
         device: torch.device | str,
         *,
         store: dist.Store | None = None,
-        limits: Limits | None = None,
+        limits: WaitLimits | None = None,
         check_collectives: bool = False,
         shared: bool = True,
     ) -> None:
-        if (dist.get_rank(), dist.get_world_size()) != (rank, mesh.world):
+        if (dist.get_rank(), dist.get_world_size()) != (rank, mesh.world_size):
             here = f"this process is rank {dist.get_rank()} of {dist.get_world_size()}"
-            text = f"{here}; the plan has it as rank {rank} of {mesh.world}"
+            text = f"{here}; the plan has it as rank {rank} of {mesh.world_size}"
             raise PlanError(
-                text, fix=f"start {mesh.world} processes, ranks 0 to {mesh.world - 1}, or change the mesh ({mesh})", where="mesh"
+                text,
+                fix=f"start {mesh.world_size} processes, ranks 0 to {mesh.world_size - 1}, or change the mesh ({mesh})",
+                location="mesh",
             )
         self.mesh = mesh
         self.rank = rank
         self.ledger = Ledger(compare=Comparison(), first_only=not check_collectives)
-        self.lookout = Lookout(store or _default_store(), mesh, rank, self.ledger, limits or Limits())
+        self.lookout = Lookout(store or _default_store(), mesh, rank, self.ledger, limits or WaitLimits())
         self.device = torch.device(device)  # pyrefly: ignore[read-only]  torch.device has a __get__, and is no descriptor here
         self._shared = shared and self.device.type == "cpu"
         self.directed = self.device.type != "cpu"
@@ -87,7 +89,9 @@ class TorchWorld(World):
             if joined is None:
                 self._groups[key] = FakeGroup(along, ranks, 0, self.ledger)
             else:
-                self._groups[key] = self._nearest(TorchGroup(along, ranks, joined, self, self.lookout), joined)
+                self._groups[key] = self._nearest(
+                    TorchGroup(along, ranks, joined, self, self.lookout), joined
+                )
             self._groups[key].among = key[1]
         return self._groups[key]
 
@@ -116,7 +120,7 @@ class TorchWorld(World):
             outer.near = outer.size > 2 and on_one_host(joined, outer.size)
             return outer
         try:
-            segment = share(joined, outer.ranks, self.rank, num_on_host=self.mesh.world)
+            segment = share(joined, outer.ranks, self.rank, num_on_host=self.mesh.world_size)
         except Apart as apart:
             outer.near = not apart.expected
             level = logging.INFO if apart.expected else logging.WARNING
@@ -133,11 +137,13 @@ class TorchWorld(World):
             self._told.add(text)
             logger.log(level, "%s", text)
 
-    def _join(self, axes: tuple[str, ...], among: tuple[int, ...], ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def _join(
+        self, axes: tuple[str, ...], among: tuple[int, ...], ranks: tuple[int, ...]
+    ) -> dist.ProcessGroup | None:
         everyone = dist.group.WORLD
-        if everyone is not None and len(ranks) == self.mesh.world > 1 and not (self.directed and among):
+        if everyone is not None and len(ranks) == self.mesh.world_size > 1 and not (self.directed and among):
             return everyone
-        size = len(among) or self.mesh.extent(axes)
+        size = len(among) or self.mesh.group_size(axes)
         if size > 1 and ranks not in self._joined:
             # every rank makes the groups of all ranks, in this order: new_group is collective over the whole job
             for peers in self.mesh.groups(axes):
@@ -157,7 +163,7 @@ def rendezvous(
     backend: str = "gloo",
     device: torch.device | str = "cpu",
     timeout_s: float = 600.0,
-    limits: Limits | None = None,
+    limits: WaitLimits | None = None,
     check_collectives: bool = False,
     shared: bool = True,
 ) -> Iterator[TorchWorld]:
@@ -172,32 +178,38 @@ def rendezvous(
     CollectiveError when the ranks do not all come.
     """
     device = torch.device(device)
-    limits = limits or Limits.every(timeout_s)
+    limits = limits or WaitLimits.uniform(timeout_s)
     timeout_s = limits.init_s
     if meeting is not None and store_path is None:
-        store = meet(meeting, rank, mesh.world, timeout_s)
+        store = meet(meeting, rank, mesh.world_size, timeout_s)
     elif meeting is None and store_path is not None:
-        store = dist.FileStore(fspath(store_path), mesh.world)
-        _assemble(store, rank, mesh.world, timeout_s)
+        store = dist.FileStore(fspath(store_path), mesh.world_size)
+        _assemble(store, rank, mesh.world_size, timeout_s)
     else:
         given = "neither" if meeting is None else "both"
-        raise ValueError(f"store_path and meeting: {given} given; one is needed. Pass a file on one host, an address otherwise")
+        raise ValueError(
+            f"store_path and meeting: {given} given; one is needed. Pass a file on one host, an address otherwise"
+        )
     try:
         dist.init_process_group(
             backend,
             store=store,
             rank=rank,
-            world_size=mesh.world,
-            timeout=timedelta(seconds=limits.longest + MARGIN_S),
+            world_size=mesh.world_size,
+            timeout=timedelta(seconds=limits.longest_s + MARGIN_S),
             device_id=device if device.type == "cuda" else None,
         )
     except RuntimeError as error:
-        raise _unmet(rank, mesh.world, timeout_s, f" ({error})") from error
+        raise _unmet(rank, mesh.world_size, timeout_s, f" ({error})") from error
     try:
-        world = TorchWorld(mesh, rank, device, store=store, limits=limits, check_collectives=check_collectives, shared=shared)
+        world = TorchWorld(
+            mesh, rank, device, store=store, limits=limits, check_collectives=check_collectives, shared=shared
+        )
         try:
             yield world
-            world.group(AXES).barrier(action="leave")  # who closes sockets early can take data with it that a peer has not read
+            world.group(AXES).barrier(
+                action="leave"
+            )  # who closes sockets early can take data with it that a peer has not read
         except BaseException as error:
             world.fail(error)
             if rank == 0 and meeting is not None and not meeting.served:
@@ -221,7 +233,9 @@ def _assemble(store: dist.Store, rank: int, world: int, timeout_s: float) -> Non
 
 def _unmet(rank: int, world: int, timeout_s: float, why: str) -> CollectiveError:
     text = f"rank {rank} did not meet the other {world - 1} ranks within {timeout_s:g} s{why}"
-    return CollectiveError(f"{text}. Look for a rank that failed or was not started, then start all of them again")
+    return CollectiveError(
+        f"{text}. Look for a rank that failed or was not started, then start all of them again"
+    )
 
 
 def _default_store() -> dist.Store | None:

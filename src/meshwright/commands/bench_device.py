@@ -14,123 +14,178 @@ import torch
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from meshwright.commands.bench_network import refuse_unwritable
-from meshwright.commands.local_ranks import Launcher, RanksFailed
-from meshwright.engine.runtime.cpu_allocator import keep_heap
-from meshwright.plan.hardware.device_profile import VERSION, Profile
-from meshwright.plan.hardware.device_specs import cores
-from meshwright.plan.job.errors import Fault, PlanError, nearest, raise_faults
+from meshwright.commands.bench_network import check_writable
+from meshwright.commands.local_ranks import LocalLauncher, RanksFailed
+from meshwright.engine.runtime.cpu_allocator import retain_heap
+from meshwright.plan.hardware.device_profile import VERSION, DeviceProfile
+from meshwright.plan.hardware.device_specs import available_cores
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.report.bench.device import profile_view
-from meshwright.run.launch.cluster_env import Ranked
-from meshwright.run.launch.failure_record import guard
-from meshwright.run.launch.join import joined
-from meshwright.run.measure.device_bench import Rated, rated, sizes_of
+from meshwright.run.launch.cluster_env import RankEnv
+from meshwright.run.launch.failure_record import record_failure
+from meshwright.run.launch.join import join_world
+from meshwright.run.measure.device_bench import DeviceTimings, bench_sizes, time_device
 from meshwright.run.measure.measured_files import write_profile
-from meshwright.run.measure.timing import stretches
-from meshwright.run.telemetry.run_info import processor
+from meshwright.run.measure.timing import timing_windows
+from meshwright.run.telemetry.run_info import processor_name
 
-KINDS = ("cpu", "cuda")
-NEEDED = 1 << 30  # bytes that the largest operands take
-LEFT = "rated-{}.json"
+DEVICE_KINDS = ("cpu", "cuda")
+MIN_FREE_NBYTES = 1 << 30  # bytes that the largest operands take
+RESULT_FILE = "rated-{}.json"
 
-__all__ = ["RanksFailed", "measure", "measure_rank", "refuse_unwritable", "show", "wanted"]
+__all__ = [
+    "RanksFailed",
+    "check_writable",
+    "measure_device",
+    "measure_rank",
+    "parse_request",
+    "print_profile",
+]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DeviceBenchRequest:
     """What is to be measured: a device of `kind`, by `ranks` processes at once with `threads` threads each."""
 
     kind: str
-    threads: int
-    ranks: int
+    num_threads: int
+    num_ranks: int
     quick: bool
 
 
-def wanted(kind: str, threads: int, ranks: int, *, quick: bool) -> Wanted:
+def parse_request(kind: str, threads: int, ranks: int, *, quick: bool) -> DeviceBenchRequest:
     """What the words of the command line ask for ("" and 0: the usual). Raises PlanError with all that is wrong."""
-    faults: list[Fault] = []
+    faults: list[Diagnostic] = []
     there = torch.cuda.is_available()
     chosen = kind or ("cuda" if there else "cpu")
-    if chosen not in KINDS:
-        faults.append(Fault(f"there is no device '{kind}' to measure", nearest(kind, KINDS), "--device"))
+    if chosen not in DEVICE_KINDS:
+        faults.append(
+            Diagnostic(
+                f"there is no device '{kind}' to measure", suggest_name(kind, DEVICE_KINDS), "--device"
+            )
+        )
     elif chosen == "cuda" and not there:
-        faults.append(Fault("cuda, and no GPU is visible", "--device cpu, or run it where a GPU is", "--device"))
+        faults.append(
+            Diagnostic("cuda, and no GPU is visible", "--device cpu, or run it where a GPU is", "--device")
+        )
     if chosen == "cuda" and ranks > 1:
-        faults.append(Fault(f"{ranks} processes on one GPU", "leave --ranks out: every rank has a GPU of its own", "--ranks"))
-    count = cores()
+        faults.append(
+            Diagnostic(
+                f"{ranks} processes on one GPU",
+                "leave --ranks out: every rank has a GPU of its own",
+                "--ranks",
+            )
+        )
+    count = available_cores()
     if ranks < 1 or ranks > 64:
-        faults.append(Fault(f"{ranks} processes", "write a number from 1 to 64", "--ranks"))
+        faults.append(Diagnostic(f"{ranks} processes", "write a number from 1 to 64", "--ranks"))
     elif threads * ranks > max(count, ranks):
         given = f"{threads} threads in each of {ranks} processes" if ranks > 1 else f"{threads} threads"
-        faults.append(Fault(f"{given}, and this machine has {count} cores", f"--threads {max(1, count // ranks)}", "--threads"))
-    raise_faults(faults)
-    return Wanted(chosen, threads or max(1, count // ranks), ranks, quick)
+        faults.append(
+            Diagnostic(
+                f"{given}, and this machine has {count} cores",
+                f"--threads {max(1, count // ranks)}",
+                "--threads",
+            )
+        )
+    raise_diagnostics(faults)
+    return DeviceBenchRequest(chosen, threads or max(1, count // ranks), ranks, quick)
 
 
-def measure(wish: Wanted, out: Path, launcher: Launcher, console: Console) -> Profile:
+def measure_device(
+    request: DeviceBenchRequest, out: Path, launcher: LocalLauncher, console: Console
+) -> DeviceProfile:
     """Measure what is wished for; returns what is written to `out`.
 
     Raises RanksFailed when one of several processes did not end well.
     """
-    free, needed = psutil.virtual_memory().available, NEEDED * wish.ranks
+    free, needed = psutil.virtual_memory().available, MIN_FREE_NBYTES * request.num_ranks
     if free < needed:
         fix = "end what else runs here, or measure with fewer --ranks"
-        raise PlanError(f"measuring takes about {needed} bytes, and {free} are free", fix=fix, where="bench device")
-    about = "some seconds" if wish.quick else "about a minute"
-    by = f"{wish.ranks} processes of {wish.threads} threads at once" if wish.ranks > 1 else f"{wish.threads} threads"
-    console.print(f"measuring {wish.kind}, {by}: {about} ...", markup=False)
-    if wish.ranks == 1:
-        with _threads(wish.threads):
-            found = _rated(wish)
-        return write_profile(_profile(wish, [found]), out)
+        raise PlanError(
+            f"measuring takes about {needed} bytes, and {free} are free", fix=fix, location="bench device"
+        )
+    about = "some seconds" if request.quick else "about a minute"
+    by = (
+        f"{request.num_ranks} processes of {request.num_threads} threads at once"
+        if request.num_ranks > 1
+        else f"{request.num_threads} threads"
+    )
+    console.print(f"measuring {request.kind}, {by}: {about} ...", markup=False)
+    if request.num_ranks == 1:
+        with _threads(request.num_threads):
+            found = _rated(request)
+        return write_profile(_profile(request, [found]), out)
     with TemporaryDirectory(prefix="meshwright-bench-") as private:
         folder = Path(private)
-        words = ["--device", wish.kind, "--threads", str(wish.threads), "--ranks", str(wish.ranks), "--into", private]
-        outcome = launcher(["bench", "device", *words, *(["--quick"] if wish.quick else [])], wish.ranks, folder)
-        if outcome.code:
+        words = [
+            "--device",
+            request.kind,
+            "--threads",
+            str(request.num_threads),
+            "--ranks",
+            str(request.num_ranks),
+            "--into",
+            private,
+        ]
+        outcome = launcher(
+            ["bench", "device", *words, *(["--quick"] if request.quick else [])], request.num_ranks, folder
+        )
+        if outcome.exit_code:
             raise RanksFailed(outcome)
-        left = [(folder / LEFT.format(rank)).read_bytes() for rank in range(wish.ranks)]
-        found = [TypeAdapter(Rated).validate_json(each) for each in left]
-    return write_profile(_profile(wish, found), out)
+        left = [(folder / RESULT_FILE.format(rank)).read_bytes() for rank in range(request.num_ranks)]
+        found = [TypeAdapter(DeviceTimings).validate_json(each) for each in left]
+    return write_profile(_profile(request, found), out)
 
 
-def measure_rank(ranked: Ranked, wish: Wanted, into: Path) -> None:
+def measure_rank(rank_env: RankEnv, request: DeviceBenchRequest, result_folder: Path) -> None:
     """Measure as one of several processes that share the device; each leaves what it found in `into`."""
-    world_of = Mesh(dp_replicate=ranked.world)
-    with guard(ranked.rank, into, ranked.lifeline_fd), _threads(wish.threads), joined(ranked, world_of, shared=False) as world:
+    world_of = Mesh(dp_replicate=rank_env.world)
+    with (
+        record_failure(rank_env.rank, result_folder, rank_env.lifeline_fd),
+        _threads(request.num_threads),
+        join_world(rank_env, world_of, shared_memory=False) as world,
+    ):
         group = world.group(AXES)
         group.barrier(action="measure")
-        found = _rated(wish, partial(group.barrier, action="measure"))
+        found = _rated(request, partial(group.barrier, action="measure"))
         group.barrier(action="measure")  # who is done sooner waits: the others shall not be alone
-        (into / LEFT.format(ranked.rank)).write_text(json.dumps(asdict(found)))
+        (result_folder / RESULT_FILE.format(rank_env.rank)).write_text(json.dumps(asdict(found)))
 
 
-def show(profile: Profile, console: Console) -> None:
+def print_profile(profile: DeviceProfile, console: Console) -> None:
     """The table of what was measured, its spread, and how far the law through it is off."""
     console.print(profile_view(profile))
 
 
-def _rated(wish: Wanted, meet: Callable[[], None] = lambda: None) -> Rated:
-    if wish.kind == "cpu":
-        keep_heap()  # as ranks do
-    return rated(torch.device(wish.kind), sizes_of(wish.kind, quick=wish.quick), quick=wish.quick, meet=meet)
+def _rated(request: DeviceBenchRequest, barrier: Callable[[], None] = lambda: None) -> DeviceTimings:
+    if request.kind == "cpu":
+        retain_heap()  # as ranks do
+    return time_device(
+        torch.device(request.kind),
+        bench_sizes(request.kind, quick=request.quick),
+        quick=request.quick,
+        barrier=barrier,
+    )
 
 
-def _profile(wish: Wanted, found: Sequence[Rated]) -> Profile:
+def _profile(request: DeviceBenchRequest, found: Sequence[DeviceTimings]) -> DeviceProfile:
     """The figures of the first of those that measured at once; how evenly they go is asked of all of them."""
-    cuda, figures = wish.kind == "cuda", dict(vars(found[0]))
+    cuda, figures = request.kind == "cuda", dict(vars(found[0]))
     del figures["slices"]
-    return Profile(
+    return DeviceProfile(
         version=VERSION,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        kind=wish.kind,
-        device=torch.cuda.get_device_name(0) if cuda else processor(),
+        kind=request.kind,
+        device=torch.cuda.get_device_name(0) if cuda else processor_name(),
         torch=torch.__version__,
-        threads=wish.threads,
-        ranks=wish.ranks,
-        memory=torch.cuda.get_device_properties(0).total_memory if cuda else psutil.virtual_memory().total // wish.ranks,
-        stretches=stretches([each.slices for each in found]),
+        threads=request.num_threads,
+        ranks=request.num_ranks,
+        memory=torch.cuda.get_device_properties(0).total_memory
+        if cuda
+        else psutil.virtual_memory().total // request.num_ranks,
+        lag_samples=timing_windows([each.slices for each in found]),
         **figures,
     )
 

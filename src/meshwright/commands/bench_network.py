@@ -19,26 +19,26 @@ from meshwright.comm.algorithms import PLAIN
 from meshwright.comm.algorithms.hierarchical import Hierarchical
 from meshwright.comm.tuning.allreduce_bench import measure
 from meshwright.comm.tuning.network_fit import with_errors
-from meshwright.commands.local_ranks import Launcher, RanksFailed
-from meshwright.plan.hardware.network_model import VERSION, Cluster, Fit, Network, Timing
-from meshwright.plan.job.errors import Fault, PlanError, raise_faults
+from meshwright.commands.local_ranks import LocalLauncher, RanksFailed
+from meshwright.plan.hardware.network_model import VERSION, AllReduceTiming, Cluster, FitError, NetworkModel
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.report.bench.allreduce_lesson import lesson_view
 from meshwright.report.bench.network import links_page, links_view
-from meshwright.run.launch.cluster_env import Ranked
-from meshwright.run.launch.failure_record import guard
-from meshwright.run.launch.join import joined
-from meshwright.run.measure.network_profile import this_machine, write_cluster
+from meshwright.run.launch.cluster_env import RankEnv
+from meshwright.run.launch.failure_record import record_failure
+from meshwright.run.launch.join import join_world
+from meshwright.run.measure.network_profile import describe_machine, write_cluster
 
-UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30}
-SIZE = re.compile(r"(\d+)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
-USUAL, QUICK = "1KiB..64MiB", "1KiB,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB"
-BUDGET_S, QUICK_S = 12.0, 2.0  # of measuring, per number of ranks; slow cells take longer
-MOST_RANKS = 64
+SIZE_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+SIZE_PATTERN = re.compile(r"(\d+)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
+DEFAULT_SIZES, QUICK_SIZES = "1KiB..64MiB", "1KiB,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB"
+BUDGET_S, QUICK_BUDGET_S = 12.0, 2.0  # of measuring, per number of ranks; slow cells take longer
+MAX_RANKS = 64
 
 
 @dataclass(frozen=True)
-class Wanted:
+class NetworkBenchRequest:
     """What is to be measured: numbers of ranks, sizes in bytes, seconds of measuring for each number of ranks."""
 
     ranks: tuple[int, ...]
@@ -48,98 +48,116 @@ class Wanted:
     @property
     def budget_s(self) -> float:
         """Seconds of measuring for each number of ranks."""
-        return QUICK_S if self.quick else BUDGET_S
+        return QUICK_BUDGET_S if self.quick else BUDGET_S
 
 
 @dataclass(frozen=True)
-class _Left:
+class _RankTimings:
     """What the ranks leave for the process that started them."""
 
     transport: str
-    timings: tuple[Timing, ...]
+    timings: tuple[AllReduceTiming, ...]
 
 
-def wanted(ranks: str, sizes: str, *, quick: bool) -> Wanted:
+def parse_request(ranks: str, sizes: str, *, quick: bool) -> NetworkBenchRequest:
     """What the words of the command line ask for; without words the usual. Raises PlanError with all that is wrong."""
-    faults: list[Fault] = []
+    faults: list[Diagnostic] = []
     counts = _ranks(ranks, faults)
-    found = _sizes(sizes or (QUICK if quick else USUAL), faults)
-    raise_faults(faults)
+    found = _sizes(sizes or (QUICK_SIZES if quick else DEFAULT_SIZES), faults)
+    raise_diagnostics(faults)
     need, have = max(found) * max(counts) * (max(counts) + 2), psutil.virtual_memory().available
     if need > have and not torch.cuda.is_available():
         text = f"{max(counts)} ranks with messages of {max(found)} bytes need about {need} bytes, and {have} are free"
-        raise PlanError(text, fix="measure smaller sizes: --sizes 1KiB..16MiB", where="--sizes")
-    return Wanted(counts, found, quick)
+        raise PlanError(text, fix="measure smaller sizes: --sizes 1KiB..16MiB", location="--sizes")
+    return NetworkBenchRequest(counts, found, quick)
 
 
-def refuse_unwritable(paths: Iterable[Path]) -> None:
+def check_writable(paths: Iterable[Path]) -> None:
     """Return when files can be written at `paths`; raises PlanError otherwise, before a minute is spent on measuring."""
     faults = []
     for path in paths:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            faults.append(Fault(f"its folder cannot be made: {error.strerror}", "name another file", str(path)))
+            faults.append(
+                Diagnostic(f"its folder cannot be made: {error.strerror}", "name another file", str(path))
+            )
             continue
         if path.is_dir():
-            faults.append(Fault("this is a folder; needed is a file", f"name a file in it: {path / 'cluster.toml'}", str(path)))
+            faults.append(
+                Diagnostic(
+                    "this is a folder; needed is a file",
+                    f"name a file in it: {path / 'cluster.toml'}",
+                    str(path),
+                )
+            )
         elif not os.access(path.parent, os.W_OK):
-            faults.append(Fault("its folder cannot be written to", "name a file in another folder", str(path)))
-    raise_faults(faults)
+            faults.append(
+                Diagnostic("its folder cannot be written to", "name a file in another folder", str(path))
+            )
+    raise_diagnostics(faults)
 
 
-def bench(wish: Wanted, out: Path, launcher: Launcher, console: Console) -> Cluster:
+def bench_local_ranks(
+    request: NetworkBenchRequest, out: Path, launcher: LocalLauncher, console: Console
+) -> Cluster:
     """Measure with local ranks, one number of them after the other; returns what is written to `out`.
 
     Raises RanksFailed when a rank did not end well.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else MOST_RANKS
-    if max(wish.ranks) > gpus:
-        text = f"{max(wish.ranks)} ranks, each with a GPU of its own, and {gpus} are visible"
-        raise PlanError(text, fix=f"--ranks {min(gpus, 4)}", where="--ranks")
-    timings: list[Timing] = []
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else MAX_RANKS
+    if max(request.ranks) > gpus:
+        text = f"{max(request.ranks)} ranks, each with a GPU of its own, and {gpus} are visible"
+        raise PlanError(text, fix=f"--ranks {min(gpus, 4)}", location="--ranks")
+    timings: list[AllReduceTiming] = []
     transport = ""
-    for ranks in wish.ranks:
+    for ranks in request.ranks:
         console.print(f"measuring with {ranks} ranks ...", markup=False)
         with TemporaryDirectory(prefix="meshwright-bench-") as private:
             folder = Path(private)
-            argv = ["bench", "comm", "--sizes", ",".join(map(str, wish.sizes)), "--into", private]
-            outcome = launcher([*argv, *(["--quick"] if wish.quick else [])], ranks, folder)
-            if outcome.code:
+            argv = ["bench", "comm", "--sizes", ",".join(map(str, request.sizes)), "--into", private]
+            outcome = launcher([*argv, *(["--quick"] if request.quick else [])], ranks, folder)
+            if outcome.exit_code:
                 raise RanksFailed(outcome)
-            left = TypeAdapter(_Left).validate_json((folder / "timings.json").read_bytes())
+            left = TypeAdapter(_RankTimings).validate_json((folder / "timings.json").read_bytes())
         transport = left.transport
         timings += left.timings
     return write_cluster(_cluster(timings, transport, 0), out)
 
 
-def bench_rank(ranked: Ranked, wish: Wanted, into: Path) -> None:
+def bench_rank(rank_env: RankEnv, request: NetworkBenchRequest, result_folder: Path) -> None:
     """Measure as one of the local ranks; rank 0 leaves the timings in `into`."""
-    with guard(ranked.rank, into, ranked.lifeline_fd):
-        timings, transport = _measured(ranked, wish, 0)
-        if ranked.rank == 0:
-            (into / "timings.json").write_text(json.dumps(asdict(_Left(transport, tuple(timings)))))
+    with record_failure(rank_env.rank, result_folder, rank_env.lifeline_fd):
+        timings, transport = _measured(rank_env, request, 0)
+        if rank_env.rank == 0:
+            (result_folder / "timings.json").write_text(
+                json.dumps(asdict(_RankTimings(transport, tuple(timings))))
+            )
 
 
-def bench_job(ranked: Ranked, wish: Wanted, out: Path) -> Cluster | None:
+def bench_job(rank_env: RankEnv, request: NetworkBenchRequest, out: Path) -> Cluster | None:
     """Measure as one rank of a job that a launcher started, perhaps on several hosts; rank 0 writes `out` and returns it.
 
     Raises PlanError where ranks do not lie host by host, as many on each.
     """
-    place = ranked.place
-    if place is None or ranked.world < 2:
+    place = rank_env.launcher_env
+    if place is None or rank_env.world < 2:
         text = "the launcher started one rank, and nothing can be measured alone"
-        raise PlanError(text, fix="start at least 2 ranks, or run it without a launcher: --ranks 2,3,4", where="bench comm")
+        raise PlanError(
+            text,
+            fix="start at least 2 ranks, or run it without a launcher: --ranks 2,3,4",
+            location="bench comm",
+        )
     if place.rank % place.local_world != place.local_rank or place.world % place.local_world:
         text = f"rank {place.rank} is number {place.local_rank} of {place.local_world} on its host: ranks do not lie host by host"
         fix = "start as many ranks on every host, neighbours on one host (srun --distribution=block)"
-        raise PlanError(text, fix=fix, where="bench comm")
+        raise PlanError(text, fix=fix, location="bench comm")
     per_host = 0 if place.local_world == place.world else place.local_world
-    timings, transport = _measured(ranked, wish, per_host)
-    return write_cluster(_cluster(timings, transport, per_host), out) if ranked.rank == 0 else None
+    timings, transport = _measured(rank_env, request, per_host)
+    return write_cluster(_cluster(timings, transport, per_host), out) if rank_env.rank == 0 else None
 
 
-def show(cluster: Cluster, console: Console, *, lesson: bool) -> None:
+def print_cluster(cluster: Cluster, console: Console, *, lesson: bool) -> None:
     """The table of what was measured and how far the model is off; the lecture's table when asked for."""
     console.print(links_view(cluster))
     if lesson:
@@ -154,44 +172,72 @@ def write_page(cluster: Cluster, path: Path) -> None:
         path.write_text(links_page(cluster, meshwright.__version__), encoding="utf-8")
     except OSError as error:
         text = f"the page cannot be written: {error.strerror}"
-        raise PlanError(text, fix="name another file: --html", where=str(path)) from error
+        raise PlanError(text, fix="name another file: --html", location=str(path)) from error
 
 
-def _measured(ranked: Ranked, wish: Wanted, per_host: int) -> tuple[list[Timing], str]:
-    names = [str(each) for each in PLAIN if each.refusal(ranked.world) is None]
-    if per_host and Hierarchical(per_host).refusal(ranked.world) is None:
+def _measured(
+    rank_env: RankEnv, request: NetworkBenchRequest, per_host: int
+) -> tuple[list[AllReduceTiming], str]:
+    names = [str(each) for each in PLAIN if each.refusal(rank_env.world) is None]
+    if per_host and Hierarchical(per_host).refusal(rank_env.world) is None:
         names.append(str(Hierarchical(per_host)))
-    with joined(ranked, Mesh(dp_replicate=ranked.world)) as world:
-        least = 2 if wish.quick else 3
-        return measure(world, names, wish.sizes, wish.budget_s, least=least), world.group(AXES).transport
+    with join_world(rank_env, Mesh(dp_replicate=rank_env.world)) as world:
+        least = 2 if request.quick else 3
+        return measure(world, names, request.sizes, request.budget_s, least=least), world.group(
+            AXES
+        ).transport
 
 
-def _cluster(timings: Sequence[Timing], transport: str, per_host: int) -> Cluster:
+def _cluster(timings: Sequence[AllReduceTiming], transport: str, per_host: int) -> Cluster:
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    empty = Cluster(VERSION, date, this_machine(), torch.__version__, transport, per_host, Fit(0.0, 0.0), Network(), ())
+    empty = Cluster(
+        VERSION,
+        date,
+        describe_machine(),
+        torch.__version__,
+        transport,
+        per_host,
+        FitError(0.0, 0.0),
+        NetworkModel(),
+        (),
+    )
     return with_errors(empty, timings)
 
 
-def _ranks(text: str, faults: list[Fault]) -> tuple[int, ...]:
+def _ranks(text: str, diagnostics: list[Diagnostic]) -> tuple[int, ...]:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     words = (
-        text.split(",") if text else [str(each) for each in sorted({2, 3, 4, gpus}) if each > 1 and (not gpus or each <= gpus)]
+        text.split(",")
+        if text
+        else [str(each) for each in sorted({2, 3, 4, gpus}) if each > 1 and (not gpus or each <= gpus)]
     )
     found = [int(word) for word in words if word.strip().isdecimal()]
-    if len(found) < len(words) or not found or not all(1 < each <= MOST_RANKS for each in found):
+    if len(found) < len(words) or not found or not all(1 < each <= MAX_RANKS for each in found):
         given = f"'{text}'" if text else f"{gpus} GPU"
-        fault = f"{given}: needed are numbers of ranks from 2 to {MOST_RANKS}, with commas between"
-        faults.append(Fault(fault, "--ranks 2,3,4", "--ranks"))
+        fault = f"{given}: needed are numbers of ranks from 2 to {MAX_RANKS}, with commas between"
+        diagnostics.append(Diagnostic(fault, "--ranks 2,3,4", "--ranks"))
         return (2,)
     return tuple(sorted(set(found)))
 
 
-def _sizes(text: str, faults: list[Fault]) -> tuple[int, ...]:
+def _sizes(text: str, diagnostics: list[Diagnostic]) -> tuple[int, ...]:
     found: list[int] = []
     for word in text.split(","):
         ends = [_nbytes(end) for end in word.split("..")]
-        if None in ends or len(ends) > 2 or min(_known(ends)) < 4 or max(_known(ends)) % 4 or min(_known(ends)) % 4:
-            faults.append(Fault(f"'{word.strip()}' is no size in whole float32 (4 bytes)", "--sizes 1KiB..64MiB", "--sizes"))
+        if (
+            None in ends
+            or len(ends) > 2
+            or min(_known(ends)) < 4
+            or max(_known(ends)) % 4
+            or min(_known(ends)) % 4
+        ):
+            diagnostics.append(
+                Diagnostic(
+                    f"'{word.strip()}' is no size in whole float32 (4 bytes)",
+                    "--sizes 1KiB..64MiB",
+                    "--sizes",
+                )
+            )
             return (4,)
         low, high = _known(ends)[0], _known(ends)[-1]
         while low <= high:
@@ -199,13 +245,15 @@ def _sizes(text: str, faults: list[Fault]) -> tuple[int, ...]:
             low *= 2
     if len(set(found)) < 3:
         text = f"{len(set(found))} sizes: latency and rate cannot be told apart, and no size is left to judge the model by"
-        faults.append(Fault(text, "name at least 3: --sizes 1KiB,64KiB,4MiB; or a range: 1KiB..64MiB", "--sizes"))
+        diagnostics.append(
+            Diagnostic(text, "name at least 3: --sizes 1KiB,64KiB,4MiB; or a range: 1KiB..64MiB", "--sizes")
+        )
     return tuple(sorted(set(found)))
 
 
 def _nbytes(word: str) -> int | None:
-    found = SIZE.fullmatch(word.strip())
-    return None if found is None else int(found[1]) * UNITS[found[2].lower()]
+    found = SIZE_PATTERN.fullmatch(word.strip())
+    return None if found is None else int(found[1]) * SIZE_UNITS[found[2].lower()]
 
 
 def _known(ends: Iterable[int | None]) -> list[int]:

@@ -13,112 +13,145 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from meshwright.comm.world import rendezvous
-from meshwright.commands.local_ranks import Launcher
+from meshwright.commands.local_ranks import LocalLauncher
 from meshwright.plan.job.errors import CollectiveError
-from meshwright.plan.job.run_options import Limits
+from meshwright.plan.job.run_options import WaitLimits
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.launch.cluster_env import Ranked
-from meshwright.run.launch.gpu_checks import collective_findings, failed_collective, gathered, gpu_findings
+from meshwright.run.launch.cluster_env import RankEnv
+from meshwright.run.launch.gpu_checks import (
+    collective_findings,
+    failed_collective,
+    gather_findings,
+    gpu_findings,
+)
 from meshwright.run.launch.host_checks import Finding, host_findings
-from meshwright.run.launch.join import joined
-from meshwright.run.launch.network import interface_towards
+from meshwright.run.launch.join import join_world
+from meshwright.run.launch.network import interface_to
 
-MEET_S = 10.0
-LOCAL = Mesh(dp_replicate=2)
+JOIN_TIMEOUT_S = 10.0
+LOCAL_MESH = Mesh(dp_replicate=2)
 COLORS = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 
 
 @dataclass(frozen=True)
-class Report:
+class HostReport:
     """What was found, on this host and (by their names) on others; `seconds` is how long it took."""
 
     host: str
     findings: tuple[Finding, ...]
-    others: dict[str, tuple[Finding, ...]]
-    seconds: float
+    other_hosts: dict[str, tuple[Finding, ...]]
+    duration_s: float
 
     @property
     def failed(self) -> bool:
         """Whether training cannot work."""
-        every = [*self.findings, *(finding for found in self.others.values() for finding in found)]
-        return any(finding.outcome == "failure" for finding in every)
+        every = [*self.findings, *(finding for found in self.other_hosts.values() for finding in found)]
+        return any(finding.level == "failure" for finding in every)
 
     def as_dict(self) -> dict[str, object]:
         """The report as plain values."""
         return {**asdict(self), "failed": self.failed}
 
 
-def examine(folder: Path, cache: Path, interface: str | None, ranked: Ranked | None, launcher: Launcher) -> Report:
+def examine_host(
+    folder: Path, cache: Path, interface: str | None, rank_env: RankEnv | None, launcher: LocalLauncher
+) -> HostReport:
     """Ask this host everything; two local processes, or all ranks of the job that `ranked` is one of, try a collective."""
     started, host = time.perf_counter(), socket.gethostname()
-    place = None if ranked is None else ranked.place
-    if interface is None and place is not None and place.master is not None and not place.one_host:
-        interface = interface_towards(place.master)
+    place = None if rank_env is None else rank_env.launcher_env
+    if interface is None and place is not None and place.master_addr is not None and not place.is_single_host:
+        interface = interface_to(place.master_addr)
     findings = [*host_findings(folder, cache, interface), *gpu_findings()]
     others: dict[str, tuple[Finding, ...]] = {}
-    if ranked is None or ranked.world == 1:
+    if rank_env is None or rank_env.world == 1:
         findings += _try_here(launcher)
     else:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         findings.insert(0, Finding("launcher", "ok", str(place)))
         try:
-            with joined(ranked, Mesh(dp_replicate=ranked.world), Limits.every(MEET_S)) as world:
+            with join_world(
+                rank_env, Mesh(dp_replicate=rank_env.world), WaitLimits.uniform(JOIN_TIMEOUT_S)
+            ) as world:
                 findings += collective_findings(world, backend)
-                others = gathered(world, host, findings)
+                others = gather_findings(world, host, findings)
         except CollectiveError as error:
             findings.append(failed_collective(error, backend))
         others.pop(host, None)
-    return Report(host, tuple(findings), others, time.perf_counter() - started)
+    return HostReport(host, tuple(findings), others, time.perf_counter() - started)
 
 
-def try_as_rank(ranked: Ranked, folder: Path) -> None:
+def check_as_rank(rank_env: RankEnv, folder: Path) -> None:
     """Be one of the local processes that try a collective; rank 0 leaves the findings in `folder`."""
     device, backends = torch.device("cpu"), ["gloo"]
-    if torch.cuda.is_available() and torch.cuda.device_count() >= ranked.world:
+    if torch.cuda.is_available() and torch.cuda.device_count() >= rank_env.world:
         backends.append("nccl")
     found: list[Finding] = []
     for backend in backends:
         if backend == "nccl":
-            device = torch.device("cuda", ranked.local_rank)
+            device = torch.device("cuda", rank_env.local_rank)
             torch.cuda.set_device(device)
-        store = f"{ranked.store}.{backend}"
+        store = f"{rank_env.store_path}.{backend}"
         try:
-            with rendezvous(LOCAL, ranked.rank, store_path=store, backend=backend, device=device, timeout_s=MEET_S) as world:
-                found += [finding for finding in collective_findings(world, backend) if finding.name != "clocks"]
+            with rendezvous(
+                LOCAL_MESH,
+                rank_env.rank,
+                store_path=store,
+                backend=backend,
+                device=device,
+                timeout_s=JOIN_TIMEOUT_S,
+            ) as world:
+                found += [
+                    finding for finding in collective_findings(world, backend) if finding.name != "clocks"
+                ]
         except CollectiveError as error:
             found.append(failed_collective(error, backend))
-    if ranked.rank == 0:
+    if rank_env.rank == 0:
         (folder / "findings.json").write_text(json.dumps([asdict(finding) for finding in found]))
 
 
-def view(report: Report) -> RenderableType:
+def report_view(report: HostReport) -> RenderableType:
     """The report as lines: the outcome, the question, what was seen; below it the repair."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     rows = [(finding.name, finding) for finding in report.findings]
-    rows += [(f"{host}: {finding.name}", finding) for host, found in report.others.items() for finding in found]
+    rows += [
+        (f"{host}: {finding.name}", finding)
+        for host, found in report.other_hosts.items()
+        for finding in found
+    ]
     for name, finding in rows:
-        table.add_row(f"[{COLORS[finding.outcome]}]{finding.outcome}[/]", name, _escaped(finding.text))
+        table.add_row(f"[{COLORS[finding.level]}]{finding.level}[/]", name, _escaped(finding.text))
         if finding.fix:
             table.add_row("", "[green]repair[/]", _escaped(finding.fix))
-    bad = sum(finding.outcome != "ok" for _, finding in rows)
+    bad = sum(finding.level != "ok" for _, finding in rows)
     verdict = "cannot train as it is" if report.failed else "is fit to train"
-    table.add_row("", "", f"{report.host} {verdict}; {bad} of {len(rows)} to look at; {report.seconds:.1f} s")
+    table.add_row(
+        "", "", f"{report.host} {verdict}; {bad} of {len(rows)} to look at; {report.duration_s:.1f} s"
+    )
     return table
 
 
-def _try_here(launcher: Launcher) -> Iterator[Finding]:
+def _try_here(launcher: LocalLauncher) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix="meshwright-doctor-") as private:
         folder = Path(private)
-        outcome = launcher(["doctor", "--folder", str(folder)], LOCAL.world, folder)
+        outcome = launcher(["doctor", "--folder", str(folder)], LOCAL_MESH.world_size, folder)
         answer = folder / "findings.json"
-        if outcome.code == 0 and answer.exists():
+        if outcome.exit_code == 0 and answer.exists():
             yield from (Finding(**each) for each in json.loads(answer.read_text()))
             return
-        text = outcome.failure.text.strip().splitlines()[-1] if outcome.failure is not None else f"exit code {outcome.code}"
-        yield Finding("collective (gloo)", "failure", f"two local processes did not end well: {text}", "look at the line above")
+        text = (
+            outcome.failure.text.strip().splitlines()[-1]
+            if outcome.failure is not None
+            else f"exit code {outcome.exit_code}"
+        )
+        yield Finding(
+            "collective (gloo)",
+            "failure",
+            f"two local processes did not end well: {text}",
+            "look at the line above",
+        )
 
 
 def _escaped(text: str) -> str:

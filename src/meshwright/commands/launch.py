@@ -5,21 +5,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.commands.plan import resolve
+from meshwright.commands.plan import resolve_config
 from meshwright.parallel import STRATEGIES
-from meshwright.plan.job.errors import Fault, PlanError, nearest, raise_faults
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 from meshwright.run.config.config_file import read_request
-from meshwright.run.launch.job_files import KINDS, JobFile, spread
+from meshwright.run.launch.job_files import JOB_FILE_KINDS, JobFile, distribute_ranks
 
-TIME = re.compile(r"(\d+-)?\d{1,2}(:\d{2}){0,2}|\d+")  # as sbatch reads it: minutes, h:m:s, days-hours...
+TIME_PATTERN = re.compile(
+    r"(\d+-)?\d{1,2}(:\d{2}){0,2}|\d+"
+)  # as sbatch reads it: minutes, h:m:s, days-hours...
 
 
 @dataclass(frozen=True)
-class Wanted:
+class JobFileOptions:
     """What is asked of a job file beside its kind; None and "" where it follows from the plan."""
 
-    hosts: int | None = None
-    per_host: int | None = None
+    num_hosts: int | None = None
+    ranks_per_host: int | None = None
     gpus: bool = True
     name: str = ""
     image: str = ""
@@ -27,41 +29,55 @@ class Wanted:
     time_limit: str = "24:00:00"
 
 
-def job_file(config: Path, overrides: Sequence[str], kind: str, wanted: Wanted) -> str:
+def make_job_file(config: Path, overrides: Sequence[str], kind: str, options: JobFileOptions) -> str:
     """The job file of `kind` that trains what `config` asks for; refused when the plan does not fit hosts x ranks per host."""
-    name = wanted.name or _label(f"meshwright-{config.stem}")
-    raise_faults(_faults(kind, name, wanted))
-    hosts, per_host = wanted.hosts, wanted.per_host
+    name = options.name or _label(f"meshwright-{config.stem}")
+    raise_diagnostics(_faults(kind, name, options))
+    hosts, per_host = options.num_hosts, options.ranks_per_host
     world = hosts * per_host if hosts is not None and per_host is not None else None
     if -1 not in read_request(config, overrides, STRATEGIES).mesh.values():
         world = None  # the mesh says it; whether the hosts fit is said below, in terms of hosts
     elif world is None:
         fix = "say how many: --hosts N --per-host M"
-        raise PlanError("an axis of the mesh is -1, and the number of ranks is not known", fix=fix, where="mesh")
-    (_, ready) = resolve(config, overrides, world)
-    hosts, per_host = spread(ready.plan.mesh.world, hosts, per_host)
+        raise PlanError(
+            "an axis of the mesh is -1, and the number of ranks is not known", fix=fix, location="mesh"
+        )
+    (_, ready) = resolve_config(config, overrides, world)
+    hosts, per_host = distribute_ranks(ready.plan.mesh.world_size, hosts, per_host)
     words = [str(config), *overrides]
-    return KINDS[kind](JobFile(words, name, hosts, per_host, wanted.gpus, wanted.image, wanted.volume, wanted.time_limit))
+    return JOB_FILE_KINDS[kind](
+        JobFile(words, name, hosts, per_host, options.gpus, options.image, options.volume, options.time_limit)
+    )
 
 
-def write(text: str, path: Path) -> None:
+def write_job_file(text: str, path: Path) -> None:
     """Write a job file to `path`. Raises PlanError when that cannot be done."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         fix = "name a file in a folder that can be written to"
-        raise PlanError(f"the file cannot be written: {error.strerror}", fix=fix, where=f"--out {path}") from error
+        raise PlanError(
+            f"the file cannot be written: {error.strerror}", fix=fix, location=f"--out {path}"
+        ) from error
 
 
-def _faults(kind: str, name: str, wanted: Wanted) -> list[Fault]:
+def _faults(kind: str, name: str, wanted: JobFileOptions) -> list[Diagnostic]:
     faults = []
-    if kind not in KINDS:
-        faults.append(Fault(f"there is no job file for '{kind}'", nearest(kind, KINDS), "--print"))
+    if kind not in JOB_FILE_KINDS:
+        faults.append(
+            Diagnostic(f"there is no job file for '{kind}'", suggest_name(kind, JOB_FILE_KINDS), "--print")
+        )
     if name != _label(name):
         text = f"'{name}' cannot be the name of a job: lower-case letters, digits and '-' can, at most 50"
-        faults.append(Fault(text, f"--name {_label(name)}", "--name"))
-    if not TIME.fullmatch(wanted.time_limit):
-        faults.append(Fault(f"'{wanted.time_limit}' is no time limit", "write hours:minutes:seconds: --time 24:00:00", "--time"))
+        faults.append(Diagnostic(text, f"--name {_label(name)}", "--name"))
+    if not TIME_PATTERN.fullmatch(wanted.time_limit):
+        faults.append(
+            Diagnostic(
+                f"'{wanted.time_limit}' is no time limit",
+                "write hours:minutes:seconds: --time 24:00:00",
+                "--time",
+            )
+        )
     return faults
 
 

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from meshwright.run.launch.local_launcher import Outcome
+from meshwright.run.launch.local_launcher import LaunchResult
 
-Launcher = Callable[[list[str], int, Path], Outcome]
+LocalLauncher = Callable[[list[str], int, Path], LaunchResult]
 
 
 class RanksFailed(Exception):
     """Local ranks did not end as they should; `outcome` says how."""
 
-    def __init__(self, outcome: Outcome) -> None:
-        self.outcome = outcome
-        super().__init__(f"the ranks ended with code {outcome.code}")
+    def __init__(self, result: LaunchResult) -> None:
+        self.result = result
+        super().__init__(f"the ranks ended with code {result.exit_code}")

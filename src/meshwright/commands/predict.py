@@ -6,7 +6,7 @@ CPU by n processes of t threads, n x t cores are taken to be all that a host has
 
 from pathlib import Path
 
-from meshwright.plan.hardware.device_profile import Profile
+from meshwright.plan.hardware.device_profile import DeviceProfile
 from meshwright.plan.hardware.network_model import Cluster
 from meshwright.plan.plan import Plan
 from meshwright.planner.machine.from_benchmark import with_cluster
@@ -14,35 +14,35 @@ from meshwright.planner.machine.machine import Machine
 from meshwright.planner.program_cost.device_time import ByKind, Ground
 from meshwright.planner.program_cost.network_time import ByRates, Measured, Unknown, Wire
 from meshwright.planner.program_cost.prediction import Prediction, predict
-from meshwright.run.measure.hardware_lookup import machine_of, profile_in
+from meshwright.run.measure.hardware_lookup import find_profile, read_machine
 from meshwright.run.measure.network_profile import read_cluster
 
-BLOCK = 512  # keys that torch's kernel on a CPU goes through at once: shorter rows are computed whole, whatever the mask
-HOW = "seconds      not predicted: measure this machine (meshwright bench device, bench comm), then --hardware device.toml"
-UNMEASURED = "nothing is known of the links between ranks, so messages cost nothing here: measure them (meshwright bench comm)"
+ATTENTION_BLOCK_KEYS = 512  # keys that torch's kernel on a CPU goes through at once: shorter rows are computed whole, whatever the mask
+NOT_PREDICTED = "seconds      not predicted: measure this machine (meshwright bench device, bench comm), then --hardware device.toml"
+UNMEASURED_LINKS = "nothing is known of the links between ranks, so messages cost nothing here: measure them (meshwright bench comm)"
 
 
-def predicted(plan: Plan, hardware: str, cluster: str) -> Prediction | None:
+def predict_plan(plan: Plan, hardware: str, cluster: str) -> Prediction | None:
     """What a step of `plan` takes on what these name; None where no `hardware` is named.
 
     Raises PlanError with all that is wrong with it, for a dtype that nobody measured, and for links of another machine.
     """
-    return predict(plan, ground_of(hardware, cluster, plan.mesh.world)) if hardware else None
+    return predict(plan, prediction_hardware(hardware, cluster, plan.mesh.world_size)) if hardware else None
 
 
-def ground_of(hardware: str, cluster: str, world: int) -> Ground:
+def prediction_hardware(hardware: str, cluster: str, world: int) -> Ground:
     """The hardware that these words name, for `world` ranks. Raises PlanError with all that is wrong with it."""
-    profile = profile_in(hardware)
+    profile = find_profile(hardware)
     links = read_cluster(Path(cluster)) if cluster else None
     if profile is not None and profile.kind == "cpu":
         return _on_cores(profile, links, world)
-    return _on_devices(machine_of(hardware, world), profile, links)
+    return _on_devices(read_machine(hardware, world), profile, links)
 
 
-def _on_cores(profile: Profile, links: Cluster | None, world: int) -> Ground:
+def _on_cores(profile: DeviceProfile, links: Cluster | None, world: int) -> Ground:
     """Hosts whose ranks share the cores that were busy while one of them was measured."""
     cores = profile.ranks * profile.threads
-    per_host = min(world, links.per_host) if links is not None and links.per_host else world
+    per_host = min(world, links.ranks_per_host) if links is not None and links.ranks_per_host else world
     threads = max(1, cores // per_host)
     notes = []
     if per_host > cores:
@@ -54,16 +54,22 @@ def _on_cores(profile: Profile, links: Cluster | None, world: int) -> Ground:
     slower = profile.threads / threads
     name = f"{profile.device}, {cores} cores"
     hosts = max(1, world // per_host)
-    return Ground(name, profile, wire, False, cores, threads, slower, hosts, BLOCK, notes=(*notes, *said))
+    return Ground(
+        name, profile, wire, False, cores, threads, slower, hosts, ATTENTION_BLOCK_KEYS, notes=(*notes, *said)
+    )
 
 
-def _on_devices(machine: Machine, profile: Profile | None, links: Cluster | None) -> Ground:
+def _on_devices(machine: Machine, profile: DeviceProfile | None, links: Cluster | None) -> Ground:
     """A device for each rank: as it was measured, where it was, or as its kind is."""
     wire, notes = _wire(links, machine.count)
     if links is not None:
         machine, more = with_cluster(machine, links)
         notes = (*notes, *more)
-    elif machine.device.link_rate and machine.count > 1 and (machine.device.nic_rate or machine.count <= machine.host):
+    elif (
+        machine.device.link_rate
+        and machine.count > 1
+        and (machine.device.nic_rate or machine.count <= machine.host)
+    ):
         wire, notes = ByRates(machine), ()
     pace = ByKind(machine) if profile is None else profile
     return Ground(machine.device.name, pace, wire, peaks=machine.device.flops, notes=notes)
@@ -71,7 +77,9 @@ def _on_devices(machine: Machine, profile: Profile | None, links: Cluster | None
 
 def _wire(links: Cluster | None, world: int) -> tuple[Wire, tuple[str, ...]]:
     if links is None:
-        return Unknown(), (UNMEASURED,) if world > 1 else ()
+        return Unknown(), (UNMEASURED_LINKS,) if world > 1 else ()
     if world > max(links.ranks):
-        return Measured(links), (f"{max(links.ranks)} ranks at most were measured together: of more the model of the links says",)
+        return Measured(links), (
+            f"{max(links.ranks)} ranks at most were measured together: of more the model of the links says",
+        )
     return Measured(links), ()

@@ -11,10 +11,10 @@ from meshwright.report.html.predicted_vs_measured import beside, beside_table
 from meshwright.report.html.run_page import page
 from meshwright.report.timeline.run_record import read_record
 
-NAME = "report.html"
+REPORT_FILE = "report.html"
 
 
-def report(run: Path, other: Path | None, out: Path | None) -> tuple[Path, RenderableType | None]:
+def write_report(run: Path, other: Path | None, out: Path | None) -> tuple[Path, RenderableType | None]:
     """Write the report on `run`, beside `other` if there is one; returns the file, by default in the folder of `run`.
 
     With it come the figures that were predicted of the runs beside those that were measured, for the terminal; None where there
@@ -26,14 +26,16 @@ def report(run: Path, other: Path | None, out: Path | None) -> tuple[Path, Rende
     if other is not None and records[0].name == records[1].name:
         pairs = zip(records, (run, other), strict=True)
         records = [replace(record, name=str(folder)) for record, folder in pairs]
-    path = out or run / NAME
+    path = out or run / REPORT_FILE
     text = page(records, meshwright.__version__)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         fix = "name a file in a folder that can be written to: --out FILE.html"
-        raise PlanError(f"the report cannot be written: {error.strerror}", fix=fix, where=str(path)) from error
+        raise PlanError(
+            f"the report cannot be written: {error.strerror}", fix=fix, location=str(path)
+        ) from error
     found = {record.name: beside(record) for record in records}
     tables = [beside_table(each, name) for name, each in found.items() if each]
     return path, Group(*tables) if tables else None

@@ -11,27 +11,27 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from meshwright.api import Engine
+from meshwright.api import Trainer
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.checkpoint.resume import resume
-from meshwright.run.data.eval_split import Evaluating, divided
-from meshwright.run.data.feed import Data, ExampleData, open_feed
-from meshwright.run.data.prefetch import ahead
+from meshwright.run.data.eval_split import EvalSamples, split_held_out
+from meshwright.run.data.feed import Dataset, ExampleDataset, open_feed
+from meshwright.run.data.prefetch import prefetch
 from meshwright.run.telemetry.callbacks import Callback
-from meshwright.run.training.train_loop import Ended
-from meshwright.run.training.train_loop import train as play_all
+from meshwright.run.training.train_loop import TrainResult
+from meshwright.run.training.train_loop import train_loop as play_all
 
-Samples = Data | Mapping[str, torch.Tensor]
+Samples = Dataset | Mapping[str, torch.Tensor]
 
 
 def train(
-    engine: Engine,
+    trainer: Trainer,
     data: Samples,
     *,
-    held_out: Samples | None = None,
+    eval_data: Samples | None = None,
     callbacks: Sequence[Callback] = (),
-    stopping: Callable[[], bool] = lambda: False,
-) -> Ended:
+    should_stop: Callable[[], bool] = lambda: False,
+) -> TrainResult:
     """Play the plan's steps that are left, evaluate and save; returns how it ended. Every rank calls it.
 
     Args:
@@ -45,20 +45,29 @@ def train(
     Raises PlanError for evaluations without samples, Spiked, a PlanError, when the guard ends the run, and OutOfMemory on a
     rank that asks for memory and is not given it.
     """
-    plan, world = engine.plan, engine.world
-    with engine.telling:
+    plan, world = trainer.plan, trainer.world
+    with trainer.oom_advisor:
         everything = _as_data(data)
-        training, held = divided(everything, plan.job.evaluate)
-        if held_out is not None:
-            held = _as_data(held_out)
-        elif held is None and plan.job.evaluate.asked_for:
+        training, held = split_held_out(everything, plan.job.evaluate)
+        if eval_data is not None:
+            held = _as_data(eval_data)
+        elif held is None and plan.job.evaluate.is_enabled:
             text = "the plan asks for evaluations, and no samples were passed"
-            raise PlanError(text, fix="pass held_out=...", where="held_out")
-        resumed = resume(engine.player, plan, world, everything.digest)
-        evaluating = None if held is None else Evaluating(held, plan, plan.data_index(world.rank))
-        with ahead(open_feed(training, plan, world.rank), plan.run.workers) as feed:
-            return play_all(engine.player, plan, feed, world, stopping, callbacks, evaluating=evaluating, so_far=resumed.so_far)
+            raise PlanError(text, fix="pass held_out=...", location="held_out")
+        resumed = resume(trainer.executor, plan, world, everything.digest)
+        evaluating = None if held is None else EvalSamples(held, plan, plan.data_index(world.rank))
+        with prefetch(open_feed(training, plan, world.rank), plan.run.workers) as feed:
+            return play_all(
+                trainer.executor,
+                plan,
+                feed,
+                world,
+                should_stop,
+                callbacks,
+                eval_samples=evaluating,
+                eval_history=resumed.eval_history,
+            )
 
 
-def _as_data(samples: Samples) -> Data:
-    return ExampleData(samples) if isinstance(samples, Mapping) else samples
+def _as_data(samples: Samples) -> Dataset:
+    return ExampleDataset(samples) if isinstance(samples, Mapping) else samples

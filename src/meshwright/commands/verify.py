@@ -13,29 +13,29 @@ from rich.console import RenderableType
 import meshwright
 from meshwright.api import parity_case
 from meshwright.api import trace as trace_plan
-from meshwright.commands.local_ranks import Launcher, RanksFailed
-from meshwright.commands.plan import resolve
-from meshwright.model.loading.scaled_down import shrunk
+from meshwright.commands.local_ranks import LocalLauncher, RanksFailed
+from meshwright.commands.plan import resolve_config
+from meshwright.model.loading.scaled_down import scale_down
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError
 from meshwright.report.terminal.plan_table import trace_view, verdict_view
-from meshwright.resolve import Prepared, prepared
-from meshwright.run.config.config_file import Request, read_request
-from meshwright.run.launch.cluster_env import Ranked
-from meshwright.run.launch.failure_record import guard
-from meshwright.run.launch.join import joined
+from meshwright.resolve import ResolvedRun, resolve_request
+from meshwright.run.config.config_file import PlanRequest, read_request
+from meshwright.run.launch.cluster_env import RankEnv
+from meshwright.run.launch.failure_record import record_failure
+from meshwright.run.launch.join import join_world
 from meshwright.testing.ranks import on_threads
-from meshwright.verifier.parity import RankReport, compare_rank, judge
-from meshwright.verifier.reference import Case, run_reference
-from meshwright.verifier.trace import NeedsValues, Traced
+from meshwright.verifier.parity import RankReport, compare_rank, make_verdict
+from meshwright.verifier.reference import ParityCase, run_reference
+from meshwright.verifier.trace import NeedsRealTensorsError, TraceVerdict
 from meshwright.verifier.verdict import Verdict
 
-MOST_RANKS = 64  # as threads or processes of one machine: each holds the whole model in float64
+MAX_RANKS = 64  # as threads or processes of one machine: each holds the whole model in float64
 
 
-def view_verdict(verdict: Verdict | Traced) -> RenderableType:
+def verdict_table(verdict: Verdict | TraceVerdict) -> RenderableType:
     """The verdict as a table."""
-    return trace_view(verdict) if isinstance(verdict, Traced) else verdict_view(verdict)
+    return trace_view(verdict) if isinstance(verdict, TraceVerdict) else verdict_view(verdict)
 
 
 def verify(
@@ -44,7 +44,7 @@ def verify(
     steps: int,
     world: int | None,
     out: Path | None,
-    launcher: Launcher | None,
+    launcher: LocalLauncher | None,
     *,
     shrink: bool,
 ) -> tuple[Verdict, Path]:
@@ -52,12 +52,12 @@ def verify(
 
     The verdict names the hash of the plan as it would be trained. Raises RanksFailed when a process did not end well.
     """
-    request, ready = resolve(config, overrides, world)
+    request, ready = resolve_config(config, overrides, world)
     plan = ready.plan
-    if plan.mesh.world > MOST_RANKS:
-        text = f"{plan.mesh.world} ranks on this machine, each with the whole model in float64"
+    if plan.mesh.world_size > MAX_RANKS:
+        text = f"{plan.mesh.world_size} ranks on this machine, each with the whole model in float64"
         fix = "--on trace plays single ranks of any mesh; for the numbers, compare a smaller mesh: --mesh.dp_replicate 4"
-        raise PlanError(text, fix=fix, where="verify")
+        raise PlanError(text, fix=fix, location="verify")
     case = _case(_scaled_down(request, world) if shrink else ready)
     folder = Path(plan.run.folder) / "verify"
     if launcher is None:
@@ -65,13 +65,26 @@ def verify(
         reports = on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=600)
     else:
         size = ["--shrink"] if shrink else []
-        argv = ["verify", str(config), "--steps", str(steps), "--world", str(plan.mesh.world), *size, *overrides]
-        outcome = launcher(argv, plan.mesh.world, folder)
-        if outcome.code:
+        argv = [
+            "verify",
+            str(config),
+            "--steps",
+            str(steps),
+            "--world",
+            str(plan.mesh.world_size),
+            *size,
+            *overrides,
+        ]
+        outcome = launcher(argv, plan.mesh.world_size, folder)
+        if outcome.exit_code:
             raise RanksFailed(outcome)
-        reports = [_read_report(folder, rank) for rank in range(plan.mesh.world)]
-    verdict = judge(case, reports, "threads" if launcher is None else "processes", _versions())
-    model = f"{plan.anatomy.name} scaled down to {case.plan.anatomy.numel:,} parameters" if shrink else plan.anatomy.name
+        reports = [_read_report(folder, rank) for rank in range(plan.mesh.world_size)]
+    verdict = make_verdict(case, reports, "threads" if launcher is None else "processes", _versions())
+    model = (
+        f"{plan.model_spec.name} scaled down to {case.plan.model_spec.numel:,} parameters"
+        if shrink
+        else plan.model_spec.name
+    )
     verdict = replace(verdict, plan=plan.hash, model=model)
     path = out or folder / "verdict.json"
     _write(verdict, path)
@@ -79,66 +92,87 @@ def verify(
 
 
 def trace(
-    config: Path, overrides: Sequence[str], steps: int, world: int | None, out: Path | None, rank: int | None, *, shrink: bool
-) -> tuple[Traced, Path]:
+    config: Path,
+    overrides: Sequence[str],
+    steps: int,
+    world: int | None,
+    out: Path | None,
+    rank: int | None,
+    *,
+    shrink: bool,
+) -> tuple[TraceVerdict, Path]:
     """Play `rank` (None: the first, the last and one between) and hold what it sends against the plan; write the verdict.
 
     A model that fake tensors cannot play is played on real ones, scaled down where that can be done, and the verdict says so.
     """
-    request, ready = resolve(config, overrides, world)
+    request, ready = resolve_config(config, overrides, world)
     played = _scaled_down(request, world) if shrink else ready
     ranks = None if rank is None else [rank]
     try:
-        found = trace_plan(played.reading, played.plan, ranks, loss=played.loss, steps=steps)
-    except NeedsValues:
+        found = trace_plan(played.analyzed, played.plan, ranks, loss=played.loss, steps=steps)
+    except NeedsRealTensorsError:
         played = _small_if_possible(request, world, played)
-        found = trace_plan(played.reading, played.plan, ranks, loss=played.loss, steps=steps, fake=False)
-    model = found.model if played is ready else f"{found.model} scaled down to {played.plan.anatomy.numel:,} parameters"
+        found = trace_plan(played.analyzed, played.plan, ranks, loss=played.loss, steps=steps, fake=False)
+    model = (
+        found.model
+        if played is ready
+        else f"{found.model} scaled down to {played.plan.model_spec.numel:,} parameters"
+    )
     found = replace(found, plan=ready.plan.hash, model=model, versions=_versions())
     path = out or Path(ready.plan.run.folder) / "verify" / "trace.json"
     _write(found, path)
     return found, path
 
 
-def _small_if_possible(request: Request, world: int | None, whole: Prepared) -> Prepared:
+def _small_if_possible(request: PlanRequest, world: int | None, whole: ResolvedRun) -> ResolvedRun:
     try:
         return _scaled_down(request, world)
     except PlanError:  # a model from a factory, say: only its author knows its sizes
         return whole
 
 
-def _write(verdict: Verdict | Traced, path: Path) -> None:
+def _write(verdict: Verdict | TraceVerdict, path: Path) -> None:
     try:
         verdict.write(path)
     except OSError as error:
         raise PlanError(
-            f"the verdict cannot be written: {error.strerror}", fix="name another file: --json", where=str(path)
+            f"the verdict cannot be written: {error.strerror}",
+            fix="name another file: --json",
+            location=str(path),
         ) from error
 
 
-def verify_rank(ranked: Ranked, config: Path, overrides: Sequence[str], steps: int, *, shrink: bool) -> None:
+def verify_rank(
+    rank_env: RankEnv, config: Path, overrides: Sequence[str], steps: int, *, shrink: bool
+) -> None:
     """Compare as one rank, and leave the report for the process that asked."""
-    if ranked.store is None:
+    if rank_env.store_path is None:
         text = "verify was started as one rank by torchrun; it starts its own ranks"
-        raise PlanError(text, fix="without torchrun: meshwright verify ... --on processes", where="verify")
+        raise PlanError(text, fix="without torchrun: meshwright verify ... --on processes", location="verify")
     request = read_request(config, overrides, STRATEGIES)
     folder = Path(request.run.folder) / "verify"
-    with guard(ranked.rank, folder, ranked.lifeline_fd):
-        case = _case(_scaled_down(request, ranked.world) if shrink else prepared(request, ranked.world))
-        with joined(ranked, case.plan.mesh, case.plan.run.limits, shared=case.plan.run.shared_memory) as world:
+    with record_failure(rank_env.rank, folder, rank_env.lifeline_fd):
+        case = _case(
+            _scaled_down(request, rank_env.world) if shrink else resolve_request(request, rank_env.world)
+        )
+        with join_world(
+            rank_env, case.plan.mesh, case.plan.run.limits, shared_memory=case.plan.run.shared_memory
+        ) as world:
             report = compare_rank(case, world, run_reference(case, steps))
-        path = _report_path(folder, ranked.rank)
+        path = _report_path(folder, rank_env.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(report)))
 
 
-def _scaled_down(request: Request, world: int | None) -> Prepared:
+def _scaled_down(request: PlanRequest, world: int | None) -> ResolvedRun:
     """What `request` becomes with a small copy of its model."""
-    return prepared(replace(request, job=shrunk(request.job)), world)
+    return resolve_request(replace(request, job=scale_down(request.job)), world)
 
 
-def _case(ready: Prepared) -> Case:
-    return parity_case(ready.reading, ready.plan, ready.loss, lambda plan, rank: ready.feed(plan, rank).batch)
+def _case(ready: ResolvedRun) -> ParityCase:
+    return parity_case(
+        ready.analyzed, ready.plan, ready.loss, lambda plan, rank: ready.feed(plan, rank).batch
+    )
 
 
 def _report_path(folder: Path, rank: int) -> Path:
@@ -150,4 +184,8 @@ def _read_report(folder: Path, rank: int) -> RankReport:
 
 
 def _versions() -> dict[str, str]:
-    return {"meshwright": meshwright.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return {
+        "meshwright": meshwright.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }

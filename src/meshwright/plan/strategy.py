@@ -14,21 +14,21 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol
 
-from meshwright.plan.job.errors import Fault
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
-from meshwright.plan.sharding.placement import Place
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.placement import Placement
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program
-from meshwright.plan.step.single_device import Turn
+from meshwright.plan.step.single_device import StageCalls
 
-Phase = Literal["shard", "order", "memory", "store", "wire"]
-PHASES: tuple[Phase, ...] = ("shard", "order", "memory", "store", "wire")
+StrategyPhase = Literal["shard", "order", "memory", "store", "wire"]
+PHASES: tuple[StrategyPhase, ...] = ("shard", "order", "memory", "store", "wire")
 
 
 class Runtime(Protocol):
     """What a strategy may touch of a running rank: the engine's state, seen through the words it may use."""
 
-    def start(self, action: Action) -> None:
+    def start_collective(self, action: Action) -> None:
         """Start the collective that `action.transfer` states on the flat tensor of `action.subject`."""
 
     def unshard(self, action: Action) -> None:
@@ -37,53 +37,64 @@ class Runtime(Protocol):
     def reduce(self, action: Action) -> None:
         """Start summing the packed gradients of `action.tensors` into shards, or their shards over replicas."""
 
-    def add(self, action: Action) -> None:
+    def accumulate(self, action: Action) -> None:
         """Add the shard that REDUCE left for this micro-batch to the sum of those before."""
 
     @property
     def plan(self) -> Any:
         """The plan that is played (core/plan.py)."""
 
-    def fill(self, name: str, forward: Callable[..., Any]) -> None:
+    def replace_forward(self, name: str, forward: Callable[..., Any]) -> None:
         """Have the module `name` of the model compute `forward(module, *its arguments)`."""
 
-    def wrap(self, name: str, around: Callable[..., Any]) -> None:
+    def wrap_forward(self, name: str, wrapper: Callable[..., Any]) -> None:
         """Have the module `name` of the model compute `around(what it computes otherwise, *its arguments)`."""
 
-    def move(self, tensor: Any, axis: str, src: Place, dst: Place, meanwhile: Callable[[], None] | None = None) -> Any:
+    def redistribute(
+        self,
+        tensor: Any,
+        axis: str,
+        src: Placement,
+        dst: Placement,
+        overlap_fn: Callable[[], None] | None = None,
+    ) -> Any:
         """`tensor` moved along `axis` for the action under way; the same tensor is moved once in a block.
 
         `meanwhile()` is called while it is under way.
         """
 
-    def exchange(self, tensor: Any, axis: str, src: Place, dst: Place, near: int = 0) -> Any:
+    def redistribute_uncached(
+        self, tensor: Any, axis: str, src: Placement, dst: Placement, num_neighbours: int = 0
+    ) -> Any:
         """`tensor` moved along `axis` for the action under way, as often as this is asked, and nothing of it is held on to.
 
         With `near` it is so among so many neighbours along the axis.
         """
 
-    def again(self, tensor: Any, axis: str, src: Place, dst: Place) -> AbstractContextManager[Any]:
+    def redistribute_in_backward(
+        self, tensor: Any, axis: str, src: Placement, dst: Placement
+    ) -> AbstractContextManager[Any]:
         """While it lasts, autograd keeps nothing of what `tensor` became by this move: backward moves it once more."""
 
-    def attend(self, answer: Callable[[Any], Any]) -> None:
+    def set_attention(self, attention_fn: Callable[[Any], Any]) -> None:
         """Have attention within blocks, asked for with the tokens of this rank, be what `answer` says (model/attend.py)."""
 
-    def convolve(self, answer: Callable[[Any], Any]) -> None:
+    def set_convolution(self, convolution_fn: Callable[[Any], Any]) -> None:
         """The same of convolutions over tokens (model/convolve.py)."""
 
-    def shift(self, output: Any, tensor: Any, axis: str, by: int = 1) -> Any:
+    def shift(self, output: Any, tensor: Any, axis: str, offset: int = 1) -> Any:
         """Start sending `tensor` to the rank `by` places on, round `axis`, and filling `output` from the one as far behind.
 
         What comes back has a `wait()`.
         """
 
-    def cross(self, action: Action) -> None:
+    def start_send_recv(self, action: Action) -> None:
         """Start sending the value of `action.tensors`, or its gradient, to the peer of the transfer, or receiving it from there.
 
-        RECEIVE and SEND move a value, RECEIVE_GRAD and SEND_GRAD its gradient, the other way.
+        RECV and SEND move a value, RECV_GRAD and SEND_GRAD its gradient, the other way.
         """
 
-    def rerun(self, action: Action) -> None:
+    def recompute(self, action: Action) -> None:
         """Run a visit once more that kept only what it took in, so that its backward finds a graph."""
 
 
@@ -95,27 +106,31 @@ class Strategy(ABC):
     """A technique as a value. The methods default to "change nothing"; a technique overrides what it needs."""
 
     name: ClassVar[str]
-    phase: ClassVar[Phase]
+    phase: ClassVar[StrategyPhase]
     exact: ClassVar[bool] = True
-    by_token: ClassVar[bool] = False  # it needs to know what the model does with tokens: Anatomy.tokens
+    needs_sequence_info: ClassVar[bool] = (
+        False  # it needs to know what the model does with tokens: Anatomy.tokens
+    )
 
-    def check(self, job: Job, space: Space) -> Iterator[Fault]:
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         """What is wrong with this technique on this job and mesh."""
         return iter(())
 
-    def partners(self, space: Space) -> Iterator[Fault]:
+    def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         """What this technique misses, or cannot bear, in the space that all strategies together have made."""
         return iter(())
 
-    def place(self, space: Space) -> Space:
+    def place(self, sharding: ShardingPlan) -> ShardingPlan:
         """`space` with the layouts that this technique changes."""
-        return space
+        return sharding
 
-    def turns(self, turns: Sequence[Turn], space: Space) -> Sequence[Turn]:
+    def order_stage_calls(
+        self, stage_calls: Sequence[StageCalls], sharding: ShardingPlan
+    ) -> Sequence[StageCalls]:
         """In which order a rank goes through its visits: as before, `turns`, or in another one."""
-        return turns
+        return stage_calls
 
-    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
+    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         """`program` with the actions that this technique adds, removes or moves."""
         return program
 
@@ -123,11 +138,11 @@ class Strategy(ABC):
         """Handlers for the kinds of action that this technique introduced."""
         return {}
 
-    def tolerance(self, space: Space) -> float:
+    def tolerance(self, sharding: ShardingPlan) -> float:
         """By how much of the largest of its block a number may be off for what this technique rounds; 0: it rounds nothing."""
         return 0.0
 
-    def beyond(self) -> tuple[tuple[str, str], ...]:
+    def file_digests(self) -> tuple[tuple[str, str], ...]:
         """What affects numbers and stands in no table, by key: digests of the files that it names."""
         return ()
 
@@ -137,11 +152,17 @@ class Strategy(ABC):
 
     def __str__(self) -> str:
         unset = {item.name for item in fields(self) if not item.default}  # nothing of it, by default
-        table = {key: value for key, value in self.as_dict().items() if key != "name" and (value or key not in unset)}
-        said = ", ".join(f"{key} {' '.join(value) if isinstance(value, tuple) else value}" for key, value in table.items())
+        table = {
+            key: value
+            for key, value in self.as_dict().items()
+            if key != "name" and (value or key not in unset)
+        }
+        said = ", ".join(
+            f"{key} {' '.join(value) if isinstance(value, tuple) else value}" for key, value in table.items()
+        )
         return f"{self.name} ({said})"
 
 
-def in_phase_order(strategies: Iterable[Strategy]) -> tuple[Strategy, ...]:
+def sort_by_phase(strategies: Iterable[Strategy]) -> tuple[Strategy, ...]:
     """The strategies in the order in which they apply; within a phase, as the user wrote them."""
     return tuple(sorted(strategies, key=lambda strategy: PHASES.index(strategy.phase)))

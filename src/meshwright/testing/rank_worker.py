@@ -28,7 +28,9 @@ from meshwright.comm.rendezvous import Meeting
 from meshwright.comm.world import rendezvous
 from meshwright.plan.sharding.mesh import Mesh
 
-COLLECTIVE_SHARE = 0.8  # of the time of a call: a stuck collective gives up first, because its message names the action
+COLLECTIVE_SHARE = (
+    0.8  # of the time of a call: a stuck collective gives up first, because its message names the action
+)
 
 
 CLONE_NEWNET = 0x40000000  # of setns(2): the network only
@@ -104,7 +106,9 @@ def by_value(message: Task | Answer) -> memoryview:
 
 def serve(connection: Connection, seat: Seat | None = None) -> None:
     """Play tasks from `connection` until it closes, on `seat`, or on loopback. Sends one empty answer first: ready."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt at the terminal reaches the parent, which ends its workers
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # an interrupt at the terminal reaches the parent, which ends its workers
     torch.set_num_threads(1)
     if seat is not None:
         seat.take()
@@ -118,8 +122,12 @@ def serve(connection: Connection, seat: Seat | None = None) -> None:
         except EOFError:
             return
         except Exception:
-            repair = "The function of a pool stands at the top level of a module that a new process can import"
-            connection.send_bytes(by_value(Answer(error=traceback.format_exc() + repair, failed_at=time.monotonic())))
+            repair = (
+                "The function of a pool stands at the top level of a module that a new process can import"
+            )
+            connection.send_bytes(
+                by_value(Answer(error=traceback.format_exc() + repair, failed_at=time.monotonic()))
+            )
             continue
         connection.send_bytes(_play(task))
 
@@ -132,7 +140,12 @@ def _play(task: Task) -> memoryview:
             path = None if task.meeting is not None else task.folder / "store"
             limit_s = COLLECTIVE_SHARE * task.timeout_s
             with rendezvous(
-                task.mesh, task.rank, store_path=path, meeting=task.meeting, timeout_s=limit_s, shared=task.shared
+                task.mesh,
+                task.rank,
+                store_path=path,
+                meeting=task.meeting,
+                timeout_s=limit_s,
+                shared=task.shared,
             ) as world:
                 try:
                     result = task.fn(world, *task.args)

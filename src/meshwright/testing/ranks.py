@@ -41,7 +41,10 @@ Result = TypeVar("Result")
 START_S = 120.0  # for a worker to import torch
 GRACE_S = 5.0  # for the other ranks to notice that one has failed
 EXIT_S = 10.0  # for a worker to exit
-DIED, HUNG = float("-inf"), float("inf")  # as moments of failure: a death comes before what it causes, a hanging rank last
+DIED, HUNG = (
+    float("-inf"),
+    float("inf"),
+)  # as moments of failure: a death comes before what it causes, a hanging rank last
 
 
 class RankFailure(RuntimeError):
@@ -71,7 +74,10 @@ def on_threads(fn: Callable[[World], Result], mesh: Mesh, timeout_s: float = 60.
             world.close()
             ended.put(rank)
 
-    threads = {rank: Thread(target=play, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(mesh.world)}
+    threads = {
+        rank: Thread(target=play, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(mesh.world_size)
+    }
     torch_threads = torch.get_num_threads()
     for thread in threads.values():
         thread.start()
@@ -84,15 +90,17 @@ def on_threads(fn: Callable[[World], Result], mesh: Mesh, timeout_s: float = 60.
         torch.set_num_threads(torch_threads)
     if errors:
         raise _first(errors, hub, still_running=list(threads))
-    return [results[rank] for rank in range(mesh.world)]
+    return [results[rank] for rank in range(mesh.world_size)]
 
 
 def _first(errors: dict[int, BaseException], hub: ThreadHub, still_running: list[int]) -> BaseException:
     culprit = hub.failure[0] if hub.failure is not None else -1
     rank = culprit if culprit in errors else next(iter(errors))
-    errors[rank].add_note(f"raised on rank {rank} of {hub.mesh.world} ({hub.mesh})")
+    errors[rank].add_note(f"raised on rank {rank} of {hub.mesh.world_size} ({hub.mesh})")
     if still_running:
-        errors[rank].add_note(f"ranks {still_running} were still running {hub.timeout_s:g} s later, outside any collective")
+        errors[rank].add_note(
+            f"ranks {still_running} were still running {hub.timeout_s:g} s later, outside any collective"
+        )
     return errors[rank]
 
 
@@ -144,24 +152,31 @@ class ProcessPool:
         Raises RankFailure when a rank fails, dies, or has not ended after `timeout_s`; PlanError when the mesh is larger
         than the pool; ValueError when `fn` or an argument cannot be copied.
         """
-        if mesh.world > self.max_ranks:
-            text = f"{mesh} has {mesh.world} ranks, and this pool at most {self.max_ranks} processes"
-            raise PlanError(text, fix="use on_threads, a smaller mesh, or ProcessPool(max_ranks=...)", where="mesh")
+        if mesh.world_size > self.max_ranks:
+            text = f"{mesh} has {mesh.world_size} ranks, and this pool at most {self.max_ranks} processes"
+            raise PlanError(
+                text, fix="use on_threads, a smaller mesh, or ProcessPool(max_ranks=...)", location="mesh"
+            )
         with TemporaryDirectory(prefix="meshwright-") as folder:
-            tasks = [Task(fn, args, mesh, rank, Path(folder), timeout_s, meeting, self.shared) for rank in range(mesh.world)]
+            tasks = [
+                Task(fn, args, mesh, rank, Path(folder), timeout_s, meeting, self.shared)
+                for rank in range(mesh.world_size)
+            ]
             try:
                 messages = [by_value(task) for task in tasks]
             except Exception as error:
                 text = f"{fn} and its arguments cannot be copied to another process ({error})"
-                raise ValueError(f"{text}. Define the function at the top level of a module, pass plain values") from error
-            self._start(mesh.world)
+                raise ValueError(
+                    f"{text}. Define the function at the top level of a module, pass plain values"
+                ) from error
+            self._start(mesh.world_size)
             for rank, message in enumerate(messages):
                 self._workers[rank].connection.send_bytes(message)
             answers = self._collect(tasks)
         failed = {rank: answer for rank, answer in answers.items() if answer.error}
         if failed:
             raise RankFailure(_report(failed, mesh, timeout_s))
-        return cast(list[Result], [answers[rank].result for rank in range(mesh.world)])
+        return cast(list[Result], [answers[rank].result for rank in range(mesh.world_size)])
 
     def close(self) -> None:
         """End all workers. A later `run` starts new ones."""
@@ -173,7 +188,9 @@ class ProcessPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _start(self, count: int) -> None:
@@ -196,7 +213,9 @@ class ProcessPool:
             if not ready:
                 self.close()
                 text = f"a worker died as it started, or was not ready after {START_S:g} s"
-                raise RankFailure(f"{text}. Read what it printed; a script that uses a pool needs `if __name__ == '__main__':`")
+                raise RankFailure(
+                    f"{text}. Read what it printed; a script that uses a pool needs `if __name__ == '__main__':`"
+                )
 
     def _collect(self, tasks: list[Task]) -> dict[int, Answer]:
         answers: dict[int, Answer] = {}
@@ -211,12 +230,15 @@ class ProcessPool:
                     except (EOFError, OSError):
                         where = worker.abort(tasks[rank].stack)
                         answers[rank] = Answer(
-                            error=f"the process died with exit code {worker.process.exitcode}. {where}", failed_at=DIED
+                            error=f"the process died with exit code {worker.process.exitcode}. {where}",
+                            failed_at=DIED,
                         )
                     if answers[rank].error:
                         deadline = min(deadline, time.monotonic() + GRACE_S)
             for rank, worker in busy.values():
-                answers[rank] = Answer(error=f"had not ended. {worker.abort(tasks[rank].stack)}", failed_at=HUNG)
+                answers[rank] = Answer(
+                    error=f"had not ended. {worker.abort(tasks[rank].stack)}", failed_at=HUNG
+                )
         finally:
             for rank, _ in busy.values():
                 self._discard(rank)
@@ -231,7 +253,7 @@ class ProcessPool:
 def _report(failed: dict[int, Answer], mesh: Mesh, timeout_s: float) -> str:
     first, *others = sorted(failed, key=lambda rank: (failed[rank].failed_at, rank))
     lines = [
-        f"rank {first} of {mesh.world} ({mesh}) failed first (a call may last {timeout_s:g} s):",
+        f"rank {first} of {mesh.world_size} ({mesh}) failed first (a call may last {timeout_s:g} s):",
         failed[first].error.rstrip(),
     ]
     for rank in others:

@@ -13,7 +13,7 @@ numbers that nobody can tell from right ones; ranks that come to their sums in u
 Whether messages between ranks meet when nothing is buffered: a send ends when its receive has begun, and not before.
 
     stage0   SEND x        F waits for SEND x         ...
-    stage1   ...           B before RECEIVE x         B needs what stage0 sends after that F: nobody goes on
+    stage1   ...           B before RECV x         B needs what stage0 sends after that F: nobody goes on
 
 A backend may keep what is sent in memory of its own, or have both sides meet: gloo announces, NCCL's kernels wait for each other.
 A list that holds under the second holds under both. Messages are issued without waiting; only who waits for one stands still.
@@ -23,23 +23,37 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, zip_longest
 
-from meshwright.plan.job.errors import Fault
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.model_spec.model_spec import ROOT
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.action import Action, Program, all_waits
-from meshwright.plan.step.simulator import Stuck, full_name, play
-from meshwright.plan.step.single_device import BACKWARDS, COMPLETING, FORWARDS, LEAN, USES, reads_sums, role_of, steps
-from meshwright.plan.step.tied_params import summing
-from meshwright.plan.step.weight_stashing import mixed
+from meshwright.plan.step.action import Action, Program, transitive_waits
+from meshwright.plan.step.simulator import SimulationDeadlock, qualified_name, simulate
+from meshwright.plan.step.single_device import (
+    CHECKPOINTED_FORWARD,
+    FORWARD_KINDS,
+    INPUT_GRAD_KINDS,
+    PARAM_USE_KINDS,
+    WEIGHT_GRAD_KINDS,
+    reads_summed_grads,
+    role_of,
+    stepped_microbatches,
+)
+from meshwright.plan.step.tied_params import sums_grads
+from meshwright.plan.step.weight_stashing import version_conflicts
 
 
-def tie_faults(plan: Plan) -> Iterator[tuple[str, str]]:
+def check_tied_params(plan: Plan) -> Iterator[tuple[str, str]]:
     """Every fault of the sums along pp, each with the role that has it."""
-    lists = [[action for action in actions if action.kind == "TIE"] for _, actions in plan.program.roles]
+    lists = [
+        [action for action in actions if action.kind == "REDUCE_TIED"] for _, actions in plan.program.roles
+    ]
     if not any(lists):
         return
-    for ties, (role, actions), view in zip(lists, plan.program.roles, plan.views(), strict=True):
-        users = {home.weight.name: view.space.users(home.weight) for home in view.space.logical}
+    for ties, (role, actions), view in zip(lists, plan.program.roles, plan.role_plans(), strict=True):
+        users = {
+            home.param.name: view.sharding.pp_ranks_using(home.param)
+            for home in view.sharding.logical_param_shardings
+        }
         for tie in ties:
             yield from ((role, text) for text in _faults(tie, actions, users, plan))
     for one, other in combinations(range(len(lists)), 2):
@@ -52,15 +66,24 @@ def tie_faults(plan: Plan) -> Iterator[tuple[str, str]]:
                 break
 
 
-def _faults(tie: Action, actions: Sequence[Action], users: dict[str, tuple[int, ...]], plan: Plan) -> Iterator[str]:
+def _faults(
+    tie: Action, actions: Sequence[Action], users: dict[str, tuple[int, ...]], plan: Plan
+) -> Iterator[str]:
     meeting = _among(tie, plan)
     wrong = [name for name in tie.tensors if users.get(name) != meeting]
     if wrong:
-        text = f"{tie.name} adds up what the ranks at {_said(meeting)} of pp have of the gradient of {wrong[0]}"
+        text = (
+            f"{tie.name} adds up what the ranks at {_said(meeting)} of pp have of the gradient of {wrong[0]}"
+        )
         yield f"{text}, which those at {_said(users.get(wrong[0], ()))} use"
-    awaited = all_waits(actions, tie)
+    awaited = transitive_waits(actions, tie)
     for other in actions:
-        if other != tie and summing(other) and set(tie.tensors).intersection(other.tensors) and other.name not in awaited:
+        if (
+            other != tie
+            and sums_grads(other)
+            and set(tie.tensors).intersection(other.tensors)
+            and other.name not in awaited
+        ):
             yield f"{tie.name} does not wait for {other.name}, which changes the gradient of {tie.tensors[0]}"
 
 
@@ -72,14 +95,14 @@ def _met(ties: Sequence[Action], other: int, plan: Plan) -> Iterator[tuple[str, 
 
 
 def _among(tie: Action, plan: Plan) -> tuple[int, ...]:
-    return () if tie.transfer is None else tie.transfer.among or tuple(range(plan.mesh.pp))
+    return () if tie.transfer is None else tie.transfer.member_indices or tuple(range(plan.mesh.pp))
 
 
 def _said(indices: Sequence[int]) -> str:
     return " and ".join(map(str, indices)) or "no place"
 
 
-def meeting_faults(program: Program) -> Iterator[str]:
+def find_unbuffered_deadlocks(program: Program) -> Iterator[str]:
     """Who waits for ever for a message where a send ends only when its receive has begun; nothing where nobody does."""
     lists, partner = dict(program.roles), _partners(program)
     cursors, issued = dict.fromkeys(lists, 0), set[str]()
@@ -87,8 +110,10 @@ def meeting_faults(program: Program) -> Iterator[str]:
     while moved:
         before = sum(cursors.values())
         for role, actions in lists.items():
-            while cursors[role] < len(actions) and not _missing(role, actions[cursors[role]], partner, issued):
-                issued.add(full_name(role, actions[cursors[role]].name))
+            while cursors[role] < len(actions) and not _missing(
+                role, actions[cursors[role]], partner, issued
+            ):
+                issued.add(qualified_name(role, actions[cursors[role]].name))
                 cursors[role] += 1
         moved = sum(cursors.values()) > before
     for role, actions in lists.items() if partner else ():
@@ -102,46 +127,53 @@ def _partners(program: Program) -> Mapping[str, str]:
     """The receive of each send, and the send of each receive, by full names."""
     found: dict[str, str] = {}
     for role, actions in program.roles:
-        for action in (action for action in actions if action.lane == "receive"):
+        for action in (action for action in actions if action.stream == "receive"):
             for wait in action.waits:
-                found[wait], found[full_name(role, action.name)] = full_name(role, action.name), wait
+                found[wait], found[qualified_name(role, action.name)] = (
+                    qualified_name(role, action.name),
+                    wait,
+                )
     return found
 
 
 def _missing(role: str, action: Action, partner: Mapping[str, str], issued: set[str]) -> Sequence[str]:
     """The messages that `action` waits for of which a side has not begun; issuing one waits for no other rank."""
-    waits = () if action.lane == "receive" else action.waits
-    names = (full_name(role, wait) for wait in waits if "/" not in wait.split("(")[0])
+    waits = () if action.stream == "receive" else action.waits
+    names = (qualified_name(role, wait) for wait in waits if "/" not in wait.split("(")[0])
     return [name for name in names if name in partner and not {name, partner[name]} <= issued]
 
 
 _FIX = "a strategy's rewrite broke the list: run `meshwright plan` without one strategy after the other to find which"
 
 
-def prove(plan: Plan) -> list[Fault]:
+def static_checks(plan: Plan) -> list[Diagnostic]:
     """Every fault of the plan's program; an empty list is the proof."""
-    faults: list[Fault] = []
-    for (role, actions), view in zip(plan.program.roles, plan.views(), strict=True):
-        faults += [Fault(text, _FIX, f"program.{role}") for text in _order_faults(plan.program, role, actions)]
-        faults += [Fault(text, _FIX, f"program.{role}") for text in _memory_faults(actions)]
-        faults += [Fault(text, _FIX, f"program.{role}") for text in _update_faults(view, actions)]
-        faults += [Fault(text, _FIX, f"program.{role}") for text in _gradient_faults(view, actions)]
-        faults += [Fault(text, _FIX, f"program.{role}") for text in _copy_faults(view, actions)]
-        faults += [Fault(text, _FIX, f"program.{role}") for text in _use_faults(view, actions)]
-        faults += [Fault(text, _FIX, f"program.{role}") for text in _whole_faults(view, actions)]
-        faults += [Fault(text, _FIX, f"program.{role}") for text in _line_faults(plan.program, role, actions)]
-    faults += [Fault(text, _FIX, f"program.{role}") for role, text in tie_faults(plan)]
-    faults += [Fault(text, _FIX, "program") for text in meeting_faults(plan.program)]
+    faults: list[Diagnostic] = []
+    for (role, actions), view in zip(plan.program.roles, plan.role_plans(), strict=True):
+        faults += [
+            Diagnostic(text, _FIX, f"program.{role}") for text in _order_faults(plan.program, role, actions)
+        ]
+        faults += [Diagnostic(text, _FIX, f"program.{role}") for text in _memory_faults(actions)]
+        faults += [Diagnostic(text, _FIX, f"program.{role}") for text in _update_faults(view, actions)]
+        faults += [Diagnostic(text, _FIX, f"program.{role}") for text in _gradient_faults(view, actions)]
+        faults += [Diagnostic(text, _FIX, f"program.{role}") for text in _copy_faults(view, actions)]
+        faults += [Diagnostic(text, _FIX, f"program.{role}") for text in _use_faults(view, actions)]
+        faults += [Diagnostic(text, _FIX, f"program.{role}") for text in _whole_faults(view, actions)]
+        faults += [
+            Diagnostic(text, _FIX, f"program.{role}") for text in _line_faults(plan.program, role, actions)
+        ]
+    faults += [Diagnostic(text, _FIX, f"program.{role}") for role, text in check_tied_params(plan)]
+    faults += [Diagnostic(text, _FIX, "program") for text in find_unbuffered_deadlocks(plan.program)]
     try:
-        play(plan.program)
-    except Stuck as stuck:
-        faults.append(Fault(str(stuck), _FIX, "program"))
+        simulate(plan.program)
+    except SimulationDeadlock as stuck:
+        faults.append(Diagnostic(str(stuck), _FIX, "program"))
     return faults
 
 
 def _order_faults(program: Program, role: str, actions: Sequence[Action]) -> Iterator[str]:
-    everywhere = {full_name(other, action.name) for other, listed in program.roles for action in listed}
-    mine = {full_name(role, action.name) for action in actions}
+    everywhere = {qualified_name(other, action.name) for other, listed in program.roles for action in listed}
+    mine = {qualified_name(role, action.name) for action in actions}
     at: dict[str, int] = {}
     passed: set[str] = set()
     for index, action in enumerate(actions):
@@ -149,23 +181,29 @@ def _order_faults(program: Program, role: str, actions: Sequence[Action]) -> Ite
             yield f"{action.name} stands twice, as actions {at[action.name]} and {index}"
         at[action.name] = index
         for wait in action.waits:
-            name = full_name(role, wait)
+            name = qualified_name(role, wait)
             if name not in everywhere:
                 yield f"{action.name} waits for {wait}, which nobody plays"
             elif name in mine and name not in passed:
                 yield f"{action.name} waits for {wait}, which stands later in the list"
-        passed.add(full_name(role, action.name))
+        passed.add(qualified_name(role, action.name))
     for action in actions:
-        where = f"({action.subject}, {action.micro})"
-        if action.kind in BACKWARDS and min(at.get(f"{kind}{where}", len(actions)) for kind in FORWARDS) > at[action.name]:
+        where = f"({action.subject}, {action.microbatch})"
+        if (
+            action.kind in INPUT_GRAD_KINDS
+            and min(at.get(f"{kind}{where}", len(actions)) for kind in FORWARD_KINDS) > at[action.name]
+        ):
             yield f"{action.name} comes before its forward, or without one"
-        if action.kind in FORWARDS and not any(f"{kind}{where}" in at for kind in BACKWARDS):
+        if action.kind in FORWARD_KINDS and not any(f"{kind}{where}" in at for kind in INPUT_GRAD_KINDS):
             yield f"{action.name} has no backward"
         yield from _halves_faults(action, at, where)
-        behind = max(at.get(f"{kind}{where}", -1) for kind in BACKWARDS)
-        if action.kind == LEAN and not at[action.name] < at.get(f"RERUN{where}", -1) < behind:
-            yield f"{action.name} keeps only what it took in, and no RERUN stands between it and its backward"
-        if action.kind == "RERUN" and f"{LEAN}{where}" not in at:
+        behind = max(at.get(f"{kind}{where}", -1) for kind in INPUT_GRAD_KINDS)
+        if (
+            action.kind == CHECKPOINTED_FORWARD
+            and not at[action.name] < at.get(f"RECOMPUTE{where}", -1) < behind
+        ):
+            yield f"{action.name} keeps only what it took in, and no RECOMPUTE stands between it and its backward"
+        if action.kind == "RECOMPUTE" and f"{CHECKPOINTED_FORWARD}{where}" not in at:
             yield f"{action.name} runs a forward again that has kept all it computed, or that there is none of"
 
 
@@ -186,7 +224,7 @@ def _memory_faults(actions: Sequence[Action]) -> Iterator[str]:
         for name in action.frees:
             if held.pop(name, None) is None:
                 yield f"{action.name} frees {name}, which is not held"
-        for hold in action.takes:
+        for hold in action.allocations:
             if hold.name in held:
                 yield f"{action.name} takes {hold.name}, which {held[hold.name]} holds already"
             held[hold.name] = action.name
@@ -196,50 +234,63 @@ def _memory_faults(actions: Sequence[Action]) -> Iterator[str]:
 
 def _update_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
     """CLIP must see every gradient, STEP every weight, and STEP what CLIP left; a STEP with one micro-batch has no CLIP."""
-    if steps(actions):
+    if stepped_microbatches(actions):
         yield from _alone_faults(plan, actions)
         return
     found = {action.kind: action for action in actions if action.kind in ("CLIP", "STEP")}
     if len(found) < 2:
         yield "there is no CLIP and STEP: the parameters would never change"
         return
-    last = max((i for i, action in enumerate(actions) if action.kind in COMPLETING), default=-1)
-    for action in (action for action in actions[:last] if reads_sums(action) or action.kind == "STEP"):
+    last = max((i for i, action in enumerate(actions) if action.kind in WEIGHT_GRAD_KINDS), default=-1)
+    for action in (
+        action for action in actions[:last] if reads_summed_grads(action) or action.kind == "STEP"
+    ):
         yield f"{action.name} comes before {actions[last].name} has added to the gradients"
     for kind, action in found.items():
-        left_out = [weight.name for weight in plan.space.anatomy.trainable if weight.name not in set(action.tensors)]
+        left_out = [
+            weight.name
+            for weight in plan.sharding.model_spec.trainable
+            if weight.name not in set(action.tensors)
+        ]
         if left_out:
             yield f"{kind} leaves out {len(left_out)} weights ({left_out[0]}...)"
-    awaited = all_waits(actions, found["STEP"])
+    awaited = transitive_waits(actions, found["STEP"])
     if found["CLIP"].name not in awaited:
         yield "STEP does not wait for CLIP"
-    elif "COUNT()" not in awaited:
-        yield "STEP does not wait for COUNT"
+    elif "TOKEN_COUNT()" not in awaited:
+        yield "STEP does not wait for TOKEN_COUNT"
 
 
 def _alone_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
     """Each micro-batch must be stepped with once, behind its backwards and before those of another; see also core/versions.py."""
-    yield from mixed(actions)
+    yield from version_conflicts(actions)
     there: int | None = None  # whose gradients these are
     done: set[int | None] = set()
     for action in actions:
-        if action.kind in COMPLETING:
-            if there not in (None, action.micro):
+        if action.kind in WEIGHT_GRAD_KINDS:
+            if there not in (None, action.microbatch):
                 yield f"{action.name} adds to the gradients of micro-batch {there}, and no STEP stands between them"
-            there = action.micro
+            there = action.microbatch
         elif action.kind == "STEP":
-            left_out = [weight.name for weight in plan.space.anatomy.trainable if weight.name not in set(action.tensors)]
+            left_out = [
+                weight.name
+                for weight in plan.sharding.model_spec.trainable
+                if weight.name not in set(action.tensors)
+            ]
             if left_out:
                 yield f"{action.name} leaves out {len(left_out)} weights ({left_out[0]}...)"
-            if action.micro != there:
+            if action.microbatch != there:
                 yield f"{action.name} finds the gradients of {'nobody' if there is None else f'micro-batch {there}'}"
-            if action.micro in done:
+            if action.microbatch in done:
                 yield f"{action.name} comes before the last backward of its micro-batch"
-            if "COUNT()" not in action.waits:
-                yield f"{action.name} does not wait for COUNT"
-            done.add(action.micro)
+            if "TOKEN_COUNT()" not in action.waits:
+                yield f"{action.name} does not wait for TOKEN_COUNT"
+            done.add(action.microbatch)
             there = None
-    yield from (f"micro-batch {micro} is never stepped with" for micro in {a.micro for a in actions if a.kind == "F"} - done)
+    yield from (
+        f"micro-batch {micro} is never stepped with"
+        for micro in {a.microbatch for a in actions if a.kind == "F"} - done
+    )
 
 
 def _gradient_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
@@ -250,23 +301,32 @@ def _gradient_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
         if action.transfer is not None:
             for name in action.tensors:
                 movers[name].append(action)
-        if action.kind in COMPLETING:
+        if action.kind in WEIGHT_GRAD_KINDS:
             last[action.subject] = last[ROOT] = i
     index = {action.name: i for i, action in enumerate(actions)}
-    before_clip = {name for action in actions if action.kind == "CLIP" for name in all_waits(actions, action)}
+    before_clip = {
+        name for action in actions if action.kind == "CLIP" for name in transitive_waits(actions, action)
+    }
     unpacked = {action.name: action.waits for action in actions if action.kind == "UNPACK"}
-    alone = [action for action in actions if action.kind == "SQUARE" and action.micro is not None]
-    before_clip |= {name for action in alone for wait in action.waits for name in (wait, *unpacked.get(wait, ()))}
-    for home in plan.space.homes:
-        weight = home.weight
-        complete = max((last[visit] for visit in weight.visits if visit in last), default=-1)
-        for axis, act in home.moves().items() if weight.trainable else ():
-            act = "reduce" if axis in plan.space.led else act  # one rank takes the sum, and steps for all
+    alone = [action for action in actions if action.kind == "LOCAL_NORM" and action.microbatch is not None]
+    before_clip |= {
+        name for action in alone for wait in action.waits for name in (wait, *unpacked.get(wait, ()))
+    }
+    for home in plan.sharding.param_shardings:
+        weight = home.param
+        complete = max((last[visit] for visit in weight.block_calls if visit in last), default=-1)
+        for axis, act in home.grad_reductions().items() if weight.trainable else ():
+            act = (
+                "reduce" if axis in plan.sharding.primary_rank_axes else act
+            )  # one rank takes the sum, and steps for all
             doing = [mover for mover in movers[weight.name] if _does(mover, act, axis)]
             found = [mover.name for mover in doing]
-            if len(doing) > 1 and all(mover.micro is not None for mover in doing):
-                yield from _each_faults(actions, weight.name, weight.visits, doing)
-                found, complete = [name for name in found if alone and name not in before_clip][:1] or found[-1:], -1
+            if len(doing) > 1 and all(mover.microbatch is not None for mover in doing):
+                yield from _each_faults(actions, weight.name, weight.block_calls, doing)
+                found, complete = (
+                    [name for name in found if alone and name not in before_clip][:1] or found[-1:],
+                    -1,
+                )
             if not found:
                 yield f"the gradient of {weight.name} stays a pending sum over {axis}: no {act} moves it"
             elif len(found) > 1:
@@ -277,7 +337,9 @@ def _gradient_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
                 yield f"CLIP does not wait for {found[0]}, which moves the gradient of {weight.name}"
 
 
-def _each_faults(actions: Sequence[Action], weight: str, visits: Sequence[str], movers: Sequence[Action]) -> Iterator[str]:
+def _each_faults(
+    actions: Sequence[Action], weight: str, visits: Sequence[str], movers: Sequence[Action]
+) -> Iterator[str]:
     """A gradient that is moved after every micro-batch: once for each, after all its backwards and before the next one's.
 
     Where several visits add to it, one may have begun with the next micro-batch by then: what is there too early is moved too.
@@ -285,13 +347,17 @@ def _each_faults(actions: Sequence[Action], weight: str, visits: Sequence[str], 
     index = {action.name: i for i, action in enumerate(actions)}
     backwards: dict[int, list[int]] = defaultdict(list)
     for i, action in enumerate(actions):
-        if action.kind in COMPLETING and action.micro is not None and (action.subject in visits or ROOT in visits):
-            backwards[action.micro].append(i)
-    if sorted(mover.micro or 0 for mover in movers) != sorted(backwards):
+        if (
+            action.kind in WEIGHT_GRAD_KINDS
+            and action.microbatch is not None
+            and (action.subject in visits or ROOT in visits)
+        ):
+            backwards[action.microbatch].append(i)
+    if sorted(mover.microbatch or 0 for mover in movers) != sorted(backwards):
         yield f"the gradient of {weight} is moved after {len(movers)} micro-batches, and there are {len(backwards)}"
         return
     for mover in movers:
-        at, micro = index[mover.name], mover.micro or 0
+        at, micro = index[mover.name], mover.microbatch or 0
         if at < max(backwards[micro]):
             yield f"{mover.name} moves the gradient of {weight} before {actions[max(backwards[micro])].name} has added to it"
         later = [place for places in backwards.values() for place in places if place > max(backwards[micro])]
@@ -301,10 +367,10 @@ def _each_faults(actions: Sequence[Action], weight: str, visits: Sequence[str], 
 
 def _use_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
     """What is stepped or stored in shards must be gathered before a block uses it, and not be let go of before."""
-    cut = {home.weight.name: home for home in plan.space.homes if home.flat}
+    cut = {home.param.name: home for home in plan.sharding.param_shardings if home.flat_shard_axes}
     users: dict[str, list[str]] = defaultdict(list)
     for name, home in cut.items():
-        for visit in home.weight.visits:
+        for visit in home.param.block_calls:
             users[visit].append(name)
     whole: dict[str, str] = {}
     for action in actions:
@@ -313,7 +379,7 @@ def _use_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
         elif action.kind == "RESHARD":
             for name in action.tensors:
                 whole.pop(name, None)
-        elif action.kind in USES:
+        elif action.kind in PARAM_USE_KINDS:
             waited = set(action.waits)
             for name in (*users[action.subject], *users[ROOT]):
                 if name not in whole:
@@ -324,24 +390,34 @@ def _use_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
 
 def _copy_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
     """Where one rank steps for others, each weight must be handed out afterwards, and so must the gradient norm."""
-    for axis in plan.space.led:
-        given = [action for action in actions if _does(action, "broadcast", axis) and "STEP()" in all_waits(actions, action)]
+    for axis in plan.sharding.primary_rank_axes:
+        given = [
+            action
+            for action in actions
+            if _does(action, "broadcast", axis) and "STEP()" in transitive_waits(actions, action)
+        ]
         held = {name for action in given for name in action.tensors}
-        left_out = [weight.name for weight in plan.space.anatomy.trainable if weight.name not in held]
+        left_out = [weight.name for weight in plan.sharding.model_spec.trainable if weight.name not in held]
         if left_out:
             yield f"{len(left_out)} weights ({left_out[0]}...) are not broadcast over {axis} after STEP: one rank alone has them"
 
 
 def _whole_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
     """A loss of the whole batch must wait for all rows of all that it takes."""
-    anatomy = plan.anatomy
-    if plan.num_data == 1 or not (anatomy.whole_batch or plan.space.led):
+    anatomy = plan.model_spec
+    if plan.num_data == 1 or not (anatomy.needs_global_batch or plan.sharding.primary_rank_axes):
         return
-    needed = [column.name for column in anatomy.outputs if column.used and column.rows]
-    needed += [] if plan.space.led else [column.name for column in anatomy.targets]  # a rank that reads for all has those
+    needed = [column.name for column in anatomy.outputs if column.used_by_loss and column.per_sample]
+    needed += (
+        [] if plan.sharding.primary_rank_axes else [column.name for column in anatomy.targets]
+    )  # a rank that reads for all has those
     for loss in (action for action in actions if action.kind == "LOSS"):
-        waited = all_waits(actions, loss)
-        arrived = {action.subject for action in actions if action.kind == "GATHER" and action.transfer and action.name in waited}
+        waited = transitive_waits(actions, loss)
+        arrived = {
+            action.subject
+            for action in actions
+            if action.kind == "GATHER" and action.transfer and action.name in waited
+        }
         missing = [name for name in needed if name not in arrived]
         if missing:
             yield f"{loss.name} needs all rows of {', '.join(missing)} and waits for no GATHER of them"
@@ -349,9 +425,19 @@ def _whole_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
 
 def _line_faults(program: Program, role: str, actions: Sequence[Action]) -> Iterator[str]:
     """What one rank sends another arrives in that order, and must be received in it, each once."""
-    received = [wait for action in actions if action.lane == "receive" for wait in action.waits if "/" in wait.split("(")[0]]
+    received = [
+        wait
+        for action in actions
+        if action.stream == "receive"
+        for wait in action.waits
+        if "/" in wait.split("(")[0]
+    ]
     for sender, listed in program.roles:
-        sent = [full_name(sender, action.name) for action in listed if action.lane == "send" and _goes_to(action, role)]
+        sent = [
+            qualified_name(sender, action.name)
+            for action in listed
+            if action.stream == "send" and _goes_to(action, role)
+        ]
         taken = [wait for wait in received if wait.startswith(f"{sender}/")]
         if sent != taken:
             pairs = list(zip_longest(sent, taken, fillvalue="nothing"))
@@ -360,7 +446,11 @@ def _line_faults(program: Program, role: str, actions: Sequence[Action]) -> Iter
 
 
 def _goes_to(action: Action, role: str) -> bool:
-    return action.transfer is not None and action.transfer.peer is not None and role_of({"pp": action.transfer.peer}) == role
+    return (
+        action.transfer is not None
+        and action.transfer.peer is not None
+        and role_of({"pp": action.transfer.peer}) == role
+    )
 
 
 def _does(action: Action, act: str, axis: str) -> bool:

@@ -11,8 +11,19 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-COMPARED = ("initial value", "samples", "gradient", "loss", "grad norm", "parameter")  # by every rank
-QUANTITIES = (*COMPARED, "replica", "ledger")  # within a step, the earlier one is the cause of the later
+COMPARED_QUANTITIES = (
+    "initial value",
+    "samples",
+    "gradient",
+    "loss",
+    "grad norm",
+    "parameter",
+)  # by every rank
+QUANTITIES = (
+    *COMPARED_QUANTITIES,
+    "replica",
+    "ledger",
+)  # within a step, the earlier one is the cause of the later
 
 
 @dataclass(frozen=True)
@@ -33,7 +44,11 @@ class Difference:
 
     def __str__(self) -> str:
         where = (f" of {self.name}" if self.name else "") + (f" in block {self.block}" if self.block else "")
-        size = "" if self.error is None else f" by {self.error:.3g}" + (" of the block's scale" if self.block else "")
+        size = (
+            ""
+            if self.error is None
+            else f" by {self.error:.3g}" + (" of the block's scale" if self.block else "")
+        )
         return f"step {self.step}: the {self.quantity}{where} differs{size} on rank {self.rank}"
 
 
@@ -47,18 +62,18 @@ class Verdict:
     plan: str
     mesh: str
     model: str
-    body: str
-    steps: int
+    rank_backend: str
+    num_steps: int
     tolerance: float
     passed: bool
-    worst: dict[str, float]
-    bytes_planned: dict[str, int] = field(default_factory=dict)
+    max_errors: dict[str, float]
+    planned_nbytes: dict[str, int] = field(default_factory=dict)
     cause: str = ""
-    first: Difference | None = None
-    others: int = 0
-    missing: tuple[str, ...] = ()
+    first_difference: Difference | None = None
+    num_other_differences: int = 0
+    not_compared: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
-    beside: str = "one device"
+    reference: str = "one device"
 
     def write(self, path: Path) -> None:
         """Write the verdict as JSON; an error that is no finite number becomes the text "nan" or "inf"."""
@@ -66,17 +81,17 @@ class Verdict:
         path.write_text(json.dumps(_plain(asdict(self)), indent=2, allow_nan=False) + "\n")
 
     def __str__(self) -> str:
-        errors = ", ".join(f"{quantity} {error:.2g}" for quantity, error in self.worst.items())
+        errors = ", ".join(f"{quantity} {error:.2g}" for quantity, error in self.max_errors.items())
         if self.passed:
             seen = f"largest relative errors: {errors}; allowed {self.tolerance:g}"
-            return f"{self.mesh} equals {self.beside} after {self.steps} steps ({seen})"
-        if self.first is None:
-            return f"{self.mesh} was NOT compared with {self.beside}: {'; '.join(self.missing)}"
-        more = f"\n  and {self.others} more differences" if self.others else ""
-        return f"{self.mesh} does NOT equal {self.beside} (allowed {self.tolerance:g}; cause: {self.cause})\n  {self.first}{more}"
+            return f"{self.mesh} equals {self.reference} after {self.num_steps} steps ({seen})"
+        if self.first_difference is None:
+            return f"{self.mesh} was NOT compared with {self.reference}: {'; '.join(self.not_compared)}"
+        more = f"\n  and {self.num_other_differences} more differences" if self.num_other_differences else ""
+        return f"{self.mesh} does NOT equal {self.reference} (allowed {self.tolerance:g}; cause: {self.cause})\n  {self.first_difference}{more}"
 
 
-def diagnose(differences: list[Difference]) -> str:
+def diagnose_cause(differences: list[Difference]) -> str:
     """The cause of the earliest differences, one of `init`, `data order`, `loss scale`, `technique`; "" without any."""
     if not differences:
         return ""
@@ -89,7 +104,11 @@ def diagnose(differences: list[Difference]) -> str:
         return "data order"
     factors = [difference.factor for difference in early if difference.quantity == "gradient"]
     known = [factor for factor in factors if factor is not None]
-    uniform = bool(known) and len(known) == len(factors) and max(known) - min(known) <= 1e-6 * abs(max(known, key=abs))
+    uniform = (
+        bool(known)
+        and len(known) == len(factors)
+        and max(known) - min(known) <= 1e-6 * abs(max(known, key=abs))
+    )
     return "loss scale" if uniform else "technique"
 
 

@@ -6,13 +6,13 @@ from meshwright.comm.algorithms import PLAIN, named
 from meshwright.comm.algorithms.cost_model import demands, seconds
 from meshwright.comm.algorithms.hierarchical import Hierarchical
 from meshwright.comm.algorithms.schedule import sent_elements
-from meshwright.plan.hardware.network_model import Band, Crowd, Link, Network
+from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, RoundOverhead, SizeBand
 
-FREE = Link((Band(0, 0.0, 1e15),))
+FREE = LinkCost((SizeBand(0, 0.0, 1e15),))
 
 
-def link(latency_s: float, bytes_per_s: float) -> Link:
-    return Link((Band(0, latency_s, bytes_per_s),))
+def link(latency_s: float, bytes_per_s: float) -> LinkCost:
+    return LinkCost((SizeBand(0, latency_s, bytes_per_s),))
 
 
 def test_the_rounds_of_a_ring_are_of_two_kinds_however_many_ranks():
@@ -20,7 +20,10 @@ def test_the_rounds_of_a_ring_are_of_two_kinds_however_many_ranks():
     assert sum(count for _, count in found) == 8
     assert len(found) == 2
     assert {demand.added for demand, _ in found} == {0.2, 0.0}
-    assert all(demand.receiving == 5 and demand.host == ((0.2, 5),) and demand.rank == ((0.2, 2),) for demand, _ in found)
+    assert all(
+        demand.receiving == 5 and demand.host == ((0.2, 5),) and demand.rank == ((0.2, 2),)
+        for demand, _ in found
+    )
 
 
 def test_root_asks_its_own_host_for_all_messages_and_its_own_rank_too():
@@ -32,20 +35,35 @@ def test_root_asks_its_own_host_for_all_messages_and_its_own_rank_too():
 def test_what_goes_through_one_host_is_what_all_ranks_send():
     for algorithm in PLAIN:
         for size in (2, 3, 5, 8):
-            moved = sum(count * share * number for demand, count in demands(algorithm, size) for share, number in demand.host)
+            moved = sum(
+                count * share * number
+                for demand, count in demands(algorithm, size)
+                for share, number in demand.host
+            )
             sent = sum(sent_elements(algorithm, size, index, 840) for index in range(size))
             assert moved * 840 == pytest.approx(sent), (algorithm, size)
 
 
 def test_a_price_is_the_sum_of_its_parts():
-    network = Network((Crowd(3, 1.0),), host=link(10.0, 1.0), rank=link(0.0, 0.1), added=link(0.0, 0.01))
+    network = NetworkModel(
+        (RoundOverhead(3, 1.0),),
+        intra_host=link(10.0, 1.0),
+        busiest_rank=link(0.0, 0.1),
+        local_sum=link(0.0, 0.01),
+    )
     # a round of a ring of 3 with 3 bytes: 1 crowd, 3 messages of a byte, 2 of the busiest rank, one byte added in half of them
     each = 1.0 + 3 * (10.0 + 1.0) + 2 * 10.0
     assert seconds(named("ring"), 3, 3, network) == pytest.approx(4 * each + 2 * 100.0)
 
 
 def test_messages_between_hosts_share_the_network_card():
-    network = Network((Crowd(2, 0.0),), host=FREE, rank=FREE, added=FREE, between=link(1.0, 1.0))
+    network = NetworkModel(
+        (RoundOverhead(2, 0.0),),
+        intra_host=FREE,
+        busiest_rank=FREE,
+        local_sum=FREE,
+        inter_host=link(1.0, 1.0),
+    )
     # 4 ranks on 2 hosts. Ring: one piece leaves each host in each of 6 rounds. Doubling: both ranks send all in one round of two
     assert seconds(named("ring"), 4, 8, network, 2) == pytest.approx(6 * (1.0 + 2.0))
     assert seconds(named("doubling"), 4, 8, network, 2) == pytest.approx(1.0 + 16.0)
@@ -53,16 +71,33 @@ def test_messages_between_hosts_share_the_network_card():
 
 
 def test_in_a_round_the_slower_of_inside_and_between_decides():
-    slow_inside = Network((Crowd(1, 50.0), Crowd(2, 50.0)), host=FREE, rank=FREE, added=FREE, between=link(1.0, 1e15))
+    slow_inside = NetworkModel(
+        (RoundOverhead(1, 50.0), RoundOverhead(2, 50.0)),
+        intra_host=FREE,
+        busiest_rank=FREE,
+        local_sum=FREE,
+        inter_host=link(1.0, 1e15),
+    )
     assert seconds(named("ring"), 4, 8, slow_inside, 2) == pytest.approx(6 * 50.0, rel=1e-6)
-    slow_between = Network((Crowd(1, 1.0), Crowd(2, 1.0)), host=FREE, rank=FREE, added=FREE, between=link(50.0, 1e15))
+    slow_between = NetworkModel(
+        (RoundOverhead(1, 1.0), RoundOverhead(2, 1.0)),
+        intra_host=FREE,
+        busiest_rank=FREE,
+        local_sum=FREE,
+        inter_host=link(50.0, 1e15),
+    )
     assert seconds(named("ring"), 4, 8, slow_between, 2) == pytest.approx(6 * 50.0, rel=1e-6)
 
 
 def test_a_network_without_a_price_between_hosts_cannot_price_ranks_on_two():
     with pytest.raises(ValueError, match="across hosts"):
-        seconds(named("ring"), 4, 8, Network((Crowd(1, 1.0),), host=FREE, rank=FREE), 2)
+        seconds(
+            named("ring"), 4, 8, NetworkModel((RoundOverhead(1, 1.0),), intra_host=FREE, busiest_rank=FREE), 2
+        )
 
 
 def test_one_rank_costs_nothing():
-    assert all(seconds(algorithm, 1, 1024, Network(host=FREE, rank=FREE)) == 0 for algorithm in PLAIN)
+    assert all(
+        seconds(algorithm, 1, 1024, NetworkModel(intra_host=FREE, busiest_rank=FREE)) == 0
+        for algorithm in PLAIN
+    )

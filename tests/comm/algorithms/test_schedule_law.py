@@ -11,7 +11,14 @@ from meshwright.comm.algorithms.hierarchical import Hierarchical
 from meshwright.comm.algorithms.recursive_doubling import Doubling
 from meshwright.comm.algorithms.recursive_halving import Halving
 from meshwright.comm.algorithms.ring import Ring
-from meshwright.comm.algorithms.schedule import Algorithm, Parcel, Round, least_and_most, length, sent_elements
+from meshwright.comm.algorithms.schedule import (
+    Algorithm,
+    Parcel,
+    Round,
+    least_and_most,
+    length,
+    sent_elements,
+)
 from meshwright.comm.algorithms.tree import Tree
 from tests.comm.algorithms.round_counts import CASES, SIZES, counted, numels, port_time
 
@@ -55,7 +62,9 @@ def sent_by_the_book(algorithm: Algorithm, n: int, numel: int) -> list[int]:
         case "doubling":
             return [numel if i >= power else (int(log2(n)) + (i + power < n)) * numel for i in range(n)]
         case "tree":
-            edges = [(i, i - (i & -i)) for i in range(1, n)]  # from a rank to its parent: what it is without its lowest bit
+            edges = [
+                (i, i - (i & -i)) for i in range(1, n)
+            ]  # from a rank to its parent: what it is without its lowest bit
             assert len(edges) <= 2**up
             return [sum((i in edge) for edge in edges) * numel for i in range(n)]
         case _:
@@ -71,14 +80,19 @@ def test_every_rank_has_as_many_rounds_as_the_formula_says(algorithm: Algorithm,
 def test_every_rank_sends_what_the_formula_says_to_the_element(algorithm: Algorithm, size: int):
     for numel in numels(size):
         for index in range(size):
-            assert counted(algorithm, size, index, numel) == algorithm.num_sent(size, index, numel), (numel, index)
+            assert counted(algorithm, size, index, numel) == algorithm.num_sent(size, index, numel), (
+                numel,
+                index,
+            )
             assert sent_elements(algorithm, size, index, numel) == counted(algorithm, size, index, numel)
 
 
 @pytest.mark.parametrize(("algorithm", "size"), CASES, ids=str)
 def test_a_tensor_that_divides_costs_each_rank_the_textbooks_bytes(algorithm: Algorithm, size: int):
     numel = 5 * size
-    assert [counted(algorithm, size, index, numel) for index in range(size)] == sent_by_the_book(algorithm, size, numel)
+    assert [counted(algorithm, size, index, numel) for index in range(size)] == sent_by_the_book(
+        algorithm, size, numel
+    )
 
 
 @pytest.mark.parametrize(("algorithm", "size"), CASES, ids=str)
@@ -92,8 +106,16 @@ def test_rounds_and_time_through_one_port_are_the_textbooks(algorithm: Algorithm
 def test_what_one_rank_sends_the_other_expects_in_the_same_round(algorithm: Algorithm, size: int):
     everyone = [algorithm.rounds(size, index) for index in range(size)]
     for same_time in zip(*everyone, strict=True):
-        sent = {(index, parcel.peer, parcel.pieces) for index, each in enumerate(same_time) for parcel in each.sends}
-        expected = {(parcel.peer, index, parcel.pieces) for index, each in enumerate(same_time) for parcel in each.receives}
+        sent = {
+            (index, parcel.peer, parcel.pieces)
+            for index, each in enumerate(same_time)
+            for parcel in each.sends
+        }
+        expected = {
+            (parcel.peer, index, parcel.pieces)
+            for index, each in enumerate(same_time)
+            for parcel in each.receives
+        }
         assert sent == expected
         assert all(source != target for source, target, _ in sent)
 
@@ -110,7 +132,12 @@ def test_a_rank_alone_sends_nothing_in_no_rounds(algorithm: Algorithm):
 def test_hosts_of_one_job_of_one_rank_are_no_fault():
     hosts = Hierarchical(4)
     assert hosts.refusal(1) is None
-    assert (hosts.rounds(1, 0), hosts.num_rounds(1), hosts.num_sent(1, 0, 7), hosts.seconds(1, 8, 1.0, 1.0)) == ((), 0, 0, 0.0)
+    assert (
+        hosts.rounds(1, 0),
+        hosts.num_rounds(1),
+        hosts.num_sent(1, 0, 7),
+        hosts.seconds(1, 8, 1.0, 1.0),
+    ) == ((), 0, 0, 0.0)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -150,9 +177,13 @@ class Wrong(Algorithm):
             return rounds[:-1]
         if self.change == "sends to the left":
             turned = [Parcel((index - 1) % size, each.sends[0].pieces) for each in rounds]
-            return tuple(Round((to,), each.receives, each.adds) for to, each in zip(turned, rounds, strict=True))
+            return tuple(
+                Round((to,), each.receives, each.adds) for to, each in zip(turned, rounds, strict=True)
+            )
         both = [Parcel(each.sends[0].peer, (*each.sends[0].pieces, index)) for each in rounds]
-        return tuple(Round((more,), each.receives, each.adds) for more, each in zip(both, rounds, strict=True))
+        return tuple(
+            Round((more,), each.receives, each.adds) for more, each in zip(both, rounds, strict=True)
+        )
 
     def num_rounds(self, size: int) -> int:
         return Ring().num_rounds(size)
@@ -171,7 +202,9 @@ LAWS = (
 )
 
 
-@pytest.mark.parametrize(("change", "law"), [*zip(("one round less", "a piece more", "sends to the left"), LAWS, strict=True)])
+@pytest.mark.parametrize(
+    ("change", "law"), [*zip(("one round less", "a piece more", "sends to the left"), LAWS, strict=True)]
+)
 def test_a_planted_mistake_breaks_its_law_at_three_ranks(change: str, law):
     with pytest.raises(AssertionError):
         law(Wrong(change), 3)

@@ -16,7 +16,7 @@ TEXT = "doubling <= 64 KiB, tree <= 1 MiB, else hierarchical/2"
 def said(text: str, size: int = 4) -> list[str]:
     """What is wrong with `text`, without the place, which each fault must name."""
     found = list(faults(text, size, WHERE))
-    assert all(fault.where == WHERE for fault in found)
+    assert all(fault.location == WHERE for fault in found)
     return [str(fault).removeprefix(f"{WHERE}: ").replace("\n  repair", "; repair") for fault in found]
 
 
@@ -61,26 +61,44 @@ def test_every_rule_comes_back_from_its_text(sizes: list[int], data: st.DataObje
     ("text", "message"),
     [
         ("rng", "no all_reduce algorithm 'rng'; repair: did you mean 'ring'?"),
-        ("xyz", "no all_reduce algorithm 'xyz'; repair: choose one of: backend, naive, root, ring, parallel, halving"),
+        (
+            "xyz",
+            "no all_reduce algorithm 'xyz'; repair: choose one of: backend, naive, root, ring, parallel, halving",
+        ),
         ("", "'' is neither an algorithm nor a rule by message size; repair: write an algorithm, or"),
         ("ring halving", "'ring halving' is neither an algorithm nor a rule"),
         ("else", "'else' is neither an algorithm nor a rule"),
-        ("doubling <= 64 KiB", "the rule 'doubling <= 64 KiB' does not say what larger messages take; repair: let it end with"),
+        (
+            "doubling <= 64 KiB",
+            "the rule 'doubling <= 64 KiB' does not say what larger messages take; repair: let it end with",
+        ),
         ("doubling <= 64 KiB, ring", "does not say what larger messages take"),
         (
             "doubling <= 64 KB, else ring",
             "'KB' in 'doubling <= 64 KB' is no unit of a size; repair: choose one of: GiB, MiB, KiB, B",
         ),
-        ("doubling <= 64, else ring", "'doubling <= 64' in the rule 'doubling <= 64, else ring' is no algorithm with a size"),
+        (
+            "doubling <= 64, else ring",
+            "'doubling <= 64' in the rule 'doubling <= 64, else ring' is no algorithm with a size",
+        ),
         ("doubling < 64 KiB, else ring", "is no algorithm with a size; repair: write it so: tree <= 1 MiB"),
-        ("tree <= 1 MiB, root <= 1024 KiB, else ring", "'root <= 1024 KiB' is never reached: messages of up to 1 MiB are taken"),
+        (
+            "tree <= 1 MiB, root <= 1024 KiB, else ring",
+            "'root <= 1024 KiB' is never reached: messages of up to 1 MiB are taken",
+        ),
         ("tree <= 0 KiB, else ring", "'tree <= 0 KiB' is never reached"),
         ("tree <= 1 MiB, else auto", "auto cannot be a part of a rule"),
-        ("hierarchical", "no all_reduce algorithm 'hierarchical'; repair: write hierarchical/G, where G is the number of ranks"),
+        (
+            "hierarchical",
+            "no all_reduce algorithm 'hierarchical'; repair: write hierarchical/G, where G is the number of ranks",
+        ),
         ("hierarchical/0", "repair: write hierarchical/G, where G"),
         ("hierarchicl/4", "repair: did you mean 'hierarchical/4'?"),
         ("ring/4", "repair: write ring alone: only hierarchical takes a number"),
-        ("auto", "auto needs the measured cost of the links; repair: run `meshwright bench comm`, then name its file: cluster ="),
+        (
+            "auto",
+            "auto needs the measured cost of the links; repair: run `meshwright bench comm`, then name its file: cluster =",
+        ),
     ],
 )
 def test_a_wrong_rule_is_refused_with_its_repair(text: str, message: str):
@@ -88,7 +106,7 @@ def test_a_wrong_rule_is_refused_with_its_repair(text: str, message: str):
     assert message in fault
     with pytest.raises(PlanError) as caught:
         Rule.parse(text, WHERE)
-    assert [str(each) for each in caught.value.faults] == [str(each) for each in faults(text, 4, WHERE)]
+    assert [str(each) for each in caught.value.diagnostics] == [str(each) for each in faults(text, 4, WHERE)]
 
 
 def test_all_that_is_wrong_is_said_at_once():
@@ -106,19 +124,33 @@ def test_all_that_is_wrong_is_said_at_once():
             6,
             r"6 ranks are no whole number of hosts with 4 ranks each; repair: write hierarchical/2 or hierarchical/3, or ring",
         ),
-        (8, 4, r"4 ranks are no whole number of hosts with 8 ranks each; repair: write hierarchical/2, or ring"),
+        (
+            8,
+            4,
+            r"4 ranks are no whole number of hosts with 8 ranks each; repair: write hierarchical/2, or ring",
+        ),
         (
             2,
             7,
             r"7 ranks are no whole number of hosts with 2 ranks each; repair: write ring: 7 ranks have no hosts of equal size",
         ),
-        (1, 4, r"with 1 of 4 ranks on a host there is nothing to sum inside a host; repair: write hierarchical/2, or ring"),
-        (4, 4, r"with 4 of 4 ranks on a host there is nothing to sum between hosts; repair: write hierarchical/2, or ring"),
+        (
+            1,
+            4,
+            r"with 1 of 4 ranks on a host there is nothing to sum inside a host; repair: write hierarchical/2, or ring",
+        ),
+        (
+            4,
+            4,
+            r"with 4 of 4 ranks on a host there is nothing to sum between hosts; repair: write hierarchical/2, or ring",
+        ),
     ],
 )
 def test_hosts_that_do_not_fit_the_ranks_are_refused(per_host: int, size: int, message: str):
     assert said(f"hierarchical/{per_host}", size) == [f"hierarchical/{per_host}: {message}"]
-    assert said(f"doubling <= 1 KiB, else hierarchical/{per_host}", size) == [f"hierarchical/{per_host}: {message}"]
+    assert said(f"doubling <= 1 KiB, else hierarchical/{per_host}", size) == [
+        f"hierarchical/{per_host}: {message}"
+    ]
 
 
 def test_hosts_that_fit_are_no_fault_nor_is_a_rank_alone():

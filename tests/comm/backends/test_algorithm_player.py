@@ -86,7 +86,9 @@ def test_the_ledger_has_what_each_rank_sends(size: int):
     ledgers = on_threads(body, Mesh(dp_shard=size))
     for algorithm in fitting(size):
         if str(algorithm) != BACKEND:
-            assert [sent[str(algorithm)] for sent in ledgers] == [4 * counted(algorithm, size, index, 7) for index in range(size)]
+            assert [sent[str(algorithm)] for sent in ledgers] == [
+                4 * counted(algorithm, size, index, 7) for index in range(size)
+            ]
 
 
 def test_a_tensor_of_any_contiguous_shape_is_summed_in_place():
@@ -113,7 +115,8 @@ def test_an_algorithm_that_cannot_run_in_a_group_is_refused_with_those_that_can(
         world.group(["dp_shard"]).all_reduce(torch.zeros(6), algorithm="hierarchical/4")
 
     with pytest.raises(
-        PlanError, match=r"(?s)6 ranks are no whole number of hosts with 4 .*write hierarchical/2 or hierarchical/3"
+        PlanError,
+        match=r"(?s)6 ranks are no whole number of hosts with 4 .*write hierarchical/2 or hierarchical/3",
     ):
         on_threads(body, Mesh(dp_shard=6))
 
@@ -121,7 +124,8 @@ def test_an_algorithm_that_cannot_run_in_a_group_is_refused_with_those_that_can(
 def test_naive_root_and_parallel_sum_in_the_order_of_the_ranks():
     summands = [torch.tensor([value]) for value in (1e8, 1.0, -1e8)]  # 0 in this order, 1 in some others
     by_order = {
-        order: sum((summands[i] for i in order[1:]), summands[order[0]].clone()).item() for order in permutations(range(3))
+        order: sum((summands[i] for i in order[1:]), summands[order[0]].clone()).item()
+        for order in permutations(range(3))
     }
     assert set(by_order.values()) == {0.0, 1.0}
     for name in ("naive", "root", "parallel"):
@@ -131,9 +135,13 @@ def test_naive_root_and_parallel_sum_in_the_order_of_the_ranks():
 
 
 def test_half_types_that_meet_in_one_round_are_rounded_once():
-    summands = [torch.tensor([value], dtype=torch.bfloat16) for value in (1.0, 2.0**-9, 2.0**-9, 2.0**-9, 2.0**-9)]
+    summands = [
+        torch.tensor([value], dtype=torch.bfloat16) for value in (1.0, 2.0**-9, 2.0**-9, 2.0**-9, 2.0**-9)
+    ]
     play_all(named("parallel"), summands)
-    assert [total.item() for total in summands] == [1.0 + 2.0**-7] * 5  # one by one, each would be rounded away
+    assert [total.item() for total in summands] == [
+        1.0 + 2.0**-7
+    ] * 5  # one by one, each would be rounded away
 
 
 @dataclass(frozen=True)
@@ -148,7 +156,11 @@ class Turned(Algorithm):
     def rounds(self, size: int, index: int) -> tuple[Round, ...]:
         right, left = (index + 1) % size, (index - 1) % size
         collect = [
-            Round((Parcel(right, ((index + 1 + step) % size,)),), (Parcel(left, ((index + step) % size,)),), adds=True)
+            Round(
+                (Parcel(right, ((index + 1 + step) % size,)),),
+                (Parcel(left, ((index + step) % size,)),),
+                adds=True,
+            )
             for step in range(size - 1)
         ]
         return (*collect, *Ring().rounds(size, index)[size - 1 :])
@@ -195,7 +207,9 @@ def test_a_parcel_that_nobody_receives_is_noticed():
         def rounds(self, size: int, index: int) -> tuple[Round, ...]:
             return tuple(Round(each.sends, (), each.adds) for each in Ring().rounds(size, index))
 
-    with pytest.raises(RuntimeError, match=r"turned among 3 ranks: nobody receives what \[\(0, 1\), \(1, 2\), \(2, 0\)\]"):
+    with pytest.raises(
+        RuntimeError, match=r"turned among 3 ranks: nobody receives what \[\(0, 1\), \(1, 2\), \(2, 0\)\]"
+    ):
         play_all(Lost(), operands(3, 7))
 
 
@@ -215,4 +229,6 @@ def test_what_is_put_in_place_arrives_there_and_what_is_added_arrives_beside():
 def test_empty_parcels_do_not_travel():
     assert all(not sends and not receives for sends, receives in parts(Ring(), 4, 2, 0))
     sent = [sends for index in range(4) for sends, _ in parts(Ring(), 4, index, 1)]
-    assert sum(map(len, sent)) == 6  # one piece holds the one element: summed in three rounds, handed on in three
+    assert (
+        sum(map(len, sent)) == 6
+    )  # one piece holds the one element: summed in three rounds, handed on in three

@@ -32,7 +32,9 @@ def summed(world: World, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_processes_end_with_the_bits_that_threads_end_with(process_pool: ProcessPool, size: int, dtype: torch.dtype):
+def test_processes_end_with_the_bits_that_threads_end_with(
+    process_pool: ProcessPool, size: int, dtype: torch.dtype
+):
     mesh = Mesh(dp_shard=size)
     expected = on_threads(lambda world: summed(world, dtype), mesh)
     for mine, theirs in zip(process_pool.run(summed, mesh, dtype), expected, strict=True):
@@ -64,7 +66,10 @@ def under_way_at_once(world: World) -> tuple[list[torch.Tensor], bool]:
     works = [group.all_reduce(total, algorithm=name) for total, name in zip(totals, names, strict=True)]
     right, left = (group.index + 1) % group.size, (group.index - 1) % group.size
     passed = torch.zeros(3)
-    works += [group.receive(passed, source=left), group.send(torch.full((3,), float(group.index)), target=right)]
+    works += [
+        group.receive(passed, source=left),
+        group.send(torch.full((3,), float(group.index)), target=right),
+    ]
     works[-3].then(told.set)
     for work in reversed(works):
         work.wait()
@@ -79,7 +84,9 @@ def test_several_are_under_way_at_once_and_are_waited_for_last_to_first(process_
         for totals, _ in results:
             assert torch.equal(totals[number], results[0][0][number])
             assert torch.allclose(totals[number].double(), exact, rtol=1e-5, atol=1e-4)
-    assert [totals[-1].tolist() for totals, _ in results] == [[float((index - 1) % size)] * 3 for index in range(size)]
+    assert [totals[-1].tolist() for totals, _ in results] == [
+        [float((index - 1) % size)] * 3 for index in range(size)
+    ]
     assert all(told for _, told in results)
 
 
@@ -113,7 +120,9 @@ def by_two_names_of_the_same_ranks(world: World) -> list[torch.Tensor]:
 
 
 def test_two_groups_of_the_same_ranks_do_not_take_each_others_messages(process_pool: ProcessPool):
-    for number, totals in enumerate(zip(*process_pool.run(by_two_names_of_the_same_ranks, Mesh(dp_shard=3)), strict=True)):
+    for number, totals in enumerate(
+        zip(*process_pool.run(by_two_names_of_the_same_ranks, Mesh(dp_shard=3)), strict=True)
+    ):
         exact = torch.stack([operand(rank, 5_000 + number % 2).double() for rank in range(3)]).sum(0)
         assert all(torch.equal(total, totals[0]) for total in totals)
         assert torch.allclose(totals[0].double(), exact, rtol=1e-5, atol=1e-4)

@@ -96,5 +96,7 @@ def test_what_was_not_played_before_the_lane_closed_says_so():
     work = lane.put(lambda: None)
     lane.close()
     go_on.set()
-    with pytest.raises(RuntimeError, match=r"closed before this had been played\. Wait for a collective before the world"):
+    with pytest.raises(
+        RuntimeError, match=r"closed before this had been played\. Wait for a collective before the world"
+    ):
         work.wait()

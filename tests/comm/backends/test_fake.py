@@ -55,7 +55,9 @@ def test_an_entry_names_the_dtype_of_what_was_put_in() -> None:
     world.ledger.recording = True
     group = world.group(["dp_shard"])
     group.all_reduce(torch.ones(3, dtype=torch.bfloat16), action="HALF").wait()
-    group.all_gather(torch.empty(6, dtype=torch.float64), torch.ones(2, dtype=torch.float64), action="WIDE").wait()
+    group.all_gather(
+        torch.empty(6, dtype=torch.float64), torch.ones(2, dtype=torch.float64), action="WIDE"
+    ).wait()
     assert [(entry.action, entry.nbytes, entry.dtype) for entry in world.ledger.entries] == [
         ("HALF", 6, "bfloat16"),
         ("WIDE", 16, "float64"),

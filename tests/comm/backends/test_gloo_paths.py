@@ -50,7 +50,11 @@ def test_the_oldest_is_waited_for_and_its_memory_is_taken():
         works.append(Noted())
         return works[-1]
 
-    for like in (torch.empty(8), torch.empty(8), *(torch.empty(numel, dtype=torch.float64) for numel in (4, 2, 4, 3))):
+    for like in (
+        torch.empty(8),
+        torch.empty(8),
+        *(torch.empty(numel, dtype=torch.float64) for numel in (4, 2, 4, 3)),
+    ):
         arrivals.receive(like, issue)
     assert len({address for address, _, _ in seen}) == NUM_MEMORIES
     assert [numel for _, numel, _ in seen] == [8, 8, 4, 2, 4, 3]

@@ -85,7 +85,9 @@ def test_broadcasts_gather_what_gloo_gathers(process_pool: ProcessPool, size: in
     for near in (None, True, False):
         found = process_pool.run(over_gloo, Mesh(dp_shard=size), gathered, near)
         assert all(apart == inside == expected for _, apart, inside in found)
-    assert [known for known, _, _ in process_pool.run(over_gloo, Mesh(dp_shard=size), gathered, None)] == [size > 2] * size
+    assert [known for known, _, _ in process_pool.run(over_gloo, Mesh(dp_shard=size), gathered, None)] == [
+        size > 2
+    ] * size
 
 
 def told_apart(world: World) -> bool:
@@ -119,4 +121,7 @@ def halves(world: World) -> list[list[float]]:
 
 
 def test_a_pair_sums_halves(process_pool: ProcessPool):
-    assert process_pool.run(over_gloo, Mesh(dp_shard=2), halves) == [[[0.0, 3.0, 6.0]] * 2, [[9.0, 12.0, 15.0]] * 2]
+    assert process_pool.run(over_gloo, Mesh(dp_shard=2), halves) == [
+        [[0.0, 3.0, 6.0]] * 2,
+        [[9.0, 12.0, 15.0]] * 2,
+    ]

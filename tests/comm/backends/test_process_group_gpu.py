@@ -12,7 +12,9 @@ from meshwright.comm.collectives.deterministic_sum import SUMMABLE
 from meshwright.comm.world import rendezvous
 from meshwright.plan.sharding.mesh import AXES, Mesh
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: NCCL runs on no other device")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU: NCCL runs on no other device"
+)
 
 LONG = 500_000_000  # clock cycles: some tenths of a second, longer than the host needs for any call
 
@@ -33,12 +35,26 @@ def group(tmp_path: Path) -> Iterator[TorchGroup]:
 
 
 @pytest.mark.parametrize("dtype", SUMMABLE, ids=str)
-def test_every_collective_of_one_rank_gives_back_what_it_put_in(group: TorchGroup, dtype: torch.dtype) -> None:
+def test_every_collective_of_one_rank_gives_back_what_it_put_in(
+    group: TorchGroup, dtype: torch.dtype
+) -> None:
     mine = torch.arange(7, device="cuda").to(dtype)
-    for work in (group.all_reduce(mine), group.reduce(mine), group.broadcast(mine), group.all_reduce(mine, algorithm="ring")):
+    for work in (
+        group.all_reduce(mine),
+        group.reduce(mine),
+        group.broadcast(mine),
+        group.all_reduce(mine, algorithm="ring"),
+    ):
         work.wait()
     assert torch.equal(mine.cpu(), torch.arange(7).to(dtype))
-    for collective in (group.all_gather, group.reduce_scatter, group.all_to_all, group.shift, group.scatter, group.gather):
+    for collective in (
+        group.all_gather,
+        group.reduce_scatter,
+        group.all_to_all,
+        group.shift,
+        group.scatter,
+        group.gather,
+    ):
         output = torch.zeros_like(mine)
         collective(output, mine).wait()
         assert torch.equal(output, mine)
@@ -58,7 +74,9 @@ def test_neither_the_call_nor_the_wait_stops_the_host(group: TorchGroup, algorit
 
 
 @pytest.mark.parametrize("algorithm", ["backend", "ring"])
-def test_a_collective_comes_after_earlier_kernels_and_before_those_behind_its_wait(group: TorchGroup, algorithm: str) -> None:
+def test_a_collective_comes_after_earlier_kernels_and_before_those_behind_its_wait(
+    group: TorchGroup, algorithm: str
+) -> None:
     tensor = torch.ones(1 << 20, device="cuda")
     torch.cuda._sleep(LONG)
     tensor.add_(1)
@@ -85,5 +103,7 @@ def test_a_barrier_returns_when_the_gpu_has_come_to_it(group: TorchGroup) -> Non
 
 
 def test_a_tensor_of_the_cpu_is_refused_with_the_repair(group: TorchGroup) -> None:
-    with pytest.raises(ValueError, match=r"a tensor is on cpu, and this group .* works on cuda:0\. Move it: tensor\.to"):
+    with pytest.raises(
+        ValueError, match=r"a tensor is on cpu, and this group .* works on cuda:0\. Move it: tensor\.to"
+    ):
         group.all_reduce(torch.ones(3))

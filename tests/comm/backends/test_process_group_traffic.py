@@ -78,8 +78,12 @@ def scattered_sums(world: World) -> tuple[int, int]:
     return ours, arriving(lambda: native(output, tensor.clone()))
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's count of a connection is read as on Linux")
-def test_a_reduce_scatter_on_gloo_moves_its_own_bytes_and_the_native_one_an_all_reduces(process_pool: ProcessPool) -> None:
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the kernel's count of a connection is read as on Linux"
+)
+def test_a_reduce_scatter_on_gloo_moves_its_own_bytes_and_the_native_one_an_all_reduces(
+    process_pool: ProcessPool,
+) -> None:
     operand_bytes = 3 * 65536 * 4
     for ours, native in process_pool.run(over_gloo, Mesh(dp_shard=3), scattered_sums):
         assert operand_bytes * 2 / 3 <= ours < operand_bytes * 2 / 3 * 1.01

@@ -32,12 +32,20 @@ def messages(body: Callable[[World], None], mesh: Mesh = RING, timeout_s: float 
     ("odd_one", "named"),
     [
         (lambda group: group.all_reduce(torch.zeros(4), action="ODD"), "all_reduce of float32 [4] for ODD"),
-        (lambda group: group.all_reduce(torch.zeros(3).double(), action="ODD"), "all_reduce of float64 [3] for ODD"),
-        (lambda group: group.broadcast(torch.zeros(3), source=1, action="ODD"), "broadcast of float32 [3] from index 1 for ODD"),
+        (
+            lambda group: group.all_reduce(torch.zeros(3).double(), action="ODD"),
+            "all_reduce of float64 [3] for ODD",
+        ),
+        (
+            lambda group: group.broadcast(torch.zeros(3), source=1, action="ODD"),
+            "broadcast of float32 [3] from index 1 for ODD",
+        ),
     ],
     ids=["shape", "dtype", "collective"],
 )
-def test_ranks_that_call_different_things_all_read_who_called_what(odd_one: Callable[[Group], Work], named: str) -> None:
+def test_ranks_that_call_different_things_all_read_who_called_what(
+    odd_one: Callable[[Group], Work], named: str
+) -> None:
     def body(world: World) -> None:
         group = world.group(["dp_shard"])
         work = odd_one(group) if world.rank == 1 else group.all_reduce(torch.zeros(3), action="REDUCE(a)")

@@ -18,7 +18,14 @@ def ring(size: int = 3) -> Group:
 @pytest.mark.parametrize(
     ("collective", "sent"),
     [
-        *[("all_reduce", 16), ("all_gather", 24), ("reduce_scatter", 8), ("all_to_all", 8), ("broadcast", 12), ("barrier", 0)],
+        *[
+            ("all_reduce", 16),
+            ("all_gather", 24),
+            ("reduce_scatter", 8),
+            ("all_to_all", 8),
+            ("broadcast", 12),
+            ("barrier", 0),
+        ],
         *[("scatter", 24), ("gather", 12), ("reduce", 12), ("send", 12), ("shift", 12)],
     ],
 )
@@ -28,7 +35,17 @@ def test_bytes_sent_follow_the_formula_at_three_ranks(collective: str, sent: flo
 
 @pytest.mark.parametrize(
     "collective",
-    ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "gather", "reduce", "shift"],
+    [
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "broadcast",
+        "scatter",
+        "gather",
+        "reduce",
+        "shift",
+    ],
 )
 def test_a_single_rank_sends_nothing(collective: str) -> None:
     assert sent_bytes(collective, 12, 1) == 0
@@ -43,7 +60,9 @@ def test_ledger_books_what_was_issued_for_which_action() -> None:
     group.broadcast(torch.zeros(6), source=0, action="INIT").wait()
     group.broadcast(torch.zeros(6), source=1, action="INIT").wait()
     group.barrier(action="END")
-    entries = [(entry.collective, entry.axes, entry.size, entry.nbytes, entry.sent) for entry in group.ledger.entries]
+    entries = [
+        (entry.collective, entry.axes, entry.size, entry.nbytes, entry.sent) for entry in group.ledger.entries
+    ]
     assert entries == [
         ("all_reduce", ("dp_shard",), 3, 24, 32),
         ("all_gather", ("dp_shard",), 3, 8, 16),
@@ -72,7 +91,9 @@ def test_tensors_that_do_not_fit_are_refused_with_the_repair() -> None:
     three = torch.zeros(3)
     with pytest.raises(ValueError, match=r"4 elements do not divide by 3 ranks\. Pad"):
         group.reduce_scatter(torch.zeros(1), torch.zeros(4))
-    with pytest.raises(ValueError, match=r"the output has 6 elements; needed for 3 ranks are 9.*new_empty\(9\)"):
+    with pytest.raises(
+        ValueError, match=r"the output has 6 elements; needed for 3 ranks are 9.*new_empty\(9\)"
+    ):
         group.all_gather(torch.zeros(6), three)
     with pytest.raises(ValueError, match=r"the output is torch.float64; needed is torch.float32"):
         group.all_to_all(three.double(), three)
@@ -85,10 +106,14 @@ def test_tensors_that_do_not_fit_are_refused_with_the_repair() -> None:
 def test_the_whole_tensor_of_a_scatter_or_gather_is_on_the_one_rank_and_nowhere_else() -> None:
     group, one, three = ring(), torch.zeros(1), torch.zeros(3)
     with pytest.raises(
-        ValueError, match=r"from index 1 .*the rank at index 1 came without the whole tensor\. Pass it at index 1"
+        ValueError,
+        match=r"from index 1 .*the rank at index 1 came without the whole tensor\. Pass it at index 1",
     ):
         group.scatter(one, None, source=1)
-    with pytest.raises(ValueError, match=r"to index 0 .*the rank at index 1 came with the whole tensor\. .*and None elsewhere"):
+    with pytest.raises(
+        ValueError,
+        match=r"to index 0 .*the rank at index 1 came with the whole tensor\. .*and None elsewhere",
+    ):
         group.gather(three, one)
     with pytest.raises(ValueError, match=r"the output has 2 elements; needed for 3 ranks are 3"):
         group.gather(torch.zeros(2), one, target=1)
@@ -96,7 +121,9 @@ def test_the_whole_tensor_of_a_scatter_or_gather_is_on_the_one_rank_and_nowhere_
 
 
 def test_half_types_are_summed_in_float32_and_rounded_once() -> None:
-    summands = [torch.tensor([1.0], dtype=torch.bfloat16)] + [torch.tensor([2.0**-9], dtype=torch.bfloat16)] * 8
+    summands = [torch.tensor([1.0], dtype=torch.bfloat16)] + [
+        torch.tensor([2.0**-9], dtype=torch.bfloat16)
+    ] * 8
     assert ordered_sum(summands).dtype == torch.bfloat16
     assert ordered_sum(summands).item() == 1.0 + 2.0**-6  # each summand alone would be rounded away
 
@@ -134,7 +161,8 @@ def test_a_device_without_a_number_is_the_same_as_with_one() -> None:
     group.all_reduce(tensor).wait()
     group.device = torch.device("meta")
     with pytest.raises(
-        ValueError, match=r"on rank 1 a tensor is on cpu, and this group \(ranks 0, 1, 2\) works on meta\. Move it"
+        ValueError,
+        match=r"on rank 1 a tensor is on cpu, and this group \(ranks 0, 1, 2\) works on meta\. Move it",
     ):
         group.all_reduce(tensor)
 

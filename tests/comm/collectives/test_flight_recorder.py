@@ -35,7 +35,11 @@ def test_a_send_and_its_receive_have_one_number():
         other.group(["tp"]).receive(torch.ones(1), source=0)
     one.group(["tp"]).send(torch.ones(1), target=1)
     sent, received = one.ledger.recent.issued(), other.ledger.recent.issued()
-    assert [(each.line, each.number) for each in sent] == [(("pair", 0, 2), 1), (("pair", 0, 2), 2), (("pair", 0, 1), 1)]
+    assert [(each.line, each.number) for each in sent] == [
+        (("pair", 0, 2), 1),
+        (("pair", 0, 2), 2),
+        (("pair", 0, 1), 1),
+    ]
     assert [(each.line, each.number) for each in received] == [(("pair", 0, 2), 1), (("pair", 0, 2), 2)]
 
 

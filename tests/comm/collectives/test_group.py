@@ -12,7 +12,17 @@ from meshwright.comm.collectives.group import Group, World
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import ProcessPool, on_threads
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "shift", "scatter", "gather", "reduce")
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "shift",
+    "scatter",
+    "gather",
+    "reduce",
+)
 WHOLE = ("reduce_scatter", "all_to_all", "scatter")  # the operand holds a piece for every rank
 NOTHING = torch.empty(0)
 
@@ -58,37 +68,56 @@ def issue(group: Group, collective: str, tensor: torch.Tensor) -> torch.Tensor:
 def expected(collective: str, operands: list[torch.Tensor], index: int) -> torch.Tensor:
     """What the rank at `index` must hold."""
     size, last = len(operands), index == len(operands) - 1
-    pieces = [tensor.view(size, tensor.numel() // size) for tensor in operands] if operands[0].numel() % size == 0 else []
+    pieces = (
+        [tensor.view(size, tensor.numel() // size) for tensor in operands]
+        if operands[0].numel() % size == 0
+        else []
+    )
     return {
         "all_reduce": lambda: torch.stack(operands).double().sum(0).to(operands[0].dtype),
         "all_gather": lambda: torch.cat(operands),
-        "reduce_scatter": lambda: torch.stack([piece[index] for piece in pieces]).double().sum(0).to(operands[0].dtype),
+        "reduce_scatter": lambda: (
+            torch.stack([piece[index] for piece in pieces]).double().sum(0).to(operands[0].dtype)
+        ),
         "all_to_all": lambda: torch.cat([piece[index] for piece in pieces]),
         "broadcast": lambda: operands[-1],
         "shift": lambda: operands[index - 1],
         "scatter": lambda: pieces[-1][index],
         "gather": lambda: torch.cat(operands) if last else NOTHING.to(operands[0].dtype),
-        "reduce": lambda: torch.stack(operands).double().sum(0).to(operands[0].dtype) if last else NOTHING.to(operands[0].dtype),
+        "reduce": lambda: (
+            torch.stack(operands).double().sum(0).to(operands[0].dtype)
+            if last
+            else NOTHING.to(operands[0].dtype)
+        ),
     }[collective]()
 
 
-def all_collectives(world: World, axes: tuple[str, ...], numel: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def all_collectives(
+    world: World, axes: tuple[str, ...], numel: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """The result of every collective over `axes`, with `numel` elements per rank (times the size where it must divide)."""
     group = world.group(axes)
     sizes = {name: numel * group.size if name in WHOLE else numel for name in COLLECTIVES}
     return {name: issue(group, name, operand(world.rank, sizes[name], dtype)) for name in COLLECTIVES}
 
 
-def all_expected(ranks: tuple[int, ...], index: int, numel: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def all_expected(
+    ranks: tuple[int, ...], index: int, numel: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """What `all_collectives` must return on the rank at `index` of `ranks`."""
     sizes = {name: numel * len(ranks) if name in WHOLE else numel for name in COLLECTIVES}
-    return {name: expected(name, [operand(rank, sizes[name], dtype) for rank in ranks], index) for name in COLLECTIVES}
+    return {
+        name: expected(name, [operand(rank, sizes[name], dtype) for rank in ranks], index)
+        for name in COLLECTIVES
+    }
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
 
 
-def same(results: list[dict[str, torch.Tensor]], ranks: tuple[int, ...], numel: int, dtype: torch.dtype) -> None:
+def same(
+    results: list[dict[str, torch.Tensor]], ranks: tuple[int, ...], numel: int, dtype: torch.dtype
+) -> None:
     for index, result in enumerate(results):
         for name, tensor in all_expected(ranks, index, numel, dtype).items():
             assert result[name].dtype == dtype
@@ -98,20 +127,32 @@ def same(results: list[dict[str, torch.Tensor]], ranks: tuple[int, ...], numel: 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("numel", [0, 1, 7])
-def test_every_collective_on_threads_equals_the_dense_reference(size: int, numel: int, dtype: torch.dtype) -> None:
+def test_every_collective_on_threads_equals_the_dense_reference(
+    size: int, numel: int, dtype: torch.dtype
+) -> None:
     mesh = Mesh(dp_shard=size)
     results = on_threads(lambda world: all_collectives(world, ("dp_shard",), numel, dtype), mesh)
     same(results, tuple(range(size)), numel, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_collective_on_processes_equals_the_dense_reference(process_pool: ProcessPool, dtype: torch.dtype) -> None:
+def test_every_collective_on_processes_equals_the_dense_reference(
+    process_pool: ProcessPool, dtype: torch.dtype
+) -> None:
     for numel in (7, 0):
-        same(process_pool.run(all_collectives, Mesh(dp_shard=3), ("dp_shard",), numel, dtype), (0, 1, 2), numel, dtype)
+        same(
+            process_pool.run(all_collectives, Mesh(dp_shard=3), ("dp_shard",), numel, dtype),
+            (0, 1, 2),
+            numel,
+            dtype,
+        )
 
 
 def both_axes(world: World) -> list[dict[str, torch.Tensor]]:
-    return [all_collectives(world, axes, 3, torch.float64) for axes in (("dp_shard",), ("tp",), ("dp_shard", "tp"), ("pp",))]
+    return [
+        all_collectives(world, axes, 3, torch.float64)
+        for axes in (("dp_shard",), ("tp",), ("dp_shard", "tp"), ("pp",))
+    ]
 
 
 def test_groups_of_a_grid_on_threads_hold_the_peers_along_their_axes() -> None:
@@ -141,7 +182,10 @@ def issue_together(world: World) -> torch.Tensor:
 
 def test_collectives_under_way_together_are_waited_for_in_any_order(process_pool: ProcessPool) -> None:
     right = torch.stack([(torch.arange(3.0) + k).repeat_interleave(5) for k in range(4)])
-    for results in (on_threads(issue_together, Mesh(dp_shard=3)), process_pool.run(issue_together, Mesh(dp_shard=3))):
+    for results in (
+        on_threads(issue_together, Mesh(dp_shard=3)),
+        process_pool.run(issue_together, Mesh(dp_shard=3)),
+    ):
         assert all(torch.equal(result, right) for result in results)
 
 
@@ -157,18 +201,25 @@ def sum_of_noise(world: World) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_a_sum_has_the_same_bits_on_every_rank(process_pool: ProcessPool) -> None:
-    for results in (on_threads(sum_of_noise, Mesh(dp_shard=3)), process_pool.run(sum_of_noise, Mesh(dp_shard=3))):
+    for results in (
+        on_threads(sum_of_noise, Mesh(dp_shard=3)),
+        process_pool.run(sum_of_noise, Mesh(dp_shard=3)),
+    ):
         for total, pieces in results:
             assert torch.equal(total, results[0][0])
             assert torch.equal(pieces, results[0][1])
 
 
-def test_a_sum_on_threads_and_a_scattered_sum_on_processes_add_in_rank_order(process_pool: ProcessPool) -> None:
+def test_a_sum_on_threads_and_a_scattered_sum_on_processes_add_in_rank_order(
+    process_pool: ProcessPool,
+) -> None:
     noise = [torch.randn(3 * 1001, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
     in_order = (noise[0] + noise[1]) + noise[2]
     assert not torch.equal(in_order, noise[0] + (noise[1] + noise[2]))  # or this test could not fail
     assert all(torch.equal(total, in_order) for total, _ in on_threads(sum_of_noise, Mesh(dp_shard=3)))
-    assert all(torch.equal(pieces, in_order) for _, pieces in process_pool.run(sum_of_noise, Mesh(dp_shard=3)))
+    assert all(
+        torch.equal(pieces, in_order) for _, pieces in process_pool.run(sum_of_noise, Mesh(dp_shard=3))
+    )
 
 
 def booked(world: World) -> list[tuple[str, str, tuple[str, ...], int, int, float]]:
@@ -194,7 +245,11 @@ def test_all_bodies_book_the_same_bytes_by_the_formula(process_pool: ProcessPool
     sent = {"broadcast": 0.0, "scatter": 0.0, "gather": 14.0, "reduce": 14.0}  # by a rank that is not the one
     other = [(*entry[:5], sent.get(entry[1], entry[5])) for entry in last]
     mesh = Mesh(dp_shard=3)
-    for books in (on_threads(booked, mesh), process_pool.run(booked, mesh), [booked(FakeWorld(mesh, rank)) for rank in range(3)]):
+    for books in (
+        on_threads(booked, mesh),
+        process_pool.run(booked, mesh),
+        [booked(FakeWorld(mesh, rank)) for rank in range(3)],
+    ):
         assert books == [other, other, last]
 
 
@@ -213,9 +268,9 @@ def test_a_parameter_can_be_broadcast_in_place(process_pool: ProcessPool) -> Non
 
 
 def same_objects(world: World) -> bool:
-    return world.group(["tp", "dp_shard"]) is world.group(("dp_shard", "tp")) and world.group(["tp"]) is not world.group(
-        ["dp_shard"]
-    )
+    return world.group(["tp", "dp_shard"]) is world.group(("dp_shard", "tp")) and world.group(
+        ["tp"]
+    ) is not world.group(["dp_shard"])
 
 
 def test_equal_axes_are_the_same_group_object(process_pool: ProcessPool) -> None:

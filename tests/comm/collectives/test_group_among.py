@@ -24,10 +24,14 @@ def summed(world: World) -> Told:
 
 
 def right(mesh: Mesh, found: list[Told]) -> None:
-    for rank in range(mesh.world):
+    for rank in range(mesh.world_size):
         peers, index = mesh.peers(rank, ("pp",)), mesh.coordinate(rank)["pp"]
         for told, among in zip(found[rank], AMONG, strict=True):
-            ranks = tuple(peers[each] for each in among or range(mesh.pp)) if not among or index in among else (rank,)
+            ranks = (
+                tuple(peers[each] for each in among or range(mesh.pp))
+                if not among or index in among
+                else (rank,)
+            )
             assert told == (sum(10.0**peer for peer in ranks), len(ranks), ranks)
 
 
@@ -56,5 +60,5 @@ def test_what_some_ranks_issue_is_numbered_apart_from_what_all_do():
 
 
 def test_a_transfer_counts_those_that_take_part():
-    assert Transfer("all_reduce", ("pp",), 8, among=(0, 2)).ranks(GRID) == 2
-    assert Transfer("all_reduce", ("pp", "tp"), 8).ranks(GRID) == 6
+    assert Transfer("all_reduce", ("pp",), 8, member_indices=(0, 2)).num_ranks(GRID) == 2
+    assert Transfer("all_reduce", ("pp", "tp"), 8).num_ranks(GRID) == 6

@@ -127,7 +127,9 @@ def test_a_rank_outside_the_group_is_refused_with_the_ranks() -> None:
 
 def test_a_rank_that_sends_to_itself_is_told_to_copy() -> None:
     group, tensor = group_of_three(), torch.zeros(3)
-    with pytest.raises(ValueError, match=r"send .* to index 1 .*: that is this rank itself\. Copy the tensor"):
+    with pytest.raises(
+        ValueError, match=r"send .* to index 1 .*: that is this rank itself\. Copy the tensor"
+    ):
         group.send(tensor, target=1)
     with pytest.raises(ValueError, match=r"receive .* from index 1 .*: that is this rank itself"):
         group.receive(tensor, source=1)
@@ -145,7 +147,8 @@ def alone(world: World) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """What a group of one rank gives, and what it says was sent."""
     group, mine = world.group(["tp"]), operand(world.rank, 4)
     outputs = {
-        name: torch.empty_like(mine) for name in ("all_gather", "reduce_scatter", "all_to_all", "shift", "scatter", "gather")
+        name: torch.empty_like(mine)
+        for name in ("all_gather", "reduce_scatter", "all_to_all", "shift", "scatter", "gather")
     }
     for algorithm in ("backend", "ring", "hierarchical/2"):
         group.all_reduce(mine, action="ALONE", algorithm=algorithm).wait()
@@ -195,7 +198,11 @@ def scalars(world: World) -> list[torch.Tensor]:
 
 def test_scalars_travel_like_tensors(process_pool: ProcessPool) -> None:
     mesh = Mesh(dp_shard=3)
-    for results in (on_threads(scalars, mesh), process_pool.run(scalars, mesh), process_pool.run(over_gloo, mesh, scalars)):
+    for results in (
+        on_threads(scalars, mesh),
+        process_pool.run(scalars, mesh),
+        process_pool.run(over_gloo, mesh, scalars),
+    ):
         for rank, (total, told, gathered, scattered, arrived) in enumerate(results):
             assert [total.shape, told.shape, scattered.shape, arrived.shape] == [()] * 4
             assert [total.item(), told.item(), scattered.item(), arrived.item()] == [
@@ -211,7 +218,9 @@ def with_gradients(world: World) -> list[tuple[torch.Tensor, bool]]:
     """Parameters and results of operations, filled in place; whether each is still a leaf that requires a gradient."""
     group = world.group(["dp_shard"])
     size = group.size
-    summed, output, piece = (torch.nn.Parameter(torch.full((num,), float(world.rank))) for num in (3, 3 * size, 1))
+    summed, output, piece = (
+        torch.nn.Parameter(torch.full((num,), float(world.rank))) for num in (3, 3 * size, 1)
+    )
     operation = summed * 1  # not a leaf
     group.all_reduce(operation).wait()
     group.all_reduce(summed).wait()
@@ -230,5 +239,10 @@ def test_tensors_that_require_gradients_are_filled_and_stay_what_they_are(proces
     ):
         for rank, found in enumerate(results):
             assert [leaf for _, leaf in found] == [True, True, True, False]
-            wanted = [torch.full((3,), 3.0), torch.full((9,), 3.0), torch.tensor([3.0 * rank]), torch.full((3,), 3.0)]
+            wanted = [
+                torch.full((3,), 3.0),
+                torch.full((9,), 3.0),
+                torch.tensor([3.0 * rank]),
+                torch.full((3,), 3.0),
+            ]
             assert all(torch.equal(tensor, each) for (tensor, _), each in zip(found, wanted, strict=True))

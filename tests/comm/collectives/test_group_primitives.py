@@ -22,7 +22,10 @@ INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)
 DTYPES = (*FLOATS, *INTEGERS)
 UNSUMMED = (torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn)
 SIZES = (0, 1, 7)
-SUMS = ("all_reduce", "reduce")  # of which a backend chooses the order; reduce_scatter adds in rank order everywhere
+SUMS = (
+    "all_reduce",
+    "reduce",
+)  # of which a backend chooses the order; reduce_scatter adds in rank order everywhere
 Result = dict[str, torch.Tensor]
 Started = tuple[str, list[Work], torch.Tensor]
 
@@ -32,7 +35,9 @@ def operand(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank)
     if dtype in (*INTEGERS, torch.int16):
         limits = torch.iinfo(dtype)
-        return torch.randint(limits.min // 2, limits.max // 2, (numel + 2,), generator=generator, dtype=dtype)[2:]
+        return torch.randint(
+            limits.min // 2, limits.max // 2, (numel + 2,), generator=generator, dtype=dtype
+        )[2:]
     noise = torch.randn(numel + 2, generator=generator, dtype=torch.float64)
     return (noise > 0 if dtype == torch.bool else noise.to(dtype))[2:]
 
@@ -67,7 +72,11 @@ def moves(group: Group, rank: int, numel: int, dtype: torch.dtype) -> list[Calla
 
     def gather() -> Started:
         output = torch.empty_like(whole()) if index == last else None
-        return "gather", [group.gather(output, one(), target=last)], torch.empty(0, dtype=dtype) if output is None else output
+        return (
+            "gather",
+            [group.gather(output, one(), target=last)],
+            torch.empty(0, dtype=dtype) if output is None else output,
+        )
 
     def all_gather() -> Started:
         output = torch.empty_like(whole())
@@ -91,11 +100,19 @@ def sums(group: Group, rank: int, numel: int, dtype: torch.dtype) -> list[Callab
     def reduce() -> Started:
         tensor = operand(rank, numel, dtype)
         work = group.reduce(tensor, target=last)
-        return "reduce", [work], tensor if group.index == last else torch.empty(0, dtype=dtype)  # the others' is not said
+        return (
+            "reduce",
+            [work],
+            tensor if group.index == last else torch.empty(0, dtype=dtype),
+        )  # the others' is not said
 
     def reduce_scatter() -> Started:
         output = torch.empty_like(operand(rank, numel, dtype))
-        return "reduce_scatter", [group.reduce_scatter(output, operand(rank, numel * group.size, dtype))], output
+        return (
+            "reduce_scatter",
+            [group.reduce_scatter(output, operand(rank, numel * group.size, dtype))],
+            output,
+        )
 
     return [all_reduce, reduce, reduce_scatter]
 
@@ -121,13 +138,18 @@ def _wait(works: list[Work]) -> bool:
 
 def everything(world: World, dtype: torch.dtype, choices: tuple[tuple[str, ...], ...]) -> list[Result]:
     """`played` for every choice of axes, size and way of waiting."""
-    return [played(world, axes, numel, dtype, together) for axes, numel, together in product(choices, SIZES, (False, True))]
+    return [
+        played(world, axes, numel, dtype, together)
+        for axes, numel, together in product(choices, SIZES, (False, True))
+    ]
 
 
 def in_order(summands: list[torch.Tensor]) -> torch.Tensor:
     """The sum from the first rank to the last, half types in float32."""
     dtype = summands[0].dtype
-    total = torch.zeros_like(summands[0], dtype=torch.float32 if dtype.itemsize == 2 and dtype.is_floating_point else dtype)
+    total = torch.zeros_like(
+        summands[0], dtype=torch.float32 if dtype.itemsize == 2 and dtype.is_floating_point else dtype
+    )
     for summand in summands:
         total = total + summand
     return total.to(dtype)
@@ -156,7 +178,12 @@ def right(ranks: tuple[int, ...], index: int, numel: int, dtype: torch.dtype) ->
 
 
 def check(
-    mesh: Mesh, results: list[list[Result]], dtype: torch.dtype, choices: tuple[tuple[str, ...], ...], *, bitwise: bool
+    mesh: Mesh,
+    results: list[list[Result]],
+    dtype: torch.dtype,
+    choices: tuple[tuple[str, ...], ...],
+    *,
+    bitwise: bool,
 ) -> None:
     """Hold every result of every rank against what is right; sums whose order is the backend's to rounding, unless `bitwise`."""
     for which, (axes, numel, together) in enumerate(product(choices, SIZES, (False, True))):
@@ -189,10 +216,14 @@ def test_every_primitive_on_threads_over_one_axis_and_over_two(mesh: Mesh, dtype
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, *UNSUMMED[:-1]], ids=str)
-def test_every_primitive_on_processes_over_one_axis_and_over_two(process_pool: ProcessPool, dtype: torch.dtype) -> None:
+def test_every_primitive_on_processes_over_one_axis_and_over_two(
+    process_pool: ProcessPool, dtype: torch.dtype
+) -> None:
     for mesh, choices in ((Mesh(dp_shard=2, tp=2), BOTH), (Mesh(dp_shard=3), BOTH[:1])):
         check(mesh, process_pool.run(everything, mesh, dtype, choices), dtype, choices, bitwise=False)
-        check(mesh, process_pool.run(over_gloo, mesh, everything, dtype, choices), dtype, choices, bitwise=False)
+        check(
+            mesh, process_pool.run(over_gloo, mesh, everything, dtype, choices), dtype, choices, bitwise=False
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -217,9 +248,11 @@ def test_a_fake_rank_holds_what_it_would_if_all_ranks_were_equal(dtype: torch.dt
 
 def float8_moves(world: World) -> bool:
     """Whether all moves of float8 are right here: such tensors do not pass through a pipe."""
-    ranks, dtype = tuple(range(world.mesh.world)), UNSUMMED[-1]
+    ranks, dtype = tuple(range(world.mesh.world_size)), UNSUMMED[-1]
     wanted, got = right(ranks, world.rank, 7, dtype), played(world, ("dp_shard",), 7, dtype, together=True)
-    return all(torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in wanted.items())
+    return all(
+        torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in wanted.items()
+    )
 
 
 def test_float8_moves_between_processes(process_pool: ProcessPool) -> None:

@@ -13,14 +13,20 @@ from meshwright.comm.collectives.group import World
 from meshwright.comm.shared_memory.group import SHORT
 from meshwright.comm.world import TorchWorld
 from meshwright.plan.job.errors import CollectiveError
-from meshwright.plan.job.run_options import Limits, Phase
+from meshwright.plan.job.run_options import RunPhase, WaitLimits
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import ProcessPool, RankFailure, on_threads
 from tests.comm.backends.test_process_group_traffic import arriving
 from tests.comm.gloo_ranks import over_gloo
 
 SIZES = (2, 3, 4)
-NUMELS = (0, 1, 7, SHORT // 8 + 1, (1 << 20) // 8 * 2 + 3)  # nothing, a slot of shared memory, more than one, several chunks
+NUMELS = (
+    0,
+    1,
+    7,
+    SHORT // 8 + 1,
+    (1 << 20) // 8 * 2 + 3,
+)  # nothing, a slot of shared memory, more than one, several chunks
 
 
 def operand(rank: int, numel: int) -> torch.Tensor:
@@ -28,7 +34,9 @@ def operand(rank: int, numel: int) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
 
-def on_all_bodies(process_pool: ProcessPool, body: Callable[[World], object], mesh: Mesh) -> list[list[object]]:
+def on_all_bodies(
+    process_pool: ProcessPool, body: Callable[[World], object], mesh: Mesh
+) -> list[list[object]]:
     """What `body` gives on every rank: on threads, over shared memory, over sockets."""
     return [on_threads(body, mesh), process_pool.run(body, mesh), process_pool.run(over_gloo, mesh, body)]
 
@@ -46,7 +54,10 @@ def both_ways(world: World) -> bool:
     for work, _, _, _ in started[:: -1 if world.rank % 2 else 1]:
         work.wait()
         work.wait()  # a second wait returns at once
-    return all(torch.equal(output, operand((world.rank - by) % group.size, numel)) for _, output, numel, by in started)
+    return all(
+        torch.equal(output, operand((world.rank - by) % group.size, numel))
+        for _, output, numel, by in started
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -67,13 +78,17 @@ def all_the_way_round(world: World) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_tensor_that_is_passed_on_meets_every_rank_and_comes_home(process_pool: ProcessPool, size: int) -> None:
+def test_a_tensor_that_is_passed_on_meets_every_rank_and_comes_home(
+    process_pool: ProcessPool, size: int
+) -> None:
     expected = [[[float((rank - step - 1) % size)] * 5 for step in range(size)] for rank in range(size)]
     for seen in on_all_bodies(process_pool, all_the_way_round, Mesh(cp=size)):
         assert seen == expected
 
 
-def test_a_shift_the_wrong_way_shows_among_three_ranks_and_not_among_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shift_the_wrong_way_shows_among_three_ranks_and_not_among_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     shift = ThreadGroup.shift
     monkeypatch.setattr(ThreadGroup, "shift", lambda *args, by=1, **more: shift(*args, by=-by, **more))
     assert on_threads(both_ways, Mesh(cp=2)) == [True] * 2
@@ -121,7 +136,10 @@ def test_a_shift_is_one_entry_and_sends_what_goes_in_unless_it_stays(process_poo
             ("NOTHING", "shift", ("cp",), 3, 0, 0.0, "float32"),
         ],
     )
-    for books in (*on_all_bodies(process_pool, booked, mesh), [booked(FakeWorld(mesh, rank)) for rank in range(3)]):
+    for books in (
+        *on_all_bodies(process_pool, booked, mesh),
+        [booked(FakeWorld(mesh, rank)) for rank in range(3)],
+    ):
         assert books == [expected] * 3
 
 
@@ -136,7 +154,9 @@ def shifted_bytes(world: World) -> int:
     return came
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's count of a connection is read as on Linux")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the kernel's count of a connection is read as on Linux"
+)
 def test_a_shift_on_gloo_moves_its_own_bytes(process_pool: ProcessPool) -> None:
     for came in process_pool.run(over_gloo, Mesh(cp=3), shifted_bytes):
         assert 262144 <= came < 262144 * 1.01
@@ -161,9 +181,14 @@ def test_a_shift_fills_a_parameter_in_place(process_pool: ProcessPool) -> None:
 
 def test_what_does_not_fit_is_refused_with_the_repair() -> None:
     group, mine = FakeWorld(Mesh(cp=3), 1).group(["cp"]), torch.zeros(6)
-    with pytest.raises(ValueError, match=r"shift of float32 \[6\] by 1 .*the output has 5 elements; .* are 6\. .*new_empty\(6\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"shift of float32 \[6\] by 1 .*the output has 5 elements; .* are 6\. .*new_empty\(6\)",
+    ):
         group.shift(torch.zeros(5), mine)
-    with pytest.raises(ValueError, match=r"shift of float32 \[6\] by 2 for F\(0\) .*the output is torch.float64; needed is"):
+    with pytest.raises(
+        ValueError, match=r"shift of float32 \[6\] by 2 for F\(0\) .*the output is torch.float64; needed is"
+    ):
         group.shift(mine.double(), mine, by=-1, action="F(0)")
     with pytest.raises(ValueError, match=r"the output shares memory with the operand.*Pass another"):
         group.shift(mine, mine)
@@ -173,7 +198,7 @@ def test_what_does_not_fit_is_refused_with_the_repair() -> None:
     assert group.ledger.sent == {}
 
 
-def the_other_way(world: World, phase: Phase, numel: int) -> str:
+def the_other_way(world: World, phase: RunPhase, numel: int) -> str:
     """Rank 1 shifts the other way; what each rank is told of it."""
     world.ledger.phase = phase
     group, mine = world.group(["cp"]), torch.ones(numel)
@@ -194,12 +219,17 @@ def test_a_rank_that_shifts_the_other_way_is_named(process_pool: ProcessPool) ->
         process_pool.run(over_gloo, mesh, the_other_way, "first_step", 4),
     ):
         for text in texts:
-            assert "the ranks do not agree on number 1 over cp:\n  rank 1 issued shift of float32 [4] by 2 for F(0)" in text
+            assert (
+                "the ranks do not agree on number 1 over cp:\n  rank 1 issued shift of float32 [4] by 2 for F(0)"
+                in text
+            )
             assert "ranks 0, 2 issued shift of float32 [4] by 1 for F(0)" in text
 
 
 @pytest.mark.parametrize("numel", [4, SHORT])
-def test_shared_memory_notices_a_shift_the_other_way_in_any_step(process_pool: ProcessPool, numel: int) -> None:
+def test_shared_memory_notices_a_shift_the_other_way_in_any_step(
+    process_pool: ProcessPool, numel: int
+) -> None:
     for text in process_pool.run(the_other_way, Mesh(cp=3), "step", numel):
         assert f"rank 1: shift of {numel * 4} bytes of float32, by 2" in text
 
@@ -210,7 +240,7 @@ def never_comes(world: TorchWorld, folder: Path) -> None:
     group, mine = world.group(["cp"]), torch.ones(5)
     group.shift(torch.empty_like(mine), mine, action="F(0)").wait()
     group.barrier()
-    world.lookout.limits = Limits.every(1.0)
+    world.lookout.limits = WaitLimits.uniform(1.0)
     try:
         while world.rank == 1 and not world.lookout.alarmed:
             pass
@@ -221,7 +251,9 @@ def never_comes(world: TorchWorld, folder: Path) -> None:
         raise
 
 
-def test_a_rank_that_does_not_come_to_a_shift_is_named_with_it(process_pool: ProcessPool, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_to_a_shift_is_named_with_it(
+    process_pool: ProcessPool, tmp_path: Path
+) -> None:
     for number, how in enumerate(((never_comes,), (over_gloo, never_comes))):
         folder = tmp_path / str(number)
         folder.mkdir()

@@ -17,7 +17,7 @@ from meshwright.comm.collectives.group import Group, World
 from meshwright.comm.collectives.redistribute import move
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.placement import MOVES, I, P, Place, R, S, move_name
+from meshwright.plan.sharding.placement import REDISTRIBUTIONS, I, P, Placement, R, S, redistribution_name
 from meshwright.testing.ranks import ProcessPool, on_threads
 
 SIZE = 3
@@ -31,7 +31,7 @@ def value_of(seed: int, shape: Sequence[int] = SHAPE) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def local(value: torch.Tensor, place: Place, index: int) -> torch.Tensor:
+def local(value: torch.Tensor, place: Placement, index: int) -> torch.Tensor:
     """What the rank at `index` holds of `value` in `place`; summands of P are unequal."""
     if place.letter == "S":
         return value.chunk(SIZE, place.dim)[index].clone()
@@ -41,21 +41,21 @@ def local(value: torch.Tensor, place: Place, index: int) -> torch.Tensor:
     return value.clone()
 
 
-def value(locals_: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
+def value(locals_: Sequence[torch.Tensor], place: Placement) -> torch.Tensor:
     """The value whose local tensors in `place` are `locals_`."""
     if place.letter == "S":
         return torch.cat(list(locals_), place.dim)
     return torch.stack(list(locals_)).sum(0) if place.letter == "P" else locals_[0]
 
 
-def pairing(x: Sequence[torch.Tensor], y: Sequence[torch.Tensor], place: Place) -> float:
+def pairing(x: Sequence[torch.Tensor], y: Sequence[torch.Tensor], place: Placement) -> float:
     """<x, y> of x in `place` and y in the adjoint place."""
     products = [(a * b).sum().item() for a, b in zip(x, y, strict=True)]
     return products[0] if place.letter == "I" else sum(products)
 
 
 def forward_and_backward(
-    world: World, src: Place, dst: Place, seed: int, shape: Sequence[int] = SHAPE
+    world: World, src: Placement, dst: Placement, seed: int, shape: Sequence[int] = SHAPE
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group = world.group(["tp"])
     x = local(value_of(seed, shape), src, group.index).requires_grad_()
@@ -65,7 +65,7 @@ def forward_and_backward(
 
 
 @pytest.mark.parametrize(("src", "dst"), PAIRS)
-def test_a_move_keeps_the_value_and_its_backward_keeps_the_gradient(src: Place, dst: Place) -> None:
+def test_a_move_keeps_the_value_and_its_backward_keeps_the_gradient(src: Placement, dst: Placement) -> None:
     results = on_threads(lambda world: forward_and_backward(world, src, dst, seed=1), RING)
     outputs, grads = zip(*results, strict=True)
     torch.testing.assert_close(value(outputs, dst), value_of(1), rtol=0, atol=1e-14)
@@ -79,7 +79,7 @@ def test_a_move_keeps_the_value_and_its_backward_keeps_the_gradient(src: Place, 
 
 
 @pytest.mark.parametrize("src", [R, I], ids=str)
-def test_once_leaves_the_value_on_the_first_rank(src: Place) -> None:
+def test_once_leaves_the_value_on_the_first_rank(src: Placement) -> None:
     outputs = on_threads(lambda world: move(value_of(1), world.group(["tp"]), src, P), RING)
     assert torch.equal(outputs[0], value_of(1))
     assert not outputs[1].any()
@@ -114,7 +114,9 @@ def test_a_gradient_through_moves_equals_that_of_one_device() -> None:
     shape=st.tuples(st.sampled_from([0, 3, 6]), st.integers(0, 3), st.sampled_from([3, 9])),
     seed=st.integers(0, 1000),
 )
-def test_the_backward_of_every_move_is_its_adjoint(src: Place, dst: Place, shape: tuple[int, ...], seed: int) -> None:
+def test_the_backward_of_every_move_is_its_adjoint(
+    src: Placement, dst: Placement, shape: tuple[int, ...], seed: int
+) -> None:
     results = on_threads(lambda world: forward_and_backward(world, src, dst, seed, shape), RING)
     outputs, grads = zip(*results, strict=True)
     x = [local(value_of(seed, shape), src, index) for index in range(SIZE)]
@@ -122,8 +124,10 @@ def test_the_backward_of_every_move_is_its_adjoint(src: Place, dst: Place, shape
     assert pairing(outputs, y, dst) == pytest.approx(pairing(x, grads, src), rel=1e-12, abs=1e-10)
 
 
-@pytest.mark.parametrize(("src", "dst"), [pytest.param(src, dst, id=f"{src}-{dst}") for src in PLACES for dst in PLACES])
-def test_the_ledger_books_the_forward_and_the_backward_apart(src: Place, dst: Place) -> None:
+@pytest.mark.parametrize(
+    ("src", "dst"), [pytest.param(src, dst, id=f"{src}-{dst}") for src in PLACES for dst in PLACES]
+)
+def test_the_ledger_books_the_forward_and_the_backward_apart(src: Placement, dst: Placement) -> None:
     def body(world: World) -> list[tuple[str, str, int]]:
         world.ledger.recording = True
         forward_and_backward(world, src, dst, seed=1)
@@ -131,12 +135,15 @@ def test_the_ledger_books_the_forward_and_the_backward_apart(src: Place, dst: Pl
 
     full, sharded = 8 * 6 * 4 * 9, 8 * 6 * 4 * 9 // SIZE
     nbytes = {"all_reduce": full, "reduce_scatter": full, "all_gather": sharded, "all_to_all": sharded}
-    names = [("MOVE", move_name(src, dst)), ("MOVE backward", move_name(dst.adjoint, src.adjoint))]
+    names = [
+        ("MOVE", redistribution_name(src, dst)),
+        ("MOVE backward", redistribution_name(dst.adjoint, src.adjoint)),
+    ]
     right = [(action, name, nbytes[name]) for action, name in names if name in nbytes]
     assert on_threads(body, RING) == [right] * SIZE
 
 
-def slanted(world: World, src: Place, dst: Place) -> torch.Tensor:
+def slanted(world: World, src: Placement, dst: Placement) -> torch.Tensor:
     """`forward_and_backward` with an input that is not contiguous."""
     group = world.group(["tp"])
     x = local(value_of(1), src, group.index)
@@ -144,7 +151,7 @@ def slanted(world: World, src: Place, dst: Place) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("src", "dst"), PAIRS)
-def test_an_input_may_have_any_strides(src: Place, dst: Place) -> None:
+def test_an_input_may_have_any_strides(src: Placement, dst: Placement) -> None:
     outputs = on_threads(lambda world: slanted(world, src, dst), RING)
     torch.testing.assert_close(value(outputs, dst), value_of(1), rtol=0, atol=1e-14)
 
@@ -154,7 +161,9 @@ def all_moves(world: World) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_processes_move_to_the_same_values_as_threads(process_pool: ProcessPool) -> None:
-    for threads, processes in zip(on_threads(all_moves, RING), process_pool.run(all_moves, RING), strict=True):
+    for threads, processes in zip(
+        on_threads(all_moves, RING), process_pool.run(all_moves, RING), strict=True
+    ):
         for pair_threads, pair_processes in zip(threads, processes, strict=True):
             torch.testing.assert_close(pair_processes, pair_threads, rtol=0, atol=1e-14)
 
@@ -173,7 +182,9 @@ def test_a_move_can_be_differentiated_twice() -> None:
 
 
 def test_a_dim_counted_from_the_end_is_the_same_dim() -> None:
-    outputs = on_threads(lambda world: move(local(value_of(1), S(0), world.rank), world.group(["tp"]), S(0), S(-1)), RING)
+    outputs = on_threads(
+        lambda world: move(local(value_of(1), S(0), world.rank), world.group(["tp"]), S(0), S(-1)), RING
+    )
     assert torch.equal(value(outputs, S(2)), value_of(1))
 
 
@@ -189,20 +200,24 @@ def ring() -> Group:
 
 
 @pytest.mark.parametrize(("src", "dst"), [(R, S(1)), (I, S(1)), (P, S(1)), (S(0), S(1))], ids=str)
-def test_a_dim_that_does_not_divide_is_refused_with_the_repair(src: Place, dst: Place) -> None:
+def test_a_dim_that_does_not_divide_is_refused_with_the_repair(src: Placement, dst: Placement) -> None:
     text = r"(?s)SPLIT: dim 1 of a tensor of shape \[6, 4, 9\] has 4 elements, for 3 ranks along tp; needed are equal shards.*"
     with pytest.raises(
-        PlanError, match=text + "repair: make it a multiple of 3, or give these axes a number of ranks that divides 4"
+        PlanError,
+        match=text + "repair: make it a multiple of 3, or give these axes a number of ranks that divides 4",
     ):
         move(value_of(1), ring(), src, dst, "SPLIT")
 
 
 def test_a_dim_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"(?s)S\(3\) of a tensor of shape \[6, 4, 9\], which has 3 dims.*name a dim from 0 to 2"):
+    with pytest.raises(
+        PlanError,
+        match=r"(?s)S\(3\) of a tensor of shape \[6, 4, 9\], which has 3 dims.*name a dim from 0 to 2",
+    ):
         move(value_of(1), ring(), R, S(3))
     with pytest.raises(PlanError, match=r"(?s)which has 0 dims.*keep a scalar whole"):
         move(torch.tensor(1.0), ring(), R, S(0))
 
 
 def test_every_pair_of_letters_is_covered_here() -> None:
-    assert {(src.letter, dst.letter) for src in PLACES for dst in PLACES} == set(MOVES)
+    assert {(src.letter, dst.letter) for src in PLACES for dst in PLACES} == set(REDISTRIBUTIONS)

@@ -35,7 +35,9 @@ def test_the_source_compiles_without_a_warning(tmp_path: Path) -> None:
     if compiler is None:
         pytest.skip("there is no C compiler")
     source = Path(build.__file__).parent / build.SOURCES[0]
-    subprocess.run([compiler, *build.FLAGS, "-Wall", "-Wextra", "-Werror", "-o", tmp_path / "x.so", source], check=True)
+    subprocess.run(
+        [compiler, *build.FLAGS, "-Wall", "-Wextra", "-Werror", "-o", tmp_path / "x.so", source], check=True
+    )
 
 
 def test_no_compiler_is_said_with_the_repair(tmp_path: Path) -> None:
@@ -76,7 +78,9 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
         second = build._cache_folder()
         assert second.is_relative_to(tmp_path / "temporary")
         second.chmod(0o707)
-        with pytest.raises(Unavailable, match=r"no private folder at .* or .*; needed is one that only this user"):
+        with pytest.raises(
+            Unavailable, match=r"no private folder at .* or .*; needed is one that only this user"
+        ):
             build._cache_folder()
 
 
@@ -100,5 +104,8 @@ def test_a_user_without_a_name_keeps_it_with_temporary_files(tmp_path: Path) -> 
 
 
 def test_other_systems_are_told_that_it_needs_linux() -> None:
-    with patch.object(build.sys, "platform", "darwin"), pytest.raises(Unavailable, match="needs Linux, and this is darwin"):
+    with (
+        patch.object(build.sys, "platform", "darwin"),
+        pytest.raises(Unavailable, match="needs Linux, and this is darwin"),
+    ):
         build.load.__wrapped__()

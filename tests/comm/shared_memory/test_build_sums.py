@@ -50,7 +50,11 @@ def floats() -> torch.Tensor:
     patterns = torch.arange(-(2**31), 2**31, 1021 * 16, dtype=torch.int64).to(torch.int32).view(torch.float32)
     halves = torch.arange(0, 0x7C00, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
     between = torch.cat(
-        [halves[:-1] + (halves[1:] - halves[:-1]) / 2, halves, torch.tensor([65519.0, 65520.0, 65536.0, 2.0**-25])]
+        [
+            halves[:-1] + (halves[1:] - halves[:-1]) / 2,
+            halves,
+            torch.tensor([65519.0, 65520.0, 65536.0, 2.0**-25]),
+        ]
     )
     return torch.cat([patterns, between, -between]).contiguous()
 

@@ -17,7 +17,17 @@ from meshwright.comm.shared_memory.group import PLACES, SHORT, SUMMABLE, SharedG
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import ProcessPool, on_threads
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "shift", "scatter", "gather", "reduce")
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "shift",
+    "scatter",
+    "gather",
+    "reduce",
+)
 WHOLE = ("reduce_scatter", "all_to_all", "scatter")  # the operand holds a piece for every rank
 AREA = 1 << 20  # bytes of a chunk, as in chunks.h
 
@@ -30,7 +40,9 @@ def noise(seed: object, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31, (numel,), generator=generator).to(dtype)
 
 
-def issue(group: Group, collective: str, tensor: torch.Tensor, one: int = 0) -> tuple[Work, torch.Tensor | None]:
+def issue(
+    group: Group, collective: str, tensor: torch.Tensor, one: int = 0
+) -> tuple[Work, torch.Tensor | None]:
     """The work, and what will hold the result on this rank; None where it says nothing."""
     size, mine = group.size, group.index == one
     if collective == "all_reduce":
@@ -48,13 +60,19 @@ def issue(group: Group, collective: str, tensor: torch.Tensor, one: int = 0) -> 
     if collective == "shift":
         output = torch.empty_like(tensor)
         return group.shift(output, tensor, by=one), output
-    numel = {"all_gather": tensor.numel() * size, "reduce_scatter": tensor.numel() // size}.get(collective, tensor.numel())
+    numel = {"all_gather": tensor.numel() * size, "reduce_scatter": tensor.numel() // size}.get(
+        collective, tensor.numel()
+    )
     output = tensor.new_empty(numel)
     return getattr(group, collective)(output, tensor), output
 
 
 def digest(tensor: torch.Tensor | None) -> str:
-    return "" if tensor is None else hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return (
+        ""
+        if tensor is None
+        else hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    )
 
 
 def all_collectives(world: World, numels: tuple[int, ...], dtype: torch.dtype) -> dict[str, str]:
@@ -72,7 +90,9 @@ def all_collectives(world: World, numels: tuple[int, ...], dtype: torch.dtype) -
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", SUMMABLE, ids=str)
-def test_every_collective_has_the_bits_of_threads(process_pool: ProcessPool, size: int, dtype: torch.dtype) -> None:
+def test_every_collective_has_the_bits_of_threads(
+    process_pool: ProcessPool, size: int, dtype: torch.dtype
+) -> None:
     numels = (1, 7, 33, SHORT // dtype.itemsize // 3 + 1, SHORT // dtype.itemsize + 1)
     mesh = Mesh(dp_shard=size)
     assert process_pool.run(all_collectives, mesh, numels, dtype) == on_threads(
@@ -83,7 +103,10 @@ def test_every_collective_has_the_bits_of_threads(process_pool: ProcessPool, siz
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_borders_of_slots_and_chunks_are_right(process_pool: ProcessPool, size: int) -> None:
     slot, chunk = SHORT // 4, AREA // 4
-    pieces = tuple({slot // size + step for step in (-1, 0, 1)} | {chunk // size // 16 * 16 + step for step in (-1, 0, 1)})
+    pieces = tuple(
+        {slot // size + step for step in (-1, 0, 1)}
+        | {chunk // size // 16 * 16 + step for step in (-1, 0, 1)}
+    )
     numels = (slot - 1, slot, slot + 1, chunk - 1, chunk, chunk + 1, 2 * chunk, 3 * chunk + 5, *pieces)
     mesh = Mesh(dp_shard=size)
     assert process_pool.run(all_collectives, mesh, numels, torch.float32) == on_threads(
@@ -101,13 +124,19 @@ def test_what_is_only_moved_may_be_of_any_dtype(process_pool: ProcessPool, dtype
 
 
 def gathered(world: World, numel: int, dtype: torch.dtype) -> str:
-    work, result = issue(world.group(["dp_shard"]), "all_gather", noise((world.rank, numel, "any"), numel, torch.int64).to(dtype))
+    work, result = issue(
+        world.group(["dp_shard"]),
+        "all_gather",
+        noise((world.rank, numel, "any"), numel, torch.int64).to(dtype),
+    )
     work.wait()
     return digest(result)
 
 
 def in_memory(world: World) -> bool:
-    return all(isinstance(world.group(axes), SharedGroup) for axes in (["dp_shard"], ["tp"], ["dp_shard", "tp"]))
+    return all(
+        isinstance(world.group(axes), SharedGroup) for axes in (["dp_shard"], ["tp"], ["dp_shard", "tp"])
+    )
 
 
 def test_the_ranks_of_a_pool_share_memory_unless_told_otherwise(process_pool: ProcessPool) -> None:
@@ -121,13 +150,22 @@ def program(seed: int) -> Iterator[tuple[str, str, int, int]]:
     chosen = random.Random(seed)
     for _ in range(60):
         numel = chosen.choice((1, 5, 100, SHORT // 16, SHORT // 8, SHORT // 4 + 3, AREA // 8, AREA // 2 + 1))
-        yield chosen.choice(("dp_shard", "tp", "both")), chosen.choice(COLLECTIVES), numel, chosen.randrange(2)
+        yield (
+            chosen.choice(("dp_shard", "tp", "both")),
+            chosen.choice(COLLECTIVES),
+            numel,
+            chosen.randrange(2),
+        )
 
 
 def any_order(world: World, seeds: range) -> list[str]:
     """Digests of what a random program computes, waited for in an order that is this rank's own, with many under way."""
     torch.set_num_threads(1)
-    groups = {"dp_shard": world.group(["dp_shard"]), "tp": world.group(["tp"]), "both": world.group(["dp_shard", "tp"])}
+    groups = {
+        "dp_shard": world.group(["dp_shard"]),
+        "tp": world.group(["tp"]),
+        "both": world.group(["dp_shard", "tp"]),
+    }
     found = []
     for seed in seeds:
         own = random.Random(seed * 1000 + world.rank)
@@ -136,7 +174,10 @@ def any_order(world: World, seeds: range) -> list[str]:
         for k, (axes, name, numel, one) in enumerate(program(seed)):
             group = groups[axes]
             work, result = issue(
-                group, name, noise((world.rank, seed, k), numel * (group.size if name in WHOLE else 1), torch.float32), one
+                group,
+                name,
+                noise((world.rank, seed, k), numel * (group.size if name in WHOLE else 1), torch.float32),
+                one,
             )
             results.append(result)
             under_way.append(work)
@@ -151,7 +192,9 @@ def any_order(world: World, seeds: range) -> list[str]:
 
 def test_works_may_be_waited_for_in_any_order_over_several_groups(process_pool: ProcessPool) -> None:
     mesh, seeds = Mesh(dp_shard=2, tp=2), range(6)
-    assert process_pool.run(any_order, mesh, seeds, timeout_s=110.0) == on_threads(lambda world: any_order(world, seeds), mesh)
+    assert process_pool.run(any_order, mesh, seeds, timeout_s=110.0) == on_threads(
+        lambda world: any_order(world, seeds), mesh
+    )
 
 
 def reduce_before_a_message(world: World, num_before: int) -> float:
@@ -171,7 +214,9 @@ def reduce_before_a_message(world: World, num_before: int) -> float:
 
 
 @pytest.mark.parametrize("num_before", [0, 1, PLACES, PLACES + 1, 3 * PLACES])
-def test_issuing_waits_for_nobody_however_many_are_under_way(process_pool: ProcessPool, num_before: int) -> None:
+def test_issuing_waits_for_nobody_however_many_are_under_way(
+    process_pool: ProcessPool, num_before: int
+) -> None:
     right = 2 * 3 * sum(range(3 * PLACES))
     assert process_pool.run(reduce_before_a_message, Mesh(dp_shard=2), num_before) == [right] * 2
 

@@ -44,7 +44,8 @@ def test_who_waits_for_a_killed_rank_is_told_which(tmp_path: Path, numel: int) -
     for rank in (0, 2):
         text = (tmp_path / f"{rank}").read_text()
         assert (
-            f"rank {rank}: all_reduce of float32 [{numel}] for REDUCE(a) over dp_shard (ranks 0, 1, 2) did not complete" in text
+            f"rank {rank}: all_reduce of float32 [{numel}] for REDUCE(a) over dp_shard (ranks 0, 1, 2) did not complete"
+            in text
         )
         assert "rank 1 is gone: its process has ended" in text
     assert set(os.listdir("/dev/shm")) <= names
@@ -115,5 +116,7 @@ def use_after_failure(world: World) -> list[str]:
 
 
 def test_a_group_that_was_closed_refuses_with_the_reason(process_pool: ProcessPool) -> None:
-    with pytest.raises(RankFailure, match=r"all_reduce of float32 \[1\] for LATE.* is refused.*closed before this was over"):
+    with pytest.raises(
+        RankFailure, match=r"all_reduce of float32 \[1\] for LATE.* is refused.*closed before this was over"
+    ):
         process_pool.run(use_after_failure, Mesh(dp_shard=2))

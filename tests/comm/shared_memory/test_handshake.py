@@ -49,9 +49,13 @@ SUMS = [[4.0, 3.0, 10.0], [6.0, 3.0, 10.0], [4.0, 7.0, 10.0], [6.0, 7.0, 10.0]] 
 def test_one_rank_without_a_compiler_puts_its_groups_on_gloo_and_says_so(process_pool: ProcessPool) -> None:
     results = process_pool.run(one_of_three, Mesh(dp_shard=3))
     assert [(shared, total) for shared, total, _ in results] == [(False, 6.0)] * 3
-    assert results[2][2] == ["WARNING ranks do not share memory, and talk over gloo, which is slower: there is no C compiler"]
+    assert results[2][2] == [
+        "WARNING ranks do not share memory, and talk over gloo, which is slower: there is no C compiler"
+    ]
     for rank in (0, 1):
-        assert results[rank][2] == ["WARNING ranks do not share memory, and talk over gloo, which is slower: rank 2 cannot"]
+        assert results[rank][2] == [
+            "WARNING ranks do not share memory, and talk over gloo, which is slower: rank 2 cannot"
+        ]
 
 
 def one_of_three(world: World) -> tuple[bool, float, list[str]]:
@@ -71,7 +75,10 @@ def one_of_three(world: World) -> tuple[bool, float, list[str]]:
 def test_ranks_that_share_memory_say_so_once(process_pool: ProcessPool) -> None:
     results = process_pool.run(summed, Mesh(dp_shard=2, tp=2))
     assert [sums for _, sums, _ in results] == SUMS
-    assert all((shared, lines) == (True, ["INFO ranks of this host sum through shared memory"]) for shared, _, lines in results)
+    assert all(
+        (shared, lines) == (True, ["INFO ranks of this host sum through shared memory"])
+        for shared, _, lines in results
+    )
 
 
 def _refuse(*_: object) -> int:
@@ -82,7 +89,9 @@ def _refuse(*_: object) -> int:
     ("what", "level", "why"),
     [("host", "INFO", "they are on several hosts"), ("closed", "WARNING", "one of them cannot open it")],
 )
-def test_ranks_that_cannot_reach_each_others_memory_use_gloo(process_pool: ProcessPool, what: str, level: str, why: str) -> None:
+def test_ranks_that_cannot_reach_each_others_memory_use_gloo(
+    process_pool: ProcessPool, what: str, level: str, why: str
+) -> None:
     results = process_pool.run(alone_of_two, Mesh(dp_shard=2), what)
     assert [(shared, total) for shared, total, _ in results] == [(False, 3.0)] * 2
     assert results[0][2] == [f"{level} ranks do not share memory, and talk over gloo, which is slower: {why}"]

@@ -4,31 +4,33 @@ import pytest
 
 from meshwright.comm.collectives.group import World
 from meshwright.comm.tuning.allreduce_bench import MOST_REPEATS, ROW, measure, repeats
-from meshwright.plan.hardware.network_model import Timing
+from meshwright.plan.hardware.network_model import AllReduceTiming
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.testing.ranks import on_threads
 
 NAMES, SIZES = ["backend", "ring", "tree"], [64, 4096]
 
 
-def measured(world: World) -> list[Timing]:
+def measured(world: World) -> list[AllReduceTiming]:
     return measure(world, NAMES, SIZES, 0.01, least=3)
 
 
 @pytest.fixture(scope="module")
-def found() -> list[list[Timing]]:
+def found() -> list[list[AllReduceTiming]]:
     return on_threads(measured, Mesh(dp_replicate=3))
 
 
-def test_every_algorithm_is_measured_at_every_size(found: list[list[Timing]]):
-    assert [(each.algorithm, each.ranks, each.nbytes) for each in found[0]] == [(n, 3, s) for s in SIZES for n in NAMES]
+def test_every_algorithm_is_measured_at_every_size(found: list[list[AllReduceTiming]]):
+    assert [(each.algorithm, each.ranks, each.nbytes) for each in found[0]] == [
+        (n, 3, s) for s in SIZES for n in NAMES
+    ]
 
 
-def test_all_ranks_get_the_same_figures(found: list[list[Timing]]):
+def test_all_ranks_get_the_same_figures(found: list[list[AllReduceTiming]]):
     assert found[0] == found[1] == found[2]
 
 
-def test_every_cell_has_its_samples_and_their_median(found: list[list[Timing]]):
+def test_every_cell_has_its_samples_and_their_median(found: list[list[AllReduceTiming]]):
     for each in found[0]:
         assert len(each.samples) >= 3
         assert min(each.samples) <= each.seconds <= max(each.samples)
@@ -38,7 +40,9 @@ def test_every_cell_has_its_samples_and_their_median(found: list[list[Timing]]):
 
 def test_each_cell_is_visited_until_its_share_of_the_time_is_used():
     def counts(budget_s: float) -> list[int]:
-        found = on_threads(lambda world: measure(world, ["ring"], [64], budget_s, least=1), Mesh(dp_replicate=2))
+        found = on_threads(
+            lambda world: measure(world, ["ring"], [64], budget_s, least=1), Mesh(dp_replicate=2)
+        )
         return [len(each.samples) for each in found[0]]
 
     assert counts(0.0) == [1]
@@ -50,4 +54,7 @@ def test_long_messages_are_not_repeated_and_short_ones_not_for_ever():
 
 
 def test_threads_are_named_as_what_carries_the_messages():
-    assert on_threads(lambda world: world.group(AXES).transport, Mesh(dp_replicate=2)) == ["threads", "threads"]
+    assert on_threads(lambda world: world.group(AXES).transport, Mesh(dp_replicate=2)) == [
+        "threads",
+        "threads",
+    ]

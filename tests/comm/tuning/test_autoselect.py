@@ -10,37 +10,52 @@ from meshwright.comm.algorithms import BACKEND, PLAIN, named
 from meshwright.comm.algorithms.cost_model import seconds
 from meshwright.comm.tuning.autoselect import SWITCH, candidates, cheapest, choose, predicted
 from meshwright.comm.tuning.network_fit import series_of
-from meshwright.plan.hardware.network_model import VERSION, Band, Cluster, Crowd, Fit, Link, Network, Timing
+from meshwright.plan.hardware.network_model import (
+    VERSION,
+    AllReduceTiming,
+    Cluster,
+    FitError,
+    LinkCost,
+    NetworkModel,
+    RoundOverhead,
+    SizeBand,
+)
 
 SIZES = tuple(1 << power for power in range(10, 27))
 PLAINER = [str(each) for each in PLAIN if str(each) != BACKEND]
-FREE = Link((Band(0, 0.0, 1e15),))
+FREE = LinkCost((SizeBand(0, 0.0, 1e15),))
 
 
 def cluster(
-    network: Network, ranks: tuple[int, ...], per_host: int = 0, *, backend: float = 0.0, names: list[str] = PLAINER
+    network: NetworkModel,
+    ranks: tuple[int, ...],
+    per_host: int = 0,
+    *,
+    backend: float = 0.0,
+    names: list[str] = PLAINER,
 ) -> Cluster:
     """Measured exactly as `network` says; the backend takes `backend` times as long as a ring (0: it was not measured)."""
     cells = [
-        Timing(name, n, nbytes, seconds(named(name), n, nbytes, network, per_host))
+        AllReduceTiming(name, n, nbytes, seconds(named(name), n, nbytes, network, per_host))
         for name, n, nbytes in product(names, ranks, SIZES)
     ]
     if backend:
         cells += [
-            Timing(BACKEND, n, s, backend * seconds(named("ring"), n, s, network, per_host)) for n, s in product(ranks, SIZES)
+            AllReduceTiming(BACKEND, n, s, backend * seconds(named("ring"), n, s, network, per_host))
+            for n, s in product(ranks, SIZES)
         ]
-    return Cluster(VERSION, "", "", "", "gloo", per_host, Fit(0, 0), network, series_of(cells))
+    return Cluster(VERSION, "", "", "", "gloo", per_host, FitError(0, 0), network, series_of(cells))
 
 
-def apart(latency_s: float, bytes_per_s: float) -> Network:
+def apart(latency_s: float, bytes_per_s: float) -> NetworkModel:
     """Every rank on a host of its own."""
-    return Network(between=Link((Band(0, latency_s, bytes_per_s),)))
+    return NetworkModel(inter_host=LinkCost((SizeBand(0, latency_s, bytes_per_s),)))
 
 
 def test_where_latency_is_all_the_fewest_rounds_win():
     choice = choose(cluster(apart(1e-3, 1e13), (8,), 1), 8)
     assert set(choice.rule.names) == {"parallel"}
-    shared = Network(between=Link((Band(0, 1e-2, 1e8),)))
+    shared = NetworkModel(inter_host=LinkCost((SizeBand(0, 1e-2, 1e8),)))
     assert choose(cluster(shared, (8,), 1), 8).rule.pick(1024) in ("parallel", "doubling")
 
 
@@ -72,7 +87,13 @@ def test_one_rank_has_nothing_to_choose():
 
 
 def test_hosts_of_several_ranks_may_sum_inside_first():
-    inside = Network((Crowd(1, 1e-6), Crowd(2, 1e-6)), host=FREE, rank=FREE, added=FREE, between=Link((Band(0, 1e-3, 1e8),)))
+    inside = NetworkModel(
+        (RoundOverhead(1, 1e-6), RoundOverhead(2, 1e-6)),
+        intra_host=FREE,
+        busiest_rank=FREE,
+        local_sum=FREE,
+        inter_host=LinkCost((SizeBand(0, 1e-3, 1e8),)),
+    )
     found = cluster(inside, (8,), 4, names=[*PLAINER, "hierarchical/4"])
     assert "hierarchical/4" in candidates(found, 8)
     assert choose(found, 8).rule.pick(64 << 20) == "hierarchical/4"
@@ -82,7 +103,9 @@ def test_hosts_of_several_ranks_may_sum_inside_first():
 
 def test_a_number_of_ranks_that_was_not_measured_is_priced_by_the_model_and_said_to_be():
     found = cluster(apart(1e-4, 1e9), (2, 3), 1, backend=0.5)
-    assert predicted(found, "ring", 5, 1 << 20) == pytest.approx(seconds(named("ring"), 5, 1 << 20, found.network, 1))
+    assert predicted(found, "ring", 5, 1 << 20) == pytest.approx(
+        seconds(named("ring"), 5, 1 << 20, found.network, 1)
+    )
     assert predicted(found, BACKEND, 5, 1 << 20) == pytest.approx(0.5 * predicted(found, "ring", 5, 1 << 20))
     assert "5 ranks were not measured (only 2, 3)" in str(choose(found, 5))
     assert "not measured" not in str(choose(found, 3))
@@ -91,7 +114,10 @@ def test_a_number_of_ranks_that_was_not_measured_is_priced_by_the_model_and_said
 def test_what_was_measured_corrects_the_model_at_and_between_its_sizes():
     found = cluster(apart(1e-4, 1e9), (3,), 1)
     twice = replace(
-        found, measured=tuple(replace(each, seconds=tuple(2 * took for took in each.seconds)) for each in found.measured)
+        found,
+        measurements=tuple(
+            replace(each, seconds=tuple(2 * took for took in each.seconds)) for each in found.measurements
+        ),
     )
     for nbytes in (512, 1024, 3000, 1 << 20, 1 << 30):
         assert predicted(twice, "ring", 3, nbytes) == pytest.approx(2 * predicted(found, "ring", 3, nbytes))

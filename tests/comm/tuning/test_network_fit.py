@@ -8,31 +8,45 @@ from meshwright.comm.algorithms import BACKEND, PLAIN, named
 from meshwright.comm.algorithms.cost_model import seconds
 from meshwright.comm.algorithms.hierarchical import Hierarchical
 from meshwright.comm.tuning.network_fit import BOUNDS, banded, fitted, series_of, textbook, with_errors
-from meshwright.plan.hardware.network_model import VERSION, Band, Cluster, Crowd, Fit, Link, Network, Timing
+from meshwright.plan.hardware.network_model import (
+    VERSION,
+    AllReduceTiming,
+    Cluster,
+    FitError,
+    LinkCost,
+    NetworkModel,
+    RoundOverhead,
+    SizeBand,
+)
 
 SIZES = tuple(1 << power for power in range(10, 25))
 NAMES = [str(each) for each in PLAIN if str(each) != BACKEND]
 
 
-def bands(*figures: tuple[float, float]) -> Link:
-    return Link(tuple(Band(upto, *each) for upto, each in zip(BOUNDS, figures, strict=True)))
+def bands(*figures: tuple[float, float]) -> LinkCost:
+    return LinkCost(tuple(SizeBand(upto, *each) for upto, each in zip(BOUNDS, figures, strict=True)))
 
 
-TRUE = Network(
-    (Crowd(1, 1e-4), Crowd(2, 2e-4), Crowd(3, 4e-4), Crowd(4, 7e-4)),
-    host=bands((1e-4, 1e9), (1e-4, 2e9), (2e-4, 3e9), (3e-4, 2e9)),
-    rank=bands((0, 3e9), (0, 4e9), (0, 5e9), (0, 4e9)),
-    added=bands((0, 2e9), (0, 3e9), (0, 3e9), (0, 2e9)),
+TRUE = NetworkModel(
+    (RoundOverhead(1, 1e-4), RoundOverhead(2, 2e-4), RoundOverhead(3, 4e-4), RoundOverhead(4, 7e-4)),
+    intra_host=bands((1e-4, 1e9), (1e-4, 2e9), (2e-4, 3e9), (3e-4, 2e9)),
+    busiest_rank=bands((0, 3e9), (0, 4e9), (0, 5e9), (0, 4e9)),
+    local_sum=bands((0, 2e9), (0, 3e9), (0, 3e9), (0, 2e9)),
 )
 
 
-def timings(network: Network, ranks: tuple[int, ...], per_host: int = 0, names: list[str] = NAMES) -> list[Timing]:
+def timings(
+    network: NetworkModel, ranks: tuple[int, ...], per_host: int = 0, names: list[str] = NAMES
+) -> list[AllReduceTiming]:
     cells = product(names, ranks, SIZES)
-    return [Timing(name, n, nbytes, seconds(named(name), n, nbytes, network, per_host)) for name, n, nbytes in cells]
+    return [
+        AllReduceTiming(name, n, nbytes, seconds(named(name), n, nbytes, network, per_host))
+        for name, n, nbytes in cells
+    ]
 
 
-def cluster(network: Network, measured: list[Timing]) -> Cluster:
-    return Cluster(VERSION, "", "", "", "gloo", 0, Fit(0, 0), network, series_of(measured))
+def cluster(network: NetworkModel, measured: list[AllReduceTiming]) -> Cluster:
+    return Cluster(VERSION, "", "", "", "gloo", 0, FitError(0, 0), network, series_of(measured))
 
 
 def test_times_that_a_network_made_are_given_back_by_the_network_that_is_fitted():
@@ -43,49 +57,59 @@ def test_times_that_a_network_made_are_given_back_by_the_network_that_is_fitted(
 
 
 def test_the_link_between_hosts_is_found_beside_the_one_inside():
-    network = Network(
-        TRUE.crowds, TRUE.host, TRUE.rank, TRUE.added, between=bands((3e-3, 1e8), (3e-3, 1e8), (4e-3, 1e8), (4e-3, 1e8))
+    network = NetworkModel(
+        TRUE.round_overheads,
+        TRUE.intra_host,
+        TRUE.busiest_rank,
+        TRUE.local_sum,
+        inter_host=bands((3e-3, 1e8), (3e-3, 1e8), (4e-3, 1e8), (4e-3, 1e8)),
     )
     names = [*NAMES, str(Hierarchical(2))]
     found = fitted(timings(network, (4,), 2, names), 2)
-    assert found.between is not None
-    assert found.between.bands[-1].bytes_per_s == pytest.approx(1e8, rel=0.05)
+    assert found.inter_host is not None
+    assert found.inter_host.bands[-1].bytes_per_s == pytest.approx(1e8, rel=0.05)
     guess = seconds(named("hierarchical/2"), 4, 1 << 20, found, 2)
     assert guess == pytest.approx(seconds(named("hierarchical/2"), 4, 1 << 20, network, 2), rel=0.05)
 
 
 def test_one_rank_per_host_gives_a_link_between_and_none_inside():
-    network = Network(added=TRUE.added, between=bands((1e-3, 1e8), (1e-3, 1e8), (1e-3, 1e8), (1e-3, 1e8)))
+    network = NetworkModel(
+        local_sum=TRUE.local_sum, inter_host=bands((1e-3, 1e8), (1e-3, 1e8), (1e-3, 1e8), (1e-3, 1e8))
+    )
     found = fitted(timings(network, (2, 3), 1), 1)
-    assert (found.host, found.rank, found.crowds) == (None, None, ())
-    assert list(found.faults("network")) == []
+    assert (found.intra_host, found.busiest_rank, found.round_overheads) == (None, None, ())
+    assert list(found.diagnostics("network")) == []
 
 
 def test_a_band_in_which_no_message_falls_is_left_out():
     few = [cell for cell in timings(TRUE, (2, 3)) if cell.nbytes <= 4096]
-    link = fitted(few).host
+    link = fitted(few).intra_host
     assert link is not None
-    assert [band.upto for band in link.bands] == [0]
+    assert [band.max_nbytes for band in link.bands] == [0]
 
 
 def test_the_backend_alone_cannot_be_fitted():
     with pytest.raises(ValueError, match="only the backend"):
-        fitted([Timing(BACKEND, 2, 1024, 1e-3)])
+        fitted([AllReduceTiming(BACKEND, 2, 1024, 1e-3)])
 
 
 def test_the_errors_are_those_of_sizes_that_were_not_fitted():
-    good = with_errors(cluster(Network(), []), timings(TRUE, (2, 3)))
-    assert good.fit.model < 0.05
-    assert good.fit.corrected < 0.05
+    good = with_errors(cluster(NetworkModel(), []), timings(TRUE, (2, 3)))
+    assert good.fit_error.model < 0.05
+    assert good.fit_error.corrected < 0.05
     broken = [
-        Timing(each.algorithm, each.ranks, each.nbytes, each.seconds * (3 if number % 2 else 1))
+        AllReduceTiming(each.algorithm, each.ranks, each.nbytes, each.seconds * (3 if number % 2 else 1))
         for number, each in enumerate(timings(TRUE, (2, 3)))
     ]
-    assert with_errors(cluster(Network(), []), broken).fit.model > 0.2
+    assert with_errors(cluster(NetworkModel(), []), broken).fit_error.model > 0.2
 
 
 def test_the_textbook_figures_of_times_made_by_the_textbook_are_found():
-    made = [Timing(name, 3, nbytes, named(name).seconds(3, nbytes, 2e-4, 1e9)) for name in NAMES for nbytes in SIZES]
+    made = [
+        AllReduceTiming(name, 3, nbytes, named(name).seconds(3, nbytes, 2e-4, 1e9))
+        for name in NAMES
+        for nbytes in SIZES
+    ]
     found = textbook(cluster(TRUE, made), 3)
     assert (found.latency_s, found.bytes_per_s) == pytest.approx((2e-4, 1e9))
     assert found.error < 1e-6
@@ -100,4 +124,4 @@ def test_bands_follow_a_switch_of_protocol_that_one_pair_of_figures_cannot():
 
     assert worst(4) < worst(1) / 2
     assert len(banded(SIZES, took, 4).bands) == 4
-    assert list(banded(SIZES, took, 4).faults("")) == []
+    assert list(banded(SIZES, took, 4).diagnostics("")) == []

@@ -21,7 +21,9 @@ def compared(world: World, kind: str) -> str:
             case "size":
                 group.all_reduce(torch.ones(4 + odd), action="REDUCE(1)").wait()
             case "dtype":
-                group.all_reduce(torch.ones(4, dtype=torch.int32 if odd else torch.float32), action="REDUCE(1)").wait()
+                group.all_reduce(
+                    torch.ones(4, dtype=torch.int32 if odd else torch.float32), action="REDUCE(1)"
+                ).wait()
             case "action":
                 group.all_reduce(torch.ones(4), action=f"REDUCE({1 + odd})").wait()
             case "collective":
@@ -52,7 +54,9 @@ def in_the_first_step(world: World, phase: str) -> str:
     group, odd = world.group(["dp_replicate"]), world.rank == 1
     world.ledger.phase = phase
     try:
-        group.all_reduce(torch.ones(4, dtype=torch.int32 if odd else torch.float32), action="REDUCE(1)").wait()
+        group.all_reduce(
+            torch.ones(4, dtype=torch.int32 if odd else torch.float32), action="REDUCE(1)"
+        ).wait()
     except CollectiveError as error:
         return error.report
     return "agreed"
@@ -98,4 +102,6 @@ def nobody_leads(world: World) -> str:
 
 
 def test_without_a_majority_nobody_is_called_wrong():
-    assert all("which of them is wrong, the ranks cannot say" in report for report in on_threads(nobody_leads, MESH))
+    assert all(
+        "which of them is wrong, the ranks cannot say" in report for report in on_threads(nobody_leads, MESH)
+    )

@@ -12,12 +12,18 @@ MESH = Mesh(dp_replicate=3)
 SLEEP = ("/home/me/train.py", 212, "on_step_end")
 
 
-def issued(number: int, size: int = 4096, action: str = "", axes: tuple[str, ...] = LINE, place: str = "acts.py:93") -> Issued:
-    return Issued(number, number, axes, f"all_reduce of float32 [{size}]", action or f"REDUCE({number})", place)
+def issued(
+    number: int, size: int = 4096, action: str = "", axes: tuple[str, ...] = LINE, place: str = "acts.py:93"
+) -> Issued:
+    return Issued(
+        number, number, axes, f"all_reduce of float32 [{size}]", action or f"REDUCE({number})", place
+    )
 
 
 def waits(rank: int, *recent: Issued, seconds: float = 5.1) -> Statement:
-    return Statement(rank, phase="step", step=12, recent=recent, waits=(Wait(recent[-1].order, seconds),), at=float(rank))
+    return Statement(
+        rank, phase="step", step=12, recent=recent, waits=(Wait(recent[-1].order, seconds),), at=float(rank)
+    )
 
 
 def judged(*statements: Statement, mesh: Mesh = MESH) -> Blame:
@@ -55,7 +61,9 @@ def test_a_rank_that_left_with_an_error_is_named_before_those_that_miss_it():
     left = replace(MISSING, state="left", error="ValueError: x", own=True)
     found = judged(*VICTIMS, left)
     assert found.ranks == (1,)
-    assert found.text.startswith("rank 1 left at step 12: ValueError: x\n  at /home/me/train.py:212 in on_step_end")
+    assert found.text.startswith(
+        "rank 1 left at step 12: ValueError: x\n  at /home/me/train.py:212 in on_step_end"
+    )
     assert "ranks 0, 2 wait in all_reduce" in found.text
     assert "repair the error of rank 1" in found.repair
 
@@ -121,7 +129,15 @@ def test_the_end_of_a_chain_is_blamed_and_not_who_waits_in_the_middle():
 def test_of_ranks_that_receive_in_a_row_the_one_that_is_stopped_comes_first():
     """Rank 0 waits for the gradient of rank 1, which waits for that of rank 2."""
     first, second = (
-        Issued(number, number, LINE, f"receive of float32 [4] from index {rank + 1}", "GRAD", "a.py:1", (rank + 1, rank))
+        Issued(
+            number,
+            number,
+            LINE,
+            f"receive of float32 [4] from index {rank + 1}",
+            "GRAD",
+            "a.py:1",
+            (rank + 1, rank),
+        )
         for number, rank in ((4, 0), (3, 1))
     )
     found = judged(waits(0, first), waits(1, second), Statement(2, "stopped"))
@@ -130,9 +146,14 @@ def test_of_ranks_that_receive_in_a_row_the_one_that_is_stopped_comes_first():
     assert told.startswith(
         "rank 2 did not come to rank 1's receive of float32 [4] from index 2 for GRAD, number 3 over rank 2 to"
     )
-    assert chain.startswith("rank 0 waits for rank 1 in receive of float32 [4] from index 1 for GRAD, number 4")
+    assert chain.startswith(
+        "rank 0 waits for rank 1 in receive of float32 [4] from index 1 for GRAD, number 4"
+    )
     assert chain.endswith(": it waits, too")
-    assert where == "rank 2 did not answer: its process is stopped (SIGSTOP, Ctrl-Z, a debugger), and goes on after SIGCONT"
+    assert (
+        where
+        == "rank 2 did not answer: its process is stopped (SIGSTOP, Ctrl-Z, a debugger), and goes on after SIGCONT"
+    )
 
 
 def test_ranks_that_wait_for_each_other_in_a_circle_are_told_so():

@@ -19,13 +19,18 @@ from meshwright.comm.watchdog.rank_status import (
     written_stack,
 )
 
-OURS, TORCH = (str(Path(sys.modules[name].__file__ or "").parent) for name in ("meshwright.comm.watchdog.rank_status", "torch"))
+OURS, TORCH = (
+    str(Path(sys.modules[name].__file__ or "").parent)
+    for name in ("meshwright.comm.watchdog.rank_status", "torch")
+)
 ISSUED = Issued(3, 2, ("tp",), "all_reduce of float32 [4]", "REDUCE(0)", "a.py:7")
 PAIR = Issued(4, 1, ("tp",), "send of float32 [4] to index 1", "", "a.py:8", (0, 1))
 
 
 def test_a_statement_survives_being_sent_as_text():
-    said = Statement(2, "left", "step", 7, (ISSUED, PAIR), (Wait(3, 1.5),), (("a.py", 1, "f"),), "ValueError: x", True, 5.0)
+    said = Statement(
+        2, "left", "step", 7, (ISSUED, PAIR), (Wait(3, 1.5),), (("a.py", 1, "f"),), "ValueError: x", True, 5.0
+    )
     assert Statement.of_json(said.as_json()) == said
 
 
@@ -87,13 +92,16 @@ def test_this_process_can_be_looked_at_from_outside_and_no_longer_afterwards():
     mark.close()
     assert mark.birth.alive()
     assert mark.birth.host == host_name() != ""
-    assert any(function == "test_this_process_can_be_looked_at_from_outside_and_no_longer_afterwards" for _, _, function in stack)
-    assert Birth("", os.getpid(), mark.birth.born + 5).alive() is False, "the number was given to another process"
+    assert any(
+        function == "test_this_process_can_be_looked_at_from_outside_and_no_longer_afterwards"
+        for _, _, function in stack
+    )
+    assert Birth("", os.getpid(), mark.birth.born + 5).alive() is False, (
+        "the number was given to another process"
+    )
     assert Birth("", 2**30, 0).stack() == ()
 
 
 def test_what_the_fault_handler_writes_is_read_innermost_last():
-    text = (
-        'Current thread 0x1 (most recent call first):\n  File "/a b/x.py", line 3 in inner\n  File "y.py", line 9 in <module>\n'
-    )
+    text = 'Current thread 0x1 (most recent call first):\n  File "/a b/x.py", line 3 in inner\n  File "y.py", line 9 in <module>\n'
     assert written_stack(text) == (("y.py", 9, "<module>"), ("/a b/x.py", 3, "inner"))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from meshwright.comm.collectives.group import World
 from meshwright.comm.world import TorchWorld
 from meshwright.plan.job.errors import CollectiveError
-from meshwright.plan.job.run_options import Limits
+from meshwright.plan.job.run_options import WaitLimits
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import ProcessPool, RankFailure
 
@@ -44,14 +44,16 @@ def played(world: TorchWorld, plant: Plant, folder: Path) -> None:
         while (0 if world.rank == 1 else 1) not in world.lookout.neighbours:
             pass  # a rank that dies in its first moments is known by nobody
         summed(world, "MET")
-        world.lookout.limits = Limits.every(LIMIT_S)  # only now: on a busy machine the ranks may take longer to meet
+        world.lookout.limits = WaitLimits.uniform(
+            LIMIT_S
+        )  # only now: on a busy machine the ranks may take longer to meet
         if world.rank == 1:
             plant(world)
         summed(world, "REDUCE(3)")
         summed(world, "REDUCE(4)")
     except CollectiveError as error:
         part = folder / f"part-{world.rank}"
-        part.write_text(f"{error.speaks}\n{error}")
+        part.write_text(f"{error.is_reporter}\n{error}")
         part.rename(folder / f"rank-{world.rank}")
         raise
 
@@ -124,18 +126,28 @@ def line_of(plant: Plant) -> str:
 
 
 @pytest.mark.parametrize("plant", [waits_for_the_alarm, turns_in_circles])
-def test_a_rank_that_does_not_come_is_named_with_its_line_and_its_last_collective(process_pool, tmp_path, plant):
+def test_a_rank_that_does_not_come_is_named_with_its_line_and_its_last_collective(
+    process_pool, tmp_path, plant
+):
     told = reports(process_pool, plant, tmp_path)
     for rank in (0, 2):
         lines = told[rank].splitlines()
         assert re.match(
-            r"rank 1 did not come to all_reduce of float32 \[8\] for REDUCE\(3\), number 4 over dp_replicate; ", lines[0]
+            r"rank 1 did not come to all_reduce of float32 \[8\] for REDUCE\(3\), number 4 over dp_replicate; ",
+            lines[0],
         )
         assert re.search(r"; ranks 0, 2 wait for it since [1-9]\d*\.\d s$", lines[0])
         here = next(line for line in lines if line.startswith("rank 1 is at step 3 at "))
-        rows = [int(line_of(plant).rpartition(":")[2]) - up for up in (0, 1)]  # the loop's head is the same place
-        assert any(f"test_stall.py:{row} in {plant.__name__} (in no collective)" in here for row in rows), here
-        assert "its last collective was number 3 over dp_replicate: all_reduce of float32 [8] for MET" in told[rank]
+        rows = [
+            int(line_of(plant).rpartition(":")[2]) - up for up in (0, 1)
+        ]  # the loop's head is the same place
+        assert any(f"test_stall.py:{row} in {plant.__name__} (in no collective)" in here for row in rows), (
+            here
+        )
+        assert (
+            "its last collective was number 3 over dp_replicate: all_reduce of float32 [8] for MET"
+            in told[rank]
+        )
         assert "raise run.limits.step_s" in told[rank]
 
 
@@ -147,7 +159,10 @@ def test_a_rank_that_does_not_come_is_named_with_its_line_and_its_last_collectiv
         (passes_what_does_not_fit, "7 elements do not divide by 3 ranks"),
         (asks_for_no_algorithm, "ringg"),
         (sends_to_nobody, "the group has 3 ranks"),
-        (uses_another_device, "on rank 1 a tensor is on meta, and this group (ranks 0, 1, 2) works on cpu. Move it"),
+        (
+            uses_another_device,
+            "on rank 1 a tensor is on meta, and this group (ranks 0, 1, 2) works on cpu. Move it",
+        ),
     ],
 )
 def test_a_rank_that_ends_by_itself_is_named_with_its_error_at_once(process_pool, tmp_path, plant, error):
@@ -162,21 +177,27 @@ def test_a_rank_that_is_killed_is_named(process_pool, tmp_path):
     told = reports(process_pool, dies, tmp_path)
     for rank in (0, 2):
         assert told[rank].startswith("rank 1: its process is gone")
-        assert "its last collective was number 3 over dp_replicate: all_reduce of float32 [8] for MET" in told[rank]
+        assert (
+            "its last collective was number 3 over dp_replicate: all_reduce of float32 [8] for MET"
+            in told[rank]
+        )
 
 
-@pytest.mark.parametrize(("plant", "issued"), [(sends_another_size, "[9] for REDUCE(3)"), (skips_one, "[16] for REDUCE(4)")])
+@pytest.mark.parametrize(
+    ("plant", "issued"), [(sends_another_size, "[9] for REDUCE(3)"), (skips_one, "[16] for REDUCE(4)")]
+)
 def test_the_rank_that_calls_something_else_is_named_with_both_calls(process_pool, tmp_path, plant, issued):
     for text in reports(process_pool, plant, tmp_path).values():
         assert text.startswith(
-            "the ranks do not agree on number 4 over dp_replicate:\n  rank 1 issued all_reduce of float32 " + issued
+            "the ranks do not agree on number 4 over dp_replicate:\n  rank 1 issued all_reduce of float32 "
+            + issued
         )
         assert "  ranks 0, 2 issued all_reduce of float32 [8] for REDUCE(3)\n" in text
         assert "rank 1 differs from the others" in text
 
 
 def receives_from_a_rank_that_is_busy(world: TorchWorld, folder: Path) -> None:
-    world.lookout.limits = Limits.every(LIMIT_S)
+    world.lookout.limits = WaitLimits.uniform(LIMIT_S)
     group = world.group(["dp_replicate"])
     group.barrier()
     try:
@@ -186,7 +207,7 @@ def receives_from_a_rank_that_is_busy(world: TorchWorld, folder: Path) -> None:
         elif world.rank == 2:
             while not (folder / "busy").exists():
                 time.sleep(0.01)
-            group.receive(torch.empty(4), source=1, action="RECEIVE(0)").wait()
+            group.receive(torch.empty(4), source=1, action="RECV(0)").wait()
         group.barrier(action="end")
     except CollectiveError as error:
         (folder / f"rank-{world.rank}").write_text(str(error))
@@ -198,7 +219,7 @@ def test_a_sender_that_does_not_come_is_named_by_the_receiver(process_pool, tmp_
         process_pool.run(receives_from_a_rank_that_is_busy, MESH, tmp_path)
     text = (tmp_path / "rank-2").read_text()
     assert (
-        "rank 1 did not come to rank 2's receive of float32 [4] from index 1 for RECEIVE(0), number 1 over rank 1 to rank 2"
+        "rank 1 did not come to rank 2's receive of float32 [4] from index 1 for RECV(0), number 1 over rank 1 to rank 2"
         in text
     )
     assert "in waits_for_the_alarm" in text
@@ -209,7 +230,7 @@ def stops_in_a_row(world: TorchWorld, folder: Path) -> None:
     rows, columns = world.group(["tp"]), world.group(["dp_shard"])
     rows.all_reduce(torch.ones(4), algorithm="ring").wait()
     world.group(["dp_shard", "tp"]).barrier()
-    world.lookout.limits = Limits.every(LIMIT_S)
+    world.lookout.limits = WaitLimits.uniform(LIMIT_S)
     try:
         if world.rank == 3:
             waits_for_the_alarm(world)

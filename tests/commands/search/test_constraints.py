@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshwright.commands.search.constraints import ORDERS, SEARCHED, Fixed
-from meshwright.commands.search.search import Asked, choose
+from meshwright.commands.search.constraints import SCHEDULES, SEARCHED_SCHEDULES, SearchConstraints
+from meshwright.commands.search.search import SearchOptions, run_search
 from meshwright.plan.job.errors import PlanError
 from meshwright.planner.analytic.parallel_config import Layout
 from meshwright.planner.search.search import search
@@ -13,7 +13,7 @@ LONG = f"{SMALL} sequence 16384"
 
 
 def best(*words: str, model: str = SMALL, devices: int = 16, batch: int = 64) -> list[tuple[Layout, str]]:
-    found = choose(Asked(model, devices, "a100", batch, fixed=words)).found.best
+    found = run_search(SearchOptions(model, devices, "a100", batch, constraints=words)).result.best
     return [(each.layout, each.schedule) for each in found]
 
 
@@ -25,13 +25,15 @@ def test_each_word_is_obeyed_by_every_layout_that_is_shown():
     assert {layout.reruns for layout, _ in best("recompute=none")} == {"none"}
     assert {layout.chunks for layout, _ in best("chunks=4")} == {4}
     assert all(layout.outside for layout, _ in best("inside=dp", "tp=2"))
-    for name in ORDERS:
+    for name in SCHEDULES:
         found = best(f"schedule={name}")
         assert {schedule for _, schedule in found} == {name}
         assert all(layout.pp > 1 for layout, _ in found)
 
 
-@pytest.mark.parametrize(("method", "swapping"), [("ring", {1}), ("ulysses", {2, 4, 8, 16}), ("hybrid", {2, 4, 8})])
+@pytest.mark.parametrize(
+    ("method", "swapping"), [("ring", {1}), ("ulysses", {2, 4, 8, 16}), ("hybrid", {2, 4, 8})]
+)
 def test_a_method_for_rows_in_parts_divides_them_so(method: str, swapping: set[int]):
     found = best(f"method={method}", model=LONG, batch=8)
     assert all(layout.cp > 1 for layout, _ in found)
@@ -74,26 +76,38 @@ def test_a_method_for_rows_in_parts_divides_them_so(method: str, swapping: set[i
 )
 def test_what_contradicts_itself_is_told_with_what_is_needed(words: tuple[str, ...], said: str):
     with pytest.raises(PlanError) as raised:
-        choose(Asked(SMALL, 64, "a100", 256, fixed=words))
+        run_search(SearchOptions(SMALL, 64, "a100", 256, constraints=words))
     assert said in str(raised.value)
     assert "repair: " in str(raised.value)
 
 
 def test_all_contradictions_are_told_at_once():
     with pytest.raises(PlanError) as raised:
-        choose(Asked(SMALL, 64, "a100", 250, fixed=("tp=7", "pp=5", "dp=4", "micro=3", "schedule=zb", "zero=9")))
-    assert len(raised.value.faults) == 6
+        run_search(
+            SearchOptions(
+                SMALL,
+                64,
+                "a100",
+                250,
+                constraints=("tp=7", "pp=5", "dp=4", "micro=3", "schedule=zb", "zero=9"),
+            )
+        )
+    assert len(raised.value.diagnostics) == 6
 
 
 def test_rows_too_short_for_their_ranks_are_told():
-    with pytest.raises(PlanError, match="cp 64 ranks take an early and a late part each of rows of 64 tokens"):
-        choose(Asked(f"{SMALL} sequence 64", 64, "a100", 256, fixed=("cp=64",)))
+    with pytest.raises(
+        PlanError, match="cp 64 ranks take an early and a late part each of rows of 64 tokens"
+    ):
+        run_search(SearchOptions(f"{SMALL} sequence 64", 64, "a100", 256, constraints=("cp=64",)))
 
 
 def test_orders_that_are_not_searched_never_win():
     """GPipe waits as long as 1F1B and holds more; DualPipe waits longer than ZB-V and holds its weights twice."""
-    assert set(SEARCHED) < set(ORDERS)
+    assert set(SEARCHED_SCHEDULES) < set(SCHEDULES)
     for model, devices in ((SMALL, 8), ("13b: layers 40 hidden 5120 heads 40", 16)):
-        asked = choose(Asked(model, devices, "a100", 48))
-        every = Fixed().of(asked.wish)
-        assert search(every, 1).best[0] == search(type(every)(**{**vars(every), "orders": ORDERS}), 1).best[0]
+        asked = run_search(SearchOptions(model, devices, "a100", 48))
+        every = SearchConstraints().apply(asked.request)
+        assert (
+            search(every, 1).best[0] == search(type(every)(**{**vars(every), "orders": SCHEDULES}), 1).best[0]
+        )

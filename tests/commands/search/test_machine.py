@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.commands.search.machine import layout_of, learn, machine_for
-from meshwright.commands.search.search import Asked, as_dict, choose
+from meshwright.commands.search.machine import calibrate_from_run, parallel_config_of, search_machine
+from meshwright.commands.search.search import SearchOptions, outcome_as_dict, run_search
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
@@ -17,7 +17,7 @@ from meshwright.planner.machine.from_run import Learnt
 from meshwright.run.config.config_file import read_request
 from meshwright.run.measure.measured_files import write_profile
 from meshwright.run.measure.network_profile import write_cluster
-from meshwright.run.measure.past_run import past
+from meshwright.run.measure.past_run import read_previous_run
 from tests.command_line import forget_ranks, said
 from tests.plan.hardware.synthetic_device import profile
 from tests.planner.machine.test_from_benchmark import LATENCY_S, LINK, cluster, series
@@ -41,16 +41,18 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 
 def test_a_measured_device_with_measured_links_is_a_machine_and_says_so(files: tuple[str, str]):
-    found, notes = machine_for(files[0], 8, files[1], "", shapes)
+    found, notes = search_machine(files[0], 8, files[1], "", shapes)
     assert (found.count, found.host, found.device.name) == (8, 8, "Abacus 7")
     assert found.link_rate == pytest.approx(LINK, rel=0.05)
     assert "4 ranks at most were measured: links of 8 are taken to be as fast" in notes
-    assert "a device is 2 threads of Abacus 7, measured alone: ranks of a host need as many cores each" in notes
+    assert (
+        "a device is 2 threads of Abacus 7, measured alone: ranks of a host need as many cores each" in notes
+    )
 
 
 def test_a_traced_run_teaches_what_computing_and_sending_take(files: tuple[str, str], tmp_path: Path):
-    before, _ = machine_for(files[0], 2, files[1], "", shapes)
-    found, notes = machine_for(files[0], 2, files[1], str(run_folder(tmp_path / "run")), shapes)
+    before, _ = search_machine(files[0], 2, files[1], "", shapes)
+    found, notes = search_machine(files[0], 2, files[1], str(run_folder(tmp_path / "run")), shapes)
     layout = Layout(dp=2, micro_batch=2, micros=2, dtype="float32")
     planned, now = step(SHAPE, layout, before), step(SHAPE, layout, found)
     assert now.compute + now.optimizer + now.fixed == pytest.approx(COMPUTED_S, rel=1e-6)
@@ -62,7 +64,7 @@ def test_a_traced_run_teaches_what_computing_and_sending_take(files: tuple[str, 
 
 def test_a_run_without_a_trace_teaches_one_factor(files: tuple[str, str], tmp_path: Path):
     run = run_folder(tmp_path / "run", traced=False)
-    found, notes = machine_for(files[0], 2, files[1], str(run), shapes)
+    found, notes = search_machine(files[0], 2, files[1], str(run), shapes)
     now = step(SHAPE, Layout(dp=2, micro_batch=2, micros=2, dtype="float32"), found)
     assert now.seconds == pytest.approx(STEP_S, rel=1e-6)
     assert "no trace" in notes[-1]
@@ -72,17 +74,19 @@ def test_a_faster_run_than_the_hardware_allows_is_doubted(
     files: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("tests.run.measure.run_folders.COMPUTED_S", 1e-5)
-    _, notes = machine_for(files[0], 2, files[1], str(run_folder(tmp_path / "run")), shapes)
+    _, notes = search_machine(files[0], 2, files[1], str(run_folder(tmp_path / "run")), shapes)
     assert "% of the peak of Abacus 7" in notes[-1]
 
 
 def test_what_a_run_cannot_teach_is_refused(files: tuple[str, str], tmp_path: Path):
-    known, _ = machine_for(files[0], 2, files[1], "", shapes)
+    known, _ = search_machine(files[0], 2, files[1], "", shapes)
 
     def learned(folder: Path) -> Learnt:
-        return learn(folder, past(folder), known, shapes)
+        return calibrate_from_run(folder, read_previous_run(folder), known, shapes)
 
-    with pytest.raises(PlanError, match="the run computed on NVIDIA A100-SXM4-80GB, and the plan is for Abacus 7"):
+    with pytest.raises(
+        PlanError, match="the run computed on NVIDIA A100-SXM4-80GB, and the plan is for Abacus 7"
+    ):
         learned(run_folder(tmp_path / "a", device="NVIDIA A100-SXM4-80GB"))
     with pytest.raises(PlanError, match="the run has 'naive', which plans that are chosen do not have"):
         learned(run_folder(tmp_path / "b", store="naive"))
@@ -97,20 +101,24 @@ def test_what_a_run_cannot_teach_is_refused(files: tuple[str, str], tmp_path: Pa
 
 def test_a_gpu_is_known_by_what_its_driver_calls_it(tmp_path: Path):
     run = run_folder(tmp_path / "run", device="NVIDIA A100-SXM4-80GB")
-    found, _ = machine_for("a100", 16, "", str(run), shapes)
-    plain, _ = machine_for("a100", 16, "", "", shapes)
+    found, _ = search_machine("a100", 16, "", str(run), shapes)
+    plain, _ = search_machine("a100", 16, "", "", shapes)
     assert found.rates.product < plain.rates.product
     assert found.rates.nic == plain.rates.nic  # two ranks of one host have taught nothing of it
 
 
 @pytest.mark.parametrize(
     ("hardware", "ran"),
-    [("gh200", "NVIDIA H200"), ("h100 pcie", "NVIDIA H100 80GB HBM3"), ("a100 40gb", "NVIDIA A100-SXM4-80GB")],
+    [
+        ("gh200", "NVIDIA H200"),
+        ("h100 pcie", "NVIDIA H100 80GB HBM3"),
+        ("a100 40gb", "NVIDIA A100-SXM4-80GB"),
+    ],
 )
 def test_a_kind_whose_name_is_part_of_another_one_is_not_that_kind(tmp_path: Path, hardware: str, ran: str):
     run = run_folder(tmp_path / "run", device=ran)
     with pytest.raises(PlanError, match=f"the run computed on {ran}, and the plan is for"):
-        machine_for(hardware, 2, "", str(run), shapes)
+        search_machine(hardware, 2, "", str(run), shapes)
 
 
 @pytest.mark.parametrize(
@@ -118,23 +126,31 @@ def test_a_kind_whose_name_is_part_of_another_one_is_not_that_kind(tmp_path: Pat
     [
         ('name = "mybox"\nmeasured = "device.toml"\nlink_gb_s = 2\nper_host = 4', "Abacus 7"),
         ('name = "mybox"\nlike = "a100"', "NVIDIA A100-SXM4-80GB"),
-        ('name = "a100"\ntflops = {bfloat16 = 300, float32 = 19}\nmemory_gb = 80\nmemory_gb_s = 2000', "NVIDIA A100-SXM4-80GB"),
+        (
+            'name = "a100"\ntflops = {bfloat16 = 300, float32 = 19}\nmemory_gb = 80\nmemory_gb_s = 2000',
+            "NVIDIA A100-SXM4-80GB",
+        ),
     ],
 )
-def test_a_device_with_a_name_of_its_own_is_known_by_what_it_is_like(files: tuple[str, str], tmp_path: Path, said: str, ran: str):
+def test_a_device_with_a_name_of_its_own_is_known_by_what_it_is_like(
+    files: tuple[str, str], tmp_path: Path, said: str, ran: str
+):
     links = "" if "like" in said or "measured" in said else "\nlink_gb_s = 300\nnic_gb_s = 25\nper_host = 8"
     (tmp_path / "my.toml").write_text(f"[device]\n{said}{links}\n")
-    _, notes = machine_for(str(tmp_path / "my.toml"), 2, "", str(run_folder(tmp_path / "run", device=ran)), shapes)
+    _, notes = search_machine(
+        str(tmp_path / "my.toml"), 2, "", str(run_folder(tmp_path / "run", device=ran)), shapes
+    )
     assert any("learnt from" in note for note in notes)
     other = run_folder(tmp_path / "other", device="NVIDIA H200")
     with pytest.raises(PlanError, match="says with `like` or `measured` which kind it is"):
-        machine_for(str(tmp_path / "my.toml"), 2, "", str(other), shapes)
+        search_machine(str(tmp_path / "my.toml"), 2, "", str(other), shapes)
 
 
 def test_a_plan_is_laid_out_as_a_search_would(tmp_path: Path):
     text = PLAN.format(micro=2, store="replicate", more="")
     text = text.replace(
-        '{ name = "replicate", axis = "dp_replicate" }', '{ name = "zero", axis = "dp_shard", stage = 2 }, {name = "recompute"}'
+        '{ name = "replicate", axis = "dp_replicate" }',
+        '{ name = "zero", axis = "dp_shard", stage = 2 }, {name = "recompute"}',
     )
     path = tmp_path / "plan.toml"
     path.write_text(
@@ -143,20 +159,23 @@ def test_a_plan_is_laid_out_as_a_search_would(tmp_path: Path):
         )
     )
     request = read_request(path, (), STRATEGIES)
-    found = layout_of(request, Mesh.infer(request.mesh))
+    found = parallel_config_of(request, Mesh.infer(request.mesh))
     assert (found.dp, found.tp, found.pp, found.cp, found.shards) == (2, 3, 2, 2, 2)
     assert (found.micro_batch, found.micros, found.reruns, found.within) == (2, 2, "layers", 0)
 
 
 def test_a_plan_is_chosen_for_what_was_measured(files: tuple[str, str]):
-    chosen = choose(Asked(WORDS, 4, files[0], 64, cluster=files[1]))
-    assert chosen.wish.machine.device.name == "Abacus 7"
+    chosen = run_search(SearchOptions(WORDS, 4, files[0], 64, cluster=files[1]))
+    assert chosen.request.machine.device.name == "Abacus 7"
     assert any("GB/s" in note for note in chosen.notes)
-    assert as_dict(chosen)["notes"] == list(chosen.notes)
+    assert outcome_as_dict(chosen)["notes"] == list(chosen.notes)
 
 
 def test_the_command_line_hears_of_all_of_it(
-    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    files: tuple[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     forget_ranks(monkeypatch)
     words = ("plan", WORDS, "--devices", 2, "--batch", 16, "--hardware", files[0])

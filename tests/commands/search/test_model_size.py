@@ -21,18 +21,23 @@ from transformers import (
     ViTConfig,
 )
 
-from meshwright.commands.search.model_size import is_shape, shape_of, sized, unlike
-from meshwright.commands.search.search import Asked, choose
+from meshwright.commands.search.model_size import is_shape_text, model_shape, model_size, size_warnings
+from meshwright.commands.search.search import SearchOptions, run_search
 from meshwright.plan.job.errors import PlanError
 
 
 def test_a_config_is_read_and_its_model_counted(tmp_path: Path):
     config = LlamaConfig(
-        hidden_size=96, intermediate_size=200, num_attention_heads=6, num_key_value_heads=2, num_hidden_layers=3, vocab_size=130
+        hidden_size=96,
+        intermediate_size=200,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        num_hidden_layers=3,
+        vocab_size=130,
     )
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
-    shape = shape_of(str(tmp_path), 512)
+    shape = model_shape(str(tmp_path), 512)
     assert (shape.layers, shape.hidden, shape.heads, shape.groups, shape.inner) == (3, 96, 6, 2, 200)
     assert (shape.vocab, shape.sequence, shape.gated, shape.tied) == (130, 512, True, False)
 
@@ -41,32 +46,47 @@ def test_a_config_of_another_family_has_its_sizes_under_its_own_names(tmp_path: 
     config = GPT2Config(n_embd=48, n_head=4, n_layer=2, vocab_size=77, n_positions=64)
     config.architectures = ["GPT2LMHeadModel"]
     config.save_pretrained(tmp_path)
-    shape = shape_of(str(tmp_path), 0)
+    shape = model_shape(str(tmp_path), 0)
     assert (shape.layers, shape.hidden, shape.sequence, shape.gated, shape.tied) == (2, 48, 64, False, True)
 
 
 def test_a_factory_that_is_named_after_layers_is_a_file():
-    assert not is_shape("model.py:few_layers")
+    assert not is_shape_text("model.py:few_layers")
 
 
 def test_a_model_with_experts_is_refused(tmp_path: Path):
     config = MixtralConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=64, vocab_size=50
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        vocab_size=50,
     )
     config.architectures = ["MixtralForCausalLM"]
     config.save_pretrained(tmp_path)
     with pytest.raises(PlanError, match="has 8 experts in a layer, which are not searched yet"):
-        shape_of(str(tmp_path), 0)
+        model_shape(str(tmp_path), 0)
 
 
-def test_a_model_with_experts_in_one_of_its_parts_is_refused_before_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "num_local_experts": 4}
+def test_a_model_with_experts_in_one_of_its_parts_is_refused_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    text = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+    }
     config = Llama4Config(text_config=text)
     config.architectures = ["Llama4ForConditionalGeneration"]
     config.save_pretrained(tmp_path)
-    monkeypatch.setattr("meshwright.commands.search.model_size.load_model", lambda *_, **__: pytest.fail("the model was made"))
+    monkeypatch.setattr(
+        "meshwright.commands.search.model_size.load_model", lambda *_, **__: pytest.fail("the model was made")
+    )
     with pytest.raises(PlanError, match="has 4 experts in a layer, which are not searched yet"):
-        shape_of(str(tmp_path), 0)
+        model_shape(str(tmp_path), 0)
 
 
 def test_a_model_whose_sizes_are_not_those_of_a_text_model_is_refused(tmp_path: Path):
@@ -74,7 +94,7 @@ def test_a_model_whose_sizes_are_not_those_of_a_text_model_is_refused(tmp_path: 
     config.architectures = ["ViTForImageClassification"]
     config.save_pretrained(tmp_path)
     with pytest.raises(PlanError, match="does not say vocab_size, max_position_embeddings"):
-        shape_of(str(tmp_path), 0)
+        model_shape(str(tmp_path), 0)
 
 
 def test_an_encoder_with_a_decoder_is_refused(tmp_path: Path):
@@ -82,7 +102,7 @@ def test_an_encoder_with_a_decoder_is_refused(tmp_path: Path):
     config.architectures = ["T5ForConditionalGeneration"]
     config.save_pretrained(tmp_path)
     with pytest.raises(PlanError, match="is an encoder and a decoder, which are not searched yet"):
-        shape_of(str(tmp_path), 64)
+        model_shape(str(tmp_path), 64)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
@@ -95,19 +115,22 @@ def test_rows_with_more_tokens_than_positions_were_learnt_are_refused(tmp_path: 
         config = OPTConfig(**sizes, num_hidden_layers=2, vocab_size=77, max_position_embeddings=64)
         config.architectures = ["OPTForCausalLM"]
     config.save_pretrained(tmp_path)
-    assert shape_of(str(tmp_path), 64).sequence == 64
-    with pytest.raises(PlanError, match=r"has learnt 64 positions, and rows of 65 tokens are asked for\n.*--sequence 64 at most"):
-        shape_of(str(tmp_path), 65)
+    assert model_shape(str(tmp_path), 64).sequence == 64
+    with pytest.raises(
+        PlanError,
+        match=r"has learnt 64 positions, and rows of 65 tokens are asked for\n.*--sequence 64 at most",
+    ):
+        model_shape(str(tmp_path), 65)
 
 
 def test_the_positions_that_were_learnt_are_told_and_end_the_longest_rows(tmp_path: Path):
     config = GPT2Config(n_embd=48, n_head=4, n_layer=2, vocab_size=77, n_positions=64)
     config.architectures = ["GPT2LMHeadModel"]
     config.save_pretrained(tmp_path)
-    assert sized(str(tmp_path), 0).positions == 64
-    found = choose(Asked(str(tmp_path), 1, "h100", 4, fit="sequence"))
-    assert found.limit is not None
-    assert (found.limit.value, found.wish.shape.sequence) == (64, 64)
+    assert model_size(str(tmp_path), 0).max_positions == 64
+    found = run_search(SearchOptions(str(tmp_path), 1, "h100", 4, max_fit="sequence"))
+    assert found.max_fit is not None
+    assert (found.max_fit.value, found.request.shape.sequence) == (64, 64)
 
 
 def test_rows_of_padding_in_a_table_are_no_positions(tmp_path: Path):
@@ -121,21 +144,25 @@ def test_rows_of_padding_in_a_table_are_no_positions(tmp_path: Path):
     )
     config.architectures = ["RobertaForCausalLM"]
     config.save_pretrained(tmp_path)
-    assert sized(str(tmp_path), 32).positions == 64
+    assert model_size(str(tmp_path), 32).max_positions == 64
 
 
 def test_rotary_positions_go_on_for_ever(tmp_path: Path):
-    config = LlamaConfig(hidden_size=48, num_attention_heads=4, num_hidden_layers=2, vocab_size=77, max_position_embeddings=64)
+    config = LlamaConfig(
+        hidden_size=48, num_attention_heads=4, num_hidden_layers=2, vocab_size=77, max_position_embeddings=64
+    )
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
-    assert shape_of(str(tmp_path), 4096).sequence == 4096
+    assert model_shape(str(tmp_path), 4096).sequence == 4096
 
 
 def test_a_table_of_words_is_none_of_positions(tmp_path: Path):
-    config = LlamaConfig(hidden_size=48, num_attention_heads=4, num_hidden_layers=2, vocab_size=64, max_position_embeddings=64)
+    config = LlamaConfig(
+        hidden_size=48, num_attention_heads=4, num_hidden_layers=2, vocab_size=64, max_position_embeddings=64
+    )
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
-    assert shape_of(str(tmp_path), 128).sequence == 128
+    assert model_shape(str(tmp_path), 128).sequence == 128
 
 
 def test_a_config_without_the_length_of_rows_asks_for_it(tmp_path: Path):
@@ -143,10 +170,11 @@ def test_a_config_without_the_length_of_rows_asks_for_it(tmp_path: Path):
     config.architectures = ["BloomForCausalLM"]
     config.save_pretrained(tmp_path)
     with pytest.raises(
-        PlanError, match=r"--sequence: .* does not say how long rows are \(max_position_embeddings\)\n.*--sequence 2048"
+        PlanError,
+        match=r"--sequence: .* does not say how long rows are \(max_position_embeddings\)\n.*--sequence 2048",
     ):
-        shape_of(str(tmp_path), 0)
-    assert shape_of(str(tmp_path), 2048).sequence == 2048
+        model_shape(str(tmp_path), 0)
+    assert model_shape(str(tmp_path), 2048).sequence == 2048
 
 
 def test_a_model_of_several_parts_is_told_as_one_with_the_sizes_of_its_text(tmp_path: Path):
@@ -156,7 +184,7 @@ def test_a_model_of_several_parts_is_told_as_one_with_the_sizes_of_its_text(tmp_
     config.architectures = ["CLIPModel"]
     config.save_pretrained(tmp_path / "clip")
     with pytest.raises(PlanError) as raised:
-        shape_of(str(tmp_path / "clip"), 0)
+        model_shape(str(tmp_path / "clip"), 0)
     assert "is a model of several parts (text_config, vision_config)" in str(raised.value)
     assert '"clip: layers 2 hidden 32 heads 2 vocab 77 sequence 64 ffn 64"' in str(raised.value)
 
@@ -164,41 +192,53 @@ def test_a_model_of_several_parts_is_told_as_one_with_the_sizes_of_its_text(tmp_
 @pytest.mark.parametrize("model", ["7b", "llama3-8b"])
 def test_a_name_of_nothing_is_told_what_may_stand_there(model: str):
     with pytest.raises(PlanError, match=f"MODEL: there is no file or folder '{model}'") as raised:
-        shape_of(model, 0)
+        model_shape(model, 0)
     assert "say sizes in words" in str(raised.value)
     assert "hub id (ORG/NAME)" in str(raised.value)
 
 
 def test_heads_may_be_wider_than_their_share_of_the_hidden_size(tmp_path: Path):
     config = Qwen3Config(
-        hidden_size=80, intermediate_size=304, num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=3, vocab_size=130
+        hidden_size=80,
+        intermediate_size=304,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        num_hidden_layers=3,
+        vocab_size=130,
     )
     config.head_dim = 16
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(tmp_path)
-    known = sized(str(tmp_path), 512)
+    known = model_size(str(tmp_path), 512)
     assert (known.shape.head, known.shape.width, known.shape.attended) == (16, 16, 128)
-    assert known.matrices == known.shape.numel
-    assert not list(unlike(known))
+    assert known.num_matrix_params == known.shape.numel
+    assert not list(size_warnings(known))
 
 
 def test_a_window_of_attention_is_told_where_rows_are_longer(tmp_path: Path):
     config = Gemma2Config(
-        hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4, vocab_size=130
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=4,
+        vocab_size=130,
     )
     config.head_dim, config.sliding_window = 16, 32
     config.architectures = ["Gemma2ForCausalLM"]
     config.save_pretrained(tmp_path)
-    said = [line for line in unlike(sized(str(tmp_path), 512)) if "attend" in line]
+    said = [line for line in size_warnings(model_size(str(tmp_path), 512)) if "attend" in line]
     assert said == [
         "2 of 4 layers attend to 32 tokens of rows of 512: it is priced as if each token saw all before it, so expect less than"
         " these seconds."
     ]
-    assert not [line for line in unlike(sized(str(tmp_path), 32)) if "attend" in line]
+    assert not [line for line in size_warnings(model_size(str(tmp_path), 32)) if "attend" in line]
 
 
 def test_attention_both_ways_is_told(tmp_path: Path):
-    config = BertConfig(hidden_size=64, intermediate_size=256, num_attention_heads=4, num_hidden_layers=2, vocab_size=130)
+    config = BertConfig(
+        hidden_size=64, intermediate_size=256, num_attention_heads=4, num_hidden_layers=2, vocab_size=130
+    )
     config.architectures = ["BertForMaskedLM"]
     config.save_pretrained(tmp_path)
-    assert any("Attention goes both ways" in line for line in unlike(sized(str(tmp_path), 64)))
+    assert any("Attention goes both ways" in line for line in size_warnings(model_size(str(tmp_path), 64)))

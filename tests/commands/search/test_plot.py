@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.commands.search.constraints import ORDERS
-from meshwright.commands.search.plot import layouts, turns, write_plot
-from meshwright.commands.search.search import Asked, choose
+from meshwright.commands.search.constraints import SCHEDULES
+from meshwright.commands.search.plot import plotted_candidates, winner_timeline, write_plot
+from meshwright.commands.search.search import SearchOptions, run_search
 from meshwright.plan.job.errors import PlanError
 from meshwright.report.search.pareto import pareto
 
@@ -14,21 +14,27 @@ SMALL = "small: layers 24 hidden 2048 heads 16 gated vocab 32000"
 
 
 def test_no_layout_on_the_line_is_both_slower_and_larger_than_another():
-    found = layouts(choose(Asked(SMALL, 8, "a100", 64)))
+    found = plotted_candidates(run_search(SearchOptions(SMALL, 8, "a100", 64)))
     front = pareto(found)
     assert front[0] == min(found, key=lambda each: (each.seconds, each.footprint.total))
     assert front[-1].footprint.total == min(each.footprint.total for each in found)
     for one in front:
-        assert not any(each.seconds < one.seconds and each.footprint.total < one.footprint.total for each in found)
+        assert not any(
+            each.seconds < one.seconds and each.footprint.total < one.footprint.total for each in found
+        )
     assert front[-1].footprint.total < front[0].footprint.total / 2
 
 
-@pytest.mark.parametrize("schedule", ORDERS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_turns_that_are_drawn_take_what_the_sketch_says(schedule: str):
     large = "large: layers 24 hidden 8192 heads 64 vocab 4000 sequence 4096"
-    chosen = choose(Asked(large, 16, "a100", 8, fixed=("pp=4", "tp=4", f"schedule={schedule}", "micro=1", "zero=0")))
-    best = chosen.found.best[0]
-    rows = turns(chosen.wish, best)
+    chosen = run_search(
+        SearchOptions(
+            large, 16, "a100", 8, constraints=("pp=4", "tp=4", f"schedule={schedule}", "micro=1", "zero=0")
+        )
+    )
+    best = chosen.result.best[0]
+    rows = winner_timeline(chosen.request, best)
     assert len(rows) == 4
     drawn = max(span.end for row in rows for span in row)
     said = best.step.compute + best.step.tensor + best.step.waiting
@@ -37,17 +43,17 @@ def test_the_turns_that_are_drawn_take_what_the_sketch_says(schedule: str):
 
 def test_the_page_needs_no_network_and_says_why(tmp_path: Path):
     path = tmp_path / "plot.html"
-    write_plot(choose(Asked(SMALL, 8, "a100", 64, fixed=("pp=2",))), path)
+    write_plot(run_search(SearchOptions(SMALL, 8, "a100", 64, constraints=("pp=2",))), path)
     text = path.read_text()
     assert "GiB of the fullest rank" in text
     assert "seconds of a step" in text
     assert "layouts were priced" in text
     assert "<svg" in text
     assert "<script src" not in text
-    write_plot(choose(Asked(SMALL, 8, "a100", 64, fixed=("pp=1",))), path)
+    write_plot(run_search(SearchOptions(SMALL, 8, "a100", 64, constraints=("pp=1",))), path)
     assert "No ranks along pp take turns" in path.read_text()
 
 
 def test_a_file_that_cannot_be_written_is_told(tmp_path: Path):
     with pytest.raises(PlanError, match="the plot cannot be written"):
-        write_plot(choose(Asked(SMALL, 2, "a100", 8)), tmp_path / "none" / "plot.html")
+        write_plot(run_search(SearchOptions(SMALL, 2, "a100", 8)), tmp_path / "none" / "plot.html")

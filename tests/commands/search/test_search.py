@@ -9,7 +9,14 @@ import pytest
 from rich.console import Console
 from transformers import OPTConfig
 
-from meshwright.commands.search.search import Asked, as_dict, choose, config_of_choice, view, write_config
+from meshwright.commands.search.search import (
+    SearchOptions,
+    outcome_as_dict,
+    run_search,
+    search_view,
+    winner_config,
+    write_config,
+)
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError
 from meshwright.report.search.search_result import Budget
@@ -18,14 +25,14 @@ from meshwright.run.config.config_file import read_request
 SMALL = "small: layers 24 hidden 2048 heads 16 gated vocab 32000"
 
 
-def shown(asked: Asked) -> str:
+def shown(asked: SearchOptions) -> str:
     file = StringIO()
-    Console(width=240, file=file).print(view(choose(asked)))
+    Console(width=240, file=file).print(search_view(run_search(asked)))
     return file.getvalue()
 
 
 def test_a_model_in_words_is_planned_and_explained():
-    text = shown(Asked(SMALL, 8, "a100", 64, budget=Budget(1e9, 2.0)))
+    text = shown(SearchOptions(SMALL, 8, "a100", 64, budget=Budget(1e9, 2.0)))
     assert "1.74 B weights on 8 A100" in text
     assert "Everything fits on each device" in text
     assert "wins: " in text
@@ -33,71 +40,89 @@ def test_a_model_in_words_is_planned_and_explained():
     assert "1e+09 tokens take" in text
     assert "of which waiting" in text
     assert "GiB of the fullest rank" in text
-    assert all(word in text for word in ("weights", "gradients", "moments", "activations", "gathered", "loss", "margin"))
+    assert all(
+        word in text
+        for word in ("weights", "gradients", "moments", "activations", "gathered", "loss", "margin")
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "words"),
     [
         ("13b: layers 40 hidden 5120 heads 40", "The model does not fit on a device"),
-        ("odd: layers 4 hidden 81920 heads 640", "Not even a layer with its output and its optimizer's states fits"),
+        (
+            "odd: layers 4 hidden 81920 heads 640",
+            "Not even a layer with its output and its optimizer's states fits",
+        ),
     ],
 )
 def test_the_scenario_is_said_in_words(model: str, words: str):
-    assert words in shown(Asked(model, 512, "a100", 512))
+    assert words in shown(SearchOptions(model, 512, "a100", 512))
 
 
 def test_the_winner_is_a_config_that_resolves(tmp_path: Path):
-    chosen = choose(Asked("13b: layers 40 hidden 5120 heads 40", 64, "a100", 128, fixed=("tp=4", "pp=2")))
-    best = chosen.found.best[0].layout
+    chosen = run_search(
+        SearchOptions("13b: layers 40 hidden 5120 heads 40", 64, "a100", 128, constraints=("tp=4", "pp=2"))
+    )
+    best = chosen.result.best[0].layout
     assert (best.tp, best.pp) == (4, 2)
     path = tmp_path / "plan.toml"
     write_config(chosen, path)
     path.write_text(path.read_text() + '\n[model]\nsource = "a"\n')
     request = read_request(path, ["--data.source", "b"], STRATEGIES)
     assert (request.mesh["tp"], request.mesh["pp"]) == (4, 2)
-    assert {"pipeline", "line", "sequence", "vocabulary"} <= {strategy.name for strategy in request.strategies or ()}
+    assert {"pipeline", "line", "sequence", "vocabulary"} <= {
+        strategy.name for strategy in request.strategies or ()
+    }
     assert request.job.train.batch == 128
     assert request.job.precision.compute == best.dtype == "bfloat16"
     assert request.micro_batch == best.micro_batch
 
 
 def test_what_is_shown_is_there_as_plain_values():
-    chosen = choose(Asked(SMALL, 8, "h100", 64, budget=Budget(1e12, 3.0)))
-    said = json.loads(json.dumps(as_dict(chosen)))
+    chosen = run_search(SearchOptions(SMALL, 8, "h100", 64, budget=Budget(1e12, 3.0)))
+    said = json.loads(json.dumps(outcome_as_dict(chosen)))
     first = said["layouts"][0]
     assert first["step_s"] == pytest.approx(sum(first["seconds"].values()))
     assert first["days"] == pytest.approx(1e12 / first["tokens_per_s"] / 86400)
     assert first["cost"] == pytest.approx(first["days"] * 24 * 8 * 3.0)
     assert 0 < first["mfu"] < 1
-    assert len(config_of_choice(chosen)["strategies"]) >= 1
+    assert len(winner_config(chosen)["strategies"]) >= 1
 
 
 def test_what_fits_nowhere_is_told_with_what_is_missing():
     with pytest.raises(PlanError) as raised:
-        choose(Asked("175b: layers 96 hidden 12288 heads 96", 8, "v100", 64))
+        run_search(SearchOptions("175b: layers 96 hidden 12288 heads 96", 8, "v100", 64))
     text = str(raised.value)
     assert "nothing fits: 175b needs" in text
     assert "V100 has" in text
     [(many, rows)] = findall(r"more devices \((\d+)(?: and (\d+) rows)?\)", text)
-    assert choose(Asked("175b: layers 96 hidden 12288 heads 96", int(many), "v100", int(rows or 64))).found.best
+    assert run_search(
+        SearchOptions("175b: layers 96 hidden 12288 heads 96", int(many), "v100", int(rows or 64))
+    ).result.best
 
 
 def test_what_is_fixed_is_named_where_it_is_in_the_way():
     with pytest.raises(PlanError, match="fix fewer axes, without which something fits"):
-        choose(Asked("1t: layers 128 hidden 25600 heads 160", 256, "h100", 512, fixed=("pp=1", "tp=1")))
+        run_search(
+            SearchOptions(
+                "1t: layers 128 hidden 25600 heads 160", 256, "h100", 512, constraints=("pp=1", "tp=1")
+            )
+        )
 
 
-@pytest.mark.parametrize("asked", [Asked(SMALL, 8, "h100", 10**23), Asked(SMALL, 10**23, "h100", 8)])
-def test_numbers_that_no_machine_has_are_refused_at_once(asked: Asked):
+@pytest.mark.parametrize(
+    "asked", [SearchOptions(SMALL, 8, "h100", 10**23), SearchOptions(SMALL, 10**23, "h100", 8)]
+)
+def test_numbers_that_no_machine_has_are_refused_at_once(asked: SearchOptions):
     with pytest.raises(PlanError, match="1e\\+23 is beyond 4,294,967,296"):
-        choose(asked)
+        run_search(asked)
 
 
 @pytest.mark.parametrize("text", ["layers 12 hidden 768 heads 12", "s= layers 12 hidden 768 heads 12"])
 def test_sizes_that_are_badly_written_are_not_taken_for_a_file(text: str):
     with pytest.raises(PlanError, match="nothing is said of layers"):
-        choose(Asked(text, 8, "h100", 8))
+        run_search(SearchOptions(text, 8, "h100", 8))
 
 
 def test_a_model_with_other_weights_than_its_sizes_say_is_told(tmp_path: Path):
@@ -106,12 +131,14 @@ def test_a_model_with_other_weights_than_its_sizes_say_is_told(tmp_path: Path):
     config = OPTConfig(num_hidden_layers=2, num_attention_heads=2, vocab_size=500, **sizes)
     config.architectures = ["OPTForCausalLM"]
     config.save_pretrained(tmp_path)
-    assert "expect seconds and bytes to be off by as much" in shown(Asked(str(tmp_path), 2, "a100", 4, sequence=32))
+    assert "expect seconds and bytes to be off by as much" in shown(
+        SearchOptions(str(tmp_path), 2, "a100", 4, sequence=32)
+    )
 
 
 def test_all_that_contradicts_itself_is_told_at_once():
     with pytest.raises(PlanError) as raised:
-        choose(Asked(SMALL, 8, "a100", 64, fixed=("tp", "pp=3")))
+        run_search(SearchOptions(SMALL, 8, "a100", 64, constraints=("tp", "pp=3")))
     assert "'tp' fixes nothing" in str(raised.value)
     assert "write WORD=VALUE, for example tp=8" in str(raised.value)
     assert "pp 3 on 8 devices" in str(raised.value)
@@ -119,36 +146,49 @@ def test_all_that_contradicts_itself_is_told_at_once():
 
 def test_model_hardware_links_and_words_are_refused_together():
     with pytest.raises(PlanError) as raised:
-        choose(Asked("nosuch", 8, "foo", 64, fixed=("tp=x",), fit="foo", cluster="nope.toml", run="nowhere"))
-    places = " ".join(fault.where for fault in raised.value.faults)
+        run_search(
+            SearchOptions(
+                "nosuch",
+                8,
+                "foo",
+                64,
+                constraints=("tp=x",),
+                max_fit="foo",
+                cluster="nope.toml",
+                calibration_run="nowhere",
+            )
+        )
+    places = " ".join(fault.location for fault in raised.value.diagnostics)
     assert all(place in places for place in ("--hardware", "nope.toml", "nowhere", "--fix", "--fit")), places
-    assert "nosuch" in raised.value.faults[0].what
-    assert len(raised.value.faults) == 6
+    assert "nosuch" in raised.value.diagnostics[0].problem
+    assert len(raised.value.diagnostics) == 6
 
 
 def test_every_kind_that_is_not_known_is_told():
     with pytest.raises(PlanError) as raised:
-        choose(Asked(SMALL, 9, "foo:4,bar:4", 64))
+        run_search(SearchOptions(SMALL, 9, "foo:4,bar:4", 64))
     text = str(raised.value)
     assert all(part in text for part in ("'foo' is no device", "'bar' is no device", "--devices 9"))
 
 
 def test_a_batch_that_no_copies_can_share_is_told():
     with pytest.raises(PlanError, match="a batch of 7 rows on dp 8 copies"):
-        choose(Asked(SMALL, 8, "a100", 7, fixed=("dp=8",)))
+        run_search(SearchOptions(SMALL, 8, "a100", 7, constraints=("dp=8",)))
     with pytest.raises(PlanError, match="no mesh of 8 devices takes 7 rows"):
-        choose(Asked(SMALL, 8, "a100", 7, fixed=("pp=4", "tp=1")))
-    with pytest.raises(PlanError, match="7 rows on 2 copies\n  repair: each copy takes as many: choose a batch of 8"):
-        choose(Asked(SMALL, 8, "a100", 7, fixed=("pp=4", "tp=1")))
+        run_search(SearchOptions(SMALL, 8, "a100", 7, constraints=("pp=4", "tp=1")))
+    with pytest.raises(
+        PlanError, match="7 rows on 2 copies\n  repair: each copy takes as many: choose a batch of 8"
+    ):
+        run_search(SearchOptions(SMALL, 8, "a100", 7, constraints=("pp=4", "tp=1")))
 
 
 def test_an_order_that_no_mesh_can_have_is_told():
     with pytest.raises(PlanError, match="1 micro-batches in chunks on pp 2"):
-        choose(Asked(SMALL, 2, "a100", 64, fixed=("schedule=interleaved", "micro=64")))
+        run_search(SearchOptions(SMALL, 2, "a100", 64, constraints=("schedule=interleaved", "micro=64")))
 
 
 def test_figures_of_links_are_read_for_one_kind_and_refused_for_several():
     with pytest.raises(PlanError, match=r"nowhere\.toml"):
-        choose(Asked(SMALL, 0, "h100:8", 64, cluster="nowhere.toml"))
+        run_search(SearchOptions(SMALL, 0, "h100:8", 64, cluster="nowhere.toml"))
     with pytest.raises(PlanError, match=r"--cluster nowhere\.toml on several kinds of devices"):
-        choose(Asked(SMALL, 0, "h100:4,a100:4", 64, cluster="nowhere.toml"))
+        run_search(SearchOptions(SMALL, 0, "h100:4,a100:4", 64, cluster="nowhere.toml"))

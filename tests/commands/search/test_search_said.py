@@ -42,7 +42,9 @@ def test_unlike_devices_need_no_number_of_devices(capsys: pytest.CaptureFixture[
 
 def test_a_plot_is_written_and_what_is_fixed_is_heard(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = ["--hardware", "a100", "--devices", 8, "--batch", 64, "--fix", "zero=2", "--fix", "micro=4"]
-    code, out, _ = said(capsys, "plan", SMALL, *words, "--plot", tmp_path / "plot.html", "--tokens", 1e9, "--price", 2)
+    code, out, _ = said(
+        capsys, "plan", SMALL, *words, "--plot", tmp_path / "plot.html", "--tokens", 1e9, "--price", 2
+    )
     assert code == 0
     assert (tmp_path / "plot.html").read_text().startswith("<!DOCTYPE html>")
     text = " ".join(out.split())
@@ -62,7 +64,10 @@ def test_sizes_alone_are_a_plan_to_be_chosen(capsys: pytest.CaptureFixture[str])
     [
         (["--hardware", "a100", "--batch", 64], "--devices is not said"),
         (["--hardware", "a100", "--devices", 8], "--batch is not said"),
-        (["--hardware", "a100:4,h100:4", "--devices", 9, "--batch", 64], "--devices 9, and a100:4,h100:4 are 8"),
+        (
+            ["--hardware", "a100:4,h100:4", "--devices", 9, "--batch", 64],
+            "--devices 9, and a100:4,h100:4 are 8",
+        ),
         (["--hardware", "a100:4,h100", "--batch", 64], "how many devices are h100?"),
         (["--hardware", "a100:4,h100:4", "--batch", 64, "--fit", "layers"], "on several kinds of devices"),
         (["--hardware", "a100:4,h100:4", "--batch", 64, "--cluster", "c.toml"], "leave it away"),
@@ -70,14 +75,28 @@ def test_sizes_alone_are_a_plan_to_be_chosen(capsys: pytest.CaptureFixture[str])
         (["--hardware", "a100", "--devices", 8, "--batch", 64, "--price", 2], "no tokens to pay for"),
         (["--hardware", "a100", "--devices", 8, "--batch", 64, "--tokens", "inf"], "no end of tokens"),
         (["--hardware", "a100", "--devices", 8, "--batch", 64, "--tokns", "1e9"], "did you mean '--tokens'?"),
-        (["--hardware", "a100", "--devices", 8, "--batch", 64, "--train.steps", 3], "--train.steps: a plan that is to be chosen"),
-        (["--hardware", "a100", "--devices", 8, "--batch", 64, "--world", 4], "--world: a plan that is to be chosen"),
+        (
+            ["--hardware", "a100", "--devices", 8, "--batch", 64, "--train.steps", 3],
+            "--train.steps: a plan that is to be chosen",
+        ),
+        (
+            ["--hardware", "a100", "--devices", 8, "--batch", 64, "--world", 4],
+            "--world: a plan that is to be chosen",
+        ),
         (["--hardware", "a100:\u00b2", "--batch", 64], "how many devices are a100?"),
-        (["--hardware", "a100", "--devices", 8, "--batch", 64, "--out", "/nowhere/plan.toml"], "it cannot be written"),
-        (["--hardware", "a100", "--devices", 8, "--batch", 64, "--json", "/nowhere/said.json"], "it cannot be written"),
+        (
+            ["--hardware", "a100", "--devices", 8, "--batch", 64, "--out", "/nowhere/plan.toml"],
+            "it cannot be written",
+        ),
+        (
+            ["--hardware", "a100", "--devices", 8, "--batch", 64, "--json", "/nowhere/said.json"],
+            "it cannot be written",
+        ),
     ],
 )
-def test_what_is_missing_or_contradicts_itself_is_told(words: list[object], told: str, capsys: pytest.CaptureFixture[str]):
+def test_what_is_missing_or_contradicts_itself_is_told(
+    words: list[object], told: str, capsys: pytest.CaptureFixture[str]
+):
     code, _, error = said(capsys, "plan", SMALL, *words)
     assert code
     assert told in " ".join(error.split())

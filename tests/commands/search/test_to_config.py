@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 
-from meshwright.commands.plan import resolve
-from meshwright.commands.search.search import Asked, Chosen, choose, config_of_choice, view, write_config
+from meshwright.commands.plan import resolve_config
+from meshwright.commands.search.search import (
+    SearchOptions,
+    SearchOutcome,
+    run_search,
+    search_view,
+    winner_config,
+    write_config,
+)
 from meshwright.commands.verify import verify
 from meshwright.planner.analytic.parallel_config import Layout
 from tests.command_line import TEXT
@@ -20,7 +27,14 @@ LLAMA = {
     **{"max_position_embeddings": 64, "tie_word_embeddings": False},
 }
 GPT2 = {
-    **{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 256, "n_embd": 32, "n_layer": 4, "n_head": 4},
+    **{
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": 256,
+        "n_embd": 32,
+        "n_layer": 4,
+        "n_head": 4,
+    },
     **{"n_positions": 64},
 }
 WISHES = {
@@ -37,28 +51,44 @@ WISHES = {
 KINDS = {"copies": "v100"}  # which has no bfloat16
 
 
-def chosen(folder: Path, config: dict[str, Any], wish: str, batch: int = 12) -> Chosen:
+def chosen(folder: Path, config: dict[str, Any], wish: str, batch: int = 12) -> SearchOutcome:
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(config))
     devices, words = WISHES[wish]
-    return choose(Asked(str(folder / "model"), devices, KINDS.get(wish, "a100"), batch, 24, fixed=words, keep=1))
+    return run_search(
+        SearchOptions(
+            str(folder / "model"), devices, KINDS.get(wish, "a100"), batch, 24, constraints=words, num_kept=1
+        )
+    )
 
 
-def written(found: Chosen, folder: Path) -> tuple[Path, list[str]]:
+def written(found: SearchOutcome, folder: Path) -> tuple[Path, list[str]]:
     path = folder / "chosen.toml"
     write_config(found, path)
     (folder / "text.txt").write_text(TEXT)
-    return path, ["--data.source", str(folder / "text.txt"), "--run.folder", str(folder / "run"), "--train.steps", "2"]
+    return path, [
+        "--data.source",
+        str(folder / "text.txt"),
+        "--run.folder",
+        str(folder / "run"),
+        "--train.steps",
+        "2",
+    ]
 
 
 @pytest.mark.parametrize("wish", WISHES)
 def test_plan_takes_what_was_chosen(tmp_path: Path, wish: str):
     found = chosen(tmp_path, LLAMA, wish)
     path, rest = written(found, tmp_path)
-    plan = resolve(path, rest, None)[1].plan
-    layout: Layout = found.found.best[0].layout
+    plan = resolve_config(path, rest, None)[1].plan
+    layout: Layout = found.result.best[0].layout
     mesh = plan.mesh
-    assert (mesh.pp, mesh.tp, mesh.cp, mesh.dp_replicate * mesh.dp_shard) == (layout.pp, layout.tp, layout.cp, layout.dp)
+    assert (mesh.pp, mesh.tp, mesh.cp, mesh.dp_replicate * mesh.dp_shard) == (
+        layout.pp,
+        layout.tp,
+        layout.cp,
+        layout.dp,
+    )
     assert plan.micro_batch == layout.micro_batch
     assert plan.job.train.batch == 12
 
@@ -72,27 +102,36 @@ def test_what_was_chosen_equals_one_device(tmp_path: Path, wish: str):
 
 def test_plan_takes_what_was_chosen_for_another_family(tmp_path: Path):
     path, rest = written(chosen(tmp_path, GPT2, "all"), tmp_path)
-    assert resolve(path, rest, None)[1].plan.mesh.world == 8
+    assert resolve_config(path, rest, None)[1].plan.mesh.world_size == 8
 
 
 def test_unequal_parts_of_unlike_devices_are_cuts_that_plan_takes(tmp_path: Path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 6}))
-    found = choose(Asked(str(tmp_path / "model"), 0, "h100:3,a100:1", 12, 24, fixed=("pp=4",), keep=1))
-    counts = [count for _, count in found.found.best[0].dealt]
+    found = run_search(
+        SearchOptions(str(tmp_path / "model"), 0, "h100:3,a100:1", 12, 24, constraints=("pp=4",), num_kept=1)
+    )
+    counts = [count for _, count in found.result.best[0].dealt]
     assert len(counts) == 4
     assert sum(counts) == 6
     path, rest = written(found, tmp_path)
     cuts = tuple(f"model.layers.{begin}" for begin in list(accumulate(counts))[:-1])
     assert tuple(tomllib.loads(path.read_text())["strategies"][0]["cuts"]) == cuts
-    assert resolve(path, rest, None)[1].plan.space.cuts == cuts
+    assert resolve_config(path, rest, None)[1].plan.sharding.split_points == cuts
 
 
 def test_what_a_config_does_not_say_is_told():
     shape = "m: layers 24 hidden 2048 heads 16"
-    assert "cuts" not in str(config_of_choice(choose(Asked(shape, 0, "h100:8,a100:8", 64, fixed=("pp=2",)))))
-    told = [str(each) for each in view(choose(Asked(shape, 0, "h100:8,a100:8", 64, fixed=("pp=2",)))).renderables]
+    assert "cuts" not in str(
+        winner_config(run_search(SearchOptions(shape, 0, "h100:8,a100:8", 64, constraints=("pp=2",))))
+    )
+    told = [
+        str(each)
+        for each in search_view(
+            run_search(SearchOptions(shape, 0, "h100:8,a100:8", 64, constraints=("pp=2",)))
+        ).renderables
+    ]
     assert any("start them on the H100, then on the A100" in each for each in told)
     assert any("are not written" in each for each in told)
-    outside = choose(Asked(shape, 16, "a100", 64, fixed=("inside=dp", "tp=2")))
-    assert any("is not written" in str(each) for each in view(outside).renderables)
+    outside = run_search(SearchOptions(shape, 16, "a100", 64, constraints=("inside=dp", "tp=2")))
+    assert any("is not written" in str(each) for each in search_view(outside).renderables)

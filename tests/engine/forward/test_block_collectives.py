@@ -6,8 +6,8 @@ import weakref
 import torch
 
 from meshwright.comm.collectives.group import World
-from meshwright.engine.forward.block_collectives import Inner
-from meshwright.engine.runtime.state import State
+from meshwright.engine.forward.block_collectives import BlockCollectives
+from meshwright.engine.runtime.state import RankState
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.placement import R, S
 from meshwright.testing.ranks import on_threads
@@ -19,28 +19,34 @@ RANKS = Mesh(tp=3)
 def played(world: World, again: bool) -> tuple[list[str], bool, list[torch.Tensor]]:
     """The collectives of three products with one gathered tensor, whether it was alive between the two, and the gradients."""
     world.ledger.recording = True
-    state = State(None, world, None)  # type: ignore[arg-type]  moves need the world alone
-    inner = Inner(state)
-    inner.begin("F")
+    state = RankState(None, world, None)  # type: ignore[arg-type]  moves need the world alone
+    inner = BlockCollectives(state)
+    inner.begin_block("F")
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 4, 6, dtype=torch.float64, generator=generator)
-    weights = [torch.randn(5, 6, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(3)]
+    weights = [
+        torch.randn(5, 6, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(3)
+    ]
     mine = x.chunk(3, -1)[world.rank].clone().requires_grad_()
     outputs = []
     for weight in weights:
-        whole = inner.move(mine, "tp", WIDTH, R)
+        whole = inner.redistribute(mine, "tp", WIDTH, R)
         seen = weakref.ref(whole.untyped_storage())
         if again:
-            with inner.again(mine, "tp", WIDTH, R):
+            with inner.redistribute_in_backward(mine, "tp", WIDTH, R):
                 outputs.append(torch.nn.functional.linear(whole, weight))
         else:
             outputs.append(torch.nn.functional.linear(whole, weight))
     del whole
-    inner.begin("B")
+    inner.begin_block("B")
     gc.collect()
     alive = seen() is not None
     sum(each.square().sum() for each in outputs).backward()
-    return [entry.collective for entry in world.ledger.entries], alive, [mine.grad, *(weight.grad for weight in weights)]
+    return (
+        [entry.collective for entry in world.ledger.entries],
+        alive,
+        [mine.grad, *(weight.grad for weight in weights)],
+    )
 
 
 def test_what_is_moved_again_is_not_kept_and_gives_the_same_gradients():
@@ -57,11 +63,11 @@ def test_what_is_moved_again_is_not_kept_and_gives_the_same_gradients():
 def exchanged(world: World) -> tuple[int, list[bool]]:
     """How often a tensor was gathered, and whether it and what it became were alive when nobody else held them."""
     world.ledger.recording = True
-    state = State(None, world, None)  # type: ignore[arg-type]  moves need the world alone
-    inner = Inner(state)
-    inner.begin("F")
+    state = RankState(None, world, None)  # type: ignore[arg-type]  moves need the world alone
+    inner = BlockCollectives(state)
+    inner.begin_block("F")
     mine = torch.ones(2, 4, 2, requires_grad=True) * 1
-    twice = [inner.exchange(mine, "tp", WIDTH, R) for _ in range(2)]
+    twice = [inner.redistribute_uncached(mine, "tp", WIDTH, R) for _ in range(2)]
     held = [weakref.ref(each.untyped_storage()) for each in (mine, *twice)]
     del mine, twice
     gc.collect()

@@ -8,10 +8,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from meshwright.comm.collectives.group import World
-from meshwright.engine.forward.evaluation import Evaluation, untouched
+from meshwright.engine.forward.evaluation import Evaluation, preserve_module_state
 from meshwright.engine.runtime.loss import Loss
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Precision
+from meshwright.plan.job.job import PrecisionConfig
 from meshwright.testing.ranks import on_threads
 from tests.engine.one_device import Batch, Custom, bits, ignored, job_of, pair, part
 from tests.tiny_model import Tiny, plan_of, player_of, reading_of, rows, tiny_job
@@ -23,7 +23,10 @@ def shares(data: Batch, ranks: int, size: int) -> list[list[Batch | None]]:
     """The rows of `data` dealt to `ranks` in batches of `size` rows each; the last ranks run out first."""
     total = len(data["labels"])
     starts = range(0, total, ranks * size)
-    mine = [[part(data, min(s + r * size, total), min(s + (r + 1) * size, total)) for s in starts] for r in range(ranks)]
+    mine = [
+        [part(data, min(s + r * size, total), min(s + (r + 1) * size, total)) for s in starts]
+        for r in range(ranks)
+    ]
     return [[each if len(each["labels"]) else None for each in listed] for listed in mine]
 
 
@@ -40,7 +43,11 @@ def test_every_rank_finds_the_loss_that_one_device_finds(ranks: int, micro_batch
     reading = reading_of(p=0.3)
     plan = plan_of(reading, ranks, micro_batch=micro_batch)
     dealt = shares(DATA, ranks, plan.local_batch)
-    assert ranks == 1 or any(batch is None for batch in dealt[-1]) or len(dealt[-1][-1]["labels"]) < plan.local_batch
+    assert (
+        ranks == 1
+        or any(batch is None for batch in dealt[-1])
+        or len(dealt[-1][-1]["labels"]) < plan.local_batch
+    )
 
     def rank(world: World) -> Evaluation:
         player = player_of(reading, plan, world)
@@ -54,7 +61,9 @@ def test_every_rank_finds_the_loss_that_one_device_finds(ranks: int, micro_batch
     assert len({(each.loss, each.tokens) for each in found}) == 1
     assert found[0].loss == pytest.approx(wanted, rel=1e-12)
     assert found[0].tokens == int((DATA["labels"] != -100).sum())
-    assert found[0].perplexity == pytest.approx(torch.tensor(wanted, dtype=torch.float64).exp().item(), rel=1e-12)
+    assert found[0].perplexity == pytest.approx(
+        torch.tensor(wanted, dtype=torch.float64).exp().item(), rel=1e-12
+    )
 
 
 def test_a_rank_may_have_no_batch_at_all():
@@ -68,7 +77,9 @@ def test_a_rank_may_have_no_batch_at_all():
         return found
 
     found = on_threads(rank, plan.mesh)
-    assert [each.loss for each in found] == [pytest.approx(truth(pair(job=tiny_job()), part(DATA, 0, 4)), rel=1e-12)] * 3
+    assert [each.loss for each in found] == [
+        pytest.approx(truth(pair(job=tiny_job()), part(DATA, 0, 4)), rel=1e-12)
+    ] * 3
 
 
 class Busy(nn.Module):
@@ -95,14 +106,16 @@ def test_a_run_with_evaluations_trains_the_same_numbers_as_one_without(build: Ca
         for step in range(4):
             losses.append(done.player.step(part(DATA, 6 * step, 6 * step + 6)).loss)
             if evaluated:
-                modes = [each.training for each in done.player.state.subject.module.modules()]
+                modes = [each.training for each in done.player.state.trained_module.module.modules()]
                 torch.manual_seed(step)
                 before = torch.get_rng_state()
                 done.player.evaluate([part(DATA, 0, 12), part(DATA, 12, 19)])
                 assert torch.equal(before, torch.get_rng_state())
-                assert modes == [each.training for each in done.player.state.subject.module.modules()]
+                assert modes == [each.training for each in done.player.state.trained_module.module.modules()]
                 assert all(p.grad is None for p in done.parameters.values())
-        return bits(dict(done.player.state.subject.module.named_buffers()) | done.player.tensors()), losses
+        return bits(
+            dict(done.player.state.trained_module.module.named_buffers()) | done.player.state_dict()
+        ), losses
 
     assert trained(evaluated=True) == trained(evaluated=False)
 
@@ -111,7 +124,7 @@ def test_modes_and_buffers_come_back_after_a_failure():
     model = Busy()
 
     def fail() -> None:
-        with untouched(model):
+        with preserve_module_state(model):
             model.eval()
             model(torch.zeros(1, 2, dtype=torch.long))
             raise KeyError
@@ -123,15 +136,21 @@ def test_modes_and_buffers_come_back_after_a_failure():
 
 
 def test_evaluation_runs_in_the_compute_dtype():
-    low = pair(job=job_of(precision=Precision("float32", "bfloat16", "float32")))
-    whole = pair(job=job_of(precision=Precision("float32", "float32", "float32")))
-    mine, theirs = low.player.evaluate([part(DATA, 0, 12)]).loss, whole.player.evaluate([part(DATA, 0, 12)]).loss
+    low = pair(job=job_of(precision=PrecisionConfig("float32", "bfloat16", "float32")))
+    whole = pair(job=job_of(precision=PrecisionConfig("float32", "float32", "float32")))
+    mine, theirs = (
+        low.player.evaluate([part(DATA, 0, 12)]).loss,
+        whole.player.evaluate([part(DATA, 0, 12)]).loss,
+    )
     assert mine != theirs
     assert mine == pytest.approx(theirs, rel=0.02)
 
 
 def test_samples_of_which_nothing_counts_are_refused():
-    with pytest.raises(PlanError, match=r"evaluate: no token of the evaluation counts(?s:.*)point evaluate\.source at samples"):
+    with pytest.raises(
+        PlanError,
+        match=r"evaluate: no token of the evaluation counts(?s:.*)point evaluate\.source at samples",
+    ):
         pair().player.evaluate([ignored(part(DATA, 0, 4))])
 
 
@@ -143,7 +162,9 @@ def test_a_forward_that_draws_in_eval_mode_is_refused_by_name():
 
 
 def test_a_loss_that_is_not_one_per_token_has_no_perplexity():
-    squares = Loss(lambda outputs, batch: (outputs**2).sum(), lambda batch: torch.tensor(len(batch["labels"])))
+    squares = Loss(
+        lambda outputs, batch: (outputs**2).sum(), lambda batch: torch.tensor(len(batch["labels"]))
+    )
     found = pair(loss=squares).player.evaluate([part(DATA, 0, 12)])
     assert found.perplexity is None
     assert found.as_dict().keys() == {"loss", "tokens"}
@@ -151,8 +172,14 @@ def test_a_loss_that_is_not_one_per_token_has_no_perplexity():
 
 
 def test_a_loss_of_the_whole_batch_is_refused():
-    whole = Loss(lambda outputs, batch: outputs.sum(), lambda batch: torch.tensor(len(batch["labels"])), whole_batch=True)
+    whole = Loss(
+        lambda outputs, batch: outputs.sum(),
+        lambda batch: torch.tensor(len(batch["labels"])),
+        whole_batch=True,
+    )
     done = pair()
     done.player.state.loss = whole
-    with pytest.raises(PlanError, match=r"no loss over the batches of an evaluation(?s:.*)evaluate in a callback"):
+    with pytest.raises(
+        PlanError, match=r"no loss over the batches of an evaluation(?s:.*)evaluate in a callback"
+    ):
         done.player.evaluate([part(DATA, 0, 12)])

@@ -4,21 +4,21 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import build, make_plan, read
+from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.engine.params.flat_params import Store
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
+from meshwright.engine.params.flat_params import FlatParams
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import on_threads
 from tests.engine.one_device import part
 from tests.tiny_model import WIDTH, Tiny, rows, tiny_job
 
-SHARD = Batch(axis="dp_shard")
+SHARD = BatchSplit(axis="dp_shard")
 DATA = rows(24)
 LAYOUTS = {
-    **{f"stage {stage}": (Mesh(dp_shard=3), (SHARD, Zero(stage=stage))) for stage in (1, 2, 3)},
-    "hybrid": (Mesh(dp_replicate=2, dp_shard=3), (Batch(), SHARD, Zero(across="dp_replicate"))),
+    **{f"stage {stage}": (Mesh(dp_shard=3), (SHARD, ZeRO(stage=stage))) for stage in (1, 2, 3)},
+    "hybrid": (Mesh(dp_replicate=2, dp_shard=3), (BatchSplit(), SHARD, ZeRO(replicate_axis="dp_replicate"))),
 }
 
 
@@ -36,7 +36,7 @@ class Shifted(Tiny):
         return self.head(x + self.shift)
 
 
-READING = read(Shifted, part(DATA, 0, 2))
+READING = analyze(Shifted, part(DATA, 0, 2))
 
 
 def course(mesh: Mesh, strategies: tuple) -> list[list[float]]:
@@ -44,14 +44,16 @@ def course(mesh: Mesh, strategies: tuple) -> list[list[float]]:
     plan = make_plan(READING, tiny_job(), mesh, strategies, 2)
 
     def rank(world: World) -> list[float]:
-        with build(READING, plan, world=world) as engine:
+        with parallelize(READING, plan, world=world) as engine:
             found = []
             for step in range(3):
-                mine = [engine.share(part(DATA, at, at + 12)) for at in (0, 12)]
+                mine = [engine.local_batch(part(DATA, at, at + 12)) for at in (0, 12)]
                 mine += [part(DATA, 0, 1)] if world.rank == 0 else []  # the others have one batch less
                 found.append(engine.evaluate(mine).loss)
-                found.append(engine.step(engine.share(part(DATA, 12 * (step % 2), 12 * (step % 2) + 12))).loss)
-            with engine.whole() as module:
+                found.append(
+                    engine.step(engine.local_batch(part(DATA, 12 * (step % 2), 12 * (step % 2) + 12))).loss
+                )
+            with engine.full_params() as module:
                 found.append(module(DATA["input_ids"][:3]).double().sum().item())
             return found
 
@@ -68,7 +70,7 @@ def test_it_is_the_loss_of_one_device_before_and_after_steps_and_steps_go_on_as_
 @pytest.mark.parametrize("forgotten", ["fetch", "refresh"])
 def test_weights_that_nobody_brought_together_are_noticed(forgotten: str, monkeypatch):
     (wanted,) = course(Mesh(), ())
-    monkeypatch.setattr(Store, forgotten, lambda *_, **__: None)
+    monkeypatch.setattr(FlatParams, forgotten, lambda *_, **__: None)
     assert course(*LAYOUTS["stage 3"])[0] != pytest.approx(wanted, rel=1e-3)
 
 
@@ -84,14 +86,14 @@ class Leaving(Tiny):
 
 
 def test_ranks_meet_although_each_leaves_out_other_blocks():
-    reading = read(Leaving, part(DATA, 0, 2))
+    reading = analyze(Leaving, part(DATA, 0, 2))
 
     def losses(mesh: Mesh, strategies: tuple) -> list[float]:
         plan = make_plan(reading, tiny_job(), mesh, strategies, 1)
 
         def rank(world: World) -> float:
-            with build(reading, plan, world=world) as engine:
-                return engine.evaluate([engine.share(part(DATA, at, at + 12)) for at in (0, 12)]).loss
+            with parallelize(reading, plan, world=world) as engine:
+                return engine.evaluate([engine.local_batch(part(DATA, at, at + 12)) for at in (0, 12)]).loss
 
         return on_threads(rank, plan.mesh)
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from meshwright.api import build, make_plan
+from meshwright.api import make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.engine.forward.evaluation import Evaluation
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import on_threads
@@ -18,9 +18,9 @@ from tests.tiny_model import reading_of, rows, tiny_job
 DATA = rows(24)
 READING = reading_of(tied=True)
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
-    "tokens": (Mesh(cp=3), (Dealt(), Replicate(axis="cp"))),
-    "samples and tokens": (Mesh(dp_replicate=2, cp=3), (Batch(), Dealt(), Replicate())),
-    "shards": (Mesh(dp_shard=3, cp=2), (Batch(axis="dp_shard"), Dealt(), Zero())),
+    "tokens": (Mesh(cp=3), (Dealt(), DDP(axis="cp"))),
+    "samples and tokens": (Mesh(dp_replicate=2, cp=3), (BatchSplit(), Dealt(), DDP())),
+    "shards": (Mesh(dp_shard=3, cp=2), (BatchSplit(axis="dp_shard"), Dealt(), ZeRO())),
 }
 
 
@@ -29,10 +29,10 @@ def found(mesh: Mesh, strategies: tuple[Strategy, ...]) -> list[list[Evaluation]
     plan = make_plan(READING, tiny_job(), mesh, strategies, 2)
 
     def rank(world: World) -> list[Evaluation]:
-        with build(READING, plan, world=world) as engine:
-            mine = [engine.share(part(DATA, at, at + 12)) for at in (0, 12)]
+        with parallelize(READING, plan, world=world) as engine:
+            mine = [engine.local_batch(part(DATA, at, at + 12)) for at in (0, 12)]
             before = engine.evaluate(mine)
-            engine.step(engine.share(part(DATA, 0, 12)))
+            engine.step(engine.local_batch(part(DATA, 0, 12)))
             return [before, engine.evaluate(mine)]
 
     return on_threads(rank, mesh)

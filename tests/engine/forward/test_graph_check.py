@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from meshwright.api import make_plan
-from meshwright.engine.forward.graph_check import cuts_blocks
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.engine.forward.graph_check import needs_graph_cuts
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
@@ -23,21 +23,23 @@ from tests.tiny_model import reading_of, tiny_job
         (Mesh(pp=2), (Pipeline(),), False),
         (Mesh(pp=2), (Pipeline(schedule="interleaved"),), False),
         (Mesh(pp=2), (Pipeline(schedule="zb_h1"),), True),
-        (Mesh(pp=2), (Pipeline(), Recompute()), True),
-        (Mesh(pp=2, dp_replicate=2), (Pipeline(), Batch(), Replicate()), True),
+        (Mesh(pp=2), (Pipeline(), ActivationCheckpointing()), True),
+        (Mesh(pp=2, dp_replicate=2), (Pipeline(), BatchSplit(), DDP()), True),
     ],
 )
-def test_a_graph_is_cut_where_something_stands_between_backwards(mesh: Mesh, strategies: tuple[Strategy, ...], cuts: bool):
+def test_a_graph_is_cut_where_something_stands_between_backwards(
+    mesh: Mesh, strategies: tuple[Strategy, ...], cuts: bool
+):
     plan = make_plan(reading_of(), tiny_job(), mesh, strategies, 1)
-    assert cuts_blocks(plan.at(0)) == cuts
+    assert needs_graph_cuts(plan.for_rank(0)) == cuts
 
 
 def test_an_action_within_a_part_is_noticed():
-    plan = make_plan(reading_of(), tiny_job(), Mesh(pp=2), (Pipeline(),), 1).at(0)
+    plan = make_plan(reading_of(), tiny_job(), Mesh(pp=2), (Pipeline(),), 1).for_rank(0)
 
     def disturbed(actions: list[Action]) -> list[Action]:
         at = next(i for i, action in enumerate(actions) if action.kind == "B")
         return [*actions[: at + 1], Action("LOOK"), *actions[at + 1 :]]
 
-    assert not cuts_blocks(plan)
-    assert cuts_blocks(replace(plan, program=plan.program.edit(disturbed)))
+    assert not needs_graph_cuts(plan)
+    assert needs_graph_cuts(replace(plan, program=plan.program.edit(disturbed)))

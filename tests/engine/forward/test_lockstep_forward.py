@@ -9,16 +9,16 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.api import build, make_plan, read
+from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.engine.forward import lockstep_forward
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.sequence_parallel import Sequence
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -28,30 +28,32 @@ from tests.parallel.tensor import model_families
 from tests.parallel.tensor.odd_llama import batches, known
 from tests.tiny_model import VOCABULARY, WIDTH, rows, tiny_job
 
-SHARD = Batch(axis="dp_shard")
+SHARD = BatchSplit(axis="dp_shard")
 LLAMA = known(num_hidden_layers=3)
 IDS = batches(1, 3)[0]["input_ids"]
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "three parts": (Mesh(pp=3), (Pipeline(),)),
-    "two parts on each of two ranks": (Mesh(pp=2), (Pipeline(schedule="interleaved", chunks=2),)),
-    "shards": (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, Zero())),
-    "slices": (Mesh(pp=2, tp=3), (Pipeline(), Line(), Vocabulary())),
+    "two parts on each of two ranks": (Mesh(pp=2), (Pipeline(schedule="interleaved", virtual_stages=2),)),
+    "shards": (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, ZeRO())),
+    "slices": (Mesh(pp=2, tp=3), (Pipeline(), TensorParallel(), VocabParallel())),
 }
 DATA = rows(12)
 Use = Callable[[nn.Module], list[torch.Tensor]]
 
 
-def used(reading: Reading, mesh: Mesh, strategies: Iterable[Strategy], use: Use, batch: Any = None) -> list[list[torch.Tensor]]:
+def used(
+    reading: AnalyzedModel, mesh: Mesh, strategies: Iterable[Strategy], use: Use, batch: Any = None
+) -> list[list[torch.Tensor]]:
     """What `use` makes of the model behind a step, on each rank, and the loss of the step that follows."""
     batch = batches(1, 12)[0] if batch is None else batch
     plan = make_plan(reading, tiny_job(), mesh, strategies, 2)
 
     def rank(world: World) -> list[torch.Tensor]:
-        with build(reading, plan, world=world) as engine:
-            engine.step(engine.share(batch))
-            with engine.whole() as module:
+        with parallelize(reading, plan, world=world) as engine:
+            engine.step(engine.local_batch(batch))
+            with engine.full_params() as module:
                 found = use(module)
-            return [*found, torch.tensor(engine.step(engine.share(batch)).loss)]
+            return [*found, torch.tensor(engine.step(engine.local_batch(batch)).loss)]
 
     return on_threads(rank, mesh)
 
@@ -81,10 +83,13 @@ def test_every_rank_has_the_logits_and_the_words_of_one_device(layout: str):
 
 
 def test_slices_of_the_stream_go_on_as_slices_and_a_cache_is_refused():
-    mesh, strategies = Mesh(pp=2, tp=3), (Pipeline(), Line(), Sequence())
+    mesh, strategies = Mesh(pp=2, tp=3), (Pipeline(), TensorParallel(), SequenceParallel())
     for found in used(LLAMA, mesh, strategies, lambda module: [module(IDS, use_cache=False).logits]):
         torch.testing.assert_close(found[0], spoken()[0], rtol=1e-12, atol=1e-12)
-    with pytest.raises(PlanError, match=r"takes in slices of the stream, and is given a DynamicCache(?s:.*)pass use_cache=False"):
+    with pytest.raises(
+        PlanError,
+        match=r"takes in slices of the stream, and is given a DynamicCache(?s:.*)pass use_cache=False",
+    ):
         used(LLAMA, mesh, strategies, lambda module: [module(IDS, use_cache=True).logits])
 
 
@@ -95,9 +100,14 @@ def again(model: nn.Module) -> nn.Module:
     return model
 
 
-DIVIDED: dict[str, Callable[[], Reading]] = {
-    **{family: lambda family=family: model_families.read_family(family) for family in ("gpt2", "falcon, alibi")},
-    "gpt2, tied": lambda: read(again(model_families.FAMILIES["gpt2"]()), model_families.batches("gpt2", 1)[0]),
+DIVIDED: dict[str, Callable[[], AnalyzedModel]] = {
+    **{
+        family: lambda family=family: model_families.read_family(family)
+        for family in ("gpt2", "falcon, alibi")
+    },
+    "gpt2, tied": lambda: analyze(
+        again(model_families.FAMILIES["gpt2"]()), model_families.batches("gpt2", 1)[0]
+    ),
 }
 
 
@@ -110,7 +120,7 @@ def test_a_block_of_another_rank_is_played_with_the_numbers_of_the_whole_model(f
         return [module(ids).logits, module.generate(ids, use_cache=True, max_new_tokens=3, do_sample=False)]
 
     (truth,) = used(reading, Mesh(), (), use, batch)
-    for found in used(reading, Mesh(pp=2, tp=3), (Pipeline(), Line()), use, batch):
+    for found in used(reading, Mesh(pp=2, tp=3), (Pipeline(), TensorParallel()), use, batch):
         for mine, wanted in zip(found, truth, strict=True):
             torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
 
@@ -142,7 +152,9 @@ class Both(nn.Module):
 class Choosing(Both):
     """It looks at the numbers within."""
 
-    def forward(self, first: torch.Tensor, x: torch.Tensor, kept: object = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, first: torch.Tensor, x: torch.Tensor, kept: object = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = (x.sum((1, 2)) > 0).nonzero()[:, 0]
         return first, torch.tanh(self.linear(x + first)).index_fill(0, rows, 0.5)
 
@@ -161,7 +173,7 @@ class Choosy(Open):
 
 @pytest.mark.parametrize("build_model", [Open, Choosy])
 def test_blocks_may_hand_through_what_they_take_and_look_at_numbers(build_model: Callable[[], nn.Module]):
-    reading = read(build_model, part(DATA, 0, 2))
+    reading = analyze(build_model, part(DATA, 0, 2))
 
     def use(module: nn.Module) -> list[torch.Tensor]:
         return [module(DATA["input_ids"][:5]), module(DATA["input_ids"][5:7, :3])]
@@ -173,13 +185,14 @@ def test_blocks_may_hand_through_what_they_take_and_look_at_numbers(build_model:
 
 
 def test_a_block_that_looks_at_numbers_and_is_given_a_cache_is_refused_by_name():
-    reading = read(Choosy, part(DATA, 0, 2))
+    reading = analyze(Choosy, part(DATA, 0, 2))
 
     def use(module: nn.Module) -> list[torch.Tensor]:
         return [module(DATA["input_ids"], kept=transformers.DynamicCache())]
 
     with pytest.raises(
-        PlanError, match=r"block 'layers\.1' looks at numbers that another rank has (?s:.*)is given a DynamicCache"
+        PlanError,
+        match=r"block 'layers\.1' looks at numbers that another rank has (?s:.*)is given a DynamicCache",
     ):
         used(reading, Mesh(pp=2), (Pipeline(),), use, DATA)
 
@@ -188,12 +201,14 @@ def test_what_is_sent_is_in_the_ledger_block_by_block():
     plan = make_plan(LLAMA, tiny_job(), Mesh(pp=3), (Pipeline(),), 2)
 
     def rank(world: World) -> dict[str, float]:
-        with build(LLAMA, plan, world=world) as engine, engine.whole() as module:
+        with parallelize(LLAMA, plan, world=world) as engine, engine.full_params() as module:
             module(IDS)
-            return {name: sent for name, sent in world.ledger.sent.items() if name.startswith("WHOLE") and sent}
+            return {
+                name: sent for name, sent in world.ledger.sent.items() if name.startswith("WHOLE") and sent
+            }
 
     sent = {name: nbytes for each in on_threads(rank, plan.mesh) for name, nbytes in each.items()}
-    hidden, header = 3 * 9 * 48 * 8, 8 * (2 + lockstep_forward.DIMS)
+    hidden, header = 3 * 9 * 48 * 8, 8 * (2 + lockstep_forward.MAX_DIMS)
     assert sent["WHOLE(model.layers.1)"] == hidden + header
     assert sent["WHOLE(lm_head)"] == 3 * 9 * 67 * 8 + header
 

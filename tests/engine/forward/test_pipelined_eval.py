@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import build, make_plan, read
+from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.engine.forward.evaluation import Evaluation
-from meshwright.engine.forward.pipelined_eval import Relay, owners, turns
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch as Split
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
+from meshwright.engine.forward.pipelined_eval import PipelinedEvaluation, rank_schedule, stage_ranks
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit as Split
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Evaluate, Precision
+from meshwright.plan.job.job import EvalConfig, PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import on_threads
@@ -32,33 +32,48 @@ READING = pairs(0.3, layers=4)
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...], int]] = {
     "two parts": (Mesh(pp=2), (Pipeline(),), 1),
     "three parts": (Mesh(pp=3), (Pipeline(),), 4),
-    "two parts on each of three ranks": (Mesh(pp=3), (Pipeline(schedule="interleaved", chunks=2),), 2),
+    "two parts on each of three ranks": (
+        Mesh(pp=3),
+        (Pipeline(schedule="interleaved", virtual_stages=2),),
+        2,
+    ),
     "a V": (Mesh(pp=2), (Pipeline(schedule="zb_v"),), 2),
-    "copies": (Mesh(pp=2, dp_replicate=3), (Pipeline(), Split(), Replicate()), 1),
-    "stage 1": (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, Zero(stage=1)), 2),
-    "stage 3": (Mesh(pp=2, dp_shard=3), (Pipeline(schedule="interleaved", chunks=2), SHARD, Zero()), 1),
-    "slices": (Mesh(pp=2, tp=3), (Pipeline(), Line()), 3),
+    "copies": (Mesh(pp=2, dp_replicate=3), (Pipeline(), Split(), DDP()), 1),
+    "stage 1": (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, ZeRO(stage=1)), 2),
+    "stage 3": (
+        Mesh(pp=2, dp_shard=3),
+        (Pipeline(schedule="interleaved", virtual_stages=2), SHARD, ZeRO()),
+        1,
+    ),
+    "slices": (Mesh(pp=2, tp=3), (Pipeline(), TensorParallel()), 3),
 }
 
 
 def course(
-    reading: Reading, mesh: Mesh, strategies: Sequence[Strategy], micro_batch: int, *, evaluated: bool = True
+    reading: AnalyzedModel,
+    mesh: Mesh,
+    strategies: Sequence[Strategy],
+    micro_batch: int,
+    *,
+    evaluated: bool = True,
 ) -> list[tuple[list[Evaluation], list[float], dict[str, bytes]]]:
     """What each rank finds in two evaluations, each before a step; the losses of the steps; and what it then holds."""
     plan = make_plan(reading, tiny_job(), mesh, strategies, micro_batch)
 
     def rank(world: World) -> tuple[list[Evaluation], list[float], dict[str, bytes]]:
         found, losses = list[Evaluation](), list[float]()
-        with build(reading, plan, world=world) as engine:
+        with parallelize(reading, plan, world=world) as engine:
             for _ in range(2):
-                shares = [engine.share(part(DATA, at, min(at + 12, 31))) for at in (0, 12, 24)]
+                shares = [engine.local_batch(part(DATA, at, min(at + 12, 31))) for at in (0, 12, 24)]
                 mine = [each if len(each["labels"]) else None for each in shares]
-                mine += [part(DATA, 0, 1)] if plan.data_index(world.rank) == 0 else []  # the others have one batch less
+                mine += (
+                    [part(DATA, 0, 1)] if plan.data_index(world.rank) == 0 else []
+                )  # the others have one batch less
                 modes = [each.training for each in engine.module.modules()]
                 found += [engine.evaluate(mine)] if evaluated else []
                 assert modes == [each.training for each in engine.module.modules()]
-                losses.append(engine.step(engine.share(part(DATA, 0, 12))).loss)
-            held = dict(engine.module.named_buffers()) | engine.player.parameters()
+                losses.append(engine.step(engine.local_batch(part(DATA, 0, 12))).loss)
+            held = dict(engine.module.named_buffers()) | engine.executor.gather_parameters()
             return found, losses, bits(held)
 
     return on_threads(rank, mesh)
@@ -84,17 +99,24 @@ def test_steps_go_on_as_without_it_to_the_last_bit():
 
 
 @pytest.mark.parametrize("layout", ["two parts on each of three ranks", "a V"])
-def test_where_messages_go_in_the_order_of_issue_each_direction_has_a_group(layout: str, wanted: list[Evaluation]):
+def test_where_messages_go_in_the_order_of_issue_each_direction_has_a_group(
+    layout: str, wanted: list[Evaluation]
+):
     mesh, strategies, micro_batch = LAYOUTS[layout]
     plan = make_plan(READING, tiny_job(), mesh, strategies, micro_batch)
 
     def rank(world: World) -> tuple[float, set[tuple[int, ...]]]:
         world.directed = world.ledger.recording = True  # as on NCCL
-        with build(READING, plan, world=world) as engine:
-            found = engine.evaluate([engine.share(part(DATA, at, min(at + 12, 31))) for at in (0, 12, 24)] + [part(DATA, 0, 1)])
-            return found.loss, {entry.size for entry in world.ledger.entries if entry.collective in ("send", "receive")}
+        with parallelize(READING, plan, world=world) as engine:
+            found = engine.evaluate(
+                [engine.local_batch(part(DATA, at, min(at + 12, 31))) for at in (0, 12, 24)]
+                + [part(DATA, 0, 1)]
+            )
+            return found.loss, {
+                entry.size for entry in world.ledger.entries if entry.collective in ("send", "receive")
+            }
 
-    assert on_threads(rank, mesh) == [(pytest.approx(wanted[0].loss, rel=1e-12), {2})] * mesh.world
+    assert on_threads(rank, mesh) == [(pytest.approx(wanted[0].loss, rel=1e-12), {2})] * mesh.world_size
 
 
 class Skips(nn.Module):
@@ -103,7 +125,9 @@ class Skips(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 6)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(5), nn.Tanh()) for _ in range(5))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(5), nn.Tanh()) for _ in range(5)
+        )
         self.head = nn.Linear(6, VOCABULARY)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -116,14 +140,16 @@ class Skips(nn.Module):
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(3, 1), (2, 3)])
 def test_values_that_pass_parts_over_arrive_in_the_order_in_which_they_are_sent(ranks: int, chunks: int):
-    reading = read(Skips, part(DATA, 0, 2))
-    pipeline = Pipeline(schedule="interleaved" if chunks > 1 else "1f1b", chunks=chunks if chunks > 1 else 0)
+    reading = analyze(Skips, part(DATA, 0, 2))
+    pipeline = Pipeline(
+        schedule="interleaved" if chunks > 1 else "1f1b", virtual_stages=chunks if chunks > 1 else 0
+    )
     plan = make_plan(reading, tiny_job(batch=4), Mesh(pp=ranks), (pipeline,), 4)
     alone = make_plan(reading, tiny_job(batch=4), Mesh(), (), 4)
     batches = [part(DATA, at, at + 4) for at in range(0, 28, 4)]
 
     def rank(world: World) -> tuple[float, bool]:
-        with build(reading, alone if world.mesh.world == 1 else plan, world=world) as engine:
+        with parallelize(reading, alone if world.mesh.world_size == 1 else plan, world=world) as engine:
             before = bits(dict(engine.module.named_buffers()))
             found = engine.evaluate(batches).loss
             return found, before == bits(dict(engine.module.named_buffers()))
@@ -138,7 +164,7 @@ def test_batches_may_differ_in_length():
     alone = make_plan(READING, tiny_job(), Mesh(), (), 0)
 
     def rank(world: World) -> Evaluation:
-        with build(READING, alone if world.mesh.world == 1 else plan, world=world) as engine:
+        with parallelize(READING, alone if world.mesh.world_size == 1 else plan, world=world) as engine:
             return engine.evaluate([part(DATA, 0, 12), short, part(DATA, 19, 31)])
 
     (truth,) = on_threads(rank, Mesh())
@@ -147,10 +173,12 @@ def test_batches_may_differ_in_length():
 
 
 def test_the_ledger_says_what_was_sent_between_which_parts():
-    plan = make_plan(READING, tiny_job(evaluate=Evaluate(source="held-out", every=1)), Mesh(pp=3), (Pipeline(),), 4)
+    plan = make_plan(
+        READING, tiny_job(evaluate=EvalConfig(source="held-out", every=1)), Mesh(pp=3), (Pipeline(),), 4
+    )
 
     def rank(world: World) -> dict[str, float]:
-        with build(READING, plan, world=world) as engine:
+        with parallelize(READING, plan, world=world) as engine:
             engine.evaluate([part(DATA, 0, 12)])
             return {name: sent for name, sent in world.ledger.sent.items() if "EVALUATE" in name and sent}
 
@@ -161,11 +189,16 @@ def test_the_ledger_says_what_was_sent_between_which_parts():
 
 
 def test_of_two_ranks_with_a_part_the_one_with_fewer_runs_it():
-    space = make_plan(READING, tiny_job(), Mesh(pp=4), (Pipeline(),), 1).space
-    parts = [stage[0] for stage in space.stages]
+    space = make_plan(READING, tiny_job(), Mesh(pp=4), (Pipeline(),), 1).sharding
+    parts = [stage[0] for stage in space.block_calls_by_pp_rank]
     both = tuple((parts[index], parts[3 - index]) for index in range(4))  # as DualPipe has them
-    assert owners(replace(space, stages=both)) == (0, 1, 2, 3)
-    assert owners(replace(space, stages=(tuple(parts), (parts[2],), (), ()))) == (0, 0, 1, 0)
+    assert stage_ranks(replace(space, block_calls_by_pp_rank=both)) == (0, 1, 2, 3)
+    assert stage_ranks(replace(space, block_calls_by_pp_rank=(tuple(parts), (parts[2],), (), ()))) == (
+        0,
+        0,
+        1,
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,7 +210,12 @@ def test_no_rank_stands_still_between_the_first_forward_and_the_last(ranks: tupl
     """Played by the order alone, each part as long as any other: as many turns as a rank has, and the way through all parts."""
     micros, each = 9, max(map(ranks.count, ranks))
     lists = [
-        list(turns([p for p, owner in enumerate(ranks) if owner == r], each, range(micros).__contains__)) for r in set(ranks)
+        list(
+            rank_schedule(
+                [p for p, owner in enumerate(ranks) if owner == r], each, range(micros).__contains__
+            )
+        )
+        for r in set(ranks)
     ]
     ended: dict[tuple[int, int], int] = {}
     free = [0] * len(lists)
@@ -206,11 +244,14 @@ class Calling(nn.Module):
 
 
 def test_a_block_that_is_called_in_another_part_than_in_training_is_refused_by_name():
-    reading = read(Calling, part(DATA, 0, 2))
+    reading = analyze(Calling, part(DATA, 0, 2))
     plan = make_plan(reading, tiny_job(), Mesh(pp=2), (Pipeline(),), 1)
 
     def rank(world: World) -> None:
-        with build(reading, plan, world=world) as engine, pytest.raises(PlanError, match=r"the forward calls 'layers\.0' in the"):
+        with (
+            parallelize(reading, plan, world=world) as engine,
+            pytest.raises(PlanError, match=r"the forward calls 'layers\.0' in the"),
+        ):
             engine.evaluate([part(DATA, 0, 12)])
 
     on_threads(rank, plan.mesh)
@@ -219,11 +260,15 @@ def test_a_block_that_is_called_in_another_part_than_in_training_is_refused_by_n
 @pytest.mark.parametrize("forgotten", ["loss", "value"])
 def test_what_is_not_added_up_or_not_sent_is_noticed(forgotten: str, wanted: list[Evaluation], monkeypatch):
     if forgotten == "loss":
-        outputs = Relay.outputs
-        monkeypatch.setattr(Relay, "outputs", lambda self: list(outputs(self))[1:])
+        outputs = PipelinedEvaluation.outputs
+        monkeypatch.setattr(PipelinedEvaluation, "outputs", lambda self: list(outputs(self))[1:])
     else:
-        send = Relay._send
-        monkeypatch.setattr(Relay, "_send", lambda self, forward, *rest: (_zeroed(forward.came), send(self, forward, *rest)))
+        send = PipelinedEvaluation._send
+        monkeypatch.setattr(
+            PipelinedEvaluation,
+            "_send",
+            lambda self, forward, *rest: (_zeroed(forward.values), send(self, forward, *rest)),
+        )
     found = course(READING, *LAYOUTS["two parts"])[0][0]
     assert found[0].loss != pytest.approx(wanted[0].loss, rel=1e-6)
 
@@ -234,12 +279,12 @@ def _zeroed(came: dict[str, torch.Tensor]) -> None:
 
 
 def test_it_runs_in_the_compute_dtype():
-    job = tiny_job(precision=Precision("float32", "bfloat16", "float32"))
+    job = tiny_job(precision=PrecisionConfig("float32", "bfloat16", "float32"))
     plan = make_plan(READING, job, Mesh(pp=2), (Pipeline(),), 2)
     alone = make_plan(READING, job, Mesh(), (), 2)
 
     def rank(world: World) -> float:
-        with build(READING, alone if world.mesh.world == 1 else plan, world=world) as engine:
+        with parallelize(READING, alone if world.mesh.world_size == 1 else plan, world=world) as engine:
             return engine.evaluate([part(DATA, 0, 12)]).loss
 
     (truth,) = on_threads(rank, Mesh())

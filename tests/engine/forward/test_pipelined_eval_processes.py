@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from meshwright.api import build, make_plan
+from meshwright.api import make_plan, parallelize
 from meshwright.comm.backends.threads import alone
 from meshwright.comm.collectives.group import World
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.plan.job.job import Guard
+from meshwright.plan.job.job import LossGuard
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import ProcessPool
@@ -18,8 +18,8 @@ from tests.tiny_model import reading_of, rows, tiny_job
 
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "three parts": (Mesh(pp=3), (Pipeline(),)),
-    "two parts on each of two ranks": (Mesh(pp=2), (Pipeline(schedule="interleaved", chunks=2),)),
-    "shards": (Mesh(pp=2, dp_shard=2), (Pipeline(), Batch(axis="dp_shard"), Zero())),
+    "two parts on each of two ranks": (Mesh(pp=2), (Pipeline(schedule="interleaved", virtual_stages=2),)),
+    "shards": (Mesh(pp=2, dp_shard=2), (Pipeline(), BatchSplit(axis="dp_shard"), ZeRO())),
 }
 DATA = rows(30)
 
@@ -27,18 +27,23 @@ DATA = rows(30)
 def course(world: World, layout: str) -> dict[str, list[float]]:
     """Losses of evaluations before steps, logits, and what is said of a step that is judged to do harm."""
     mesh, strategies = LAYOUTS[layout] if layout else (Mesh(), ())
-    job = tiny_job(guard=Guard("skip", factor=1.01, window=2))
+    job = tiny_job(guard=LossGuard("skip", factor=1.01, window=2))
     reading = reading_of()
     plan = make_plan(reading, job, mesh, strategies, 2)
-    with build(reading, plan, world=world) as engine:
+    with parallelize(reading, plan, world=world) as engine:
         found: dict[str, list[float]] = {"losses": [], "logits": [], "suspects": []}
         for first in (0, 0, 12):  # the third is new to it
-            mine = [engine.share(part(DATA, at, min(at + 12, 30))) for at in (0, 12, 24)]
-            found["losses"].append(engine.evaluate([each if len(each["labels"]) else None for each in mine]).loss)
-            metrics = engine.step(engine.share(part(DATA, first, first + 12)))
+            mine = [engine.local_batch(part(DATA, at, min(at + 12, 30))) for at in (0, 12, 24)]
+            found["losses"].append(
+                engine.evaluate([each if len(each["labels"]) else None for each in mine]).loss
+            )
+            metrics = engine.step(engine.local_batch(part(DATA, first, first + 12)))
         if metrics.spike is not None:
-            found["suspects"] = [sum(each.grad_norm**2 for each in metrics.spike.suspects), metrics.spike.suspects[0].loss]
-        with engine.whole() as module:
+            found["suspects"] = [
+                sum(each.grad_norm**2 for each in metrics.spike.rank_reports),
+                metrics.spike.rank_reports[0].loss,
+            ]
+        with engine.full_params() as module:
             found["logits"] = module(DATA["input_ids"][:2]).view(-1).tolist()
         return found
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import build, make_plan, read
-from meshwright.parallel.context.ring import Ring
+from meshwright.api import analyze, make_plan, parallelize
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -35,24 +35,29 @@ class Tied(Own):
         x = self.words(input_ids)
         for layer in self.layers:
             x = layer(x)
-        return x @ self.words.weight.T + 0 * self.head.bias + 0 * self.places.weight.sum() + 0 * self.head.weight.sum()
+        return (
+            x @ self.words.weight.T
+            + 0 * self.head.bias
+            + 0 * self.places.weight.sum()
+            + 0 * self.head.weight.sum()
+        )
 
 
-@pytest.mark.parametrize("strategy", [Ring(), Ulysses()], ids=lambda each: each.name)
+@pytest.mark.parametrize("strategy", [RingAttention(), Ulysses()], ids=lambda each: each.name)
 @pytest.mark.parametrize("make", [Last, Mean, Tied])
 def test_losses_are_those_of_one_device(make: type[nn.Module], strategy: Strategy):
     rows = batches(3, ROWS)
     if make is not Tied:
         rows = [{"input_ids": each["input_ids"], "labels": each["labels"][:, 0]} for each in rows]
     torch.manual_seed(0)
-    reading = read(make(), rows[0])
+    reading = analyze(make(), rows[0])
 
     def losses(mesh: Mesh, *strategies: Strategy) -> list[float]:
         plan = make_plan(reading, JOB, mesh, strategies, 2)
 
         def train(world):
-            with build(reading, plan, world=world) as engine:
-                return [engine.step(engine.share(each)).loss for each in rows]
+            with parallelize(reading, plan, world=world) as engine:
+                return [engine.step(engine.local_batch(each)).loss for each in rows]
 
         return on_threads(train, mesh)[0]
 

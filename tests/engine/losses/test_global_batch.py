@@ -5,36 +5,44 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.api import build, share, trace, verify
+from meshwright.api import parallelize, select_local_batch, trace, verify
 from meshwright.comm.collectives.group import World
-from meshwright.engine.losses.global_batch import Exchange
+from meshwright.engine.losses.global_batch import GlobalBatchLoss
 from meshwright.engine.runtime.loss import Loss
 from meshwright.engine.runtime.state import Metrics
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Guard, Precision, Train
+from meshwright.plan.job.job import LossGuard, PrecisionConfig, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.testing.ranks import ProcessPool, on_threads
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from meshwright.verifier.verdict import Verdict
-from tests.engine.two_tower_model import CONTRASTIVE, Towers, global_batches, info_nce, pairs, reading_of_towers, towers_plan
+from tests.engine.two_tower_model import (
+    CONTRASTIVE,
+    Towers,
+    global_batches,
+    info_nce,
+    pairs,
+    reading_of_towers,
+    towers_plan,
+)
 from tests.tiny_model import edited, tiny_job
 
 READING = reading_of_towers()
 MESHES = [Mesh(dp_replicate=2), Mesh(dp_replicate=3), Mesh(dp_replicate=4), Mesh(dp_shard=3)]
 
 
-def strategies_on(mesh: Mesh) -> tuple[Batch, Replicate]:
+def strategies_on(mesh: Mesh) -> tuple[BatchSplit, DDP]:
     axis = "dp_shard" if mesh.dp_shard > 1 else "dp_replicate"
-    return Batch(axis), Replicate(axis)
+    return BatchSplit(axis), DDP(axis)
 
 
 def passed(verdict: Verdict) -> None:
     assert verdict.passed, str(verdict)
-    assert verdict.steps == 2
+    assert verdict.num_steps == 2
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -42,21 +50,23 @@ def passed(verdict: Verdict) -> None:
 def test_a_contrastive_loss_equals_one_device_also_where_the_last_batch_is_short(mesh: Mesh, count: int):
     """Of 13 rows the second batch has 1, so all ranks but one stand in; of 17 it has 5, which no mesh divides."""
     plan = towers_plan(READING, mesh, strategies_on(mesh))
-    assert prove(plan) == []
+    assert static_checks(plan) == []
     passed(verify(READING, plan, global_batches(count), loss=CONTRASTIVE))
 
 
 @pytest.mark.parametrize("count", [24, 17])
 def test_a_parameter_that_the_model_hands_out_as_it_is_gets_its_part_of_the_gradient(count: int):
     reading = reading_of_towers(bare=True)
-    passed(verify(reading, towers_plan(reading, Mesh(dp_replicate=3)), global_batches(count), loss=CONTRASTIVE))
+    passed(
+        verify(reading, towers_plan(reading, Mesh(dp_replicate=3)), global_batches(count), loss=CONTRASTIVE)
+    )
 
 
 def on_a_process(world: World) -> tuple[list[Metrics], dict[str, torch.Tensor]]:
     reading = reading_of_towers()
     plan = towers_plan(reading, world.mesh)
-    with build(reading, plan, loss=CONTRASTIVE, world=world) as engine:
-        metrics = [engine.step(share(batch, plan, world.rank)) for batch in global_batches(17)]
+    with parallelize(reading, plan, loss=CONTRASTIVE, world=world) as engine:
+        metrics = [engine.step(select_local_batch(batch, plan, world.rank)) for batch in global_batches(17)]
         return metrics, {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
@@ -71,25 +81,35 @@ def test_processes_meet_as_threads_do(process_pool: ProcessPool):
 def test_every_row_that_the_loss_takes_is_stated_to_the_byte():
     """3 ranks of 4 rows: a fact and a checksum, labels of 8 bytes, embeddings of 4 floats; in float32 half of it."""
     for parameters, width in (("float64", 8), ("float32", 4)):
-        job = tiny_job(precision=Precision(parameters, parameters, parameters))
+        job = tiny_job(precision=PrecisionConfig(parameters, parameters, parameters))
         plan = towers_plan(READING, Mesh(dp_replicate=3), job=job)
-        gathers = {a.subject: a.transfer.nbytes for a in plan.program.actions(ROLE) if a.kind == "GATHER" and a.transfer}
+        gathers = {
+            a.subject: a.transfer.nbytes
+            for a in plan.program.actions(FIRST_ROLE)
+            if a.kind == "GATHER" and a.transfer
+        }
         assert gathers == {"facts": 16, "kind": 4 * 8, "output0": 4 * 4 * width, "output1": 4 * 4 * width}
     assert trace(READING, plan, [0, 1, 2], loss=CONTRASTIVE).passed
     assert trace(READING, plan, [1], loss=CONTRASTIVE, fake=False).passed
 
 
 def test_rows_meet_over_both_data_axes_at_once():
-    split = (Batch("dp_replicate"), Batch("dp_shard"))
-    program = split[0].rewrite(towers_plan(READING, Mesh()).program, towers_plan(READING, Mesh()).space, tiny_job())
-    program = split[1].rewrite(program, towers_plan(READING, Mesh()).space, tiny_job())
-    gathers = [action for action in program.actions(ROLE) if action.kind == "GATHER"]
+    split = (BatchSplit("dp_replicate"), BatchSplit("dp_shard"))
+    program = split[0].rewrite(
+        towers_plan(READING, Mesh()).program, towers_plan(READING, Mesh()).sharding, tiny_job()
+    )
+    program = split[1].rewrite(program, towers_plan(READING, Mesh()).sharding, tiny_job())
+    gathers = [action for action in program.actions(FIRST_ROLE) if action.kind == "GATHER"]
     assert len({action.name for action in gathers}) == len(gathers) == 4
     assert {action.transfer.axes for action in gathers if action.transfer} == {("dp_replicate", "dp_shard")}
 
 
 def test_one_device_gathers_nothing():
-    assert not [action for action in towers_plan(READING, Mesh()).program.actions(ROLE) if action.kind == "GATHER"]
+    assert not [
+        action
+        for action in towers_plan(READING, Mesh()).program.actions(FIRST_ROLE)
+        if action.kind == "GATHER"
+    ]
     passed(verify(READING, towers_plan(READING, Mesh()), global_batches(17), loss=CONTRASTIVE))
 
 
@@ -97,31 +117,35 @@ def test_a_step_without_any_row_is_skipped_on_all_ranks():
     plan = towers_plan(READING, Mesh(dp_replicate=3))
 
     def body(world: World) -> tuple[bool, bool]:
-        with build(READING, plan, loss=CONTRASTIVE, world=world) as engine:
+        with parallelize(READING, plan, loss=CONTRASTIVE, world=world) as engine:
             before = [p.detach().clone() for p in engine.module.parameters()]
             metrics = engine.step(None)
-            return metrics.skipped, all(map(torch.equal, before, engine.module.parameters()))
+            return metrics.is_skipped, all(map(torch.equal, before, engine.module.parameters()))
 
     assert on_threads(body, plan.mesh) == [(True, True)] * 3
 
 
-@pytest.mark.parametrize("planted", ["whole gradient of what is shared", "rows of the next rank", "loss added by every rank"])
+@pytest.mark.parametrize(
+    "planted", ["whole gradient of what is shared", "rows of the next rank", "loss added by every rank"]
+)
 def test_a_planted_bug_is_noticed(monkeypatch: pytest.MonkeyPatch, planted: str):
     if planted == "loss added by every rank":
-        monkeypatch.setattr(Exchange, "counts_here", True)
+        monkeypatch.setattr(GlobalBatchLoss, "reports_loss", True)
     elif planted == "rows of the next rank":
-        monkeypatch.setattr(Exchange, "_rows_of_ranks", lambda self: [4, 3, 5])
+        monkeypatch.setattr(GlobalBatchLoss, "_rows_of_ranks", lambda self: [4, 3, 5])
     else:
-        kept = Exchange.give_back
+        kept = GlobalBatchLoss.backward_to_local_samples
 
-        def give_back(self: Exchange) -> None:
+        def give_back(self: GlobalBatchLoss) -> None:
             for place, leaf in enumerate(self._leaves.values()):
                 if place == 2 and leaf.grad is not None:
                     leaf.grad *= 3
             kept(self)
 
-        monkeypatch.setattr(Exchange, "give_back", give_back)
-    verdict = verify(READING, towers_plan(READING, Mesh(dp_replicate=3)), global_batches(24), loss=CONTRASTIVE)
+        monkeypatch.setattr(GlobalBatchLoss, "backward_to_local_samples", give_back)
+    verdict = verify(
+        READING, towers_plan(READING, Mesh(dp_replicate=3)), global_batches(24), loss=CONTRASTIVE
+    )
     assert not verdict.passed
 
 
@@ -129,9 +153,9 @@ def test_a_loss_that_waits_for_no_gather_is_no_proof():
     plan = towers_plan(READING, Mesh(dp_replicate=3))
 
     def hasty(actions: list[Action]) -> list[Action]:
-        return [replace(a, waits=("COUNT()",)) if a.kind == "LOSS" else a for a in actions]
+        return [replace(a, waits=("TOKEN_COUNT()",)) if a.kind == "LOSS" else a for a in actions]
 
-    said = [fault.what for fault in prove(edited(plan, hasty))]
+    said = [fault.problem for fault in static_checks(edited(plan, hasty))]
     assert "LOSS(0) needs all rows of output0, output1, kind and waits for no GATHER of them" in said
 
 
@@ -145,47 +169,69 @@ class Pooling(Towers):
 
 def test_an_output_that_is_not_per_row_and_differs_between_ranks_is_refused():
     reading = reading_of_towers(model=Pooling)
-    with pytest.raises(PlanError, match=r"(?s)takes an output that is not per row, and the ranks do not hold the same.*repair:"):
+    with pytest.raises(
+        PlanError,
+        match=r"(?s)takes an output that is not per row, and the ranks do not hold the same.*repair:",
+    ):
         verify(reading, towers_plan(reading, Mesh(dp_replicate=3)), global_batches(24), loss=CONTRASTIVE)
 
 
 def test_a_similarity_inside_the_model_is_refused_when_the_model_is_read():
     inside = replace(CONTRASTIVE, total=lambda outputs, batch: outputs[0].sum())
-    with pytest.raises(PlanError, match=r"(?s)output0 .*\[3, 3\], and \[5, 5\] on more rows: it compares the rows of one rank"):
+    with pytest.raises(
+        PlanError,
+        match=r"(?s)output0 .*\[3, 3\], and \[5, 5\] on more rows: it compares the rows of one rank",
+    ):
         reading_of_towers(inside, inside=True)
-    outside = replace(CONTRASTIVE, total=lambda outputs, batch: info_nce((outputs[1], outputs[2], torch.ones(())), batch))
+    outside = replace(
+        CONTRASTIVE, total=lambda outputs, batch: info_nce((outputs[1], outputs[2], torch.ones(())), batch)
+    )
     reading = reading_of_towers(outside, inside=True)  # the loss does not take it, so it may be there
-    assert [column.used for column in reading.anatomy.outputs] == [False, True, True]
+    assert [column.used_by_loss for column in reading.model_spec.outputs] == [False, True, True]
     passed(verify(reading, towers_plan(reading, Mesh(dp_replicate=3)), global_batches(24), loss=outside))
 
 
 def test_a_loss_that_reads_more_than_its_targets_is_refused_by_the_name_of_the_key():
     greedy = Loss(lambda outputs, batch: batch["image"].sum(), CONTRASTIVE.count, ("kind",), whole_batch=True)
     with pytest.raises(
-        PlanError, match=r"(?s)reads 'image', which is not among its targets \['kind'\]\n  repair: name it in Loss"
+        PlanError,
+        match=r"(?s)reads 'image', which is not among its targets \['kind'\]\n  repair: name it in Loss",
     ):
         reading_of_towers(greedy)
 
 
 def test_micro_batches_and_the_guard_are_refused_with_the_repair():
-    with pytest.raises(PlanError, match=r"(?s)micro_batch = 2 cuts a rank's 4 samples\n  repair: set micro_batch = 0"):
+    with pytest.raises(
+        PlanError, match=r"(?s)micro_batch = 2 cuts a rank's 4 samples\n  repair: set micro_batch = 0"
+    ):
         towers_plan(READING, Mesh(dp_replicate=3), micro_batch=2)
-    with pytest.raises(PlanError, match=r'(?s)no rank has a loss of its own\n  repair: set guard.action = "off"'):
-        towers_plan(READING, Mesh(dp_replicate=3), job=tiny_job(guard=Guard("skip")))
+    with pytest.raises(
+        PlanError, match=r'(?s)no rank has a loss of its own\n  repair: set guard.action = "off"'
+    ):
+        towers_plan(READING, Mesh(dp_replicate=3), job=tiny_job(guard=LossGuard("skip")))
 
 
 def test_another_kind_of_loss_than_the_plan_knows_is_refused():
     plan = towers_plan(READING, Mesh(dp_replicate=3))
-    for call in (lambda: verify(READING, plan, global_batches(24), loss=replace(CONTRASTIVE, whole_batch=False)),):
-        with pytest.raises(PlanError, match=r"(?s)the loss is a sum over rows, and the plan was made for one of the whole batch"):
+    for call in (
+        lambda: verify(READING, plan, global_batches(24), loss=replace(CONTRASTIVE, whole_batch=False)),
+    ):
+        with pytest.raises(
+            PlanError,
+            match=r"(?s)the loss is a sum over rows, and the plan was made for one of the whole batch",
+        ):
             call()
 
 
 def test_rows_of_another_shape_than_the_plan_knows_are_refused():
     wide = replace(CONTRASTIVE, total=lambda outputs, batch: info_nce(outputs, {"kind": batch["kind"][:, 0]}))
-    example = {key: value if key != "kind" else value[:, None].repeat(1, 2) for key, value in pairs(4).items()}
+    example = {
+        key: value if key != "kind" else value[:, None].repeat(1, 2) for key, value in pairs(4).items()
+    }
     reading = reading_of_towers(wide, example=example)
     batch = {key: value if key != "kind" else value[:, None].repeat(1, 3) for key, value in pairs(12).items()}
-    plan = towers_plan(reading, Mesh(dp_replicate=3), job=replace(tiny_job(), train=Train(batch=12)))
-    with pytest.raises(PlanError, match=r"(?s)kind has rows of the shape \[3\]; the plan was made for \[2\].*pad it"):
+    plan = towers_plan(reading, Mesh(dp_replicate=3), job=replace(tiny_job(), train=TrainConfig(batch=12)))
+    with pytest.raises(
+        PlanError, match=r"(?s)kind has rows of the shape \[3\]; the plan was made for \[2\].*pad it"
+    ):
         verify(reading, plan, [batch], loss=wide)

@@ -12,7 +12,9 @@ Make = Callable[[list[dict]], torch.optim.Optimizer]
 
 def weight(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """A weight of the usual size."""
-    return (0.3 * torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)).to(dtype)
+    return (0.3 * torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)).to(
+        dtype
+    )
 
 
 def gradients(*shape: int, steps: int = 5, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -20,7 +22,9 @@ def gradients(*shape: int, steps: int = 5, dtype: torch.dtype = torch.float64) -
     generator = torch.Generator().manual_seed(7)
     found = []
     for step in range(steps):
-        sizes = 10 ** torch.linspace(-3, 0, max(1, torch.Size(shape).numel()), dtype=torch.float64).view(shape)
+        sizes = 10 ** torch.linspace(-3, 0, max(1, torch.Size(shape).numel()), dtype=torch.float64).view(
+            shape
+        )
         one = sizes * (torch.randn(shape, generator=generator, dtype=torch.float64) + 0.3 * step)
         if one.numel() > 1:
             one.view(-1)[-1] = 0.0
@@ -33,7 +37,9 @@ def groups(parameters: list[nn.Parameter], lr: float = LR, decay: float = DECAY)
     return [{"params": parameters, "lr": lr, "weight_decay": decay}]
 
 
-def stepped(make: Make, begin: torch.Tensor, course: list[torch.Tensor]) -> tuple[torch.Tensor, torch.optim.Optimizer]:
+def stepped(
+    make: Make, begin: torch.Tensor, course: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.optim.Optimizer]:
     """`begin` after a step with each gradient of `course`, and the optimizer."""
     parameter = nn.Parameter(begin.clone())
     optimizer = make(groups([parameter]))
@@ -43,7 +49,9 @@ def stepped(make: Make, begin: torch.Tensor, course: list[torch.Tensor]) -> tupl
     return parameter.detach(), optimizer
 
 
-def stepped_in_pieces(make: Make, begin: torch.Tensor, course: list[torch.Tensor], cuts: list[int]) -> torch.Tensor:
+def stepped_in_pieces(
+    make: Make, begin: torch.Tensor, course: list[torch.Tensor], cuts: list[int]
+) -> torch.Tensor:
     """The same, when flat pieces that end at `cuts` are stepped as parameters of their own."""
     ends = [0, *cuts, begin.numel()]
     found = [
@@ -55,5 +63,10 @@ def stepped_in_pieces(make: Make, begin: torch.Tensor, course: list[torch.Tensor
 
 def moments(optimizer: torch.optim.Optimizer) -> int:
     """The bytes of all state but counters."""
-    kept = [value for held in optimizer.state.values() for value in held.values() if isinstance(value, torch.Tensor)]
+    kept = [
+        value
+        for held in optimizer.state.values()
+        for value in held.values()
+        if isinstance(value, torch.Tensor)
+    ]
     return sum(value.nbytes for value in kept if value.ndim)

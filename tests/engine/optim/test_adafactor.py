@@ -4,8 +4,16 @@ import pytest
 import torch
 
 from meshwright.engine.optim.adafactor import Adafactor
-from meshwright.plan.optimizer_spec import moment_nbytes
-from tests.engine.optim.known_gradients import DECAY, LR, gradients, moments, stepped, stepped_in_pieces, weight
+from meshwright.plan.optimizer_spec import optimizer_state_nbytes
+from tests.engine.optim.known_gradients import (
+    DECAY,
+    LR,
+    gradients,
+    moments,
+    stepped,
+    stepped_in_pieces,
+    weight,
+)
 
 SHAPES = [(7, 5), (1, 6), (6, 1), (3, 4, 5), (8,), ()]
 
@@ -38,17 +46,25 @@ def test_it_is_the_papers_algorithm(shape: tuple[int, ...]):
 @pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
 def test_it_is_torchs(shape: tuple[int, ...]):
     begin, course = weight(*shape), gradients(*shape)
-    theirs = stepped(lambda groups: torch.optim.Adafactor(groups, eps=(1e-30, 1e-3), foreach=False), begin, course)[0]
+    theirs = stepped(
+        lambda groups: torch.optim.Adafactor(groups, eps=(1e-30, 1e-3), foreach=False), begin, course
+    )[0]
     assert (stepped(Adafactor, begin, course)[0] - theirs).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize(("shape", "elements"), [((7, 5), 12), ((64, 32), 96), ((3, 4, 5), 3 * 9), ((8,), 8), ((), 1)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "elements"), [((7, 5), 12), ((64, 32), 96), ((3, 4, 5), 3 * 9), ((8,), 8), ((), 1)], ids=str
+)
 def test_it_keeps_rows_and_columns(shape: tuple[int, ...], elements: int):
-    _, optimizer = stepped(Adafactor, weight(*shape, dtype=torch.float32), gradients(*shape, dtype=torch.float32))
-    kept = (
-        moments(optimizer) if shape else sum(v.nbytes for v in optimizer.state_dict()["state"][0].values() if torch.is_tensor(v))
+    _, optimizer = stepped(
+        Adafactor, weight(*shape, dtype=torch.float32), gradients(*shape, dtype=torch.float32)
     )
-    assert kept == 4 * elements == moment_nbytes("adafactor", shape)
+    kept = (
+        moments(optimizer)
+        if shape
+        else sum(v.nbytes for v in optimizer.state_dict()["state"][0].values() if torch.is_tensor(v))
+    )
+    assert kept == 4 * elements == optimizer_state_nbytes("adafactor", shape)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,8 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.engine.optim.adamw_8bit import BlockAdamW, dequantised, numbers, quantised
-from meshwright.plan.optimizer_spec import moment_nbytes
+from meshwright.engine.optim.adamw_8bit import (
+    AdamW8bit,
+    dequantize_blocks,
+    quantization_levels,
+    quantize_blocks,
+)
+from meshwright.plan.optimizer_spec import optimizer_state_nbytes
 from tests.engine.optim.known_gradients import gradients, groups, moments, stepped, stepped_in_pieces, weight
 
 
@@ -39,19 +44,22 @@ def plain(begin: torch.Tensor, course: list[torch.Tensor]) -> torch.Tensor:
         x.grad = g.clone()
         optimizer.step()
         state = optimizer.state[x]
-        state |= {"exp_avg": through(state["exp_avg"], True), "exp_avg_sq": through(state["exp_avg_sq"], False)}
+        state |= {
+            "exp_avg": through(state["exp_avg"], True),
+            "exp_avg_sq": through(state["exp_avg_sq"], False),
+        }
     return x.detach()
 
 
 @pytest.mark.parametrize("shape", [(30, 41), (256,), (1,)], ids=str)
 def test_it_is_adamw_with_quantised_moments(shape: tuple[int, ...]):
     begin, course = weight(*shape), gradients(*shape)
-    assert (stepped(BlockAdamW, begin, course)[0] - plain(begin, course)).abs().max() < 1e-14
+    assert (stepped(AdamW8bit, begin, course)[0] - plain(begin, course)).abs().max() < 1e-14
 
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_numbers_are_the_papers_tree(signed: bool):
-    mine = numbers(signed=signed)
+    mine = quantization_levels(signed=signed)
     assert len(mine) == 256
     assert torch.allclose(mine, table(signed), rtol=1e-14, atol=0)
     assert (mine.min() > 0) != signed, "no second moment is rounded to nothing"
@@ -60,13 +68,13 @@ def test_the_numbers_are_the_papers_tree(signed: bool):
 def test_what_is_large_in_its_block_keeps_its_digits_and_outliers_stay_in_theirs():
     values = weight(512)
     values[300] = 1e6
-    known = numbers(signed=True)
-    back = dequantised(*quantised(values, known), known)
+    known = quantization_levels(signed=True)
+    back = dequantize_blocks(*quantize_blocks(values, known), known)
     large = values[:256].abs() > 0.1 * values[:256].abs().max()
     assert ((back - values)[:256][large].abs() / values[:256][large].abs()).max() < 0.08
     assert back[300] == 1e6
     assert (back[256:] - values[256:])[:40].abs().max() > 0.01, "beside the outlier little is left"
-    assert torch.equal(dequantised(*quantised(values * 0, known), known), values * 0)
+    assert torch.equal(dequantize_blocks(*quantize_blocks(values * 0, known), known), values * 0)
 
 
 def test_rounding_changes_a_step_by_less_than_a_tenth():
@@ -77,18 +85,22 @@ def test_rounding_changes_a_step_by_less_than_a_tenth():
         exact.grad = g.clone()
         optimizer.step()
     way = exact.detach() - begin
-    assert (stepped(BlockAdamW, begin, course)[0] - begin - way).norm() < 0.1 * way.norm()
+    assert (stepped(AdamW8bit, begin, course)[0] - begin - way).norm() < 0.1 * way.norm()
 
 
 @pytest.mark.parametrize("shape", [(256,), (30, 41), (5,)], ids=str)
 def test_it_keeps_two_bytes_and_two_scales_per_block(shape: tuple[int, ...]):
-    _, optimizer = stepped(BlockAdamW, weight(*shape, dtype=torch.float32), gradients(*shape, dtype=torch.float32))
+    _, optimizer = stepped(
+        AdamW8bit, weight(*shape, dtype=torch.float32), gradients(*shape, dtype=torch.float32)
+    )
     numel = torch.Size(shape).numel()
-    assert moments(optimizer) == 2 * numel + 8 * -(-numel // 256) == moment_nbytes("adamw_8bit", shape)
+    assert (
+        moments(optimizer) == 2 * numel + 8 * -(-numel // 256) == optimizer_state_nbytes("adamw_8bit", shape)
+    )
 
 
 def test_pieces_of_whole_blocks_become_what_the_whole_becomes_and_others_do_not():
     begin, course = weight(30, 41), gradients(30, 41)
-    whole, _ = stepped(BlockAdamW, begin, course)
-    assert torch.equal(stepped_in_pieces(BlockAdamW, begin, course, [256, 768]), whole)
-    assert not torch.equal(stepped_in_pieces(BlockAdamW, begin, course, [300, 768]), whole)
+    whole, _ = stepped(AdamW8bit, begin, course)
+    assert torch.equal(stepped_in_pieces(AdamW8bit, begin, course, [256, 768]), whole)
+    assert not torch.equal(stepped_in_pieces(AdamW8bit, begin, course, [300, 768]), whole)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.engine.optim.adamw_bf16 import LeanAdamW
-from meshwright.plan.optimizer_spec import moment_nbytes
+from meshwright.engine.optim.adamw_bf16 import AdamWBF16
+from meshwright.plan.optimizer_spec import optimizer_state_nbytes
 from tests.engine.optim.known_gradients import gradients, groups, moments, stepped, stepped_in_pieces, weight
 
 KEYS = ("exp_avg", "exp_avg_sq")
@@ -25,7 +25,7 @@ def plain(begin: torch.Tensor, course: list[torch.Tensor], kept: torch.dtype) ->
 @pytest.mark.parametrize("kept", [torch.float64, torch.bfloat16])
 def test_it_is_adamw_with_rounded_moments(kept: torch.dtype):
     begin, course = weight(7, 5), gradients(7, 5)
-    mine, _ = stepped(lambda groups: LeanAdamW(groups, moments=kept), begin, course)
+    mine, _ = stepped(lambda groups: AdamWBF16(groups, state_dtype=kept), begin, course)
     assert (mine - plain(begin, course, kept)).abs().max() < 1e-14
 
 
@@ -38,16 +38,18 @@ def test_rounding_changes_a_step_by_less_than_two_percent():
 def test_the_second_moment_falls_again_at_the_bound_that_the_job_sets_and_not_above():
     for beta, falls in ((1 - 2**-8, True), (0.999, False)):
         course = [torch.ones(1, dtype=torch.float64), *[torch.zeros(1, dtype=torch.float64)] * 50]
-        _, optimizer = stepped(lambda groups, b=beta: LeanAdamW(groups, betas=(0.9, b)), weight(1), course)
+        _, optimizer = stepped(lambda groups, b=beta: AdamWBF16(groups, betas=(0.9, b)), weight(1), course)
         (state,) = optimizer.state.values()
         assert (state["exp_avg_sq"].item() < 0.9 * (1 - beta)) == falls
 
 
 def test_it_keeps_four_bytes_per_parameter():
-    _, optimizer = stepped(LeanAdamW, weight(7, 5, dtype=torch.float32), gradients(7, 5, dtype=torch.float32))
-    assert moments(optimizer) == 4 * 35 == moment_nbytes("adamw_bf16", (7, 5))
+    _, optimizer = stepped(AdamWBF16, weight(7, 5, dtype=torch.float32), gradients(7, 5, dtype=torch.float32))
+    assert moments(optimizer) == 4 * 35 == optimizer_state_nbytes("adamw_bf16", (7, 5))
 
 
 def test_pieces_become_what_the_whole_becomes():
     begin, course = weight(7, 5), gradients(7, 5)
-    assert torch.equal(stepped_in_pieces(LeanAdamW, begin, course, [3, 4, 17]), stepped(LeanAdamW, begin, course)[0])
+    assert torch.equal(
+        stepped_in_pieces(AdamWBF16, begin, course, [3, 4, 17]), stepped(AdamWBF16, begin, course)[0]
+    )

@@ -4,8 +4,16 @@ import pytest
 import torch
 
 from meshwright.engine.optim.lion import Lion
-from meshwright.plan.optimizer_spec import moment_nbytes
-from tests.engine.optim.known_gradients import DECAY, LR, gradients, moments, stepped, stepped_in_pieces, weight
+from meshwright.plan.optimizer_spec import optimizer_state_nbytes
+from tests.engine.optim.known_gradients import (
+    DECAY,
+    LR,
+    gradients,
+    moments,
+    stepped,
+    stepped_in_pieces,
+    weight,
+)
 
 BETAS = (0.9, 0.99)
 
@@ -22,21 +30,25 @@ def plain(begin: torch.Tensor, course: list[torch.Tensor], kept: torch.dtype) ->
 @pytest.mark.parametrize("kept", [torch.float64, torch.bfloat16])
 def test_it_is_the_papers_rule(kept: torch.dtype):
     begin, course = weight(7, 5), gradients(7, 5)
-    mine, _ = stepped(lambda groups: Lion(groups, betas=BETAS, moments=kept), begin, course)
+    mine, _ = stepped(lambda groups: Lion(groups, betas=BETAS, state_dtype=kept), begin, course)
     assert (mine - plain(begin, course, kept)).abs().max() < 1e-15
 
 
 def test_every_element_moves_by_the_learning_rate():
     begin, course = torch.zeros(4, 3, dtype=torch.float64), gradients(4, 3, steps=1)
     mine, _ = stepped(Lion, begin, course)
-    assert set((mine / LR).round(decimals=12).abs().flatten().tolist()) == {0.0, 1.0}, "0 where the gradient is"
+    assert set((mine / LR).round(decimals=12).abs().flatten().tolist()) == {0.0, 1.0}, (
+        "0 where the gradient is"
+    )
 
 
 @pytest.mark.parametrize(("kept", "rule", "width"), [(None, "lion", 4), (torch.bfloat16, "lion_bf16", 2)])
 def test_it_keeps_four_or_two_bytes_per_parameter(kept: torch.dtype | None, rule: str, width: int):
     dtype = torch.float32
-    _, optimizer = stepped(lambda groups: Lion(groups, moments=kept), weight(7, 5, dtype=dtype), gradients(7, 5, dtype=dtype))
-    assert moments(optimizer) == width * 35 == moment_nbytes(rule, (7, 5))
+    _, optimizer = stepped(
+        lambda groups: Lion(groups, state_dtype=kept), weight(7, 5, dtype=dtype), gradients(7, 5, dtype=dtype)
+    )
+    assert moments(optimizer) == width * 35 == optimizer_state_nbytes(rule, (7, 5))
 
 
 def test_pieces_become_what_the_whole_becomes():

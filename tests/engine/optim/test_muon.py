@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from meshwright.engine.optim.muon import Muon, orthogonal
+from meshwright.engine.optim.muon import Muon, orthogonalize
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.optimizer_spec import moment_nbytes
+from meshwright.plan.optimizer_spec import optimizer_state_nbytes
 from tests.engine.optim.known_gradients import DECAY, LR, gradients, groups, moments, stepped, weight
 
 SHAPES = [(7, 5), (5, 7), (6, 6), (1, 4)]
@@ -36,7 +36,7 @@ def test_it_is_the_polynomial_on_singular_values(shape: tuple[int, int]):
 
 
 def test_every_direction_moves_about_equally():
-    values = torch.linalg.svdvals(orthogonal(weight(40, 60)))
+    values = torch.linalg.svdvals(orthogonalize(weight(40, 60)))
     assert 0.65 < values.min() < values.max() < 1.25
 
 
@@ -49,7 +49,7 @@ def test_an_update_is_as_large_as_one_of_adamw():
 
 def test_it_keeps_four_bytes_per_parameter():
     _, optimizer = stepped(Muon, weight(7, 5, dtype=torch.float32), gradients(7, 5, dtype=torch.float32))
-    assert moments(optimizer) == 4 * 35 == moment_nbytes("muon", (7, 5))
+    assert moments(optimizer) == 4 * 35 == optimizer_state_nbytes("muon", (7, 5))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -65,5 +65,7 @@ def test_halves_of_a_matrix_do_not_become_what_the_whole_becomes(dim: int):
 
 @pytest.mark.parametrize("shape", [(12,), (2, 3, 4)], ids=str)
 def test_what_is_no_matrix_is_refused(shape: tuple[int, ...]):
-    with pytest.raises(PlanError, match=r"Muon got a parameter of shape .*; needed are whole matrices(?s:.*)optimizer\.name"):
+    with pytest.raises(
+        PlanError, match=r"Muon got a parameter of shape .*; needed are whole matrices(?s:.*)optimizer\.name"
+    ):
         Muon(groups([torch.nn.Parameter(weight(*shape))]))

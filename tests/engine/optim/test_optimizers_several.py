@@ -8,23 +8,23 @@ import torch
 from torch import nn
 
 from meshwright.engine.optim.optimizers import (
-    Groups,
-    group_numbers,
+    OptimizerParamGroups,
+    clip_in_step,
+    load_local_optimizer_state,
+    local_optimizer_state,
     make_optimizers,
-    parameter_groups,
-    restore_state,
-    scale_in_step,
-    state_tensors,
+    make_param_groups,
+    param_group_numbers,
 )
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Optimizer, ParameterGroup
+from meshwright.plan.job.job import OptimizerConfig, ParamGroupConfig
 from tests.engine.optim.test_optimizers import named, said, with_gradients
 
-SPLIT = Optimizer(
+SPLIT = OptimizerConfig(
     "adamw",
     lr=0.1,
     weight_decay=0.2,
-    groups=(ParameterGroup("embed.*", 3.0, name="sgd", momentum=0.9), ParameterGroup("*.bias", 0.5)),
+    groups=(ParamGroupConfig("embed.*", 3.0, name="sgd", momentum=0.9), ParamGroupConfig("*.bias", 0.5)),
 )
 
 
@@ -45,13 +45,16 @@ def test_several_optimizers_step_as_each_alone_and_go_on_bitwise():
     def run(start: int, stop: int, saved: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> Any:
         parameters = {key: nn.Parameter(value.clone()) for key, value in values.items()}
         optimizers = make_optimizers(SPLIT, parameters)
-        initial = group_numbers(optimizers)
-        restore_state(optimizers, parameters, saved)
+        initial = param_group_numbers(optimizers)
+        load_local_optimizer_state(optimizers, parameters, saved)
         for step in range(start, stop):
             with_gradients(parameters, step)
             for optimizer in optimizers:
                 optimizer.step()
-        state = {key: value.clone() for key, value in state_tensors(optimizers, parameters, initial).items()}
+        state = {
+            key: value.clone()
+            for key, value in local_optimizer_state(optimizers, parameters, initial).items()
+        }
         return state, {key: parameter.detach() for key, parameter in parameters.items()}
 
     begin = {key: parameter.detach() for key, parameter in named().items()}
@@ -70,27 +73,35 @@ def test_several_optimizers_step_as_each_alone_and_go_on_bitwise():
 
 
 def test_a_list_of_optimizers_must_share_the_parameters():
-    def two(groups: Groups, *, twice: bool = False) -> list[torch.optim.Optimizer]:
+    def two(groups: OptimizerParamGroups, *, twice: bool = False) -> list[torch.optim.Optimizer]:
         first, *rest = groups
         return [torch.optim.SGD([first]), torch.optim.Adagrad([*rest, dict(first)] if twice else rest)]
 
     mine = named()
-    assert [type(each).__name__ for each in make_optimizers(Optimizer(lr=0.1), mine, two)] == ["SGD", "Adagrad"]
+    assert [type(each).__name__ for each in make_optimizers(OptimizerConfig(lr=0.1), mine, two)] == [
+        "SGD",
+        "Adagrad",
+    ]
     with pytest.raises(PlanError, match=r"; 2 are held by two optimizers \(embed\.weight\.\.\.\)"):
-        make_optimizers(Optimizer(lr=0.1), mine, lambda groups: two(groups, twice=True))
-    with pytest.raises(PlanError, match=r"the groups embed\.\* name an optimizer, and one that was passed makes its own"):
+        make_optimizers(OptimizerConfig(lr=0.1), mine, lambda groups: two(groups, twice=True))
+    with pytest.raises(
+        PlanError, match=r"the groups embed\.\* name an optimizer, and one that was passed makes its own"
+    ):
         make_optimizers(SPLIT, mine, two)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("second", [lambda groups: torch.optim.SGD(groups, fused=True), torch.optim.Adagrad])
-def test_several_optimizers_take_the_same_scaled_gradients(second: Callable[[Groups], torch.optim.Optimizer], dtype: torch.dtype):
+def test_several_optimizers_take_the_same_scaled_gradients(
+    second: Callable[[OptimizerParamGroups], torch.optim.Optimizer], dtype: torch.dtype
+):
     """Both fused: scaled while they read. One that does not know of that: scaled in place, once for both."""
     mine, theirs = named(dtype), named(dtype)
 
     def both(parameters: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
-        first, *rest = parameter_groups(
-            Optimizer("sgd", lr=0.1, weight_decay=0.0, groups=(ParameterGroup("embed.*", 2.0),)), parameters
+        first, *rest = make_param_groups(
+            OptimizerConfig("sgd", lr=0.1, weight_decay=0.0, groups=(ParamGroupConfig("embed.*", 2.0),)),
+            parameters,
         )
         return [torch.optim.SGD([first], fused=True), second(rest)]
 
@@ -98,7 +109,12 @@ def test_several_optimizers_take_the_same_scaled_gradients(second: Callable[[Gro
     with_gradients(mine, 0)
     with_gradients(theirs, 0)
     torch.nn.utils.clip_grad_norm_(theirs.values(), 0.5)
-    scale_in_step(optimizers[0], list(mine.values()), torch.nn.utils.get_total_norm([p.grad for p in mine.values()]), 0.5)
+    clip_in_step(
+        optimizers[0],
+        list(mine.values()),
+        torch.nn.utils.get_total_norm([p.grad for p in mine.values()]),
+        0.5,
+    )
     for optimizer in (*optimizers[0], *optimizers[1]):
         optimizer.step()
     error = max((mine[name] - theirs[name]).abs().max().item() for name in mine)

@@ -4,11 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.engine.optim.adamw_8bit import BlockAdamW
+from meshwright.engine.optim.adamw_8bit import AdamW8bit
 from meshwright.engine.optim.muon import Muon
-from meshwright.engine.optim.rule import ELEMENTWISE, check_grains, grain_needed, keys_by_block
+from meshwright.engine.optim.rule import (
+    ELEMENTWISE_OPTIMIZERS,
+    check_shard_alignments,
+    get_blockwise_state_keys,
+    required_shard_alignment,
+)
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.sharding.flat_param import Grain
+from meshwright.plan.sharding.flat_param import ShardAlignment
 
 
 class Own(torch.optim.SGD):
@@ -34,45 +39,68 @@ def of(kind: type[torch.optim.Optimizer]) -> tuple[torch.optim.Optimizer, dict[s
 
 @pytest.mark.parametrize(
     ("kind", "grain"),
-    [*((kind, "element") for kind in ELEMENTWISE), (Own, None), (Declared, "element"), (BlockAdamW, "block"), (Muon, "matrix")],
+    [
+        *((kind, "element") for kind in ELEMENTWISE_OPTIMIZERS),
+        (Own, None),
+        (Declared, "element"),
+        (AdamW8bit, "block"),
+        (Muon, "matrix"),
+    ],
 )
-def test_grains_are_declared_or_known(kind: type[torch.optim.Optimizer], grain: Grain | None):
-    assert grain_needed(of(kind)[0]) == grain
+def test_grains_are_declared_or_known(kind: type[torch.optim.Optimizer], grain: ShardAlignment | None):
+    assert required_shard_alignment(of(kind)[0]) == grain
 
 
 def test_a_grain_that_is_none_is_refused():
-    with pytest.raises(PlanError, match=r"Wrong declares grain = 'rows'(?s:.*)declare one of element, block, matrix"):
-        grain_needed(of(Wrong)[0])
+    with pytest.raises(
+        PlanError, match=r"Wrong declares grain = 'rows'(?s:.*)declare one of element, block, matrix"
+    ):
+        required_shard_alignment(of(Wrong)[0])
 
 
 @pytest.mark.parametrize(
     ("kind", "cut", "said"),
     [
-        (Own, "element", r"Own does not say whether it may see a part of a weight, and the plan cuts a by element"),
-        (Own, "block", r"cuts a by block(?s:.*)repair: if it computes every .* class Own: grain = \"element\"; else have whole"),
-        (BlockAdamW, "element", r"BlockAdamW needs the grain 'block', and the plan cuts a by element"),
-        (Muon, "block", r"Muon needs the grain 'matrix', and the plan cuts a by block(?s:.*)optimizer\.name = \"adafactor\""),
+        (
+            Own,
+            "element",
+            r"Own does not say whether it may see a part of a weight, and the plan cuts a by element",
+        ),
+        (
+            Own,
+            "block",
+            r"cuts a by block(?s:.*)repair: if it computes every .* class Own: grain = \"element\"; else have whole",
+        ),
+        (AdamW8bit, "element", r"BlockAdamW needs the grain 'block', and the plan cuts a by element"),
+        (
+            Muon,
+            "block",
+            r"Muon needs the grain 'matrix', and the plan cuts a by block(?s:.*)optimizer\.name = \"adafactor\"",
+        ),
     ],
 )
-def test_cuts_that_are_too_fine_are_refused(kind: type[torch.optim.Optimizer], cut: Grain, said: str):
+def test_cuts_that_are_too_fine_are_refused(
+    kind: type[torch.optim.Optimizer], cut: ShardAlignment, said: str
+):
     optimizer, parameters = of(kind)
     with pytest.raises(PlanError, match=said):
-        check_grains([optimizer], parameters, {"a": cut})
+        check_shard_alignments([optimizer], parameters, {"a": cut})
 
 
 @pytest.mark.parametrize(
-    ("kind", "cut"), [(Declared, "element"), (Declared, "matrix"), (BlockAdamW, "block"), (Muon, "matrix"), (Own, "matrix")]
+    ("kind", "cut"),
+    [(Declared, "element"), (Declared, "matrix"), (AdamW8bit, "block"), (Muon, "matrix"), (Own, "matrix")],
 )
-def test_coarser_cuts_serve_all(kind: type[torch.optim.Optimizer], cut: Grain):
+def test_coarser_cuts_serve_all(kind: type[torch.optim.Optimizer], cut: ShardAlignment):
     optimizer, parameters = of(kind)
-    check_grains([optimizer], parameters, {"a": cut})
+    check_shard_alignments([optimizer], parameters, {"a": cut})
 
 
 def test_where_nothing_is_cut_anything_goes():
     optimizer, parameters = of(Own)
-    check_grains([optimizer], parameters, {})
+    check_shard_alignments([optimizer], parameters, {})
 
 
 def test_only_what_says_so_keeps_anything_by_block():
-    assert keys_by_block(of(BlockAdamW)[0]) == {"exp_avg_scale", "exp_avg_sq_scale"}
-    assert keys_by_block(of(Own)[0]) == frozenset()
+    assert get_blockwise_state_keys(of(AdamW8bit)[0]) == {"exp_avg_scale", "exp_avg_sq_scale"}
+    assert get_blockwise_state_keys(of(Own)[0]) == frozenset()

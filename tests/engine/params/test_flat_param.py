@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from meshwright.engine.params.flat_param import Versions
+from meshwright.engine.params.flat_param import WeightStash
 from meshwright.plan.step.action import Action
 
 ROOM = "old weights(0)"
@@ -19,22 +19,22 @@ def gradients(of: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
     return list(torch.autograd.grad(loss, list(of.parameters())))
 
 
-def stepped(*, restore: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], Versions]:
+def stepped(*, restore: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], WeightStash]:
     """The gradients of a loss whose forward ran before a step and whose backward runs after it, and what they should be."""
     mine, rows = model(), torch.arange(20.0, dtype=torch.float64).view(4, 5).sin()
     wanted = gradients(mine, mine(rows).square().sum())
     weights = dict(mine.named_parameters())
     beside = {name: nn.Parameter(weight.data) for name, weight in weights.items()}
-    versions = Versions(weights, beside)
+    versions = WeightStash(weights, beside)
     loss = mine(rows).square().sum()
     versions.stash(Action("STASH", ROOM, 0))
     with torch.no_grad():
         for parameter in beside.values():
             parameter.mul_(1.5)
     if restore:
-        versions.restore(Action("RESTORE", ROOM, 0))
+        versions.load_stashed(Action("LOAD_STASHED", ROOM, 0))
     found = gradients(mine, loss)
-    versions.renew(Action("RENEW", ROOM, 0, frees=(ROOM,)))
+    versions.load_latest(Action("LOAD_LATEST", ROOM, 0, frees=(ROOM,)))
     for name, weight in weights.items():
         assert weight.data_ptr() == beside[name].data_ptr(), "the newest ones are there again"
     return found, wanted, versions
@@ -53,19 +53,19 @@ def test_without_restore_a_norm_meets_the_newest_ones():
 
 def test_memory_that_is_let_go_of_serves_the_next_version():
     weight = nn.Parameter(torch.ones(3))
-    versions = Versions({"w": weight}, {})
+    versions = WeightStash({"w": weight}, {})
     for _ in range(4):
         versions.stash(Action("STASH", ROOM))
-        versions.renew(Action("RENEW", ROOM, frees=(ROOM,)))
+        versions.load_latest(Action("LOAD_LATEST", ROOM, frees=(ROOM,)))
     assert versions.nbytes == weight.nbytes
 
 
 def test_a_step_that_failed_leaves_the_newest_weights():
     weight = nn.Parameter(torch.ones(3))
-    versions = Versions({"w": weight}, {})
+    versions = WeightStash({"w": weight}, {})
     versions.stash(Action("STASH", ROOM))
     weight.data.fill_(2.0)
-    versions.restore(Action("RESTORE", ROOM))
+    versions.load_stashed(Action("LOAD_STASHED", ROOM))
     assert weight.tolist() == [1.0] * 3
-    versions.forget()
+    versions.discard_all()
     assert weight.tolist() == [2.0] * 3

@@ -7,12 +7,12 @@ import torch
 
 from meshwright.api import make_plan
 from meshwright.comm.collectives.group import Group, Work, World
-from meshwright.engine.step.executor import Player
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
+from meshwright.engine.step.executor import Executor
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.testing.ranks import on_threads
 from tests.tiny_model import player_of, reading_of, rows, tiny_job
 
@@ -22,16 +22,26 @@ STAGES = [1, 2, 3]
 
 
 def plan_of(stage: int, micro_batch: int = 2) -> Plan:
-    return make_plan(READING, tiny_job(), Mesh(dp_shard=RANKS), (Batch(axis="dp_shard"), Zero(stage=stage)), micro_batch)
+    return make_plan(
+        READING,
+        tiny_job(),
+        Mesh(dp_shard=RANKS),
+        (BatchSplit(axis="dp_shard"), ZeRO(stage=stage)),
+        micro_batch,
+    )
 
 
-def on_ranks(stage: int, body: Callable[[Player, Callable[[], float]], object], world_of: Callable[[World], World] = lambda w: w):
+def on_ranks(
+    stage: int,
+    body: Callable[[Executor, Callable[[], float]], object],
+    world_of: Callable[[World], World] = lambda w: w,
+):
     """What `body` finds on each rank; its second argument plays a step and returns the norm of its gradients."""
     plan = plan_of(stage)
 
     def on_rank(world: World) -> object:
         player = player_of(READING, plan, world_of(world))
-        mine = {key: value[plan.rows_read(world.rank)] for key, value in rows().items()}
+        mine = {key: value[plan.samples_read(world.rank)] for key, value in rows().items()}
         found = body(player, lambda: player.step(mine).grad_norm)
         player.close()
         return found
@@ -40,14 +50,19 @@ def on_ranks(stage: int, body: Callable[[Player, Callable[[], float]], object], 
 
 
 def initial() -> dict[str, torch.Tensor]:
-    return {name: p.detach() for name, p in READING.make(torch.device("cpu"), torch.float64)[2].items()}
+    return {
+        name: p.detach() for name, p in READING.make_module(torch.device("cpu"), torch.float64)[2].items()
+    }
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_element_is_stepped_by_one_rank(stage: int):
-    def pieces(player: Player, step: object) -> dict[str, tuple[int, torch.Tensor]]:
-        owned = player.store.owned()
-        return {name: (player.store.piece(name).begin, piece.detach().clone()) for name, piece in owned.items()}
+    def pieces(player: Executor, step: object) -> dict[str, tuple[int, torch.Tensor]]:
+        owned = player.flat_params.optimizer_params()
+        return {
+            name: (player.flat_params.param_shard(name).begin, piece.detach().clone())
+            for name, piece in owned.items()
+        }
 
     found = on_ranks(stage, pieces)
     for name, whole in initial().items():
@@ -58,15 +73,18 @@ def test_each_element_is_stepped_by_one_rank(stage: int):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_padding_is_packed_as_zeros_whatever_the_buffer_held(stage: int):
-    def poisoned(player: Player, step: Callable[[], float]) -> tuple[int, float]:
+    def poisoned(player: Executor, step: Callable[[], float]) -> tuple[int, float]:
         step()
-        for buffer in player.store._buffers.values():
+        for buffer in player.flat_params._buffers.values():
             buffer.view(torch.uint8).fill_(7)
         step()
         padding = 0.0, 0
-        for held in player.store.arenas.values():
-            ends = max((piece.at + piece.numel for piece in held.pieces), default=0)
-            padding = padding[0] + held.gradient[ends:].abs().sum().item(), padding[1] + held.arena.shard - ends
+        for held in player.flat_params.by_param_group.values():
+            ends = max((piece.shard_offset + piece.numel for piece in held.param_shards), default=0)
+            padding = (
+                padding[0] + held.gradient[ends:].abs().sum().item(),
+                padding[1] + held.spec.shard_numel - ends,
+            )
         return padding
 
     found = on_ranks(stage, poisoned)
@@ -78,9 +96,9 @@ def test_padding_is_packed_as_zeros_whatever_the_buffer_held(stage: int):
 def test_the_norm_counts_no_padding_and_each_element_once(stage: int):
     clean = on_ranks(stage, lambda player, step: [step(), step()])
 
-    def poisoned(player: Player, step: Callable[[], float]) -> list[float]:
+    def poisoned(player: Executor, step: Callable[[], float]) -> list[float]:
         first = step()
-        for buffer in player.store._buffers.values():
+        for buffer in player.flat_params._buffers.values():
             buffer.view(torch.uint8).fill_(7)
         return [first, step()]
 
@@ -89,15 +107,15 @@ def test_the_norm_counts_no_padding_and_each_element_once(stage: int):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_weights_that_stay_whole_are_gathered_in_place_and_refreshed(stage: int):
-    def refreshed(player: Player, step: Callable[[], float]) -> bool:
+    def refreshed(player: Executor, step: Callable[[], float]) -> bool:
         step()
-        for held in player.store.arenas.values():
-            assert held.shard.untyped_storage().data_ptr() == held.whole.untyped_storage().data_ptr()
-            assert held.shard.data_ptr() == held.whole[held.mine].data_ptr()
-        whole = {name: value.clone() for name, value in player.parameters().items()}
-        parameters = player.state.subject.parameters
+        for held in player.flat_params.by_param_group.values():
+            assert held.shard.untyped_storage().data_ptr() == held.full_tensor.untyped_storage().data_ptr()
+            assert held.shard.data_ptr() == held.full_tensor[held.shard_slice].data_ptr()
+        whole = {name: value.clone() for name, value in player.gather_parameters().items()}
+        parameters = player.state.trained_module.parameters
         stale = any(not torch.equal(parameters[name], value) for name, value in whole.items())
-        player.store.refresh("TEST")
+        player.flat_params.refresh_unsharded("TEST")
         assert all(torch.equal(parameters[name], value) for name, value in whole.items())
         return stale
 
@@ -105,14 +123,18 @@ def test_weights_that_stay_whole_are_gathered_in_place_and_refreshed(stage: int)
 
 
 def test_a_block_that_is_fetched_is_whole():
-    def fetched(player: Player, step: Callable[[], float]) -> None:
+    def fetched(player: Executor, step: Callable[[], float]) -> None:
         step()
-        whole, subject = player.parameters(), player.state.subject
+        whole, subject = player.gather_parameters(), player.state.trained_module
         for block, module in subject.blocks.items():
-            for buffer in player.store._buffers.values():
+            for buffer in player.flat_params._buffers.values():
                 buffer.view(torch.uint8).fill_(7)
-            player.store.fetch(block, "TEST")
-            mine = [name for name, p in subject.parameters.items() if any(p is other for other in module.parameters())]
+            player.flat_params.unshard_block(block, "TEST")
+            mine = [
+                name
+                for name, p in subject.parameters.items()
+                if any(p is other for other in module.parameters())
+            ]
             assert mine or not list(module.parameters())
             assert all(torch.equal(subject.parameters[name], whole[name]) for name in mine), block
 
@@ -163,13 +185,17 @@ class NotedWorld(World):
         self._world.close()
 
 
-def memory_of(player: Player) -> frozenset[int]:
+def memory_of(player: Executor) -> frozenset[int]:
     """The addresses of all that holds weights, gradients or moments."""
-    store = player.store
-    tensors = [*player.state.subject.parameters.values(), *store._buffers.values(), *store.owned().values()]
-    tensors += [piece.grad for piece in store.owned().values() if piece.grad is not None]
-    for held in store.arenas.values():
-        tensors += [each for each in (held.whole, held.shard, held.gradient) if each is not None]
+    store = player.flat_params
+    tensors = [
+        *player.state.trained_module.parameters.values(),
+        *store._buffers.values(),
+        *store.optimizer_params().values(),
+    ]
+    tensors += [piece.grad for piece in store.optimizer_params().values() if piece.grad is not None]
+    for held in store.by_param_group.values():
+        tensors += [each for each in (held.full_tensor, held.shard, held.gradient) if each is not None]
     states = [held for optimizer in player.optimizers for held in optimizer.state.values()]
     tensors += [value for held in states for value in held.values() if isinstance(value, torch.Tensor)]
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
@@ -177,7 +203,7 @@ def memory_of(player: Player) -> frozenset[int]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_steady_step_makes_no_buffer_of_weights_or_gradients(stage: int):
-    def traced(player: Player, step: Callable[[], float]) -> int:
+    def traced(player: Executor, step: Callable[[], float]) -> int:
         step()
         step()
         seen, held = [], []
@@ -185,10 +211,12 @@ def test_a_steady_step_makes_no_buffer_of_weights_or_gradients(stage: int):
             player.state.world.seen.clear()
             step()
             seen.append(dict(player.state.world.seen))
-            held.append((memory_of(player), sum(player.sizes().values())))
+            held.append((memory_of(player), sum(player.memory_by_category().values())))
         assert seen == [seen[0]] * 4, "steps 3 to 6 gather and sum in the same memory"
         assert held == [held[0]] * 4
         return len(seen[0])
 
-    expected = sum(action.kind in ("UNSHARD", "REDUCE") for action in plan_of(stage).program.actions(ROLE))
+    expected = sum(
+        action.kind in ("UNSHARD", "REDUCE") for action in plan_of(stage).program.actions(FIRST_ROLE)
+    )
     assert on_ranks(stage, traced, NotedWorld) == [expected] * RANKS

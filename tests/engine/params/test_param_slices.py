@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from meshwright.comm.collectives.group import World
-from meshwright.engine.params.param_slices import Slices
-from meshwright.model.tensors.lazy_tensors import OnDemand
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.engine.params.param_slices import ParamSlices
+from meshwright.model.tensors.lazy_tensors import LazyTensors
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import on_threads
 from tests.parallel.tensor.odd_llama import SIZES, llama, planned
@@ -17,7 +17,7 @@ WHOLE = torch.arange(SIZES["vocab_size"] * 2.0).view(-1, 2)
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_of_a_table_the_other_rows_are_not_asked_for(ranks: int):
-    _, plan = planned(llama(), Mesh(tp=ranks), (Vocabulary(),))
+    _, plan = planned(llama(), Mesh(tp=ranks), (VocabParallel(),))
 
     def body(world: World) -> tuple[torch.Tensor, list[object], torch.Tensor]:
         asked: list[object] = []
@@ -26,12 +26,12 @@ def test_of_a_table_the_other_rows_are_not_asked_for(ranks: int):
             asked.append((name, rows))
             return WHOLE if rows is None else WHOLE[rows.start : rows.stop]
 
-        slices = Slices(plan, world)
-        given = OnDemand([f"model/{TABLE}", NORM], values, values)
-        mine = slices.read(TABLE, given, f"model/{TABLE}")
-        assert slices.read(NORM, given) is WHOLE
-        assert torch.equal(mine, slices.mine(TABLE, WHOLE))
-        return mine, asked, slices.read(TABLE, {TABLE: WHOLE})
+        slices = ParamSlices(plan, world)
+        given = LazyTensors([f"model/{TABLE}", NORM], values, values)
+        mine = slices.load_slice(TABLE, given, f"model/{TABLE}")
+        assert slices.load_slice(NORM, given) is WHOLE
+        assert torch.equal(mine, slices.local_slice(TABLE, WHOLE))
+        return mine, asked, slices.load_slice(TABLE, {TABLE: WHOLE})
 
     found = on_threads(body, plan.mesh)
     assert torch.equal(torch.cat([mine for mine, _, _ in found]), WHOLE)

@@ -7,11 +7,11 @@ from textwrap import dedent
 
 import pytest
 
-from meshwright.engine.runtime.cpu_allocator import M_MMAP_THRESHOLD, MOST_MMAP, keep_heap
+from meshwright.engine.runtime.cpu_allocator import M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD, retain_heap
 
 STEPS = """
     import ctypes, json, resource, sys
-    from meshwright.engine.runtime.cpu_allocator import M_MMAP_THRESHOLD, MOST_MMAP, give_back, keep_heap
+    from meshwright.engine.runtime.cpu_allocator import M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD, trim_heap, retain_heap
 
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
@@ -33,7 +33,9 @@ STEPS = """
 
 def faults(how: str, program: str = STEPS) -> list[int]:
     """Page faults of five steps that take 64 MiB, in a process of its own: what is set holds for the whole process."""
-    done = subprocess.run([sys.executable, "-c", dedent(program), how], capture_output=True, text=True, check=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", dedent(program), how], capture_output=True, text=True, check=True, timeout=100
+    )
     able, counts = json.loads(done.stdout)
     if not able:
         pytest.skip("needs glibc: other C libraries are left as they are")
@@ -55,5 +57,8 @@ def test_what_is_free_is_given_back_once():
 
 
 def test_a_second_call_does_nothing_more():
-    assert keep_heap() == keep_heap()
-    assert (M_MMAP_THRESHOLD, MOST_MMAP) == (-3, 32 * 2**20)  # malloc.h's number, and the most that mallopt takes
+    assert retain_heap() == retain_heap()
+    assert (M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD) == (
+        -3,
+        32 * 2**20,
+    )  # malloc.h's number, and the most that mallopt takes

@@ -10,19 +10,27 @@ from benchmarks.peak import PeakLive
 from meshwright.comm.collectives.group import World
 from meshwright.comm.collectives.redistribute import all_gather
 from meshwright.engine.runtime import loss as pieces
-from meshwright.engine.runtime.loss import IGNORED, Loss, Words, cross_entropy, token_cross_entropy
+from meshwright.engine.runtime.loss import (
+    IGNORE_INDEX,
+    Loss,
+    VocabShard,
+    token_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import on_threads
 
 ROWS, TOKENS, WORDS = 2, 5, 67
 LOGITS = 3 * torch.randn(ROWS, TOKENS, WORDS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-LABELS = torch.tensor([[0, IGNORED, 33, 34, 66], [IGNORED, 22, 23, 44, 45]])  # at the borders of 2 and 3 parts
+LABELS = torch.tensor(
+    [[0, IGNORE_INDEX, 33, 34, 66], [IGNORE_INDEX, 22, 23, 44, 45]]
+)  # at the borders of 2 and 3 parts
 WEIGHTS = torch.tensor([[0.5, float("nan"), 0.0, 2.0, 1.0], [3.0, 0.25, 1.0, 1.0, 7.0]], dtype=torch.float64)
 BATCHES = {"labels": {"labels": LABELS}, "weights": {"labels": LABELS, "loss_weights": WEIGHTS}}
 
 
-def words_of(world: World) -> Words:
+def words_of(world: World) -> VocabShard:
     group = world.group(("tp",))
     each, more = divmod(WORDS, group.size)
     first = group.index * each + min(group.index, more)
@@ -30,15 +38,17 @@ def words_of(world: World) -> Words:
     def told(numbers: torch.Tensor) -> torch.Tensor:
         return all_gather(numbers, group, 0, "LOSS").view(group.size, *numbers.shape)
 
-    return Words(first, each + (group.index < more), WORDS, told)
+    return VocabShard(first, each + (group.index < more), WORDS, told)
 
 
-def taken(world: World, loss: Loss, batch: dict[str, torch.Tensor], given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def taken(
+    world: World, loss: Loss, batch: dict[str, torch.Tensor], given: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The total, and the gradient of this rank's logits."""
     words = words_of(world)
-    mine = given[..., words.first : words.first + words.count].clone().requires_grad_()
-    assert loss.split is not None
-    total = loss.split.total(mine, batch, words)
+    mine = given[..., words.start : words.start + words.size].clone().requires_grad_()
+    assert loss.vocab_parallel is not None
+    total = loss.vocab_parallel.total(mine, batch, words)
     (3 * total).backward()
     assert mine.grad is not None
     return total.detach(), mine.grad
@@ -47,7 +57,9 @@ def taken(world: World, loss: Loss, batch: dict[str, torch.Tensor], given: torch
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_it_equals_the_loss_on_all_words(ranks: int, smoothing: float, batch: str, monkeypatch: pytest.MonkeyPatch):
+def test_it_equals_the_loss_on_all_words(
+    ranks: int, smoothing: float, batch: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(pieces, "PIECE", 100)  # a few tokens at a time
     loss, whole = token_cross_entropy(smoothing), LOGITS.clone().requires_grad_()
     total = loss.total(whole, BATCHES[batch])
@@ -55,15 +67,17 @@ def test_it_equals_the_loss_on_all_words(ranks: int, smoothing: float, batch: st
     found = on_threads(lambda world: taken(world, loss, BATCHES[batch], LOGITS), Mesh(tp=ranks))
     assert len({one.item() for one, _ in found}) == 1, "every rank has the same bits"
     assert torch.allclose(found[0][0], total, rtol=1e-14)
-    assert torch.allclose(torch.cat([gradient for _, gradient in found], -1), whole.grad, rtol=1e-12, atol=1e-14)
+    assert torch.allclose(
+        torch.cat([gradient for _, gradient in found], -1), whole.grad, rtol=1e-12, atol=1e-14
+    )
 
 
 def test_smoothing_is_torchs():
     flat, labels = LOGITS.view(-1, WORDS), LABELS.view(-1)
     by_torch = torch.nn.functional.cross_entropy(flat, labels, label_smoothing=0.2, reduction="sum")
     assert torch.equal(token_cross_entropy(0.2).total(LOGITS, {"labels": LABELS}), by_torch)
-    assert not token_cross_entropy(0.2).per_token
-    assert token_cross_entropy().per_token
+    assert not token_cross_entropy(0.2).is_token_nll
+    assert token_cross_entropy().is_token_nll
 
 
 @pytest.mark.parametrize("smoothing", [-0.1, 1.5])
@@ -93,10 +107,12 @@ def test_ranks_tell_a_few_numbers_per_token_once(smoothing: float, numbers: int)
 
 def test_tokens_that_do_not_count_do_no_harm():
     broken = LOGITS.clone()
-    broken[LABELS == IGNORED] = float("inf")
+    broken[LABELS == IGNORE_INDEX] = float("inf")
     loss = token_cross_entropy()
     (right, _), *_ = on_threads(lambda world: taken(world, loss, {"labels": LABELS}, LOGITS), Mesh(tp=2))
-    for total, gradient in on_threads(lambda world: taken(world, loss, {"labels": LABELS}, broken), Mesh(tp=2)):
+    for total, gradient in on_threads(
+        lambda world: taken(world, loss, {"labels": LABELS}, broken), Mesh(tp=2)
+    ):
         assert torch.equal(total, right)
         assert gradient.isfinite().all()
 
@@ -104,7 +120,9 @@ def test_tokens_that_do_not_count_do_no_harm():
 def test_huge_logits_do_not_overflow():
     loss, huge = token_cross_entropy(), 1e4 * LOGITS
     whole = loss.total(huge, {"labels": LABELS})
-    assert torch.allclose(on_threads(lambda world: taken(world, loss, {"labels": LABELS}, huge), Mesh(tp=3))[0][0], whole)
+    assert torch.allclose(
+        on_threads(lambda world: taken(world, loss, {"labels": LABELS}, huge), Mesh(tp=3))[0][0], whole
+    )
 
 
 @pytest.mark.parametrize("label", [WORDS, -1])
@@ -122,7 +140,9 @@ class Largest(TorchDispatchMode):
         super().__init__()
         self.numel, self._given = 0, given.data_ptr()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         for made in out if isinstance(out, tuple) else (out,):
             if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() != self._given:
@@ -134,7 +154,9 @@ def test_a_forward_makes_no_second_copy_of_the_logits(monkeypatch: pytest.Monkey
     monkeypatch.setattr(pieces, "PIECE", 100)
     mine = torch.randn(50, 67, dtype=torch.bfloat16)
     with torch.no_grad(), Largest(mine) as made:
-        cross_entropy(mine, torch.arange(50), torch.ones(50), Words(0, 67, 67, lambda numbers: numbers[None]))
+        vocab_parallel_cross_entropy(
+            mine, torch.arange(50), torch.ones(50), VocabShard(0, 67, 67, lambda numbers: numbers[None])
+        )
     assert made.numel <= 100, f"{made.numel} elements, of {mine.numel()} in the logits"
 
 
@@ -142,6 +164,11 @@ def test_one_piece_is_there_at_a_time_beside_the_logits_and_their_gradient(monke
     monkeypatch.setattr(pieces, "PIECE", 67 * 100)
     mine = torch.randn(400, 67, requires_grad=True)
     with PeakLive([mine]) as live:
-        loss = cross_entropy(mine, torch.arange(400) % 67, torch.ones(400), Words(0, 67, 67, lambda numbers: numbers[None]))
+        loss = vocab_parallel_cross_entropy(
+            mine,
+            torch.arange(400) % 67,
+            torch.ones(400),
+            VocabShard(0, 67, 67, lambda numbers: numbers[None]),
+        )
         loss.backward()
     assert live.peak < (2 + 1.5 / 4) * mine.nbytes

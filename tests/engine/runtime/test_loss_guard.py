@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss_guard import Spiked, Spikes
+from meshwright.engine.runtime.loss_guard import LossSpikeError, SpikeDetector
 from meshwright.engine.runtime.state import Metrics
-from meshwright.engine.step.executor import Player
-from meshwright.plan.job.job import Guard, Optimizer
+from meshwright.engine.step.executor import Executor
+from meshwright.plan.job.job import LossGuard, OptimizerConfig
 from meshwright.testing.ranks import on_threads
 from tests.engine.one_device import bits, job_of, pair, part
 from tests.tiny_model import Tiny, plan_of, player_of, reading_of, rows, tiny_job
@@ -18,13 +18,13 @@ from tests.tiny_model import Tiny, plan_of, player_of, reading_of, rows, tiny_jo
 DATA = rows(uneven=False)
 
 
-def judged(guard: Guard, *steps: tuple[float, float]) -> list[tuple[str, ...]]:
-    spikes = Spikes(guard)
-    return [spikes.judge(*step) for step in steps]
+def judged(guard: LossGuard, *steps: tuple[float, float]) -> list[tuple[str, ...]]:
+    spikes = SpikeDetector(guard)
+    return [spikes.check_step(*step) for step in steps]
 
 
 def test_what_is_not_finite_is_harmful_from_the_first_step():
-    assert judged(Guard("skip"), (nan, 1.0), (1.0, inf), (1.0, 1.0)) == [
+    assert judged(LossGuard("skip"), (nan, 1.0), (1.0, inf), (1.0, 1.0)) == [
         ("the loss is nan",),
         ("the gradient norm is inf",),
         (),
@@ -33,7 +33,7 @@ def test_what_is_not_finite_is_harmful_from_the_first_step():
 
 def test_a_number_far_above_its_median_is_harmful_once_the_window_is_full():
     steps = [(1.0, 2.0), (90.0, 2.0), (1.0, 2.0), (3.9, 2.0), (1.0, 8.5), (3.9, 7.9), (4.1, 7.9)]
-    found = judged(Guard("skip", factor=4.0, window=3), *steps)
+    found = judged(LossGuard("skip", factor=4.0, window=3), *steps)
     assert found[:3] == [(), (), ()], "three good steps fill the window"
     assert found[3] == ()
     assert found[4] == ("the gradient norm 8.5 is 4.25 times its median 2 of 3 steps",)
@@ -42,67 +42,85 @@ def test_a_number_far_above_its_median_is_harmful_once_the_window_is_full():
 
 
 def test_harmful_steps_do_not_become_usual():
-    spikes = Spikes(Guard("skip", factor=2.0, window=2))
-    assert [bool(spikes.judge(1.0, norm)) for norm in (1.0, 1.0, 5.0, 5.0, 5.0, 1.5)] == [False, False, True, True, True, False]
+    spikes = SpikeDetector(LossGuard("skip", factor=2.0, window=2))
+    assert [bool(spikes.check_step(1.0, norm)) for norm in (1.0, 1.0, 5.0, 5.0, 5.0, 1.5)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_a_factor_of_0_acts_on_what_is_not_finite_only():
-    assert judged(Guard("skip", factor=0.0, window=2), (1.0, 1.0), (1.0, 1.0), (1e9, 1e9), (nan, 1.0))[2:] == [
+    assert judged(LossGuard("skip", factor=0.0, window=2), (1.0, 1.0), (1.0, 1.0), (1e9, 1e9), (nan, 1.0))[
+        2:
+    ] == [
         (),
         ("the loss is nan",),
     ]
 
 
 def test_a_loss_below_0_is_never_far_above():
-    assert judged(Guard("skip", factor=2.0, window=2), (-9.0, 1.0), (-9.0, 1.0), (-1.0, 1.0), (3.0, 1.0)) == [()] * 4
+    assert (
+        judged(LossGuard("skip", factor=2.0, window=2), (-9.0, 1.0), (-9.0, 1.0), (-1.0, 1.0), (3.0, 1.0))
+        == [()] * 4
+    )
 
 
 def test_the_window_comes_back_as_it_was_and_a_shorter_one_keeps_the_newest():
-    first = Spikes(Guard("skip", factor=4.0, window=3))
+    first = SpikeDetector(LossGuard("skip", factor=4.0, window=3))
     for step in ((1.0, 2.0), (0.1, 3.0), (1 / 3, 4.0), (1.1, 5.0), (nan, 1.0)):
-        first.judge(*step)
-    saved = first.tensors()
+        first.check_step(*step)
+    saved = first.state_dict()
     assert saved["window"].tolist() == [[0.1, 3.0], [1 / 3, 4.0], [1.1, 5.0]]
     assert saved["in_a_row"].item() == 1
-    second = Spikes(Guard("skip", factor=4.0, window=2))
-    second.restore(saved)
-    assert second.tensors()["window"].tolist() == [[1 / 3, 4.0], [1.1, 5.0]]
-    empty = Spikes(Guard("skip")).tensors()["window"]
+    second = SpikeDetector(LossGuard("skip", factor=4.0, window=2))
+    second.load_state_dict(saved)
+    assert second.state_dict()["window"].tolist() == [[1 / 3, 4.0], [1.1, 5.0]]
+    empty = SpikeDetector(LossGuard("skip")).state_dict()["window"]
     assert empty.shape == (0, 2)
-    second.restore({"window": empty, "in_a_row": torch.tensor(0)})
-    assert second.tensors()["window"].shape == (0, 2)
+    second.load_state_dict({"window": empty, "in_a_row": torch.tensor(0)})
+    assert second.state_dict()["window"].shape == (0, 2)
 
 
-def guarded(action: str, **more: float) -> dict[str, Guard]:
-    return {"guard": Guard(action, **more)}
+def guarded(action: str, **more: float) -> dict[str, LossGuard]:
+    return {"guard": LossGuard(action, **more)}
 
 
-def poison(player: Player, at: int, micro: int | None = None) -> None:
+def poison(player: Executor, at: int, micro: int | None = None) -> None:
     """Have the loss of step `at` on this player's rows (of one micro-batch) be NaN; later ones are as they should be."""
     usual = player.state.loss
 
     def total(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         found = usual.total(outputs, batch)
-        bad = player.steps_done == at and (micro is None or batch is player.state.micros[micro])
+        bad = player.steps_done == at and (micro is None or batch is player.state.microbatches[micro])
         return found * nan if bad else found
 
     player.state.loss = replace(usual, total=total)
 
 
-@pytest.mark.parametrize("optimizer", [Optimizer("sgd", lr=0.1, momentum=0.9), Optimizer("adamw", lr=0.1)])
-def test_a_skipped_step_leaves_everything_as_it_was_and_the_next_one_goes_on(optimizer: Optimizer):
+@pytest.mark.parametrize(
+    "optimizer", [OptimizerConfig("sgd", lr=0.1, momentum=0.9), OptimizerConfig("adamw", lr=0.1)]
+)
+def test_a_skipped_step_leaves_everything_as_it_was_and_the_next_one_goes_on(optimizer: OptimizerConfig):
     done = pair(lambda: Tiny(p=0.2), job=job_of(optimizer=optimizer, clip=0.1, **guarded("skip")))
     poison(done.player, at=1)
-    assert not done.player.step(part(DATA, 0, 12)).skipped
-    before = bits({name: value for name, value in done.player.tensors().items() if not name.startswith("guard/")})
+    assert not done.player.step(part(DATA, 0, 12)).is_skipped
+    before = bits(
+        {name: value for name, value in done.player.state_dict().items() if not name.startswith("guard/")}
+    )
     metrics = done.player.step(part(DATA, 0, 12))
-    after = bits({name: value for name, value in done.player.tensors().items() if not name.startswith("guard/")})
-    assert metrics.skipped
+    after = bits(
+        {name: value for name, value in done.player.state_dict().items() if not name.startswith("guard/")}
+    )
+    assert metrics.is_skipped
     assert metrics.spike is not None
     assert after == before
     assert metrics.step == done.player.steps_done == 2
     assert done.player.step(part(DATA, 0, 12)).spike is None
-    assert bits(done.player.tensors()) != before
+    assert bits(done.player.state_dict()) != before
 
 
 def test_good_steps_under_guard_are_those_without():
@@ -119,9 +137,11 @@ def test_a_harmful_step_stops_the_run_with_what_was_found():
     for _ in range(2):
         done.player.step(part(DATA, 0, 12))
     before = bits(done.parameters)
-    with pytest.raises(Spiked) as caught:
+    with pytest.raises(LossSpikeError) as caught:
         done.player.step(part(DATA, 0, 12))
-    assert str(caught.value).startswith("step 3: the loss is nan and the gradient norm is nan\n  rank 0: loss nan")
+    assert str(caught.value).startswith(
+        "step 3: the loss is nan and the gradient norm is nan\n  rank 0: loss nan"
+    )
     assert "the forward is finite and the loss is not" in str(caught.value)
     assert "repair: lower optimizer.lr" in str(caught.value)
     assert done.player.steps_done == 2
@@ -131,16 +151,18 @@ def test_a_harmful_step_stops_the_run_with_what_was_found():
 def test_skipping_a_whole_window_of_steps_stops_the_run():
     done = pair(job=job_of(**guarded("skip", window=3)))
     done.parameters["head.weight"].data.fill_(nan)
-    skipped = [done.player.step(part(DATA, 0, 12)).skipped for _ in range(2)]
+    skipped = [done.player.step(part(DATA, 0, 12)).is_skipped for _ in range(2)]
     assert skipped == [True, True]
-    with pytest.raises(Spiked, match=r"the last 3 steps were all skipped, so this is no passing spike"):
+    with pytest.raises(
+        LossSpikeError, match=r"the last 3 steps were all skipped, so this is no passing spike"
+    ):
         done.player.step(part(DATA, 0, 12))
 
 
 def test_a_step_in_which_nothing_counts_is_not_judged():
     done = pair(job=job_of(**guarded("stop")))
     metrics = done.player.step({**part(DATA, 0, 12), "labels": torch.full((12, 5), -100)})
-    assert metrics.skipped
+    assert metrics.is_skipped
     assert metrics.spike is None
 
 
@@ -152,17 +174,17 @@ def test_all_ranks_skip_the_step_of_one_and_name_it(micro_batch: int):
     def rank(world: World) -> tuple[list[Metrics], dict[str, bytes]]:
         player = player_of(reading, plan, world)
         if world.rank == 1:
-            poison(player, at=1, micro=plan.num_micro - 1)
+            poison(player, at=1, micro=plan.num_microbatches - 1)
         mine = part(DATA, 4 * world.rank, 4 * world.rank + 4)
         metrics = [player.step(mine) for _ in range(3)]
         player.close()
-        return metrics, bits(player.tensors())
+        return metrics, bits(player.state_dict())
 
     found = on_threads(rank, plan.mesh)
-    assert [[metrics.skipped for metrics in each] for each, _ in found] == [[False, True, False]] * 3
+    assert [[metrics.is_skipped for metrics in each] for each, _ in found] == [[False, True, False]] * 3
     assert found[0][1] == found[1][1] == found[2][1]
     spikes = {str(each[1].spike) for each, _ in found}
     assert len(spikes) == 1
     spike = found[2][0][1].spike
-    assert [suspect.stage for suspect in spike.suspects] == ["", "loss", ""]
-    assert spike.culprit is spike.suspects[1]
+    assert [suspect.stage for suspect in spike.rank_reports] == ["", "loss", ""]
+    assert spike.culprit is spike.rank_reports[1]

@@ -7,13 +7,13 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
 import meshwright as mw
-from meshwright.engine.runtime.loss import IGNORED, Loss, logits_of, token_cross_entropy
+from meshwright.engine.runtime.loss import IGNORE_INDEX, Loss, get_logits, token_cross_entropy
 from meshwright.plan.job.errors import PlanError
 from tests.engine.one_device import pair, part
 from tests.tiny_model import case_of, plan_of, reading_of, rows, tiny_job, verdict_of
 
 LOGITS = torch.linspace(-2, 2, 2 * 3 * 5, dtype=torch.float64).view(2, 3, 5)
-LABELS = torch.tensor([[1, IGNORED, 4], [IGNORED, IGNORED, 0]])
+LABELS = torch.tensor([[1, IGNORE_INDEX, 4], [IGNORE_INDEX, IGNORE_INDEX, 0]])
 
 
 def test_the_total_is_a_sum_over_labels_that_count():
@@ -25,7 +25,7 @@ def test_the_total_is_a_sum_over_labels_that_count():
 
 
 def test_nothing_that_counts_is_a_sum_of_zero():
-    loss, batch = token_cross_entropy(), {"labels": torch.full((2, 3), IGNORED)}
+    loss, batch = token_cross_entropy(), {"labels": torch.full((2, 3), IGNORE_INDEX)}
     assert loss.total(LOGITS, batch) == 0
     assert loss.count(batch) == 0
 
@@ -41,7 +41,7 @@ def test_half_precision_is_summed_in_float32(dtype: torch.dtype):
 
 def test_logits_are_found_in_what_models_return():
     for outputs in (LOGITS, (LOGITS, None), [LOGITS], {"logits": LOGITS}, CausalLMOutput(logits=LOGITS)):
-        assert logits_of(outputs) is LOGITS
+        assert get_logits(outputs) is LOGITS
 
 
 WEIGHTED = {"labels": LABELS, "loss_weights": torch.tensor([[0.5, float("nan"), 0.0], [7.0, 7.0, 0.25]])}
@@ -51,8 +51,10 @@ def test_weights_multiply_the_losses_of_tokens_and_divide_by_their_sum():
     loss = token_cross_entropy()
     by_hand = -0.5 * LOGITS.log_softmax(-1)[0, 0, 1] - 0.25 * LOGITS.log_softmax(-1)[1, 2, 0]
     assert torch.allclose(loss.total(LOGITS, WEIGHTED), by_hand, rtol=1e-7)
-    assert loss.counted(WEIGHTED) == (0.75, 3.0), "a token of weight 0 is a token, one without a label is none"
-    assert loss.counted({"labels": LABELS}) == (3.0, 3.0)
+    assert loss.count_weight_and_tokens(WEIGHTED) == (0.75, 3.0), (
+        "a token of weight 0 is a token, one without a label is none"
+    )
+    assert loss.count_weight_and_tokens({"labels": LABELS}) == (3.0, 3.0)
 
 
 def test_weights_of_one_change_nothing():
@@ -64,7 +66,10 @@ def test_weights_of_one_change_nothing():
 @pytest.mark.parametrize(
     ("weights", "said"),
     [
-        (torch.ones(2), r"(?s)loss_weights of shape \[2\] beside labels of shape \[2, 3\].*one weight per label"),
+        (
+            torch.ones(2),
+            r"(?s)loss_weights of shape \[2\] beside labels of shape \[2, 3\].*one weight per label",
+        ),
         (torch.full((2, 3), -0.5), r"(?s)loss_weights from -0.5 up.*from 0 up"),
         (torch.full((2, 3), float("inf")), r"(?s)weigh inf; needed is a number from 0 up.*loss_weights"),
     ],
@@ -72,17 +77,23 @@ def test_weights_of_one_change_nothing():
 )
 def test_weights_that_cannot_be_are_refused(weights: torch.Tensor, said: str):
     with pytest.raises(PlanError, match=said):
-        token_cross_entropy().counted({"labels": LABELS, "loss_weights": weights})
+        token_cross_entropy().count_weight_and_tokens({"labels": LABELS, "loss_weights": weights})
 
 
 def test_a_key_that_the_batch_lacks_is_named():
-    with pytest.raises(PlanError, match=r"(?s)Loss.count reads 'labels' of the batch, which holds x\n  repair: give the batch"):
-        token_cross_entropy().counted({"x": LABELS})
+    with pytest.raises(
+        PlanError,
+        match=r"(?s)Loss.count reads 'labels' of the batch, which holds x\n  repair: give the batch",
+    ):
+        token_cross_entropy().count_weight_and_tokens({"x": LABELS})
 
 
 def weighted_rows(count: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
-    return {**rows(count), "loss_weights": 0.1 * torch.rand(count, 5, generator=generator, dtype=torch.float64)}
+    return {
+        **rows(count),
+        "loss_weights": 0.1 * torch.rand(count, 5, generator=generator, dtype=torch.float64),
+    }
 
 
 @pytest.mark.parametrize("micro_batch", [0, 2])
@@ -102,7 +113,7 @@ def test_weighted_tokens_equal_one_device_on_any_ranks(micro_batch: int):
         total.backward()
         optimizer.step()
         assert metrics.loss == pytest.approx(total.item(), rel=1e-12)
-        assert metrics.tokens == (some["labels"] != IGNORED).sum()
+        assert metrics.tokens == (some["labels"] != IGNORE_INDEX).sum()
     assert done.error < 1e-14
 
 
@@ -135,6 +146,8 @@ def test_a_loss_of_ones_own_that_counts_rows_equals_one_device(micro_batch: int)
     batches = [part(data, 0, 12), part(data, 12, 17)]
     verdict = mw.verify(reading, plan, batches, loss=squared_error())
     assert verdict.passed, str(verdict)
-    with mw.build(Regression(), mw.make_plan(reading, tiny_job()), loss=squared_error(), example=data) as engine:
+    with mw.build(
+        Regression(), mw.make_plan(reading, tiny_job()), loss=squared_error(), example=data
+    ) as engine:
         metrics = engine.step({key: value.double() for key, value in batches[1].items()})
         assert metrics.tokens == 5

@@ -6,61 +6,85 @@ from math import inf
 import pytest
 import torch
 
-from meshwright.api import build, make_plan
-from meshwright.engine.optim.optimizers import MakeOptimizer
-from meshwright.engine.runtime.mixed_precision import LossScale, refuse_other_dtypes, refuse_unable, total_norm
+from meshwright.api import make_plan, parallelize
+from meshwright.engine.optim.optimizers import OptimizerFactory
+from meshwright.engine.runtime.mixed_precision import (
+    LossScale,
+    check_dtype_support,
+    check_dtypes_match_plan,
+    total_norm,
+)
 from meshwright.engine.runtime.state import Metrics
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Guard, Job, Optimizer, Precision
-from meshwright.run.training.engine import Engine
+from meshwright.plan.job.job import Job, LossGuard, OptimizerConfig, PrecisionConfig
+from meshwright.run.training.engine import Trainer
 from tests.engine.one_device import bits, job_of
 from tests.tiny_model import reading_of, rows
 
-MIXED = Precision("bfloat16", "bfloat16", "bfloat16", master="float32")
-HALF = Precision("float16", "float16", "float16", master="float32")
-AUTOCAST = [Precision(compute="bfloat16"), Precision(compute="float16")]
-ADAMW = Optimizer(lr=0.01)
+MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
+HALF = PrecisionConfig("float16", "float16", "float16", master="float32")
+AUTOCAST = [PrecisionConfig(compute="bfloat16"), PrecisionConfig(compute="float16")]
+ADAMW = OptimizerConfig(lr=0.01)
 READING = reading_of()
 CPU = torch.device("cpu")
 
 
-def engine_of(precision: Precision, optimizer: Optimizer = ADAMW, made: MakeOptimizer | None = None, **parts: object) -> Engine:
+def engine_of(
+    precision: PrecisionConfig,
+    optimizer: OptimizerConfig = ADAMW,
+    made: OptimizerFactory | None = None,
+    **parts: object,
+) -> Trainer:
     """One device."""
     job: Job = job_of(precision=precision, optimizer=optimizer, **parts)
-    return build(READING, make_plan(READING, job), optimizer=made)
+    return parallelize(READING, make_plan(READING, job), optimizer=made)
 
 
-def trained(engine: Engine, steps: int) -> list[Metrics]:
+def trained(engine: Trainer, steps: int) -> list[Metrics]:
     return [engine.step(rows(12)) for _ in range(steps)]
 
 
-def model_of(engine: Engine) -> dict[str, torch.Tensor]:
+def model_of(engine: Trainer) -> dict[str, torch.Tensor]:
     """What a checkpoint would hold of the parameters, copied."""
-    found = {name: tensor.clone() for name, tensor in engine.player.tensors().items() if isinstance(tensor, torch.Tensor)}
-    return {name.removeprefix("model/"): tensor for name, tensor in found.items() if name.startswith("model/")}
+    found = {
+        name: tensor.clone()
+        for name, tensor in engine.executor.state_dict().items()
+        if isinstance(tensor, torch.Tensor)
+    }
+    return {
+        name.removeprefix("model/"): tensor for name, tensor in found.items() if name.startswith("model/")
+    }
 
 
 @pytest.mark.parametrize(
     ("precision", "parameters", "gradients", "master", "moments"),
-    [(MIXED, 2, 2, 4, 8), (HALF, 2, 2, 4, 8), *((each, 4, 4, 0, 8) for each in (Precision(), *AUTOCAST))],
+    [
+        (MIXED, 2, 2, 4, 8),
+        (HALF, 2, 2, 4, 8),
+        *((each, 4, 4, 0, 8) for each in (PrecisionConfig(), *AUTOCAST)),
+    ],
     ids=str,
 )
 def test_every_parameter_takes_two_and_two_and_twelve_bytes(
-    precision: Precision, parameters: int, gradients: int, master: int, moments: int
+    precision: PrecisionConfig, parameters: int, gradients: int, master: int, moments: int
 ):
-    engine, numel = engine_of(precision), READING.anatomy.numel
+    engine, numel = engine_of(precision), READING.model_spec.numel
     engine.step(rows(12))
-    sizes, counters = engine.player.sizes(), 4 * len(READING.anatomy.weights)
+    sizes, counters = engine.executor.memory_by_category(), 4 * len(READING.model_spec.params)
     assert sizes["parameters"] == parameters * numel
     assert sizes["gradients"] == gradients * numel
     assert sizes.get("master", 0) == master * numel
     assert sizes["moments"] == moments * numel + counters
-    largest = max(bundle.numel for bundle in engine.plan.space.bundles())
+    largest = max(bundle.numel for bundle in engine.plan.sharding.param_groups())
     assert sizes["buckets"] == (4 * largest if master else 0)  # gradients are cast bundle by bundle
 
 
-@pytest.mark.parametrize("precision", [MIXED, HALF, Precision(), *AUTOCAST, Precision("float64", "float64", "float64")], ids=str)
-def test_live_tensors_have_the_dtypes_that_the_plan_says(precision: Precision):
+@pytest.mark.parametrize(
+    "precision",
+    [MIXED, HALF, PrecisionConfig(), *AUTOCAST, PrecisionConfig("float64", "float64", "float64")],
+    ids=str,
+)
+def test_live_tensors_have_the_dtypes_that_the_plan_says(precision: PrecisionConfig):
     engine, seen = engine_of(precision), set()
     for parameter in engine.module.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: seen.add(p.grad.dtype))
@@ -68,9 +92,14 @@ def test_live_tensors_have_the_dtypes_that_the_plan_says(precision: Precision):
     roles = {role: getattr(torch, dtype) for role, dtype in precision.roles.items()}
     assert {parameter.dtype for parameter in engine.module.parameters()} == {roles["parameters"]}
     assert seen == {roles["gradients"]}
-    stepped = engine.player.store.owned()
+    stepped = engine.executor.flat_params.optimizer_params()
     assert {parameter.dtype for parameter in stepped.values()} == {roles["master"]}
-    kept = [value for optimizer in engine.player.optimizers for held in optimizer.state.values() for value in held.values()]
+    kept = [
+        value
+        for optimizer in engine.executor.optimizers
+        for held in optimizer.state.values()
+        for value in held.values()
+    ]
     assert {value.dtype for value in kept if value.ndim} == {roles["moments"]}
     assert {tensor.dtype for tensor in model_of(engine).values()} == {roles["master"]}
 
@@ -78,8 +107,10 @@ def test_live_tensors_have_the_dtypes_that_the_plan_says(precision: Precision):
 def test_a_tensor_of_another_dtype_than_planned_is_noticed():
     engine = engine_of(MIXED)
     engine.module.head.bias.data = engine.module.head.bias.data.float()
-    with pytest.raises(RuntimeError, match=r"the parameters of head\.bias are float32 in memory, and the plan says bfloat16"):
-        refuse_other_dtypes(engine.plan, [("parameters", "head.bias", engine.module.head.bias)])
+    with pytest.raises(
+        RuntimeError, match=r"the parameters of head\.bias are float32 in memory, and the plan says bfloat16"
+    ):
+        check_dtypes_match_plan(engine.plan, [("parameters", "head.bias", engine.module.head.bias)])
 
 
 def test_a_master_begins_with_the_value_before_rounding_and_the_weight_is_the_master_rounded():
@@ -87,17 +118,19 @@ def test_a_master_begins_with_the_value_before_rounding_and_the_weight_is_the_ma
     for step in range(3):
         for name, master in model_of(engine).items():
             if not step:
-                assert torch.equal(master, READING.blueprint.value(name, torch.float32))
+                assert torch.equal(master, READING.deferred_init.initial_value(name, torch.float32))
             assert torch.equal(engine.module.get_parameter(name), master.bfloat16())
         engine.step(rows(12))
 
 
-@pytest.mark.parametrize("optimizer", [ADAMW, Optimizer("sgd", lr=0.1, momentum=0.9)], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "optimizer", [ADAMW, OptimizerConfig("sgd", lr=0.1, momentum=0.9)], ids=lambda each: each.name
+)
 @pytest.mark.parametrize("clip", [0.0, 0.05])
-def test_it_is_the_loop_that_anybody_would_write(optimizer: Optimizer, clip: float):
+def test_it_is_the_loop_that_anybody_would_write(optimizer: OptimizerConfig, clip: float):
     job = job_of(precision=MIXED, optimizer=replace(optimizer, weight_decay=0.0), clip=clip)
-    engine = build(READING, make_plan(READING, job))
-    twin = build(READING, make_plan(READING, job))
+    engine = parallelize(READING, make_plan(READING, job))
+    twin = parallelize(READING, make_plan(READING, job))
     module, masters = twin.module, {n: m.clone().requires_grad_() for n, m in model_of(twin).items()}
     twin.close()
     make = torch.optim.AdamW if optimizer.name == "adamw" else torch.optim.SGD
@@ -118,37 +151,47 @@ def test_it_is_the_loop_that_anybody_would_write(optimizer: Optimizer, clip: flo
             for name, parameter in module.named_parameters():
                 parameter.copy_(masters[name])
         assert metrics.loss == pytest.approx(loss.item(), rel=1e-3)
-        assert metrics.grad_norm == pytest.approx(norm.item(), rel=2e-2)  # 1/count is rounded into the gradients' 8 bits
+        assert metrics.grad_norm == pytest.approx(
+            norm.item(), rel=2e-2
+        )  # 1/count is rounded into the gradients' 8 bits
     for name, master in model_of(engine).items():
         torch.testing.assert_close(master, masters[name].detach(), rtol=0, atol=3e-3)
 
 
 def test_small_steps_add_up_in_a_master_and_are_lost_without_one():
-    tiny = Optimizer("sgd", lr=2e-4, weight_decay=0.0)
-    pure, mixed, full = (engine_of(each, tiny, steps=100) for each in (replace(MIXED, master=""), MIXED, Precision()))
+    tiny = OptimizerConfig("sgd", lr=2e-4, weight_decay=0.0)
+    pure, mixed, full = (
+        engine_of(each, tiny, steps=100) for each in (replace(MIXED, master=""), MIXED, PrecisionConfig())
+    )
     first = model_of(full)
     for engine in (pure, mixed, full):
         trained(engine, 100)
     wanted = {name: value - first[name] for name, value in model_of(full).items()}
     scale = sum(each.square().sum() for each in wanted.values())
 
-    def missed(engine: Engine) -> float:
+    def missed(engine: Trainer) -> float:
         moved = {name: value.float() - first[name] for name, value in model_of(engine).items()}
         if engine is pure:
-            moved = {name: value.float() - first[name].bfloat16().float() for name, value in model_of(engine).items()}
+            moved = {
+                name: value.float() - first[name].bfloat16().float()
+                for name, value in model_of(engine).items()
+            }
         return float(sum((moved[name] - wanted[name]).square().sum() for name in wanted) / scale)
 
     assert missed(mixed) < 0.01
     assert missed(pure) > 0.1
 
 
-@pytest.mark.parametrize("precision", [Precision(compute="float16"), HALF], ids=["autocast", "half"])
-def test_a_loss_scale_halves_at_an_overflow_and_doubles_after_a_window(precision: Precision):
-    engine = engine_of(replace(precision, loss_scale=2.0**40, loss_scale_window=3), Optimizer("sgd", lr=1e-3, weight_decay=0.0))
+@pytest.mark.parametrize("precision", [PrecisionConfig(compute="float16"), HALF], ids=["autocast", "half"])
+def test_a_loss_scale_halves_at_an_overflow_and_doubles_after_a_window(precision: PrecisionConfig):
+    engine = engine_of(
+        replace(precision, loss_scale=2.0**40, loss_scale_window=3),
+        OptimizerConfig("sgd", lr=1e-3, weight_decay=0.0),
+    )
     before, left_out = model_of(engine), 0
     while (metrics := engine.step(rows(12))).overflow:
         left_out += 1
-        assert metrics.skipped
+        assert metrics.is_skipped
         assert metrics.spike is None
         assert metrics.loss_scale == 2.0 ** (40 - left_out)
         assert bits(model_of(engine)) == bits(before)
@@ -160,10 +203,10 @@ def test_a_loss_scale_halves_at_an_overflow_and_doubles_after_a_window(precision
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05])
-@pytest.mark.parametrize("precision", [Precision(compute="float16"), HALF], ids=["autocast", "half"])
-def test_a_scaled_loss_trains_the_same(precision: Precision, clip: float):
-    sgd = Optimizer("sgd", lr=0.1, weight_decay=0.0)
-    half, full = (engine_of(each, sgd, clip=clip) for each in (precision, Precision()))
+@pytest.mark.parametrize("precision", [PrecisionConfig(compute="float16"), HALF], ids=["autocast", "half"])
+def test_a_scaled_loss_trains_the_same(precision: PrecisionConfig, clip: float):
+    sgd = OptimizerConfig("sgd", lr=0.1, weight_decay=0.0)
+    half, full = (engine_of(each, sgd, clip=clip) for each in (precision, PrecisionConfig()))
     first = model_of(full)
     for mine, wanted in zip(trained(half, 5), trained(full, 5), strict=True):
         assert not mine.overflow
@@ -177,9 +220,11 @@ def test_a_scaled_loss_trains_the_same(precision: Precision, clip: float):
 @pytest.mark.parametrize("compute", ["float16", "bfloat16"])
 def test_unscaled_gradients_come_from_the_player(compute: str):
     found = []
-    for precision in (Precision(compute=compute), Precision()):
+    for precision in (PrecisionConfig(compute=compute), PrecisionConfig()):
         engine = engine_of(precision)
-        engine.player._acts.update.step = lambda engine=engine: found.append(engine.player.gradients())
+        engine.executor._acts.update.step = lambda engine=engine: found.append(
+            engine.executor.gather_gradients()
+        )
         engine.step(rows(12))
     for name, gradient in found[1].items():
         torch.testing.assert_close(found[0][name], gradient, rtol=0.05, atol=2e-3)
@@ -193,10 +238,13 @@ def test_an_optimizer_of_the_caller_steps_once_and_is_divided_for():
             calls.append(all(p.grad is not None for group in self.param_groups for p in group["params"]))
             super().step(*some)
 
-    sgd = Optimizer("sgd", lr=0.1, weight_decay=0.0)
-    for precision in (MIXED, Precision(compute="float16")):
+    sgd = OptimizerConfig("sgd", lr=0.1, weight_decay=0.0)
+    for precision in (MIXED, PrecisionConfig(compute="float16")):
         calls.clear()
-        mine, usual = engine_of(precision, sgd, lambda groups: Counting(groups, lr=0.1)), engine_of(precision, sgd)
+        mine, usual = (
+            engine_of(precision, sgd, lambda groups: Counting(groups, lr=0.1)),
+            engine_of(precision, sgd),
+        )
         trained(mine, 2)
         trained(usual, 2)
         assert calls == [True, True]
@@ -205,7 +253,7 @@ def test_an_optimizer_of_the_caller_steps_once_and_is_divided_for():
 
 
 def test_an_overflow_is_counted_apart_from_what_the_guard_judges():
-    guard = Guard("skip", factor=0.0)
+    guard = LossGuard("skip", factor=0.0)
     engine = engine_of(replace(HALF, loss_scale=2.0**40), guard=guard)
     metrics = engine.step(rows(12))
     assert (metrics.overflow, metrics.spike, metrics.loss_scale) == (True, None, 2.0**39)
@@ -219,42 +267,51 @@ def test_an_overflow_is_counted_apart_from_what_the_guard_judges():
 
 
 def test_gradients_that_overflow_at_no_scale_end_the_run():
-    scale = LossScale(Precision(compute="float16", loss_scale=2.0))
-    assert scale.overflowed(inf, 1)
-    with pytest.raises(PlanError, match=r"step 2: the gradients overflow float16 at a loss scale of 1(?s:.*)\"bfloat16\""):
-        scale.overflowed(float("nan"), 2)
+    scale = LossScale(PrecisionConfig(compute="float16", loss_scale=2.0))
+    assert scale.update_on_overflow(inf, 1)
+    with pytest.raises(
+        PlanError, match=r"step 2: the gradients overflow float16 at a loss scale of 1(?s:.*)\"bfloat16\""
+    ):
+        scale.update_on_overflow(float("nan"), 2)
 
 
 @pytest.mark.parametrize("precision", [MIXED, HALF, replace(HALF, loss_scale_window=2)], ids=str)
-def test_a_resumed_run_repeats_the_one_that_went_on(precision: Precision):
+def test_a_resumed_run_repeats_the_one_that_went_on(precision: PrecisionConfig):
     engine, again = engine_of(precision), engine_of(precision)
     trained(engine, 3)
-    saved = {name: tensor.clone() for name, tensor in engine.player.tensors().items()}
-    again.player.restore(saved, 3)
+    saved = {name: tensor.clone() for name, tensor in engine.executor.state_dict().items()}
+    again.executor.load_state_dict(saved, 3)
     assert trained(again, 3) == trained(engine, 3)
-    assert bits(again.player.tensors()) == bits(engine.player.tensors())
+    assert bits(again.executor.state_dict()) == bits(engine.executor.state_dict())
 
 
 def test_masters_made_again_from_rounded_weights_are_noticed():
     engine, again = engine_of(MIXED), engine_of(MIXED)
     trained(engine, 3)
-    saved = {name: tensor.clone() for name, tensor in engine.player.tensors().items()}
-    rounded = {name: value.bfloat16().float() if name.startswith("model/") else value for name, value in saved.items()}
-    again.player.restore(rounded, 3)
+    saved = {name: tensor.clone() for name, tensor in engine.executor.state_dict().items()}
+    rounded = {
+        name: value.bfloat16().float() if name.startswith("model/") else value
+        for name, value in saved.items()
+    }
+    again.executor.load_state_dict(rounded, 3)
     trained(again, 1)
     trained(engine, 1)
     assert bits(model_of(again)) != bits(model_of(engine))
 
 
-@pytest.mark.parametrize("then", [MIXED, Precision(), Precision(compute="bfloat16"), replace(MIXED, master="")], ids=str)
-@pytest.mark.parametrize("now", [MIXED, HALF, Precision(), replace(MIXED, master="")], ids=str)
-def test_a_run_goes_on_in_other_dtypes(then: Precision, now: Precision):
+@pytest.mark.parametrize(
+    "then",
+    [MIXED, PrecisionConfig(), PrecisionConfig(compute="bfloat16"), replace(MIXED, master="")],
+    ids=str,
+)
+@pytest.mark.parametrize("now", [MIXED, HALF, PrecisionConfig(), replace(MIXED, master="")], ids=str)
+def test_a_run_goes_on_in_other_dtypes(then: PrecisionConfig, now: PrecisionConfig):
     engine, other = engine_of(then), engine_of(now)
     trained(engine, 3)
-    saved = {name: tensor.clone() for name, tensor in engine.player.tensors().items()}
-    other.player.restore(saved, 3)
-    dtype = getattr(torch, now.resolved.master)
-    for name, tensor in other.player.tensors().items():
+    saved = {name: tensor.clone() for name, tensor in engine.executor.state_dict().items()}
+    other.executor.load_state_dict(saved, 3)
+    dtype = getattr(torch, now.effective.master)
+    for name, tensor in other.executor.state_dict().items():
         if name.startswith("model/") or "exp_avg" in name:
             assert torch.equal(tensor, saved[name].to(dtype)), name
     assert trained(other, 1)[0].loss == pytest.approx(trained(engine, 1)[0].loss, rel=0.02)
@@ -271,13 +328,17 @@ def test_a_device_that_cannot_multiply_in_it_is_refused_by_name(monkeypatch: pyt
     def unable(*some: object) -> torch.Tensor:
         raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'")
 
-    refuse_unable(HALF, CPU)
+    check_dtype_support(HALF, CPU)
     monkeypatch.setattr(torch.Tensor, "__matmul__", unable)
-    refuse_unable(Precision(), CPU)
-    with pytest.raises(PlanError, match=r"the device cpu cannot compute in float16: .*'Half'(?s:.*)\"float32\""):
-        refuse_unable(HALF, CPU)
+    check_dtype_support(PrecisionConfig(), CPU)
+    with pytest.raises(
+        PlanError, match=r"the device cpu cannot compute in float16: .*'Half'(?s:.*)\"float32\""
+    ):
+        check_dtype_support(HALF, CPU)
 
 
 def test_gradients_of_another_dtype_need_shards():
-    with pytest.raises(PlanError, match=r"gradients in float32, and those of \d+ parameters .* are not cut into shards"):
+    with pytest.raises(
+        PlanError, match=r"gradients in float32, and those of \d+ parameters .* are not cut into shards"
+    ):
         engine_of(replace(MIXED, gradients="float32"))

@@ -5,64 +5,72 @@ from math import inf
 import pytest
 import torch
 
-from meshwright.api import build, make_plan
+from meshwright.api import make_plan, parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.engine.params.flat_params import Store
+from meshwright.engine.params.flat_params import FlatParams
 from meshwright.engine.runtime.state import Metrics
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.plan.job.job import Guard, Optimizer, Precision
+from meshwright.plan.job.job import LossGuard, OptimizerConfig, PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import on_threads
 from tests.engine.one_device import bits
 from tests.tiny_model import reading_of, rows, tiny_job
 
-AUTOCAST = Precision(compute="float16", loss_scale=1024.0)
-HALF = Precision("float16", "float16", "float32", master="float32", loss_scale=1024.0)
+AUTOCAST = PrecisionConfig(compute="float16", loss_scale=1024.0)
+HALF = PrecisionConfig("float16", "float16", "float32", master="float32", loss_scale=1024.0)
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "two parts": (Mesh(pp=2), (Pipeline(),)),
     "three parts": (Mesh(pp=3), (Pipeline(),)),
-    "shards": (Mesh(pp=2, dp_shard=2), (Pipeline(), Batch(axis="dp_shard"), Zero())),
+    "shards": (Mesh(pp=2, dp_shard=2), (Pipeline(), BatchSplit(axis="dp_shard"), ZeRO())),
 }
 
 
 def steps(
-    precision: Precision, layout: str, planted: int = -1, guard: Guard | None = None
+    precision: PrecisionConfig, layout: str, planted: int = -1, guard: LossGuard | None = None
 ) -> list[tuple[list[Metrics], list[bool]]]:
     """Each rank's metrics of three steps, and whether each moved its weights; in the second a gradient of `planted` is inf."""
     mesh, strategies = LAYOUTS[layout] if layout else (Mesh(), ())
-    job = tiny_job(precision=precision, optimizer=Optimizer("sgd", lr=0.1, weight_decay=0.0), guard=guard or Guard("off"))
+    job = tiny_job(
+        precision=precision,
+        optimizer=OptimizerConfig("sgd", lr=0.1, weight_decay=0.0),
+        guard=guard or LossGuard("off"),
+    )
     plan = make_plan(reading_of(), job, mesh, strategies, 2)
 
     def rank(world: World) -> tuple[list[Metrics], list[bool]]:
-        with build(reading_of(), plan, world=world) as engine:
+        with parallelize(reading_of(), plan, world=world) as engine:
             found, moved = list[Metrics](), list[bool]()
-            square, store = Store.square, engine.player.store
+            square, store = FlatParams.compute_sqnorm, engine.executor.flat_params
 
             def planting() -> None:
-                held = next(iter(store.bundles()), None)
-                for tensor in [p.grad for p in engine.player.state.subject.trainable.values()] + list(
-                    held.gradients if held else ()
-                ):
+                held = next(iter(store.update_groups()), None)
+                for tensor in [
+                    p.grad for p in engine.executor.state.trained_module.trainable_parameters.values()
+                ] + list(held.gradients if held else ()):
                     if tensor is not None and len(found) == 1 and world.rank == planted:
                         tensor.view(-1)[0] = inf
                 square(store)
 
-            store.square = planting
+            store.compute_sqnorm = planting
             for _ in range(3):
-                before = bits(engine.player.parameters())
-                found.append(engine.step(engine.share(rows(12))))
-                moved.append(before != bits(engine.player.parameters()))
+                before = bits(engine.executor.gather_parameters())
+                found.append(engine.step(engine.local_batch(rows(12))))
+                moved.append(before != bits(engine.executor.gather_parameters()))
             return found, moved
 
     return on_threads(rank, mesh)
 
 
 @pytest.mark.parametrize("precision", [AUTOCAST, HALF], ids=["autocast", "half"])
-@pytest.mark.parametrize(("layout", "planted"), [("two parts", 0), ("two parts", 1), ("three parts", 1), ("shards", 3)])
-def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(layout: str, planted: int, precision: Precision):
+@pytest.mark.parametrize(
+    ("layout", "planted"), [("two parts", 0), ("two parts", 1), ("three parts", 1), ("shards", 3)]
+)
+def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(
+    layout: str, planted: int, precision: PrecisionConfig
+):
     found = steps(precision, layout, planted)
     for metrics, moved in found:
         assert [each.overflow for each in metrics] == [False, True, False]
@@ -72,25 +80,29 @@ def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(layout: str, planted
 
 
 @pytest.mark.parametrize("precision", [AUTOCAST, HALF], ids=["autocast", "half"])
-def test_without_one_it_trains_as_one_device_does(precision: Precision):
+def test_without_one_it_trains_as_one_device_does(precision: PrecisionConfig):
     ((wanted, _),) = steps(precision, "")
     for metrics, moved in steps(precision, "three parts"):
         assert all(moved)
         assert [each.loss for each in metrics] == pytest.approx([each.loss for each in wanted], rel=2e-3)
-        assert [each.grad_norm for each in metrics] == pytest.approx([each.grad_norm for each in wanted], rel=1e-2)
+        assert [each.grad_norm for each in metrics] == pytest.approx(
+            [each.grad_norm for each in wanted], rel=1e-2
+        )
 
 
 def test_the_guard_leaves_an_overflow_to_the_scale():
-    for metrics, _ in steps(AUTOCAST, "two parts", 0, Guard("skip", factor=0.0)):
+    for metrics, _ in steps(AUTOCAST, "two parts", 0, LossGuard("skip", factor=0.0)):
         assert [each.spike for each in metrics] == [None] * 3
         assert [each.overflow for each in metrics] == [False, True, False]
 
 
 def test_ranks_that_judge_by_their_own_gradients_alone_are_noticed(monkeypatch):
-    def own(self: Store) -> torch.Tensor:
-        mine = [p.grad for p in self._state.subject.trainable.values() if p.grad is not None]
+    def own(self: FlatParams) -> torch.Tensor:
+        mine = [
+            p.grad for p in self._state.trained_module.trainable_parameters.values() if p.grad is not None
+        ]
         return torch.linalg.vector_norm(torch.stack([each.float().norm() for each in mine]))
 
-    monkeypatch.setattr(Store, "total_norm", property(own))
+    monkeypatch.setattr(FlatParams, "total_norm", property(own))
     scales = [metrics[1].loss_scale for metrics, _ in steps(AUTOCAST, "two parts", 0)]
     assert scales == [512.0, 1024.0]

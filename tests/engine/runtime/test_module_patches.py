@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from meshwright.engine.runtime.module_patches import Sockets
+from meshwright.engine.runtime.module_patches import ModulePatches
 
 
 class Twice(nn.Module):
@@ -21,23 +21,23 @@ def one_more(inner: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tenso
 
 def test_what_wraps_a_module_goes_round_what_fills_it_whatever_came_first():
     model = nn.Sequential(Twice())
-    sockets = Sockets(model)
-    sockets.wrap("0", one_more)
-    sockets.fill("0", lambda module, x: 3 * x)
+    sockets = ModulePatches(model)
+    sockets.wrap_forward("0", one_more)
+    sockets.replace_forward("0", lambda module, x: 3 * x)
     assert model(torch.ones(())) == 3
-    sockets.close()
+    sockets.apply_wrappers()
     assert model(torch.ones(())) == 4
 
 
 def test_a_module_gets_back_what_was_its_own():
     model = nn.Sequential(Twice(), Twice())
     model[1].forward = lambda x: 5 * x  # set by its user
-    sockets = Sockets(model)
+    sockets = ModulePatches(model)
     for name in ("0", "1"):
-        sockets.fill(name, lambda module, x: 0 * x)
-        sockets.wrap(name, one_more)
-    sockets.close()
+        sockets.replace_forward(name, lambda module, x: 0 * x)
+        sockets.wrap_forward(name, one_more)
+    sockets.apply_wrappers()
     assert model(torch.ones(())) == 1
-    sockets.empty()
+    sockets.restore_forwards()
     assert model(torch.ones(())) == 10
     assert "forward" not in model[0].__dict__

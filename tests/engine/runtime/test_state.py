@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from meshwright.engine.runtime.state import Bucket
+from meshwright.engine.runtime.state import GradBucket
 
 SHAPES = {"matrix": (2, 3), "scalar": (), "vector": (4,)}
 
@@ -18,50 +18,54 @@ def parameters(**gradients: float) -> dict[str, nn.Parameter]:
 
 def test_packing_copies_gradients_in_order_and_makes_each_a_view():
     held = parameters(matrix=1.0, scalar=2.0, vector=3.0)
-    bucket = Bucket(held, torch.float32)
+    bucket = GradBucket(held, torch.float32)
     bucket.pack(SHAPES)
-    assert bucket.flat.tolist() == [1.0] * 6 + [2.0] + [3.0] * 4
-    bucket.flat.mul_(2)
-    assert {name: p.grad.unique().tolist() for name, p in held.items()} == {"matrix": [2], "scalar": [4], "vector": [6]}
+    assert bucket.buffer.tolist() == [1.0] * 6 + [2.0] + [3.0] * 4
+    bucket.buffer.mul_(2)
+    assert {name: p.grad.unique().tolist() for name, p in held.items()} == {
+        "matrix": [2],
+        "scalar": [4],
+        "vector": [6],
+    }
     assert {name: tuple(p.grad.shape) for name, p in held.items()} == SHAPES
 
 
 def test_later_gradients_are_added_in_place():
     held = parameters(matrix=1.0, scalar=1.0, vector=1.0)
-    bucket = Bucket(held, torch.float32)
+    bucket = GradBucket(held, torch.float32)
     bucket.pack(SHAPES)
     sum((parameter * 3).sum() for parameter in held.values()).backward()
-    assert bucket.flat.tolist() == [4.0] * 11
-    assert held["matrix"].grad.data_ptr() == bucket.flat.data_ptr()
+    assert bucket.buffer.tolist() == [4.0] * 11
+    assert held["matrix"].grad.data_ptr() == bucket.buffer.data_ptr()
     bucket.pack(SHAPES)
-    assert bucket.flat.tolist() == [4.0] * 11
+    assert bucket.buffer.tolist() == [4.0] * 11
 
 
 def test_a_part_can_be_packed_before_the_rest():
     held = parameters(vector=3.0)
-    bucket = Bucket(held, torch.float32)
+    bucket = GradBucket(held, torch.float32)
     bucket.pack(["vector"])
     held["matrix"].grad, held["scalar"].grad = torch.ones(2, 3), torch.tensor(2.0)
     bucket.pack(["matrix", "scalar"])
-    assert bucket.flat.tolist() == [1.0] * 6 + [2.0] + [3.0] * 4
+    assert bucket.buffer.tolist() == [1.0] * 6 + [2.0] + [3.0] * 4
 
 
 def test_a_parameter_without_a_gradient_is_packed_as_zeros():
     held = parameters(matrix=1.0)
-    bucket = Bucket(held, torch.float32)
-    bucket.flat.fill_(7)
+    bucket = GradBucket(held, torch.float32)
+    bucket.buffer.fill_(7)
     bucket.pack(SHAPES)
-    assert bucket.flat.tolist() == [1.0] * 6 + [0.0] * 5
+    assert bucket.buffer.tolist() == [1.0] * 6 + [0.0] * 5
     assert held["scalar"].grad is not None
 
 
 def test_another_dtype_travels_and_comes_back_by_unpacking():
     held = parameters(matrix=1 / 3, vector=1.0)
-    bucket = Bucket(held, torch.bfloat16)
+    bucket = GradBucket(held, torch.bfloat16)
     bucket.pack(SHAPES)
     assert held["matrix"].grad.dtype == torch.float32
     assert held["scalar"].grad is None
-    bucket.flat.mul_(2)
+    bucket.buffer.mul_(2)
     bucket.unpack()
     assert {parameter.grad.dtype for parameter in held.values()} == {torch.float32}
     assert held["matrix"].grad.unique().tolist() == [torch.tensor(1 / 3).bfloat16().mul(2).float().item()]

@@ -7,13 +7,20 @@ import torch
 
 from meshwright.api import make_plan
 from meshwright.comm.backends.fake import Done
-from meshwright.engine.runtime.step_profiler import GLUE, ISSUE, WAIT, Span, Watch, watched
+from meshwright.engine.runtime.step_profiler import (
+    GLUE,
+    ISSUE,
+    WAIT,
+    ProfilerSpan,
+    StepProfiler,
+    wrap_with_profiler,
+)
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import ROLE
-from meshwright.run.data.feed import ExampleData, open_feed
+from meshwright.plan.step.single_device import FIRST_ROLE
+from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.testing.ranks import on_threads
 from tests.tiny_model import plan_of, player_of, reading_of, rows, tiny_job
 
@@ -21,16 +28,16 @@ READING = reading_of()
 CPU = torch.device("cpu")
 
 
-def seen(plan: Plan) -> list[tuple[list[Span], list]]:
+def seen(plan: Plan) -> list[tuple[list[ProfilerSpan], list]]:
     """The spans of the second step on each rank, and the metrics of two steps."""
 
     def rank(world):
         player, feed, watch = (
             player_of(READING, plan, world),
-            open_feed(ExampleData(rows()), plan, world.rank),
-            Watch(world.device),
+            open_feed(ExampleDataset(rows()), plan, world.rank),
+            StepProfiler(world.device),
         )
-        metrics = [player.step(feed.batch(0)), player.step(feed.batch(1), watch=watch)]
+        metrics = [player.step(feed.batch(0)), player.step(feed.batch(1), profiler=watch)]
         metrics.append(player.step(feed.batch(2)))
         player.close()
         return watch.spans(), metrics
@@ -44,28 +51,33 @@ def plan(request) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def spans(plan) -> list[Span]:
+def spans(plan) -> list[ProfilerSpan]:
     return seen(plan)[-1][0]
 
 
 def test_every_action_of_the_list_is_seen_once_on_its_lane(plan, spans):
-    told = [(span.name, span.lane, span.action) for span in spans if span.kind not in (GLUE, ISSUE, WAIT)]
-    assert sorted(told, key=str) == sorted(((a.name, a.lane, a) for a in plan.program.actions(ROLE)), key=str)
+    told = [(span.name, span.stream, span.action) for span in spans if span.kind not in (GLUE, ISSUE, WAIT)]
+    assert sorted(told, key=str) == sorted(
+        ((a.name, a.stream, a) for a in plan.program.actions(FIRST_ROLE)), key=str
+    )
 
 
 def test_spans_of_the_compute_lane_are_nested_or_apart(spans):
-    lane = [span for span in spans if span.lane == "compute"]
+    lane = [span for span in spans if span.stream == "compute"]
     assert all(span.begin <= span.end for span in spans)
     for one in lane:
         for other in lane:
             apart = one.end <= other.begin or other.end <= one.begin
-            inside = one.begin <= other.begin <= other.end <= one.end or other.begin <= one.begin <= one.end <= other.end
+            inside = (
+                one.begin <= other.begin <= other.end <= one.end
+                or other.begin <= one.begin <= one.end <= other.end
+            )
             assert apart or inside, f"{one.name} and {other.name} overlap"
 
 
 def test_forwards_lie_inside_the_models_own_forward(plan, spans):
     glue = {span.name: span for span in spans if span.kind == GLUE}
-    assert set(glue) == {f"forward({micro})" for micro in range(plan.num_micro)}
+    assert set(glue) == {f"forward({micro})" for micro in range(plan.num_microbatches)}
     for span in spans:
         if span.kind == "F":
             around = glue[f"forward({span.action.micro})"]
@@ -74,15 +86,15 @@ def test_forwards_lie_inside_the_models_own_forward(plan, spans):
 
 def test_what_the_compute_lane_waits_for_is_seen_once_and_ends_no_earlier_than_the_wire(plan, spans):
     waits = [span for span in spans if span.kind == WAIT]
-    sent = [action.name for action in plan.program.actions(ROLE) if action.transfer is not None]
+    sent = [action.name for action in plan.program.actions(FIRST_ROLE) if action.transfer is not None]
     assert sorted(span.name for span in waits) == sorted(f"wait {name}" for name in sent)
-    ends = {span.name: span.end for span in spans if span.lane == "wire"}
+    ends = {span.name: span.end for span in spans if span.stream == "wire"}
     assert all(ends[span.name.removeprefix("wait ")] <= span.end for span in waits)
 
 
 def test_a_watched_step_computes_what_an_unwatched_one_does(plan):
     def unwatched(world):
-        player, feed = player_of(READING, plan, world), open_feed(ExampleData(rows()), plan, world.rank)
+        player, feed = player_of(READING, plan, world), open_feed(ExampleDataset(rows()), plan, world.rank)
         return [player.step(feed.batch(step)) for step in range(3)]
 
     assert [metrics for _, metrics in seen(plan)] == on_threads(unwatched, plan.mesh)
@@ -90,21 +102,24 @@ def test_a_watched_step_computes_what_an_unwatched_one_does(plan):
 
 def test_a_message_that_arrives_before_its_wait_has_ended_there():
     """The result comes while the compute lane is busy elsewhere: the wire's span ends then, not at the wait."""
-    watch, send, late = Watch(CPU), Action("SEND", lane="wire"), Action("LATE", waits=("SEND()",))
+    watch, send, late = StepProfiler(CPU), Action("SEND", stream="wire"), Action("LATE", waits=("SEND()",))
     works: dict[str, Done] = {}
-    entries = [(send, lambda action: works.update({action.name: Done()}), ()), (late, lambda action: None, ("SEND()",))]
-    for action, handler, _ in watched(entries, works, watch):
+    entries = [
+        (send, lambda action: works.update({action.name: Done()}), ()),
+        (late, lambda action: None, ("SEND()",)),
+    ]
+    for action, handler, _ in wrap_with_profiler(entries, works, watch):
         handler(action)
     found = {span.name: span for span in watch.spans()}
     assert found["SEND()"].end <= found["wait SEND()"].begin
 
 
 def test_a_span_that_never_ends_is_left_out():
-    watch = Watch(CPU)
-    watch.begin("F(a)", "F")
-    watch.begin("REDUCE", "REDUCE", "wire")
-    watch.begin("inner", "B")
-    watch.end()
+    watch = StepProfiler(CPU)
+    watch.begin_span("F(a)", "F")
+    watch.begin_span("REDUCE", "REDUCE", "wire")
+    watch.begin_span("inner", "B")
+    watch.end_span()
     assert [span.name for span in watch.spans()] == ["inner"]
 
 
@@ -112,26 +127,31 @@ def test_sizes_are_those_of_the_tensors():
     plan = plan_of(READING, 3)
 
     def rank(world):
-        player, feed = player_of(READING, plan, world), open_feed(ExampleData(rows()), plan, world.rank)
-        before = player.sizes()
+        player, feed = player_of(READING, plan, world), open_feed(ExampleDataset(rows()), plan, world.rank)
+        before = player.memory_by_category()
         player.step(feed.batch(0))
-        return before, player.sizes()
+        return before, player.memory_by_category()
 
     (before, after), *_ = on_threads(rank, plan.mesh)
-    nbytes = READING.anatomy.numel * 8
+    nbytes = READING.model_spec.numel * 8
     assert before == {"parameters": nbytes, "gradients": nbytes, "moments": 0, "buckets": 0}
     assert after == {"parameters": nbytes, "gradients": 0, "moments": nbytes, "buckets": nbytes}  # momentum
     alone = plan_of(READING, 1, job=replace(plan.job))
-    assert on_threads(lambda world: player_of(READING, alone, world).sizes(), alone.mesh)[0]["gradients"] == nbytes
+    assert (
+        on_threads(lambda world: player_of(READING, alone, world).memory_by_category(), alone.mesh)[0][
+            "gradients"
+        ]
+        == nbytes
+    )
 
 
 def test_what_ranks_send_each_other_is_seen_on_lanes_of_its_own_and_waited_for_before_the_forward_that_needs_it():
     plan = make_plan(READING, tiny_job(), Mesh(pp=2), (Pipeline(),), 4)
     both = seen(plan)
     for rank, (spans, _) in enumerate(both):
-        told = sorted((span.name, span.lane) for span in spans if span.action is not None)
-        assert told == sorted((action.name, action.lane) for action in plan.at(rank).actions)
+        told = sorted((span.name, span.stream) for span in spans if span.action is not None)
+        assert told == sorted((action.name, action.stream) for action in plan.for_rank(rank).actions)
     second = {span.name: span for span in both[1][0]}
-    for action in plan.at(1).actions:
-        if action.lane == "receive":
-            assert second[f"wait {action.name}"].end <= second[f"forward({action.micro})"].begin
+    for action in plan.for_rank(1).actions:
+        if action.stream == "receive":
+            assert second[f"wait {action.name}"].end <= second[f"forward({action.microbatch})"].begin

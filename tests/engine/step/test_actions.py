@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.engine.runtime.loss import Loss, token_cross_entropy
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Optimizer, Precision
+from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
 from tests.engine.one_device import Custom, Pair, bits, ignored, job_of, pair, part
 from tests.tiny_model import TOKENS, Tiny, rows
 
@@ -24,7 +24,9 @@ def chain(model: Custom, x: torch.Tensor) -> torch.Tensor:
     return model.head(x)
 
 
-def train(done: Pair, steps: int, batch: dict[str, torch.Tensor] = UNEVEN, count: int = 12, clip: float = 0.0) -> float:
+def train(
+    done: Pair, steps: int, batch: dict[str, torch.Tensor] = UNEVEN, count: int = 12, clip: float = 0.0
+) -> float:
     """Step both on `count` rows at a time; the largest error of loss and gradient norm."""
     optimizer, worst = torch.optim.SGD(done.model.parameters(), **SGD), 0.0
     for step in range(steps):
@@ -38,7 +40,9 @@ def train(done: Pair, steps: int, batch: dict[str, torch.Tensor] = UNEVEN, count
 @pytest.mark.parametrize("micro_batch", [12, 6, 4, 1])
 def test_accumulated_micro_batches_are_one_batch(micro_batch: int):
     done = pair(micro_batch=micro_batch)
-    assert train(done, 3) < 1e-12  # rows ignore different numbers of labels, row 3 and every seventh after it all
+    assert (
+        train(done, 3) < 1e-12
+    )  # rows ignore different numbers of labels, row 3 and every seventh after it all
     assert done.error < 1e-12
 
 
@@ -56,16 +60,26 @@ def test_micro_batches_without_labels_weigh_nothing():
     assert done.error < 1e-12
 
 
-@pytest.mark.parametrize("batch", [None, ignored(rows(12)), part(rows(12), 0, 0)], ids=["no rows", "no labels", "an empty batch"])
-def test_a_step_in_which_nothing_counts_changes_nothing_but_the_count_of_steps(batch: dict[str, torch.Tensor] | None):
-    done = pair(job=job_of(optimizer=Optimizer("adamw", weight_decay=0.5)), micro_batch=4)
+@pytest.mark.parametrize(
+    "batch", [None, ignored(rows(12)), part(rows(12), 0, 0)], ids=["no rows", "no labels", "an empty batch"]
+)
+def test_a_step_in_which_nothing_counts_changes_nothing_but_the_count_of_steps(
+    batch: dict[str, torch.Tensor] | None,
+):
+    done = pair(job=job_of(optimizer=OptimizerConfig("adamw", weight_decay=0.5)), micro_batch=4)
     done.player.step(part(UNEVEN, 0, 12))
-    before = bits(done.player.tensors())
+    before = bits(done.player.state_dict())
     metrics = done.player.step(batch)
-    assert (metrics.skipped, metrics.loss, metrics.grad_norm, metrics.tokens, metrics.step) == (True, 0.0, 0.0, 0, 2)
-    assert bits(done.player.tensors()) == before
+    assert (metrics.is_skipped, metrics.loss, metrics.grad_norm, metrics.tokens, metrics.step) == (
+        True,
+        0.0,
+        0.0,
+        0,
+        2,
+    )
+    assert bits(done.player.state_dict()) == before
     assert done.player.steps_done == 2
-    assert not done.player.step(part(UNEVEN, 12, 24)).skipped
+    assert not done.player.step(part(UNEVEN, 12, 24)).is_skipped
 
 
 @pytest.mark.parametrize(("clip", "clipped"), [(0.0, False), (0.05, True), (1e3, False), (1e-9, True)])
@@ -100,7 +114,7 @@ def test_tied_parameters_count_once_and_frozen_ones_stay():
 
 
 def test_parameters_that_a_step_does_not_reach_have_gradients_of_zero():
-    job = job_of(optimizer=Optimizer("sgd", lr=0.1, weight_decay=0.5, momentum=0.9))
+    job = job_of(optimizer=OptimizerConfig("sgd", lr=0.1, weight_decay=0.5, momentum=0.9))
     done = pair(lambda: Tiny(spare=True), job=job)
     name = "layers.3.linear.weight"
     before = done.parameters[name].clone()
@@ -116,7 +130,11 @@ def test_a_block_left_out_at_some_steps_is_no_fault():
                 x = layer(x).tanh()
             return self.head(x)
 
-    done = pair(lambda: Skipping(chain), {key: torch.zeros_like(value) for key, value in rows(2).items()}, micro_batch=3)
+    done = pair(
+        lambda: Skipping(chain),
+        {key: torch.zeros_like(value) for key, value in rows(2).items()},
+        micro_batch=3,
+    )
     optimizer = torch.optim.SGD(done.model.parameters(), **SGD)
     reached = []
     for start in range(0, 36, 3):
@@ -148,14 +166,18 @@ def test_a_step_that_failed_leaves_nothing_to_the_next():
     batch = rows(12, uneven=False)
     batch["labels"][8, 0] = 12
     batch["labels"][[0, 4], 0] = 0
-    done = pair(loss=Loss(failing, token_cross_entropy().count), micro_batch=4, job=job_of(optimizer=Optimizer(lr=0.01)))
+    done = pair(
+        loss=Loss(failing, token_cross_entropy().count),
+        micro_batch=4,
+        job=job_of(optimizer=OptimizerConfig(lr=0.01)),
+    )
     armed.append(12)
     with pytest.raises(KeyError, match="planted"):
         done.player.step(batch)
     armed.clear()
-    fresh = pair(micro_batch=4, job=job_of(optimizer=Optimizer(lr=0.01)))
+    fresh = pair(micro_batch=4, job=job_of(optimizer=OptimizerConfig(lr=0.01)))
     assert done.player.step(batch) == fresh.player.step(batch)
-    assert bits(done.player.tensors()) == bits(fresh.player.tensors())
+    assert bits(done.player.state_dict()) == bits(fresh.player.state_dict())
 
 
 class Watched(nn.Module):
@@ -177,39 +199,57 @@ def test_bfloat16_compute_keeps_parameters_gradients_and_moments_in_float32():
         model.layers = nn.ModuleList(Watched(6, 6) for _ in range(3))
         return model
 
-    job = job_of(precision=Precision("float32", "bfloat16", "float32"), optimizer=Optimizer(lr=0.01))
-    half, full = pair(build, job=job, micro_batch=4), pair(build, job=job_of(precision=Precision(), optimizer=Optimizer(lr=0.01)))
+    job = job_of(
+        precision=PrecisionConfig("float32", "bfloat16", "float32"), optimizer=OptimizerConfig(lr=0.01)
+    )
+    half, full = (
+        pair(build, job=job, micro_batch=4),
+        pair(build, job=job_of(precision=PrecisionConfig(), optimizer=OptimizerConfig(lr=0.01))),
+    )
     for start in (0, 12, 24):
         metrics, expected = (done.player.step(part(UNEVEN, start, start + 12)) for done in (half, full))
         assert metrics.loss == pytest.approx(expected.loss, rel=0.01)
         assert metrics.loss != expected.loss
         assert metrics.grad_norm == pytest.approx(expected.grad_norm, rel=0.05)
-    layers = half.player.state.subject.module.layers
+    layers = half.player.state.trained_module.module.layers
     assert {dtype for layer in layers for dtype in layer.dtypes} == {torch.bfloat16}
-    assert {value.dtype for value in half.player.tensors().values()} == {torch.float32}
+    assert {value.dtype for value in half.player.state_dict().values()} == {torch.float32}
 
 
 def test_a_weight_that_two_visits_cast_to_bfloat16_is_cast_for_each():
     def twice(model: Custom, x: torch.Tensor) -> torch.Tensor:
         return model.head(model.layers[0](model.layers[0](x).tanh()).tanh())
 
-    done = pair(lambda: Custom(twice), job=job_of(precision=Precision("float32", "bfloat16", "float32")), micro_batch=4)
-    assert done.player.step(part(UNEVEN, 0, 12)).loss == pytest.approx(done.loss_alone(part(UNEVEN, 0, 12)).item(), rel=0.01)
+    done = pair(
+        lambda: Custom(twice),
+        job=job_of(precision=PrecisionConfig("float32", "bfloat16", "float32")),
+        micro_batch=4,
+    )
+    assert done.player.step(part(UNEVEN, 0, 12)).loss == pytest.approx(
+        done.loss_alone(part(UNEVEN, 0, 12)).item(), rel=0.01
+    )
 
 
 def test_bfloat16_throughout():
-    job = job_of(precision=Precision("bfloat16", "bfloat16", "bfloat16"), clip=0.5)
+    job = job_of(precision=PrecisionConfig("bfloat16", "bfloat16", "bfloat16"), clip=0.5)
     done = pair(job=job, micro_batch=4)
-    assert done.player.step(part(UNEVEN, 0, 12)).loss == pytest.approx(done.loss_alone(part(UNEVEN, 0, 12)).item(), rel=0.02)
+    assert done.player.step(part(UNEVEN, 0, 12)).loss == pytest.approx(
+        done.loss_alone(part(UNEVEN, 0, 12)).item(), rel=0.02
+    )
     assert {parameter.dtype for parameter in done.parameters.values()} == {torch.bfloat16}
 
 
 def test_a_loss_that_uses_a_parameter_directly_is_refused_before_it_is_used():
     held: list[nn.Parameter] = []
-    loss = Loss(lambda out, batch: out.sum() + sum(p.square().sum() for p in held), lambda batch: batch["labels"].numel())
+    loss = Loss(
+        lambda out, batch: out.sum() + sum(p.square().sum() for p in held),
+        lambda batch: batch["labels"].numel(),
+    )
     done = pair(loss=loss, micro_batch=4)
     held.append(done.parameters["head.weight"])
-    with pytest.raises(PlanError, match=r"^loss: the loss reaches the parameter head\.weight directly(?s:.*)inside the model"):
+    with pytest.raises(
+        PlanError, match=r"^loss: the loss reaches the parameter head\.weight directly(?s:.*)inside the model"
+    ):
         done.player.step(part(UNEVEN, 0, 12))
 
 
@@ -232,9 +272,13 @@ def test_a_parameter_that_the_model_returns_may_be_used_by_the_loss():
 
 def test_a_loss_that_is_no_scalar_is_refused():
     loss = Loss(
-        lambda out, batch: F.cross_entropy(out.flatten(0, 1), batch["labels"].flatten(), reduction="none"), lambda batch: 1
+        lambda out, batch: F.cross_entropy(out.flatten(0, 1), batch["labels"].flatten(), reduction="none"),
+        lambda batch: 1,
     )
-    with pytest.raises(PlanError, match=rf"^loss: the loss has the shape \[{12 * TOKENS}\]; needed is a scalar(?s:.*)\.sum\(\)"):
+    with pytest.raises(
+        PlanError,
+        match=rf"^loss: the loss has the shape \[{12 * TOKENS}\]; needed is a scalar(?s:.*)\.sum\(\)",
+    ):
         pair(loss=loss).player.step(part(UNEVEN, 0, 12))
 
 
@@ -245,7 +289,8 @@ def test_a_side_channel_that_the_trial_did_not_meet_is_refused_in_the_first_step
 
     done = pair(lambda: Custom(leaking), part(UNEVEN, 0, 2), micro_batch=4)
     with pytest.raises(
-        PlanError, match=r"^model: the glue between blocks uses the parameter layers\.1\.weight, which it did not"
+        PlanError,
+        match=r"^model: the glue between blocks uses the parameter layers\.1\.weight, which it did not",
     ):
         done.player.step(part(UNEVEN, 0, 12))
 
@@ -255,14 +300,19 @@ def test_a_model_that_redraws_its_dropout_in_backward_is_refused(reentrant: bool
     def recomputed(p: float) -> Callable[[Custom, torch.Tensor], torch.Tensor]:
         def rule(model: Custom, x: torch.Tensor) -> torch.Tensor:
             for layer in model.layers:
-                x = checkpoint(lambda x, layer=layer: F.dropout(layer(x).tanh(), p), x, use_reentrant=reentrant)
+                x = checkpoint(
+                    lambda x, layer=layer: F.dropout(layer(x).tanh(), p), x, use_reentrant=reentrant
+                )
             return model.head(x)
 
         return rule
 
     done = pair(lambda: Custom(recomputed(0.0)), micro_batch=4)
     assert train(done, 2) < 1e-12
-    with pytest.raises(PlanError, match=r"random numbers are drawn within torch.utils.checkpoint, .*\n.* strategy 'recompute'"):
+    with pytest.raises(
+        PlanError,
+        match=r"random numbers are drawn within torch.utils.checkpoint, .*\n.* strategy 'recompute'",
+    ):
         pair(lambda: Custom(recomputed(0.5)), micro_batch=4)
 
 
@@ -273,6 +323,8 @@ def test_dropout_does_not_depend_on_micro_batches_and_changes_from_step_to_step(
         losses.append([done.player.step(part(UNEVEN, 0, 12)).loss for _ in range(2)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     assert losses[0] == pytest.approx(losses[2], rel=1e-12)
-    still = pair(lambda: Tiny(p=0.5), job=job_of(optimizer=Optimizer("sgd", lr=1e-12, weight_decay=0.0)))
+    still = pair(
+        lambda: Tiny(p=0.5), job=job_of(optimizer=OptimizerConfig("sgd", lr=1e-12, weight_decay=0.0))
+    )
     first, second = (still.player.step(part(UNEVEN, 0, 12)).loss for _ in range(2))
     assert abs(first - second) > 1e-3

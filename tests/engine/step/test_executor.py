@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import alone, make_plan, make_subject, read
-from meshwright.engine.optim.optimizers import MakeOptimizer
+from meshwright.api import alone, analyze, make_plan, make_trained_module
+from meshwright.engine.optim.optimizers import OptimizerFactory
 from meshwright.engine.runtime.loss import token_cross_entropy
-from meshwright.engine.runtime.state import Metrics, State
-from meshwright.engine.step.executor import Player
+from meshwright.engine.runtime.state import Metrics, RankState
+from meshwright.engine.step.executor import Executor
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Optimizer, Precision, Schedule
+from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.testing.ranks import on_threads
@@ -33,18 +33,20 @@ def chain(model: Custom, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_metrics_say_what_the_step_did():
-    job = job_of(steps=10, schedule=Schedule("cosine", warmup=1), optimizer=Optimizer("sgd", lr=0.5))
+    job = job_of(
+        steps=10, schedule=ScheduleConfig("cosine", warmup=1), optimizer=OptimizerConfig("sgd", lr=0.5)
+    )
     done = pair(job=job, micro_batch=4)
     first, second = (done.player.step(BATCH) for _ in range(2))
     assert (first.step, second.step, done.player.steps_done) == (1, 2, 2)
     assert (first.lr, second.lr) == (0.25, 0.5)
     assert first.tokens == second.tokens == (BATCH["labels"] != -100).sum()
-    assert (first.stop, first.skipped) == (False, False)
+    assert (first.stop_requested, first.is_skipped) == (False, False)
     assert first.loss == pytest.approx(done.loss_alone(BATCH).item(), rel=1e-13)
 
 
 def test_every_group_follows_the_schedule_from_its_own_rate():
-    job = job_of(steps=4, schedule=Schedule("wsd", decay=4))
+    job = job_of(steps=4, schedule=ScheduleConfig("wsd", decay=4))
     done = pair(job=job, optimizer=lambda groups: torch.optim.SGD([{**groups[0], "lr": 0.4}, *groups[1:]]))
     rates = []
     for _ in range(4):
@@ -54,24 +56,27 @@ def test_every_group_follows_the_schedule_from_its_own_rate():
 
 
 def test_one_rank_that_asks_to_stop_is_heard_by_all():
-    reading = read(Tiny, rows(2))
+    reading = analyze(Tiny, rows(2))
     plan = make_plan(reading, job_of(), Mesh(dp_replicate=3))
 
     def play(world) -> list[Metrics]:
-        subject = make_subject(reading, world.device, torch.float64)
-        player = Player(plan, State(subject, world, token_cross_entropy()))
+        subject = make_trained_module(reading, world.device, torch.float64)
+        player = Executor(plan, RankState(subject, world, token_cross_entropy()))
         mine = part(BATCH, 4 * world.rank, 4 * world.rank + 4)
-        return [player.step(None if world.rank == 2 else mine, stop=step == world.rank == 1) for step in range(3)]
+        return [
+            player.step(None if world.rank == 2 else mine, stop=step == world.rank == 1) for step in range(3)
+        ]
 
     played = on_threads(play, plan.mesh)
-    assert [metrics.stop for metrics in played[0]] == [False, True, False]
+    assert [metrics.stop_requested for metrics in played[0]] == [False, True, False]
     assert played[0] == played[1] == played[2]
 
 
 def test_a_step_with_too_many_or_unequal_rows_is_refused():
     done = pair(micro_batch=4)
     with pytest.raises(
-        ValueError, match=r"13 rows and this rank plays 12 in a step; pass at most that many, or raise train\.batch"
+        ValueError,
+        match=r"13 rows and this rank plays 12 in a step; pass at most that many, or raise train\.batch",
     ):
         done.player.step(rows(13))
     with pytest.raises(ValueError, match="the batch holds input_ids 12, labels 11; needed are the same rows"):
@@ -100,27 +105,39 @@ def test_blocks_in_another_order_than_the_plan_knows_are_refused_with_the_order(
         "the model reached block 'layers.1' out of the order that the plan knows: embed layers.0 layers.1 layers.2 head"
         in str(caught.value)
     )
-    assert "repair: a forward may leave blocks out; let it call them in the order of the trial run" in str(caught.value)
+    assert "repair: a forward may leave blocks out; let it call them in the order of the trial run" in str(
+        caught.value
+    )
 
 
 def test_a_block_called_more_often_than_the_plan_knows_is_refused_and_less_often_is_not():
     more = reordered(lambda ids: [0, 1, 2] if len(ids) == 3 else [0, 1, 1, 2])
-    with pytest.raises(PlanError, match=r"reached block 'layers\.1#2' more often than in the order that the plan knows"):
+    with pytest.raises(
+        PlanError, match=r"reached block 'layers\.1#2' more often than in the order that the plan knows"
+    ):
         pair(lambda: more(chain)).player.step(BATCH)
     less = reordered(lambda ids: [0, 0, 1, 2, 2] if len(ids) == 3 else [0, 2])
     done = pair(lambda: less(chain))
     metrics = done.player.step(BATCH)
-    assert metrics.loss == pytest.approx(done.step_alone(torch.optim.SGD(done.model.parameters(), lr=0.1), BATCH)[0], rel=1e-14)
+    assert metrics.loss == pytest.approx(
+        done.step_alone(torch.optim.SGD(done.model.parameters(), lr=0.1), BATCH)[0], rel=1e-14
+    )
     assert done.error < 1e-14
 
 
 def test_an_action_that_nobody_plays_is_refused():
-    reading = read(Tiny, rows(2))
+    reading = analyze(Tiny, rows(2))
     plan = make_plan(reading, job_of())
-    strange = replace(plan, program=plan.program.edit(lambda actions: [*actions, Action("EVICT"), Action("FETCH")]))
-    state = State(make_subject(reading, torch.device("cpu"), torch.float64), alone(torch.device("cpu")), token_cross_entropy())
+    strange = replace(
+        plan, program=plan.program.edit(lambda actions: [*actions, Action("EVICT"), Action("FETCH")])
+    )
+    state = RankState(
+        make_trained_module(reading, torch.device("cpu"), torch.float64),
+        alone(torch.device("cpu")),
+        token_cross_entropy(),
+    )
     with pytest.raises(PlanError, match=r"^program: nobody plays EVICT, FETCH(?s:.*)`bind`"):
-        Player(strange, state)
+        Executor(strange, state)
 
 
 class Buffered(Custom):
@@ -140,7 +157,7 @@ class Buffered(Custom):
         return self.rule(self, x + self.layers[1].mean)
 
 
-MAKERS: dict[str, MakeOptimizer | None] = {
+MAKERS: dict[str, OptimizerFactory | None] = {
     "the job's own": None,
     "adagrad": torch.optim.Adagrad,
     "rmsprop": lambda groups: torch.optim.RMSprop(groups, momentum=0.5),
@@ -149,10 +166,16 @@ MAKERS: dict[str, MakeOptimizer | None] = {
 
 @pytest.mark.parametrize("maker", MAKERS)
 def test_a_restored_run_goes_on_bitwise(maker: str):
-    job = job_of(precision=Precision(), clip=0.1, optimizer=Optimizer(lr=0.01), schedule=Schedule("cosine", warmup=2), steps=8)
+    job = job_of(
+        precision=PrecisionConfig(),
+        clip=0.1,
+        optimizer=OptimizerConfig(lr=0.01),
+        schedule=ScheduleConfig("cosine", warmup=2),
+        steps=8,
+    )
     batches = [part(rows(60), 10 * step, 10 * step + 10) for step in range(6)]
 
-    def fresh() -> Player:
+    def fresh() -> Executor:
         return pair(Buffered, job=job, micro_batch=4, optimizer=MAKERS[maker]).player
 
     straight = fresh()
@@ -160,12 +183,12 @@ def test_a_restored_run_goes_on_bitwise(maker: str):
     first, second = fresh(), fresh()
     for batch in batches[:3]:
         first.step(batch)
-    saved = copy.deepcopy(first.tensors())
+    saved = copy.deepcopy(first.state_dict())
     second.step(batches[5])
-    second.restore(first.tensors(), 3)
+    second.load_state_dict(first.state_dict(), 3)
     assert [second.step(batch) for batch in batches[3:]] == expected[3:]
-    assert bits(second.tensors()) == bits(straight.tensors())
-    assert bits(first.tensors()) == bits(saved)  # the restored player holds copies
+    assert bits(second.state_dict()) == bits(straight.state_dict())
+    assert bits(first.state_dict()) == bits(saved)  # the restored player holds copies
     assert {name for name in saved if name.startswith("buffer/")} == {
         "buffer/steps",
         "buffer/layers.0.mean",
@@ -174,11 +197,11 @@ def test_a_restored_run_goes_on_bitwise(maker: str):
 
 
 def test_going_back_to_the_beginning_forgets_the_moments():
-    job = job_of(optimizer=Optimizer(lr=0.01))
+    job = job_of(optimizer=OptimizerConfig(lr=0.01))
     done = pair(job=job)
-    begin = copy.deepcopy(done.player.tensors())
+    begin = copy.deepcopy(done.player.state_dict())
     first = [done.player.step(BATCH) for _ in range(3)]
-    done.player.restore(begin, 0)
+    done.player.load_state_dict(begin, 0)
     assert [done.player.step(BATCH) for _ in range(3)] == first
 
 
@@ -189,12 +212,14 @@ def live() -> tuple[int, int]:
     """
     gc.collect()
     tensors = [item for item in gc.get_objects() if type(item) in (torch.Tensor, nn.Parameter)]
-    return len(tensors), sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return len(tensors), sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
 @pytest.mark.parametrize("build", [Tiny, lambda: Tiny(p=0.5), lambda: Tiny(tied=True), lambda: Custom(chain)])
 def test_what_is_alive_between_steps_does_not_grow(build: Callable[[], nn.Module]):
-    done = pair(build, job=job_of(optimizer=Optimizer(lr=0.01), clip=0.1), micro_batch=4)
+    done = pair(build, job=job_of(optimizer=OptimizerConfig(lr=0.01), clip=0.1), micro_batch=4)
     for _ in range(3):
         done.player.step(BATCH)
     third = live()
@@ -255,19 +280,21 @@ def test_micro_batches_do_not_keep_each_others_activations():
 
 def test_a_closed_player_leaves_the_module_to_its_owner():
     done = pair()
-    module = done.player.state.subject.module
+    module = done.player.state.trained_module.module
     done.player.step(BATCH)
     done.player.close()
     done.player.close()
-    blocks = done.player.state.subject.blocks.values()
-    assert not [name for name, inner in module.named_modules() if inner in blocks and "forward" in vars(inner)]
+    blocks = done.player.state.trained_module.blocks.values()
+    assert not [
+        name for name, inner in module.named_modules() if inner in blocks and "forward" in vars(inner)
+    ]
     module(BATCH["input_ids"]).sum().backward()
     assert module.head.weight.grad is not None
 
 
 def test_the_module_can_be_evaluated_between_steps():
     done = pair(micro_batch=4)
-    module = done.player.state.subject.module
+    module = done.player.state.trained_module.module
     done.player.step(BATCH)
     with torch.no_grad():
         before = module.eval()(BATCH["input_ids"])
@@ -282,7 +309,7 @@ def test_the_graph_is_cut_only_where_the_list_does_something_between_two_backwar
     whole, cut = pair(), pair(micro_batch=4)
     handed: dict[str, list[bool]] = {"whole": [], "cut": []}
     for name, done in (("whole", whole), ("cut", cut)):
-        first = next(iter(done.player.state.subject.blocks.values()))
+        first = next(iter(done.player.state.trained_module.blocks.values()))
         first.register_forward_hook(lambda block, args, out, seen=handed[name]: seen.append(out.is_leaf))
         done.player.step(BATCH)
     assert handed == {"whole": [False], "cut": [True] * 3}

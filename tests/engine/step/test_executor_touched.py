@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.job import Job
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer
 from meshwright.plan.strategy import Handler, Runtime, Strategy
 from tests.tiny_model import TOKENS, WIDTH, case_of, plan_of, reading_of, verdict_of
@@ -36,7 +36,7 @@ class Round(torch.autograd.Function):
 def travelled(tensor: torch.Tensor, runtime: Runtime, by: int) -> torch.Tensor:
     for _ in range(RANKS):
         coming = torch.empty_like(tensor)
-        runtime.shift(coming, tensor, AXIS, by=by).wait()
+        runtime.shift(coming, tensor, AXIS, offset=by).wait()
         tensor = coming
     return tensor
 
@@ -50,12 +50,15 @@ class Travel(Strategy):
     booked: int = RANKS
     back: int = -1
 
-    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
+    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         def change(actions: list[Action]) -> list[Action]:
-            rows = job.train.batch // space.mesh.world
+            rows = job.train.batch // sharding.mesh.world_size
             sent = (Transfer("shift", (AXIS,), rows * TOKENS * WIDTH * 8, dtype="float64"),) * self.booked
             met = [action.subject == LAYER and action.kind in ("F", "B") for action in actions]
-            return [replace(action, inner=sent) if mine else action for action, mine in zip(actions, met, strict=True)]
+            return [
+                replace(action, inner_transfers=sent) if mine else action
+                for action, mine in zip(actions, met, strict=True)
+            ]
 
         return program.edit(change)
 
@@ -63,19 +66,19 @@ class Travel(Strategy):
         def around(inner: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
             return inner(Round.apply(x, runtime, 1, self.back))
 
-        runtime.wrap(LAYER, around)
+        runtime.wrap_forward(LAYER, around)
         return {}
 
 
 def plan_with(travel: Travel) -> mw.Plan:
-    return plan_of(reading_of(), RANKS, (Batch(), Replicate(), travel))
+    return plan_of(reading_of(), RANKS, (BatchSplit(), DDP(), travel))
 
 
 def test_what_is_shifted_within_a_block_is_booked_under_its_action():
     plan = plan_with(Travel())
     found = mw.trace(reading_of(), plan, range(RANKS))
     assert found.passed, found
-    assert {"F(layers.1, 0)", "B(layers.1, 0)"} <= found.bytes_planned.keys()
+    assert {"F(layers.1, 0)", "B(layers.1, 0)"} <= found.planned_nbytes.keys()
     verdict = verdict_of(case_of(reading_of(), plan))
     assert verdict.passed, verdict
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from meshwright.api import build, make_plan, read, verify
+from meshwright.api import analyze, make_plan, parallelize, verify
 from meshwright.comm.collectives.group import World
 from meshwright.engine.step import gather_full
-from meshwright.engine.step.gather_full import spread_buffers
+from meshwright.engine.step.gather_full import gather_full_buffers
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.plan.job.job import Precision
+from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import on_threads
 from tests.engine.forward.test_pipelined_eval import Skips
@@ -20,13 +20,15 @@ DATA = rows(4)
 
 def held(mesh: Mesh) -> list[dict[str, torch.Tensor]]:
     """Weights and buffers after a step, as each rank tells them."""
-    reading = read(Skips, part(DATA, 0, 2))
+    reading = analyze(Skips, part(DATA, 0, 2))
     plan = make_plan(reading, tiny_job(batch=4), mesh, (Pipeline(),) if mesh.pp > 1 else (), 4)
 
     def rank(world: World) -> dict[str, torch.Tensor]:
-        with build(reading, plan, world=world) as engine:
-            engine.step(engine.share(DATA))
-            return engine.player.parameters() | spread_buffers(plan, engine.player.state, "TEST")
+        with parallelize(reading, plan, world=world) as engine:
+            engine.step(engine.local_batch(DATA))
+            return engine.executor.gather_parameters() | gather_full_buffers(
+                plan, engine.executor.state, "TEST"
+            )
 
     return on_threads(rank, mesh)
 
@@ -50,10 +52,10 @@ def frozen() -> Skips:
 
 
 def test_a_rank_that_trains_nothing_gets_the_gradients_of_the_others():
-    reading = read(frozen, part(DATA, 0, 2))
+    reading = analyze(frozen, part(DATA, 0, 2))
     plan = make_plan(reading, tiny_job(batch=4), Mesh(pp=3), (Pipeline(),), 4)
     verdict = verify(reading, plan, [DATA] * 2)
-    assert not plan.at(0).space.anatomy.trainable
+    assert not plan.for_rank(0).sharding.model_spec.trainable
     assert verdict.passed, verdict
 
 
@@ -63,14 +65,14 @@ def test_masters_and_frozen_weights_are_told_each_in_its_dtype():
         model.embed.requires_grad_(False)
         return model
 
-    reading = read(made, part(DATA, 0, 2))
-    job = tiny_job(batch=4, precision=Precision("bfloat16", "bfloat16", "float32", master="float32"))
-    plan = make_plan(reading, job, Mesh(pp=2), (Pipeline(cuts=("layers.0",)),), 4)
+    reading = analyze(made, part(DATA, 0, 2))
+    job = tiny_job(batch=4, precision=PrecisionConfig("bfloat16", "bfloat16", "float32", master="float32"))
+    plan = make_plan(reading, job, Mesh(pp=2), (Pipeline(split_points=("layers.0",)),), 4)
 
     def rank(world: World) -> dict[str, torch.Tensor]:
-        with build(reading, plan, world=world) as engine:
-            engine.step(engine.share(DATA))
-            return engine.player.parameters(exact=True)
+        with parallelize(reading, plan, world=world) as engine:
+            engine.step(engine.local_batch(DATA))
+            return engine.executor.gather_parameters(use_masters=True)
 
     first, second = on_threads(rank, plan.mesh)
     assert {name for name, each in first.items() if each.dtype == torch.bfloat16} == {"embed.weight"}

@@ -9,29 +9,29 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import make_plan, make_subject, read, share, trace
+from meshwright.api import analyze, make_plan, make_trained_module, select_local_batch, trace
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss import Loss, token_cross_entropy
-from meshwright.engine.runtime.state import Metrics, State
-from meshwright.engine.step.executor import Player
-from meshwright.engine.step.gradient_noise import DECAY, estimates, ratio
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.ddp_naive import Naive
-from meshwright.plan.job.job import Guard, Job
+from meshwright.engine.runtime.state import Metrics, RankState
+from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.gradient_noise import AVERAGE_DECAY, estimate_signal_and_noise, simple_noise_scale
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.ddp_naive import NaiveDDP
+from meshwright.plan.job.job import Job, LossGuard
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.gradient_noise import NBYTES
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.gradient_noise import REDUCE_SQNORM_NBYTES
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
-from meshwright.run.data.feed import ExampleData, open_feed
+from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.testing.ranks import on_threads
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits, job_of, pair, part
 from tests.tiny_model import case_of, first_of, plan_of, player_of, reading_of, rows, tiny_job, verdict_of
 
 Rows = dict[str, torch.Tensor]
-SMALL_BUCKETS = (Batch(), Replicate(bucket_mb=1e-4))
+SMALL_BUCKETS = (BatchSplit(), DDP(bucket_mb=1e-4))
 LOSS = token_cross_entropy()
 READING = reading_of()
 
@@ -68,7 +68,10 @@ def averaged(found: Iterable[tuple[float, float]]) -> list[float]:
     """The ratio of the two averages after each step."""
     g, s, ratios = 0.0, 0.0, []
     for square, variance in found:
-        g, s = DECAY * g + (1 - DECAY) * square, DECAY * s + (1 - DECAY) * variance
+        g, s = (
+            AVERAGE_DECAY * g + (1 - AVERAGE_DECAY) * square,
+            AVERAGE_DECAY * s + (1 - AVERAGE_DECAY) * variance,
+        )
         ratios.append(s / g)
     return ratios
 
@@ -77,11 +80,11 @@ def played(plan: Plan, steps: int = 4) -> list[tuple[list[Metrics], list[nn.Modu
     """Each rank's metrics, and its model as it was before each step."""
 
     def rank(world: World) -> tuple[list[Metrics], list[nn.Module]]:
-        player, feed = player_of(READING, plan, world), open_feed(ExampleData(rows()), plan, world.rank)
+        player, feed = player_of(READING, plan, world), open_feed(ExampleDataset(rows()), plan, world.rank)
         models, metrics = [], []
         for step in range(steps):
-            models.append(make_subject(READING, world.device, torch.float64).module)
-            models[-1].load_state_dict(copy.deepcopy(player.state.subject.module.state_dict()))
+            models.append(make_trained_module(READING, world.device, torch.float64).module)
+            models[-1].load_state_dict(copy.deepcopy(player.state.trained_module.module.state_dict()))
             metrics.append(player.step(feed.batch(step)))
         player.close()
         return metrics, models
@@ -89,12 +92,12 @@ def played(plan: Plan, steps: int = 4) -> list[tuple[list[Metrics], list[nn.Modu
     return on_threads(rank, plan.mesh)
 
 
-@pytest.mark.parametrize("strategies", [None, SMALL_BUCKETS, (Batch(), Naive())])
+@pytest.mark.parametrize("strategies", [None, SMALL_BUCKETS, (BatchSplit(), NaiveDDP())])
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 0), (3, 2)])
 def test_it_is_what_the_formula_gives_for_every_ranks_own_gradient(ranks: int, micro_batch: int, strategies):
     plan = plan_of(READING, ranks, strategies, micro_batch, noisy(tiny_job()))
     outcome = played(plan)
-    feeds = [open_feed(ExampleData(rows()), plan, rank) for rank in range(ranks)]
+    feeds = [open_feed(ExampleDataset(rows()), plan, rank) for rank in range(ranks)]
     steps = [[feed.batch(step) for feed in feeds] for step in range(4)]
     counts = {LOSS.count(batch).item() for parts in steps for batch in parts}
     assert len(counts) > 1, "the parts must differ in what counts in them"
@@ -107,7 +110,7 @@ def test_it_is_what_the_formula_gives_for_every_ranks_own_gradient(ranks: int, m
 def test_one_rank_compares_its_first_micro_batch_with_the_whole(micro_batch: int):
     plan = plan_of(READING, 1, micro_batch=micro_batch, job=noisy(tiny_job()))
     ((metrics, models),) = played(plan)
-    feed = open_feed(ExampleData(rows()), plan, 0)
+    feed = open_feed(ExampleDataset(rows()), plan, 0)
     batches = [feed.batch(step) for step in range(4)]
     found = [by_hand(model, [b], [part(b, 0, micro_batch)]) for model, b in zip(models, batches, strict=True)]
     wanted = averaged(found)
@@ -118,7 +121,7 @@ def test_gradients_that_travel_in_another_dtype_are_measured_before_they_are_cas
     job = noisy(tiny_job())
     job = replace(job, precision=replace(job.precision, reduce="float32"))
     (metrics, models), *_ = played(plan_of(READING, 3, job=job), steps=1)
-    feeds = [open_feed(ExampleData(rows()), plan_of(READING, 3, job=job), rank) for rank in range(3)]
+    feeds = [open_feed(ExampleDataset(rows()), plan_of(READING, 3, job=job), rank) for rank in range(3)]
     parts = [feed.batch(0) for feed in feeds]
     (wanted,) = averaged([by_hand(models[0], parts, parts)])
     assert metrics[0].noise_scale == pytest.approx(wanted, rel=1e-5)
@@ -147,31 +150,41 @@ class Shifts(nn.Module):
 
 
 HALF_SQUARES = Loss(
-    total=lambda outputs, batch: 0.5 * (outputs**2).sum(), count=lambda batch: torch.tensor(len(batch["x"])), targets=("unused",)
+    total=lambda outputs, batch: 0.5 * (outputs**2).sum(),
+    count=lambda batch: torch.tensor(len(batch["x"])),
+    targets=("unused",),
 )
 
 
-@pytest.mark.parametrize(("ranks", "micro_batch", "square_within", "variance_within"), [(3, 0, 0.12, 0.56), (1, 4, 0.16, 1.3)])
-def test_noise_that_is_known_is_found(ranks: int, micro_batch: int, square_within: float, variance_within: float):
+@pytest.mark.parametrize(
+    ("ranks", "micro_batch", "square_within", "variance_within"), [(3, 0, 0.12, 0.56), (1, 4, 0.16, 1.3)]
+)
+def test_noise_that_is_known_is_found(
+    ranks: int, micro_batch: int, square_within: float, variance_within: float
+):
     """Rows of variance 1 in 8 dims, a vector of squared length 1/2: S = 8, |G|^2 = 1/2, 16 samples.
 
     The means of the estimates of 400 steps of 12 samples have the standard errors 0.03 for |G|^2 and 0.14 for S on three
     ranks, 0.04 and 0.32 where one micro-batch stands for all three; the bounds are four of them.
     """
     rows_of = {"x": torch.randn(4800, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))}
-    reading = read(Shifts, {"x": rows_of["x"][:2]}, loss=HALF_SQUARES)
+    reading = analyze(Shifts, {"x": rows_of["x"][:2]}, loss=HALF_SQUARES)
     job = noisy(job_of(steps=400))
     job = replace(job, optimizer=replace(job.optimizer, lr=1e-12))
     plan = make_plan(reading, job, Mesh(dp_replicate=ranks), None, micro_batch)
 
     def rank(world: World) -> tuple[torch.Tensor, float | None]:
-        player = Player(plan, State(make_subject(reading, world.device, torch.float64), world, HALF_SQUARES))
+        player = Executor(
+            plan, RankState(make_trained_module(reading, world.device, torch.float64), world, HALF_SQUARES)
+        )
         averages = [torch.zeros(2, dtype=torch.float64)]
         for step in range(400):
-            metrics = player.step(share(part(rows_of, 12 * step, 12 * step + 12), plan, world.rank))
-            averages.append(player.tensors()["noise/averages"].clone())
+            metrics = player.step(
+                select_local_batch(part(rows_of, 12 * step, 12 * step + 12), plan, world.rank)
+            )
+            averages.append(player.state_dict()["noise/averages"].clone())
         player.close()
-        each = [(new - DECAY * old) / (1 - DECAY) for old, new in pairwise(averages)]
+        each = [(new - AVERAGE_DECAY * old) / (1 - AVERAGE_DECAY) for old, new in pairwise(averages)]
         return torch.stack(each), metrics.noise_scale
 
     found, told = on_threads(rank, plan.mesh)[0]
@@ -183,19 +196,26 @@ def test_noise_that_is_known_is_found(ranks: int, micro_batch: int, square_withi
 
 def test_the_estimates_are_exact_where_norms_are_what_is_expected():
     square, variance, small, big = 3.0, 40.0, 5.0, 20.0
-    found = estimates(square + variance / small, small, square + variance / big, big)
+    found = estimate_signal_and_noise(square + variance / small, small, square + variance / big, big)
     assert found == pytest.approx((square, variance), rel=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("small", "num_small", "big"), [(1.0, 4.0, 2.0), (float("nan"), 2.0, 1.0), (1.0, 2.0, float("inf")), (1.0, 4.5, 1.0)]
+    ("small", "num_small", "big"),
+    [(1.0, 4.0, 2.0), (float("nan"), 2.0, 1.0), (1.0, 2.0, float("inf")), (1.0, 4.5, 1.0)],
 )
 def test_one_size_and_what_is_not_finite_give_no_estimate(small: float, num_small: float, big: float):
-    assert estimates(small, num_small, big, 4.0) is None
+    assert estimate_signal_and_noise(small, num_small, big, 4.0) is None
 
 
 def test_a_ratio_that_is_no_batch_size_is_not_told():
-    assert [ratio(2.0, 6.0), ratio(2.0, 0.0), ratio(0.0, 1.0), ratio(-1.0, 1.0), ratio(1.0, -1.0)] == [3.0, 0.0, None, None, None]
+    assert [
+        simple_noise_scale(2.0, 6.0),
+        simple_noise_scale(2.0, 0.0),
+        simple_noise_scale(0.0, 1.0),
+        simple_noise_scale(-1.0, 1.0),
+        simple_noise_scale(1.0, -1.0),
+    ] == [3.0, 0.0, None, None, None]
 
 
 def test_ranks_without_data_are_no_parts_and_one_part_alone_gives_no_estimate():
@@ -204,49 +224,57 @@ def test_ranks_without_data_are_no_parts_and_one_part_alone_gives_no_estimate():
 
     def rank(world: World) -> tuple[nn.Module, list[torch.Tensor], list[Metrics]]:
         player = player_of(READING, plan, world)
-        model = copy.deepcopy(make_subject(READING, world.device, torch.float64).module)
+        model = copy.deepcopy(make_trained_module(READING, world.device, torch.float64).module)
         metrics, averages = [], []
         for with_data in (2, 1, 0):
             metrics.append(player.step(given[world.rank] if world.rank < with_data else None))
-            averages.append(player.tensors()["noise/averages"])
+            averages.append(player.state_dict()["noise/averages"])
         player.close()
         return model, averages, metrics
 
     for model, averages, metrics in on_threads(rank, plan.mesh):
         square, variance = by_hand(model, given[:2], given[:2])
-        assert averages[0].tolist() == pytest.approx([square * (1 - DECAY), variance * (1 - DECAY)], rel=1e-9)
+        assert averages[0].tolist() == pytest.approx(
+            [square * (1 - AVERAGE_DECAY), variance * (1 - AVERAGE_DECAY)], rel=1e-9
+        )
         assert torch.equal(averages[1], averages[0])
         assert torch.equal(averages[2], averages[0])
-        assert metrics[2].skipped
+        assert metrics[2].is_skipped
         assert metrics[0].noise_scale == metrics[1].noise_scale == metrics[2].noise_scale
 
 
 def test_a_step_that_the_guard_leaves_out_does_not_enter_the_averages():
-    done = pair(job=noisy(job_of(guard=Guard("skip", factor=1.02, window=4))), micro_batch=4)
+    done = pair(job=noisy(job_of(guard=LossGuard("skip", factor=1.02, window=4))), micro_batch=4)
     data, skipped = rows(), 0
     for step in range(8):
-        before = done.player.tensors()["noise/averages"].clone()
+        before = done.player.state_dict()["noise/averages"].clone()
         metrics = done.player.step(part(data, step, step + 12))
-        assert torch.equal(before, done.player.tensors()["noise/averages"]) == metrics.skipped
-        skipped += metrics.skipped
+        assert torch.equal(before, done.player.state_dict()["noise/averages"]) == metrics.is_skipped
+        skipped += metrics.is_skipped
     assert 0 < skipped < 8
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(3, 2), (1, 4)])
-@pytest.mark.parametrize("strategies", [SMALL_BUCKETS, (Batch(), Naive())])
-def test_it_changes_no_number_and_is_proved_as_any_plan(ranks: int, micro_batch: int, strategies: tuple[Strategy, ...]):
+@pytest.mark.parametrize("strategies", [SMALL_BUCKETS, (BatchSplit(), NaiveDDP())])
+def test_it_changes_no_number_and_is_proved_as_any_plan(
+    ranks: int, micro_batch: int, strategies: tuple[Strategy, ...]
+):
     reading = reading_of(spare=True)
-    plain, plan = (plan_of(reading, ranks, strategies, micro_batch, job) for job in (tiny_job(), noisy(tiny_job())))
-    assert prove(plan) == []
+    plain, plan = (
+        plan_of(reading, ranks, strategies, micro_batch, job) for job in (tiny_job(), noisy(tiny_job()))
+    )
+    assert static_checks(plan) == []
     verdict = verdict_of(case_of(reading, plan))
     assert verdict.passed, str(verdict)
 
     def rank(world: World, plan: Plan) -> dict[str, bytes]:
-        player, feed = player_of(reading, plan, world), open_feed(ExampleData(rows()), plan, world.rank)
+        player, feed = player_of(reading, plan, world), open_feed(ExampleDataset(rows()), plan, world.rank)
         for step in range(3):
             player.step(feed.batch(step))
         player.close()
-        return bits({name: value for name, value in player.tensors().items() if not name.startswith("noise/")})
+        return bits(
+            {name: value for name, value in player.state_dict().items() if not name.startswith("noise/")}
+        )
 
     off, on = (on_threads(lambda world, plan=plan: rank(world, plan), plan.mesh) for plan in (plain, plan))
     assert off == on
@@ -254,27 +282,42 @@ def test_it_changes_no_number_and_is_proved_as_any_plan(ranks: int, micro_batch:
 
 def test_its_one_message_is_in_the_program_and_is_what_is_sent():
     plan = plan_of(READING, 3, SMALL_BUCKETS, job=noisy(tiny_job()))
-    (move,) = [action.transfer for action in plan.program.actions(ROLE) if action.kind == "NOISE"]
-    assert (move.collective, move.nbytes, move.dtype, move.axes) == ("all_reduce", NBYTES, "float64", ("dp_replicate",))
+    (move,) = [
+        action.transfer for action in plan.program.actions(FIRST_ROLE) if action.kind == "REDUCE_SQNORM"
+    ]
+    assert (move.collective, move.nbytes, move.dtype, move.axes) == (
+        "all_reduce",
+        REDUCE_SQNORM_NBYTES,
+        "float64",
+        ("dp_replicate",),
+    )
     found = trace(READING, plan, range(3))
     assert found.passed, str(found)
-    assert found.bytes_planned["NOISE()"] == 24
+    assert found.planned_nbytes["REDUCE_SQNORM()"] == 24
     wrong = replace(move, nbytes=16)
-    spoiled = plan.program.edit(lambda listed: [replace(a, transfer=wrong) if a.kind == "NOISE" else a for a in listed])
+    spoiled = plan.program.edit(
+        lambda listed: [replace(a, transfer=wrong) if a.kind == "REDUCE_SQNORM" else a for a in listed]
+    )
     assert not trace(READING, replace(plan, program=spoiled), [0]).passed
     assert first_of(verdict_of(case_of(READING, replace(plan, program=spoiled))))[1] == "ledger"
 
 
 def test_the_averages_come_back_as_they_were_and_begin_anew_without():
     job = noisy(job_of())
-    first, second, plain = pair(job=job, micro_batch=4), pair(job=job, micro_batch=4), pair(job=job_of(), micro_batch=4)
+    first, second, plain = (
+        pair(job=job, micro_batch=4),
+        pair(job=job, micro_batch=4),
+        pair(job=job_of(), micro_batch=4),
+    )
     for _ in range(3):
         first.player.step(rows(12))
         plain.player.step(rows(12))
-    assert "noise/averages" not in plain.player.tensors()
-    second.player.restore({name: value.clone() for name, value in first.player.tensors().items()}, 3)
+    assert "noise/averages" not in plain.player.state_dict()
+    second.player.load_state_dict(
+        {name: value.clone() for name, value in first.player.state_dict().items()}, 3
+    )
     assert first.player.step(rows(12)) == second.player.step(rows(12))
-    second.player.restore(plain.player.tensors(), 3)
-    assert second.player.tensors()["noise/averages"].tolist() == [0.0, 0.0]
-    plain.player.restore(first.player.tensors(), 3)
+    second.player.load_state_dict(plain.player.state_dict(), 3)
+    assert second.player.state_dict()["noise/averages"].tolist() == [0.0, 0.0]
+    plain.player.load_state_dict(first.player.state_dict(), 3)
     assert plain.player.step(rows(12)).noise_scale is None

@@ -4,16 +4,16 @@ import pytest
 
 from meshwright.api import make_plan
 from meshwright.comm.collectives.group import World
-from meshwright.engine.step.gradient_noise import Noise
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
+from meshwright.engine.step.gradient_noise import GradientNoiseScale
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.run.data.feed import ExampleData, open_feed
+from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.testing.ranks import on_threads
 from tests.engine.noise_steps import played
 from tests.engine.one_device import part
@@ -21,25 +21,27 @@ from tests.engine.step.test_gradient_noise import READING, averaged, by_hand, no
 from tests.parallel.tensor.declared_pairs import pairs
 from tests.tiny_model import player_of, reading_of, rows, tiny_job
 
-SHARD = Batch(axis="dp_shard")
+SHARD = BatchSplit(axis="dp_shard")
 ALONE: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "two parts": (Mesh(pp=2), (Pipeline(),)),
     "three parts": (Mesh(pp=3), (Pipeline(schedule="gpipe"),)),
-    "two parts on each of two ranks": (Mesh(pp=2), (Pipeline(schedule="interleaved", chunks=2),)),
+    "two parts on each of two ranks": (Mesh(pp=2), (Pipeline(schedule="interleaved", virtual_stages=2),)),
 }
 BESIDE: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
-    "copies": (Mesh(pp=2, dp_replicate=3), (Pipeline(), Batch(), Replicate())),
-    "stage 1": (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, Zero(stage=1))),
-    "stage 3": (Mesh(pp=2, dp_shard=3), (Pipeline(schedule="interleaved", chunks=2), SHARD, Zero())),
+    "copies": (Mesh(pp=2, dp_replicate=3), (Pipeline(), BatchSplit(), DDP())),
+    "stage 1": (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, ZeRO(stage=1))),
+    "stage 3": (Mesh(pp=2, dp_shard=3), (Pipeline(schedule="interleaved", virtual_stages=2), SHARD, ZeRO())),
 }
 
 
 @pytest.mark.parametrize("layout", ALONE)
 def test_one_data_rank_compares_its_first_micro_batch_with_the_whole(layout: str):
     metrics, models = played(*ALONE[layout], 3)
-    feed = open_feed(ExampleData(rows()), make_plan(READING, tiny_job(), Mesh(), (), 3), 0)
+    feed = open_feed(ExampleDataset(rows()), make_plan(READING, tiny_job(), Mesh(), (), 3), 0)
     batches = [feed.batch(step) for step in range(3)]
-    wanted = averaged(by_hand(model, [each], [part(each, 0, 3)]) for model, each in zip(models, batches, strict=True))
+    wanted = averaged(
+        by_hand(model, [each], [part(each, 0, 3)]) for model, each in zip(models, batches, strict=True)
+    )
     for mine in metrics:
         assert [each.noise_scale for each in mine] == pytest.approx(wanted, rel=1e-8)
 
@@ -49,7 +51,7 @@ def test_it_is_what_the_formula_gives_for_each_part_that_is_summed_by_itself(lay
     mesh, strategies = BESIDE[layout]
     metrics, models = played(mesh, strategies)
     plan = make_plan(READING, tiny_job(), Mesh(dp_replicate=3), None, 2)
-    feeds = [open_feed(ExampleData(rows()), plan, rank) for rank in range(3)]
+    feeds = [open_feed(ExampleDataset(rows()), plan, rank) for rank in range(3)]
     found = []
     for step, model in enumerate(models):
         parts = [feed.batch(step) for feed in feeds]
@@ -67,7 +69,10 @@ def test_slices_of_parts_add_up_what_all_of_them_have_once():
         plan = make_plan(reading, noisy(tiny_job()), mesh, strategies, 3)
 
         def rank(world: World) -> list[float | None]:
-            player, feed = player_of(reading, plan, world), open_feed(ExampleData(rows()), plan, world.rank)
+            player, feed = (
+                player_of(reading, plan, world),
+                open_feed(ExampleDataset(rows()), plan, world.rank),
+            )
             found = [player.step(feed.batch(step)).noise_scale for step in range(3)]
             player.close()
             return found
@@ -75,17 +80,23 @@ def test_slices_of_parts_add_up_what_all_of_them_have_once():
         return on_threads(rank, mesh)
 
     (wanted,) = scales(Mesh(), ())
-    assert scales(Mesh(pp=2, tp=3), (Pipeline(), Line())) == [pytest.approx(wanted, rel=1e-8)] * 6
+    assert scales(Mesh(pp=2, tp=3), (Pipeline(), TensorParallel())) == [pytest.approx(wanted, rel=1e-8)] * 6
 
 
 def test_weights_that_several_parts_use_are_refused():
-    with pytest.raises(PlanError, match="used by several parts of the model, and no rank has the gradient of one part"):
+    with pytest.raises(
+        PlanError, match="used by several parts of the model, and no rank has the gradient of one part"
+    ):
         make_plan(reading_of(tied=True), noisy(tiny_job()), Mesh(pp=2), (Pipeline(),), 2)
 
 
 def test_a_part_that_does_not_tell_its_squares_is_noticed(monkeypatch):
     truth, _ = played(*BESIDE["copies"])
-    measure = Noise.measure
-    monkeypatch.setattr(Noise, "measure", lambda self, action: None if self._tells else measure(self, action))
+    measure = GradientNoiseScale.compute_grad_sqnorm
+    monkeypatch.setattr(
+        GradientNoiseScale,
+        "compute_grad_sqnorm",
+        lambda self, action: None if self._tells else measure(self, action),
+    )
     found, _ = played(*BESIDE["copies"])
     assert found[0][-1].noise_scale != pytest.approx(truth[0][-1].noise_scale, rel=1e-3)

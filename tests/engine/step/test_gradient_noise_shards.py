@@ -3,20 +3,23 @@
 import pytest
 
 from meshwright.api import make_plan
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.data.feed import ExampleData, open_feed
+from meshwright.run.data.feed import ExampleDataset, open_feed
 from tests.engine.noise_steps import played
 from tests.engine.one_device import part
 from tests.engine.step.test_gradient_noise import READING, averaged, by_hand, noisy
 from tests.tiny_model import rows, tiny_job
 
-SHARD = Batch(axis="dp_shard")
+SHARD = BatchSplit(axis="dp_shard")
 LAYOUTS = {
-    **{f"stage {stage}": (Mesh(dp_shard=3), (SHARD, Zero(stage=stage))) for stage in (1, 2, 3)},
+    **{f"stage {stage}": (Mesh(dp_shard=3), (SHARD, ZeRO(stage=stage))) for stage in (1, 2, 3)},
     **{
-        f"stage {stage}, hybrid": (Mesh(dp_replicate=2, dp_shard=3), (Batch(), SHARD, Zero(stage=stage, across="dp_replicate")))
+        f"stage {stage}, hybrid": (
+            Mesh(dp_replicate=2, dp_shard=3),
+            (BatchSplit(), SHARD, ZeRO(stage=stage, replicate_axis="dp_replicate")),
+        )
         for stage in (1, 2, 3)
     },
 }
@@ -29,7 +32,7 @@ def test_it_is_what_the_formula_gives_for_each_part_that_is_summed_by_itself(lay
     mesh, strategies = LAYOUTS[layout]
     plan = make_plan(READING, noisy(tiny_job()), mesh, strategies, micro_batch)
     outcome, models = played(mesh, strategies, micro_batch)
-    feeds = [open_feed(ExampleData(rows()), plan, rank) for rank in range(mesh.world)]
+    feeds = [open_feed(ExampleDataset(rows()), plan, rank) for rank in range(mesh.world_size)]
     found = []
     for step, model in enumerate(models):
         parts = [feed.batch(step) for feed in feeds]

@@ -4,23 +4,23 @@ from functools import cache
 
 import pytest
 
-from meshwright.engine.runtime.loss_guard import Spike
-from meshwright.engine.step.spike_diagnosis import Seen
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
+from meshwright.engine.runtime.loss_guard import LossSpike
+from meshwright.engine.step.spike_diagnosis import ReplayFindings
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from tests.engine.step.test_spike_diagnosis_suspects import Faulty, spikes
 
-SHARD = Batch(axis="dp_shard")
+SHARD = BatchSplit(axis="dp_shard")
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "two parts": (Mesh(pp=2), (Pipeline(),)),
     "three parts": (Mesh(pp=3), (Pipeline(schedule="gpipe"),)),
-    "two parts on each of two ranks": (Mesh(pp=2), (Pipeline(schedule="interleaved", chunks=2),)),
-    "copies of parts": (Mesh(pp=2, dp_replicate=3), (Pipeline(), Batch(), Replicate())),
-    "shards of parts": (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, Zero())),
+    "two parts on each of two ranks": (Mesh(pp=2), (Pipeline(schedule="interleaved", virtual_stages=2),)),
+    "copies of parts": (Mesh(pp=2, dp_replicate=3), (Pipeline(), BatchSplit(), DDP())),
+    "shards of parts": (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, ZeRO())),
 }
 
 
@@ -32,10 +32,10 @@ class Tied(Faulty):
         self.head.weight = self.embed.weight
 
 
-def told(spike: Spike, index: int) -> list[object]:
+def told(spike: LossSpike, index: int) -> list[object]:
     """What is said of the rank `index`."""
-    suspect = spike.suspects[index]
-    return [suspect.stage, suspect.block, suspect.parameter, suspect.loss, suspect.grad_norm]
+    suspect = spike.rank_reports[index]
+    return [suspect.phase, suspect.block, suspect.parameter, suspect.loss, suspect.grad_norm]
 
 
 def same(found: list[object], wanted: list[object]) -> bool:
@@ -43,9 +43,9 @@ def same(found: list[object], wanted: list[object]) -> bool:
 
 
 @cache
-def wholly(how: str, ranks: int) -> Spike:
+def wholly(how: str, ranks: int) -> LossSpike:
     """What ranks say that have the whole model."""
-    return spikes(how, Mesh(dp_replicate=ranks), () if ranks == 1 else (Batch(), Replicate()))[0]
+    return spikes(how, Mesh(dp_replicate=ranks), () if ranks == 1 else (BatchSplit(), DDP()))[0]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_all_ranks_find_what_ranks_with_the_whole_model_find(layout: str, how: s
     found = spikes(how, mesh, strategies)
     wanted = wholly(how, mesh.dp_replicate * mesh.dp_shard)
     assert len({repr(each) for each in found}) == 1
-    for rank, suspect in enumerate(found[0].suspects):
+    for rank, suspect in enumerate(found[0].rank_reports):
         assert suspect.rank == rank
         index = mesh.coordinate(rank)["dp_shard"] + mesh.coordinate(rank)["dp_replicate"]
         assert same(told(found[0], rank), told(wanted, index)), (told(found[0], rank), told(wanted, index))
@@ -85,11 +85,11 @@ def test_ranks_whose_data_ran_out_take_part_and_have_done_nothing(layout: str, r
     spike, *_ = spikes("backward", mesh, strategies, bad_rows=(1,), rows_of_last=rows_of_last)
     assert spike.culprit is not None
     assert spike.culprit.block == "layers.1"
-    idle = [rank for rank in range(mesh.world) if 2 in mesh.coordinate(rank).values()]
-    assert [bool(spike.suspects[rank].parameter) for rank in idle] == [bool(rows_of_last)] * 2
+    idle = [rank for rank in range(mesh.world_size) if 2 in mesh.coordinate(rank).values()]
+    assert [bool(spike.rank_reports[rank].parameter) for rank in idle] == [bool(rows_of_last)] * 2
 
 
 def test_a_part_that_does_not_look_at_its_gradients_is_noticed(monkeypatch):
     mesh, strategies = LAYOUTS["two parts"]
-    monkeypatch.setattr(Seen, "gradients", lambda *_: None)
+    monkeypatch.setattr(ReplayFindings, "check_gradients", lambda *_: None)
     assert spikes("backward", mesh, strategies)[0].culprit.block != "layers.1"

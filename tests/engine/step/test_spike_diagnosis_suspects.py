@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import make_plan, read
+from meshwright.api import analyze, make_plan
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss_guard import Spike
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
-from meshwright.plan.job.job import Guard
+from meshwright.engine.runtime.loss_guard import LossSpike
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.plan.job.job import LossGuard
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import on_threads
@@ -66,13 +66,18 @@ class Wrong(nn.Module):
 
 
 def spike_of(
-    how: str, bad_rows: tuple[int, ...], ranks: int = 3, micro_batch: int = 2, stage: int = 0, rows_of_last: int | None = None
-) -> list[Spike]:
+    how: str,
+    bad_rows: tuple[int, ...],
+    ranks: int = 3,
+    micro_batch: int = 2,
+    stage: int = 0,
+    rows_of_last: int | None = None,
+) -> list[LossSpike]:
     """What each rank says of the third of four steps, the only one in which rows are marked; the fourth is a good one again.
 
     From `stage` 1 on, what is kept is cut into shards. In the third step the last rank has `rows_of_last` rows, if that is said.
     """
-    mesh, shards = Mesh(dp_shard=ranks), (Batch(axis="dp_shard"), Zero(stage=stage))
+    mesh, shards = Mesh(dp_shard=ranks), (BatchSplit(axis="dp_shard"), ZeRO(stage=stage))
     mesh, strategies = (mesh, shards) if stage else (Mesh(dp_replicate=ranks), None)
     return spikes(how, mesh, strategies, bad_rows, rows_of_last, micro_batch=micro_batch)
 
@@ -85,16 +90,18 @@ def spikes(
     rows_of_last: int | None = None,
     model: type[Faulty] = Faulty,
     micro_batch: int = 2,
-) -> list[Spike]:
+) -> list[LossSpike]:
     """The same under any plan: the last of those with rows of their own has `rows_of_last` in the third step, if that is said."""
     clean = {**DATA, "input_ids": DATA["input_ids"].clamp(max=MARK - 1)}
     ids = clean["input_ids"].clone()
     ids[list(bad_rows), 0] = MARK
-    reading = read(lambda: model(how), part(clean, 0, 2))
-    plan = make_plan(reading, tiny_job(guard=Guard("skip", factor=50.0, window=2)), mesh, strategies, micro_batch)
+    reading = analyze(lambda: model(how), part(clean, 0, 2))
+    plan = make_plan(
+        reading, tiny_job(guard=LossGuard("skip", factor=50.0, window=2)), mesh, strategies, micro_batch
+    )
     share = 12 // plan.num_data
 
-    def rank(world: World) -> Spike:
+    def rank(world: World) -> LossSpike:
         player, index = player_of(reading, plan, world), plan.data_index(world.rank)
         batches = (clean, clean, {**clean, "input_ids": ids}, clean)
         mine = [part(batch, share * index, share * (index + 1)) for batch in batches]
@@ -114,32 +121,43 @@ def test_an_activation_that_is_not_finite_is_traced_to_its_rank_and_block(row: i
     found = spike_of("forward", (row,))
     assert repr(found[0]) == repr(found[1]) == repr(found[2])
     culprit = found[0].culprit
-    assert (culprit.rank, culprit.stage, culprit.block) == (rank, "forward", "layers.1")
-    assert [suspect.stage for suspect in found[0].suspects].count("") == 2
+    assert (culprit.rank, culprit.phase, culprit.block) == (rank, "forward", "layers.1")
+    assert [suspect.phase for suspect in found[0].rank_reports].count("") == 2
 
 
 @pytest.mark.parametrize("how", ["forward", "backward"])
 def test_one_device_whose_graph_is_whole_names_the_block_too(how: str):
     culprit = spike_of(how, (7,), ranks=1, micro_batch=0)[0].culprit
-    assert (culprit.stage, culprit.block) == (how, "layers.1")
+    assert (culprit.phase, culprit.block) == (how, "layers.1")
 
 
 def test_a_gradient_that_is_not_finite_is_traced_to_its_rank_block_and_parameter():
     culprit = spike_of("backward", (9,))[1].culprit
-    assert (culprit.rank, culprit.stage, culprit.block) == (2, "backward", "layers.1")
+    assert (culprit.rank, culprit.phase, culprit.block) == (2, "backward", "layers.1")
     assert culprit.parameter.startswith("layers.1.")
-    assert f"the gradient of {culprit.parameter} of block layers.1 is the first that is not finite" in str(culprit)
+    assert f"the gradient of {culprit.parameter} of block layers.1 is the first that is not finite" in str(
+        culprit
+    )
 
 
 @pytest.mark.parametrize("micro_batch", [0, 2])
 @pytest.mark.parametrize("how", ["forward", "backward", "large"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_weights_in_shards_are_brought_together_to_look_and_the_same_is_found(stage: int, how: str, micro_batch: int):
+def test_weights_in_shards_are_brought_together_to_look_and_the_same_is_found(
+    stage: int, how: str, micro_batch: int
+):
     mine, wanted = (spike_of(how, (9,), micro_batch=micro_batch, stage=each) for each in (stage, 0))
     assert repr(mine[0]) == repr(mine[1]) == repr(mine[2])
-    for found, truth in zip(mine[0].suspects, wanted[0].suspects, strict=True):
-        assert (found.rank, found.stage, found.block, found.parameter) == (truth.rank, truth.stage, truth.block, truth.parameter)
-        assert (found.loss, found.grad_norm) == pytest.approx((truth.loss, truth.grad_norm), rel=1e-9, nan_ok=True)
+    for found, truth in zip(mine[0].rank_reports, wanted[0].rank_reports, strict=True):
+        assert (found.rank, found.phase, found.block, found.parameter) == (
+            truth.rank,
+            truth.phase,
+            truth.block,
+            truth.parameter,
+        )
+        assert (found.loss, found.grad_norm) == pytest.approx(
+            (truth.loss, truth.grad_norm), rel=1e-9, nan_ok=True
+        )
 
 
 @pytest.mark.parametrize("rows_of_last", [0, 1])
@@ -147,27 +165,33 @@ def test_weights_in_shards_are_brought_together_to_look_and_the_same_is_found(st
 def test_a_rank_whose_data_ran_out_takes_part_and_has_done_nothing(stage: int, rows_of_last: int):
     for found in spike_of("backward", (1,), stage=stage, rows_of_last=rows_of_last):
         assert (found.culprit.rank, found.culprit.block) == (0, "layers.1")
-        idle = found.suspects[2]
+        idle = found.rank_reports[2]
         assert (idle.loss != 0, bool(idle.parameter)) == (bool(rows_of_last), bool(rows_of_last))
 
 
 def test_a_finite_spike_is_traced_to_the_rank_with_the_largest_gradient():
     spike = spike_of("large", (5,))[0]
     assert spike.culprit.rank == 1
-    assert spike.culprit.stage == ""
+    assert spike.culprit.phase == ""
     assert spike.culprit.parameter == "head.weight", "it takes in what the layer gave out"
-    assert spike.culprit.grad_norm > 10 * max(suspect.grad_norm for suspect in spike.suspects if suspect.rank != 1)
-    assert sum(suspect.loss for suspect in spike.suspects) == pytest.approx(spike.loss, rel=1e-12), "shares of one loss"
+    assert spike.culprit.grad_norm > 10 * max(
+        suspect.grad_norm for suspect in spike.rank_reports if suspect.rank != 1
+    )
+    assert sum(suspect.loss for suspect in spike.rank_reports) == pytest.approx(spike.loss, rel=1e-12), (
+        "shares of one loss"
+    )
 
 
 def test_the_first_of_several_ranks_is_named():
     spike = spike_of("forward", (3, 7, 8))[2]
-    assert [suspect.stage for suspect in spike.suspects] == ["forward", "forward", "forward"]
+    assert [suspect.phase for suspect in spike.rank_reports] == ["forward", "forward", "forward"]
     assert spike.culprit.rank == 0
 
 
 def test_a_sum_that_overflows_is_nobody_s_fault():
     spike = spike_of("large", (5,), ranks=2)[0]
-    overflown = Spike(spike.step, spike.loss, inf, ("the gradient norm is inf",), spike.suspects)
+    overflown = LossSpike(spike.step, spike.loss, inf, ("the gradient norm is inf",), spike.rank_reports)
     assert overflown.culprit is None
-    assert str(overflown) == "the gradient norm is inf; every rank's own gradients are finite: their sum is not"
+    assert (
+        str(overflown) == "the gradient norm is inf; every rank's own gradients are finite: their sum is not"
+    )

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.model.analysis.analyze import read
-from meshwright.model.blocks.discovery import WHOLE
+from meshwright.model.analysis.analyze import analyze
+from meshwright.model.blocks.discovery import WHOLE_MODEL
 from meshwright.model.loading.loader import Model, load_factory, load_model
-from meshwright.plan.job.data_source import ModelSource
+from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError
 from tests.model.block_backward import both_ways, reading_of
 
@@ -44,8 +44,8 @@ class Chained(nn.Module):
 def test_a_model_without_a_chain_runs_as_one_block_and_that_is_said():
     done = both_ways(Plain, X)
     assert done.error < 1e-14
-    assert done.visits == [WHOLE] == list(done.reading.anatomy.visits)
-    assert done.reading.anatomy.notes == (
+    assert done.visits == [WHOLE_MODEL] == list(done.reading.model_spec.block_calls)
+    assert done.reading.model_spec.notes == (
         "no chain of blocks was found: the model runs as one block, so nothing overlaps with its backward",
     )
 
@@ -57,15 +57,17 @@ def test_a_chain_whose_parts_alone_are_called_runs_as_one_block():
         return x
 
     done = both_ways(lambda: Chained(rule), X)
-    assert done.visits == [WHOLE]
+    assert done.visits == [WHOLE_MODEL]
     assert done.error < 1e-14
-    assert {weight.visits for weight in done.reading.anatomy.weights} == {(WHOLE,)}
+    assert {weight.block_calls for weight in done.reading.model_spec.params} == {(WHOLE_MODEL,)}
 
 
 def test_parameters_in_glue_and_written_buffers_are_noted():
     class Noted(Chained):
         def __init__(self) -> None:
-            super().__init__(lambda model, x: nn.functional.linear(model.layers[0](x), model.layers[1].weight))
+            super().__init__(
+                lambda model, x: nn.functional.linear(model.layers[0](x), model.layers[1].weight)
+            )
             self.register_buffer("count", torch.zeros(()))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,8 +75,8 @@ def test_parameters_in_glue_and_written_buffers_are_noted():
             return super().forward(x)
 
     reading = reading_of(Noted, X)
-    assert reading.stateful == ("count",)
-    assert reading.anatomy.notes == (
+    assert reading.written_buffers == ("count",)
+    assert reading.model_spec.notes == (
         "4 parameters are used outside blocks (layers.1.weight...): complete after the last backward",
         "1 buffers are written by the forward (count...): every rank writes its own",
     )
@@ -92,7 +94,7 @@ def test_a_forward_that_looks_at_values_is_tried_on_real_ones(look: object):
     done = both_ways(lambda: Chained(lambda model, x: model.layers[1](look(model, model.layers[0](x)))), X)
     assert done.visits == ["layers.0", "layers.1"]
     assert done.error < 1e-14
-    assert done.reading.anatomy.flops == (72, 72)
+    assert done.reading.model_spec.flops == (72, 72)
 
 
 def test_an_error_in_a_forward_that_looks_at_values_is_the_models_own():
@@ -102,19 +104,25 @@ def test_an_error_in_a_forward_that_looks_at_values_is_the_models_own():
         return x
 
     with pytest.raises(
-        PlanError, match=r"fails in a trial run on rows like x \[2, 6\] float32: KeyError: 'nothing for these values'"
+        PlanError,
+        match=r"fails in a trial run on rows like x \[2, 6\] float32: KeyError: 'nothing for these values'",
     ):
         reading_of(lambda: Chained(rule), X)
 
 
 def test_an_example_that_does_not_fit_the_forward_is_refused_with_its_shapes():
     with pytest.raises(PlanError) as caught:
-        read(load_factory(Plain, 0, "plain"), {"x": torch.zeros(2, 5), "labels": torch.zeros(2)}, ("labels",))
-    assert "the forward fails in a trial run on rows like x [2, 5] float32: RuntimeError: " in str(caught.value)
+        analyze(
+            load_factory(Plain, 0, "plain"), {"x": torch.zeros(2, 5), "labels": torch.zeros(2)}, ("labels",)
+        )
+    assert "the forward fails in a trial run on rows like x [2, 5] float32: RuntimeError: " in str(
+        caught.value
+    )
     with pytest.raises(
-        PlanError, match=r"on rows like y \[2, 6\] float32: TypeError: .*unexpected keyword argument 'y'(?s:.*)its keys"
+        PlanError,
+        match=r"on rows like y \[2, 6\] float32: TypeError: .*unexpected keyword argument 'y'(?s:.*)its keys",
     ):
-        read(load_factory(Plain, 0, "plain"), {"y": torch.zeros(2, 6)}, ())
+        analyze(load_factory(Plain, 0, "plain"), {"y": torch.zeros(2, 6)}, ())
 
 
 @pytest.mark.parametrize(
@@ -127,8 +135,10 @@ def test_an_example_that_does_not_fit_the_forward_is_refused_with_its_shapes():
     ],
 )
 def test_an_example_without_common_rows_is_refused(example: dict[str, torch.Tensor], given: str):
-    with pytest.raises(PlanError, match=rf"^example: the example batch holds .*{given}.*; needed are the same rows"):
-        read(load_factory(Plain, 0, "plain"), example, ())
+    with pytest.raises(
+        PlanError, match=rf"^example: the example batch holds .*{given}.*; needed are the same rows"
+    ):
+        analyze(load_factory(Plain, 0, "plain"), example, ())
 
 
 def test_the_stand_in_row_is_free_of_the_examples_graph():
@@ -141,8 +151,8 @@ def test_the_stand_in_row_is_free_of_the_examples_graph():
 
 def test_dropout_is_seen_and_reading_leaves_the_generator_alone():
     state = torch.get_rng_state()
-    assert reading_of(lambda: Plain(0.5), X).anatomy.random
-    assert not reading_of(Plain, X).anatomy.random
+    assert reading_of(lambda: Plain(0.5), X).model_spec.has_dropout
+    assert not reading_of(Plain, X).model_spec.has_dropout
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -152,19 +162,19 @@ def test_a_part_in_eval_mode_stays_so_and_a_model_in_eval_mode_trains():
         model.drop.eval()
         return model
 
-    module, _, _ = reading_of(part, X).make("cpu", torch.float32)
+    module, _, _ = reading_of(part, X).make_module("cpu", torch.float32)
     assert [module.training, module.drop.training] == [True, False]
-    assert not reading_of(part, X).anatomy.random
+    assert not reading_of(part, X).model_spec.has_dropout
     reading = reading_of(lambda: Plain(0.5).eval(), X)
-    assert reading.anatomy.random
-    assert all(inner.training for inner in reading.make("cpu", torch.float32)[0].modules())
+    assert reading.model_spec.has_dropout
+    assert all(inner.training for inner in reading.make_module("cpu", torch.float32)[0].modules())
 
 
 def test_every_instance_is_its_own_and_starts_alike():
     reading = reading_of(Plain, X)
-    one, blocks, parameters = reading.make("cpu", torch.float64)
-    other, _, _ = reading.make("cpu", torch.float64)
-    assert blocks == {WHOLE: one}
+    one, blocks, parameters = reading.make_module("cpu", torch.float64)
+    other, _, _ = reading.make_module("cpu", torch.float64)
+    assert blocks == {WHOLE_MODEL: one}
     assert list(parameters) == ["first.weight", "first.bias", "second.weight", "second.bias"]
     assert all(parameters[name] is one.get_parameter(name) for name in parameters)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
@@ -172,9 +182,9 @@ def test_every_instance_is_its_own_and_starts_alike():
 
 
 def test_what_the_user_declares_comes_before_what_is_found():
-    reading = read(load_factory(lambda: Model(Plain(), X, blocks=["second"]), 0, "plain"), X, ())
-    assert reading.anatomy.visits == ("second",)
-    assert {w.name: w.visits for w in reading.anatomy.weights}["first.weight"] == ("(root)",)
+    reading = analyze(load_factory(lambda: Model(Plain(), X, blocks=["second"]), 0, "plain"), X, ())
+    assert reading.model_spec.block_calls == ("second",)
+    assert {w.name: w.block_calls for w in reading.model_spec.params}["first.weight"] == ("(root)",)
 
 
 def test_declared_blocks_that_no_forward_calls_are_refused():
@@ -185,15 +195,16 @@ def test_declared_blocks_that_no_forward_calls_are_refused():
 
     blocks = ["layers.0", "layers.1", "layers.2"]
     with pytest.raises(
-        PlanError, match=r"^model\.blocks: the declared blocks layers\.0, layers\.2 are not called(?s:.*)every batch"
+        PlanError,
+        match=r"^model\.blocks: the declared blocks layers\.0, layers\.2 are not called(?s:.*)every batch",
     ):
-        read(load_factory(lambda: Model(Chained(rule), X, blocks=blocks), 0, "chained"), X, ())
+        analyze(load_factory(lambda: Model(Chained(rule), X, blocks=blocks), 0, "chained"), X, ())
 
 
 def test_the_whole_model_may_be_declared_as_one_block():
-    reading = read(load_factory(lambda: Model(Plain(), X, blocks=[WHOLE]), 0, "plain"), X, ())
-    assert reading.anatomy.visits == (WHOLE,)
-    assert reading.anatomy.notes == ()
+    reading = analyze(load_factory(lambda: Model(Plain(), X, blocks=[WHOLE_MODEL]), 0, "plain"), X, ())
+    assert reading.model_spec.block_calls == (WHOLE_MODEL,)
+    assert reading.model_spec.notes == ()
 
 
 def test_two_batch_sizes_tell_the_batch_dim_of_what_is_drawn_from_others():
@@ -205,34 +216,43 @@ def test_two_batch_sizes_tell_the_batch_dim_of_what_is_drawn_from_others():
             x = nn.functional.dropout(self.layers[1](x.transpose(0, 1).flatten(1)), 0.5)  # (batch, 6)
             return nn.functional.dropout((x @ bias).view(-1, 2), 0.5)  # (3 batch, 2)
 
-    sites = reading_of(lambda: Drawing(None), X).sites
-    assert [sites.kind(site) for site in sites.allowed] == ["second", "shared", "first", "rows"]
+    sites = reading_of(lambda: Drawing(None), X).draw_sites
+    assert [sites.layout(site) for site in sites.layouts] == ["second", "shared", "first", "rows"]
 
 
 def test_a_model_of_six_billion_parameters_is_read_in_the_memory_of_a_small_one(tmp_path: Path):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = tmp_path / "config.json"
-    config.write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, **sizes}))
+    config.write_text(
+        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, **sizes})
+    )
     rows = {key: torch.zeros(1, 64, dtype=torch.long) for key in ("input_ids", "labels")}
-    read(load_model(ModelSource(str(config)), 0), rows, ("labels",))
+    analyze(load_model(ModelConfig(str(config)), 0), rows, ("labels",))
     before = peak_mb()
-    large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 6, "num_attention_heads": 64}
+    large = {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 64,
+    }
     large |= {"num_key_value_heads": 64, "vocab_size": 32000}
-    anatomy = read(load_model(ModelSource(str(config), large), 0), rows, ("labels",)).anatomy
+    anatomy = analyze(load_model(ModelConfig(str(config), large), 0), rows, ("labels",)).model_spec
     assert anatomy.numel == 6_362_865_664
-    assert len(anatomy.visits) == 6 + 3
+    assert len(anatomy.block_calls) == 6 + 3
     assert peak_mb() - before < 64  # its embedding alone would take 1000
 
 
 def test_a_mixture_of_experts_of_many_gigabytes_is_read_without_values(tmp_path: Path):
     config = tmp_path / "config.json"
     sizes = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "vocab_size": 256}
-    config.write_text(json.dumps({"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], **sizes}))
+    config.write_text(
+        json.dumps({"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], **sizes})
+    )
     rows = {key: torch.zeros(1, 16, dtype=torch.long) for key in ("input_ids", "labels")}
     before = peak_mb()
-    anatomy = read(load_model(ModelSource(str(config)), 0), rows, ("labels",)).anatomy
+    anatomy = analyze(load_model(ModelConfig(str(config)), 0), rows, ("labels",)).model_spec
     assert anatomy.numel > 12e9
-    assert len(anatomy.visits) == 2 + 3
+    assert len(anatomy.block_calls) == 2 + 3
     assert peak_mb() - before < 512
 
 

@@ -6,10 +6,10 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 import transformers
 from torch import nn
 
-from meshwright.api import read
+from meshwright.api import analyze
 from meshwright.engine.runtime.loss import Loss
-from meshwright.model.analysis.analyze import Reading
-from meshwright.plan.model_spec.op_costs import Line, Load, Weighed
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.plan.model_spec.op_costs import BlockMemory, LinearInSamples, ModelMemory
 from tests.model.block_backward import Block, Chain
 from tests.parallel.tensor.odd_llama import batches, llama
 
@@ -19,33 +19,41 @@ MASK = TOKENS * TOKENS * 4  # bytes of what torch's kernel makes of one of bools
 
 def squares() -> Loss:
     """Of the outputs, so that the loss needs nothing else."""
-    return Loss(lambda outputs, batch: outputs.square().sum(), lambda batch: torch.tensor(float(len(batch["x"]))), targets=())
+    return Loss(
+        lambda outputs, batch: outputs.square().sum(),
+        lambda batch: torch.tensor(float(len(batch["x"]))),
+        targets=(),
+    )
 
 
-def chained(block, glue=None) -> Weighed:
+def chained(block, glue=None) -> ModelMemory:
     chain = glue or (lambda model, x: model.head(model.layers[1](model.layers[0](x))))
-    reading = read(lambda: Chain(chain, block).float(), {"x": torch.linspace(-2, 2, 24).view(4, 6)}, loss=squares())
+    reading = analyze(
+        lambda: Chain(chain, block).float(), {"x": torch.linspace(-2, 2, 24).view(4, 6)}, loss=squares()
+    )
     return weighed(reading)
 
 
-def weighed(reading: Reading, compute: torch.dtype = torch.float32) -> Weighed:
-    found = reading.weighed(torch.float32, compute)
+def weighed(reading: AnalyzedModel, compute: torch.dtype = torch.float32) -> ModelMemory:
+    found = reading.measure_memory(torch.float32, compute)
     assert found is not None
-    assert [load.visit for load in found.visits] == list(reading.anatomy.visits)
+    assert [load.block_call for load in found.block_calls] == list(reading.model_spec.block_calls)
     return found
 
 
-def layer_of(reading: Reading, compute: torch.dtype = torch.float32) -> Load:
-    return next(load for load in weighed(reading, compute).visits if load.visit == "model.layers.0")
+def layer_of(reading: AnalyzedModel, compute: torch.dtype = torch.float32) -> BlockMemory:
+    return next(load for load in weighed(reading, compute).block_calls if load.block_call == "model.layers.0")
 
 
 def test_what_is_kept_within_is_there_once_and_what_a_backward_makes_of_it_besides():
     def block(block: Block, x: torch.Tensor) -> torch.Tensor:
         return block.linear(x).exp().sin()
 
-    first = chained(block).visits[0]
-    assert first.stream == first.inside == Line(0, 6 * 4)
-    assert first.backward == Line(0, 3 * 6 * 4)  # of what comes out, of sin, of exp; then exp's and its own output are gone
+    first = chained(block).block_calls[0]
+    assert first.output == first.saved_activations == LinearInSamples(0, 6 * 4)
+    assert first.backward == LinearInSamples(
+        0, 3 * 6 * 4
+    )  # of what comes out, of sin, of exp; then exp's and its own output are gone
 
 
 def test_what_glue_makes_and_a_block_keeps_is_glue_s():
@@ -57,46 +65,63 @@ def test_what_glue_makes_and_a_block_keeps_is_glue_s():
         return model.head(model.layers[1](model.layers[0](x, scale), scale))
 
     found = chained(block, glue)
-    assert found.glue == Line(0, 6 * 4)
-    assert found.visits[0].inside == Line(0, 0)  # what is multiplied is not needed, for the scale has no gradient
+    assert found.glue == LinearInSamples(0, 6 * 4)
+    assert found.block_calls[0].saved_activations == LinearInSamples(
+        0, 0
+    )  # what is multiplied is not needed, for the scale has no gradient
 
 
 def test_a_mask_that_only_tracing_needs_is_not_counted():
-    plain = {"input_ids": batches(1, length=TOKENS)[0]["input_ids"], "labels": batches(1, length=TOKENS)[0]["labels"]}
+    plain = {
+        "input_ids": batches(1, length=TOKENS)[0]["input_ids"],
+        "labels": batches(1, length=TOKENS)[0]["labels"],
+    }
     padded = {**plain, "attention_mask": torch.ones(4, TOKENS, dtype=torch.long)}
-    hidden = {**plain, "attention_mask": torch.ones(4, TOKENS, dtype=torch.long).index_fill(1, torch.tensor([0]), 0)}
-    first, second, third = (layer_of(read(llama(), batch)) for batch in (plain, padded, hidden))
+    hidden = {
+        **plain,
+        "attention_mask": torch.ones(4, TOKENS, dtype=torch.long).index_fill(1, torch.tensor([0]), 0),
+    }
+    first, second, third = (layer_of(analyze(llama(), batch)) for batch in (plain, padded, hidden))
     assert first == second
-    assert third.inside.each - first.inside.each >= MASK
+    assert third.saved_activations.per_sample - first.saved_activations.per_sample >= MASK
 
 
 def test_scores_that_a_model_makes_itself_are_counted():
-    eager, fused = (layer_of(read(llama(attn_implementation=how), batches(1, length=TOKENS)[0])) for how in ("eager", "sdpa"))
-    assert eager.inside.each - fused.inside.each > HEADS * MASK
-    assert eager.backward.each > fused.backward.each
+    eager, fused = (
+        layer_of(analyze(llama(attn_implementation=how), batches(1, length=TOKENS)[0]))
+        for how in ("eager", "sdpa")
+    )
+    assert eager.saved_activations.per_sample - fused.saved_activations.per_sample > HEADS * MASK
+    assert eager.backward.per_sample > fused.backward.per_sample
 
 
 def test_half_of_the_floats_are_half_as_wide_and_weights_are_cast_whatever_the_rows_are():
-    reading = read(llama(), batches(1, length=TOKENS)[0])
+    reading = analyze(llama(), batches(1, length=TOKENS)[0])
     wide, mixed = layer_of(reading), layer_of(reading, torch.bfloat16)
-    assert wide.inside.fixed == wide.inside.weights == 0
+    assert wide.saved_activations.fixed == wide.saved_activations.weight_sized == 0
     cast = sum(p.numel() for name, p in llama().named_parameters() if "layers.0" in name and p.ndim == 2) * 2
-    assert mixed.inside.weights == pytest.approx(cast, rel=0.01)
-    assert 0.5 * wide.inside.each < mixed.inside.each < wide.inside.each
+    assert mixed.saved_activations.weight_sized == pytest.approx(cast, rel=0.01)
+    assert (
+        0.5 * wide.saved_activations.per_sample
+        < mixed.saved_activations.per_sample
+        < wide.saved_activations.per_sample
+    )
 
 
 def test_gradients_of_weights_are_told_apart_and_those_that_a_tied_table_adds_to_the_head_s():
     batch = batches(1, length=TOKENS)[0]
-    untied, tied = (weighed(read(llama(tie_word_embeddings=tied), batch)).visits[0] for tied in (False, True))
+    untied, tied = (
+        weighed(analyze(llama(tie_word_embeddings=tied), batch)).block_calls[0] for tied in (False, True)
+    )
     table = WORDS * llama().config.hidden_size * 4
-    assert (untied.backward.weights, untied.learning.weights) == (0, table)
-    assert tied.backward.weights == table  # made anew, then added to what is there
+    assert (untied.backward.weight_sized, untied.backward_with_grads.weight_sized) == (0, table)
+    assert tied.backward.weight_sized == table  # made anew, then added to what is there
 
 
 def test_a_loss_takes_logits_its_own_and_their_gradient_beside_that_which_it_leaves():
-    found = weighed(read(llama(), batches(1, length=TOKENS)[0]))
+    found = weighed(analyze(llama(), batches(1, length=TOKENS)[0]))
     logits = TOKENS * WORDS * 4
-    assert found.loss.each == pytest.approx(2 * logits, rel=0.05)
+    assert found.loss.per_sample == pytest.approx(2 * logits, rel=0.05)
 
 
 def test_nothing_is_said_of_a_forward_that_looks_at_values_or_of_a_loss_that_nobody_knows():
@@ -104,28 +129,36 @@ def test_nothing_is_said_of_a_forward_that_looks_at_values_or_of_a_loss_that_nob
         y = model.layers[0](x)
         return model.head(y if y.sum() > 0 else -y)
 
-    looking = read(lambda: Chain(glue, None).float(), {"x": torch.linspace(-2, 2, 24).view(4, 6)}, loss=squares())
-    assert looking.weighed(torch.float32, torch.float32) is None
-    whole = Loss(lambda outputs, batch: outputs.sum(), lambda batch: torch.tensor(1.0), targets=(), whole_batch=True)
+    looking = analyze(
+        lambda: Chain(glue, None).float(), {"x": torch.linspace(-2, 2, 24).view(4, 6)}, loss=squares()
+    )
+    assert looking.measure_memory(torch.float32, torch.float32) is None
+    whole = Loss(
+        lambda outputs, batch: outputs.sum(), lambda batch: torch.tensor(1.0), targets=(), whole_batch=True
+    )
     assert (
-        read(nn.Sequential(nn.Linear(6, 6)), {"input": torch.ones(4, 6)}, loss=whole).weighed(torch.float32, torch.float32)
+        analyze(nn.Sequential(nn.Linear(6, 6)), {"input": torch.ones(4, 6)}, loss=whole).measure_memory(
+            torch.float32, torch.float32
+        )
         is None
     )
 
 
 def test_a_model_that_is_one_block_is_weighed_too():
-    reading = read(
+    reading = analyze(
         lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh()),
         {"input": torch.ones(4, 6)},
         loss=Loss(
-            lambda outputs, batch: F.mse_loss(outputs, torch.zeros_like(outputs)), lambda batch: torch.tensor(1.0), targets=()
+            lambda outputs, batch: F.mse_loss(outputs, torch.zeros_like(outputs)),
+            lambda batch: torch.tensor(1.0),
+            targets=(),
         ),
     )
-    assert weighed(reading).visits
+    assert weighed(reading).block_calls
 
 
 def test_it_is_weighed_once_for_each_pair_of_dtypes(monkeypatch: pytest.MonkeyPatch):
-    reading = read(llama(), batches(1)[0])
-    first = reading.weighed(torch.float32, torch.float32)
+    reading = analyze(llama(), batches(1)[0])
+    first = reading.measure_memory(torch.float32, torch.float32)
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", None)
-    assert reading.weighed(torch.float32, torch.float32) is first
+    assert reading.measure_memory(torch.float32, torch.float32) is first

@@ -4,8 +4,8 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.model.analysis.model_report import Survey, survey
-from meshwright.model.blocks.discovery import WHOLE
+from meshwright.model.analysis.model_report import ModelReport, make_model_report
+from meshwright.model.blocks.discovery import WHOLE_MODEL
 from meshwright.model.loading.loader import Model, load_factory
 from meshwright.plan.model_spec.model_spec import ROOT
 
@@ -43,55 +43,74 @@ class Flat(nn.Module):
         return self.up(self.embed(input_ids))
 
 
-def of(model: nn.Module | Model) -> Survey:
-    return survey(load_factory(lambda: model, 0, "net"), TOKENS, ("labels",))
+def of(model: nn.Module | Model) -> ModelReport:
+    return make_model_report(load_factory(lambda: model, 0, "net"), TOKENS, ("labels",))
 
 
 def test_equal_blocks_are_one_row_in_the_order_of_visits():
     blocks = ["embed", "layers.0", "layers.1", "layers.2", "head"]
     found = of(Model(Net(0.5), blocks=blocks))
-    rows = [(row.first, row.last, row.number, row.kind, row.numel, row.dropout_sites) for row in found.blocks]
+    rows = [
+        (
+            row.first_block_call,
+            row.last_block_call,
+            row.num_block_calls,
+            row.class_name,
+            row.numel,
+            row.num_dropout_sites,
+        )
+        for row in found.blocks
+    ]
     assert rows == [
         ("embed", "embed", 1, "Embedding", 28, 0),
         ("layers.0", "layers.2", 3, "Sequential", 20, 1),
         ("head", "head", 1, "Linear", 28, 0),
     ]
-    assert found.blocks[1].stream_numel == 8 * 4
+    assert found.blocks[1].output_numel == 8 * 4
     assert found.blocks[1].flops == 2 * 8 * 4 * 4
 
 
 def test_what_is_special_about_parameters_is_told():
     found = of(Model(Net(), blocks=["embed", "layers.0", "layers.1", "layers.2", "head"]))
-    assert found.ties == (("embed.weight", "head.weight"),)
-    assert found.glue == ("scale",)
-    assert found.frozen == ("still",)
-    assert found.unused == ("spare.weight", "spare.bias")
-    assert found.buffers == ("seen",)
+    assert found.tied_params == (("embed.weight", "head.weight"),)
+    assert found.glue_params == ("scale",)
+    assert found.frozen_params == ("still",)
+    assert found.unused_params == ("spare.weight", "spare.bias")
+    assert found.written_buffers == ("seen",)
     assert found.numel == 28 + 6 + 60 + 4 + 4
-    assert ROOT not in {row.first for row in found.blocks}
+    assert ROOT not in {row.first_block_call for row in found.blocks}
 
 
 def test_sockets_of_all_layers_are_one_row():
-    found = of(Model(Net(), sockets={"layers.*.0": "columns"}))
-    row = next(row for row in found.sockets if row.pattern == "layers.*.*")
-    assert (row.number, row.shape, row.numel, row.role, row.source) == (3, (4, 4), 60, "columns", "declared by you")
+    found = of(Model(Net(), layer_roles={"layers.*.0": "columns"}))
+    row = next(row for row in found.layers if row.pattern == "layers.*.*")
+    assert (row.num_layers, row.shape, row.numel, row.role, row.source) == (
+        3,
+        (4, 4),
+        60,
+        "columns",
+        "declared by you",
+    )
 
 
 def test_the_advice_for_a_model_without_a_chain_is_two_lines_that_work():
     found = of(Flat())
-    chain = next(fault for fault in found.advice if "no chain of blocks" in fault.what)
+    chain = next(fault for fault in found.advice if "no chain of blocks" in fault.problem)
     line = chain.fix.splitlines()[-1].strip()
     assert line == "return meshwright.Model(make_it(), blocks=['embed', 'up'])"
-    assert [row.first for row in of(Model(Flat(), blocks=["embed", "up"])).blocks] == ["embed", "up"]
-    assert not any("no chain" in fault.what for fault in of(Model(Flat(), blocks=["embed", "up"])).advice)
+    assert [row.first_block_call for row in of(Model(Flat(), blocks=["embed", "up"])).blocks] == [
+        "embed",
+        "up",
+    ]
+    assert not any("no chain" in fault.problem for fault in of(Model(Flat(), blocks=["embed", "up"])).advice)
 
 
 def test_the_advice_for_sockets_is_a_declaration_that_works():
     found = of(Flat())
-    said = next(fault for fault in found.advice if "no role is declared for up" in fault.what)
+    said = next(fault for fault in found.advice if "no role is declared for up" in fault.problem)
     assert "return meshwright.Model(make_it(), sockets={'up': 'columns'" in said.fix
-    again = of(Model(Flat(), sockets={"embed": "vocabulary", "up": "columns", "spare": "replicated"}))
-    assert not any("no role" in fault.what for fault in again.advice)
+    again = of(Model(Flat(), layer_roles={"embed": "vocabulary", "up": "columns", "spare": "replicated"}))
+    assert not any("no role" in fault.problem for fault in again.advice)
 
 
 def test_a_forward_that_fails_leaves_the_module_tree_and_the_fault():
@@ -100,20 +119,28 @@ def test_a_forward_that_fails_leaves_the_module_tree_and_the_fault():
             raise KeyError("nothing here")
 
     found = of(Failing())
-    assert [row.number for row in found.blocks] == [1, 1, 3, 1]
-    assert "KeyError: 'nothing here'" in found.faults[0].what
-    assert found.unused == found.captured == ()
-    assert len(found.sockets) == 4 + 1
+    assert [row.num_block_calls for row in found.blocks] == [1, 1, 3, 1]
+    assert "KeyError: 'nothing here'" in found.diagnostics[0].problem
+    assert found.unused_params == found.num_captured == ()
+    assert len(found.layers) == 4 + 1
 
 
 def test_a_whole_model_as_one_block_is_named_as_such():
-    assert [row.first for row in of(Flat()).blocks] == [WHOLE]
+    assert [row.first_block_call for row in of(Flat()).blocks] == [WHOLE_MODEL]
 
 
 def test_router_logits_are_told_as_a_side_channel():
-    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.MixtralConfig(**sizes, intermediate_size=24, num_local_experts=3, output_router_logits=True)
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = transformers.MixtralConfig(
+        **sizes, intermediate_size=24, num_local_experts=3, output_router_logits=True
+    )
     found = of(transformers.MixtralForCausalLM(config))
-    assert found.captured == (("router_logits", 2),)
+    assert found.num_captured == (("router_logits", 2),)
     assert found.attention == "sdpa"
-    assert [row.attends for row in found.blocks] == [False, True, False, False]
+    assert [row.calls_attention for row in found.blocks] == [False, True, False, False]

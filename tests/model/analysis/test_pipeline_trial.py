@@ -6,7 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
-from meshwright.model.analysis.pipeline_trial import Courses, bordered, courses_of
+from meshwright.model.analysis.pipeline_trial import (
+    ForwardGraphCache,
+    add_stage_boundaries,
+    get_forward_graphs,
+)
 from meshwright.plan.job.errors import PlanError
 from tests.model.block_backward import Chain, reading_of
 from tests.model.pipeline.staged_model import X, chained
@@ -20,26 +24,26 @@ def glue(model: Chain, x: torch.Tensor) -> object:
 
 
 def test_a_course_is_learnt_once_for_all_rows_of_a_shape_and_once_for_evaluations():
-    courses = Courses(reading_of(lambda: Chain(glue), X), torch.float64)
-    first = courses.of({"x": torch.zeros(1, 6)})
-    assert courses.of({"x": torch.ones(9, 6)}) is first
-    still = courses.of(X, training=False)
+    courses = ForwardGraphCache(reading_of(lambda: Chain(glue), X), torch.float64)
+    first = courses.get({"x": torch.zeros(1, 6)})
+    assert courses.get({"x": torch.ones(9, 6)}) is first
+    still = courses.get(X, training=False)
     assert still is not first
-    assert [value.name for value in first.borders.live("layers.2")] == ["layers.1+0"]
-    assert [value.name for value in still.borders.live("layers.2")] == ["layers.1"]
+    assert [value.name for value in first.boundaries.live_values("layers.2")] == ["layers.1+0"]
+    assert [value.name for value in still.boundaries.live_values("layers.2")] == ["layers.1"]
 
 
 def test_the_course_goes_that_nobody_has_asked_for_longest():
-    courses = Courses(reading_of(lambda: Chain(glue), X), torch.float64, most=2)
+    courses = ForwardGraphCache(reading_of(lambda: Chain(glue), X), torch.float64, max_graphs=2)
     kinds = [{"x": torch.zeros(2, *between, 6)} for between in ((), (3,), (4,))]
-    first, second = courses.of(kinds[0]), courses.of(kinds[1])
-    assert courses.of(kinds[0]) is first
-    third = courses.of(kinds[2])
-    assert courses.of(kinds[0]) is first, "it was asked for after the second"
-    assert courses.of(kinds[2]) is third
-    assert courses.of(kinds[1]) is not second
-    assert courses.of(kinds[2]) is third
-    assert courses.of(kinds[0]) is not first
+    first, second = courses.get(kinds[0]), courses.get(kinds[1])
+    assert courses.get(kinds[0]) is first
+    third = courses.get(kinds[2])
+    assert courses.get(kinds[0]) is first, "it was asked for after the second"
+    assert courses.get(kinds[2]) is third
+    assert courses.get(kinds[1]) is not second
+    assert courses.get(kinds[2]) is third
+    assert courses.get(kinds[0]) is not first
 
 
 def row_by_row(model: Chain, x: torch.Tensor) -> object:
@@ -61,28 +65,37 @@ def one_layer_more(model: Chain, x: torch.Tensor) -> object:
         (one_layer_more, r"it comes to head on 3 rows, and to layers\.1 on 5"),
     ],
 )
-def test_where_the_ways_of_a_forward_part_is_told(forward: Callable[[Chain, torch.Tensor], object], said: str):
+def test_where_the_ways_of_a_forward_part_is_told(
+    forward: Callable[[Chain, torch.Tensor], object], said: str
+):
     with pytest.raises(PlanError, match=f"takes another way on 5 rows than on 3: {said}"):
-        bordered(reading_of(lambda: Chain(forward), X))
+        add_stage_boundaries(reading_of(lambda: Chain(forward), X))
 
 
 def test_an_anatomy_has_borders_when_somebody_asks_for_them():
     reading = reading_of(lambda: Chain(glue), X)
-    assert reading.anatomy.borders is None
-    borders = bordered(reading).anatomy.borders
+    assert reading.model_spec.stage_boundaries is None
+    borders = add_stage_boundaries(reading).model_spec.stage_boundaries
     assert borders is not None
-    assert borders.visits == reading.anatomy.visits
+    assert borders.block_calls == reading.model_spec.block_calls
     assert {value.dtype for value in borders.values} == {"float32"}
-    assert {value.dtype for value in bordered(reading, torch.float64).anatomy.borders.values} == {"float64"}
+    assert {
+        value.dtype
+        for value in add_stage_boundaries(reading, torch.float64).model_spec.stage_boundaries.values
+    } == {"float64"}
 
 
 def test_whoever_asks_for_borders_or_courses_of_a_reading_has_the_same_ones():
     reading = reading_of(lambda: Chain(glue), X)
-    borders = bordered(reading, compute=torch.float32).anatomy.borders
-    assert bordered(reading).anatomy.borders is borders, "products in the dtype of parameters are no other way"
-    assert courses_of(reading, torch.float32).of(reading.example).borders is borders
-    assert bordered(reading, compute=torch.bfloat16).anatomy.borders is not borders
-    assert courses_of(reading, torch.float64) is not courses_of(reading, torch.float32)
+    borders = add_stage_boundaries(reading, compute_dtype=torch.float32).model_spec.stage_boundaries
+    assert add_stage_boundaries(reading).model_spec.stage_boundaries is borders, (
+        "products in the dtype of parameters are no other way"
+    )
+    assert get_forward_graphs(reading, torch.float32).get(reading.example).boundaries is borders
+    assert (
+        add_stage_boundaries(reading, compute_dtype=torch.bfloat16).model_spec.stage_boundaries is not borders
+    )
+    assert get_forward_graphs(reading, torch.float64) is not get_forward_graphs(reading, torch.float32)
 
 
 def test_a_value_whose_shape_grows_with_the_square_of_the_rows_closes_its_borders():
@@ -92,8 +105,11 @@ def test_a_value_whose_shape_grows_with_the_square_of_the_rows_closes_its_border
         return model.head(model.layers[2](model.layers[1](y))) * alike.sum()
 
     one = chained(compares)
-    assert one.borders.open() == ()
-    assert "has the shape [9] of 3 rows and [25] of 5: it compares rows with each other" in one.borders.closed[0].why
+    assert one.borders.open_boundaries() == ()
+    assert (
+        "has the shape [9] of 3 rows and [25] of 5: it compares rows with each other"
+        in one.borders.closed_boundaries[0].reason
+    )
 
 
 def test_a_forward_that_writes_into_its_input_is_refused():
@@ -102,6 +118,7 @@ def test_a_forward_that_writes_into_its_input_is_refused():
         return model.layers[1](model.layers[0](x))
 
     with pytest.raises(
-        PlanError, match="the forward writes into its input 'x', and every part that a rank runs would do so again"
+        PlanError,
+        match="the forward writes into its input 'x', and every part that a rank runs would do so again",
     ):
-        bordered(reading_of(lambda: Chain(writes), X))
+        add_stage_boundaries(reading_of(lambda: Chain(writes), X))

@@ -13,7 +13,11 @@ TRAIN = mw.Train(steps=2, batch=4)
 
 
 def squares() -> mw.Loss:
-    return mw.Loss(lambda out, batch: ((out - batch["y"]) ** 2).sum(), lambda batch: torch.tensor(len(batch["y"])), ("y",))
+    return mw.Loss(
+        lambda out, batch: ((out - batch["y"]) ** 2).sum(),
+        lambda batch: torch.tensor(len(batch["y"])),
+        ("y",),
+    )
 
 
 class Net(nn.Module):
@@ -44,7 +48,9 @@ def test_names_that_are_given_are_kept():
 
 def test_freezing_by_the_job_what_the_model_trains_is_refused():
     job = mw.Job(mw.ModelSource(frozen=("first.*",)), train=TRAIN)
-    with pytest.raises(mw.PlanError, match=r"model.frozen: 'first.\*' is to be frozen, and .* trains first.bias") as caught:
+    with pytest.raises(
+        mw.PlanError, match=r"model.frozen: 'first.\*' is to be frozen, and .* trains first.bias"
+    ) as caught:
         mw.make_plan(reading(), job)
     assert "requires_grad_(False)" in str(caught.value)
 

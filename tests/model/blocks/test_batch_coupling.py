@@ -5,16 +5,18 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.api import make_plan, read
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
+from meshwright.api import analyze, make_plan
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from tests.tiny_model import tiny_job
 
-LOSS = mw.Loss(lambda outputs, batch: outputs.square().sum(), lambda batch: torch.tensor(len(batch["y"])), ("y",))
+LOSS = mw.Loss(
+    lambda outputs, batch: outputs.square().sum(), lambda batch: torch.tensor(len(batch["y"])), ("y",)
+)
 
 
 class Counter(nn.Module):
@@ -52,8 +54,8 @@ class Net(nn.Module):
 
 
 def planned(model: nn.Module, cuts: tuple[str, ...] = ("layers.2",)) -> Plan:
-    reading = read(model, {"x": torch.ones(2, 4), "y": torch.zeros(2)}, loss=LOSS)
-    return make_plan(reading, tiny_job(), Mesh(pp=2), (Pipeline(cuts=cuts),), 1)
+    reading = analyze(model, {"x": torch.ones(2, 4), "y": torch.zeros(2)}, loss=LOSS)
+    return make_plan(reading, tiny_job(), Mesh(pp=2), (Pipeline(split_points=cuts),), 1)
 
 
 def own() -> list[nn.Module]:
@@ -75,8 +77,8 @@ def test_one_that_is_not_saved_is_nobodys_state():
 
 
 def test_whole_models_may_write_what_they_like():
-    reading = read(Net(own(), Counter()), {"x": torch.ones(2, 4), "y": torch.zeros(2)}, loss=LOSS)
-    assert make_plan(reading, tiny_job(), Mesh(dp_replicate=2), (Batch(), Replicate())).mesh.world == 2
+    reading = analyze(Net(own(), Counter()), {"x": torch.ones(2, 4), "y": torch.zeros(2)}, loss=LOSS)
+    assert make_plan(reading, tiny_job(), Mesh(dp_replicate=2), (BatchSplit(), DDP())).mesh.world_size == 2
 
 
 def test_a_buffer_of_several_blocks_is_refused_by_name_where_it_would_be_divided():

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import meshwright as mw
-from meshwright.model.blocks.batch_coupling import mixing_norms
-from meshwright.parallel.data.ddp import Replicate
+from meshwright.model.blocks.batch_coupling import batch_coupled_norms
+from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.errors import PlanError
 from tests.parallel.data.tokenwise_model import Dealt
 from tests.tiny_model import tiny_job
@@ -26,7 +26,9 @@ class Normed(nn.Module):
         return self.last(self.norm(self.first(x)))
 
 
-LOSS = mw.Loss(lambda outputs, batch: outputs.square().sum(), lambda batch: torch.tensor(len(batch["y"])), ("y",))
+LOSS = mw.Loss(
+    lambda outputs, batch: outputs.square().sum(), lambda batch: torch.tensor(len(batch["y"])), ("y",)
+)
 
 
 def rows(count: int = 24) -> dict[str, torch.Tensor]:
@@ -51,24 +53,38 @@ def reading_of(build: Callable[[], nn.Module]) -> mw.Reading:
         (lambda: Normed(nn.BatchNorm1d(6)), "then norm.eval()"),
         (lambda: Normed(nn.BatchNorm1d(6)).eval(), "then norm.eval()"),
         (lambda: Normed(nn.SyncBatchNorm(6)), "SyncBatchNorm joins ranks behind the plan's back"),
-        (lambda: Normed(nn.BatchNorm1d(6, track_running_stats=False)), "without running statistics they cannot be frozen"),
-        (lambda: frozen(nn.BatchNorm1d(6, track_running_stats=False)), "without running statistics they cannot be frozen"),
+        (
+            lambda: Normed(nn.BatchNorm1d(6, track_running_stats=False)),
+            "without running statistics they cannot be frozen",
+        ),
+        (
+            lambda: frozen(nn.BatchNorm1d(6, track_running_stats=False)),
+            "without running statistics they cannot be frozen",
+        ),
     ],
     ids=["training", "model in eval mode is trained", "sync", "no statistics", "no statistics, frozen"],
 )
-def test_a_norm_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(build: Callable[[], nn.Module], said: str):
+def test_a_norm_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(
+    build: Callable[[], nn.Module], said: str
+):
     reading = reading_of(build)
     for mesh, micro_batch in ((mw.Mesh(dp_replicate=3), 0), (mw.Mesh(), 4)):
         with pytest.raises(PlanError) as caught:
             mw.make_plan(reading, tiny_job(), mesh, micro_batch=micro_batch)
-        assert "1 batch norms (norm...) would take statistics of a part of the global batch" in str(caught.value)
+        assert "1 batch norms (norm...) would take statistics of a part of the global batch" in str(
+            caught.value
+        )
         assert said in str(caught.value)
-    assert mw.make_plan(reading, tiny_job()).num_micro == 1  # on one device at once it is what it always was
+    assert (
+        mw.make_plan(reading, tiny_job()).num_microbatches == 1
+    )  # on one device at once it is what it always was
 
 
 def test_a_norm_that_would_see_some_of_the_tokens_is_refused():
-    strategies = (Dealt(), Replicate(axis="cp"))
-    with pytest.raises(PlanError, match=r"take statistics of a part of the global batch \(3 ranks x 1 micro-batches\)"):
+    strategies = (Dealt(), DDP(axis="cp"))
+    with pytest.raises(
+        PlanError, match=r"take statistics of a part of the global batch \(3 ranks x 1 micro-batches\)"
+    ):
         mw.make_plan(reading_of(lambda: Normed(nn.BatchNorm1d(6))), tiny_job(), mw.Mesh(cp=3), strategies)
 
 
@@ -79,22 +95,32 @@ def test_frozen_statistics_equal_one_device():
     reading = reading_of(build)
     plan = mw.make_plan(reading, tiny_job(), mw.Mesh(dp_replicate=3), micro_batch=2)
     data = rows()
-    verdict = mw.verify(reading, plan, [{key: value[i : i + 12] for key, value in data.items()} for i in (0, 12)], loss=LOSS)
+    verdict = mw.verify(
+        reading, plan, [{key: value[i : i + 12] for key, value in data.items()} for i in (0, 12)], loss=LOSS
+    )
     assert verdict.passed, str(verdict)
 
 
 def test_only_norms_that_mix_rows_are_found():
-    model = nn.Sequential(nn.LayerNorm(3), nn.BatchNorm1d(3), nn.GroupNorm(1, 3), nn.InstanceNorm1d(3), nn.BatchNorm2d(3))
+    model = nn.Sequential(
+        nn.LayerNorm(3), nn.BatchNorm1d(3), nn.GroupNorm(1, 3), nn.InstanceNorm1d(3), nn.BatchNorm2d(3)
+    )
     model[4].eval()
-    assert list(mixing_norms(model)) == ["1"]
+    assert list(batch_coupled_norms(model)) == ["1"]
 
 
-@pytest.mark.parametrize("spectral", [parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["new", "old"])
+@pytest.mark.parametrize(
+    "spectral", [parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["new", "old"]
+)
 def test_a_spectral_norm_goes_on_once_in_a_step(spectral: Callable[[nn.Module], nn.Module]):
     reading = mw.read(Normed(spectral(nn.Linear(6, 6))), rows(4), loss=LOSS)
-    with pytest.raises(PlanError, match=r"1 spectral norms \(norm.*\) go on in every forward: 3 micro-batches"):
+    with pytest.raises(
+        PlanError, match=r"1 spectral norms \(norm.*\) go on in every forward: 3 micro-batches"
+    ):
         mw.make_plan(reading, tiny_job(), micro_batch=4)
-    verdict = mw.verify(reading, mw.make_plan(reading, tiny_job(), mw.Mesh(dp_replicate=2)), [rows(12)], loss=LOSS)
+    verdict = mw.verify(
+        reading, mw.make_plan(reading, tiny_job(), mw.Mesh(dp_replicate=2)), [rows(12)], loss=LOSS
+    )
     assert verdict.passed, verdict
 
 

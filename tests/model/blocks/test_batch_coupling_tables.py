@@ -8,10 +8,10 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
 import meshwright as mw
-from meshwright.parallel.context.ring import Ring
-from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.context.ring import RingAttention
+from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.precision import Precision
+from meshwright.plan.job.precision import PrecisionConfig
 from tests.tiny_model import tiny_job
 
 WORDS, WIDTH, ROWS = 31, 8, 12
@@ -72,7 +72,10 @@ def counted() -> nn.Module:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (normed, "the table 'words.weight' with max_norm is written by the forward, where a part of the global batch"),
+        (
+            normed,
+            "the table 'words.weight' with max_norm is written by the forward, where a part of the global batch",
+        ),
         (counted, "the table 'words.weight' with scale_grad_by_freq would divide gradients by how often"),
         (Called, "the table 'words.weight' with scale_grad_by_freq would divide gradients by how often"),
         (lambda: Bag(max_norm=1.0), "with max_norm is written by the forward"),
@@ -80,7 +83,9 @@ def counted() -> nn.Module:
     ],
     ids=["norm", "count", "by its function", "norm of a bag", "count of a bag"],
 )
-def test_a_table_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(words: Callable[[], nn.Module], said: str):
+def test_a_table_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(
+    words: Callable[[], nn.Module], said: str
+):
     reading = reading_of(words)
     for mesh in (mw.Mesh(dp_replicate=2), mw.Mesh(dp_shard=3)):
         with pytest.raises(PlanError) as caught:
@@ -93,13 +98,15 @@ def test_a_table_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(w
 @pytest.mark.parametrize("words", [normed, counted])
 def test_so_is_one_that_would_see_some_of_the_tokens(words: Callable[[], nn.Module]):
     with pytest.raises(PlanError, match="a part of the global batch"):
-        mw.make_plan(reading_of(words), tiny_job(), mw.Mesh(cp=3), (Ring(), Replicate(axis="cp")))
+        mw.make_plan(reading_of(words), tiny_job(), mw.Mesh(cp=3), (RingAttention(), DDP(axis="cp")))
 
 
 def test_micro_batches_divide_counts_and_leave_norms_alone():
     with pytest.raises(PlanError, match="1 ranks x 3 micro-batches"):
         mw.make_plan(reading_of(counted), tiny_job(), micro_batch=4)
-    with pytest.raises(PlanError, match="with max_norm is written"):  # the head has used what is written later
+    with pytest.raises(
+        PlanError, match="with max_norm is written"
+    ):  # the head has used what is written later
         mw.make_plan(reading_of(normed, tied=True), tiny_job(), micro_batch=4)
     reading = reading_of(normed)
     verdict = mw.verify(reading, mw.make_plan(reading, tiny_job(), micro_batch=4), [rows(), rows()])
@@ -107,7 +114,7 @@ def test_micro_batches_divide_counts_and_leave_norms_alone():
 
 
 def test_what_a_master_would_undo_is_refused():
-    halves = Precision("bfloat16", "bfloat16", master="float32")
+    halves = PrecisionConfig("bfloat16", "bfloat16", master="float32")
     with pytest.raises(PlanError, match=r"its master \(float32\) would take its place"):
         mw.make_plan(reading_of(normed), tiny_job(precision=halves))
 
@@ -143,20 +150,24 @@ class Written(nn.Module):
         (mw.Mesh(dp_shard=2), {}, "it is brought together for a use, and let go of"),
         (
             mw.Mesh(),
-            {"precision": Precision("bfloat16", "bfloat16", master="float32")},
+            {"precision": PrecisionConfig("bfloat16", "bfloat16", master="float32")},
             r"its master \(float32\) would take its place",
         ),
     ],
     ids=["shards", "master"],
 )
 def test_a_write_that_would_be_lost_is_refused(mesh: mw.Mesh, changes: dict[str, object], said: str):
-    with pytest.raises(PlanError, match=f"the forward writes into the parameter 'words.layer.weight', and {said}"):
+    with pytest.raises(
+        PlanError, match=f"the forward writes into the parameter 'words.layer.weight', and {said}"
+    ):
         mw.make_plan(reading_of(Written), tiny_job(**changes), mesh)
 
 
 def test_a_write_that_all_ranks_make_alike_is_that_of_one_device():
     reading = reading_of(Written)
-    assert mw.verify(reading, mw.make_plan(reading, tiny_job(), mw.Mesh(dp_replicate=2)), [rows(), rows()]).passed
+    assert mw.verify(
+        reading, mw.make_plan(reading, tiny_job(), mw.Mesh(dp_replicate=2)), [rows(), rows()]
+    ).passed
 
 
 class Scaled(nn.Module):
@@ -177,9 +188,11 @@ def batch_norm(x: torch.Tensor) -> torch.Tensor:
 def test_statistics_by_torchs_function_are_those_of_all_rows():
     reading = reading_of(lambda: Scaled(batch_norm))
     for mesh, micro_batch in ((mw.Mesh(dp_replicate=2), 0), (mw.Mesh(), 4)):
-        with pytest.raises(PlanError, match=r"F.batch_norm in .* would take statistics of a part of the global batch"):
+        with pytest.raises(
+            PlanError, match=r"F.batch_norm in .* would take statistics of a part of the global batch"
+        ):
             mw.make_plan(reading, tiny_job(), mesh, micro_batch=micro_batch)
-    assert mw.make_plan(reading, tiny_job()).num_micro == 1
+    assert mw.make_plan(reading, tiny_job()).num_microbatches == 1
     assert reading_of(lambda: Scaled(F.instance_norm)).tables == ()  # it sees one row at a time
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.model.blocks.checkpointing import Before
+from meshwright.model.blocks.checkpointing import ModuleSnapshot
 
 
 class Writing(nn.Module):
@@ -20,7 +20,9 @@ class Writing(nn.Module):
         self.found: list[tuple[float, float, int, bool]] = []
 
     def forward(self) -> None:
-        self.found.append((self.written[0].item(), self.replaced[0].item(), self.number, "made" in vars(self)))
+        self.found.append(
+            (self.written[0].item(), self.replaced[0].item(), self.number, "made" in vars(self))
+        )
         self.written.add_(1)
         self.replaced = self.replaced + 1
         self.number += 1
@@ -34,12 +36,12 @@ def held(module: Writing) -> tuple[float, float, int, bool]:
 def test_a_second_run_finds_what_the_first_found_and_leaves_what_that_left():
     module = Writing()
     parts = nn.Sequential(module)
-    before = Before(parts)
+    before = ModuleSnapshot(parts)
     module()
-    before.forget_unwritten()
+    before.drop_unwritten()
     module()  # another forward in between
     buffers = dict(module.named_buffers())
-    with before.again():
+    with before.restored_state():
         module()
     assert module.found == [(0, 0, 0, False), (1, 1, 1, True), (0, 0, 0, False)]
     assert held(module) == (2, 2, 2, True)
@@ -48,12 +50,12 @@ def test_a_second_run_finds_what_the_first_found_and_leaves_what_that_left():
 
 def test_everything_is_back_also_after_a_run_that_fails():
     module = Writing()
-    before = Before(module)
+    before = ModuleSnapshot(module)
     module()
-    before.forget_unwritten()
+    before.drop_unwritten()
 
     def fail() -> None:
-        with before.again():
+        with before.restored_state():
             module()
             raise ZeroDivisionError
 
@@ -62,14 +64,16 @@ def test_everything_is_back_also_after_a_run_that_fails():
     assert held(module) == (1, 1, 1, True)
 
 
-@pytest.mark.parametrize("make", [nn.BatchNorm1d, lambda width: nn.InstanceNorm1d(width, track_running_stats=True)])
+@pytest.mark.parametrize(
+    "make", [nn.BatchNorm1d, lambda width: nn.InstanceNorm1d(width, track_running_stats=True)]
+)
 def test_statistics_are_kept_though_kernels_write_them_without_a_new_version(make):
     norm, x = make(3), torch.randn(4, 3, 5)
-    before = Before(norm)
+    before = ModuleSnapshot(norm)
     norm(x)
     once = {name: buffer.clone() for name, buffer in norm.named_buffers()}
-    before.forget_unwritten()
-    with before.again():
+    before.drop_unwritten()
+    with before.restored_state():
         norm(x)
     assert once["running_mean"].abs().max() > 0
     assert all(torch.equal(once[name], buffer) for name, buffer in norm.named_buffers())
@@ -77,7 +81,7 @@ def test_statistics_are_kept_though_kernels_write_them_without_a_new_version(mak
 
 def test_nothing_is_kept_of_what_is_only_read():
     module = nn.Sequential(nn.Linear(2, 2), Writing())
-    before = Before(module)
+    before = ModuleSnapshot(module)
     module[1].found.append((0, 0, 0, False))  # into a list of its own: not seen
-    before.forget_unwritten()
+    before.drop_unwritten()
     assert before._parts == []

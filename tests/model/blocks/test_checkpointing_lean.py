@@ -6,18 +6,20 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.model.blocks.driver import Drive, Pass, backward
-from meshwright.model.tensors.pytree import copied, hidden
+from meshwright.model.blocks.driver import ForwardDriver, ForwardPass, backward
+from meshwright.model.tensors.pytree import copy_containers, opaque_tensors
 from meshwright.plan.job.errors import PlanError
 from tests.model.block_backward import Block, Chain, Forward
 
 X = torch.linspace(-2, 2, 24).view(4, 6)
 
 
-def forward(block: Forward, glue: Callable[[Chain, torch.Tensor], torch.Tensor] | None = None) -> tuple[Drive, Chain, Pass]:
+def forward(
+    block: Forward, glue: Callable[[Chain, torch.Tensor], torch.Tensor] | None = None
+) -> tuple[ForwardDriver, Chain, ForwardPass]:
     """One forward of a chain of one block, which is lean; the loss has been taken."""
     model = Chain(glue or (lambda model, x: model.layers[0](x)), block)
-    drive = Drive({"a": model.layers[0]})
+    drive = ForwardDriver({"a": model.layers[0]})
     outputs, closing, passed = drive.forward(lambda visit: True, lambda: model(X))
     outputs.sum().backward()
     backward(closing)
@@ -26,11 +28,11 @@ def forward(block: Forward, glue: Callable[[Chain, torch.Tensor], torch.Tensor] 
 
 def test_a_backward_without_a_rerun_does_not_pass_silently():
     drive, _, passed = forward(lambda block, x: block.linear(x).tanh())
-    with pytest.raises(RuntimeError, match=r"the backward of a has no graph(?s:.*)put a RERUN before it"):
-        backward(passed.visits["a"])
-    drive.again(passed.visits["a"])
-    drive.again(passed.visits["a"])  # a second time there is nothing to do
-    backward(passed.visits["a"])
+    with pytest.raises(RuntimeError, match=r"the backward of a has no graph(?s:.*)put a RECOMPUTE before it"):
+        backward(passed.block_calls["a"])
+    drive.recompute(passed.block_calls["a"])
+    drive.recompute(passed.block_calls["a"])  # a second time there is nothing to do
+    backward(passed.block_calls["a"])
 
 
 def test_a_block_that_gives_something_else_is_refused_by_name():
@@ -38,7 +40,7 @@ def test_a_block_that_gives_something_else_is_refused_by_name():
     drive, _, passed = forward(lambda block, x: block.linear(x)[:, : next(shapes)])
     text = r"the block 'a' gives 1 tensors that need gradients when it is run again(?s:.*)depend on nothing but its inputs"
     with pytest.raises(PlanError, match=text):
-        drive.again(passed.visits["a"])
+        drive.recompute(passed.block_calls["a"])
 
 
 def test_gradients_are_switched_on_and_autocast_is_as_it_was():
@@ -55,7 +57,7 @@ def test_gradients_are_switched_on_and_autocast_is_as_it_was():
 
     drive, _, passed = forward(block, glue)
     with torch.no_grad():
-        drive.again(passed.visits["a"])
+        drive.recompute(passed.block_calls["a"])
     assert seen == [(True, True, torch.bfloat16)] * 2
     assert not torch.is_autocast_enabled("cpu")
 
@@ -66,17 +68,17 @@ def test_a_rerun_inside_another_forward_is_no_visit_of_it():
 
     def reach(visit: str) -> bool:
         reached.append(visit)
-        drive.again(passed.visits["a"])
+        drive.recompute(passed.block_calls["a"])
         return False
 
     _, _, other = drive.forward(reach, lambda: model(X))
     assert reached == ["a"]
-    assert len(passed.visits["a"].outputs) == len(other.visits["a"].outputs) == 1
+    assert len(passed.block_calls["a"].outputs) == len(other.block_calls["a"].outputs) == 1
 
 
 def test_lists_and_dicts_are_copied_and_tensors_are_not():
     value = ([X, {"y": (X, 3)}], X)
-    fresh = copied(value)
+    fresh = copy_containers(value)
     fresh[0].append(1)
     fresh[0][1]["z"] = 2
     assert len(value[0]) == 2
@@ -90,5 +92,5 @@ def test_tensors_in_other_objects_are_found_and_those_of_modules_are_not():
             self.inner = {"keys": [X]}
             self.module = nn.Linear(2, 2)
 
-    assert hidden((X[:1], {"cache": Held()})) == [X]
-    assert hidden((X, [X], 1, None, nn.Linear(2, 2))) == []
+    assert opaque_tensors((X[:1], {"cache": Held()})) == [X]
+    assert opaque_tensors((X, [X], 1, None, nn.Linear(2, 2))) == []

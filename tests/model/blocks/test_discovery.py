@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from torch import nn
 
-from meshwright.model.blocks.discovery import WHOLE, find_blocks, owners
+from meshwright.model.blocks.discovery import WHOLE_MODEL, find_blocks, param_owners
 from meshwright.plan.job.errors import PlanError
 
 
@@ -42,22 +42,28 @@ SHAPES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: net(towers=nn.ModuleDict({"left": nn.Linear(2, 2), "right": nn.Linear(2, 2)})),
         ["towers.left", "towers.right"],
     ),
-    "a sequential model is a chain itself": (lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), ["0", "2"]),
+    "a sequential model is a chain itself": (
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)),
+        ["0", "2"],
+    ),
     "a module that stands in a chain twice is one block": (
         lambda: net(layers=nn.ModuleList([nn.Linear(2, 2)] * 3)),
         ["layers.0"],
     ),
     "a module that stands in two chains is one block": (
-        lambda: (lambda shared: net(left=nn.ModuleList([shared]), right=nn.ModuleList([shared, nn.Linear(2, 2)])))(
-            nn.Linear(2, 2)
-        ),
+        lambda: (
+            lambda shared: net(left=nn.ModuleList([shared]), right=nn.ModuleList([shared, nn.Linear(2, 2)]))
+        )(nn.Linear(2, 2)),
         ["left.0", "right.1"],
     ),
     "a chain without parameters is none": (
         lambda: net(one=nn.Linear(2, 2), acts=nn.ModuleList([nn.ReLU(), nn.Tanh()])),
-        [WHOLE],
+        [WHOLE_MODEL],
     ),
-    "a model without a chain is one block": (lambda: net(one=nn.Linear(2, 2), two=nn.Linear(2, 2)), [WHOLE]),
+    "a model without a chain is one block": (
+        lambda: net(one=nn.Linear(2, 2), two=nn.Linear(2, 2)),
+        [WHOLE_MODEL],
+    ),
 }
 
 
@@ -68,13 +74,13 @@ def test_blocks_are_found(shape: str):
     blocks = find_blocks(module)
     assert list(blocks) == names
     for name, block in blocks.items():
-        assert block is (module if name == WHOLE else module.get_submodule(name))
+        assert block is (module if name == WHOLE_MODEL else module.get_submodule(name))
 
 
 def test_declared_blocks_replace_the_search():
     model = language_model()
     assert list(find_blocks(model, ["body.layers", "head"])) == ["body.layers", "head"]
-    assert find_blocks(model, [WHOLE]) == {WHOLE: model}
+    assert find_blocks(model, [WHOLE_MODEL]) == {WHOLE_MODEL: model}
 
 
 def test_declared_blocks_that_cannot_be_are_all_refused_at_once():
@@ -82,7 +88,7 @@ def test_declared_blocks_that_cannot_be_are_all_refused_at_once():
     model.alias = model.head
     with pytest.raises(PlanError) as caught:
         find_blocks(model, ["body.layer.1", "body", "body.norm", "head", "alias"])
-    said = [str(fault) for fault in caught.value.faults]
+    said = [str(fault) for fault in caught.value.diagnostics]
     assert said == [
         "model.blocks: the model has no module 'body.layer.1'\n  repair: did you mean 'body.layers.1'?",
         "model.blocks: 'body.norm' lies inside 'body', and both are declared as blocks\n  repair: declare one of the two",
@@ -93,9 +99,9 @@ def test_declared_blocks_that_cannot_be_are_all_refused_at_once():
 def test_every_holder_of_a_tied_parameter_is_named():
     model = language_model()
     model.head.weight = model.body.embed.weight
-    held = owners(model, find_blocks(model))
+    held = param_owners(model, find_blocks(model))
     assert held[id(model.head.weight)] == ["body.embed", "head"]
     assert held[id(model.head.bias)] == ["head"]
     assert len(held) == len(list(model.parameters()))
     model.scale = nn.Parameter(model.head.bias.detach().clone())
-    assert id(model.scale) not in owners(model, find_blocks(model))
+    assert id(model.scale) not in param_owners(model, find_blocks(model))

@@ -11,7 +11,9 @@ from tests.model.block_backward import Block, Chain, Driven, Forward, both_ways,
 X = {"x": torch.linspace(-2, 2, 24).view(4, 6)}
 
 
-def driven(glue: Forward, block: Forward | None = None, blocks: list[str] | None = None, refused: str = "") -> Driven:
+def driven(
+    glue: Forward, block: Forward | None = None, blocks: list[str] | None = None, refused: str = ""
+) -> Driven:
     done = both_ways(lambda: Chain(glue, block), X, blocks, refused=refused)
     assert done.error < 1e-14
     return done
@@ -38,7 +40,7 @@ def test_a_block_called_several_times_has_several_visits():
 
     done = driven(glue)
     assert done.visits == ["layers.1", "layers.0", "layers.1#2", "layers.0#2", "head"]
-    weights = {weight.name: weight.visits for weight in done.reading.anatomy.weights}
+    weights = {weight.name: weight.block_calls for weight in done.reading.model_spec.params}
     assert weights["layers.0.linear.weight"] == ("layers.0", "layers.0#2")
     assert weights["layers.2.linear.weight"] == ("(root)",)
 
@@ -61,7 +63,7 @@ def test_a_parameter_handed_to_another_block_belongs_to_both():
             x = layer(x, model.layers[2].linear.weight)
         return model.layers[2](x, model.layers[2].linear.weight)
 
-    weights = {weight.name: weight.visits for weight in driven(glue, block).reading.anatomy.weights}
+    weights = {weight.name: weight.block_calls for weight in driven(glue, block).reading.model_spec.params}
     assert weights["layers.2.linear.weight"] == ("layers.0", "layers.1", "layers.2")
     assert weights["layers.2.linear.bias"] == ("layers.2",)
 
@@ -71,7 +73,9 @@ def test_a_block_called_by_another_block_is_a_part_of_it():
         def __init__(self) -> None:
             super().__init__()
             self.shared = nn.Linear(6, 6)
-            self.layers = nn.ModuleList(Block(lambda block, x: block.shared(block.linear(x).tanh())) for _ in range(3))
+            self.layers = nn.ModuleList(
+                Block(lambda block, x: block.shared(block.linear(x).tanh())) for _ in range(3)
+            )
             for layer in self.layers:
                 layer.shared = self.shared
 
@@ -83,7 +87,7 @@ def test_a_block_called_by_another_block_is_a_part_of_it():
     done = both_ways(Outer, X)
     assert done.error < 1e-14
     assert done.visits == ["layers.0", "layers.1", "layers.2"]
-    assert done.reading.anatomy.weights[0].visits == ("layers.0", "layers.1", "layers.2")
+    assert done.reading.model_spec.params[0].block_calls == ("layers.0", "layers.1", "layers.2")
 
 
 def test_parts_of_a_block_called_directly_are_glue():
@@ -97,7 +101,9 @@ def test_parts_of_a_block_called_directly_are_glue():
 
 
 def test_several_inputs_and_outputs_with_views_integers_and_things_that_are_no_tensors():
-    def block(block: Block, x: torch.Tensor, y: torch.Tensor, *, name: str, forward: None, size: torch.Size) -> object:
+    def block(
+        block: Block, x: torch.Tensor, y: torch.Tensor, *, name: str, forward: None, size: torch.Size
+    ) -> object:
         z = block.linear(y)
         return x, z.view(size), x[:2], y, 3, None, x.argmax(), torch.max(z, 0, keepdim=True)
 
@@ -142,7 +148,7 @@ def test_objects_that_hold_tensors_unseen_pass_uncut():
 
 def test_writing_in_place_into_a_blocks_output():
     done = driven(writing_in_place, lambda block, x: block.linear(x))
-    assert done.reading.anatomy.in_place
+    assert done.reading.model_spec.writes_in_place
 
 
 def test_glue_that_is_overwritten_after_a_block_took_it():
@@ -165,7 +171,9 @@ def test_a_block_that_overwrites_its_input_is_refused_by_name():
             x = x + layer(x)
         return x
 
-    with pytest.raises(PlanError, match=r"(?s)the block 'layers\.0' writes into its input in place.*inplace=False"):
+    with pytest.raises(
+        PlanError, match=r"(?s)the block 'layers\.0' writes into its input in place.*inplace=False"
+    ):
         reading_of(lambda: Chain(glue, lambda block, x: block.linear(F.relu(x, inplace=True))), X)
 
 

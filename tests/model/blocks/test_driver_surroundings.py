@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.model.blocks.driver import Drive, backward
+from meshwright.model.blocks.driver import ForwardDriver, backward
 from tests.model.block_backward import Block, Chain, Forward, both_ways
 
 X = {"x": torch.linspace(-2, 2, 24).view(4, 6)}
@@ -60,11 +60,11 @@ def test_inputs_that_require_gradients_receive_them():
     assert done.error < 1e-14
     x = X["x"].clone().requires_grad_()
     model = Chain(lambda model, x: model.layers[0](x) + x)
-    drive = Drive({"layers.0": model.layers[0]})
+    drive = ForwardDriver({"layers.0": model.layers[0]})
     outputs, closing, passed = drive.forward(lambda visit: None, lambda: model(x[:]))
     outputs.sum().backward()
     backward(closing)
-    backward(passed.visits["layers.0"])
+    backward(passed.block_calls["layers.0"])
     drive.detach()
     (expected,) = torch.autograd.grad(model(x).sum(), x)
     assert torch.allclose(x.grad, expected, rtol=1e-6)
@@ -79,7 +79,7 @@ def test_the_graph_of_a_block_is_gone_after_its_backward():
         return y.sum(-1, keepdim=True) * x
 
     model = Chain(lambda model, x: model.layers[2](model.layers[1](model.layers[0](x)) * 2) * 2, block)
-    drive = Drive({f"layers.{i}": model.layers[i] for i in range(3)})
+    drive = ForwardDriver({f"layers.{i}": model.layers[i] for i in range(3)})
     gc.collect()
     gc.disable()
     try:
@@ -88,7 +88,7 @@ def test_the_graph_of_a_block_is_gone_after_its_backward():
         backward(closing)
         alive = []
         for visit in ("layers.2", "layers.1", "layers.0"):
-            backward(passed.visits.pop(visit))
+            backward(passed.block_calls.pop(visit))
             alive.append([ref() is not None for ref in kept])
     finally:
         gc.enable()
@@ -98,8 +98,10 @@ def test_the_graph_of_a_block_is_gone_after_its_backward():
 def test_a_detached_drive_leaves_the_module_as_it_was():
     model = Chain(lambda model, x: model.layers[0](x))
     own = model.layers[1].forward = lambda x: x
-    drive = Drive({"layers.0": model.layers[0], "layers.1": model.layers[1]})
-    assert torch.equal(model(X["x"]), model.layers[0].linear(X["x"]).tanh())  # outside a drive, the block's own forward
+    drive = ForwardDriver({"layers.0": model.layers[0], "layers.1": model.layers[1]})
+    assert torch.equal(
+        model(X["x"]), model.layers[0].linear(X["x"]).tanh()
+    )  # outside a drive, the block's own forward
     drive.detach()
     drive.detach()
     assert "forward" not in vars(model.layers[0])

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.model.blocks.driver import Drive
-from meshwright.model.blocks.graph_check import Pieces, behind, is_leaf, pieces
+from meshwright.model.blocks.driver import ForwardDriver
+from meshwright.model.blocks.graph_check import GraphPieces, backward_nodes, is_leaf_node, split_graph
 from meshwright.plan.job.errors import PlanError
 from tests.model.block_backward import both_ways, reading_of
 
@@ -32,7 +32,9 @@ class Keeping(nn.Module):
 class Net(nn.Module):
     """Three such blocks; `finish(model, x)` is what the model returns."""
 
-    def __init__(self, keep: Callable[[torch.Tensor], torch.Tensor], finish: Callable[..., object], share: bool = False) -> None:
+    def __init__(
+        self, keep: Callable[[torch.Tensor], torch.Tensor], finish: Callable[..., object], share: bool = False
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Keeping(keep) for _ in range(3))
         self.finish, self.share = finish, share
@@ -53,17 +55,25 @@ def test_a_side_channel_into_glue_is_refused_by_the_name_of_its_block():
     said = str(caught.value)
     assert "goes round the border of the block 'layers." in said
     assert "it meets the glue between blocks" in said
-    assert "repair: pass that tensor as an argument, return it among the outputs, or declare a larger block" in said
+    assert (
+        "repair: pass that tensor as an argument, return it among the outputs, or declare a larger block"
+        in said
+    )
 
 
 def test_a_side_channel_from_block_to_block_is_refused():
-    with pytest.raises(PlanError, match=r"the border of the block 'layers\.0': it meets the block 'layers\.1'"):
+    with pytest.raises(
+        PlanError, match=r"the border of the block 'layers\.0': it meets the block 'layers\.1'"
+    ):
         reading_of(lambda: Net(torch.square, lambda model, x: x, share=True), X)
 
 
 def test_the_repairs_work():
     assert both_ways(lambda: Net(torch.square, side_sum), X, blocks=["(model)"]).error < 1e-14
-    assert both_ways(lambda: Net(torch.square, lambda model, x: x, share=True), X, blocks=["(model)"]).error < 1e-14
+    assert (
+        both_ways(lambda: Net(torch.square, lambda model, x: x, share=True), X, blocks=["(model)"]).error
+        < 1e-14
+    )
     assert both_ways(lambda: Net(torch.detach, side_sum), X).error < 1e-14
 
 
@@ -76,7 +86,10 @@ def test_gradients_taken_between_blocks_are_refused():
     def finish(model: Net, x: torch.Tensor) -> object:
         return torch.autograd.grad(x.sum(), model.layers[0].linear.weight, create_graph=True)
 
-    with pytest.raises(PlanError, match=r"takes gradients itself \(grad\) between blocks(?s:.*)'\(model\)' is the whole model"):
+    with pytest.raises(
+        PlanError,
+        match=r"takes gradients itself \(grad\) between blocks(?s:.*)'\(model\)' is the whole model",
+    ):
         reading_of(lambda: Net(torch.detach, finish), X)
     done = both_ways(lambda: Net(torch.detach, finish), X, blocks=["(model)"])
     assert done.error < 1e-14
@@ -98,13 +111,13 @@ def test_gradients_taken_inside_a_block_are_exact():
     assert done.visits == ["0", "1", "2"]
 
 
-def forward_of(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, Pieces]:
-    drive = Drive(dict(model.named_children()))
+def forward_of(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, GraphPieces]:
+    drive = ForwardDriver(dict(model.named_children()))
     try:
         outputs, closing, passed = drive.forward(lambda visit: None, lambda: model(x))
     finally:
         drive.detach()
-    return outputs, pieces(passed, closing)
+    return outputs, split_graph(passed, closing)
 
 
 def test_every_piece_knows_the_parameters_it_uses():
@@ -114,16 +127,22 @@ def test_every_piece_knows_the_parameters_it_uses():
     assert found.users[id(model[0].weight)] == {"0", "1"}
     assert found.users[id(model[0].bias)] == {"0"}
     assert set(found.owner.values()) == {"0", "1"}
-    found.refuse_unknown(dict(model.named_parameters()), {"0.weight": ("0", "1"), "0.bias": ("0",), "1.bias": ("1",)})
-    found.refuse_loss(outputs.square().sum(), dict(model.named_parameters()))
+    found.check_param_users(
+        dict(model.named_parameters()), {"0.weight": ("0", "1"), "0.bias": ("0",), "1.bias": ("1",)}
+    )
+    found.check_loss(outputs.square().sum(), dict(model.named_parameters()))
 
 
 def test_a_use_that_the_trial_did_not_show_is_refused():
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     model[1].weight = model[0].weight
     _, found = forward_of(model, X["x"])
-    with pytest.raises(PlanError, match=r"the block '1' uses the parameter 0\.weight, which it did not in the trial run"):
-        found.refuse_unknown(dict(model.named_parameters()), {"0.weight": ("0",), "0.bias": ("0",), "1.bias": ("1",)})
+    with pytest.raises(
+        PlanError, match=r"the block '1' uses the parameter 0\.weight, which it did not in the trial run"
+    ):
+        found.check_param_users(
+            dict(model.named_parameters()), {"0.weight": ("0",), "0.bias": ("0",), "1.bias": ("1",)}
+        )
 
 
 def test_a_loss_that_reaches_a_parameter_or_a_piece_directly_is_refused():
@@ -132,16 +151,18 @@ def test_a_loss_that_reaches_a_parameter_or_a_piece_directly_is_refused():
     kept: list[torch.Tensor] = []
     model[1].forward = lambda x: kept.append(F.linear(x, model[1].weight)) or kept[0].tanh()
     outputs, found = forward_of(model, X["x"])
-    with pytest.raises(PlanError, match=r"^loss: the loss reaches the parameter 0\.weight directly(?s:.*)inside the model"):
-        found.refuse_loss(outputs.sum() + model[0].weight.square().sum(), names)
+    with pytest.raises(
+        PlanError, match=r"^loss: the loss reaches the parameter 0\.weight directly(?s:.*)inside the model"
+    ):
+        found.check_loss(outputs.sum() + model[0].weight.square().sum(), names)
     with pytest.raises(PlanError, match="the border of the block '1': it meets the loss"):
-        found.refuse_loss(outputs.sum() + kept[0].sum(), {})
-    found.refuse_loss(outputs.detach().sum(), names)
+        found.check_loss(outputs.sum() + kept[0].sum(), {})
+    found.check_loss(outputs.detach().sum(), names)
 
 
 def test_behind_gives_every_node_once():
     x = torch.ones(2, requires_grad=True)
     y = x * x
-    nodes = list(behind([(y + y * y).grad_fn, y.grad_fn]))
+    nodes = list(backward_nodes([(y + y * y).grad_fn, y.grad_fn]))
     assert len(nodes) == len(set(nodes)) == 4
-    assert [node.variable is x for node in nodes if is_leaf(node)] == [True]
+    assert [node.variable is x for node in nodes if is_leaf_node(node)] == [True]

@@ -8,20 +8,20 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.api import make_plan, read, verify
-from meshwright.model.analysis.analyze import Reading
-from meshwright.model.blocks.inplace_writes import written
+from meshwright.api import analyze, make_plan, verify
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.blocks.inplace_writes import written_tensor
 from meshwright.model.sequence_analysis import block_trace
-from meshwright.parallel.context.hybrid import Hybrid
-from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.hybrid import HybridContextParallel
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -56,7 +56,7 @@ LOST: dict[str, Glue] = {
 @pytest.mark.parametrize("glue", LOST)
 def test_what_would_be_lost_is_refused(glue: str):
     found = tokens_of(lambda: Written(LOST[glue]))
-    assert all("glue writes" in each.mixes for each in found.visits)
+    assert all("glue writes" in each.not_sequence_parallel for each in found.block_calls)
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,13 @@ def test_what_would_be_lost_is_refused(glue: str):
     ids=["a product", "some features", "a view"],
 )
 def test_what_treats_each_token_by_itself_may_write(glue: Glue):
-    assert not any(each.mixes for each in tokens_of(lambda: Written(glue)).visits)
+    assert not any(each.not_sequence_parallel for each in tokens_of(lambda: Written(glue)).block_calls)
 
 
 def test_writing_into_what_is_here_is_seen_there():
     x = some()
     x.mul_(2)
-    assert torch.equal(x.local, some(WHOLE * 2).local)
+    assert torch.equal(x.local_tensor, some(WHOLE * 2).local_tensor)
 
 
 def test_a_table_that_glue_adds_to_gets_all_tokens():
@@ -87,11 +87,11 @@ def test_an_apart_that_cannot_be_written_says_so():
 
 def test_what_a_function_writes_into():
     x = torch.zeros(2)
-    assert written("add_", (x, 1), {}) is x
-    assert written("__setitem__", (x, 0, 1), {}) is x
-    assert written("mul", (x, 2), {"out": x}) is x
-    assert written("add", (x, 1), {}) is None
-    assert written("__add__", (x, 1), {}) is None
+    assert written_tensor("add_", (x, 1), {}) is x
+    assert written_tensor("__setitem__", (x, 0, 1), {}) is x
+    assert written_tensor("mul", (x, 2), {"out": x}) is x
+    assert written_tensor("add", (x, 1), {}) is None
+    assert written_tensor("__add__", (x, 1), {}) is None
 
 
 class Masked(nn.Module):
@@ -120,7 +120,9 @@ class Looking(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
-        return x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+        return x + self.out(
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+        )
 
 
 def rows() -> dict[str, torch.Tensor]:
@@ -128,56 +130,75 @@ def rows() -> dict[str, torch.Tensor]:
     return {key: torch.randint(67, (4, 9), generator=thrown) for key in ("input_ids", "labels")}
 
 
-def planned(reading: Reading, mesh: Mesh, *strategies: Strategy) -> Plan:
-    job = Job(ModelSource("own"), DataSource("random", sequence=9), Train(batch=4), Optimizer("sgd", lr=0.1))
+def planned(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy) -> Plan:
+    job = Job(
+        ModelConfig("own"),
+        DataConfig("random", sequence=9),
+        TrainConfig(batch=4),
+        OptimizerConfig("sgd", lr=0.1),
+    )
     return make_plan(reading, job, mesh, strategies, 1)
 
 
-COPIES = Replicate(axis="cp")
+COPIES = DDP(axis="cp")
 
 
 @pytest.mark.parametrize(
     ("mesh", "strategies"),
     [
-        (Mesh(cp=3), (Ring(), COPIES)),
+        (Mesh(cp=3), (RingAttention(), COPIES)),
         (Mesh(cp=2), (Ulysses(), COPIES)),
         (Mesh(pp=2), (Pipeline(),)),
-        (Mesh(dp_replicate=2), (Batch(), Replicate(), Recompute())),
+        (Mesh(dp_replicate=2), (BatchSplit(), DDP(), ActivationCheckpointing())),
     ],
     ids=str,
 )
-def test_what_nobody_is_told_of_is_refused_where_somebody_keeps_it(mesh: Mesh, strategies: tuple[Strategy, ...]):
-    reading = read(lambda: Masked(lambda mask: mask.data), rows())
+def test_what_nobody_is_told_of_is_refused_where_somebody_keeps_it(
+    mesh: Mesh, strategies: tuple[Strategy, ...]
+):
+    reading = analyze(lambda: Masked(lambda mask: mask.data), rows())
     with pytest.raises(PlanError) as caught:
         planned(reading, mesh, *strategies)
-    assert "glue writes by way of '.data' into a tensor that a block was given before (at test_writing.py:" in str(caught.value)
-    assert "make a new tensor there (torch.where, clone), or write into the tensor itself" in str(caught.value)
+    assert (
+        "glue writes by way of '.data' into a tensor that a block was given before (at test_writing.py:"
+        in str(caught.value)
+    )
+    assert "make a new tensor there (torch.where, clone), or write into the tensor itself" in str(
+        caught.value
+    )
 
 
 def test_where_nobody_keeps_it_that_is_as_on_one_device():
-    reading = read(lambda: Masked(lambda mask: mask.data), rows())
-    verdict = verify(reading, planned(reading, Mesh(dp_replicate=2), Batch(), Replicate()), [rows()])
+    reading = analyze(lambda: Masked(lambda mask: mask.data), rows())
+    verdict = verify(reading, planned(reading, Mesh(dp_replicate=2), BatchSplit(), DDP()), [rows()])
     assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize(
     "way",
-    [lambda mask: mask, lambda mask: mask.detach(), lambda mask: mask.data.clone(), lambda mask: mask[:, :, :]],
+    [
+        lambda mask: mask,
+        lambda mask: mask.detach(),
+        lambda mask: mask.data.clone(),
+        lambda mask: mask[:, :, :],
+    ],
     ids=["itself", "without its graph", "a copy", "a view"],
 )
 def test_what_everybody_sees_is_as_it_was(way: Callable[[torch.Tensor], Any]):
-    assert read(lambda: Masked(way), rows()).unseen == ()
+    assert analyze(lambda: Masked(way), rows()).untracked_write_lines == ()
 
 
-def handed_out() -> Reading:
-    return read(lambda: Masked(lambda mask: mask.numpy()), rows())
+def handed_out() -> AnalyzedModel:
+    return analyze(lambda: Masked(lambda mask: mask.numpy()), rows())
 
 
-@pytest.mark.parametrize(("mesh", "strategy"), [(Mesh(cp=3), Ring()), (Mesh(cp=4), Hybrid())], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "strategy"), [(Mesh(cp=3), RingAttention()), (Mesh(cp=4), HybridContextParallel())], ids=str
+)
 def test_of_memory_that_is_handed_out_ranks_keep_nothing(mesh: Mesh, strategy: Strategy):
     reading = handed_out()
-    assert reading.tokens is not None
-    assert reading.tokens.unseen
+    assert reading.sequence_info is not None
+    assert reading.sequence_info.has_untracked_writes
     verdict = verify(reading, planned(reading, mesh, strategy, COPIES), [rows()])
     assert verdict.passed, verdict
 
@@ -185,4 +206,4 @@ def test_of_memory_that_is_handed_out_ranks_keep_nothing(mesh: Mesh, strategy: S
 def test_a_mask_that_is_kept_all_the_same_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(block_trace, "BEHIND", frozenset())
     reading = handed_out()
-    assert not verify(reading, planned(reading, Mesh(cp=3), Ring(), COPIES), [rows()]).passed
+    assert not verify(reading, planned(reading, Mesh(cp=3), RingAttention(), COPIES), [rows()]).passed

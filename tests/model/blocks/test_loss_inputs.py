@@ -5,43 +5,52 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.model.blocks.loss_inputs import Judge, columns, handed
+from meshwright.model.blocks.loss_inputs import LossSpec, batch_columns, loss_inputs
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.model_spec import Column
+from meshwright.plan.model_spec.model_spec import BatchTensor
 
 BATCH = {"x": torch.zeros(3, 4), "labels": torch.zeros(3, 2, dtype=torch.int64)}
 ROWS, SHARED, SPARE = torch.ones(3, 5), torch.ones(()), torch.ones(3, dtype=torch.bool)
 
 
-def judge(total: Any, *, whole_batch: bool = False) -> Judge:
-    return Judge(total, ("labels",), whole_batch)
+def judge(total: Any, *, whole_batch: bool = False) -> LossSpec:
+    return LossSpec(total, ("labels",), whole_batch)
 
 
 def test_the_tensors_of_a_batch_are_columns_of_rows():
-    assert columns(BATCH) == (Column("x", (4,), "float32"), Column("labels", (2,), "int64"))
+    assert batch_columns(BATCH) == (BatchTensor("x", (4,), "float32"), BatchTensor("labels", (2,), "int64"))
 
 
 def test_outputs_are_told_apart_by_their_rows_and_by_who_takes_them():
-    found = handed(judge(lambda outputs, batch: outputs["a"].sum() * outputs["s"]), BATCH, {"a": ROWS, "s": SHARED, "m": SPARE})
+    found = loss_inputs(
+        judge(lambda outputs, batch: outputs["a"].sum() * outputs["s"]),
+        BATCH,
+        {"a": ROWS, "s": SHARED, "m": SPARE},
+    )
     assert found == (
-        Column("output0", (5,), "float32"),
-        Column("output1", (), "float32", rows=False),
-        Column("output2", (), "bool", used=False),
+        BatchTensor("output0", (5,), "float32"),
+        BatchTensor("output1", (), "float32", per_sample=False),
+        BatchTensor("output2", (), "bool", used_by_loss=False),
     )
 
 
 def test_a_tensor_that_stands_twice_is_one_column():
-    assert len(handed(judge(lambda outputs, batch: outputs[0].sum()), BATCH, (ROWS, [ROWS]))) == 1
+    assert len(loss_inputs(judge(lambda outputs, batch: outputs[0].sum()), BATCH, (ROWS, [ROWS]))) == 1
 
 
 def test_a_second_size_tells_a_dim_of_the_batch_from_another_of_the_same_length():
     three = torch.ones(3, 3)
-    found = handed(judge(lambda outputs, batch: outputs[0].sum()), BATCH, (three, three + 1), (torch.ones(5, 3), three))
-    assert [(column.shape, column.rows) for column in found] == [((3,), True), ((3, 3), False)]
+    found = loss_inputs(
+        judge(lambda outputs, batch: outputs[0].sum()), BATCH, (three, three + 1), (torch.ones(5, 3), three)
+    )
+    assert [(column.shape, column.per_sample) for column in found] == [((3,), True), ((3, 3), False)]
 
 
 def test_a_loss_that_cannot_be_played_is_taken_to_use_all():
-    assert all(column.used for column in handed(judge(lambda outputs, batch: outputs.nothing), BATCH, (ROWS, SHARED)))
+    assert all(
+        column.used_by_loss
+        for column in loss_inputs(judge(lambda outputs, batch: outputs.nothing), BATCH, (ROWS, SHARED))
+    )
 
 
 @pytest.mark.parametrize("whole_batch", [False, True])
@@ -50,15 +59,22 @@ def test_only_a_loss_of_the_whole_batch_is_kept_from_the_inputs(whole_batch: boo
         return outputs[0].sum() + batch["x"].sum()
 
     if not whole_batch:
-        assert [column.used for column in handed(judge(greedy), BATCH, (ROWS, SHARED))] == [True, False]
+        assert [column.used_by_loss for column in loss_inputs(judge(greedy), BATCH, (ROWS, SHARED))] == [
+            True,
+            False,
+        ]
         return
     with pytest.raises(PlanError, match="reads 'x', which is not among its targets"):
-        handed(judge(greedy, whole_batch=True), BATCH, (ROWS, SHARED))
+        loss_inputs(judge(greedy, whole_batch=True), BATCH, (ROWS, SHARED))
 
 
 def test_the_wire_is_as_wide_as_the_parameters_and_knows_its_dtypes():
-    half, mask, odd = Column("a", (2, 3), "bfloat16"), Column("b", (7,), "bool"), Column("c", (), "complex64")
+    half, mask, odd = (
+        BatchTensor("a", (2, 3), "bfloat16"),
+        BatchTensor("b", (7,), "bool"),
+        BatchTensor("c", (), "complex64"),
+    )
     assert (half.nbytes("float32"), half.nbytes("bfloat16"), half.nbytes("float64")) == (24, 24, 48)
-    assert (mask.nbytes("float64"), mask.wire_dtype("float64")) == (7, "bool")
-    assert "c is of complex64, which does not travel between ranks" in next(odd.faults("here")).what
-    assert not [*half.faults(""), *mask.faults("")]
+    assert (mask.nbytes("float64"), mask.comm_dtype("float64")) == (7, "bool")
+    assert "c is of complex64, which does not travel between ranks" in next(odd.diagnostics("here")).problem
+    assert not [*half.diagnostics(""), *mask.diagnostics("")]

@@ -3,20 +3,24 @@
 import torch
 from torch import nn
 
-from meshwright.api import read
-from meshwright.model.blocks.saved_activations import Inside
+from meshwright.api import analyze
+from meshwright.model.blocks.saved_activations import SavedActivations
 from tests.model.block_backward import Block, Chain
 from tests.model.blocks.test_driver import X
 
 
 def inside_of(block, glue=None) -> dict[str, int]:
     chain = glue or (lambda model, x: model.head(model.layers[1](model.layers[0](x))))
-    reading = read(lambda: Chain(chain, block), X)
-    return dict(zip(reading.anatomy.visits, reading.anatomy.inside_numel, strict=True))
+    reading = analyze(lambda: Chain(chain, block), X)
+    return dict(zip(reading.model_spec.block_calls, reading.model_spec.saved_numel, strict=True))
 
 
 def test_what_a_block_takes_in_and_hands_on_and_its_weights_do_not_count():
-    assert inside_of(None) == {"layers.0": 0, "layers.1": 0, "head": 0}  # tanh saves what it gives, a linear what it takes
+    assert inside_of(None) == {
+        "layers.0": 0,
+        "layers.1": 0,
+        "head": 0,
+    }  # tanh saves what it gives, a linear what it takes
 
 
 def test_what_is_saved_within_counts_once_however_often_it_is_saved():
@@ -41,18 +45,18 @@ def test_a_mask_counts_by_its_bytes_and_one_that_is_given_not_at_all():
 
 def test_what_two_visits_save_was_made_by_neither():
     where = ["a"]
-    inside, shared = Inside(lambda: where[0]), torch.ones(7, requires_grad=True).exp()
-    with inside.watching():
+    inside, shared = SavedActivations(lambda: where[0]), torch.ones(7, requires_grad=True).exp()
+    with inside.recording():
         kept = [shared.sin()]
         mine = shared.cos().sin()
         where[0] = "b"
         kept.append(shared.sin())
     assert inside.numel(["a", "b"]) == [7, 0]
-    inside.leave_out([mine, *kept])
+    inside.exclude([mine, *kept])
     assert inside.numel(["a", "b"]) == [7, 0]
 
 
 def test_a_module_without_blocks_is_one_visit():
-    reading = read(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), {"input": X["x"]})
-    assert sum(reading.anatomy.inside_numel) >= 0
-    assert len(reading.anatomy.inside_numel) == len(reading.anatomy.visits)
+    reading = analyze(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), {"input": X["x"]})
+    assert sum(reading.model_spec.saved_numel) >= 0
+    assert len(reading.model_spec.saved_numel) == len(reading.model_spec.block_calls)

@@ -6,11 +6,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.model.blocks.driver import Drive, Visit, backward, backward_from
-from meshwright.model.blocks.split_backward import half
+from meshwright.model.blocks.driver import BlockCall, ForwardDriver, backward, backward_from
+from meshwright.model.blocks.split_backward import input_backward
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.rank_share import shares
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.rank_share import block_shares
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from tests.model.dissimilar_blocks import BLOCKS, ONCE, Chain
 from tests.parallel.tensor.odd_llama import known, llama
 
@@ -19,7 +19,7 @@ Gradients = dict[str, torch.Tensor | None]
 
 def gradients(model: nn.Module, *, halves: bool, lean: bool = False) -> tuple[Gradients, int]:
     """The gradients of all parameters, and the operations of the backward."""
-    drive = Drive({"embed": model.embed, "block": model.block, "head": model.head}, in_place=True)
+    drive = ForwardDriver({"embed": model.embed, "block": model.block, "head": model.head}, in_place=True)
     model.zero_grad()
     ids = torch.tensor([3, 1, 4, 1, 5, 9])
     try:
@@ -30,14 +30,14 @@ def gradients(model: nn.Module, *, halves: bool, lean: bool = False) -> tuple[Gr
         backward_from((out * torch.arange(3.0, dtype=torch.float64)).square().sum(), 1.0)
         backward(closing)
         owed = []
-        for visit in reversed(list(passed.visits.values())):
-            drive.again(visit)
+        for visit in reversed(list(passed.block_calls.values())):
+            drive.recompute(visit)
             if halves:
-                owed.append(half(visit))
+                owed.append(input_backward(visit))
             else:
                 backward(visit)
         for each in owed:
-            each.settle()
+            each.run()
     return {name: p.grad for name, p in model.named_parameters()}, counted.get_total_flops()
 
 
@@ -69,13 +69,13 @@ def test_a_block_that_is_run_again_has_halves_too():
 def started(block: str) -> tuple[nn.Module, set[str]]:
     """A model whose first halves have run, and the parameters that have a gradient by then."""
     model = made(block)
-    drive = Drive({"embed": model.embed, "block": model.block, "head": model.head}, in_place=True)
+    drive = ForwardDriver({"embed": model.embed, "block": model.block, "head": model.head}, in_place=True)
     out, closing, passed = drive.forward(lambda visit: None, lambda: model(torch.tensor([3, 1, 4])))
     drive.detach()
     backward_from(out.square().sum(), 1.0)
     backward(closing)
-    for visit in reversed(list(passed.visits.values())):
-        half(visit)
+    for visit in reversed(list(passed.block_calls.values())):
+        input_backward(visit)
     return model, {name for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -93,53 +93,64 @@ def test_the_first_half_leaves_weights_alone_but_for_those_it_cannot_tell_apart(
     assert found == {"scale", *early}
 
 
-def under_way() -> tuple[nn.Module, Visit]:
+def under_way() -> tuple[nn.Module, BlockCall]:
     """A Llama of one layer, and the visit of that, to whose outputs gradients have come."""
     model = llama(num_hidden_layers=1).double()
-    drive = Drive({"layer": model.model.layers[0]})
-    out, closing, passed = drive.forward(lambda visit: None, lambda: model(torch.arange(9)[None], use_cache=False))
+    drive = ForwardDriver({"layer": model.model.layers[0]})
+    out, closing, passed = drive.forward(
+        lambda visit: None, lambda: model(torch.arange(9)[None], use_cache=False)
+    )
     drive.detach()
     backward_from(out.logits.square().sum(), 1.0)
     backward(closing)
-    return model, passed.visits["layer"]
+    return model, passed.block_calls["layer"]
 
 
 def test_of_a_llama_each_half_has_half_of_the_products():
     model, visit = under_way()
-    share = shares(Space.one_device(Mesh(), known(num_hidden_layers=1).anatomy))["model.layers.0"]
+    share = block_shares(ShardingPlan.one_device(Mesh(), known(num_hidden_layers=1).model_spec))[
+        "model.layers.0"
+    ]
     with FlopCounterMode(display=False) as first:
-        owed = half(visit)
+        owed = input_backward(visit)
     with FlopCounterMode(display=False) as second:
-        owed.settle()
+        owed.run()
     weights = sum(p.numel() for p in model.model.layers[0].parameters() if p.ndim == 2)
-    assert second.get_total_flops() == share.weights == 2 * 9 * weights
-    assert share.weights < share.flops < 2 * share.flops - share.weights
-    assert first.get_total_flops() >= second.get_total_flops()  # what counts here does not know attention on a CPU
+    assert second.get_total_flops() == share.weight_grad_flops == 2 * 9 * weights
+    assert share.weight_grad_flops < share.flops < 2 * share.flops - share.weight_grad_flops
+    assert (
+        first.get_total_flops() >= second.get_total_flops()
+    )  # what counts here does not know attention on a CPU
 
 
 def test_between_the_halves_waits_what_the_plan_says():
-    space = Space.one_device(Mesh(), known(num_hidden_layers=1).anatomy)
+    space = ShardingPlan.one_device(Mesh(), known(num_hidden_layers=1).model_spec)
     _, visit = under_way()
-    owed = half(visit)
+    owed = input_backward(visit)
     left = (
-        gradient.untyped_storage() for _, left, _ in owed.frontiers for gradient in left.gradients or () if gradient is not None
+        gradient.untyped_storage()
+        for _, left, _ in owed.frontiers
+        for gradient in left.gradients or ()
+        if gradient is not None
     )
     nbytes = {storage._cdata: storage.nbytes() for storage in left}
-    assert sum(nbytes.values()) == 8 * shares(space)["model.layers.0"].owed
+    assert sum(nbytes.values()) == 8 * block_shares(space)["model.layers.0"].deferred_grad_numel
 
 
 def test_what_the_forward_kept_goes_with_the_second_half():
     model = made("residual")
     kept: list[StorageWeakRef] = []
-    model.block.up.register_forward_hook(lambda module, given, out: kept.append(StorageWeakRef(out.untyped_storage())))
-    drive = Drive({"block": model.block})
+    model.block.up.register_forward_hook(
+        lambda module, given, out: kept.append(StorageWeakRef(out.untyped_storage()))
+    )
+    drive = ForwardDriver({"block": model.block})
     out, closing, passed = drive.forward(lambda visit: None, lambda: model(torch.tensor([3, 1, 4])))
     drive.detach()
     backward_from(out.square().sum(), 1.0)
     backward(closing)
-    owed = half(passed.visits["block"])
+    owed = input_backward(passed.block_calls["block"])
     assert not kept[0].expired()
-    owed.settle()
+    owed.run()
     assert kept[0].expired()
 
 

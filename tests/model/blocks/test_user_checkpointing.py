@@ -8,12 +8,12 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.api import read, verify
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
+from meshwright.api import analyze, verify
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -31,24 +31,29 @@ def again(*, reentrant: bool) -> nn.Module:
 @pytest.mark.parametrize(
     ("mesh", "strategies", "reentrant"),
     [
-        (Mesh(dp_replicate=2), (Batch(), Replicate()), False),
-        (Mesh(dp_replicate=2), (Batch(), Replicate()), True),
-        (Mesh(dp_shard=2), (Batch(axis="dp_shard"), Zero(stage=3)), False),
+        (Mesh(dp_replicate=2), (BatchSplit(), DDP()), False),
+        (Mesh(dp_replicate=2), (BatchSplit(), DDP()), True),
+        (Mesh(dp_shard=2), (BatchSplit(axis="dp_shard"), ZeRO(stage=3)), False),
         (Mesh(pp=2), (Pipeline(schedule="zb_h1"),), False),
     ],
     ids=str,
 )
-def test_what_backward_computes_again_is_as_wide_as_in_the_forward(mesh: Mesh, strategies: tuple[Strategy, ...], reentrant: bool):
+def test_what_backward_computes_again_is_as_wide_as_in_the_forward(
+    mesh: Mesh, strategies: tuple[Strategy, ...], reentrant: bool
+):
     reading, plan = planned(again(reentrant=reentrant), mesh, strategies)
-    assert reading.anatomy.reruns == LAYERS
+    assert reading.model_spec.user_checkpointed_calls == LAYERS
     verdict = verify(reading, plan, batches(2))
     assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_blocks_in_which_ranks_meet_are_refused(reentrant: bool):
-    with pytest.raises(PlanError, match=r"runs 'model.layers.0' and 1 more blocks again in backward .*\n.* strategy 'recompute'"):
-        planned(again(reentrant=reentrant), Mesh(tp=2), (Line(),))
+    with pytest.raises(
+        PlanError,
+        match=r"runs 'model.layers.0' and 1 more blocks again in backward .*\n.* strategy 'recompute'",
+    ):
+        planned(again(reentrant=reentrant), Mesh(tp=2), (TensorParallel(),))
 
 
 class Thinned(nn.Module):
@@ -71,8 +76,8 @@ class Thinned(nn.Module):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_draws_that_backward_would_make_anew_are_refused_before_anything_runs(reentrant: bool):
     with pytest.raises(PlanError, match=r"random numbers are drawn within torch\.utils\.checkpoint"):
-        read(Thinned(within=True, reentrant=reentrant), batches(1)[0])
-    assert read(Thinned(within=False, reentrant=reentrant), batches(1)[0]).anatomy.random
+        analyze(Thinned(within=True, reentrant=reentrant), batches(1)[0])
+    assert analyze(Thinned(within=False, reentrant=reentrant), batches(1)[0]).model_spec.has_dropout
 
 
 class Again(nn.Module):
@@ -94,7 +99,7 @@ class Again(nn.Module):
 
 
 def test_a_block_that_runs_again_on_a_value_of_another_part_says_what_to_turn_off():
-    reading, plan = planned(Again(), Mesh(pp=2), (Pipeline(cuts=("layers.2",)),))
+    reading, plan = planned(Again(), Mesh(pp=2), (Pipeline(split_points=("layers.2",)),))
     said = r"the block 'layers\.2' takes in 'layers\.1', which comes from another part, and runs again"
     with pytest.raises(PlanError, match=said) as caught:
         verify(reading, plan, batches(1))
@@ -102,4 +107,4 @@ def test_a_block_that_runs_again_on_a_value_of_another_part_says_what_to_turn_of
 
 
 def test_models_that_run_nothing_again_say_so():
-    assert read(llama(), batches(1)[0]).anatomy.reruns == ()
+    assert analyze(llama(), batches(1)[0]).model_spec.user_checkpointed_calls == ()

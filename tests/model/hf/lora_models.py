@@ -11,8 +11,8 @@ import tqdm
 import transformers
 from torch import nn
 
-from meshwright.api import read
-from meshwright.model.analysis.analyze import Reading
+from meshwright.api import analyze
+from meshwright.model.analysis.analyze import AnalyzedModel
 from tests.model.published_models import DECODER, published
 from tests.tiny_model import rows
 
@@ -36,9 +36,11 @@ def adapted(config: dict[str, object] | None = None, **lora: object) -> Callable
     return lambda: peft.get_peft_model(base(**(config or {})), peft.LoraConfig(**options))
 
 
-def adapted_reading(config: dict[str, object] | None = None, weights: Path | None = None, **lora: object) -> Reading:
+def adapted_reading(
+    config: dict[str, object] | None = None, weights: Path | None = None, **lora: object
+) -> AnalyzedModel:
     """What the model of `adapted` is made of, on rows of `tests.tiny_model`; its base from `weights`."""
-    return read(adapted(config, **lora), rows(2), weights="" if weights is None else str(weights))
+    return analyze(adapted(config, **lora), rows(2), weights="" if weights is None else str(weights))
 
 
 def stored_base(folder: Path, **changes: object) -> nn.Module:

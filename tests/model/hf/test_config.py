@@ -29,7 +29,9 @@ def written(folder: Path, config: object) -> str:
 
 def test_a_folder_and_a_file_name_the_same_model(tmp_path: Path):
     folder = written(tmp_path, LLAMA)
-    shapes = [[p.shape for p in config_factory(s, {})().parameters()] for s in (folder, f"{folder}/config.json")]
+    shapes = [
+        [p.shape for p in config_factory(s, {})().parameters()] for s in (folder, f"{folder}/config.json")
+    ]
     assert shapes[0] == shapes[1]
 
 
@@ -41,7 +43,9 @@ def test_parameters_are_float32_and_no_cache_is_kept(tmp_path: Path):
 
 
 def test_a_config_is_read_without_a_model(tmp_path: Path):
-    folder = written(tmp_path, LLAMA | {"architectures": ["NoSuchModel"], "auto_map": {"AutoConfig": "code.Config"}})
+    folder = written(
+        tmp_path, LLAMA | {"architectures": ["NoSuchModel"], "auto_map": {"AutoConfig": "code.Config"}}
+    )
     assert read_config(folder).num_hidden_layers == 3
     with pytest.raises(PlanError, match="the architecture 'NoSuchModel' is not known"):
         config_factory(folder, {})
@@ -81,16 +85,28 @@ def test_overrides_understand_the_aliases_of_a_config(tmp_path: Path):
         assert len(config_factory(folder, {name: 2})().transformer.h) == 2
 
 
-@pytest.mark.parametrize(("layers", "words"), [(1, ["sliding_attention"]), (2, ["sliding_attention", "full_attention"])])
-def test_a_list_with_a_word_per_layer_follows_the_number_of_layers(tmp_path: Path, layers: int, words: list[str]):
-    config = LLAMA | {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "num_key_value_heads": 2}
+@pytest.mark.parametrize(
+    ("layers", "words"), [(1, ["sliding_attention"]), (2, ["sliding_attention", "full_attention"])]
+)
+def test_a_list_with_a_word_per_layer_follows_the_number_of_layers(
+    tmp_path: Path, layers: int, words: list[str]
+):
+    config = LLAMA | {
+        "model_type": "gemma2",
+        "architectures": ["Gemma2ForCausalLM"],
+        "num_key_value_heads": 2,
+    }
     config["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
-    assert config_factory(written(tmp_path, config), {"num_hidden_layers": layers})().config.layer_types == words
+    assert (
+        config_factory(written(tmp_path, config), {"num_hidden_layers": layers})().config.layer_types == words
+    )
     assert len(config_factory(written(tmp_path, config), {"num_hidden_layers": 4})().config.layer_types) == 4
 
 
 def test_code_from_a_repository_is_never_run(tmp_path: Path):
-    config = {k: v for k, v in LLAMA.items() if k != "architectures"} | {"auto_map": {"AutoModelForCausalLM": "evil.Evil"}}
+    config = {k: v for k, v in LLAMA.items() if k != "architectures"} | {
+        "auto_map": {"AutoModelForCausalLM": "evil.Evil"}
+    }
     (tmp_path / "evil.py").write_text("raise SystemExit")
     assert type(config_factory(written(tmp_path, config), {})()).__module__.startswith("transformers.")
 
@@ -98,8 +114,10 @@ def test_code_from_a_repository_is_never_run(tmp_path: Path):
 def test_unknown_overrides_are_refused_together_with_the_nearest(tmp_path: Path):
     with pytest.raises(PlanError) as caught:
         config_factory(written(tmp_path, LLAMA), {"num_hiden_layers": 1, "vocab": 2, "use_cache": True})
-    faults = caught.value.faults
-    assert [fault.where for fault in faults] == [f"model.overrides.{name}" for name in ("num_hiden_layers", "vocab", "use_cache")]
+    faults = caught.value.diagnostics
+    assert [fault.location for fault in faults] == [
+        f"model.overrides.{name}" for name in ("num_hiden_layers", "vocab", "use_cache")
+    ]
     assert faults[0].fix == "did you mean 'num_hidden_layers'?"
 
 
@@ -110,15 +128,19 @@ def test_unknown_overrides_are_refused_together_with_the_nearest(tmp_path: Path)
         ("[]", "holds a list; a config is an object", "transformers config.json"),
         ({"hidden_size": 3}, "has no model_type", 'for example "llama"'),
         ({"model_type": "llamma"}, "the model type 'llamma' is not known", "did you mean 'llama'?"),
-        (LLAMA | {"architectures": ["LlamaForCausal"]}, "architecture 'LlamaForCausal' is not known", "'LlamaForCausalLM'?"),
+        (
+            LLAMA | {"architectures": ["LlamaForCausal"]},
+            "architecture 'LlamaForCausal' is not known",
+            "'LlamaForCausalLM'?",
+        ),
         (LLAMA | {"hidden_size": "wide"}, "transformers refuses the config", "change the field"),
     ],
 )
 def test_a_config_that_cannot_work_is_refused(tmp_path: Path, config: object, what: str, fix: str):
     with pytest.raises(PlanError) as caught:
         config_factory(written(tmp_path, config), {})
-    assert what in caught.value.faults[0].what
-    assert fix in caught.value.faults[0].fix
+    assert what in caught.value.diagnostics[0].problem
+    assert fix in caught.value.diagnostics[0].fix
 
 
 def test_a_missing_config_is_refused(tmp_path: Path):

@@ -41,7 +41,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def written(folder: Path, **changes: object) -> str:
-    config = {"model_type": "thimble", "architectures": ["Thimble"], "width": 6, "auto_map": AUTO_MAP, **changes}
+    config = {
+        "model_type": "thimble",
+        "architectures": ["Thimble"],
+        "width": 6,
+        "auto_map": AUTO_MAP,
+        **changes,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
@@ -49,12 +55,14 @@ def written(folder: Path, **changes: object) -> str:
 def test_a_model_that_needs_its_own_code_is_refused_with_the_two_ways(folder: Path):
     with pytest.raises(PlanError) as caught:
         config_factory(written(folder), {})
-    assert "its repository brings code for it, which is not run" in caught.value.faults[0].what
-    assert "model.trust_remote_code = true and model.revision to its commit" in caught.value.faults[0].fix
+    assert "its repository brings code for it, which is not run" in caught.value.diagnostics[0].problem
+    assert (
+        "model.trust_remote_code = true and model.revision to its commit" in caught.value.diagnostics[0].fix
+    )
 
 
 def test_trusted_code_builds_its_model(folder: Path):
-    module = config_factory(written(folder), {"width": 3}, trusted=True)()
+    module = config_factory(written(folder), {"width": 3}, trust_remote_code=True)()
     assert type(module).__name__ == "Thimble"
     assert module.line.weight.shape == (2, 3)
 
@@ -68,4 +76,4 @@ def test_trusted_code_builds_its_model(folder: Path):
 )
 def test_code_that_does_not_fit_its_config_is_refused(folder: Path, changes: dict, words: str):
     with pytest.raises(PlanError, match=words):
-        config_factory(written(folder, **changes), {}, trusted=True)
+        config_factory(written(folder, **changes), {}, trust_remote_code=True)

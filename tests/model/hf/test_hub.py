@@ -6,9 +6,9 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from meshwright.model.hf import hub
-from meshwright.model.hf.hub import is_hub_id, located, pinned
+from meshwright.model.hf.hub import is_hub_id, pin_revision, resolve_path
 from meshwright.model.loading.loader import load_model
-from meshwright.plan.job.data_source import ModelSource
+from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError
 from tests.model.published_models import logits, made, published
 
@@ -40,22 +40,32 @@ def test_a_hub_id_is_two_names_that_are_no_path_here(tmp_path: Path, monkeypatch
     assert is_hub_id("org/name-7B_v0.1")
     (tmp_path / "configs").mkdir()
     (tmp_path / "org2" / "name").mkdir(parents=True)
-    paths = ("configs/missing", "org2/name", "llama", "a/b/c", "/a/b", "./a", "org/model.json", "org/x.safetensors", "f.py:build")
+    paths = (
+        "configs/missing",
+        "org2/name",
+        "llama",
+        "a/b/c",
+        "/a/b",
+        "./a",
+        "org/model.json",
+        "org/x.safetensors",
+        "f.py:build",
+    )
     assert [path for path in paths if is_hub_id(path)] == []
 
 
 def test_a_branch_becomes_the_commit_that_it_names(cache: Cache):
     published(cache.folder)
-    source = pinned(ModelSource("org/name", weights="org/name"))
+    source = pin_revision(ModelConfig("org/name", weights="org/name"))
     assert source.revision == COMMIT
     assert cache.asked[0]["revision"] is None
-    assert pinned(source) == source
+    assert pin_revision(source) == source
     assert len(cache.asked) == 1
 
 
 def test_a_model_comes_from_its_snapshot(cache: Cache):
     theirs = published(cache.folder)
-    loaded = load_model(ModelSource("org/name", weights="org/name", revision=COMMIT), seed=0)
+    loaded = load_model(ModelConfig("org/name", weights="org/name", revision=COMMIT), seed=0)
     assert (logits(made(loaded)) == logits(theirs)).all()
     assert loaded.name == "name"
     assert {asked["revision"] for asked in cache.asked} == {COMMIT}
@@ -63,9 +73,9 @@ def test_a_model_comes_from_its_snapshot(cache: Cache):
 
 def test_pickles_and_code_are_not_fetched_nor_weights_for_a_config(cache: Cache):
     published(cache.folder)
-    located("org/name", ModelSource("org/name"), "model.source")
-    located("org/name", ModelSource("org/name", weights="org/name"), "model.weights")
-    located("org/name", ModelSource("org/name", revision=COMMIT, trust_remote_code=True), "model.source")
+    resolve_path("org/name", ModelConfig("org/name"), "model.source")
+    resolve_path("org/name", ModelConfig("org/name", weights="org/name"), "model.weights")
+    resolve_path("org/name", ModelConfig("org/name", revision=COMMIT, trust_remote_code=True), "model.source")
     small, whole, trusted = (asked["allow_patterns"] for asked in cache.asked)
     assert set(whole) - set(small) == {"*.safetensors"}
     assert set(trusted) - set(small) == {"*.py"}
@@ -74,31 +84,33 @@ def test_pickles_and_code_are_not_fetched_nor_weights_for_a_config(cache: Cache)
 
 def test_what_the_hub_does_not_give_is_refused(cache: Cache):
     with pytest.raises(PlanError) as caught:
-        pinned(ModelSource("org/lost", revision="main"))
-    assert "there is no path 'org/lost' here, and as a hub id at 'main' it cannot be fetched" in str(caught.value)
-    assert "HF_HOME" in caught.value.faults[0].fix
+        pin_revision(ModelConfig("org/lost", revision="main"))
+    assert "there is no path 'org/lost' here, and as a hub id at 'main' it cannot be fetched" in str(
+        caught.value
+    )
+    assert "HF_HOME" in caught.value.diagnostics[0].fix
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (ModelSource("here.json", revision="main"), "the revision 'main', and neither"),
-        (ModelSource("org/one", weights="org/two"), "two repositories, org/one and org/two"),
-        (ModelSource("here.json", revision=COMMIT, trust_remote_code=True), "which is no hub id"),
+        (ModelConfig("here.json", revision="main"), "the revision 'main', and neither"),
+        (ModelConfig("org/one", weights="org/two"), "two repositories, org/one and org/two"),
+        (ModelConfig("here.json", revision=COMMIT, trust_remote_code=True), "which is no hub id"),
     ],
 )
-def test_words_that_say_nothing_are_refused(source: ModelSource, words: str):
+def test_words_that_say_nothing_are_refused(source: ModelConfig, words: str):
     with pytest.raises(PlanError, match=words):
-        pinned(source)
+        pin_revision(source)
 
 
 @pytest.mark.parametrize("revision", ["", "main", COMMIT[:8]])
 def test_code_of_others_needs_a_commit(revision: str):
-    faults = list(ModelSource("org/name", revision=revision, trust_remote_code=True).faults())
-    assert [fault.where for fault in faults] == ["model.trust_remote_code"]
+    faults = list(ModelConfig("org/name", revision=revision, trust_remote_code=True).diagnostics())
+    assert [fault.location for fault in faults] == ["model.trust_remote_code"]
     assert "40 hexadecimal digits" in faults[0].fix
-    assert not list(ModelSource("org/name", revision=COMMIT, trust_remote_code=True).faults())
+    assert not list(ModelConfig("org/name", revision=COMMIT, trust_remote_code=True).diagnostics())
 
 
 def test_skip_without_weights_is_refused():
-    assert [fault.where for fault in ModelSource("x.json", skip=("a",)).faults()] == ["model.skip"]
+    assert [fault.location for fault in ModelConfig("x.json", skip=("a",)).diagnostics()] == ["model.skip"]

@@ -4,10 +4,23 @@ import pytest
 import transformers
 from torch import nn
 
-from meshwright.model.hf.metadata import STYLES, attention_of, config_of, declared_styles, head_of, is_pretrained
+from meshwright.model.hf.metadata import (
+    TP_STYLE_ROLES,
+    attention_implementation,
+    config_of,
+    declared_roles,
+    is_transformers_model,
+    output_head,
+)
 from meshwright.model.tensor_parallel.layer_roles import ROLES
 
-SIZES = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24}
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+}
 
 
 def llama() -> nn.Module:
@@ -16,8 +29,13 @@ def llama() -> nn.Module:
 
 def test_a_plain_module_declares_nothing():
     plain = nn.Sequential(nn.Linear(2, 2))
-    assert not is_pretrained(plain)
-    assert (config_of(plain), head_of(plain), attention_of(plain), declared_styles(plain)) == (None, None, "", {})
+    assert not is_transformers_model(plain)
+    assert (config_of(plain), output_head(plain), attention_implementation(plain), declared_roles(plain)) == (
+        None,
+        None,
+        "",
+        {},
+    )
 
 
 def test_plans_are_found_inside_a_users_own_module():
@@ -26,24 +44,28 @@ def test_plans_are_found_inside_a_users_own_module():
             super().__init__()
             self.inner = llama()
 
-    styles = declared_styles(Wrapped())
+    styles = declared_roles(Wrapped())
     assert styles["inner.model.layers.*.self_attn.o_proj"] == "rows"
     assert styles["inner.lm_head"] == "columns"
 
 
 def test_the_attention_that_can_be_exchanged_is_named():
-    assert attention_of(llama()) == "sdpa"
+    assert attention_implementation(llama()) == "sdpa"
     assert (
-        attention_of(transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2)))
+        attention_implementation(
+            transformers.BloomForCausalLM(
+                transformers.BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2)
+            )
+        )
         == ""
     )
 
 
 def test_the_head_is_the_module_that_makes_logits():
     model = llama()
-    assert head_of(model) is model.lm_head
+    assert output_head(model) is model.lm_head
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", TP_STYLE_ROLES)
 def test_every_word_of_transformers_stands_for_a_role(style: str):
-    assert STYLES[style] in ROLES
+    assert TP_STYLE_ROLES[style] in ROLES

@@ -8,9 +8,9 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.api import make_plan, read, verify
+from meshwright.api import analyze, make_plan, verify
 from meshwright.engine.runtime.loss import Loss, token_cross_entropy
-from meshwright.model.hf.output_capture import marks
+from meshwright.model.hf.output_capture import capture_marks
 from meshwright.model.loading.loader import Model
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
@@ -19,7 +19,13 @@ from tests.tiny_model import tiny_job
 
 TOKENS = torch.arange(48).view(6, 8) * 7 % 61
 ROWS = {"input_ids": TOKENS, "labels": TOKENS.roll(-1, 1)}
-SIZES = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+}
 SIZES |= {"num_key_value_heads": 2, "use_cache": False, "output_router_logits": True}
 FAMILIES = {
     "Mixtral": {"num_local_experts": 3},
@@ -43,14 +49,16 @@ def with_auxiliary(outputs: Any, batch: Any) -> torch.Tensor:
 
 
 def with_z(outputs: Any, batch: Any) -> torch.Tensor:
-    return USUAL.total(outputs, batch) + 0.01 * sum(logits.logsumexp(-1).square().sum() for logits in outputs.router_logits)
+    return USUAL.total(outputs, batch) + 0.01 * sum(
+        logits.logsumexp(-1).square().sum() for logits in outputs.router_logits
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_auxiliary_loss_reaches_the_routers_through_what_was_captured(family: str):
     done = driven(family, lambda outputs: outputs.logits.sin().sum() + 100 * outputs.aux_loss)
     assert done.error < 1e-14
-    assert done.reading.captured == {"router_logits": 2}
+    assert done.reading.num_captured == {"router_logits": 2}
     without = driven(family, lambda outputs: outputs.logits.sin().sum())
     router = next(name for name in done.gradients if "mlp.gate" in name)
     assert not torch.allclose(done.gradients[router], without.gradients[router])
@@ -68,12 +76,12 @@ def test_captured_hidden_states_are_outputs_too():
 
 
 def test_nothing_is_marked_when_nothing_is_captured():
-    assert marks() == ()
+    assert capture_marks() == ()
 
 
 def verdict(total: Callable[[Any, Any], torch.Tensor], ranks: int, micro_batch: int = 0) -> bool:
     loss = Loss(total, USUAL.count)
-    reading = read(lambda: Model(build(), loss=loss), ROWS, loss=loss)
+    reading = analyze(lambda: Model(build(), loss=loss), ROWS, loss=loss)
     plan = make_plan(reading, tiny_job(6), Mesh(dp_replicate=ranks), micro_batch=micro_batch)
     return verify(reading, plan, [ROWS, ROWS], loss=loss).passed
 
@@ -87,9 +95,12 @@ def test_the_models_own_auxiliary_loss_trains_exactly_where_the_batch_is_whole()
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch", "parts"), [(3, 0, 3), (1, 2, 3)])
-def test_the_models_own_auxiliary_loss_is_refused_on_a_part_of_the_batch(ranks: int, micro_batch: int, parts: int):
+def test_the_models_own_auxiliary_loss_is_refused_on_a_part_of_the_batch(
+    ranks: int, micro_batch: int, parts: int
+):
     with pytest.raises(
-        PlanError, match=rf"^loss: the loss adds outputs\.aux_loss, .* router_logits .* in {parts} parts(?s:.*)z-loss"
+        PlanError,
+        match=rf"^loss: the loss adds outputs\.aux_loss, .* router_logits .* in {parts} parts(?s:.*)z-loss",
     ):
         verdict(with_auxiliary, ranks, micro_batch)
 
@@ -113,4 +124,4 @@ def test_a_hook_of_ones_own_is_refused_by_the_name_of_the_block():
 
     blocks = ["layers.0", "layers.1", "layers.2"]
     with pytest.raises(PlanError, match=r"a tensor goes round the border of the block 'layers\.1'"):
-        read(lambda: Model(Hooked(), blocks=blocks), {"x": torch.ones(2, 6)})
+        analyze(lambda: Model(Hooked(), blocks=blocks), {"x": torch.ones(2, 6)})

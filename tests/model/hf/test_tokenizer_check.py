@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.model.hf.tokenizer_check import check_vocabulary, largest_token
+from meshwright.model.hf.tokenizer_check import check_tokenizer, largest_token_id
 from meshwright.plan.job.errors import PlanError
 
 
@@ -21,18 +21,18 @@ from meshwright.plan.job.errors import PlanError
 )
 def test_the_largest_id_is_found(tmp_path: Path, name: str, content: object, largest: int | None):
     (tmp_path / name).write_text(json.dumps(content))
-    assert largest_token(tmp_path) == largest
+    assert largest_token_id(tmp_path) == largest
 
 
 def test_a_vocabulary_that_is_padded_fits(tmp_path: Path):
     (tmp_path / "vocab.json").write_text('{"a": 9}')
-    check_vocabulary(tmp_path, 10)
-    check_vocabulary(tmp_path, None)
+    check_tokenizer(tmp_path, 10)
+    check_tokenizer(tmp_path, None)
     with pytest.raises(PlanError, match="ids up to 9, and the model has 9 tokens"):
-        check_vocabulary(tmp_path, 9)
+        check_tokenizer(tmp_path, 9)
 
 
 def test_a_tokenizer_that_is_damaged_is_refused(tmp_path: Path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(PlanError, match=r"tokenizer.json cannot be read"):
-        largest_token(tmp_path)
+        largest_token_id(tmp_path)

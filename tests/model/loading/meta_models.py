@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.model.loading.meta_init import Blueprint, blueprint
+from meshwright.model.loading.meta_init import DeferredInit, defer_init
 
 
-def made(build: Callable[[], nn.Module], seed: int = 0) -> tuple[Blueprint, nn.Module]:
+def made(build: Callable[[], nn.Module], seed: int = 0) -> tuple[DeferredInit, nn.Module]:
     """The blueprint of `build`, and an instance with all its values."""
-    drawn = blueprint(build, seed)
-    module = drawn.instance()
+    drawn = defer_init(build, seed)
+    module = drawn.instantiate()
     drawn.materialize(module)
     return drawn, module
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from meshwright.model.loading.init_recorder import is_meta
-from meshwright.model.loading.meta_init import blueprint
+from meshwright.model.loading.meta_init import defer_init
 from meshwright.plan.job.errors import PlanError
 from tests.model.loading.meta_models import assert_alike, made, only
 
@@ -56,22 +56,29 @@ def test_every_initialiser_of_torch_is_recorded():
 def test_a_truncated_normal_imported_by_name_is_recorded():
     from torch.nn.init import trunc_normal_
 
-    _, module = made(lambda: only(nn.Module(), trunc_normal_(nn.Linear(64, 64).weight, std=0.5, a=-0.5, b=0.5)))
+    _, module = made(
+        lambda: only(nn.Module(), trunc_normal_(nn.Linear(64, 64).weight, std=0.5, a=-0.5, b=0.5))
+    )
     assert module.weight.std().item() == pytest.approx(0.27, rel=0.05)
 
 
 def test_a_value_computed_before_registration_is_kept():
-    _, module = made(lambda: only(nn.Module(), nn.Parameter(torch.randn(3) * 0.02 + torch.tensor([1.0, 2.0, 3.0]))))
+    _, module = made(
+        lambda: only(nn.Module(), nn.Parameter(torch.randn(3) * 0.02 + torch.tensor([1.0, 2.0, 3.0])))
+    )
     assert torch.allclose(module.weight, torch.tensor([1.0, 2.0, 3.0]), atol=0.2)
     assert torch.equal(
-        module.weight, made(lambda: only(nn.Module(), nn.Parameter(torch.randn(3) * 0.02 + torch.arange(1.0, 4.0))))[1].weight
+        module.weight,
+        made(lambda: only(nn.Module(), nn.Parameter(torch.randn(3) * 0.02 + torch.arange(1.0, 4.0))))[
+            1
+        ].weight,
     )
 
 
 def test_the_constructor_leaves_the_generator_of_torch_alone():
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    blueprint(lambda: only(nn.Module(), nn.Parameter(torch.randn(3))), 0)
+    defer_init(lambda: only(nn.Module(), nn.Parameter(torch.randn(3))), 0)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -84,7 +91,7 @@ def test_other_threads_build_ordinary_modules_meanwhile():
         other.join()
         return nn.Linear(2, 2)
 
-    blueprint(build, 0)
+    defer_init(build, 0)
     assert not is_meta(built[0].weight)
 
 
@@ -92,7 +99,9 @@ def test_threads_may_draw_blueprints_at_the_same_time():
     drawn: list[torch.Tensor] = []
     threads = [
         threading.Thread(
-            target=lambda: drawn.append(made(lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)]))[1][7].weight)
+            target=lambda: drawn.append(
+                made(lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)]))[1][7].weight
+            )
         )
         for _ in range(3)
     ]
@@ -113,7 +122,7 @@ def test_everything_patched_is_restored_when_the_constructor_fails():
         raise KeyError("no")
 
     with pytest.raises(KeyError):
-        blueprint(fail, 0)
+        defer_init(fail, 0)
     assert nn.init._no_grad_trunc_normal_ is original
     assert not is_meta(nn.Linear(2, 2).weight)
 
@@ -174,21 +183,25 @@ def writes_behind() -> nn.Module:
         (writes_behind, "the tensor written by aten.zero_.default", "shares its memory with Linear.first"),
         (lambda: only(nn.Module(), nn.Parameter(torch.empty(3, 4))), "weight", "(3, 4) is never initialised"),
         (lambda: nn.LazyLinear(3), "LazyLinear.weight", "a lazy parameter"),
-        (lambda: only(nn.Module(), nn.Parameter(torch.ones(3, 3).to_sparse())), "Module.weight", "layout torch.sparse_coo"),
+        (
+            lambda: only(nn.Module(), nn.Parameter(torch.ones(3, 3).to_sparse())),
+            "Module.weight",
+            "layout torch.sparse_coo",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*Lazy modules are a new feature.*")
 def test_what_cannot_be_replayed_is_refused_by_name(build: Callable[[], nn.Module], where: str, words: str):
     with pytest.raises(PlanError) as caught:
-        blueprint(build, 0)
-    assert caught.value.faults[0].where == where
-    assert words in caught.value.faults[0].what
+        defer_init(build, 0)
+    assert caught.value.diagnostics[0].location == where
+    assert words in caught.value.diagnostics[0].problem
 
 
 def test_all_parameters_that_are_never_initialised_are_reported_together():
     with pytest.raises(PlanError) as caught:
-        blueprint(lambda: nn.ParameterList(nn.Parameter(torch.empty(2)) for _ in range(3)), 0)
-    assert [fault.where for fault in caught.value.faults] == ["0", "1", "2"]
+        defer_init(lambda: nn.ParameterList(nn.Parameter(torch.empty(2)) for _ in range(3)), 0)
+    assert [fault.location for fault in caught.value.diagnostics] == ["0", "1", "2"]
 
 
 def test_a_parameter_larger_than_any_memory_is_constructed():
@@ -198,9 +211,9 @@ def test_a_parameter_larger_than_any_memory_is_constructed():
             self.weight = nn.Parameter(torch.empty(1 << 20, 1 << 20).t())
             nn.init.normal_(self.weight)
 
-    drawn = blueprint(Huge, 0)
-    assert drawn.logical["weight"].shape == (1 << 20, 1 << 20)
-    assert is_meta(drawn.instance().weight)
+    drawn = defer_init(Huge, 0)
+    assert drawn.logical_params["weight"].shape == (1 << 20, 1 << 20)
+    assert is_meta(drawn.instantiate().weight)
 
 
 def test_a_large_tensor_that_stays_one_is_ordinary_memory():

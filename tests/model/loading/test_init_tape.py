@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.model.loading.meta_init import Blueprint, blueprint
-from meshwright.model.tensors.lazy_tensors import OnDemand, rows_of, shape_of, under
+from meshwright.model.loading.meta_init import DeferredInit, defer_init
+from meshwright.model.tensors.lazy_tensors import LazyTensors, read_rows, strip_prefix, tensor_shape
 
 WORDS, WIDTH = 67, 9
 
@@ -45,7 +45,10 @@ ALONE = {
 TOGETHER = {
     "orthogonal": nn.init.orthogonal_,
     "columns": lambda weight: (nn.init.normal_(weight), weight[:, 2].zero_()),
-    "looks at itself": lambda weight: (nn.init.normal_(weight), weight.div_(weight.norm(dim=1, keepdim=True))),
+    "looks at itself": lambda weight: (
+        nn.init.normal_(weight),
+        weight.div_(weight.norm(dim=1, keepdim=True)),
+    ),
     "copied": lambda weight: weight.copy_(torch.randn(WORDS, WIDTH)),
 }
 
@@ -62,17 +65,17 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def print_of(fill: Callable[[torch.Tensor], object]) -> Blueprint:
-    return blueprint(lambda: Table(fill), seed=3)
+def print_of(fill: Callable[[torch.Tensor], object]) -> DeferredInit:
+    return defer_init(lambda: Table(fill), seed=3)
 
 
 @pytest.mark.parametrize("fill", ALONE.values(), ids=ALONE)
 def test_rows_are_made_alone(fill: Callable[[torch.Tensor], object]):
     made = print_of(fill)
-    whole = made.value("weight")
+    whole = made.initial_value("weight")
     for rows in (range(22), range(22, 45), range(45, WORDS)):
         with Largest() as largest:
-            some = made.value("weight", rows=rows)
+            some = made.initial_value("weight", rows=rows)
         assert torch.equal(some, whole[rows.start : rows.stop])
         assert largest.numel <= len(rows) * WIDTH
 
@@ -80,16 +83,18 @@ def test_rows_are_made_alone(fill: Callable[[torch.Tensor], object]):
 @pytest.mark.parametrize("fill", TOGETHER.values(), ids=TOGETHER)
 def test_what_needs_the_whole_is_cut_out_of_it(fill: Callable[[torch.Tensor], object]):
     made = print_of(fill)
-    whole = made.value("weight")
-    some = made.value("weight", rows=range(22, 45))
+    whole = made.initial_value("weight")
+    some = made.initial_value("weight", rows=range(22, 45))
     assert torch.equal(some, whole[22:45])
     assert some.untyped_storage().nbytes() == some.nbytes, "the whole is not kept"
 
 
 def test_a_parameter_that_comes_with_its_values_is_read_by_rows():
     given = nn.Embedding(WORDS, WIDTH)
-    made = blueprint(lambda: nn.Sequential(given), seed=0)
-    assert torch.equal(made.value("0.weight", rows=range(10, 20)), made.value("0.weight")[10:20])
+    made = defer_init(lambda: nn.Sequential(given), seed=0)
+    assert torch.equal(
+        made.initial_value("0.weight", rows=range(10, 20)), made.initial_value("0.weight")[10:20]
+    )
 
 
 def test_rows_and_shapes_are_asked_for_without_the_rest():
@@ -99,8 +104,8 @@ def test_rows_and_shapes_are_asked_for_without_the_rest():
         asked.append((name, rows))
         return torch.arange(12.0).view(6, 2)[slice(None) if rows is None else slice(rows.start, rows.stop)]
 
-    tensors = under("model/", OnDemand(["model/w"], some, some, lambda name: (6, 2)))
-    assert torch.equal(rows_of(tensors, "w", range(2, 4)), torch.tensor([[4.0, 5.0], [6.0, 7.0]]))
-    assert shape_of(tensors, "w") == (6, 2)
+    tensors = strip_prefix("model/", LazyTensors(["model/w"], some, some, lambda name: (6, 2)))
+    assert torch.equal(read_rows(tensors, "w", range(2, 4)), torch.tensor([[4.0, 5.0], [6.0, 7.0]]))
+    assert tensor_shape(tensors, "w") == (6, 2)
     assert asked == [("model/w", range(2, 4))]
-    assert rows_of({"w": torch.ones(3)}, "w", range(1)).shape == (1,)
+    assert read_rows({"w": torch.ones(3)}, "w", range(1)).shape == (1,)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from meshwright.model.loading.init_recorder import is_meta
-from meshwright.model.loading.loader import Loaded, Model, config_behind, load_factory, load_model
-from meshwright.plan.job.data_source import ModelSource
+from meshwright.model.loading.loader import LoadedModel, Model, load_factory, load_model, read_source_config
+from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError
 
 NET = """
@@ -56,14 +56,14 @@ def file(tmp_path: Path) -> str:
     return str(tmp_path / "net.py")
 
 
-def load(source: str, **overrides: int) -> Loaded:
-    return load_model(ModelSource(source, overrides), seed=0)
+def load(source: str, **overrides: int) -> LoadedModel:
+    return load_model(ModelConfig(source, overrides), seed=0)
 
 
 def test_a_factory_may_return_a_module(file: str):
     loaded = load(f"{file}:net")
     assert loaded.name == "net"
-    assert loaded.blueprint.logical["weight"].shape == (2, 4)
+    assert loaded.deferred_init.logical_params["weight"].shape == (2, 4)
     assert (loaded.example, loaded.blocks, loaded.loss) == (None, None, None)
 
 
@@ -75,12 +75,12 @@ def test_a_factory_may_return_what_goes_along_with_the_module(file: str):
 
 
 def test_a_factory_runs_inside_the_blueprint(file: str):
-    assert is_meta(load(f"{file}:net").blueprint.instance().weight)
+    assert is_meta(load(f"{file}:net").deferred_init.instantiate().weight)
 
 
 def test_a_factory_may_import_its_neighbours_when_it_is_called(file: str):
     before = list(sys.path)
-    assert load(f"{file}:late").blueprint.logical["weight"].shape == (1, 7)
+    assert load(f"{file}:late").deferred_init.logical_params["weight"].shape == (1, 7)
     assert sys.path == before
 
 
@@ -88,24 +88,34 @@ def test_a_function_of_this_program_is_a_factory_too():
     loaded = load_factory(lambda: nn.Linear(2, 3), seed=1, name="mine")
     assert loaded.name == "mine"
     assert not torch.equal(
-        loaded.blueprint.value("weight"), load_factory(lambda: nn.Linear(2, 3), 2, "mine").blueprint.value("weight")
+        loaded.deferred_init.initial_value("weight"),
+        load_factory(lambda: nn.Linear(2, 3), 2, "mine").deferred_init.initial_value("weight"),
     )
 
 
 def test_a_config_is_looked_at_and_a_factory_is_not(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 3}))
-    assert config_behind(ModelSource(str(tmp_path))).num_hidden_layers == 3
-    assert config_behind(ModelSource("none.py:build")) is None
+    assert read_source_config(ModelConfig(str(tmp_path))).num_hidden_layers == 3
+    assert read_source_config(ModelConfig("none.py:build")) is None
 
 
 def test_a_config_is_named_after_its_folder(tmp_path: Path):
-    config = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 10}
+    config = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 10,
+    }
     folder = tmp_path / "tiny"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 8}))
     for source in (folder, folder / "config.json"):
         assert load(str(source)).name == "tiny"
-    assert "model.layers.1.mlp.up_proj.weight" not in load(str(folder), num_hidden_layers=1).blueprint.logical
+    assert (
+        "model.layers.1.mlp.up_proj.weight"
+        not in load(str(folder), num_hidden_layers=1).deferred_init.logical_params
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +124,11 @@ def test_a_config_is_named_after_its_folder(tmp_path: Path):
         ("nett", "has no function 'nett'", "did you mean 'net'?"),
         ("constant", "has no function 'constant'", "choose one of: bad_blocks"),
         ("broken", "constructing 'broken' raised ZeroDivisionError: no width", "repair the construction"),
-        ("number", "the factory 'number' returned a value of type int", "return an nn.Module, or meshwright.Model"),
+        (
+            "number",
+            "the factory 'number' returned a value of type int",
+            "return an nn.Module, or meshwright.Model",
+        ),
         ("bad_example", "the example of 'bad_example' is not a dict", "example={'x': tensor}"),
         ("bad_blocks", "the blocks of 'bad_blocks' are 'layers'", "blocks=['layers.0', 'layers.1']"),
     ],
@@ -122,8 +136,8 @@ def test_a_config_is_named_after_its_folder(tmp_path: Path):
 def test_a_factory_that_cannot_work_is_refused(file: str, function: str, what: str, fix: str):
     with pytest.raises(PlanError) as caught:
         load(f"{file}:{function}")
-    assert what in caught.value.faults[0].what
-    assert fix in caught.value.faults[0].fix
+    assert what in caught.value.diagnostics[0].problem
+    assert fix in caught.value.diagnostics[0].fix
 
 
 def test_a_factory_that_raises_keeps_its_own_traceback(file: str):
@@ -139,8 +153,10 @@ def test_a_factory_that_raises_keeps_its_own_traceback(file: str):
 
 def test_a_refusal_of_the_recorder_passes_through():
     with pytest.raises(PlanError) as caught:
-        load_factory(lambda: nn.Linear(2, 2).register_parameter("late", nn.UninitializedParameter()), 0, "lazy")
-    assert caught.value.faults[0].where == "Linear.late"
+        load_factory(
+            lambda: nn.Linear(2, 2).register_parameter("late", nn.UninitializedParameter()), 0, "lazy"
+        )
+    assert caught.value.diagnostics[0].location == "Linear.late"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +174,7 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, content: str | No
         (tmp_path / "file.py").write_text(content)
     with pytest.raises(PlanError) as caught:
         load(str(tmp_path / source))
-    assert what in caught.value.faults[0].what
+    assert what in caught.value.diagnostics[0].problem
 
 
 def test_overrides_of_a_factory_are_refused(file: str):

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from meshwright.comm.collectives.group import World
-from meshwright.model.analysis.analyze import read
+from meshwright.model.analysis.analyze import analyze
 from meshwright.model.loading.loader import load_factory, load_model
-from meshwright.plan.job.data_source import ModelSource
+from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Optimizer
+from meshwright.plan.job.job import OptimizerConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import on_threads
 from tests.engine.one_device import bits, part
@@ -25,8 +25,8 @@ FACTORY = "import sys\nfrom tests.tiny_model import Tiny\n\ndef tied():\n    ret
 def trained(folder: Path, frozen: Sequence[str], function: str = "build") -> list[str]:
     """The names that are trained when those that match `frozen` are not."""
     (folder / "model.py").write_text(FACTORY)
-    loaded = load_model(ModelSource(f"{folder / 'model.py'}:{function}", frozen=tuple(frozen)), seed=0)
-    return [weight.name for weight in read(loaded, rows(2), ("labels",)).anatomy.trainable]
+    loaded = load_model(ModelConfig(f"{folder / 'model.py'}:{function}", frozen=tuple(frozen)), seed=0)
+    return [weight.name for weight in analyze(loaded, rows(2), ("labels",)).model_spec.trainable]
 
 
 def test_parameters_that_match_a_pattern_are_not_trained(tmp_path):
@@ -44,16 +44,16 @@ def test_a_tied_parameter_is_frozen_under_any_of_its_names(tmp_path):
 def test_patterns_that_match_nothing_are_refused_one_by_one(tmp_path):
     with pytest.raises(PlanError) as caught:
         trained(tmp_path, ["embed.*", "hed.weight", "nothing.*"])
-    faults = caught.value.faults
-    assert [fault.where for fault in faults] == ["model.frozen"] * 2
-    assert faults[0].what == "'hed.weight' matches no parameter of the model"
+    faults = caught.value.diagnostics
+    assert [fault.location for fault in faults] == ["model.frozen"] * 2
+    assert faults[0].problem == "'hed.weight' matches no parameter of the model"
     assert faults[0].fix.startswith("did you mean 'head.weight'?")
     assert "'part.*' matches all below a part" in faults[1].fix
 
 
 def test_a_model_that_is_frozen_whole_is_refused():
     loaded = load_factory(Tiny, 0, "tiny", frozen=("*",))
-    reading = read(loaded, rows(2), ("labels",))
+    reading = analyze(loaded, rows(2), ("labels",))
     with pytest.raises(PlanError, match=r"none of the \d+ parameters of tiny is trained"):
         plan_of(reading, 1)
 
@@ -83,29 +83,31 @@ def adapted() -> nn.Module:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_model_with_frozen_parts_equals_one_device(ranks: int):
     for reading in (
-        read(load_factory(Tiny, 0, "tiny", frozen=("embed.*", "layers.1.*")), rows(2), ("labels",)),
-        read(load_factory(adapted, 0, "adapted"), rows(2), ("labels",)),
+        analyze(load_factory(Tiny, 0, "tiny", frozen=("embed.*", "layers.1.*")), rows(2), ("labels",)),
+        analyze(load_factory(adapted, 0, "adapted"), rows(2), ("labels",)),
     ):
         verdict = verdict_of(case_of(reading, plan_of(reading, ranks)))
         assert verdict.passed, verdict
 
 
 def test_only_adapters_are_trained_sent_and_kept_in_the_optimizer():
-    reading = read(load_factory(adapted, 0, "adapted"), rows(2), ("labels",))
+    reading = analyze(load_factory(adapted, 0, "adapted"), rows(2), ("labels",))
     names = [f"layers.{i}.linear.{part}" for i in range(3) for part in ("down", "up")]
-    assert sorted(weight.name for weight in reading.anatomy.trainable) == names
-    plan = plan_of(reading, 3, job=tiny_job(optimizer=Optimizer("adamw", lr=0.1)))
-    numel = sum(weight.numel for weight in reading.anatomy.trainable)
+    assert sorted(weight.name for weight in reading.model_spec.trainable) == names
+    plan = plan_of(reading, 3, job=tiny_job(optimizer=OptimizerConfig("adamw", lr=0.1)))
+    numel = sum(weight.numel for weight in reading.model_spec.trainable)
 
     def rank(world: World) -> tuple[set[str], set[str], float]:
         player = player_of(reading, plan, world)
-        before = bits({name: p.clone() for name, p in player.state.subject.parameters.items()})
+        before = bits({name: p.clone() for name, p in player.state.trained_module.parameters.items()})
         world.ledger.recording = True
         for _ in range(2):
             player.step(part(rows(), 4 * world.rank, 4 * world.rank + 4))
-        after = bits(player.state.subject.parameters)
+        after = bits(player.state.trained_module.parameters)
         moved = {name for name in after if after[name] != before[name]}
-        moments = {name.rpartition("/")[2] for name in player.tensors() if name.startswith("optimizer/exp_avg/")}
+        moments = {
+            name.rpartition("/")[2] for name in player.state_dict() if name.startswith("optimizer/exp_avg/")
+        }
         player.close()
         sent = sum(entry.nbytes for entry in world.ledger.entries if entry.action.startswith("REDUCE"))
         return moved, moments, sent

@@ -9,16 +9,25 @@ import transformers
 from torch import nn
 
 from meshwright.model.loading.init_recorder import is_meta
-from meshwright.model.loading.meta_init import blueprint
+from meshwright.model.loading.meta_init import defer_init
 from meshwright.plan.job.errors import PlanError
 from tests.model.loading.meta_models import assert_alike, made, only
 
-SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 100}
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 CAUSAL = transformers.AutoModelForCausalLM
 FAMILIES = {
     "llama": (CAUSAL, transformers.LlamaConfig(**SMALL, num_key_value_heads=2)),
-    "gpt2": (CAUSAL, transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, n_positions=64, **ENDS)),
+    "gpt2": (
+        CAUSAL,
+        transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, n_positions=64, **ENDS),
+    ),
     "bert": (transformers.AutoModelForMaskedLM, transformers.BertConfig(**SMALL)),
     "t5": (
         transformers.AutoModelForSeq2SeqLM,
@@ -26,22 +35,36 @@ FAMILIES = {
     ),
     "vit": (
         transformers.AutoModelForImageClassification,
-        transformers.ViTConfig(**{k: v for k, v in SMALL.items() if k != "vocab_size"}, image_size=32, patch_size=8),
+        transformers.ViTConfig(
+            **{k: v for k, v in SMALL.items() if k != "vocab_size"}, image_size=32, patch_size=8
+        ),
     ),
     "bart": (
         transformers.AutoModelForSeq2SeqLM,
-        transformers.BartConfig(d_model=64, encoder_layers=2, decoder_layers=1, vocab_size=100, max_position_embeddings=64),
+        transformers.BartConfig(
+            d_model=64, encoder_layers=2, decoder_layers=1, vocab_size=100, max_position_embeddings=64
+        ),
     ),
-    "qwen3": (CAUSAL, transformers.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=16, max_window_layers=2)),
+    "qwen3": (
+        CAUSAL,
+        transformers.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=16, max_window_layers=2),
+    ),
     "gpt_neox": (CAUSAL, transformers.GPTNeoXConfig(**SMALL)),
     "falcon": (
         CAUSAL,
-        transformers.FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=100, **ENDS),
+        transformers.FalconConfig(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=100, **ENDS
+        ),
     ),
     "opt": (
         CAUSAL,
         transformers.OPTConfig(
-            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=100, ffn_dim=128, word_embed_proj_dim=64
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            vocab_size=100,
+            ffn_dim=128,
+            word_embed_proj_dim=64,
         ),
     ),
     "gemma2": (CAUSAL, transformers.Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=16)),
@@ -52,7 +75,7 @@ FAMILIES = {
 def test_a_transformers_model_has_the_values_of_its_ordinary_construction_in_distribution(family: str):
     auto, config = FAMILIES[family]
     drawn, module = made(lambda: auto.from_config(copy.deepcopy(config)))
-    assert all(map(is_meta, drawn.instance().parameters()))
+    assert all(map(is_meta, drawn.instantiate().parameters()))
     torch.manual_seed(0)
     assert_alike(module, auto.from_config(copy.deepcopy(config)))
 
@@ -71,24 +94,24 @@ def test_values_depend_on_the_seed_and_the_name_only():
     def swapped() -> nn.Module:
         return nn.ModuleDict({"b": nn.Linear(8, 8), "more": nn.Linear(3, 3), "a": nn.Linear(8, 8)})
 
-    first, second = blueprint(two, 0), blueprint(swapped, 0)
-    assert torch.equal(first.value("a.weight"), second.value("a.weight"))
-    assert torch.equal(first.value("b.weight"), second.value("b.weight"))
-    assert not torch.equal(first.value("a.weight"), first.value("b.weight"))
-    assert not torch.equal(first.value("a.weight"), blueprint(two, 1).value("a.weight"))
+    first, second = defer_init(two, 0), defer_init(swapped, 0)
+    assert torch.equal(first.initial_value("a.weight"), second.initial_value("a.weight"))
+    assert torch.equal(first.initial_value("b.weight"), second.initial_value("b.weight"))
+    assert not torch.equal(first.initial_value("a.weight"), first.initial_value("b.weight"))
+    assert not torch.equal(first.initial_value("a.weight"), defer_init(two, 1).initial_value("a.weight"))
 
 
 def test_every_precision_starts_from_the_same_numbers():
-    drawn = blueprint(lambda: nn.Linear(30, 30).double(), 0)
-    single, double = drawn.value("weight"), drawn.value("weight", torch.float64)
+    drawn = defer_init(lambda: nn.Linear(30, 30).double(), 0)
+    single, double = drawn.initial_value("weight"), drawn.initial_value("weight", torch.float64)
     assert torch.equal(single.double(), double)
-    assert torch.equal(single.bfloat16(), drawn.value("weight", torch.bfloat16))
+    assert torch.equal(single.bfloat16(), drawn.initial_value("weight", torch.bfloat16))
 
 
 def test_a_whole_number_parameter_keeps_its_dtype():
-    drawn = blueprint(lambda: only(nn.Module(), nn.Parameter(torch.arange(4), requires_grad=False)), 0)
-    assert torch.equal(drawn.value("weight", torch.float64), torch.arange(4))
-    assert not drawn.logical["weight"].requires_grad
+    drawn = defer_init(lambda: only(nn.Module(), nn.Parameter(torch.arange(4), requires_grad=False)), 0)
+    assert torch.equal(drawn.initial_value("weight", torch.float64), torch.arange(4))
+    assert not drawn.logical_params["weight"].requires_grad
 
 
 class Tied(nn.Module):
@@ -102,17 +125,17 @@ class Tied(nn.Module):
 
 def test_tied_names_are_one_logical_parameter_and_stay_tied():
     drawn, module = made(Tied)
-    assert list(drawn.logical) == ["embedding.weight", "inner.weight", "inner.bias"]
-    assert drawn.logical["embedding.weight"].aliases == ("head.weight",)
+    assert list(drawn.logical_params) == ["embedding.weight", "inner.weight", "inner.bias"]
+    assert drawn.logical_params["embedding.weight"].aliases == ("head.weight",)
     assert module.head.weight is module.embedding.weight
-    again = copy.deepcopy(drawn.instance())
+    again = copy.deepcopy(drawn.instantiate())
     assert again.head.weight is again.embedding.weight
-    assert torch.equal(drawn.value("head.weight"), module.embedding.weight)
+    assert torch.equal(drawn.initial_value("head.weight"), module.embedding.weight)
 
 
 def test_only_the_parameters_asked_for_become_real():
-    drawn = blueprint(Tied, 0)
-    module = drawn.instance()
+    drawn = defer_init(Tied, 0)
+    module = drawn.instantiate()
     drawn.materialize(module, ["head"])
     assert not is_meta(module.embedding.weight)
     assert module.head.weight is module.embedding.weight
@@ -123,19 +146,19 @@ def test_only_the_parameters_asked_for_become_real():
 
 
 def test_instances_share_nothing_but_their_initial_values():
-    drawn = blueprint(lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), 0)
-    first, second = drawn.instance(), drawn.instance()
+    drawn = defer_init(lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), 0)
+    first, second = drawn.instantiate(), drawn.instantiate()
     for module in (first, second):
         drawn.materialize(module)
     first[0].weight.data.zero_()
     first[1].running_mean.fill_(9)
-    assert torch.equal(second[0].weight, drawn.value("0.weight"))
+    assert torch.equal(second[0].weight, drawn.initial_value("0.weight"))
     assert torch.equal(second[1].running_mean, torch.zeros(3))
 
 
 def test_buffers_widen_for_float64_and_are_never_narrowed():
-    drawn = blueprint(lambda: nn.BatchNorm1d(3), 0)
-    wide, narrow = drawn.instance(), drawn.instance()
+    drawn = defer_init(lambda: nn.BatchNorm1d(3), 0)
+    wide, narrow = drawn.instantiate(), drawn.instantiate()
     drawn.materialize(wide, dtype=torch.float64)
     drawn.materialize(narrow, dtype=torch.bfloat16)
     assert wide.running_var.dtype == torch.float64
@@ -172,15 +195,15 @@ def test_a_parameter_filled_in_part_is_refused_when_its_value_is_asked_for():
         module.weight.data[:2].normal_()
         return module
 
-    drawn = blueprint(build, 0)
+    drawn = defer_init(build, 0)
     with pytest.raises(PlanError, match="weight: the initial value holds NaN"):
-        drawn.value("weight")
+        drawn.initial_value("weight")
 
 
 def test_an_unknown_name_is_refused_with_the_nearest():
-    drawn = blueprint(Tied, 0)
+    drawn = defer_init(Tied, 0)
     with pytest.raises(PlanError, match=r"did you mean 'inner.weight'\?"):
-        drawn.materialize(drawn.instance(), ["inner.weigh"])
+        drawn.materialize(drawn.instantiate(), ["inner.weigh"])
 
 
 def test_a_module_that_cannot_be_copied_is_refused():
@@ -190,7 +213,7 @@ def test_a_module_that_cannot_be_copied_is_refused():
         return layer
 
     with pytest.raises(PlanError, match="a Linear cannot be copied"):
-        blueprint(build, 0).instance()
+        defer_init(build, 0).instantiate()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -198,6 +221,8 @@ def test_a_module_compiled_by_torchscript_is_refused_once_by_its_name():
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.Tanh())))
 
-    with pytest.raises(PlanError, match=r"^1: the module is compiled by TorchScript \(Sequential\)") as caught:
-        blueprint(build, 0)
-    assert len(caught.value.faults) == 1
+    with pytest.raises(
+        PlanError, match=r"^1: the module is compiled by TorchScript \(Sequential\)"
+    ) as caught:
+        defer_init(build, 0)
+    assert len(caught.value.diagnostics) == 1

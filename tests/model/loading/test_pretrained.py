@@ -11,16 +11,20 @@ from torch import nn
 
 from meshwright.model.loading.loader import load_factory, with_weights
 from meshwright.model.loading.pretrained import find_weights
-from meshwright.model.loading.safetensors_io import SINGLE
+from meshwright.model.loading.safetensors_io import SINGLE_FILE
 from meshwright.plan.job.errors import PlanError
 from tests.model.published_models import FAMILIES, logits, made, published, taken_up
 
 
 def edited(folder: Path, change) -> Path:
     """`folder` with other tensors: `change` edits the dict of all of them in place."""
-    tensors = load_file(folder / SINGLE)
+    tensors = load_file(folder / SINGLE_FILE)
     change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / SINGLE, metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / SINGLE_FILE,
+        metadata={"format": "pt"},
+    )
     return folder
 
 
@@ -38,9 +42,11 @@ def test_what_transformers_wrote_gives_its_logits(tmp_path: Path, family: str):
 
 def test_values_are_stored_ones_and_not_those_of_the_seed(tmp_path: Path):
     theirs = published(tmp_path)
-    print_ = taken_up(tmp_path).blueprint
-    assert torch.equal(print_.value("lm_head.weight"), theirs.lm_head.weight)
-    assert torch.equal(print_.value("lm_head.weight", torch.bfloat16), theirs.lm_head.weight.bfloat16())
+    print_ = taken_up(tmp_path).deferred_init
+    assert torch.equal(print_.initial_value("lm_head.weight"), theirs.lm_head.weight)
+    assert torch.equal(
+        print_.initial_value("lm_head.weight", torch.bfloat16), theirs.lm_head.weight.bfloat16()
+    )
 
 
 def test_a_base_model_s_weights_fit_the_model_round_it(tmp_path: Path):
@@ -66,7 +72,10 @@ def test_one_name_of_a_tie_is_enough_whichever_it_is(tmp_path: Path):
 
 def test_both_names_of_a_tie_must_be_equal(tmp_path: Path):
     theirs = published(tmp_path, "gpt2")
-    edited(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["transformer.wte.weight"].clone()}))
+    edited(
+        tmp_path,
+        lambda tensors: tensors.update({"lm_head.weight": tensors["transformer.wte.weight"].clone()}),
+    )
     assert torch.equal(logits(made(taken_up(tmp_path))), logits(theirs))
     edited(tmp_path, lambda tensors: tensors["lm_head.weight"].add_(1))
     said = refusal(tmp_path)
@@ -76,7 +85,10 @@ def test_both_names_of_a_tie_must_be_equal(tmp_path: Path):
 
 def test_buffers_that_are_computed_are_left_in_the_file(tmp_path: Path):
     theirs = published(tmp_path)
-    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4), "model.rotary_emb.inv_freq": torch.zeros(4)}
+    old = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4),
+        "model.rotary_emb.inv_freq": torch.zeros(4),
+    }
     module = made(taken_up(edited(tmp_path, lambda tensors: tensors.update(old))))
     assert torch.equal(logits(module), logits(theirs))
 
@@ -105,14 +117,19 @@ def test_a_repair_leaves_out_no_more_than_what_does_not_fit(tmp_path: Path):
     assert f'model.skip = ["{spare}"]' in said
     assert 'model.skip = ["model.layers.1.self_attn.q_proj.*"]' in said
     edited(
-        tmp_path, lambda tensors: tensors.update({f"model.layers.{i}.norm{j}.weight": torch.ones(1) for i in "01" for j in "abc"})
+        tmp_path,
+        lambda tensors: tensors.update(
+            {f"model.layers.{i}.norm{j}.weight": torch.ones(1) for i in "01" for j in "abc"}
+        ),
     )
     assert '"model.*"' not in refusal(tmp_path)
 
 
 def test_hundreds_of_names_are_cut(tmp_path: Path):
     published(tmp_path)
-    said = refusal(edited(tmp_path, lambda tensors: tensors.update({f"x.{i}": torch.ones(1) for i in range(300)})))
+    said = refusal(
+        edited(tmp_path, lambda tensors: tensors.update({f"x.{i}": torch.ones(1) for i in range(300)}))
+    )
     assert "300 stored tensors belong to no part" in said
     assert "and 292 more" in said
     assert len(said) < 1000
@@ -132,22 +149,29 @@ def test_an_expert_of_another_shape_or_none_at_all_is_named(tmp_path: Path):
         for name in [name for name in tensors if re.search(r"layers\.1.*experts\.3\.", name)]:
             del tensors[name]
 
-    assert "model.layers.1.mlp.experts.gate_up_proj is [3, 48, 16], needed is [4, 48, 16]" in refusal(edited(tmp_path, fewer))
+    assert "model.layers.1.mlp.experts.gate_up_proj is [3, 48, 16], needed is [4, 48, 16]" in refusal(
+        edited(tmp_path, fewer)
+    )
 
 
 def test_what_is_skipped_starts_from_the_seed_or_stays_unread(tmp_path: Path):
     theirs = published(tmp_path)
-    edited(tmp_path, lambda tensors: tensors.update({"spare.weight": torch.ones(2)}) or tensors.pop("lm_head.weight"))
-    print_ = taken_up(tmp_path, skip=("lm_head.*", "spare.*")).blueprint
-    assert print_.value("lm_head.weight").std().item() == pytest.approx(0.02, rel=0.3)
-    assert not torch.equal(print_.value("lm_head.weight"), theirs.lm_head.weight)
-    assert torch.equal(print_.value("model.norm.weight"), theirs.model.norm.weight)
+    edited(
+        tmp_path,
+        lambda tensors: tensors.update({"spare.weight": torch.ones(2)}) or tensors.pop("lm_head.weight"),
+    )
+    print_ = taken_up(tmp_path, skip=("lm_head.*", "spare.*")).deferred_init
+    assert print_.initial_value("lm_head.weight").std().item() == pytest.approx(0.02, rel=0.3)
+    assert not torch.equal(print_.initial_value("lm_head.weight"), theirs.lm_head.weight)
+    assert torch.equal(print_.initial_value("model.norm.weight"), theirs.model.norm.weight)
 
 
 def test_skip_forgives_another_shape(tmp_path: Path):
     published(tmp_path)
-    print_ = taken_up(tmp_path, overrides={"vocab_size": 44}, skip=("lm_head.*", "model.embed_tokens.*")).blueprint
-    assert print_.value("lm_head.weight").shape == (44, 16)
+    print_ = taken_up(
+        tmp_path, overrides={"vocab_size": 44}, skip=("lm_head.*", "model.embed_tokens.*")
+    ).deferred_init
+    assert print_.initial_value("lm_head.weight").shape == (44, 16)
 
 
 def test_a_module_of_anybody_takes_weights_under_its_own_names(tmp_path: Path):
@@ -160,16 +184,20 @@ def test_a_module_of_anybody_takes_weights_under_its_own_names(tmp_path: Path):
     assert torch.equal(module(x), net.eval()(x))
 
 
-def test_rows_of_an_expert_are_read_without_the_other_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rows_of_an_expert_are_read_without_the_other_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     theirs = published(tmp_path, "mixtral")
     loaded = taken_up(tmp_path)
     weights = find_weights(
-        tmp_path, loaded.blueprint.instance(), {name: e.aliases for name, e in loaded.blueprint.logical.items()}
+        tmp_path,
+        loaded.deferred_init.instantiate(),
+        {name: e.aliases for name, e in loaded.deferred_init.logical_params.items()},
     )
     name = "model.layers.0.mlp.experts.gate_up_proj"
     asked = []
-    native = weights._native
-    monkeypatch.setattr(weights, "_native", lambda stored: asked.append(stored) or native(stored))
+    native = weights._read_stored
+    monkeypatch.setattr(weights, "_read_stored", lambda stored: asked.append(stored) or native(stored))
     found = weights.read(name, torch.float32, rows=range(1, 3))
     assert torch.equal(found, theirs.get_parameter(name)[1:3])
     assert {re.search(r"experts\.(\d)\.", stored)[1] for stored in asked} == {"1", "2"}
@@ -178,13 +206,13 @@ def test_rows_of_an_expert_are_read_without_the_other_experts(tmp_path: Path, mo
 
 def test_the_origin_says_size_digest_and_what_is_held(tmp_path: Path):
     theirs = published(tmp_path, "mixtral")
-    origin = taken_up(tmp_path).blueprint.origin
+    origin = taken_up(tmp_path).deferred_init.weights_origin
     fused = theirs.model.layers[0].mlp.experts.gate_up_proj
     assert origin.nbytes == sum(parameter.numel() * 4 for parameter in theirs.parameters())
-    assert origin.held == 2 * fused.numel() * 4  # its parts, and what they are joined to
+    assert origin.read_buffer_nbytes == 2 * fused.numel() * 4  # its parts, and what they are joined to
     assert origin.source == str(tmp_path)
     published(tmp_path / "other", "mixtral", seed=4)
-    assert taken_up(tmp_path / "other").blueprint.origin.digest != origin.digest
+    assert taken_up(tmp_path / "other").deferred_init.weights_origin.digest != origin.digest
 
 
 def test_a_tokenizer_beyond_the_vocabulary_is_refused(tmp_path: Path):
@@ -196,5 +224,7 @@ def test_a_tokenizer_beyond_the_vocabulary_is_refused(tmp_path: Path):
 def test_quantised_weights_are_refused(tmp_path: Path):
     published(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
+    )
     assert "says that its weights are quantised" in refusal(tmp_path)

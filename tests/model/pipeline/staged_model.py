@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.model.analysis.analyze import Reading
-from meshwright.model.analysis.pipeline_trial import Courses
-from meshwright.model.blocks.driver import Drive, backward
-from meshwright.model.pipeline.forward_graph import Course
-from meshwright.model.pipeline.stage_forward import Ran, run
-from meshwright.model.tensors.pytree import tensors
-from meshwright.plan.model_spec.stage_boundaries import Borders, Part
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.analysis.pipeline_trial import ForwardGraphCache
+from meshwright.model.blocks.driver import ForwardDriver, backward
+from meshwright.model.pipeline.forward_graph import ForwardGraph
+from meshwright.model.pipeline.stage_forward import StageResult, run_stage
+from meshwright.model.tensors.pytree import tree_tensors
+from meshwright.plan.model_spec.stage_boundaries import StageBoundaries, StageSpec
 from tests.model.block_backward import Chain, Forward, Gradients, reading_of, weigh
 
 X = {"x": torch.linspace(-2, 2, 24).view(4, 6).sin()}
@@ -26,8 +26,8 @@ Total = Callable[[Any], torch.Tensor]
 class Ranks:
     """As many copies of a model as there are parts at most, and the truth: the loss and gradients of one backward."""
 
-    reading: Reading
-    course: Course
+    reading: AnalyzedModel
+    course: ForwardGraph
     inputs: dict[str, torch.Tensor]
     total: Total
     loss: torch.Tensor
@@ -35,15 +35,15 @@ class Ranks:
     pool: list[Any] = field(default_factory=list)
 
     @property
-    def borders(self) -> Borders:
+    def borders(self) -> StageBoundaries:
         """Where the model may be divided."""
-        return self.course.borders
+        return self.course.boundaries
 
     def error(self, borders: Sequence[str], *, lean: bool = False) -> float:
         """The largest difference of loss and gradients when the model is run in parts that begin at `borders`."""
-        parts = self.course.borders.parts(borders)
+        parts = self.course.boundaries.stages(borders)
         while len(self.pool) < len(parts):
-            self.pool.append(self.reading.make("cpu", torch.float64))
+            self.pool.append(self.reading.make_module("cpu", torch.float64))
         for _, _, parameters in self.pool:
             for parameter in parameters.values():
                 parameter.grad = None
@@ -58,18 +58,18 @@ class Ranks:
                 error = max(error, (sum(shares, torch.zeros(())) - truth).abs().max().item() / scale)
         return error
 
-    def evaluated(self, borders: Sequence[str], courses: Courses) -> Any:
+    def evaluated(self, borders: Sequence[str], courses: ForwardGraphCache) -> Any:
         """The outputs of the model when it is run in parts without gradients, in eval mode."""
-        course = courses.of(self.inputs, training=False)
+        course = courses.get(self.inputs, training=False)
         store: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            for part in course.borders.parts(borders):
-                module, blocks, _ = self.reading.make("cpu", torch.float64)
+            for part in course.boundaries.stages(borders):
+                module, blocks, _ = self.reading.make_module("cpu", torch.float64)
                 module.eval()
-                drive = Drive(blocks, in_place=self.reading.anatomy.in_place)
+                drive = ForwardDriver(blocks, in_place=self.reading.model_spec.writes_in_place)
                 ran = played(self, part, module, drive, store, course=course)
                 drive.detach()
-                store |= ran.given
+                store |= ran.sent_values
         return ran.outputs
 
 
@@ -83,36 +83,44 @@ def ranks(
     """The model that `build` makes, read on `example`, to be run on `rows` (None: the example)."""
     reading = reading_of(build, example, blocks)
     inputs = {key: v.double() if v.is_floating_point() else v for key, v in (rows or example).items()}
-    course = Courses(reading, torch.float64).of({key: value[:1] for key, value in inputs.items()})
-    module, _, parameters = reading.make("cpu", torch.float64)
+    course = ForwardGraphCache(reading, torch.float64).get({key: value[:1] for key, value in inputs.items()})
+    module, _, parameters = reading.make_module("cpu", torch.float64)
     loss = total(module(**inputs))
     loss.backward()
-    return Ranks(reading, course, inputs, total, loss, {name: parameter.grad for name, parameter in parameters.items()})
+    return Ranks(
+        reading, course, inputs, total, loss, {name: parameter.grad for name, parameter in parameters.items()}
+    )
 
 
-def steps(one: Ranks, parts: Sequence[Part], made: Sequence[Any], *, lean: bool) -> tuple[list[Gradients], torch.Tensor]:
+def steps(
+    one: Ranks, parts: Sequence[StageSpec], made: Sequence[Any], *, lean: bool
+) -> tuple[list[Gradients], torch.Tensor]:
     """The gradients of every part's copy, and the loss: all forwards in order, then all backwards in reverse."""
     store: dict[str, torch.Tensor] = {}
     ran, drives, loss = [], [], torch.zeros(())
     spoilt = [spoil(one, part, each[2]) for part, each in zip(parts, made, strict=True)]
     for part, (module, blocks, _) in zip(parts, made, strict=True):
         before = {key: value.clone() for key, value in module.state_dict().items()}
-        drives.append(Drive(blocks, in_place=one.reading.anatomy.in_place))
+        drives.append(ForwardDriver(blocks, in_place=one.reading.model_spec.writes_in_place))
         ran.append(played(one, part, module, drives[-1], store, lean=lean))
         store |= {name: tensor.detach().clone() for name, tensor in ran[-1].given.items()}
-        untouched = {name for name in before if not any(name.startswith(visit.split("#")[0]) for visit in part.visits)}
+        untouched = {
+            name
+            for name in before
+            if not any(name.startswith(visit.split("#")[0]) for visit in part.block_calls)
+        }
         now = module.state_dict()
         assert all(torch.equal(now[name].nan_to_num(), before[name].nan_to_num()) for name in untouched)
     owed: dict[str, torch.Tensor] = {}
     for place in reversed(range(len(parts))):
-        if parts[place].last:
+        if parts[place].is_last:
             loss = one.total(ran[place].outputs)
             loss.backward()
         for name, leaf in ran[place].given.items():
             if name in owed:
                 leaf.grad = owed[name] if leaf.grad is None else leaf.grad + owed[name]
         went_back(ran[place], drives[place])
-        for name, leaf in ran[place].received.items():
+        for name, leaf in ran[place].received_values.items():
             if leaf.grad is not None:
                 owed[name] = owed[name] + leaf.grad if name in owed else leaf.grad
         drives[place].detach()
@@ -121,12 +129,14 @@ def steps(one: Ranks, parts: Sequence[Part], made: Sequence[Any], *, lean: bool)
     return [{name: parameter.grad for name, parameter in each[2].items()} for each in made], loss
 
 
-def spoil(one: Ranks, part: Part, parameters: Mapping[str, nn.Parameter]) -> list[tuple[nn.Parameter, torch.Tensor]]:
+def spoil(
+    one: Ranks, part: StageSpec, parameters: Mapping[str, nn.Parameter]
+) -> list[tuple[nn.Parameter, torch.Tensor]]:
     """Make all parameters NaN that a rank with this part alone would not hold; what they were."""
-    used = {weight.name: set(weight.visits) for weight in one.reading.anatomy.weights}
-    for name, visits in one.borders.roots:
+    used = {weight.name: set(weight.block_calls) for weight in one.reading.model_spec.params}
+    for name, visits in one.borders.root_params:
         used[name] |= set(visits)
-    foreign = [parameter for name, parameter in parameters.items() if used[name].isdisjoint(part.visits)]
+    foreign = [parameter for name, parameter in parameters.items() if used[name].isdisjoint(part.block_calls)]
     before = [(parameter, parameter.detach().clone()) for parameter in foreign]
     for parameter in foreign:
         parameter.data.fill_(torch.nan)
@@ -135,16 +145,16 @@ def spoil(one: Ranks, part: Part, parameters: Mapping[str, nn.Parameter]) -> lis
 
 def played(
     one: Ranks,
-    part: Part,
+    part: StageSpec,
     module: nn.Module,
-    drive: Drive,
+    drive: ForwardDriver,
     store: Mapping[str, torch.Tensor],
     *,
     lean: bool = False,
-    course: Course | None = None,
-) -> Ran:
+    course: ForwardGraph | None = None,
+) -> StageResult:
     """`part` run on copies of what it takes of the store, and on nothing else."""
-    received = {value.name: store[value.name].clone() for value in part.takes if value.name in store}
+    received = {value.name: store[value.name].clone() for value in part.inputs if value.name in store}
     visits: list[str] = []
 
     def reach(visit: str) -> bool:
@@ -152,18 +162,20 @@ def played(
         return lean
 
     rows = len(next(iter(one.inputs.values())))
-    ran = run(lambda: module(**one.inputs), drive, course or one.course, part, rows, received, reach=reach)
-    assert torch.is_grad_enabled() is False or visits == list(part.visits)
-    for value in part.gives:
-        assert tuple(ran.given[value.name].shape) == value.shape(rows)
+    ran = run_stage(
+        lambda: module(**one.inputs), drive, course or one.course, part, rows, received, before_block=reach
+    )
+    assert torch.is_grad_enabled() is False or visits == list(part.block_calls)
+    for value in part.outputs:
+        assert tuple(ran.sent_values[value.name].shape) == value.shape(rows)
     return ran
 
 
-def went_back(ran: Ran, drive: Drive) -> None:
+def went_back(ran: StageResult, drive: ForwardDriver) -> None:
     """The backward of a part, visit by visit."""
-    backward(ran.closing)
-    for visit in reversed(ran.passed.visits.values()):
-        drive.again(visit)
+    backward(ran.closing_call)
+    for visit in reversed(ran.forward_pass.block_calls.values()):
+        drive.recompute(visit)
         backward(visit)
 
 
@@ -175,15 +187,15 @@ def divisions(borders: Sequence[str], most: int = 8) -> Iterable[tuple[str, ...]
         yield from found[:: max(1, len(found) // most)]
 
 
-def crossing(borders: Borders, rows: int) -> tuple[int, int]:
+def crossing(borders: StageBoundaries, rows: int) -> tuple[int, int]:
     """How many values cross a border at most, and the bytes of the border with most of them."""
-    live = [borders.live(border) for border in borders.open()]
+    live = [borders.live_values(border) for border in borders.open_boundaries()]
     return max(map(len, live)), max(sum(v.nbytes(rows) for v in each) for each in live)
 
 
 def same(one: Any, other: Any) -> bool:
     """Whether two outputs hold the same tensors to the last bit."""
-    return all(torch.equal(a, b) for a, b in zip(tensors(one), tensors(other), strict=True))
+    return all(torch.equal(a, b) for a, b in zip(tree_tensors(one), tree_tensors(other), strict=True))
 
 
 def chained(glue: Forward, block: Forward | None = None) -> Ranks:
@@ -191,25 +203,27 @@ def chained(glue: Forward, block: Forward | None = None) -> Ranks:
     return ranks(lambda: Chain(glue, block), X)
 
 
-def exact(glue: Forward, block: Forward | None = None) -> Borders:
+def exact(glue: Forward, block: Forward | None = None) -> StageBoundaries:
     """The borders of a chain of which all are open, after all divisions gave the gradients of one backward."""
     one = chained(glue, block)
-    assert one.borders.closed == ()
-    for borders in divisions(one.borders.open()):
+    assert one.borders.closed_boundaries == ()
+    for borders in divisions(one.borders.open_boundaries()):
         assert one.error(borders) < 1e-12, borders
         assert one.error(borders, lean=True) < 1e-12, borders
     return one.borders
 
 
-def live(borders: Borders) -> dict[str, list[str]]:
+def live(borders: StageBoundaries) -> dict[str, list[str]]:
     """The names of the values that are live before each visit but the first."""
-    return {border: [value.name for value in borders.live(border)] for border in borders.visits[1:]}
+    return {
+        border: [value.name for value in borders.live_values(border)] for border in borders.block_calls[1:]
+    }
 
 
 def refused(glue: Forward, block: Forward | None = None) -> Ranks:
     """A chain that has closed borders; all others still give the gradients of one backward."""
     one = chained(glue, block)
-    for borders in divisions(one.borders.open()):
+    for borders in divisions(one.borders.open_boundaries()):
         assert one.error(borders) < 1e-12
     return one
 
@@ -219,7 +233,9 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(4)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

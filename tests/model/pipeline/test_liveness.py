@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
-from meshwright.model.analysis.pipeline_trial import Courses, learn
+from meshwright.model.analysis.pipeline_trial import ForwardGraphCache, trace_forward_graph
 from meshwright.plan.job.errors import PlanError
 from tests.model.block_backward import Block, Chain, gathering, reading_of, writing_in_place
 from tests.model.pipeline.staged_model import X, chained, exact, live, ranks, refused
@@ -35,7 +35,7 @@ def test_what_glue_makes_of_inputs_alone_is_made_in_every_part():
 
     borders = exact(glue)
     assert [value.name for value in borders.values] == ["layers.0+1", "layers.1+1", "layers.2+1"]
-    assert borders.roots == (("scale", ("layers.0", "layers.1", "layers.2")),)
+    assert borders.root_params == (("scale", ("layers.0", "layers.1", "layers.2")),)
 
 
 def test_views_of_what_crosses_are_made_where_they_are_needed():
@@ -74,7 +74,7 @@ def test_blocks_that_are_called_several_times():
             x = model.layers[0](model.layers[1](x) + x)
         return model.head(x)
 
-    assert exact(glue).visits == ("layers.1", "layers.0", "layers.1#2", "layers.0#2", "head")
+    assert exact(glue).block_calls == ("layers.1", "layers.0", "layers.1#2", "layers.0#2", "head")
 
 
 def test_glue_that_writes_in_place_into_what_a_block_gave():
@@ -126,7 +126,7 @@ def test_values_without_a_gradient_are_handed_over_as_they_are():
         second = model.layers[1](first)
         return model.head(model.layers[2](second).gather(-1, order))
 
-    needed = {value.op: value.needed for value in exact(glue).values if value.op}
+    needed = {value.op: value.needs_grad for value in exact(glue).values if value.op}
     assert needed == {"argsort": False, "gather": True}
 
 
@@ -139,10 +139,12 @@ def reading_a_number(model: Chain, x: torch.Tensor) -> object:
 
 def test_a_number_that_is_read_closes_the_borders_behind_it_and_no_others():
     one = refused(reading_a_number)
-    assert one.borders.open() == ("layers.1",)
+    assert one.borders.open_boundaries() == ("layers.1",)
     text = r"no part can begin with 'layers\.2', behind 'layers\.1': the glue behind 'layers\.1' reads the value of layers\.1\+0 "
-    with pytest.raises(PlanError, match=rf"{text}\(item at test_crossing\.py:\d+\).*\n  repair: begin it with 'layers\.1'"):
-        one.borders.parts(["layers.2"])
+    with pytest.raises(
+        PlanError, match=rf"{text}\(item at test_crossing\.py:\d+\).*\n  repair: begin it with 'layers\.1'"
+    ):
+        one.borders.stages(["layers.2"])
 
 
 def test_shapes_that_depend_on_numbers_close_borders():
@@ -151,7 +153,7 @@ def test_shapes_that_depend_on_numbers_close_borders():
         x = model.layers[1](x[x > -9].view(x.shape))
         return model.head(model.layers[2](x))
 
-    assert refused(glue).borders.open() == ()
+    assert refused(glue).borders.open_boundaries() == ()
 
 
 def test_what_a_block_leaves_in_an_attribute_closes_the_borders_up_to_its_use():
@@ -163,14 +165,19 @@ def test_what_a_block_leaves_in_an_attribute_closes_the_borders_up_to_its_use():
 
     class Leaving(Chain):
         def __init__(self) -> None:
-            super().__init__(lambda model, x: model.head(model.layers[2](model.layers[1](model.layers[0](x)))), block)
+            super().__init__(
+                lambda model, x: model.head(model.layers[2](model.layers[1](model.layers[0](x)))), block
+            )
             for layer in self.layers:
                 layer.left, layer.first = [], None
             object.__setattr__(self.layers[2], "first", self.layers[0])
 
     one = ranks(Leaving, X)
-    assert one.borders.open() == ("head",)
-    assert "'layers.2' uses a tensor that 'layers.0' made and did not give out" in one.borders.closed[0].why
+    assert one.borders.open_boundaries() == ("head",)
+    assert (
+        "'layers.2' uses a tensor that 'layers.0' made and did not give out"
+        in one.borders.closed_boundaries[0].reason
+    )
 
 
 def test_lists_that_a_block_writes_into_close_the_borders_behind_it():
@@ -183,7 +190,10 @@ def test_lists_that_a_block_writes_into_close_the_borders_behind_it():
         x = model.layers[0](x, past)
         return model.head(x + past[0])
 
-    assert "'layers.0' writes into a list or dict that it is given" in refused(glue, block).borders.closed[0].why
+    assert (
+        "'layers.0' writes into a list or dict that it is given"
+        in refused(glue, block).borders.closed_boundaries[0].reason
+    )
 
 
 def test_objects_that_nobody_looks_into_close_the_borders_behind_them():
@@ -197,8 +207,8 @@ def test_objects_that_nobody_looks_into_close_the_borders_behind_them():
         return model.head(x)
 
     one = chained(glue, lambda block, x: Opaque(block.linear(x).tanh()))
-    assert one.borders.open() == ()
-    assert "'layers.0' gives out a Opaque, into which nobody looks" in one.borders.closed[0].why
+    assert one.borders.open_boundaries() == ()
+    assert "'layers.0' gives out a Opaque, into which nobody looks" in one.borders.closed_boundaries[0].reason
 
 
 def test_a_view_that_is_written_closes_the_borders_between_both():
@@ -210,8 +220,8 @@ def test_a_view_that_is_written_closes_the_borders_between_both():
         return model.head(model.layers[2](z) + y)
 
     one = refused(glue, lambda block, x: block.linear(x))
-    assert one.borders.open() == ("layers.2", "head")
-    assert "and would cross apart" in one.borders.closed[0].why
+    assert one.borders.open_boundaries() == ("layers.2", "head")
+    assert "and would cross apart" in one.borders.closed_boundaries[0].reason
 
 
 def test_numbers_that_glue_draws_for_itself_after_others_for_values_close_borders():
@@ -221,10 +231,10 @@ def test_numbers_that_glue_draws_for_itself_after_others_for_values_close_border
         return model.head(model.layers[2](x))
 
     reading = reading_of(lambda: Chain(glue), X)
-    borders = learn(reading, X).borders
-    assert borders.open() == ("layers.1",)
-    assert "draws numbers for all parts (at test_crossing.py:" in borders.closed[0].why
-    assert Courses(reading).of(X).borders == borders
+    borders = trace_forward_graph(reading, X).boundaries
+    assert borders.open_boundaries() == ("layers.1",)
+    assert "draws numbers for all parts (at test_crossing.py:" in borders.closed_boundaries[0].reason
+    assert ForwardGraphCache(reading).get(X).boundaries == borders
 
 
 def test_numbers_that_glue_draws_for_all_parts_behind_a_block_that_drew_close_borders():
@@ -237,10 +247,14 @@ def test_numbers_that_glue_draws_for_all_parts_behind_a_block_that_drew_close_bo
     def dropping(block: Block, x: torch.Tensor) -> torch.Tensor:
         return F.dropout(block.linear(x).tanh(), 0.5)
 
-    borders = learn(reading_of(lambda: Chain(glue, dropping), X), X).borders
-    assert borders.open() == ()
-    closed = borders.closed[0]
-    assert closed.why.startswith("the glue behind 'layers.0' draws numbers for all parts (at test_crossing.py:")
-    assert "after others that the block draws, which parts behind it do not" in closed.why
+    borders = trace_forward_graph(reading_of(lambda: Chain(glue, dropping), X), X).boundaries
+    assert borders.open_boundaries() == ()
+    closed = borders.closed_boundaries[0]
+    assert closed.reason.startswith(
+        "the glue behind 'layers.0' draws numbers for all parts (at test_crossing.py:"
+    )
+    assert "after others that the block draws, which parts behind it do not" in closed.reason
     assert "set the layer drop to 0" in closed.fix
-    assert len(learn(reading_of(lambda: Chain(glue), X), X).borders.open()) == 3  # blocks that draw nothing
+    assert (
+        len(trace_forward_graph(reading_of(lambda: Chain(glue), X), X).boundaries.open_boundaries()) == 3
+    )  # blocks that draw nothing

@@ -9,10 +9,10 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.model.blocks.driver import Drive, backward
-from meshwright.model.pipeline.replay_script import Scripts
-from meshwright.model.pipeline.stage_forward import Ran, run
-from meshwright.model.tensors.pytree import tensors
+from meshwright.model.blocks.driver import ForwardDriver, backward
+from meshwright.model.pipeline.replay_script import ScriptCache
+from meshwright.model.pipeline.stage_forward import StageResult, run_stage
+from meshwright.model.tensors.pytree import tree_tensors
 from tests.model.block_backward import Chain, Forward, weigh
 from tests.model.pipeline.staged_model import Ranks, chained, ranks, same
 
@@ -22,16 +22,18 @@ def other(value: torch.Tensor) -> torch.Tensor:
     return value * 0.5 + 0.1 if value.is_floating_point() else value.flip(-1)
 
 
-def gradients(ran: Ran, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor | None]:
+def gradients(ran: StageResult, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor | None]:
     """Those of a part whose gifts are weighed; they are taken off the parameters."""
     if ran.outputs is not None:
         weigh(ran.outputs).backward()
-    for leaf in ran.given.values():
+    for leaf in ran.sent_values.values():
         leaf.grad = torch.ones_like(leaf) if leaf.requires_grad else None
-    backward(ran.closing)
-    for visit in reversed(ran.passed.visits.values()):
+    backward(ran.closing_call)
+    for visit in reversed(ran.forward_pass.block_calls.values()):
         backward(visit)
-    found = [parameter.grad for parameter in parameters.values()] + [leaf.grad for leaf in ran.received.values()]
+    found = [parameter.grad for parameter in parameters.values()] + [
+        leaf.grad for leaf in ran.received_values.values()
+    ]
     for parameter in parameters.values():
         parameter.grad = None
     return found
@@ -39,30 +41,45 @@ def gradients(ran: Ran, parameters: dict[str, nn.Parameter]) -> list[torch.Tenso
 
 def spoilt(one: Ranks, borders: Sequence[str] = ()) -> list[str]:
     """Why nothing was written down of each part of `one`, "" where something was, and gave what a forward gives."""
-    module, blocks, parameters = one.reading.make("cpu", torch.float64)
-    drive, scripts, why = Drive(blocks, in_place=one.reading.anatomy.in_place), Scripts(module, blocks), []
+    module, blocks, parameters = one.reading.make_module("cpu", torch.float64)
+    drive, scripts, why = (
+        ForwardDriver(blocks, in_place=one.reading.model_spec.writes_in_place),
+        ScriptCache(module, blocks),
+        [],
+    )
     first, second = one.inputs, {key: other(value) for key, value in one.inputs.items()}
     stores: dict[bool, dict[str, torch.Tensor]] = {False: {}, True: {}}
     calls: list[object] = []
     module.register_forward_pre_hook(lambda *given: calls.append(given))
-    for part in one.borders.parts(borders):
+    for part in one.borders.stages(borders):
 
-        def played(inputs: Any, store: dict[str, torch.Tensor], scripts: Scripts | None, part: Any = part) -> Ran:
+        def played(
+            inputs: Any, store: dict[str, torch.Tensor], scripts: ScriptCache | None, part: Any = part
+        ) -> StageResult:
             received = {value.name: store[value.name].clone() for value in part.takes}
             given, reach = {"scripts": scripts, "inputs": inputs}, lambda visit: None
             rows = len(next(iter(inputs.values())))
-            return run(partial(module, **inputs), drive, one.course, part, rows, received, reach=reach, **given)
+            return run_stage(
+                partial(module, **inputs),
+                drive,
+                one.course,
+                part,
+                rows,
+                received,
+                before_block=reach,
+                **given,
+            )
 
         written = played(first, stores[False], scripts)
         truth = played(second, stores[True], None)
         calls.clear()
         again = played(second, stores[True], scripts)
-        why.append(next(iter(scripts.spoilt.values()), ""))
+        why.append(next(iter(scripts.failure_reasons.values()), ""))
         assert bool(calls) == bool(why[-1])
-        scripts.spoilt.clear()
-        assert same([truth.given, truth.outputs], [again.given, again.outputs])
-        stores[False] |= {name: leaf.detach() for name, leaf in written.given.items()}
-        stores[True] |= {name: leaf.detach() for name, leaf in truth.given.items()}
+        scripts.failure_reasons.clear()
+        assert same([truth.sent_values, truth.outputs], [again.sent_values, again.outputs])
+        stores[False] |= {name: leaf.detach() for name, leaf in written.sent_values.items()}
+        stores[True] |= {name: leaf.detach() for name, leaf in truth.sent_values.items()}
         expected, found = gradients(truth, parameters), gradients(again, parameters)
         assert [tensor is None for tensor in expected] == [tensor is None for tensor in found]
         assert same([t for t in expected if t is not None], [t for t in found if t is not None])
@@ -77,7 +94,9 @@ def simple(model: Chain, x: torch.Tensor) -> object:
     return model.head(model.layers[2](model.layers[1](h) + scale) + twice)
 
 
-@pytest.mark.parametrize("borders", [(), ("layers.1",), ("layers.1", "layers.2"), ("layers.1", "layers.2", "head")])
+@pytest.mark.parametrize(
+    "borders", [(), ("layers.1",), ("layers.1", "layers.2"), ("layers.1", "layers.2", "head")]
+)
 def test_glue_and_blocks_are_played_for_other_numbers(borders: tuple[str, ...]):
     assert spoilt(chained(simple), borders) == [""] * (len(borders) + 1)
 
@@ -158,16 +177,25 @@ def test_a_block_that_takes_numbers_from_an_attribute_is_not_written_down():
     assert any("takes what it computes with from elsewhere" in why for why in spoilt(chained(aside, block)))
 
 
-def whole(one: Ranks, hook: Any = None) -> tuple[Scripts, Any]:
+def whole(one: Ranks, hook: Any = None) -> tuple[ScriptCache, Any]:
     """The scripts of one part that is the whole model, and what runs it on inputs: with scripts, or as ever."""
-    module, blocks, _ = one.reading.make("cpu", torch.float64)
+    module, blocks, _ = one.reading.make_module("cpu", torch.float64)
     if hook is not None:
         next(iter(blocks.values())).register_forward_hook(hook)
-    drive, scripts, (part,) = Drive(blocks), Scripts(module, blocks), one.borders.parts(())
+    drive, scripts, (part,) = ForwardDriver(blocks), ScriptCache(module, blocks), one.borders.stages(())
 
     def play(inputs: Any, *, truly: bool = False) -> Any:
         given = {"scripts": None if truly else scripts, "inputs": inputs}
-        return run(partial(module, **inputs), drive, one.course, part, 4, {}, reach=lambda visit: None, **given).outputs
+        return run_stage(
+            partial(module, **inputs),
+            drive,
+            one.course,
+            part,
+            4,
+            {},
+            before_block=lambda visit: None,
+            **given,
+        ).outputs
 
     return scripts, play
 
@@ -189,7 +217,7 @@ def test_a_forward_that_leaves_something_behind_runs_each_time(glue: Forward):
     (scripts, play), (_, truth) = whole(one), whole(one)
     for _ in range(3):
         assert same(truth(one.inputs, truly=True), play(one.inputs))
-    assert len(scripts.spoilt) == 1
+    assert len(scripts.failure_reasons) == 1
 
 
 def test_what_a_forward_makes_once_and_keeps_is_no_reason_to_run_it_each_time():
@@ -202,7 +230,7 @@ def test_what_a_forward_makes_once_and_keeps_is_no_reason_to_run_it_each_time():
     scripts, play = whole(one)
     first, second, third = (play(one.inputs) for _ in range(3))
     assert same([first, first], [second, third])
-    assert len(scripts._written) == 1
+    assert len(scripts._scripts) == 1
 
 
 def test_a_hook_of_a_block_is_not_applied_twice():
@@ -211,7 +239,9 @@ def test_a_hook_of_a_block_is_not_applied_twice():
     play(one.inputs)
     inputs = {key: other(value) for key, value in one.inputs.items()}
     assert same(play(inputs, truly=True), play(inputs))
-    assert [why.partition(" ")[2] for why in scripts.spoilt.values()] == ["has hooks, or something is captured in it"]
+    assert [why.partition(" ")[2] for why in scripts.failure_reasons.values()] == [
+        "has hooks, or something is captured in it"
+    ]
 
 
 def test_a_tensor_that_comes_as_two_inputs_is_not_taken_for_both_afterwards():
@@ -228,7 +258,7 @@ def test_a_tensor_that_comes_as_two_inputs_is_not_taken_for_both_afterwards():
     play({"x": x, "y": x})
     inputs = {"x": x * 2, "y": x + 1}
     assert same(play(inputs, truly=True), play(inputs))
-    assert list(scripts.spoilt.values()) == ["one tensor came as two"]
+    assert list(scripts.failure_reasons.values()) == ["one tensor came as two"]
 
 
 def test_inputs_of_the_same_shapes_and_other_names_have_another_script():
@@ -237,7 +267,9 @@ def test_inputs_of_the_same_shapes_and_other_names_have_another_script():
             super().__init__()
             self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
 
-        def forward(self, x: torch.Tensor, plus: torch.Tensor | None = None, minus: torch.Tensor | None = None) -> torch.Tensor:
+        def forward(
+            self, x: torch.Tensor, plus: torch.Tensor | None = None, minus: torch.Tensor | None = None
+        ) -> torch.Tensor:
             y = self.first(x)
             return self.second(y + plus if plus is not None else y - minus)
 
@@ -251,7 +283,7 @@ def test_inputs_of_the_same_shapes_and_other_names_have_another_script():
 def test_a_constant_that_somebody_writes_into_is_not_used_again():
     one = chained(simple)
     scripts, play = whole(one)
-    key = (one.borders.parts(())[0].visits[0], "x", (one.inputs["x"].shape, one.inputs["x"].dtype))
+    key = (one.borders.stages(())[0].block_calls[0], "x", (one.inputs["x"].shape, one.inputs["x"].dtype))
     play(one.inputs)
     script = scripts.find(key)
     assert script is not None
@@ -273,5 +305,5 @@ def test_a_llama_is_played(masked: bool):
     rows = {"input_ids": ids} | ({"attention_mask": torch.ones(4, 5, dtype=torch.int64)} if masked else {})
     one = ranks(lambda: transformers.LlamaForCausalLM(config), rows)
     why = spoilt(one, ("model.layers.1", "model.layers.2"))
-    assert len(tensors(list(one.inputs.values()))) == 1 + masked
+    assert len(tree_tensors(list(one.inputs.values()))) == 1 + masked
     assert all("reads a number" in each for each in why) if masked else why == [""] * 3

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.model.analysis.analyze import read
-from meshwright.model.analysis.pipeline_trial import Courses
-from meshwright.model.blocks.driver import Drive
-from meshwright.model.blocks.loss_inputs import Judge
+from meshwright.model.analysis.analyze import analyze
+from meshwright.model.analysis.pipeline_trial import ForwardGraphCache
+from meshwright.model.blocks.driver import ForwardDriver
+from meshwright.model.blocks.loss_inputs import LossSpec
 from meshwright.model.loading.loader import Model, load_factory
-from meshwright.model.pipeline.stage_forward import run
+from meshwright.model.pipeline.stage_forward import run_stage
 from meshwright.plan.job.errors import PlanError
 from tests.model.block_backward import Chain, Forward
 from tests.model.pipeline.staged_model import X, chained, exact, played, ranks, steps
@@ -28,12 +28,21 @@ def simple(model: Chain, x: torch.Tensor) -> object:
 
 def test_a_value_that_is_not_handed_over_is_named():
     one = chained(simple)
-    part = one.borders.parts(["layers.1", "layers.2"])[2]
-    module, blocks, _ = one.reading.make("cpu", torch.float64)
+    part = one.borders.stages(["layers.1", "layers.2"])[2]
+    module, blocks, _ = one.reading.make_module("cpu", torch.float64)
     with pytest.raises(
-        PlanError, match=r"the part of 'layers\.2' takes the value 'layers\.0\+0 \(mul at test_parts\.py:\d+\)', which"
+        PlanError,
+        match=r"the part of 'layers\.2' takes the value 'layers\.0\+0 \(mul at test_parts\.py:\d+\)', which",
     ):
-        run(lambda: module(**one.inputs), Drive(blocks), one.course, part, 4, {}, reach=lambda visit: None)
+        run_stage(
+            lambda: module(**one.inputs),
+            ForwardDriver(blocks),
+            one.course,
+            part,
+            4,
+            {},
+            before_block=lambda visit: None,
+        )
 
 
 @pytest.mark.parametrize("lost", ["layers.0", "layers.0+0", "layers.2+0"])
@@ -41,7 +50,7 @@ def test_a_value_that_is_dropped_from_what_is_live_is_noticed_by_its_name(lost: 
     one = chained(simple)
     kept = tuple(value for value in one.borders.values if value.name != lost)
     assert len(kept) == len(one.borders.values) - 1
-    one.course = replace(one.course, borders=replace(one.borders, values=kept))
+    one.course = replace(one.course, boundaries=replace(one.borders, values=kept))
     at = {"layers.0": "layers.1", "layers.0+0": "layers.2", "layers.2+0": "head"}[lost]
     with pytest.raises(PlanError, match=rf"the value '{lost.replace('+', chr(92) + '+')}'.*did not receive"):
         one.error([at])
@@ -59,29 +68,41 @@ def test_a_tensor_that_other_parts_wrote_into_and_nobody_handed_over_is_noticed(
     gathered = "layers.1+0~"
     kept = tuple(value for value in one.borders.values if value.name != gathered)
     assert len(kept) == len(one.borders.values) - 1
-    one.course = replace(one.course, borders=replace(one.borders, values=kept))
+    one.course = replace(one.course, boundaries=replace(one.borders, values=kept))
     with pytest.raises(
-        PlanError, match=r"computes sum \(at test_parts\.py:\d+\) with the value 'layers\.1\+0~'.* did not receive"
+        PlanError,
+        match=r"computes sum \(at test_parts\.py:\d+\) with the value 'layers\.1\+0~'.* did not receive",
     ):
         one.error(["layers.2"])
 
 
 def test_a_forward_that_takes_another_way_than_its_course_is_refused():
     one = chained(simple)
-    part = one.borders.parts(["layers.1"])[1]
-    module, blocks, _ = one.reading.make("cpu", torch.float64)
-    received = {value.name: torch.zeros(value.shape(4), dtype=torch.float64) for value in part.takes}
+    part = one.borders.stages(["layers.1"])[1]
+    module, blocks, _ = one.reading.make_module("cpu", torch.float64)
+    received = {value.name: torch.zeros(value.shape(4), dtype=torch.float64) for value in part.inputs}
 
     def play(glue: Forward) -> None:
         module.glue = glue
-        run(lambda: module(**one.inputs), Drive(blocks), one.course, part, 4, received, reach=lambda visit: None)
+        run_stage(
+            lambda: module(**one.inputs),
+            ForwardDriver(blocks),
+            one.course,
+            part,
+            4,
+            received,
+            before_block=lambda visit: None,
+        )
 
     with pytest.raises(
-        PlanError, match=r"computes exp \(at test_parts\.py:\d+\) with 'layers\.0', which it did not in the trial run"
+        PlanError,
+        match=r"computes exp \(at test_parts\.py:\d+\) with 'layers\.0', which it did not in the trial run",
     ):
         play(lambda model, x: model.head(model.layers[0](x).exp()))
-    module, blocks, _ = one.reading.make("cpu", torch.float64)
-    with pytest.raises(PlanError, match=r"calls 'layers\.2' behind 'layers\.0', which it did not in the trial run"):
+    module, blocks, _ = one.reading.make_module("cpu", torch.float64)
+    with pytest.raises(
+        PlanError, match=r"calls 'layers\.2' behind 'layers\.0', which it did not in the trial run"
+    ):
         play(lambda model, x: model.layers[2](model.layers[0](x)))
 
 
@@ -104,7 +125,7 @@ def test_parameters_that_glue_uses_have_a_share_in_each_part():
             x = layer(x * gain)
         return F.linear(x, model.layers[0].linear.weight)
 
-    roots = dict(exact(glue).roots)
+    roots = dict(exact(glue).root_params)
     assert roots["scale"] == ("layers.0", "layers.1")  # where what they make of it is used
     assert roots["layers.0.linear.weight"] == ("layers.2",)
 
@@ -126,21 +147,26 @@ def test_the_state_of_a_model_is_as_before_when_it_is_left():
                 self.depth -= 1
 
     one = ranks(Counting, X)
-    module, blocks, _ = one.reading.make("cpu", torch.float64)
-    drive, part = Drive(blocks), one.borders.parts(["layers.1"])[0]
-    ran = run(lambda: module(**one.inputs), drive, one.course, part, 4, {}, reach=lambda visit: None)
+    module, blocks, _ = one.reading.make_module("cpu", torch.float64)
+    drive, part = ForwardDriver(blocks), one.borders.stages(["layers.1"])[0]
+    ran = run_stage(
+        lambda: module(**one.inputs), drive, one.course, part, 4, {}, before_block=lambda visit: None
+    )
     drive.detach()
     assert module.depth == 0
-    assert list(ran.given) == ["layers.0+0"]
-    assert torch.equal(module(**one.inputs), one.reading.make("cpu", torch.float64)[0](**one.inputs))
+    assert list(ran.sent_values) == ["layers.0+0"]
+    assert torch.equal(module(**one.inputs), one.reading.make_module("cpu", torch.float64)[0](**one.inputs))
 
 
 def test_a_gradient_that_is_not_sent_back_changes_those_of_one_backward():
     one = chained(simple)
-    parts = one.borders.parts(["layers.1", "layers.2"])
-    made = [one.reading.make("cpu", torch.float64) for _ in parts]
+    parts = one.borders.stages(["layers.1", "layers.2"])
+    made = [one.reading.make_module("cpu", torch.float64) for _ in parts]
     assert one.error(["layers.1", "layers.2"]) < 1e-12
-    lost = [replace(part, takes=tuple(replace(v, needed=v.name != "layers.0+0") for v in part.takes)) for part in parts]
+    lost = [
+        replace(part, inputs=tuple(replace(v, needs_grad=v.name != "layers.0+0") for v in part.inputs))
+        for part in parts
+    ]
     gradients, _ = steps(one, lost, made, lean=False)
     difference = gradients[0]["layers.0.linear.weight"] - one.truth["layers.0.linear.weight"]
     assert difference.abs().max() > 1e-2
@@ -148,15 +174,19 @@ def test_a_gradient_that_is_not_sent_back_changes_those_of_one_backward():
 
 def test_a_graph_that_is_not_cut_within_a_part_is_one_backward():
     one = chained(simple)
-    first, last = one.borders.parts(["layers.2"])
+    first, last = one.borders.stages(["layers.2"])
     store: dict[str, torch.Tensor] = {}
-    module, blocks, parameters = one.reading.make("cpu", torch.float64)
-    drive = Drive(blocks, cut=False)
+    module, blocks, parameters = one.reading.make_module("cpu", torch.float64)
+    drive = ForwardDriver(blocks, cut_graph=False)
     early = played(one, first, module, drive, store)
-    late = played(one, last, module, drive, {name: tensor.detach() for name, tensor in early.given.items()})
+    late = played(
+        one, last, module, drive, {name: tensor.detach() for name, tensor in early.sent_values.items()}
+    )
     one.total(late.outputs).backward()
-    names = list(early.given)
-    torch.autograd.backward([early.given[name] for name in names], [late.received[name].grad for name in names])
+    names = list(early.sent_values)
+    torch.autograd.backward(
+        [early.sent_values[name] for name in names], [late.received_values[name].grad for name in names]
+    )
     drive.detach()
     for name, parameter in parameters.items():
         truth = one.truth[name]
@@ -169,36 +199,43 @@ def test_what_the_loss_does_not_take_is_not_sent_and_says_so_when_it_is_looked_a
         first = model.layers[0](x)
         return {"y": model.head(model.layers[1](first)), "first": first}
 
-    judge = Judge(lambda outputs, batch: outputs["y"].sum(), ())
-    reading = read(load_factory(lambda: Model(Chain(glue), X), 0, "model"), X, (), judge)
-    course = Courses(reading).of(X)
-    assert [value.name for value in course.borders.live("head")] == ["layers.1"]
-    module, blocks, _ = reading.make("cpu", torch.float32)
-    store, drive = dict[str, torch.Tensor](), Drive(blocks)
-    for part in course.borders.parts(["head"]):
-        ran = run(lambda: module(**X), drive, course, part, 4, store, reach=lambda visit: None)
-        store |= ran.given
+    judge = LossSpec(lambda outputs, batch: outputs["y"].sum(), ())
+    reading = analyze(load_factory(lambda: Model(Chain(glue), X), 0, "model"), X, (), judge)
+    course = ForwardGraphCache(reading).get(X)
+    assert [value.name for value in course.boundaries.live_values("head")] == ["layers.1"]
+    module, blocks, _ = reading.make_module("cpu", torch.float32)
+    store, drive = dict[str, torch.Tensor](), ForwardDriver(blocks)
+    for part in course.boundaries.stages(["head"]):
+        ran = run_stage(lambda: module(**X), drive, course, part, 4, store, before_block=lambda visit: None)
+        store |= ran.sent_values
     drive.detach()
     assert torch.equal(ran.outputs["y"], module(**X)["y"])
     assert ran.outputs["first"].shape == (4, 6)
     with pytest.raises(
-        PlanError, match=r"behind the forward, mul \(at test_parts\.py:\d+\) takes the value 'layers\.0', made behind"
+        PlanError,
+        match=r"behind the forward, mul \(at test_parts\.py:\d+\) takes the value 'layers\.0', made behind",
     ):
         ran.outputs["first"] * 2
 
 
 def test_nothing_is_kept_of_a_run_when_nobody_holds_what_it_left():
     one = chained(simple)
-    parts = one.borders.parts(["layers.1", "layers.2"])
-    module, blocks, _ = one.reading.make("cpu", torch.float64)
-    drive, store = Drive(blocks), dict[str, torch.Tensor]()
+    parts = one.borders.stages(["layers.1", "layers.2"])
+    module, blocks, _ = one.reading.make_module("cpu", torch.float64)
+    drive, store = ForwardDriver(blocks), dict[str, torch.Tensor]()
     gc.disable()
     try:
         for part in parts:
             ran = played(one, part, module, drive, store)
-            store |= {name: tensor.detach() for name, tensor in ran.given.items()}
-            held = [weakref.ref(tensor) for tensor in (*ran.given.values(), *ran.received.values())]
-            held += [weakref.ref(tensor) for visit in ran.passed.visits.values() for tensor, _ in visit.outputs]
+            store |= {name: tensor.detach() for name, tensor in ran.sent_values.items()}
+            held = [
+                weakref.ref(tensor) for tensor in (*ran.sent_values.values(), *ran.received_values.values())
+            ]
+            held += [
+                weakref.ref(tensor)
+                for visit in ran.forward_pass.block_calls.values()
+                for tensor, _ in visit.outputs
+            ]
             del ran
             assert [ref() for ref in held if ref() is not None] == []
     finally:

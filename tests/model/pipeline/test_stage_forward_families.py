@@ -8,21 +8,43 @@ import torch
 from torch import nn
 
 from benchmarks.factories import ResNet, Translator, TwoTowers, UNet
-from meshwright.model.analysis.pipeline_trial import Courses
-from meshwright.model.blocks.driver import Drive
-from meshwright.model.pipeline.stage_forward import run
+from meshwright.model.analysis.pipeline_trial import ForwardGraphCache
+from meshwright.model.blocks.driver import ForwardDriver
+from meshwright.model.pipeline.stage_forward import run_stage
 from meshwright.model.rng.dropout_mode import StatelessDropout
-from meshwright.model.rng.sites import Dice
+from meshwright.model.rng.sites import StatelessRNG
 from tests.model.block_backward import reading_of
 from tests.model.blocks.test_driver_families import PADDED, PAIRS, TOKENS, build
 from tests.model.pipeline.staged_model import Normed, Ranks, Total, crossing, divisions, ranks, same, steps
 
-SIZES = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "use_cache": False}
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "use_cache": False,
+}
 WIDE = {**SIZES, "intermediate_size": 24}
 GROUPED = {**WIDE, "num_key_value_heads": 2}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-GPT2 = {"vocab_size": 61, "n_embd": 16, "n_layer": 3, "n_head": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-T5 = {"vocab_size": 61, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+GPT2 = {
+    "vocab_size": 61,
+    "n_embd": 16,
+    "n_layer": 3,
+    "n_head": 2,
+    "resid_pdrop": 0,
+    "embd_pdrop": 0,
+    "attn_pdrop": 0,
+}
+T5 = {
+    "vocab_size": 61,
+    "d_model": 16,
+    "d_kv": 4,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+}
 MIXTRAL = {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
 EMBEDDING, HEAD = {"vocab_size": 61, "use_cache": False}, {"use_cache": False}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, torch.Tensor], int]] = {
@@ -30,10 +52,28 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, torch.Tensor], int
     "qwen3": ("Qwen3", "ForCausalLM", {**GROUPED, "head_dim": 8}, PADDED, 1),
     "gemma2": ("Gemma2", "ForCausalLM", {**GROUPED, "head_dim": 8, "sliding_window": 4}, PADDED, 1),
     "gpt-neox with parallel branches": ("GPTNeoX", "ForCausalLM", WIDE, PADDED, 1),
-    "gpt2, whose head is tied to its embedding": ("GPT2", "LMHeadModel", {**GPT2, **HEAD}, {"input_ids": TOKENS}, 1),
-    "mixtral, whose router logits are captured": ("Mixtral", "ForCausalLM", MIXTRAL, {"input_ids": TOKENS}, 4),
+    "gpt2, whose head is tied to its embedding": (
+        "GPT2",
+        "LMHeadModel",
+        {**GPT2, **HEAD},
+        {"input_ids": TOKENS},
+        1,
+    ),
+    "mixtral, whose router logits are captured": (
+        "Mixtral",
+        "ForCausalLM",
+        MIXTRAL,
+        {"input_ids": TOKENS},
+        4,
+    ),
     "bert": ("Bert", "ForMaskedLM", {**WIDE, **STILL}, PADDED, 1),
-    "t5, whose decoder layers all take the end of the encoder": ("T5", "ForConditionalGeneration", {**T5, **HEAD}, PAIRS, 4),
+    "t5, whose decoder layers all take the end of the encoder": (
+        "T5",
+        "ForConditionalGeneration",
+        {**T5, **HEAD},
+        PAIRS,
+        4,
+    ),
 }
 IMAGE = {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 64).view(2, 3, 8, 8)}
 
@@ -53,8 +93,8 @@ def checked(
 ) -> Ranks:
     """The model, after every border alone and some divisions into 3 and 4 parts gave the gradients of one backward."""
     one = ranks(build, example, blocks, total)
-    found = one.borders.open()
-    assert found == one.borders.visits[1:]
+    found = one.borders.open_boundaries()
+    assert found == one.borders.block_calls[1:]
     for borders in divisions(found, most):
         assert one.error(borders) < 1e-12, borders
     assert one.error(found[:: max(1, len(found) // 3)], lean=True) < 1e-12
@@ -69,7 +109,9 @@ def test_a_family_in_parts_has_the_gradients_of_one_backward(name: str):
 
 
 def test_vit_hands_one_value_from_layer_to_layer():
-    one = checked(build("ViT", "ForImageClassification", {**WIDE, **STILL, "image_size": 8, "patch_size": 4}), IMAGE)
+    one = checked(
+        build("ViT", "ForImageClassification", {**WIDE, **STILL, "image_size": 8, "patch_size": 4}), IMAGE
+    )
     assert crossing(one.borders, 2)[0] == 1
 
 
@@ -80,14 +122,19 @@ def squared(outputs: torch.Tensor) -> torch.Tensor:
 
 def test_a_u_net_sends_its_skips_over_every_part():
     one = checked(UNet, {"x": IMAGE["pixel_values"]}, total=squared)
-    live = {border: [str(value) for value in one.borders.live(border)] for border in one.borders.open()}
+    live = {
+        border: [str(value) for value in one.borders.live_values(border)]
+        for border in one.borders.open_boundaries()
+    }
     assert [len(values) for values in live.values()] == [1, 2, 3, 2, 1]
 
 
 def test_two_towers_meet_behind_both():
     rows = torch.linspace(-1, 1, 96).view(3, 32)
     one = checked(TwoTowers, {"left": rows[:, :16], "right": rows[:, 16:]}, total=squared)
-    assert [value.used for value in one.borders.values if value.made.startswith("left")][-1] == (one.borders.visits[-1],)
+    assert [value.consumers for value in one.borders.values if value.producer.startswith("left")][-1] == (
+        one.borders.block_calls[-1],
+    )
 
 
 def test_a_translator_calls_its_embedding_twice_and_hands_a_mean_to_every_layer_of_its_decoder():
@@ -95,7 +142,7 @@ def test_a_translator_calls_its_embedding_twice_and_hands_a_mean_to_every_layer_
     one = checked(Translator, pairs, total=lambda outputs: outputs.sin().sum())
     mean = next(value for value in one.borders.values if value.op == "mean")
     assert mean.shape(7) == (7, 1, 16)  # it is sent before it is expanded
-    assert mean.used == ("encoder.1", "decoder.0")
+    assert mean.consumers == ("encoder.1", "decoder.0")
 
 
 def test_a_residual_network():
@@ -111,37 +158,46 @@ def test_batch_norms_write_their_statistics_in_their_own_part_only():
 def test_fine_blocks_send_the_residual_once():
     sizes = {**WIDE, "num_hidden_layers": 2, "num_key_value_heads": 2}
     fine = [f"model.layers.{n}.{part}" for n in range(2) for part in ("input_layernorm", "self_attn", "mlp")]
-    one = checked(build("Llama", "ForCausalLM", sizes), PADDED, ["model.embed_tokens", *fine, "lm_head"], most=3)
-    live = {border: len(one.borders.live(border)) for border in one.borders.open()}
+    one = checked(
+        build("Llama", "ForCausalLM", sizes), PADDED, ["model.embed_tokens", *fine, "lm_head"], most=3
+    )
+    live = {border: len(one.borders.live_values(border)) for border in one.borders.open_boundaries()}
     assert live["model.layers.0.self_attn"] == 2  # what is normed, and the residual
     assert live["model.layers.1.input_layernorm"] == 1
 
 
 def test_other_numbers_of_rows_and_other_lengths_than_in_the_trial():
-    other = {"input_ids": torch.arange(35).view(5, 7) * 3 % 61, "attention_mask": torch.ones(5, 7, dtype=torch.long)}
+    other = {
+        "input_ids": torch.arange(35).view(5, 7) * 3 % 61,
+        "attention_mask": torch.ones(5, 7, dtype=torch.long),
+    }
     one = ranks(build("Llama", "ForCausalLM", GROUPED), PADDED, total=weighed, rows=other)
-    assert one.error(one.borders.open()[1:4]) < 1e-12
-    wide = ranks(build("T5", "ForConditionalGeneration", {**T5, **HEAD}), PAIRS, total=weighed, rows={**PAIRS})
-    assert wide.error(wide.borders.open()[2:5]) < 1e-12
+    assert one.error(one.borders.open_boundaries()[1:4]) < 1e-12
+    wide = ranks(
+        build("T5", "ForConditionalGeneration", {**T5, **HEAD}), PAIRS, total=weighed, rows={**PAIRS}
+    )
+    assert wide.error(wide.borders.open_boundaries()[2:5]) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["llama", "t5, whose decoder layers all take the end of the encoder"])
 def test_an_evaluation_in_parts_gives_the_same_outputs(name: str):
     family, head, sizes, example, _ = FAMILIES[name]
     one = ranks(build(family, head, sizes), example, total=weighed)
-    module = one.reading.make("cpu", torch.float64)[0].eval()
+    module = one.reading.make_module("cpu", torch.float64)[0].eval()
     with torch.no_grad():
         expected = module(**one.inputs)
-    found = one.evaluated(one.borders.open()[1::2], Courses(one.reading, torch.float64))
+    found = one.evaluated(one.borders.open_boundaries()[1::2], ForwardGraphCache(one.reading, torch.float64))
     assert same(found.logits, expected.logits)
 
 
 def test_tied_weights_have_a_share_of_their_gradient_in_each_part_that_uses_them():
     one = ranks(build("GPT2", "LMHeadModel", {**GPT2, **HEAD}), {"input_ids": TOKENS}, total=weighed)
-    tied = one.reading.anatomy.weights[0]
-    assert tied.visits == ("transformer.wte", "lm_head")
-    parts = one.borders.parts(["lm_head"])
-    gradients, _ = steps(one, parts, [one.reading.make("cpu", torch.float64) for _ in parts], lean=False)
+    tied = one.reading.model_spec.params[0]
+    assert tied.block_calls == ("transformer.wte", "lm_head")
+    parts = one.borders.stages(["lm_head"])
+    gradients, _ = steps(
+        one, parts, [one.reading.make_module("cpu", torch.float64) for _ in parts], lean=False
+    )
     shares = [each[tied.name] for each in gradients]
     assert all(share.abs().max() > 0 for share in shares)
     torch.testing.assert_close(sum(shares), one.truth[tied.name], rtol=0, atol=1e-12)
@@ -150,16 +206,27 @@ def test_tied_weights_have_a_share_of_their_gradient_in_each_part_that_uses_them
 def test_dropout_masks_are_those_of_the_whole_model():
     sizes = {**GPT2, **HEAD, "resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": 0.1}
     reading = reading_of(build("GPT2", "LMHeadModel", sizes), {"input_ids": TOKENS})
-    course = Courses(reading, torch.float64).of({"input_ids": TOKENS})
-    dice = Dice(3, reading.sites)
-    module, blocks, _ = reading.make("cpu", torch.float64)
-    drive = Drive(blocks)
+    course = ForwardGraphCache(reading, torch.float64).get({"input_ids": TOKENS})
+    dice = StatelessRNG(3, reading.draw_sites)
+    module, blocks, _ = reading.make_module("cpu", torch.float64)
+    drive = ForwardDriver(blocks)
     store: dict[str, torch.Tensor] = {}
     with StatelessDropout(dice):
-        dice.begin(0, torch.tensor([4, 9]))
-        expected = drive.forward(dice.enter, lambda: module(input_ids=TOKENS))[0].logits
-        for part in course.borders.parts(["transformer.wpe", "transformer.h.0", "transformer.h.2", "lm_head"]):
-            dice.begin(0, torch.tensor([4, 9]))
-            ran = run(lambda: module(input_ids=TOKENS), drive, course, part, 2, store, reach=dice.enter, skip=dice.enter)
-            store |= ran.given
+        dice.begin_forward(0, torch.tensor([4, 9]))
+        expected = drive.forward(dice.enter_block, lambda: module(input_ids=TOKENS))[0].logits
+        for part in course.boundaries.stages(
+            ["transformer.wpe", "transformer.h.0", "transformer.h.2", "lm_head"]
+        ):
+            dice.begin_forward(0, torch.tensor([4, 9]))
+            ran = run_stage(
+                lambda: module(input_ids=TOKENS),
+                drive,
+                course,
+                part,
+                2,
+                store,
+                before_block=dice.enter_block,
+                on_skipped_call=dice.enter_block,
+            )
+            store |= ran.sent_values
     assert torch.equal(ran.outputs.logits, expected)

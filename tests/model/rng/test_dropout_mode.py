@@ -11,31 +11,33 @@ import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.model.rng.dropout_mode import StatelessDropout, trial
-from meshwright.model.rng.sites import Dice, Sites
+from meshwright.model.rng.dropout_mode import StatelessDropout, record_draw_sites
+from meshwright.model.rng.sites import DrawSites, StatelessRNG
 from meshwright.plan.job.errors import PlanError
 
 F64 = torch.float64
 
 
-def learnt(forward: Callable[[int], object], *batches: int) -> Sites:
+def learnt(forward: Callable[[int], object], *batches: int) -> DrawSites:
     """The sites of `forward(batch)`, from one trial per batch size."""
-    dice = Dice(0)
+    dice = StatelessRNG(0)
     for batch in batches or (7,):
-        with trial(dice, batch):
+        with record_draw_sites(dice, batch):
             forward(batch)
     return dice.sites
 
 
-def run(sites: Sites, ids: torch.Tensor, forward: Callable[[], torch.Tensor], step: int = 0) -> torch.Tensor:
-    dice = Dice(0, sites)
-    dice.begin(step, ids)
+def run(
+    sites: DrawSites, ids: torch.Tensor, forward: Callable[[], torch.Tensor], step: int = 0
+) -> torch.Tensor:
+    dice = StatelessRNG(0, sites)
+    dice.begin_forward(step, ids)
     with StatelessDropout(dice):
         return forward()
 
 
-def on(*sites: str) -> Sites:
-    return Sites(dict.fromkeys(sites, ("first",)))
+def on(*sites: str) -> DrawSites:
+    return DrawSites(dict.fromkeys(sites, ("first",)))
 
 
 def test_what_is_kept_is_scaled_and_gradients_flow_through_it_alone():
@@ -74,7 +76,7 @@ def test_without_probability_or_training_nothing_is_drawn():
         lambda: F.dropout2d(x, 0.3, False),
     ]
     for call in calls:
-        assert torch.equal(run(Sites(), torch.arange(3), call), x)
+        assert torch.equal(run(DrawSites(), torch.arange(3), call), x)
 
 
 def test_a_probability_beyond_one_is_refused():
@@ -99,12 +101,20 @@ def test_attention_is_exact_but_for_the_mask(name: str, monkeypatch: pytest.Monk
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(2, 4, 5, 8, dtype=F64, generator=generator).requires_grad_()
     k, v = (torch.randn(2, heads, 7, 8, dtype=F64, generator=generator).requires_grad_() for _ in range(2))
-    monkeypatch.setattr(Dice, "keep", lambda self, shape, p, device: torch.ones(shape, dtype=torch.bool))
-    found = run(Sites(), torch.arange(2), lambda: F.scaled_dot_product_attention(q, k, v, dropout_p=0.25, **MASKS[name]))
+    monkeypatch.setattr(
+        StatelessRNG, "keep_mask", lambda self, shape, p, device: torch.ones(shape, dtype=torch.bool)
+    )
+    found = run(
+        DrawSites(),
+        torch.arange(2),
+        lambda: F.scaled_dot_product_attention(q, k, v, dropout_p=0.25, **MASKS[name]),
+    )
     expected = F.scaled_dot_product_attention(q, k, v, **MASKS[name]) / 0.75
     assert torch.allclose(found, expected, rtol=1e-12, atol=1e-14)
     for one, other in zip(
-        torch.autograd.grad(found.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v)), strict=True
+        torch.autograd.grad(found.sum(), (q, k, v)),
+        torch.autograd.grad(expected.sum(), (q, k, v)),
+        strict=True,
     ):
         assert torch.allclose(one, other, rtol=1e-11, atol=1e-13)
 
@@ -113,9 +123,9 @@ def test_attention_drops_probabilities_by_the_mask_of_their_site():
     q, k = (torch.randn(2, 3, 5, 5, dtype=F64) for _ in range(2))
     eye = torch.eye(5, dtype=F64).expand(2, 3, 5, 5)
     dropped = run(on("/0"), torch.arange(2), lambda: F.scaled_dot_product_attention(q, k, eye, dropout_p=0.5))
-    dice = Dice(0, on("/0"))
-    dice.begin(0, torch.arange(2))
-    mask = dice.keep((2, 3, 5, 5), 0.5, q.device)
+    dice = StatelessRNG(0, on("/0"))
+    dice.begin_forward(0, torch.arange(2))
+    mask = dice.keep_mask((2, 3, 5, 5), 0.5, q.device)
     plain = (q @ k.transpose(-2, -1) / math.sqrt(5)).softmax(-1)
     assert torch.allclose(dropped, plain * mask * 2, rtol=1e-12)
 
@@ -123,7 +133,11 @@ def test_attention_drops_probabilities_by_the_mask_of_their_site():
 def test_attention_refuses_two_masks_as_torch_does():
     q = torch.randn(2, 3, 5, 5)
     with pytest.raises(ValueError, match="both attn_mask and is_causal"):
-        run(on("/0"), torch.arange(2), lambda: F.scaled_dot_product_attention(q, q, q, torch.ones(5, 5), 0.5, True))
+        run(
+            on("/0"),
+            torch.arange(2),
+            lambda: F.scaled_dot_product_attention(q, q, q, torch.ones(5, 5), 0.5, True),
+        )
 
 
 class Layers(nn.Module):
@@ -131,7 +145,9 @@ class Layers(nn.Module):
 
     def __init__(self, batch_first: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=batch_first) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=batch_first) for _ in range(2)
+        )
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -142,15 +158,20 @@ class Layers(nn.Module):
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("parts", [(3, 3), (2, 2, 2), (1,) * 6])
-def test_a_transformer_of_torch_is_the_same_however_the_batch_is_divided(batch_first: bool, parts: tuple[int, ...]):
+def test_a_transformer_of_torch_is_the_same_however_the_batch_is_divided(
+    batch_first: bool, parts: tuple[int, ...]
+):
     torch.manual_seed(0)
     model, dim = Layers(batch_first).train(), 0 if batch_first else 1
     x = torch.randn((6, 5, 8) if batch_first else (5, 6, 8), dtype=F64)
     ids = torch.tensor([4, 5, 6, 17, 18, 19])
     sites = learnt(lambda batch: model(x.narrow(dim, 0, 1).repeat_interleave(batch, dim)), 7, 11)
-    assert len(sites.allowed) == 2 * 4
+    assert len(sites.layouts) == 2 * 4
     whole = run(sites, ids, lambda: model(x))
-    pieces = [run(sites, i, lambda part=part: model(part)) for i, part in zip(ids.split(parts), x.split(parts, dim), strict=True)]
+    pieces = [
+        run(sites, i, lambda part=part: model(part))
+        for i, part in zip(ids.split(parts), x.split(parts, dim), strict=True)
+    ]
     assert torch.allclose(torch.cat(pieces, dim), whole, rtol=1e-12, atol=1e-13)
     assert not torch.allclose(run(sites, ids, lambda: model(x), step=1), whole)
 
@@ -164,11 +185,15 @@ GPT2 = transformers.GPT2Config(
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_gpt2_has_the_same_loss_and_gradients_in_one_batch_and_in_two(attention: str):
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel._from_config(copy.deepcopy(GPT2), attn_implementation=attention).double().train()
+    model = (
+        transformers.GPT2LMHeadModel._from_config(copy.deepcopy(GPT2), attn_implementation=attention)
+        .double()
+        .train()
+    )
     tokens, ids = torch.randint(0, 40, (4, 9)), torch.tensor([10, 11, 30, 31])
     sites = learnt(lambda batch: model(input_ids=tokens[:1].expand(batch, -1)))
-    assert len(sites.allowed) == 1 + 2 * 3
-    assert set(map(sites.kind, sites.allowed)) == {"first"}
+    assert len(sites.layouts) == 1 + 2 * 3
+    assert set(map(sites.layout, sites.layouts)) == {"first"}
 
     def summed(rows: torch.Tensor) -> torch.Tensor:
         logits = model(input_ids=rows).logits[:, :-1]
@@ -178,7 +203,9 @@ def test_gpt2_has_the_same_loss_and_gradients_in_one_batch_and_in_two(attention:
     gradients = torch.autograd.grad(whole, tuple(model.parameters()))
     halves = [run(sites, ids[i : i + 2], lambda i=i: summed(tokens[i : i + 2])) for i in (0, 2)]
     assert sum(halves).item() == pytest.approx(whole.item(), rel=1e-12)
-    for one, other in zip(torch.autograd.grad(sum(halves), tuple(model.parameters())), gradients, strict=True):
+    for one, other in zip(
+        torch.autograd.grad(sum(halves), tuple(model.parameters())), gradients, strict=True
+    ):
         assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
     swapped = run(sites, ids.flip(0), lambda: summed(tokens))
     assert abs(swapped.item() - whole.item()) > 1e-3
@@ -186,7 +213,11 @@ def test_gpt2_has_the_same_loss_and_gradients_in_one_batch_and_in_two(attention:
 
 def test_sdpa_and_eager_attention_drop_the_same_probabilities():
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel._from_config(copy.deepcopy(GPT2), attn_implementation="eager").double().train()
+    model = (
+        transformers.GPT2LMHeadModel._from_config(copy.deepcopy(GPT2), attn_implementation="eager")
+        .double()
+        .train()
+    )
     tokens, logits = torch.randint(0, 40, (3, 9)), []
     for attention in ("eager", "sdpa"):
         model.set_attn_implementation(attention)
@@ -225,11 +256,16 @@ def test_stochastic_depth_draws_one_number_per_sample():
 
 
 def test_rand_takes_its_arguments_as_torch_does():
-    sites = Sites({f"/{i}": ("shared",) for i in range(4)})
-    dice = Dice(0, sites)
-    dice.begin(0, torch.arange(1))
+    sites = DrawSites({f"/{i}": ("shared",) for i in range(4)})
+    dice = StatelessRNG(0, sites)
+    dice.begin_forward(0, torch.arange(1))
     with StatelessDropout(dice):
-        found = [torch.rand(2, 3), torch.rand([]), torch.rand(size=(2,), dtype=F64), torch.rand_like(torch.ones(3, dtype=F64))]
+        found = [
+            torch.rand(2, 3),
+            torch.rand([]),
+            torch.rand(size=(2,), dtype=F64),
+            torch.rand_like(torch.ones(3, dtype=F64)),
+        ]
     assert [tuple(u.shape) for u in found] == [(2, 3), (), (2,), (3,)]
     assert [u.dtype for u in found] == [torch.float32, torch.float32, F64, F64]
 
@@ -243,10 +279,10 @@ def test_a_trial_on_fake_tensors_learns_the_same_sites():
 
 
 def test_a_trial_keeps_everything_and_ends():
-    dice, x = Dice(0), torch.randn(7, 3)
-    with trial(dice, 7):
+    dice, x = StatelessRNG(0), torch.randn(7, 3)
+    with record_draw_sites(dice, 7):
         assert torch.equal(F.dropout(x, 0.5), x * 2)
-    dice.begin(0, torch.arange(7))
+    dice.begin_forward(0, torch.arange(7))
     with StatelessDropout(dice):
         assert (F.dropout(x, 0.5) == 0).any()
 
@@ -274,14 +310,14 @@ X = torch.rand(3, 4, 8)
     ],
 )
 def test_other_randomness_is_refused_by_name_with_the_repair(draw: Callable[[], object], name: str, fix: str):
-    dice = Dice(0)
-    dice.enter("layers.2")
+    dice = StatelessRNG(0)
+    dice.enter_block("layers.2")
     with pytest.raises(PlanError) as caught, StatelessDropout(dice):
         draw()
-    fault = caught.value.faults[0]
-    assert fault.what.startswith(f"{name} draws random numbers in training")
+    fault = caught.value.diagnostics[0]
+    assert fault.problem.startswith(f"{name} draws random numbers in training")
     assert fix in fault.fix
-    assert fault.where == "layers.2"
+    assert fault.location == "layers.2"
 
 
 def test_randomness_below_the_functions_of_torch_is_found_by_the_trial():
@@ -294,4 +330,4 @@ def test_randomness_below_the_functions_of_torch_is_found_by_the_trial():
 
 def test_fused_attention_without_dropout_passes_the_trial():
     q = torch.randn(7, 2, 5, 8)
-    assert not learnt(lambda batch: F.scaled_dot_product_attention(q, q, q)).allowed
+    assert not learnt(lambda batch: F.scaled_dot_product_attention(q, q, q)).layouts

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import read
+from meshwright.api import analyze
 from tests.model.rng.test_dropout_mode import on, run
 
 
@@ -21,11 +21,15 @@ from tests.model.rng.test_dropout_mode import on, run
         (lambda x: x.new_empty(len(x), 1).uniform_(to=3), lambda u: u * 3),
     ],
 )
-def test_draws_into_a_tensor_are_the_numbers_of_their_site(draw: Callable[..., torch.Tensor], of: Callable[..., torch.Tensor]):
+def test_draws_into_a_tensor_are_the_numbers_of_their_site(
+    draw: Callable[..., torch.Tensor], of: Callable[..., torch.Tensor]
+):
     x, sites = torch.ones(5, 3), on("/0")
     one = run(sites, torch.arange(5), lambda: draw(x))
     assert torch.equal(one, of(run(sites, torch.arange(5), lambda: torch.rand(5, 1))).float())
-    assert torch.equal(one[3:], run(sites, torch.arange(3, 5), lambda: draw(x[3:])))  # those samples, wherever they are
+    assert torch.equal(
+        one[3:], run(sites, torch.arange(3, 5), lambda: draw(x[3:]))
+    )  # those samples, wherever they are
     assert len(one.unique()) > 1
 
 
@@ -39,6 +43,8 @@ class ByNumpy(nn.Module):
 
 
 def test_draws_by_numpy_are_told_and_not_refused_as_they_may_do_nothing():
-    notes = read(ByNumpy(), {"x": torch.ones(2, 3)}).anatomy.notes
+    notes = analyze(ByNumpy(), {"x": torch.ones(2, 3)}).model_spec.notes
     assert any("the forward draws numbers with numpy.random" in note for note in notes)
-    assert not any("numpy" in note for note in read(nn.Linear(3, 3), {"input": torch.ones(2, 3)}).anatomy.notes)
+    assert not any(
+        "numpy" in note for note in analyze(nn.Linear(3, 3), {"input": torch.ones(2, 3)}).model_spec.notes
+    )

@@ -5,36 +5,45 @@ import math
 import pytest
 import torch
 
-from meshwright.model.rng.sites import Dice, Kind, Sites
-from meshwright.model.tensors.counter_rng import CHUNK
+from meshwright.model.rng.sites import DrawSites, SampleLayout, StatelessRNG
+from meshwright.model.tensors.counter_rng import CHUNK_NUMEL
 from meshwright.plan.job.errors import PlanError
 
 CPU = torch.device("cpu")
-SHAPES: dict[Kind, tuple[int, ...]] = {"first": (1, 5, 7), "second": (5, 1, 7), "rows": (3, 7), "shared": (5, 7)}
+SHAPES: dict[SampleLayout, tuple[int, ...]] = {
+    "first": (1, 5, 7),
+    "second": (5, 1, 7),
+    "rows": (3, 7),
+    "shared": (5, 7),
+}
 
 
-def shape_for(kind: Kind, batch: int) -> tuple[int, ...]:
+def shape_for(kind: SampleLayout, batch: int) -> tuple[int, ...]:
     shape = list(SHAPES[kind])
     if kind != "shared":
         shape[1 if kind == "second" else 0] *= batch
     return tuple(shape)
 
 
-def dice_for(kind: Kind, seed: int = 0) -> Dice:
-    return Dice(seed, Sites({"/0": (kind,), "a/0": (kind,), "b/0": (kind,), "a/1": (kind,)}))
+def dice_for(kind: SampleLayout, seed: int = 0) -> StatelessRNG:
+    return StatelessRNG(seed, DrawSites({"/0": (kind,), "a/0": (kind,), "b/0": (kind,), "a/1": (kind,)}))
 
 
-def keep(dice: Dice, kind: Kind, ids: list[int], step: int = 0, p: float = 0.4) -> torch.Tensor:
-    dice.begin(step, torch.tensor(ids))
-    return dice.keep(shape_for(kind, len(ids)), p, CPU)
+def keep(
+    dice: StatelessRNG, kind: SampleLayout, ids: list[int], step: int = 0, p: float = 0.4
+) -> torch.Tensor:
+    dice.begin_forward(step, torch.tensor(ids))
+    return dice.keep_mask(shape_for(kind, len(ids)), p, CPU)
 
 
 @pytest.mark.parametrize("parts", [(3, 3), (2, 2, 2), (1,) * 6, (5, 1)])
 @pytest.mark.parametrize("kind", ["first", "second", "rows"])
-def test_a_sample_has_the_same_mask_however_the_batch_is_divided(kind: Kind, parts: tuple[int, ...]):
+def test_a_sample_has_the_same_mask_however_the_batch_is_divided(kind: SampleLayout, parts: tuple[int, ...]):
     ids = [3, 4, 50, 51, 52, 9]
     whole = keep(dice_for(kind), kind, ids)
-    pieces = [keep(dice_for(kind), kind, ids[sum(parts[:i]) : sum(parts[: i + 1])]) for i in range(len(parts))]
+    pieces = [
+        keep(dice_for(kind), kind, ids[sum(parts[:i]) : sum(parts[: i + 1])]) for i in range(len(parts))
+    ]
     assert torch.equal(torch.cat(pieces, dim=1 if kind == "second" else 0), whole)
 
 
@@ -52,36 +61,36 @@ def test_seed_step_sample_and_site_each_change_the_mask():
     others = [keep(dice_for("first", seed=1), "first", [3]), keep(dice_for("first"), "first", [4])]
     others.append(keep(dice_for("first"), "first", [3], step=1))
     dice = dice_for("first")
-    dice.begin(0, torch.tensor([3]))
-    dice.enter("a")
-    others += [dice.keep((1, 5, 7), 0.4, CPU), dice.keep((1, 5, 7), 0.4, CPU)]
+    dice.begin_forward(0, torch.tensor([3]))
+    dice.enter_block("a")
+    others += [dice.keep_mask((1, 5, 7), 0.4, CPU), dice.keep_mask((1, 5, 7), 0.4, CPU)]
     assert all(not torch.equal(base, other) for other in others)
     assert not torch.equal(others[-1], others[-2])
 
 
 def test_a_block_that_is_run_again_draws_the_same():
     dice = dice_for("first")
-    dice.begin(0, torch.tensor([3]))
+    dice.begin_forward(0, torch.tensor([3]))
     masks = []
     for visit in ("a", "b", "a"):
-        dice.enter(visit)
-        masks.append(dice.keep((1, 5, 7), 0.4, CPU))
+        dice.enter_block(visit)
+        masks.append(dice.keep_mask((1, 5, 7), 0.4, CPU))
     assert torch.equal(masks[0], masks[2])
     assert not torch.equal(masks[0], masks[1])
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_the_share_that_is_dropped_is_p(p: float):
-    dice = Dice(0, Sites({"/0": ("first",)}))
-    dice.begin(0, torch.arange(10))
-    mask = dice.keep((10, 20_000), p, CPU)
+    dice = StatelessRNG(0, DrawSites({"/0": ("first",)}))
+    dice.begin_forward(0, torch.arange(10))
+    mask = dice.keep_mask((10, 20_000), p, CPU)
     assert abs(1 - mask.double().mean().item() - p) < 4 * math.sqrt(p * (1 - p) / mask.numel())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_uniform_numbers_lie_in_the_half_open_unit_interval(dtype: torch.dtype):
-    dice = Dice(0, Sites({"/0": ("first",)}))
-    dice.begin(0, torch.arange(10))
+    dice = StatelessRNG(0, DrawSites({"/0": ("first",)}))
+    dice.begin_forward(0, torch.arange(10))
     u = dice.uniform((10, 20_000), dtype, CPU)
     assert u.dtype == dtype
     assert u.min() >= 0
@@ -90,19 +99,19 @@ def test_uniform_numbers_lie_in_the_half_open_unit_interval(dtype: torch.dtype):
 
 
 def test_a_sample_wider_than_a_chunk_is_drawn_as_a_narrow_one_is():
-    dice = Dice(0, Sites({"/0": ("first",)}))
-    dice.begin(0, torch.arange(3))
-    wide = dice.keep((3, CHUNK + 5), 0.5, CPU)
-    dice.begin(0, torch.arange(3))
-    assert torch.equal(dice.keep((3, 100), 0.5, CPU), wide[:, :100])
-    assert wide[:, CHUNK:].any()
+    dice = StatelessRNG(0, DrawSites({"/0": ("first",)}))
+    dice.begin_forward(0, torch.arange(3))
+    wide = dice.keep_mask((3, CHUNK_NUMEL + 5), 0.5, CPU)
+    dice.begin_forward(0, torch.arange(3))
+    assert torch.equal(dice.keep_mask((3, 100), 0.5, CPU), wide[:, :100])
+    assert wide[:, CHUNK_NUMEL:].any()
 
 
 def test_one_trial_finds_the_sample_dim():
-    sites = Sites()
+    sites = DrawSites()
     for site, shape in {"f": (7, 3), "s": (3, 7), "r": (21, 4), "n": (12, 5), "scalar": ()}.items():
-        sites.learn(site, torch.Size(shape), 7)
-    assert {site: sites.kind(site) for site in sites.allowed} == {
+        sites.record(site, torch.Size(shape), 7)
+    assert {site: sites.layout(site) for site in sites.layouts} == {
         "f": "first",
         "s": "second",
         "r": "rows",
@@ -112,31 +121,35 @@ def test_one_trial_finds_the_sample_dim():
 
 
 def test_a_second_trial_settles_what_the_first_left_open():
-    sites = Sites()
+    sites = DrawSites()
     for batch in (3, 5):
-        sites.learn("time first", torch.Size((3, batch, 8)), batch)
-        sites.learn("heads", torch.Size((12, 4)), batch)
-    assert sites.kind("time first") == "second"
-    assert sites.kind("heads") == "shared"
+        sites.record("time first", torch.Size((3, batch, 8)), batch)
+        sites.record("heads", torch.Size((12, 4)), batch)
+    assert sites.layout("time first") == "second"
+    assert sites.layout("heads") == "shared"
 
 
 def test_a_site_that_no_trial_met_is_refused():
-    dice = Dice(0)
-    dice.begin(0, torch.arange(2))
-    dice.enter("layers.3")
+    dice = StatelessRNG(0)
+    dice.begin_forward(0, torch.arange(2))
+    dice.enter_block("layers.3")
     with pytest.raises(PlanError, match=r"layers\.3/0: the forward draws random numbers at a place"):
-        dice.keep((2, 3), 0.5, CPU)
+        dice.keep_mask((2, 3), 0.5, CPU)
 
 
 @pytest.mark.parametrize(("kind", "size"), [("first", (4, 2)), ("second", (2, 4)), ("rows", (4, 2))])
-def test_a_tensor_that_does_not_fit_the_announced_samples_is_refused(kind: Kind, size: tuple[int, int]):
+def test_a_tensor_that_does_not_fit_the_announced_samples_is_refused(
+    kind: SampleLayout, size: tuple[int, int]
+):
     dice = dice_for(kind)
-    dice.begin(0, torch.arange(3))
-    with pytest.raises(PlanError, match=rf"is drawn for 3 samples, and in the trial run its kind was '{kind}'"):
-        dice.keep(size, 0.5, CPU)
+    dice.begin_forward(0, torch.arange(3))
+    with pytest.raises(
+        PlanError, match=rf"is drawn for 3 samples, and in the trial run its kind was '{kind}'"
+    ):
+        dice.keep_mask(size, 0.5, CPU)
 
 
 def test_a_rank_without_samples_draws_nothing():
     dice = dice_for("first")
-    dice.begin(0, torch.arange(0))
-    assert dice.keep((0, 5, 7), 0.5, CPU).shape == (0, 5, 7)
+    dice.begin_forward(0, torch.arange(0))
+    assert dice.keep_mask((0, 5, 7), 0.5, CPU).shape == (0, 5, 7)

@@ -7,15 +7,28 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.api import read
+from meshwright.api import analyze
 from meshwright.model.loading.loader import Model
 from meshwright.model.sequence_analysis import token_rules
-from meshwright.plan.model_spec.sequence_info import Attend, Together, Tokens
-from tests.model.sequence_analysis.test_token_rules import ALONE, LENGTH, MIXING, WIDTH, WORDS, Layer, Layers, layer, tokens_of
+from meshwright.plan.model_spec.sequence_info import AttentionSpec, GlueGather, SequenceInfo
+from tests.model.sequence_analysis.test_token_rules import (
+    ALONE,
+    LENGTH,
+    MIXING,
+    WIDTH,
+    WORDS,
+    Layer,
+    Layers,
+    layer,
+    tokens_of,
+)
 from tests.parallel.tensor.model_families import DECODER, ENDS, FAMILIES, GROUPED, TOKENS, batches, of
 from tests.parallel.tensor.model_families import WORDS as VOCABULARY
 
-OPT = {name: value for name, value in DECODER.items() if name != "intermediate_size"} | {"word_embed_proj_dim": 24, "ffn_dim": 29}
+OPT = {name: value for name, value in DECODER.items() if name != "intermediate_size"} | {
+    "word_embed_proj_dim": 24,
+    "ffn_dim": 29,
+}
 STATES = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 2, "use_cache": False}
 EXPERTS = {"num_experts_per_tok": 2, "use_cache": False}
 MORE: dict[str, Callable[..., nn.Module]] = {
@@ -25,54 +38,90 @@ MORE: dict[str, Callable[..., nn.Module]] = {
     "opt": of("OPT", "ForCausalLM", **OPT, dropout=0.1, attention_dropout=0.1),
     "gpt2, dropout": of(
         *("GPT2", "LMHeadModel"),
-        **{"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 2, "n_head": 6, "n_positions": 16, "use_cache": False, **ENDS},
+        **{
+            "vocab_size": VOCABULARY,
+            "n_embd": 24,
+            "n_layer": 2,
+            "n_head": 6,
+            "n_positions": 16,
+            "use_cache": False,
+            **ENDS,
+        },
     ),
     "phi": of("Phi", "ForCausalLM", **DECODER),
     "mixtral": of("Mixtral", "ForCausalLM", **{**GROUPED, **EXPERTS, "num_local_experts": 4}),
-    "mixtral, shown": of("Mixtral", "ForCausalLM", **{**GROUPED, **EXPERTS, "num_local_experts": 4}, output_router_logits=True),
+    "mixtral, shown": of(
+        "Mixtral", "ForCausalLM", **{**GROUPED, **EXPERTS, "num_local_experts": 4}, output_router_logits=True
+    ),
     "qwen3 moe": of(
-        "Qwen3Moe", "ForCausalLM", **{**GROUPED, **EXPERTS, "num_experts": 4, "moe_intermediate_size": 8, "head_dim": 4}
+        "Qwen3Moe",
+        "ForCausalLM",
+        **{**GROUPED, **EXPERTS, "num_experts": 4, "moe_intermediate_size": 8, "head_dim": 4},
     ),
     "mamba": of("Mamba", "ForCausalLM", **STATES, state_size=4),
     "rwkv": of("Rwkv", "ForCausalLM", **STATES, attention_hidden_size=24),
 }
 
 
-def family(name: str, **more: torch.Tensor) -> Tokens:
+def family(name: str, **more: torch.Tensor) -> SequenceInfo:
     batch = {**batches("t5" if name == "t5" else "llama", 1)[0], **more}
-    tokens = read(MORE[name], batch).tokens
+    tokens = analyze(MORE[name], batch).sequence_info
     assert tokens is not None
     return tokens
 
 
-def why(tokens: Tokens) -> list[str]:
-    return [each.mixes for each in tokens.visits if each.mixes]
+def why(tokens: SequenceInfo) -> list[str]:
+    return [each.not_sequence_parallel for each in tokens.block_calls if each.not_sequence_parallel]
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "phi", "phi3", "gpt-neox", "falcon", "persimmon", "opt", "mixtral", "qwen3 moe", "gpt2, dropout"]
+    "name",
+    [
+        "llama",
+        "qwen3",
+        "phi",
+        "phi3",
+        "gpt-neox",
+        "falcon",
+        "persimmon",
+        "opt",
+        "mixtral",
+        "qwen3 moe",
+        "gpt2, dropout",
+    ],
 )
 def test_decoders_may_run_on_some_of_the_tokens_but_for_attention(name: str):
     tokens = family(name)
     assert why(tokens) == []
     assert (tokens.length, tokens.inputs, tokens.targets) == (TOKENS, ("input_ids",), ("labels",))
-    assert [each.causal for each in tokens.attends] == [True, True]
-    assert all((each.heads, each.queries, each.keys, each.needed) == (6, TOKENS, TOKENS, True) for each in tokens.attends)
+    assert [each.is_causal for each in tokens.attention_calls] == [True, True]
+    assert all(
+        (each.num_heads, each.query_len, each.key_len, each.needs_grad) == (6, TOKENS, TOKENS, True)
+        for each in tokens.attention_calls
+    )
 
 
 def test_attention_is_told_as_the_run_will_ask_for_it():
-    assert family("llama").attends[0] == Attend("model.layers.0", 6, 3, 4, 4, TOKENS, TOKENS, causal=True)  # no mask was made
+    assert family("llama").attention_calls[0] == AttentionSpec(
+        "model.layers.0", 6, 3, 4, 4, TOKENS, TOKENS, is_causal=True
+    )  # no mask was made
     windowed = family("mistral")
     assert why(windowed) == []
-    first = windowed.attends[0]
-    assert (first.groups, first.masked, first.causal) == (3, True, True)  # beside a mask too, keys are as they are
-    assert windowed.visits[1].takes[:2] == ((1,), (2, 3))
-    assert [each.causal for each in family("bert").attends] == [False, False]
+    first = windowed.attention_calls[0]
+    assert (first.num_kv_heads, first.has_mask, first.is_causal) == (
+        3,
+        True,
+        True,
+    )  # beside a mask too, keys are as they are
+    assert windowed.block_calls[1].input_token_dims[:2] == ((1,), (2, 3))
+    assert [each.is_causal for each in family("bert").attention_calls] == [False, False]
 
 
 def test_arguments_and_outputs_of_blocks_have_tokens_along_these_dims():
     tokens = family("gpt2")
-    assert [(each.visit, each.takes, each.gives) for each in tokens.visits[:3]] == [
+    assert [
+        (each.block_call, each.input_token_dims, each.output_token_dims) for each in tokens.block_calls[:3]
+    ] == [
         ("transformer.wte", ((1,),), ((1,),)),
         ("transformer.wpe", ((1,),), ((1,),)),
         ("transformer.h.0", ((1,), (1,)), ((1,),)),
@@ -86,10 +135,14 @@ def test_glue_brings_together_what_it_needs_all_of():
             return self.head(x - x.mean(1, keepdim=True))
 
     tokens = tokens_of(lambda: Summing(ALONE["attention"]))
-    assert tokens.met == (Together("layers.0", WIDTH, back=("head",)),)  # a sum of all tokens will do
+    assert tokens.gathers == (
+        GlueGather("layers.0", WIDTH, backward_calls=("head",)),
+    )  # a sum of all tokens will do
     assert why(tokens) == []
-    assert tokens_of(lambda: Layers(ALONE["attention"])).met == ()
-    assert family("gpt2, dropout").met == ()  # it looks into the ids for padding, which every rank has read
+    assert tokens_of(lambda: Layers(ALONE["attention"])).gathers == ()
+    assert (
+        family("gpt2, dropout").gathers == ()
+    )  # it looks into the ids for padding, which every rank has read
 
 
 @pytest.mark.parametrize(
@@ -109,31 +162,44 @@ def test_families_that_mix_tokens_are_named(name: str, words: str):
 
 
 def test_attention_that_transformers_would_compute_itself_is_torch_s():
-    tokens = read(lambda: FAMILIES["llama"](attn_implementation="eager"), batches("llama", 1)[0]).tokens
+    tokens = analyze(
+        lambda: FAMILIES["llama"](attn_implementation="eager"), batches("llama", 1)[0]
+    ).sequence_info
     assert tokens is not None
     assert why(tokens) == []
-    assert tokens.attends == family("llama").attends
+    assert tokens.attention_calls == family("llama").attention_calls
 
 
 def test_an_encoder_and_a_decoder_attend_with_biases_whose_gradient_is_needed():
     tokens = family("t5")
     assert why(tokens) == []
-    masks = [each.mask for each in tokens.attends]
-    assert [mask is not None and (mask.by_head, mask.adds, mask.needed) for mask in masks[:2]] == [(True, True, True)] * 2
-    assert not any(each.causal and each.mask is None for each in tokens.attends)  # the bias of a decoder forbids by itself
+    masks = [each.mask for each in tokens.attention_calls]
+    assert [
+        mask is not None and (mask.per_head, mask.is_additive, mask.needs_grad) for mask in masks[:2]
+    ] == [(True, True, True)] * 2
+    assert not any(
+        each.is_causal and each.mask is None for each in tokens.attention_calls
+    )  # the bias of a decoder forbids by itself
 
 
 def test_rows_of_several_lengths_each_have_their_tokens():
     batch = batches("t5", 1)[0]
-    short = {**batch, "decoder_input_ids": batch["decoder_input_ids"][:, :-2], "labels": batch["labels"][:, :-2]}
-    tokens = read(MORE["t5"], short).tokens
+    short = {
+        **batch,
+        "decoder_input_ids": batch["decoder_input_ids"][:, :-2],
+        "labels": batch["labels"][:, :-2],
+    }
+    tokens = analyze(MORE["t5"], short).sequence_info
     assert tokens is not None
     assert why(tokens) == []
     assert (tokens.length, tokens.lengths) == (TOKENS, (TOKENS, TOKENS - 2))
-    assert tokens.others == (("decoder_input_ids", TOKENS - 2), ("labels", TOKENS - 2))
+    assert tokens.other_lengths == (("decoder_input_ids", TOKENS - 2), ("labels", TOKENS - 2))
     pairs = [(TOKENS, TOKENS)] * 2 + [(TOKENS - 2, TOKENS - 2), (TOKENS - 2, TOKENS)] * 2
-    assert [(each.queries, each.keys) for each in tokens.attends] == pairs
-    assert [tokens.run_by(each) for each in ("encoder.block.0", "decoder.block.1")] == [TOKENS, TOKENS - 2]
+    assert [(each.query_len, each.key_len) for each in tokens.attention_calls] == pairs
+    assert [tokens.num_sharded_tokens(each) for each in ("encoder.block.0", "decoder.block.1")] == [
+        TOKENS,
+        TOKENS - 2,
+    ]
 
 
 def test_rows_that_are_no_tokens_may_have_another_length():
@@ -143,7 +209,9 @@ def test_rows_that_are_no_tokens_may_have_another_length():
             return super().forward(input_ids) + (first * second + third)[:, None, None]
 
     batch = {key: torch.ones(2, LENGTH, dtype=torch.int64) for key in ("input_ids", "labels")}
-    tokens = read(lambda: Model(Marked(ALONE["attention"])), {**batch, "marks": torch.ones(2, 3, dtype=torch.int64)}).tokens
+    tokens = analyze(
+        lambda: Model(Marked(ALONE["attention"])), {**batch, "marks": torch.ones(2, 3, dtype=torch.int64)}
+    ).sequence_info
     assert tokens is not None
     assert why(tokens) == []
     assert (tokens.lengths, tokens.inputs) == ((LENGTH,), ("input_ids",))
@@ -166,20 +234,22 @@ def test_a_row_of_keys_is_given_whole_to_a_block():
         return model
 
     ids = torch.ones(2, LENGTH, dtype=torch.int64)
-    tokens = read(lambda: Model(make()), {"input_ids": ids, "attention_mask": ids, "labels": ids}).tokens
+    tokens = analyze(
+        lambda: Model(make()), {"input_ids": ids, "attention_mask": ids, "labels": ids}
+    ).sequence_info
     assert tokens is not None
     assert why(tokens) == []
     assert tokens.inputs == ("input_ids", "attention_mask")
-    assert tokens.visits[1].takes == ((1,), ())
-    assert tokens.met == ()  # rows are read whole
-    assert tokens.attends[0].masked
+    assert tokens.block_calls[1].input_token_dims == ((1,), ())
+    assert tokens.gathers == ()  # rows are read whole
+    assert tokens.attention_calls[0].has_mask
 
 
 def test_a_first_block_that_makes_positions_inside_runs_on_all_tokens_of_every_rank():
     tokens = family("bert")
     assert why(tokens) == []
-    assert [each.visit for each in tokens.visits if each.whole] == ["bert.embeddings"]
-    assert tokens.visits[0].gives == ((1,),)
+    assert [each.block_call for each in tokens.block_calls if each.is_replicated] == ["bert.embeddings"]
+    assert tokens.block_calls[0].output_token_dims == ((1,),)
 
 
 class Small(nn.Module):
@@ -205,14 +275,16 @@ class Small(nn.Module):
 def test_a_small_decoder_may_run_on_some_of_the_tokens():
     tokens = tokens_of(Small)
     assert why(tokens) == []
-    assert [each.visit for each in tokens.attends] == ["blocks.0", "blocks.1"]
-    assert tokens.visits[1].takes == ((0,),)  # the places, of all rows
-    assert tokens.met == ()
+    assert [each.block_call for each in tokens.attention_calls] == ["blocks.0", "blocks.1"]
+    assert tokens.block_calls[1].input_token_dims == ((0,),)  # the places, of all rows
+    assert tokens.gathers == ()
 
 
 def test_a_model_in_one_block_makes_its_positions_inside():
     ids = torch.ones(2, LENGTH, dtype=torch.int64)
-    tokens = read(lambda: Model(Small(), blocks=["(model)"]), {"input_ids": ids, "labels": ids}).tokens
+    tokens = analyze(
+        lambda: Model(Small(), blocks=["(model)"]), {"input_ids": ids, "labels": ids}
+    ).sequence_info
     assert tokens is not None
     assert why(tokens) == [
         "(model) makes positions or a mask inside of the block (arange): give them to it, or declare smaller blocks"
@@ -224,7 +296,7 @@ def test_any_length_of_rows_is_understood(length: int):
     tokens = tokens_of(Small, length)
     assert why(tokens) == []
     assert tokens.length == length
-    assert tokens.attends[0].queries == length
+    assert tokens.attention_calls[0].query_len == length
 
 
 def test_a_model_that_runs_on_rows_of_one_length_alone_is_told():
@@ -247,7 +319,9 @@ def test_a_forward_that_looks_at_values_of_tokens_is_told():
             return self.head(x if x.sum() > 0 else x * 2)
 
     tokens = tokens_of(lambda: Reading(ALONE["attention"]))
-    assert set(why(tokens)) == {"its forward looks at values, so nobody can say beforehand what it does with tokens"}
+    assert set(why(tokens)) == {
+        "its forward looks at values, so nobody can say beforehand what it does with tokens"
+    }
 
 
 def gap(rule: str) -> float:
@@ -260,10 +334,12 @@ def gap(rule: str) -> float:
 
 def test_a_wrong_rule_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(token_rules, "ELEMENTWISE", token_rules.ELEMENTWISE | {"cumsum"})
-    assert layer(MIXING["a cumulative sum"][0]).mixes == ""
+    assert layer(MIXING["a cumulative sum"][0]).not_sequence_parallel == ""
     assert gap("a cumulative sum") > 0.1  # what is allowed is compared so, in test_bytoken
 
 
-@pytest.mark.parametrize("rule", ["eager attention", "a mask from a length", "positions", "a mean", "a pool", "turned", "moved"])
+@pytest.mark.parametrize(
+    "rule", ["eager attention", "a mask from a length", "positions", "a mean", "a pool", "turned", "moved"]
+)
 def test_what_is_refused_would_be_wrong(rule: str):
     assert gap(rule) > 1e-3

@@ -7,15 +7,15 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.api import make_plan, read
+from meshwright.api import analyze, make_plan
 from meshwright.engine.runtime.loss import Loss
-from meshwright.model.analysis.analyze import Reading
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
-from meshwright.parallel.context.ring import Ring
-from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.parallel.context.ring import RingAttention
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.sequence_info import Tokens
+from meshwright.plan.model_spec.sequence_info import SequenceInfo
 from meshwright.plan.sharding.mesh import Mesh
 from tests.parallel.tensor.model_families import CLASSES, FAMILIES, PIXELS, loss_of
 
@@ -50,7 +50,9 @@ class Images(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, WIDTH, side, side)
         self.first = nn.Parameter(torch.zeros(1, 1, WIDTH))
-        self.places = nn.Parameter(torch.linspace(-1, 1, ((PIXELS // side) ** 2 + 1) * WIDTH).view(1, -1, WIDTH))
+        self.places = nn.Parameter(
+            torch.linspace(-1, 1, ((PIXELS // side) ** 2 + 1) * WIDTH).view(1, -1, WIDTH)
+        )
         self.layers, self.head = nn.ModuleList(layer() for _ in range(2)), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -61,35 +63,43 @@ class Images(nn.Module):
         return self.head(x.mean(1))
 
 
-def known(make: Callable[[], nn.Module]) -> Reading:
-    return read(lambda: Model(make()), {"pixels": IMAGES, "labels": LABELS}, loss=LOSS)
+def known(make: Callable[[], nn.Module]) -> AnalyzedModel:
+    return analyze(lambda: Model(make()), {"pixels": IMAGES, "labels": LABELS}, loss=LOSS)
 
 
-def tokens_of(make: Callable[[], nn.Module]) -> Tokens:
-    tokens = known(make).tokens
+def tokens_of(make: Callable[[], nn.Module]) -> SequenceInfo:
+    tokens = known(make).sequence_info
     assert tokens is not None
     return tokens
 
 
-def mixes(tokens: Tokens) -> list[str]:
-    return [each.mixes for each in tokens.visits if each.mixes]
+def mixes(tokens: SequenceInfo) -> list[str]:
+    return [each.not_sequence_parallel for each in tokens.block_calls if each.not_sequence_parallel]
 
 
 def test_patches_are_tokens_from_the_first_block_that_attends():
     tokens = tokens_of(Images)
     assert mixes(tokens) == []
     assert (tokens.length, tokens.lengths, tokens.inputs, tokens.targets) == (17, (17,), (), ())
-    assert [(each.queries, each.keys, each.causal) for each in tokens.attends] == [(17, 17, False)] * 2
-    runs = [(each.visit, tokens.run_by(each.visit)) for each in tokens.visits]
+    assert [(each.query_len, each.key_len, each.is_causal) for each in tokens.attention_calls] == [
+        (17, 17, False)
+    ] * 2
+    runs = [(each.block_call, tokens.num_sharded_tokens(each.block_call)) for each in tokens.block_calls]
     assert runs == [("patches", 0), ("layers.0", 17), ("layers.1", 17), ("head", 0)]
 
 
 def test_a_vit_has_tokens():
-    tokens = read(FAMILIES["vit"], {"pixel_values": IMAGES, "labels": LABELS}, loss=loss_of("vit")).tokens
+    tokens = analyze(
+        FAMILIES["vit"], {"pixel_values": IMAGES, "labels": LABELS}, loss=loss_of("vit")
+    ).sequence_info
     assert tokens is not None
     assert mixes(tokens) == []
-    assert (tokens.length, tokens.run_by("vit.embeddings"), tokens.run_by("classifier")) == (5, 0, 0)
-    assert [tokens.run_by(each) for each in ("vit.layers.0", "vit.layernorm")] == [5, 5]
+    assert (
+        tokens.length,
+        tokens.num_sharded_tokens("vit.embeddings"),
+        tokens.num_sharded_tokens("classifier"),
+    ) == (5, 0, 0)
+    assert [tokens.num_sharded_tokens(each) for each in ("vit.layers.0", "vit.layernorm")] == [5, 5]
 
 
 def test_as_many_patches_as_the_width_of_a_token_are_told_from_it():
@@ -102,7 +112,7 @@ def test_as_many_patches_as_the_width_of_a_token_are_told_from_it():
 
     tokens = tokens_of(Wide)
     assert (mixes(tokens), tokens.length) == ([], WIDTH)
-    assert tokens.visits[1].takes == ((1,),)
+    assert tokens.block_calls[1].input_token_dims == ((1,),)
 
 
 class Windows(Attention):
@@ -130,14 +140,14 @@ class Placed(Attention):
 def test_layers_that_cannot_are_refused_by_name(layer: type[nn.Module], words: str):
     reading = known(lambda: Images(layer=layer))
     with pytest.raises(PlanError, match=words):
-        make_plan(reading, Job(ModelSource("own"), DataSource("random")), Mesh(cp=2), (Ring(),))
+        make_plan(reading, Job(ModelConfig("own"), DataConfig("random")), Mesh(cp=2), (RingAttention(),))
 
 
 def test_images_to_which_nobody_attends_are_refused():
     reading = known(lambda: Images(layer=lambda: nn.Linear(WIDTH, WIDTH)))
-    assert reading.tokens is None
+    assert reading.sequence_info is None
     with pytest.raises(PlanError, match=r"no block takes in .rows, tokens, width. and attends to them"):
-        make_plan(reading, Job(ModelSource("own"), DataSource("random")), Mesh(cp=2), (Ring(),))
+        make_plan(reading, Job(ModelConfig("own"), DataConfig("random")), Mesh(cp=2), (RingAttention(),))
 
 
 class Towers(nn.Module):
@@ -157,7 +167,7 @@ class Towers(nn.Module):
 
 def test_two_towers_have_tokens_of_their_own():
     batch = {"input_ids": torch.arange(18).view(2, 9), "pixel_values": IMAGES, "labels": LABELS}
-    tokens = read(lambda: Model(Towers()), batch, loss=LOSS).tokens
+    tokens = analyze(lambda: Model(Towers()), batch, loss=LOSS).sequence_info
     assert tokens is not None
     assert mixes(tokens) == []
-    assert {(each.queries, each.keys) for each in tokens.attends} == {(9, 9), (17, 17)}
+    assert {(each.query_len, each.key_len) for each in tokens.attention_calls} == {(9, 9), (17, 17)}

@@ -5,8 +5,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
 from meshwright.model.sequence_analysis import conv_rules
-from meshwright.plan.model_spec.sequence_info import Convolve
-from tests.model.sequence_analysis.test_token_rules import LENGTH, WIDTH, Layer, Layers, Rule, layer, tokens_of
+from meshwright.plan.model_spec.sequence_info import ConvSpec
+from tests.model.sequence_analysis.test_token_rules import (
+    LENGTH,
+    WIDTH,
+    Layer,
+    Layers,
+    Rule,
+    layer,
+    tokens_of,
+)
 
 
 def along(run: Rule) -> Rule:
@@ -46,10 +54,16 @@ KNOWN: dict[str, tuple[Rule, tuple[int, int, int, int, int]]] = {
     "ahead": (along(lambda self, x: conv(self, F.pad(x, (0, 2)))), (0, 2, 0, 2, 0)),
     "dilated": (along(lambda self, x: conv(self, x, padding=3, dilation=3)), (3, 3, 0, 0, 0)),
     "dilated by name": (along(lambda self, x: conv(self, x, padding="same", dilation=2)), (2, 2, 0, 0, 0)),
-    "of two": (along(lambda self, x: F.conv1d(x, self.conv.weight[..., 1:], padding=1)[..., :-1]), (1, 0, 0, 0, 1)),
+    "of two": (
+        along(lambda self, x: F.conv1d(x, self.conv.weight[..., 1:], padding=1)[..., :-1]),
+        (1, 0, 0, 0, 1),
+    ),
     "of one": (along(lambda self, x: F.conv1d(x, self.conv.weight[..., :1])), (0, 0, 0, 0, 0)),
     "channel by channel": (cut(depthwise), (2, 0, 0, 0, 2)),
-    "element by element, then cut": (cut(lambda self, x: F.silu(conv(self, x, padding=2) * 2 + self.linear.bias[:, None])), None),
+    "element by element, then cut": (
+        cut(lambda self, x: F.silu(conv(self, x, padding=2) * 2 + self.linear.bias[:, None])),
+        None,
+    ),
     "in place, then cut": (cut(in_place), (2, 0, 0, 0, 2)),
     "turned, then cut": (
         lambda self, x: conv(self, x.mT, padding=2).transpose(1, 2).contiguous()[:, : x.shape[1]],
@@ -65,13 +79,18 @@ REFUSED: dict[str, tuple[Rule, str]] = {
         along(lambda self, x: conv(self, x, padding=2)[..., 2:]),
         "which are not cut at once: y[..., :tokens] (getitem)",
     ),
-    "nothing around": (along(lambda self, x: F.pad(conv(self, x), (1, 1))), "into fewer: 2 zeros are missing around them"),
+    "nothing around": (
+        along(lambda self, x: F.pad(conv(self, x), (1, 1))),
+        "into fewer: 2 zeros are missing around them",
+    ),
     "more behind": (
         along(lambda self, x: conv(self, x, padding=3)[..., 2:-2]),
         "of which more stand behind than its kernel reaches",
     ),
     "in steps": (
-        along(lambda self, x: conv(self, x, padding=1, stride=2).repeat_interleave(2, -1)[..., : x.shape[-1]]),
+        along(
+            lambda self, x: conv(self, x, padding=1, stride=2).repeat_interleave(2, -1)[..., : x.shape[-1]]
+        ),
         "convolves tokens in steps of 2",
     ),
     "in a circle": (along(lambda self, x: conv(self, F.pad(x, (1, 1), mode="circular"))), "pads tokens"),
@@ -83,12 +102,24 @@ REFUSED: dict[str, tuple[Rule, str]] = {
     ),
     "shifted": (lambda self, x: x - F.pad(x, (0, 0, 1, -1)), "pads tokens"),
     "padded and shifted": (lambda self, x: x - F.pad(x, (0, 0, 1, 0))[:, :-1], "pads tokens (getitem)"),
-    "places": (cut(lambda self, x: (y := conv(self, x, padding=2)) * torch.arange(y.shape[-1])), "y[..., :tokens] (mul)"),
+    "places": (
+        cut(lambda self, x: (y := conv(self, x, padding=2)) * torch.arange(y.shape[-1])),
+        "y[..., :tokens] (mul)",
+    ),
     "draws": (cut(lambda self, x: F.dropout(conv(self, x, padding=2), 0.5)), "y[..., :tokens] (dropout)"),
-    "a norm": (cut(lambda self, x: F.layer_norm(conv(self, x, padding=2).mT, (WIDTH,)).mT), "y[..., :tokens] (layer_norm)"),
-    "set": (cut(lambda self, x: torch.zeros_like(y := conv(self, x, padding=2)).copy_(y)), "y[..., :tokens] (zeros_like)"),
+    "a norm": (
+        cut(lambda self, x: F.layer_norm(conv(self, x, padding=2).mT, (WIDTH,)).mT),
+        "y[..., :tokens] (layer_norm)",
+    ),
+    "set": (
+        cut(lambda self, x: torch.zeros_like(y := conv(self, x, padding=2)).copy_(y)),
+        "y[..., :tokens] (zeros_like)",
+    ),
     "a sum": (along(lambda self, x: x + conv(self, x, padding=2).sum()), "y[..., :tokens] (sum)"),
-    "of their mean": (along(lambda self, x: F.conv1d(x, self.conv.weight * x.mean(), padding=1)), "takes mean over tokens"),
+    "of their mean": (
+        along(lambda self, x: F.conv1d(x, self.conv.weight * x.mean(), padding=1)),
+        "takes mean over tokens",
+    ),
     "by token": (
         along(lambda self, x: F.conv1d(x, x[0][:, None], padding=x.shape[-1] // 2, groups=WIDTH)),
         "convolves tokens with a kernel that is made of them",
@@ -104,25 +135,40 @@ REFUSED: dict[str, tuple[Rule, str]] = {
 }
 
 
-def found(rule: Rule) -> list[Convolve]:
-    return list(tokens_of(lambda: Layers(rule)).convolves)
+def found(rule: Rule) -> list[ConvSpec]:
+    return list(tokens_of(lambda: Layers(rule)).conv_calls)
 
 
 @pytest.mark.parametrize("rule", KNOWN)
 def test_what_is_known_of_a_convolution(rule: str):
     run, said = KNOWN[rule]
     passing = layer(run)
-    assert (passing.mixes, passing.takes, passing.gives) == ("", ((1,),), ((1,),))
+    assert (passing.not_sequence_parallel, passing.input_token_dims, passing.output_token_dims) == (
+        "",
+        ((1,),),
+        ((1,),),
+    )
     (convolve,) = found(run)
-    told = (convolve.left, convolve.right, convolve.before, convolve.after, convolve.behind)
+    told = (
+        convolve.left_halo,
+        convolve.right_halo,
+        convolve.pad_before,
+        convolve.pad_after,
+        convolve.num_extra_outputs,
+    )
     assert told == (said or (2, 0, 0, 0, 2))
-    assert (convolve.visit, convolve.tokens, convolve.width, convolve.needed) == ("layers.0", LENGTH, WIDTH, True)
+    assert (convolve.block_call, convolve.num_tokens, convolve.token_numel, convolve.needs_grad) == (
+        "layers.0",
+        LENGTH,
+        WIDTH,
+        True,
+    )
 
 
 @pytest.mark.parametrize("rule", REFUSED)
 def test_what_is_refused_by_name(rule: str):
     run, words = REFUSED[rule]
-    why = layer(run).mixes
+    why = layer(run).not_sequence_parallel
     assert why.startswith("layers.0")
     assert words in why
 
@@ -133,8 +179,12 @@ def test_a_block_that_does_not_cut_what_it_gives_runs_on_all_tokens_of_every_ran
             return self.head(self.layers[0](self.embed(input_ids))[:, : input_ids.shape[1]])
 
     tokens = tokens_of(lambda: Late(along(lambda self, x: conv(self, x, padding=2))))
-    assert [(each.mixes, each.whole) for each in tokens.visits] == [("", False), ("", True), ("", False)]
-    assert tokens.convolves == ()
+    assert [(each.not_sequence_parallel, each.is_replicated) for each in tokens.block_calls] == [
+        ("", False),
+        ("", True),
+        ("", False),
+    ]
+    assert tokens.conv_calls == ()
 
 
 def test_rows_that_are_tokens_are_convolved_by_themselves():
@@ -142,15 +192,15 @@ def test_rows_that_are_tokens_are_convolved_by_themselves():
         rows = x.reshape(-1, 1, WIDTH)
         return F.conv1d(rows, self.conv.weight[:1, :1], padding=1).reshape(x.shape)
 
-    assert layer(by_token).mixes == ""
-    assert [each.reach for each in found(by_token)] == [0]
+    assert layer(by_token).not_sequence_parallel == ""
+    assert [each.halo for each in found(by_token)] == [0]
 
 
 def test_padding_by_the_number_of_tokens_is_refused():
     def even(self: Layer, x: torch.Tensor) -> torch.Tensor:
         return conv(self, F.pad(x, (2, -x.shape[-1] % 4)))[..., : x.shape[-1]]
 
-    assert "convolves tokens, or pads them, by their number" in layer(along(even)).mixes
+    assert "convolves tokens, or pads them, by their number" in layer(along(even)).not_sequence_parallel
 
 
 def test_convolutions_stand_in_order_among_attention_and_layers():
@@ -161,8 +211,16 @@ def test_convolutions_stand_in_order_among_attention_and_layers():
         return conv(self, self.norm(y).mT, padding=1).mT
 
     one, two = found(rule)
-    assert (one.module, one.attended, one.called) == ("layers.0.conv", 0, ("layers.0.linear",))
-    assert (two.module, two.attended, two.called) == ("layers.0", 1, ("layers.0.linear", "layers.0.conv", "layers.0.norm"))
+    assert (one.module, one.num_prior_attention_calls, one.prior_layers) == (
+        "layers.0.conv",
+        0,
+        ("layers.0.linear",),
+    )
+    assert (two.module, two.num_prior_attention_calls, two.prior_layers) == (
+        "layers.0",
+        1,
+        ("layers.0.linear", "layers.0.conv", "layers.0.norm"),
+    )
 
 
 def test_a_first_block_that_every_rank_runs_whole_asks_nobody():
@@ -172,8 +230,8 @@ def test_a_first_block_that_every_rank_runs_whole_asks_nobody():
             self.embed = First(lambda self, x: x)
 
     tokens = tokens_of(Places)
-    assert [each.whole for each in tokens.visits] == [True, False, False]
-    assert [each.visit for each in tokens.convolves] == ["layers.0"]
+    assert [each.is_replicated for each in tokens.block_calls] == [True, False, False]
+    assert [each.block_call for each in tokens.conv_calls] == ["layers.0"]
 
 
 class First(Layer):
@@ -185,5 +243,5 @@ class First(Layer):
 
 def test_a_wrong_rule_is_noticed(monkeypatch: pytest.MonkeyPatch):
     run, words = REFUSED["zeros no more"]
-    monkeypatch.setattr(conv_rules, "_unlike", lambda *given: "")
-    assert words not in layer(run).mixes
+    monkeypatch.setattr(conv_rules, "_unsupported_convolution", lambda *given: "")
+    assert words not in layer(run).not_sequence_parallel

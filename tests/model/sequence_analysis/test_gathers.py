@@ -3,40 +3,54 @@
 import pytest
 import torch
 
-from meshwright.model.sequence_analysis.gathers import Moved, settled
-from meshwright.plan.model_spec.sequence_info import Together
+from meshwright.model.sequence_analysis.gathers import GatherRecord, compare_gathers
+from meshwright.plan.model_spec.sequence_info import GlueGather
 
 
-def moved(visit: str, numel: int, dtype: torch.dtype, *back: str, tokens: int = 0) -> Moved:
-    return Moved(visit, numel, tokens, dtype, back=[*back])
+def moved(visit: str, numel: int, dtype: torch.dtype, *back: str, tokens: int = 0) -> GatherRecord:
+    return GatherRecord(visit, numel, tokens, dtype, backward_calls=[*back])
 
 
 def test_elements_are_counted_by_row_where_they_come_with_rows():
-    few = [moved("a", 3 * 8, torch.float32, "b"), moved("a", 7, torch.int64), moved("b", 3 * 70, torch.float32, tokens=10)]
-    more = [moved("a", 4 * 8, torch.float64, "b"), moved("a", 7, torch.int64), moved("b", 4 * 70, torch.float32, tokens=10)]
-    assert settled(few, more, (3, 4)) == (
+    few = [
+        moved("a", 3 * 8, torch.float32, "b"),
+        moved("a", 7, torch.int64),
+        moved("b", 3 * 70, torch.float32, tokens=10),
+    ]
+    more = [
+        moved("a", 4 * 8, torch.float64, "b"),
+        moved("a", 7, torch.int64),
+        moved("b", 4 * 70, torch.float32, tokens=10),
+    ]
+    assert compare_gathers(few, more, (3, 4)) == (
         (
-            Together("a", 8, back=("b",)),
-            Together("a", 7, rows=False, dtype="int64"),
-            Together("b", 70, 10, dtype="float32"),  # float32 in a model of float64 too
+            GlueGather("a", 8, backward_calls=("b",)),
+            GlueGather("a", 7, per_sample=False, dtype="int64"),
+            GlueGather("b", 70, 10, dtype="float32"),  # float32 in a model of float64 too
         ),
         "",
     )
 
 
 def test_of_one_forward_alone_what_divides_by_rows_comes_with_rows():
-    assert settled([moved("a", 3 * 8, torch.float32)], None, (3, 4)) == ((Together("a", 8),), "")
+    assert compare_gathers([moved("a", 3 * 8, torch.float32)], None, (3, 4)) == ((GlueGather("a", 8),), "")
 
 
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ([], "the glue behind 'a' brings tokens of several ranks together 1 times on 3 rows, and 0 times on 4"),
-        ([moved("a", 9 * 4 * 4, torch.float64)], "depends on the number of rows, or of tokens: 36 elements of 3 rows, 144 of 4"),
+        (
+            [],
+            "the glue behind 'a' brings tokens of several ranks together 1 times on 3 rows, and 0 times on 4",
+        ),
+        (
+            [moved("a", 9 * 4 * 4, torch.float64)],
+            "depends on the number of rows, or of tokens: 36 elements of 3 rows, 144 of 4",
+        ),
         ([moved("a", 4 * 12, torch.float64, "b")], "depends on the number of rows, or of tokens"),
     ],
 )
-def test_what_varies_is_told(more: list[Moved], why: str):
-    found, said = settled([moved("a", 36, torch.float32)], more, (3, 4))
+def test_what_varies_is_told(more: list[GatherRecord], why: str):
+    found, said = compare_gathers([moved("a", 36, torch.float32)], more, (3, 4))
     assert found == ()
     assert why in said

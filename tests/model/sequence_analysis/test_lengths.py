@@ -7,9 +7,18 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.model.sequence_analysis.analysis import cut_to
-from meshwright.model.sequence_analysis.lengths import Computed, unlike
-from tests.model.sequence_analysis.test_token_rules import WIDTH, Layer, Layers, Rule, attended, heads, layer, tokens_of
+from meshwright.model.sequence_analysis.analysis import resize_sequence
+from meshwright.model.sequence_analysis.lengths import ComputedOp, length_dependence
+from tests.model.sequence_analysis.test_token_rules import (
+    WIDTH,
+    Layer,
+    Layers,
+    Rule,
+    attended,
+    heads,
+    layer,
+    tokens_of,
+)
 
 COUNTED: dict[str, Rule] = {
     "logarithm": lambda self, x: x * (math.log(x.shape[1]) / math.log(32)),
@@ -19,29 +28,38 @@ COUNTED: dict[str, Rule] = {
     "full": lambda self, x: x * torch.full((1,), 1.0 / x.shape[1]),
     "full for each": lambda self, x: x * x.new_full((*x.shape[:2], 1), x.shape[1] * 0.1),
     "scale of attention": lambda self, x: (
-        F.scaled_dot_product_attention(heads(x), heads(x), heads(x), scale=x.shape[1] ** -0.25).transpose(1, 2).reshape(x.shape)
+        F.scaled_dot_product_attention(heads(x), heads(x), heads(x), scale=x.shape[1] ** -0.25)
+        .transpose(1, 2)
+        .reshape(x.shape)
     ),
 }
 
 
 @pytest.mark.parametrize("rule", COUNTED)
 def test_a_number_made_of_how_many_tokens_there_are_is_noticed(rule: str):
-    assert "the number of tokens" in layer(COUNTED[rule]).mixes
+    assert "the number of tokens" in layer(COUNTED[rule]).not_sequence_parallel
 
 
 def test_a_branch_on_how_many_tokens_there_are_is_noticed():
-    assert layer(lambda self, x: x * 2 if x.shape[1] > 6 else x).mixes.startswith("layers.0 computes")
+    assert layer(lambda self, x: x * 2 if x.shape[1] > 6 else x).not_sequence_parallel.startswith(
+        "layers.0 computes"
+    )
 
 
 def test_numbers_that_are_the_same_on_rows_of_any_length_are_harmless():
-    assert layer(lambda self, x: self.norm(x) * WIDTH**-0.5 + torch.full((1,), 3.0)).mixes == ""
+    assert (
+        layer(lambda self, x: self.norm(x) * WIDTH**-0.5 + torch.full((1,), 3.0)).not_sequence_parallel == ""
+    )
 
 
 def test_what_is_computed_is_compared_in_order():
-    one, two = Computed.of("a", "mul", (torch.ones(1), 2.0), {}), Computed.of("a", "mul", (torch.ones(1), 3.0), {})
-    assert unlike([one, two], [one, two], 5) == ""
-    assert unlike([one, one], [one, two], 5) == "a computes with the number of tokens (mul)"
-    assert unlike([one, two], [one], 5).startswith("a computes more or less")
+    one, two = (
+        ComputedOp.from_call("a", "mul", (torch.ones(1), 2.0), {}),
+        ComputedOp.from_call("a", "mul", (torch.ones(1), 3.0), {}),
+    )
+    assert length_dependence([one, two], [one, two], 5) == ""
+    assert length_dependence([one, one], [one, two], 5) == "a computes with the number of tokens (mul)"
+    assert length_dependence([one, two], [one], 5).startswith("a computes more or less")
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -49,7 +67,7 @@ def test_attention_that_backward_runs_again_is_refused(reentrant: bool):
     def again(self: Layer, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(attended, self, x, use_reentrant=reentrant)
 
-    assert "torch.utils.checkpoint" in layer(again).mixes
+    assert "torch.utils.checkpoint" in layer(again).not_sequence_parallel
 
 
 class Again(Layers):
@@ -60,12 +78,12 @@ class Again(Layers):
 
 
 def test_a_block_that_backward_runs_again_is_refused():
-    found: list[str] = [each.mixes for each in tokens_of(lambda: Again(attended)).visits]
+    found: list[str] = [each.not_sequence_parallel for each in tokens_of(lambda: Again(attended)).block_calls]
     assert any("leave that to the strategy 'recompute'" in each for each in found)
 
 
 def test_padding_at_the_ends_of_rows_stays_on_fewer_tokens():
     mask = torch.ones(2, 31, dtype=torch.int64)
     mask[:, -1] = 0
-    assert (cut_to(mask, {31: 5}) == 0).any()
-    assert cut_to(torch.arange(62).view(2, 31), {31: 5})[0].tolist() == [0, 1, 2, 3, 4]
+    assert (resize_sequence(mask, {31: 5}) == 0).any()
+    assert resize_sequence(torch.arange(62).view(2, 31), {31: 5})[0].tolist() == [0, 1, 2, 3, 4]

@@ -3,29 +3,29 @@
 import pytest
 import torch
 
-from meshwright.model.sequence_analysis.lengths import Sizes
+from meshwright.model.sequence_analysis.lengths import TrialLengths
 
 
-def sizes() -> Sizes:
+def sizes() -> TrialLengths:
     """Rows of 13 tokens are 11, and of what begins within there are 7, 19..."""
-    return Sizes({11: 13}, lambda count, used: next(each for each in (7, 19, 23) if each not in used))
+    return TrialLengths({11: 13}, lambda count, used: next(each for each in (7, 19, 23) if each not in used))
 
 
 def test_what_a_block_takes_in_has_another_number_and_what_it_gives_out_the_old_one():
     found = sizes()
-    found.begin(17)
-    found.begin(17)
-    assert (found.within, found.product) == ({17: 7}, 77)
+    found.start_tokens(17)
+    found.start_tokens(17)
+    assert (found.inner_primes, found.prime_product) == ({17: 7}, 77)
     hidden = torch.randn(2, 17, 3, requires_grad=True)
-    inside = found.inward(hidden, [1])
+    inside = found.resize_for_block(hidden, [1])
     assert (inside.shape, inside.requires_grad) == ((2, 7, 3), True)
-    assert found.outward(inside).shape == (2, 17, 3)
-    assert found.outward(torch.ones(2, 11)).shape == (2, 11)
-    assert [found.planned_in(size) for size in (7, 14, 11, 77, 5)] == [17, 17, 13, 0, 0]
-    assert [found.in_glue(prime) for prime in (7, 11)] == [17, 11]
-    assert found.count((2, 11, 7)) == 2 * 13 * 17
+    assert found.resize_for_glue(inside).shape == (2, 17, 3)
+    assert found.resize_for_glue(torch.ones(2, 11)).shape == (2, 11)
+    assert [found.planned_length(size) for size in (7, 14, 11, 77, 5)] == [17, 17, 13, 0, 0]
+    assert [found.glue_length(prime) for prime in (7, 11)] == [17, 11]
+    assert found.planned_numel((2, 11, 7)) == 2 * 13 * 17
 
 
 def test_numbers_that_cannot_be_told_from_each_other_are_none():
     with pytest.raises(RuntimeError, match="22 tokens that begin within"):
-        sizes().begin(22)
+        sizes().start_tokens(22)

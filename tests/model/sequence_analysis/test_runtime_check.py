@@ -7,17 +7,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.api import build, make_plan, read, verify
-from meshwright.model.analysis.analyze import Reading
-from meshwright.model.sequence_analysis.runtime_check import Alike
-from meshwright.parallel.context.hybrid import Hybrid
-from meshwright.parallel.context.ring import Ring
-from meshwright.parallel.data.ddp import Replicate
+from meshwright.api import analyze, make_plan, parallelize, verify
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.sequence_analysis.runtime_check import SequenceShardCheck
+from meshwright.parallel.context.hybrid import HybridContextParallel
+from meshwright.parallel.context.ring import RingAttention
+from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Job, Train
-from meshwright.plan.model_spec.sequence_info import Deal
+from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.model_spec.sequence_info import SequenceSharding
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -36,7 +36,9 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(self.rule(x)).chunk(3, -1))
-        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class Own(nn.Module):
@@ -75,26 +77,34 @@ def rows(length: int = TOKENS) -> dict[str, torch.Tensor]:
     return {key: torch.randint(67, (ROWS, length), generator=thrown) for key in ("input_ids", "labels")}
 
 
-def reading_of(rule: Rule) -> Reading:
-    return read(lambda: Own(rule), rows())
+def reading_of(rule: Rule) -> AnalyzedModel:
+    return analyze(lambda: Own(rule), rows())
 
 
-JOB = Job(ModelSource("own"), DataSource("random", sequence=TOKENS), Train(batch=ROWS))
+JOB = Job(ModelConfig("own"), DataConfig("random", sequence=TOKENS), TrainConfig(batch=ROWS))
 
 
-def planned(reading: Reading, mesh: Mesh | None = None, *strategies: Strategy) -> Plan:
-    return make_plan(reading, JOB, mesh or Mesh(cp=3), (*(strategies or (Ring(),)), Replicate(axis="cp")), 1)
+def planned(reading: AnalyzedModel, mesh: Mesh | None = None, *strategies: Strategy) -> Plan:
+    return make_plan(
+        reading, JOB, mesh or Mesh(cp=3), (*(strategies or (RingAttention(),)), DDP(axis="cp")), 1
+    )
 
 
 @pytest.mark.parametrize(
     ("mesh", "strategies"),
-    [(Mesh(cp=3), (Ring(),)), (Mesh(cp=4), (Hybrid(),)), (Mesh(pp=2, cp=2), (Pipeline(), Ring()))],
+    [
+        (Mesh(cp=3), (RingAttention(),)),
+        (Mesh(cp=4), (HybridContextParallel(),)),
+        (Mesh(pp=2, cp=2), (Pipeline(), RingAttention())),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize(
     ("rule", "said"), [(far, "layers.0 computes 'mul' on rows of 40"), (scaled, "the number of tokens (mul)")]
 )
-def test_a_branch_that_longer_rows_take_is_refused_when_they_come(rule: Rule, said: str, mesh: Mesh, strategies: tuple) -> None:
+def test_a_branch_that_longer_rows_take_is_refused_when_they_come(
+    rule: Rule, said: str, mesh: Mesh, strategies: tuple
+) -> None:
     reading = reading_of(rule)
     plan = planned(reading, mesh, *strategies)
     assert verify(reading, plan, [rows()]).passed
@@ -113,22 +123,29 @@ def test_a_branch_that_a_rank_takes_alone_is_refused_before_anything_starts() ->
 
 def test_rows_of_any_length_run_where_blocks_do_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, tried = reading_of(plain), list[dict[int, int]]()
-    run = Alike._run
+    run = SequenceShardCheck._trace
     monkeypatch.setattr(
-        Alike, "_run", lambda self, tokens, lengths, share: tried.append(lengths) or run(self, tokens, lengths, share)
+        SequenceShardCheck,
+        "_trace",
+        lambda self, tokens, lengths, share: tried.append(lengths) or run(self, tokens, lengths, share),
     )
     plan = planned(reading)
 
     def train(world):
-        with build(reading, plan, world=world) as engine:
-            return [engine.step(engine.share(rows(length))).loss for length in (13, 9, 21, 20, 13)]
+        with parallelize(reading, plan, world=world) as engine:
+            return [engine.step(engine.local_batch(rows(length))).loss for length in (13, 9, 21, 20, 13)]
 
     def alone() -> list[float]:
-        with build(reading, make_plan(reading, JOB)) as engine:
+        with parallelize(reading, make_plan(reading, JOB)) as engine:
             return [engine.step(rows(length)).loss for length in (13, 9, 21, 20, 13)]
 
     assert on_threads(train, Mesh(cp=3))[0] == pytest.approx(alone(), rel=1e-4)
-    assert tried == [{13: 13}, {13: 13}, {13: 9}, {13: 21}]  # some of 13, all of 13; fewer; more; the last two lie between
+    assert tried == [
+        {13: 13},
+        {13: 13},
+        {13: 9},
+        {13: 21},
+    ]  # some of 13, all of 13; fewer; more; the last two lie between
 
 
 def test_evaluations_are_looked_at_too() -> None:
@@ -136,8 +153,8 @@ def test_evaluations_are_looked_at_too() -> None:
     plan = planned(reading)
 
     def evaluate(world):
-        with build(reading, plan, world=world) as engine:
-            engine.evaluate([engine.share(rows(40))])
+        with parallelize(reading, plan, world=world) as engine:
+            engine.evaluate([engine.local_batch(rows(40))])
 
     with pytest.raises(PlanError, match="on rows of 40 tokens"):
         on_threads(evaluate, Mesh(cp=3))
@@ -150,7 +167,7 @@ def test_what_does_not_run_on_so_many_tokens_says_so() -> None:
         return x
 
     reading = reading_of(short)
-    tokens = reading.tokens
+    tokens = reading.sequence_info
     assert tokens is not None
     with pytest.raises(PlanError, match="it does not run on rows of 40 tokens: ValueError: too long"):
-        reading.alike.check(tokens, Deal(3), {TOKENS: 40})
+        reading.shard_check.check(tokens, SequenceSharding(3), {TOKENS: 40})

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.api import read
+from meshwright.api import analyze
 from meshwright.model.loading.loader import Model
-from meshwright.plan.model_spec.sequence_info import Passing, Tokens
+from meshwright.plan.model_spec.sequence_info import BlockSequenceInfo, SequenceInfo
 
 WORDS, WIDTH, LENGTH = 12, 8, 11
 Rule = Callable[["Layer", torch.Tensor], torch.Tensor]
@@ -21,7 +21,11 @@ class Layer(nn.Module):
     def __init__(self, rule: Rule) -> None:
         super().__init__()
         self.rule = rule
-        self.linear, self.table, self.norm = nn.Linear(WIDTH, WIDTH), nn.Embedding(32, WIDTH), nn.LayerNorm(WIDTH)
+        self.linear, self.table, self.norm = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Embedding(32, WIDTH),
+            nn.LayerNorm(WIDTH),
+        )
         self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
         self.attend = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
         self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True)
@@ -35,23 +39,27 @@ class Layers(nn.Module):
 
     def __init__(self, rule: Rule) -> None:
         super().__init__()
-        self.embed, self.layers, self.head = nn.Embedding(WORDS, WIDTH), nn.ModuleList([Layer(rule)]), nn.Linear(WIDTH, WORDS)
+        self.embed, self.layers, self.head = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.ModuleList([Layer(rule)]),
+            nn.Linear(WIDTH, WORDS),
+        )
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.layers[0](self.embed(input_ids)))
 
 
-def tokens_of(make: Callable[[], nn.Module], length: int = LENGTH) -> Tokens:
+def tokens_of(make: Callable[[], nn.Module], length: int = LENGTH) -> SequenceInfo:
     """What a model does with tokens, as its reading says."""
     ids = torch.arange(2 * length).view(2, length) % WORDS
-    tokens = read(lambda: Model(make()), {"input_ids": ids, "labels": ids}).tokens
+    tokens = analyze(lambda: Model(make()), {"input_ids": ids, "labels": ids}).sequence_info
     assert tokens is not None
     return tokens
 
 
-def layer(rule: Rule) -> Passing:
+def layer(rule: Rule) -> BlockSequenceInfo:
     """How tokens go through a block that does what `rule` says."""
-    return next(each for each in tokens_of(lambda: Layers(rule)).visits if each.visit == "layers.0")
+    return next(each for each in tokens_of(lambda: Layers(rule)).block_calls if each.block_call == "layers.0")
 
 
 def heads(x: torch.Tensor) -> torch.Tensor:
@@ -105,7 +113,9 @@ ALONE: dict[str, Rule] = {
     "in place": lambda self, x: (x * 1).mul_(2).add_(x),
     "written": written,
     "padded": lambda self, x: F.pad(x, (1, 1))[..., 1:-1],
-    "a product by token": lambda self, x: (x.view(*x.shape[:2], 2, 4) @ x.view(*x.shape[:2], 4, 2)).flatten(2).repeat(1, 1, 2),
+    "a product by token": lambda self, x: (
+        (x.view(*x.shape[:2], 2, 4) @ x.view(*x.shape[:2], 4, 2)).flatten(2).repeat(1, 1, 2)
+    ),
     "letters": lambda self, x: torch.einsum("btd,ed->bte", x, self.linear.weight),
     "letters by token": lambda self, x: x * torch.einsum("...d,...d->...", x, x)[..., None],
     "whole": lambda self, x: x[:, : x.shape[1]] + torch.ones(1, x.shape[1], 1),
@@ -136,7 +146,10 @@ MIXING: dict[str, tuple[Rule, str]] = {
         lambda self, x: F.avg_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2),
         "layers.0 computes 'avg_pool1d' along tokens",
     ),
-    "statistics": (lambda self, x: F.instance_norm(x.transpose(1, 2)).transpose(1, 2), "'instance_norm' along tokens"),
+    "statistics": (
+        lambda self, x: F.instance_norm(x.transpose(1, 2)).transpose(1, 2),
+        "'instance_norm' along tokens",
+    ),
     "recurrence": (lambda self, x: self.rnn(x)[0], "layers.0.rnn carries a state from token to token (gru)"),
     "turned": (lambda self, x: x.flip(1), "takes flip over tokens"),
     "rolled": (lambda self, x: x.roll(1, 1), "takes roll over tokens"),
@@ -144,8 +157,14 @@ MIXING: dict[str, tuple[Rule, str]] = {
     "the first": (lambda self, x: x + x[:, :1], "takes some of the tokens (indexing)"),
     "one by one": (one_by_one, "takes some of the tokens (indexing)"),
     "cut": (lambda self, x: torch.cat(x.split(1, 1), 1), "takes tokens apart"),
-    "by an index": (lambda self, x: x[:, torch.arange(x.shape[1] - 1, -1, -1)], "inside of the block (arange)"),
-    "by what they say": (lambda self, x: x.gather(1, x.argmax(-1, keepdim=True) + 0 * x.long()), "takes gather over tokens"),
+    "by an index": (
+        lambda self, x: x[:, torch.arange(x.shape[1] - 1, -1, -1)],
+        "inside of the block (arange)",
+    ),
+    "by what they say": (
+        lambda self, x: x.gather(1, x.argmax(-1, keepdim=True) + 0 * x.long()),
+        "takes gather over tokens",
+    ),
     "moved": (
         lambda self, x: x.view(x.shape[0], 2, x.shape[1], 4).transpose(1, 2).reshape(x.shape),
         "from token to token (view)",
@@ -155,8 +174,14 @@ MIXING: dict[str, tuple[Rule, str]] = {
     "repeated": (lambda self, x: x.repeat(1, 2, 1)[:, : x.shape[1]], "repeats tokens"),
     "squeezed": (lambda self, x: x[None].squeeze(), "squeezes whatever has size 1"),
     "by their number": (lambda self, x: x / x.shape[1], "computes with the number of tokens (div)"),
-    "by ones added up": (lambda self, x: x / torch.ones(x.shape[:2]).sum(1)[:, None, None], "inside of the block (sum)"),
-    "by the last position": (lambda self, x: x * torch.arange(x.shape[1]).max(), "inside of the block (arange)"),
+    "by ones added up": (
+        lambda self, x: x / torch.ones(x.shape[:2]).sum(1)[:, None, None],
+        "inside of the block (sum)",
+    ),
+    "by the last position": (
+        lambda self, x: x * torch.arange(x.shape[1]).max(),
+        "inside of the block (arange)",
+    ),
     "into a table": (
         lambda self, x: x + torch.zeros(WIDTH).scatter_add(0, x.argmax(-1).flatten(), x[..., 0].flatten()),
         "adds tokens up in a table (scatter_add)",
@@ -164,7 +189,10 @@ MIXING: dict[str, tuple[Rule, str]] = {
     "a variance of all": (lambda self, x: x / x.var(False), "takes var over tokens"),
     "a sum over no dims": (lambda self, x: x * x.sum(()), "takes sum over tokens"),
     "by the root of it": (lambda self, x: x * x.shape[1] ** -0.5, "computes with the number of tokens (mul)"),
-    "unknown": (lambda self, x: torch.fft.fft(x, dim=1).real, "computes 'fft_fft' with tokens, of which nothing is known"),
+    "unknown": (
+        lambda self, x: torch.fft.fft(x, dim=1).real,
+        "computes 'fft_fft' with tokens, of which nothing is known",
+    ),
     "MultiheadAttention": (lambda self, x: self.attend(x, x, x)[0], "attends by itself"),
 }
 
@@ -172,13 +200,17 @@ MIXING: dict[str, tuple[Rule, str]] = {
 @pytest.mark.parametrize("rule", ALONE)
 def test_what_treats_each_token_by_itself_may_run_on_some(rule: str):
     found = layer(ALONE[rule])
-    assert (found.mixes, found.takes, found.gives) == ("", ((1,),), ((1,),))
+    assert (found.not_sequence_parallel, found.input_token_dims, found.output_token_dims) == (
+        "",
+        ((1,),),
+        ((1,),),
+    )
 
 
 @pytest.mark.parametrize("rule", MIXING)
 def test_what_mixes_tokens_is_named(rule: str):
     run, words = MIXING[rule]
-    why = layer(run).mixes
+    why = layer(run).not_sequence_parallel
     assert why.startswith("layers.0")
     assert words in why
 
@@ -193,7 +225,7 @@ def test_an_autograd_function_is_followed():
         def backward(ctx, grad):
             return grad * 2
 
-    assert layer(lambda self, x: Twice.apply(x) + x).mixes == ""
+    assert layer(lambda self, x: Twice.apply(x) + x).not_sequence_parallel == ""
 
 
 def test_tokens_that_a_block_was_not_given_are_refused():
@@ -203,7 +235,7 @@ def test_tokens_that_a_block_was_not_given_are_refused():
             return super().forward(input_ids)
 
     def found(rule: Rule) -> str:
-        return tokens_of(lambda: Behind(rule)).visits[1].mixes
+        return tokens_of(lambda: Behind(rule)).block_calls[1].not_sequence_parallel
 
     assert "'mul' with tokens that it was not given" in found(lambda self, x: x * self.positions)
     assert "gives out tokens that it was not given" in found(lambda self, x: self.positions)
@@ -219,7 +251,10 @@ def test_what_glue_takes_from_within_a_block_is_refused():
         self.kept = self.linear(x).detach()
         return x * self.kept
 
-    assert "hands tokens on behind what it gives out" in tokens_of(lambda: Reaching(keeping)).visits[1].mixes
+    assert (
+        "hands tokens on behind what it gives out"
+        in tokens_of(lambda: Reaching(keeping)).block_calls[1].not_sequence_parallel
+    )
 
 
 class Masked(Layer):
@@ -227,7 +262,11 @@ class Masked(Layer):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         q = heads(self.linear(x))
-        return F.scaled_dot_product_attention(q, q, q, attn_mask=self.rule(self, mask)).transpose(1, 2).reshape(x.shape)
+        return (
+            F.scaled_dot_product_attention(q, q, q, attn_mask=self.rule(self, mask))
+            .transpose(1, 2)
+            .reshape(x.shape)
+        )
 
 
 class WithMask(nn.Module):
@@ -235,7 +274,11 @@ class WithMask(nn.Module):
 
     def __init__(self, rule: Rule) -> None:
         super().__init__()
-        self.embed, self.layers, self.head = nn.Embedding(WORDS, WIDTH), nn.ModuleList([Masked(rule)]), nn.Linear(WIDTH, WORDS)
+        self.embed, self.layers, self.head = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.ModuleList([Masked(rule)]),
+            nn.Linear(WIDTH, WORDS),
+        )
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids)
@@ -252,17 +295,20 @@ class WithMask(nn.Module):
         (lambda self, mask: mask.expand(1, 2, *mask.shape[2:])[:, :1, :, :], ""),
         (lambda self, mask: mask[..., : mask.shape[-2]], "cuts its mask to the number of its own tokens"),
         (lambda self, mask: mask.transpose(-1, -2), "computes 'transpose' with a mask"),
-        (lambda self, mask: mask & torch.ones(mask.shape[-2:], dtype=torch.bool).triu(-3), "inside of the block (triu)"),
+        (
+            lambda self, mask: mask & torch.ones(mask.shape[-2:], dtype=torch.bool).triu(-3),
+            "inside of the block (triu)",
+        ),
         (lambda self, mask: mask.flip(-1), "computes 'flip' with a mask"),
         (lambda self, mask: mask[:, :, :, :1], "cuts its mask"),
     ],
 )
 def test_a_mask_has_its_own_rows_and_all_columns(rule: Rule, words: str):
     found = tokens_of(lambda: WithMask(rule))
-    assert found.visits[1].takes == ((1,), (2, 3))
-    assert words in found.visits[1].mixes
-    assert bool(words) == bool(found.visits[1].mixes)
-    assert found.attends[0].masked if not words else True
+    assert found.block_calls[1].input_token_dims == ((1,), (2, 3))
+    assert words in found.block_calls[1].not_sequence_parallel
+    assert bool(words) == bool(found.block_calls[1].not_sequence_parallel)
+    assert found.attention_calls[0].has_mask if not words else True
 
 
 def test_a_block_that_is_told_how_many_tokens_there_are_is_refused():
@@ -271,7 +317,10 @@ def test_a_block_that_is_told_how_many_tokens_there_are_is_refused():
             self.layers[0].rule = lambda layer, given: given[0].view(-1, given[1], WIDTH)
             return self.head(self.layers[0]((self.embed(input_ids), input_ids.shape[1])))
 
-    assert "is told how many tokens there are" in tokens_of(lambda: Told(ALONE["whole"])).visits[1].mixes
+    assert (
+        "is told how many tokens there are"
+        in tokens_of(lambda: Told(ALONE["whole"])).block_calls[1].not_sequence_parallel
+    )
 
 
 def test_a_rank_with_one_token_runs_what_is_said_to_run_on_some():

@@ -9,34 +9,34 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
-from meshwright.model.sequence_parallel.conv_call import Convolution, Convolved, Convolving
-from meshwright.model.sequence_parallel.token_shard import Share
+from meshwright.model.sequence_parallel.conv_call import Conv1dArguments, Conv1dMode, ShardedConv1dCall
+from meshwright.model.sequence_parallel.token_shard import TokenShard
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.sequence_info import Convolve
+from meshwright.plan.model_spec.sequence_info import ConvSpec
 
 LENGTH, WIDTH = 8, 4
-SHARE = Share(LENGTH, ((0, 2), (6, 8)))
-CAUSAL = Convolve("layer", "layer.conv", LENGTH, WIDTH, 2, 0, behind=2)
-PADDED = Convolve("layer", "layer.conv", LENGTH, WIDTH, 2, 0, before=2)
+SHARE = TokenShard(LENGTH, ((0, 2), (6, 8)))
+CAUSAL = ConvSpec("layer", "layer.conv", LENGTH, WIDTH, 2, 0, num_extra_outputs=2)
+PADDED = ConvSpec("layer", "layer.conv", LENGTH, WIDTH, 2, 0, pad_before=2)
 WEIGHT, OWN = torch.ones(WIDTH, WIDTH, 3), torch.ones(1, WIDTH, 4)
-ALONE = Convolve("layer", "layer.gate")
+ALONE = ConvSpec("layer", "layer.gate")
 
 
 class Asking:
     """A technique that notes what it is asked, and gives a three for each token."""
 
-    def __init__(self, *known: Convolve, share: Share = SHARE) -> None:
-        self.asked: list[Convolved] = []
+    def __init__(self, *known: ConvSpec, share: TokenShard = SHARE) -> None:
+        self.asked: list[ShardedConv1dCall] = []
         self._known, self._share, self._met = known, share, 0
 
-    def mode(self) -> Convolving:
-        return Convolving(self._answer, self._told, nullcontext)
+    def mode(self) -> Conv1dMode:
+        return Conv1dMode(self._answer, self._told, nullcontext)
 
-    def _answer(self, asked: Convolved) -> torch.Tensor:
+    def _answer(self, asked: ShardedConv1dCall) -> torch.Tensor:
         self.asked.append(asked)
-        return torch.full((1, WIDTH, asked.own.shape[-1]), 3.0)
+        return torch.full((1, WIDTH, asked.local_input.shape[-1]), 3.0)
 
-    def _told(self) -> tuple[str, Sequence[Convolve], int, Any]:
+    def _told(self) -> tuple[str, Sequence[ConvSpec], int, Any]:
         self._met += 1
         return "layer", self._known, self._met - 1, lambda planned, found: self._share
 
@@ -46,8 +46,8 @@ def test_a_causal_convolution_finds_something_to_cut_off():
     with asking.mode():
         made = F.conv1d(OWN, WEIGHT, padding=2)
     assert made.tolist() == [[[3.0] * 4 + [1.0] * 2] * WIDTH]
-    assert asking.asked[0].own.equal(OWN)
-    assert (asking.asked[0].known, asking.asked[0].share) == (CAUSAL, SHARE)
+    assert asking.asked[0].local_input.equal(OWN)
+    assert (asking.asked[0].conv_spec, asking.asked[0].token_shard) == (CAUSAL, SHARE)
 
 
 def test_zeros_of_the_model_s_own_are_taken_off():
@@ -55,7 +55,7 @@ def test_zeros_of_the_model_s_own_are_taken_off():
     with asking.mode():
         made = F.conv1d(input=F.pad(OWN, (2, 0)), weight=WEIGHT)
     assert made.shape == OWN.shape
-    assert asking.asked[0].own.equal(OWN)
+    assert asking.asked[0].local_input.equal(OWN)
 
 
 def test_a_convolution_of_single_tokens_is_torch_s():
@@ -68,12 +68,12 @@ def test_a_convolution_of_single_tokens_is_torch_s():
 
 
 def test_where_no_block_runs_it_is_torch_s():
-    with Convolving(lambda asked: torch.zeros(0), lambda: None, nullcontext):
+    with Conv1dMode(lambda asked: torch.zeros(0), lambda: None, nullcontext):
         assert F.conv1d(OWN, WEIGHT).shape == (1, WIDTH, 2)
 
 
 def test_a_rank_without_tokens_convolves_what_stands_in():
-    asking = Asking(CAUSAL, share=Share(LENGTH, ()))
+    asking = Asking(CAUSAL, share=TokenShard(LENGTH, ()))
     with asking.mode():
         assert F.conv1d(OWN[..., :2], WEIGHT, padding=2).shape == (1, WIDTH, 4)
 
@@ -89,20 +89,22 @@ def test_more_convolutions_than_in_the_trial_run_are_refused():
     ("known", "given", "said"),
     [
         (CAUSAL, OWN[..., :3], {"padding": 2}),
-        (replace(CAUSAL, width=2), OWN, {"padding": 2}),
+        (replace(CAUSAL, token_numel=2), OWN, {"padding": 2}),
         (CAUSAL, OWN, {"padding": 1}),
         (CAUSAL, OWN, {"padding": 4, "dilation": 2}),
         (CAUSAL, OWN, {"padding": 2, "stride": 2}),
         (PADDED, OWN, {}),
     ],
 )
-def test_another_convolution_than_in_the_trial_run_is_refused(known: Convolve, given: torch.Tensor, said: dict[str, Any]):
+def test_another_convolution_than_in_the_trial_run_is_refused(
+    known: ConvSpec, given: torch.Tensor, said: dict[str, Any]
+):
     with (
         Asking(known).mode(),
         pytest.raises(PlanError, match=r"'layer.conv' convolves \[4, \d\](?s:.*)4 tokens of width") as told,
     ):
         F.conv1d(given, WEIGHT, **said)
-    assert "let the block convolve as often, and as far, on every batch" in told.value.faults[0].fix
+    assert "let the block convolve as often, and as far, on every batch" in told.value.diagnostics[0].fix
 
 
 @pytest.mark.parametrize(
@@ -116,9 +118,9 @@ def test_another_convolution_than_in_the_trial_run_is_refused(known: Convolve, g
     ],
 )
 def test_what_the_arguments_say(said: dict[str, Any], reach: int, padded: tuple[int, int]):
-    given = Convolution(OWN, WEIGHT, **said)
-    assert (given.reach, given.padded) == (reach, padded)
+    given = Conv1dArguments(OWN, WEIGHT, **said)
+    assert (given.kernel_reach, given.padding_sizes) == (reach, padded)
 
 
 def test_the_same_size_by_name_has_one_more_zero_behind():
-    assert Convolution(OWN, WEIGHT[..., :2], padding="same").padded == (0, 1)
+    assert Conv1dArguments(OWN, WEIGHT[..., :2], padding="same").padding_sizes == (0, 1)

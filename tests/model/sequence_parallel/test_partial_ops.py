@@ -6,9 +6,9 @@ from contextlib import suppress
 import pytest
 import torch
 
-from meshwright.model.sequence_parallel.sharded_activation import apart
-from meshwright.model.sequence_parallel.token_shard import Share
-from meshwright.plan.model_spec.sequence_info import Deal
+from meshwright.model.sequence_parallel.sharded_activation import make_sharded_tensor
+from meshwright.model.sequence_parallel.token_shard import TokenShard
+from meshwright.plan.model_spec.sequence_info import SequenceSharding
 
 LENGTH = 7
 WHOLE = torch.arange(2.0 * LENGTH * 3, dtype=torch.float64).view(2, LENGTH, 3).sin()
@@ -16,7 +16,7 @@ LAST = torch.tensor([6, -3])
 Compute = Callable[[torch.Tensor], torch.Tensor]
 
 
-def on_ranks(compute: Compute, deal: Deal) -> tuple[torch.Tensor, torch.Tensor]:
+def on_ranks(compute: Compute, deal: SequenceSharding) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of what ranks give, and the gradient of the sum of its squares, put together."""
     parts, locals_ = list[torch.Tensor](), list[torch.Tensor]()
 
@@ -27,17 +27,17 @@ def on_ranks(compute: Compute, deal: Deal) -> tuple[torch.Tensor, torch.Tensor]:
     def bring(local: torch.Tensor, dim: int) -> torch.Tensor:
         raise AssertionError("all tokens are brought together")
 
-    for index in range(deal.ranks):
-        share = Share(LENGTH, deal.spans(LENGTH, index), bring, add)
-        locals_.append(share.of(WHOLE, 1).clone().requires_grad_())
-        compute(apart(locals_[-1], 1, share))
+    for index in range(deal.num_ranks):
+        share = TokenShard(LENGTH, deal.token_ranges(LENGTH, index), bring, add)
+        locals_.append(share.take_padded(WHOLE, 1).clone().requires_grad_())
+        compute(make_sharded_tensor(locals_[-1], 1, share))
     total = sum(parts, start=torch.zeros(()))
     (total**2).sum().backward()
     home = torch.zeros_like(WHOLE)
     for index, local in enumerate(locals_):
         at, got = 0, local.grad
         assert got is not None
-        for begin, end in deal.spans(LENGTH, index):
+        for begin, end in deal.token_ranges(LENGTH, index):
             home[:, begin:end] = got[:, at : at + end - begin]
             at += end - begin
     return total.detach(), home
@@ -62,9 +62,18 @@ FEW: dict[str, Compute] = {
 }
 
 
-@pytest.mark.parametrize("deal", [Deal(2), Deal(3), Deal(2, inner=2, folded=False), Deal(9)], ids=str)
+@pytest.mark.parametrize(
+    "deal",
+    [
+        SequenceSharding(2),
+        SequenceSharding(3),
+        SequenceSharding(2, num_inner_ranks=2, zigzag=False),
+        SequenceSharding(9),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", FEW)
-def test_what_ranks_give_adds_up(name: str, deal: Deal):
+def test_what_ranks_give_adds_up(name: str, deal: SequenceSharding):
     made, home = on_ranks(FEW[name], deal)
     whole = WHOLE.clone().requires_grad_()
     wanted = FEW[name](whole)
@@ -74,32 +83,41 @@ def test_what_ranks_give_adds_up(name: str, deal: Deal):
 
 
 def test_what_is_no_number_on_another_rank_does_not_spread():
-    share = Share(LENGTH, ((0, 3),), add=lambda part: part)
-    x = apart(torch.full((2, 3, 3), torch.nan), 1, share)
+    share = TokenShard(LENGTH, ((0, 3),), sum_over_ranks=lambda part: part)
+    x = make_sharded_tensor(torch.full((2, 3, 3), torch.nan), 1, share)
     assert x[:, 5].eq(0).all()
     assert x[torch.arange(2), torch.tensor([4, 6])].eq(0).all()
 
 
 def test_the_mean_of_a_narrow_dtype_is_taken_in_a_wider_one():
-    share = Share(4096, ((0, 4096),), add=lambda part: part)
-    x = apart(torch.full((1, 4096, 1), 100.0, dtype=torch.float16), 1, share)
+    share = TokenShard(4096, ((0, 4096),), sum_over_ranks=lambda part: part)
+    x = make_sharded_tensor(torch.full((1, 4096, 1), 100.0, dtype=torch.float16), 1, share)
     assert x.mean(1).item() == 100  # the sum is no number of float16
 
 
 @pytest.mark.parametrize(
-    "compute", [lambda x: x[:, 1:], lambda x: x[:, [0, 2]], lambda x: x[x[0, :, 0] > 0], lambda x: x.amax(1), lambda x: x.sum(2)]
+    "compute",
+    [
+        lambda x: x[:, 1:],
+        lambda x: x[:, [0, 2]],
+        lambda x: x[x[0, :, 0] > 0],
+        lambda x: x.amax(1),
+        lambda x: x.sum(2),
+    ],
 )
 def test_of_anything_else_all_tokens_are_brought_together(compute: Compute):
     asked = []
-    share = Share(LENGTH, ((0, 3),), lambda local, dim: asked.append(dim) or WHOLE, lambda part: pytest.fail("a sum"))
+    share = TokenShard(
+        LENGTH, ((0, 3),), lambda local, dim: asked.append(dim) or WHOLE, lambda part: pytest.fail("a sum")
+    )
     with suppress(IndexError):  # one that is an Apart itself
-        compute(apart(WHOLE[:, :3], 1, share))
+        compute(make_sharded_tensor(WHOLE[:, :3], 1, share))
     assert asked
 
 
 @pytest.mark.parametrize("index", [LENGTH, -LENGTH - 1])
 def test_a_place_that_no_row_has_is_an_error(index: int):
-    x = apart(WHOLE[:, :3], 1, Share(LENGTH, ((0, 3),)))
+    x = make_sharded_tensor(WHOLE[:, :3], 1, TokenShard(LENGTH, ((0, 3),)))
     with pytest.raises(IndexError):
         x[:, index]
     with pytest.raises(IndexError):

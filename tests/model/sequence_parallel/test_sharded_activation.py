@@ -3,10 +3,16 @@
 import pytest
 import torch
 
-from meshwright.model.sequence_parallel.sharded_activation import Apart, apart, given, locals_of, taken
-from meshwright.model.sequence_parallel.token_shard import Share
+from meshwright.model.sequence_parallel.sharded_activation import (
+    SequenceShardedTensor,
+    make_sharded_tensor,
+    shard_block_inputs,
+    to_local_tensors,
+    wrap_block_outputs,
+)
+from meshwright.model.sequence_parallel.token_shard import TokenShard
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.sequence_info import Deal, Passing
+from meshwright.plan.model_spec.sequence_info import BlockSequenceInfo, SequenceSharding
 
 LENGTH = 7
 WHOLE = torch.arange(2.0 * LENGTH * 3, dtype=torch.float64).view(2, LENGTH, 3)
@@ -19,16 +25,16 @@ def brought(local: torch.Tensor, dim: int) -> torch.Tensor:
     return WHOLE.expand(shape) if local.ndim == 3 else torch.zeros(shape, dtype=local.dtype)
 
 
-SHARE = Share(LENGTH, Deal(2).spans(LENGTH, 0), brought)
+SHARE = TokenShard(LENGTH, SequenceSharding(2).token_ranges(LENGTH, 0), brought)
 
 
-def shares(planned: int, found: int) -> Share:
+def shares(planned: int, found: int) -> TokenShard:
     """Rows of the plan's length and of this one."""
-    return SHARE if planned == LENGTH else Share(found, Deal(2).spans(found, 0))
+    return SHARE if planned == LENGTH else TokenShard(found, SequenceSharding(2).token_ranges(found, 0))
 
 
-def some(whole: torch.Tensor = WHOLE, dim: int = 1) -> Apart:
-    return apart(SHARE.of(whole, dim), dim, SHARE)
+def some(whole: torch.Tensor = WHOLE, dim: int = 1) -> SequenceShardedTensor:
+    return make_sharded_tensor(SHARE.take_padded(whole, dim), dim, SHARE)
 
 
 def test_it_looks_as_if_all_tokens_were_here():
@@ -39,7 +45,7 @@ def test_it_looks_as_if_all_tokens_were_here():
     assert x.dtype == torch.float64
     assert x.device == WHOLE.device
     assert not x.requires_grad
-    assert x.local.shape == (2, SHARE.count, 3)
+    assert x.local_tensor.shape == (2, SHARE.num_tokens, 3)
 
 
 @pytest.mark.parametrize(
@@ -62,13 +68,20 @@ def test_it_looks_as_if_all_tokens_were_here():
 )
 def test_what_treats_tokens_one_by_one_stays_apart(compute):
     made, wanted = compute(some()), compute(WHOLE)
-    assert type(made) is Apart
+    assert type(made) is SequenceShardedTensor
     assert made.shape == wanted.shape
-    torch.testing.assert_close(made.local, SHARE.of(wanted, made.along))
+    torch.testing.assert_close(made.local_tensor, SHARE.take_padded(wanted, made.sequence_dim))
 
 
 @pytest.mark.parametrize(
-    "compute", [lambda x: x[:, :2], lambda x: x[:, 1:], lambda x: x.amax(1), lambda x: x.flatten(), lambda x: x[:, [0, 2]]]
+    "compute",
+    [
+        lambda x: x[:, :2],
+        lambda x: x[:, 1:],
+        lambda x: x.amax(1),
+        lambda x: x.flatten(),
+        lambda x: x[:, [0, 2]],
+    ],
 )
 def test_for_whatever_else_all_tokens_are_brought_together(compute):
     made = compute(some())
@@ -77,47 +90,51 @@ def test_for_whatever_else_all_tokens_are_brought_together(compute):
 
 
 def test_gradients_go_to_this_ranks_tokens():
-    local = SHARE.of(WHOLE, 1).clone().requires_grad_()
-    x = apart(local, 1, SHARE)
+    local = SHARE.take_padded(WHOLE, 1).clone().requires_grad_()
+    x = make_sharded_tensor(local, 1, SHARE)
     assert x.requires_grad
-    (x * WHOLE).local.sum().backward()
-    torch.testing.assert_close(local.grad, SHARE.of(WHOLE, 1))
+    (x * WHOLE).local_tensor.sum().backward()
+    torch.testing.assert_close(local.grad, SHARE.take_padded(WHOLE, 1))
 
 
 def test_a_block_is_given_its_rows_of_masks_and_tables_and_gives_an_apart():
     mask, table = torch.ones(1, 1, LENGTH, LENGTH), torch.arange(float(LENGTH))[None]
     slots = ("0.0", "1.mask", "1.tables.0", "1.tables.1")
-    passing = Passing("b", takes=((1,), (2, 3), (1,), (1,)), slots=slots).of(LENGTH)
-    args, kwargs = taken(((some(),), {"mask": mask, "tables": (table, table), "flag": None}), passing, shares)
-    assert args[0].shape == (2, SHARE.count, 3)
+    passing = BlockSequenceInfo(
+        "b", input_token_dims=((1,), (2, 3), (1,), (1,)), arg_paths=slots
+    ).with_lengths(LENGTH)
+    args, kwargs = shard_block_inputs(
+        ((some(),), {"mask": mask, "tables": (table, table), "flag": None}), passing, shares
+    )
+    assert args[0].shape == (2, SHARE.num_tokens, 3)
     assert type(args[0]) is torch.Tensor
-    assert kwargs["mask"].shape == (1, 1, SHARE.count, LENGTH)
-    assert [each.tolist() for each in kwargs["tables"]] == [SHARE.of(table, 1).tolist()] * 2
-    out = given((args[0], table), ((1, SHARE), None))
-    assert type(out[0]) is Apart
+    assert kwargs["mask"].shape == (1, 1, SHARE.num_tokens, LENGTH)
+    assert [each.tolist() for each in kwargs["tables"]] == [SHARE.take_padded(table, 1).tolist()] * 2
+    out = wrap_block_outputs((args[0], table), ((1, SHARE), None))
+    assert type(out[0]) is SequenceShardedTensor
     assert out[1] is table
-    assert locals_of(out)[0] is args[0]
+    assert to_local_tensors(out)[0] is args[0]
 
 
 def test_what_layers_are_given_alike_is_cut_once():
     mask, learnt = torch.ones(1, 1, LENGTH, LENGTH), torch.ones(1, LENGTH, 3, requires_grad=True)
-    first = SHARE.of(mask, 2)
-    assert SHARE.of(mask, 2) is first
-    assert SHARE.of(mask, 3) is not first
-    assert SHARE.of(learnt, 1) is not SHARE.of(learnt, 1)
+    first = SHARE.take_padded(mask, 2)
+    assert SHARE.take_padded(mask, 2) is first
+    assert SHARE.take_padded(mask, 3) is not first
+    assert SHARE.take_padded(learnt, 1) is not SHARE.take_padded(learnt, 1)
     mask[..., 0] = 5.0
-    assert SHARE.of(mask, 2) is not first
-    assert (SHARE.of(mask, 2)[..., 0] == 5.0).all()
+    assert SHARE.take_padded(mask, 2) is not first
+    assert (SHARE.take_padded(mask, 2)[..., 0] == 5.0).all()
     with torch.inference_mode():
         read = torch.ones(1, LENGTH, 3)
-        assert SHARE.of(read, 1).shape == (1, SHARE.count, 3)
+        assert SHARE.take_padded(read, 1).shape == (1, SHARE.num_tokens, 3)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_many_spans_are_cut_as_few_ones_are(dim: int):
-    spans = Deal(2, striped=True).spans(40, 1)
+    spans = SequenceSharding(2, striped=True).token_ranges(40, 1)
     whole = torch.randn(40, 40, dtype=torch.float64, requires_grad=True)
-    mine = Share(40, spans).of(whole, dim)
+    mine = TokenShard(40, spans).take_padded(whole, dim)
     assert torch.equal(mine, whole[1::2] if dim == 0 else whole[:, 1::2])
     mine.sum().backward()
     assert whole.grad is not None
@@ -125,23 +142,29 @@ def test_many_spans_are_cut_as_few_ones_are(dim: int):
 
 
 def test_a_block_is_given_tokens_of_rows_of_two_lengths():
-    mask, theirs = torch.ones(2, 1, LENGTH, 4), apart(torch.zeros(2, 2, 3), 1, shares(9, 4))
-    passing = Passing("b", ((1,), (1,), (2, 3)), slots=("0.0", "0.1", "1.mask"), takes_of=(LENGTH, 9, LENGTH))
-    (mine, other), kwargs = taken(((some(), theirs), {"mask": mask}), passing, shares)
-    assert (mine.shape, other.shape) == ((2, SHARE.count, 3), (2, 2, 3))
-    assert kwargs["mask"].shape == (2, 1, SHARE.count, 4)
+    mask, theirs = torch.ones(2, 1, LENGTH, 4), make_sharded_tensor(torch.zeros(2, 2, 3), 1, shares(9, 4))
+    passing = BlockSequenceInfo(
+        "b", ((1,), (1,), (2, 3)), arg_paths=("0.0", "0.1", "1.mask"), input_num_tokens=(LENGTH, 9, LENGTH)
+    )
+    (mine, other), kwargs = shard_block_inputs(((some(), theirs), {"mask": mask}), passing, shares)
+    assert (mine.shape, other.shape) == ((2, SHARE.num_tokens, 3), (2, 2, 3))
+    assert kwargs["mask"].shape == (2, 1, SHARE.num_tokens, 4)
 
 
 def test_rows_of_another_length_are_refused():
     with pytest.raises(PlanError, match="dim 1 of that was tokens"):
-        taken(((torch.ones(1, 5),), {}), Passing("layer", takes=((1,),), slots=("0.0",)).of(LENGTH), shares)
+        shard_block_inputs(
+            ((torch.ones(1, 5),), {}),
+            BlockSequenceInfo("layer", input_token_dims=((1,),), arg_paths=("0.0",)).with_lengths(LENGTH),
+            shares,
+        )
 
 
 def test_a_mask_that_was_not_there_in_the_trial_run_is_taken_by_rows_and_nothing_else():
-    passing = Passing("layer", takes=((1,),), slots=("0.0",)).of(LENGTH)
+    passing = BlockSequenceInfo("layer", input_token_dims=((1,),), arg_paths=("0.0",)).with_lengths(LENGTH)
     given_now = ((some(),), {"mask": torch.ones(2, 1, LENGTH, LENGTH), "width": torch.ones(3)})
-    _, kwargs = taken(given_now, passing, shares)
-    assert kwargs["mask"].shape == (2, 1, SHARE.count, LENGTH)
+    _, kwargs = shard_block_inputs(given_now, passing, shares)
+    assert kwargs["mask"].shape == (2, 1, SHARE.num_tokens, LENGTH)
     assert kwargs["width"].shape == (3,)
     with pytest.raises(PlanError, match="was not there in the trial run"):
-        taken(((some(),), {"table": torch.ones(LENGTH, 3)}), passing, shares)
+        shard_block_inputs(((some(),), {"table": torch.ones(LENGTH, 3)}), passing, shares)

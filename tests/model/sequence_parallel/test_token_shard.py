@@ -4,62 +4,68 @@ import gc
 
 import torch
 
-from meshwright.model.sequence_parallel.token_shard import Share
-from meshwright.plan.model_spec.sequence_info import Deal
+from meshwright.model.sequence_parallel.token_shard import TokenShard
+from meshwright.plan.model_spec.sequence_info import SequenceSharding
 
 LENGTH, MASK = 8, (2, 1, 8, 8)
 
 
-def share(deal: Deal, index: int = 1) -> Share:
-    together = deal.together(LENGTH, index) if deal.inner > 1 else ()
-    return Share(LENGTH, deal.spans(LENGTH, index), together=together)
+def share(deal: SequenceSharding, index: int = 1) -> TokenShard:
+    together = deal.inner_group_ranges(LENGTH, index) if deal.num_inner_ranks > 1 else ()
+    return TokenShard(LENGTH, deal.token_ranges(LENGTH, index), group_spans=together)
 
 
 def test_whoever_has_rows_of_a_mask_finds_those_of_all_who_exchange_heads():
     mask = torch.rand(MASK)
-    for deal, rows in ((Deal(2, inner=2, folded=False), range(8)), (Deal(4, inner=2), (0, 1, 6, 7))):
+    for deal, rows in (
+        (SequenceSharding(2, num_inner_ranks=2, zigzag=False), range(8)),
+        (SequenceSharding(4, num_inner_ranks=2), (0, 1, 6, 7)),
+    ):
         here = share(deal)
-        own = here.of_mask(mask, 2)
-        assert here.of_mask(mask, 2) is own
-        found = here.rows_together(own)
+        own = here.take_mask(mask, 2)
+        assert here.take_mask(mask, 2) is own
+        found = here.group_mask_rows(own)
         assert found is not None
         assert torch.equal(found, mask[:, :, list(rows)])
-        assert here.rows_together(mask) is None
+        assert here.group_mask_rows(mask) is None
 
 
 def test_a_mask_that_is_the_same_for_all_queries_is_found_as_it_is():
-    here, mask = share(Deal(2, inner=2, folded=False)), torch.rand(2, 1, 1, 8)
-    assert here.rows_together(mask) is None
-    assert here.of_mask(mask, None) is mask
-    assert here.rows_together(mask) is mask
+    here, mask = share(SequenceSharding(2, num_inner_ranks=2, zigzag=False)), torch.rand(2, 1, 1, 8)
+    assert here.group_mask_rows(mask) is None
+    assert here.take_mask(mask, None) is mask
+    assert here.group_mask_rows(mask) is mask
 
 
 def test_nobody_asks_a_ring_nor_for_a_mask_that_learns():
-    alone, both = share(Deal(2)), share(Deal(2, inner=2, folded=False))
-    assert alone.rows_together(alone.of_mask(torch.rand(MASK), 2)) is None
-    assert both.rows_together(both.of_mask(torch.rand(MASK, requires_grad=True), 2)) is None
+    alone, both = share(SequenceSharding(2)), share(SequenceSharding(2, num_inner_ranks=2, zigzag=False))
+    assert alone.group_mask_rows(alone.take_mask(torch.rand(MASK), 2)) is None
+    assert both.group_mask_rows(both.take_mask(torch.rand(MASK, requires_grad=True), 2)) is None
 
 
 def test_what_was_cut_out_keeps_nothing():
-    here, mask = share(Deal(2, inner=2, folded=False)), torch.rand(MASK)
-    own = here.of_mask(mask, 2)
+    here, mask = share(SequenceSharding(2, num_inner_ranks=2, zigzag=False)), torch.rand(MASK)
+    own = here.take_mask(mask, 2)
     del mask, own
     gc.collect()
-    assert not here._cut
-    assert not here._rows
+    assert not here._slices
+    assert not here._group_mask_rows
 
 
 def test_a_table_for_all_layers_does_not_hold_the_tokens_of_others():
-    here, table = share(Deal(4, folded=False)), torch.rand(1, LENGTH, 6)
-    own = here.of(table, 1)
+    here, table = share(SequenceSharding(4, zigzag=False)), torch.rand(1, LENGTH, 6)
+    own = here.take_padded(table, 1)
     assert torch.equal(own, table[:, 2:4])
     assert own.untyped_storage().nbytes() == table.nbytes // 4
-    assert here.of(table, 1) is own
+    assert here.take_padded(table, 1) is own
 
 
 def test_a_mask_that_is_expanded_is_not_written_out():
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).expand(6, 1, LENGTH, LENGTH)
-    assert share(Deal(2, folded=False)).of_mask(mask, 2).untyped_storage().nbytes() == LENGTH * LENGTH
-    both = share(Deal(2, inner=2, folded=False))
-    own = both.of_mask(torch.ones(MASK), 2)
+    assert (
+        share(SequenceSharding(2, zigzag=False)).take_mask(mask, 2).untyped_storage().nbytes()
+        == LENGTH * LENGTH
+    )
+    both = share(SequenceSharding(2, num_inner_ranks=2, zigzag=False))
+    own = both.take_mask(torch.ones(MASK), 2)
     assert own.untyped_storage().nbytes() == 2 * LENGTH * LENGTH * 4  # the rows of all are held anyway

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.api import read
+from meshwright.api import analyze
 from meshwright.model.loading.loader import Model
-from meshwright.plan.model_spec.dim_split import Cut
-from meshwright.plan.model_spec.model_spec import Anatomy
+from meshwright.plan.model_spec.dim_split import DimSplit
+from meshwright.plan.model_spec.model_spec import ModelSpec
 
 WIDTH, HEADS, INNER, WORDS = 12, 3, 10, 11
 Inside = Callable[["Block", torch.Tensor], torch.Tensor]
@@ -23,8 +23,16 @@ class Block(nn.Module):
         super().__init__()
         self.inside, self.num_heads = inside, HEADS
         self.norm, self.scale = nn.LayerNorm(WIDTH), nn.Parameter(torch.ones(INNER))
-        self.gate, self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
-        self.packed, self.pair, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 2 * INNER), nn.Linear(WIDTH, WIDTH)
+        self.gate, self.up, self.down = (
+            nn.Linear(WIDTH, INNER),
+            nn.Linear(WIDTH, INNER),
+            nn.Linear(INNER, WIDTH),
+        )
+        self.packed, self.pair, self.out = (
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, 2 * INNER),
+            nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.inside(self, self.norm(x))
@@ -45,14 +53,19 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def found(inside: Inside, **sockets: str) -> tuple[dict[str, Cut], Anatomy]:
+def found(inside: Inside, **sockets: str) -> tuple[dict[str, DimSplit], ModelSpec]:
     """How the layers of a block are cut on the side that columns and rows have in common, by name."""
-    tokens, roles = torch.zeros(2, 5, dtype=torch.long), {f"layers.*.{name}": role for name, role in sockets.items()}
-    anatomy = read(lambda: Model(Net(inside), sockets=roles), {"input_ids": tokens, "labels": tokens}).anatomy
+    tokens, roles = (
+        torch.zeros(2, 5, dtype=torch.long),
+        {f"layers.*.{name}": role for name, role in sockets.items()},
+    )
+    anatomy = analyze(
+        lambda: Model(Net(inside), layer_roles=roles), {"input_ids": tokens, "labels": tokens}
+    ).model_spec
     sides = {"columns": "out", "rows": "in"}
     cuts = {
-        weight.name.split(".")[2]: weight.side(sides[weight.role])
-        for weight in anatomy.weights
+        weight.name.split(".")[2]: weight.split_of_side(sides[weight.role])
+        for weight in anatomy.params
         if weight.role in sides and weight.name.startswith("layers.1.") and weight.name.endswith("weight")
     }
     return cuts, anatomy
@@ -106,7 +119,7 @@ def by_hand(block: Block, x: torch.Tensor) -> torch.Tensor:
 )
 def test_units_lie_as_the_forward_takes_them(inside: Inside, cuts: dict[str, tuple[int, tuple[int, ...]]]):
     shown, _ = found(inside)
-    assert {name: (cut.units, cut.sections) for name, cut in shown.items()} == cuts
+    assert {name: (cut.num_units, cut.sections) for name, cut in shown.items()} == cuts
 
 
 @pytest.mark.parametrize(
@@ -118,8 +131,12 @@ def test_units_lie_as_the_forward_takes_them(inside: Inside, cuts: dict[str, tup
         lambda block, x: block.down(block.up(x) * block.scale),  # a weight per feature, which nobody cuts
         lambda block, x: block.down(block.up(x) * (1 + block.scale)),
         lambda block, x: block.down(block.up(x).flip(-1)),  # an operation of which nothing is known
-        lambda block, x: block.down(block.up(x)) + block.up(x).sum(-1, keepdim=True),  # features that glue needs too
-        lambda block, x: block.down(torch.cat([block.up(x)[..., 1:], block.up(x)[..., :1]], -1)),  # in another order
+        lambda block, x: (
+            block.down(block.up(x)) + block.up(x).sum(-1, keepdim=True)
+        ),  # features that glue needs too
+        lambda block, x: block.down(
+            torch.cat([block.up(x)[..., 1:], block.up(x)[..., :1]], -1)
+        ),  # in another order
     ],
 )
 def test_features_that_are_needed_whole_are_not_divided(inside: Inside):
@@ -138,20 +155,34 @@ def test_a_declared_role_wins():
 
 def test_the_number_of_heads_is_told_to_the_module_that_holds_it():
     _, anatomy = found(attended)
-    assert [(number.module, number.name, number.cut.sections) for number in anatomy.numbers] == [
+    assert [
+        (number.module, number.name, number.dim_split.sections) for number in anatomy.size_attributes
+    ] == [
         ("layers.0", "num_heads", (3,)),
         ("layers.1", "num_heads", (3,)),
     ]
-    assert [number.local(index, 2) for number in anatomy.numbers[:1] for index in range(2)] == [2, 1]
+    assert [number.local_value(index, 2) for number in anatomy.size_attributes[:1] for index in range(2)] == [
+        2,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("count", [HEADS, 6])
 def test_what_does_not_run_on_slices_as_on_the_whole_stays_whole_and_is_said(count: int):
     def fixed(block: Block, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (each.view(*each.shape[:2], count, -1).transpose(1, 2) for each in block.packed(x).chunk(3, -1))
+        q, k, v = (
+            each.view(*each.shape[:2], count, -1).transpose(1, 2) for each in block.packed(x).chunk(3, -1)
+        )
         return block.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)) + gated(block, x)
 
     shown, anatomy = found(fixed)
     assert set(shown) == {"gate", "up", "down"}
-    why = "RuntimeError" if count == HEADS else "of 3 heads or features of layers.0.packed in a slice it makes 6"
-    assert any(f"layers of layers.* stay whole, for it does not run on slices: {why}" in note for note in anatomy.notes)
+    why = (
+        "RuntimeError"
+        if count == HEADS
+        else "of 3 heads or features of layers.0.packed in a slice it makes 6"
+    )
+    assert any(
+        f"layers of layers.* stay whole, for it does not run on slices: {why}" in note
+        for note in anatomy.notes
+    )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import read
+from meshwright.api import analyze
 from meshwright.model.loading.loader import Model
 
 WIDTH = 6
@@ -48,8 +48,11 @@ class Network(nn.Module):
 def sums(*ends: Ends, pairs: int = 2) -> list[int]:
     """The numbers of the sums in which the rows layers end, in order."""
     tokens = torch.zeros(2, 5, dtype=torch.long)
-    reading = read(lambda: Model(Network(*ends, pairs=pairs), sockets=SOCKETS), {"input_ids": tokens, "labels": tokens})
-    return [call.sum for call in reading.anatomy.calls if call.role == "rows"]
+    reading = analyze(
+        lambda: Model(Network(*ends, pairs=pairs), layer_roles=SOCKETS),
+        {"input_ids": tokens, "labels": tokens},
+    )
+    return [call.sum_id for call in reading.model_spec.layer_calls if call.role == "rows"]
 
 
 def in_place(layer: Branches, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -57,7 +60,9 @@ def in_place(layer: Branches, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor)
     return x + b
 
 
-def in_place_the_other_way(layer: Branches, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def in_place_the_other_way(
+    layer: Branches, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+) -> torch.Tensor:
     a += b
     return x + a
 

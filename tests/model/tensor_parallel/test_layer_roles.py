@@ -6,10 +6,23 @@ import transformers
 from torch import nn
 
 from meshwright.model.loading.loader import Model, load_factory
-from meshwright.model.tensor_parallel.layer_roles import ROLES, Socket, check_roles, find_sockets, hidden_matrices, matches
+from meshwright.model.tensor_parallel.layer_roles import (
+    ROLES,
+    LayerRole,
+    check_roles,
+    find_layer_roles,
+    hidden_matrices,
+    matches_pattern,
+)
 from meshwright.plan.job.errors import PlanError
 
-SIZES = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+}
 
 
 class Net(nn.Module):
@@ -46,11 +59,11 @@ class Places(nn.Module):
         self.first, self.others = nn.Parameter(torch.zeros(1, 1, 4)), nn.Parameter(torch.zeros(1, 9, 4))
 
 
-def by_name(module: nn.Module, declared: dict[str, str] | None = None) -> dict[str, Socket]:
-    return {socket.name: socket for socket in find_sockets(module, declared)}
+def by_name(module: nn.Module, declared: dict[str, str] | None = None) -> dict[str, LayerRole]:
+    return {socket.name: socket for socket in find_layer_roles(module, declared)}
 
 
-def of(family: str, head: str, **sizes: object) -> dict[str, Socket]:
+def of(family: str, head: str, **sizes: object) -> dict[str, LayerRole]:
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **sizes})
     return by_name(getattr(transformers, f"{family}{head}")(config))
 
@@ -58,12 +71,24 @@ def of(family: str, head: str, **sizes: object) -> dict[str, Socket]:
 def test_every_module_with_weights_of_its_own_is_a_socket():
     kinds = {name: socket.kind for name, socket in by_name(Net()).items()}
     linears = dict.fromkeys(["layers.0", "layers.1", "layers.2", "attend.out_proj"], "linear")
-    assert kinds == {"": "weights", "embed": "embedding", "norm": "norm", "conv": "convolution", "attend": "attention", **linears}
-    assert sum(socket.numel for socket in find_sockets(Net())) == sum(parameter.numel() for parameter in Net().parameters())
+    assert kinds == {
+        "": "weights",
+        "embed": "embedding",
+        "norm": "norm",
+        "conv": "convolution",
+        "attend": "attention",
+        **linears,
+    }
+    assert sum(socket.numel for socket in find_layer_roles(Net())) == sum(
+        parameter.numel() for parameter in Net().parameters()
+    )
 
 
 def test_experts_and_routers_are_known_and_tables_are_no_experts():
-    kinds = {name: socket.kind for name, socket in by_name(nn.ModuleList([Experts(), TinyRouter(), Places()])).items()}
+    kinds = {
+        name: socket.kind
+        for name, socket in by_name(nn.ModuleList([Experts(), TinyRouter(), Places()])).items()
+    }
     assert kinds == {"0": "experts", "1": "router", "2": "weights"}
 
 
@@ -82,7 +107,10 @@ def test_a_family_without_a_declared_plan_has_sockets_without_roles():
     found = of("GPT2", "LMHeadModel", n_embd=16, n_layer=2, n_head=4)
     assert {socket.kind for socket in found.values()} == {"embedding", "norm", "linear", "head"}
     assert found["transformer.h.1.attn.c_attn"].shape == (16, 48)
-    assert [socket.name for socket in found.values() if not socket.role][:2] == ["transformer.wte", "transformer.wpe"]
+    assert [socket.name for socket in found.values() if not socket.role][:2] == [
+        "transformer.wte",
+        "transformer.wpe",
+    ]
     assert not found["transformer.h.0.mlp.c_fc"].role
 
 
@@ -95,8 +123,13 @@ def test_experts_say_the_role_of_each_of_their_weights():
 
 def test_what_the_user_declares_wins():
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
-    found = by_name(model, {"model.layers.*.self_attn.q_proj": "replicated", "model.embed_tokens": "vocabulary"})
-    assert (found["model.layers.1.self_attn.q_proj"].role, found["model.embed_tokens"].role) == ("replicated", "vocabulary")
+    found = by_name(
+        model, {"model.layers.*.self_attn.q_proj": "replicated", "model.embed_tokens": "vocabulary"}
+    )
+    assert (found["model.layers.1.self_attn.q_proj"].role, found["model.embed_tokens"].role) == (
+        "replicated",
+        "vocabulary",
+    )
     assert found["model.layers.1.self_attn.q_proj"].source == "declared by you"
     assert found["model.layers.1.self_attn.k_proj"].source == "declared by the model"
 
@@ -111,12 +144,14 @@ def test_what_the_user_declares_wins():
     ],
 )
 def test_a_star_stands_for_one_part_between_dots(pattern: str, name: str, fits: bool):
-    assert matches(pattern, name) is fits
+    assert matches_pattern(pattern, name) is fits
 
 
 def test_a_pattern_that_names_nothing_is_refused_with_the_nearest():
-    with pytest.raises(PlanError, match=r"^model\.sockets: 'layer\.\*' names no module or parameter(?s:.*)'layers\.\*'"):
-        load_factory(lambda: Model(Net(), sockets={"layer.*": "rows"}), 0, "net")
+    with pytest.raises(
+        PlanError, match=r"^model\.sockets: 'layer\.\*' names no module or parameter(?s:.*)'layers\.\*'"
+    ):
+        load_factory(lambda: Model(Net(), layer_roles={"layer.*": "rows"}), 0, "net")
 
 
 @pytest.mark.parametrize(
@@ -128,12 +163,14 @@ def test_a_pattern_that_names_nothing_is_refused_with_the_nearest():
 )
 def test_a_role_that_is_none_is_refused(declared: object, said: str):
     with pytest.raises(PlanError, match=said):
-        load_factory(lambda: Model(Net(), sockets=declared), 0, "net")
+        load_factory(lambda: Model(Net(), layer_roles=declared), 0, "net")
 
 
 def test_every_role_may_be_declared():
     check_roles(dict.fromkeys(ROLES, "rows") | {f"layers.{role}": role for role in ROLES})
-    assert load_factory(lambda: Model(Net(), sockets={"layers.*": "rows"}), 0, "net").sockets == {"layers.*": "rows"}
+    assert load_factory(lambda: Model(Net(), layer_roles={"layers.*": "rows"}), 0, "net").layer_roles == {
+        "layers.*": "rows"
+    }
 
 
 class Plain(nn.Module):
@@ -142,7 +179,10 @@ class Plain(nn.Module):
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
         self.embed, self.attend = nn.Embedding(7, 4), nn.MultiheadAttention(4, 2)
-        self.layers, self.table = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), nn.Parameter(torch.zeros(3, 4))
+        self.layers, self.table = (
+            nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)),
+            nn.Parameter(torch.zeros(3, 4)),
+        )
         self.conv, self.head = nn.Conv1d(4, 4, 1), nn.Linear(4, 7, bias=False)
         if tied:
             self.head.weight = self.embed.weight
@@ -150,7 +190,11 @@ class Plain(nn.Module):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_hidden_matrices_are_those_of_linear_layers_between_embedding_and_head(tied: bool):
-    assert hidden_matrices(Plain(tied)) == {"attend.in_proj_weight", "attend.out_proj.weight", "layers.0.weight"}
+    assert hidden_matrices(Plain(tied)) == {
+        "attend.in_proj_weight",
+        "attend.out_proj.weight",
+        "layers.0.weight",
+    }
 
 
 def test_the_head_is_what_the_model_declares():
@@ -160,5 +204,7 @@ def test_the_head_is_what_the_model_declares():
     found = hidden_matrices(llama)
     assert len(found) == 2 * 7
     assert all(name.startswith("model.layers.") for name in found)
-    hidden = {f"h.0.{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc")}  # the last one is taken for a head
+    hidden = {
+        f"h.0.{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc")
+    }  # the last one is taken for a head
     assert hidden_matrices(base) == hidden

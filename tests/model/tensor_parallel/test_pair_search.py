@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import make_plan, read, verify
-from meshwright.model.analysis.analyze import Reading
+from meshwright.api import analyze, make_plan, verify
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.tensor_parallel import pair_search
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Train
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from tests.model.two_block_model import Net
 
@@ -70,21 +70,25 @@ def one_for_each_head(block: Block, x: torch.Tensor, h: torch.Tensor) -> torch.T
     return torch.cat([norm(part) for norm, part in zip(block.each, parts, strict=False)], -2).flatten(-2)
 
 
-def reading_of(between: Callable[[Block, torch.Tensor, torch.Tensor], torch.Tensor]) -> Reading:
-    return read(lambda: Net(lambda: Block(between)), BATCH)
+def reading_of(between: Callable[[Block, torch.Tensor, torch.Tensor], torch.Tensor]) -> AnalyzedModel:
+    return analyze(lambda: Net(lambda: Block(between)), BATCH)
 
 
-def verdict(reading: Reading, ranks: int) -> object:
-    job = Job(ModelSource("net"), DataSource("random", sequence=7), Train(batch=4))
-    return verify(reading, make_plan(reading, job, Mesh(tp=ranks), (Line(),)), [BATCH])
+def verdict(reading: AnalyzedModel, ranks: int) -> object:
+    job = Job(ModelConfig("net"), DataConfig("random", sequence=7), TrainConfig(batch=4))
+    return verify(reading, make_plan(reading, job, Mesh(tp=ranks), (TensorParallel(),)), [BATCH])
 
 
-def role(reading: Reading, layer: str) -> str:
-    return next(weight.role for weight in reading.anatomy.weights if weight.name == f"layers.0.{layer}")
+def role(reading: AnalyzedModel, layer: str) -> str:
+    return next(weight.role for weight in reading.model_spec.params if weight.name == f"layers.0.{layer}")
 
 
-@pytest.mark.parametrize(("between", "inside"), [(heads, "heads.bias"), (products, "scale.one"), (products, "scale.other")])
-def test_parameters_between_columns_and_rows_have_gradients_that_are_sums_over_the_ranks(between, inside: str):
+@pytest.mark.parametrize(
+    ("between", "inside"), [(heads, "heads.bias"), (products, "scale.one"), (products, "scale.other")]
+)
+def test_parameters_between_columns_and_rows_have_gradients_that_are_sums_over_the_ranks(
+    between, inside: str
+):
     reading = reading_of(between)
     assert (role(reading, "up.weight"), role(reading, inside)) == ("columns", "inside")
     for ranks in (2, 3):
@@ -98,7 +102,7 @@ def test_layers_stay_whole_where_what_stands_beside_their_features_would_get_a_w
 
 
 def test_a_norm_between_columns_and_rows_that_nobody_saw_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pair_search._Search, "_units_met", lambda *args: 0)
+    monkeypatch.setattr(pair_search._GroupSearch, "_num_units_met", lambda *args: 0)
     reading = reading_of(heads)
     assert (role(reading, "up.weight"), role(reading, "heads.bias")) == ("columns", "norm")
     assert not verdict(reading, 2).passed

@@ -6,60 +6,74 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import read
+from meshwright.api import analyze
 from meshwright.model.loading.loader import Model
-from meshwright.plan.model_spec.layer_calls import Call, Passage
-from meshwright.plan.model_spec.model_spec import Anatomy
+from meshwright.plan.model_spec.layer_calls import LayerCall, ResidualFlow
+from meshwright.plan.model_spec.model_spec import ModelSpec
 from tests.parallel.tensor.model_families import read_family
 
 WORDS, WIDTH = 13, 8
 
 
-def anatomy_of(family: str) -> tuple[dict[str, Passage], dict[str, Call]]:
-    anatomy = read_family(family, 6).anatomy
-    return {each.visit: each for each in anatomy.passages}, {call.name: call for call in anatomy.calls}
+def anatomy_of(family: str) -> tuple[dict[str, ResidualFlow], dict[str, LayerCall]]:
+    anatomy = read_family(family, 6).model_spec
+    return {each.block_call: each for each in anatomy.residual_flows}, {
+        call.name: call for call in anatomy.layer_calls
+    }
 
 
 def test_layers_hand_it_on_to_the_norm_and_that_to_the_head():
     passages, calls = anatomy_of("llama")
-    assert [(each.source, each.onward) for each in passages.values()] == [
+    assert [(each.producer, each.consumer) for each in passages.values()] == [
         ("", "model.layers.1"),
         ("model.layers.0", "model.norm"),
         ("model.layers.1", "lm_head"),  # whose glue takes all of it: x[:, 0:]
     ]
-    assert all((each.tokens, each.width, each.mixes, each.place) == (6, 24, "", None) for each in passages.values())
+    assert all(
+        (each.num_tokens, each.hidden_size, each.not_sequence_parallel, each.output_index)
+        == (6, 24, "", None)
+        for each in passages.values()
+    )
     attention, mlp = calls["model.layers.0.self_attn.k_proj"], calls["model.layers.0.mlp.up_proj"]
-    assert (attention.gate, attention.slots) == ("model.layers.0.self_attn", ("hidden_states",))
-    assert (mlp.gate, mlp.slots) == ("model.layers.0.mlp", (0,))
-    assert not calls["model.layers.0.self_attn.o_proj"].streams
-    assert calls["model.layers.0.input_layernorm"].streams
-    assert calls["lm_head"].streams
+    assert (attention.outer_module, attention.outer_args) == ("model.layers.0.self_attn", ("hidden_states",))
+    assert (mlp.outer_module, mlp.outer_args) == ("model.layers.0.mlp", (0,))
+    assert not calls["model.layers.0.self_attn.o_proj"].takes_residual
+    assert calls["model.layers.0.input_layernorm"].takes_residual
+    assert calls["lm_head"].takes_residual
 
 
 def test_norms_of_heads_are_not_on_it():
     _, calls = anatomy_of("qwen3")
-    assert not calls["model.layers.0.self_attn.q_norm"].streams
+    assert not calls["model.layers.0.self_attn.q_norm"].takes_residual
 
 
 def test_glue_that_views_it_ends_it():
     passages, _ = anatomy_of("gpt2")
-    assert passages["transformer.ln_f"].onward == ""
+    assert passages["transformer.ln_f"].consumer == ""
 
 
 def test_a_module_that_adds_it_behind_its_layers_is_no_gate():
     passages, calls = anatomy_of("bert")
-    assert calls["bert.encoder.layer.0.attention.self.query"].gate == "bert.encoder.layer.0.attention.self"
-    assert calls["bert.encoder.layer.0.intermediate.dense"].gate == "bert.encoder.layer.0.intermediate"
-    assert list(passages) == ["bert.encoder.layer.0", "bert.encoder.layer.1"]  # the head beside a norm and a whole layer is none
+    assert (
+        calls["bert.encoder.layer.0.attention.self.query"].outer_module
+        == "bert.encoder.layer.0.attention.self"
+    )
+    assert (
+        calls["bert.encoder.layer.0.intermediate.dense"].outer_module == "bert.encoder.layer.0.intermediate"
+    )
+    assert list(passages) == [
+        "bert.encoder.layer.0",
+        "bert.encoder.layer.1",
+    ]  # the head beside a norm and a whole layer is none
 
 
 def test_what_a_decoder_takes_from_the_encoder_is_not_its_stream():
     passages, calls = anatomy_of("t5")
     cross = "decoder.block.0.layer.1.EncDecAttention"
-    assert [calls[f"{cross}.{name}"].streams for name in "qkv"] == [True, False, False]
-    assert passages["encoder.final_layer_norm"].onward == ""
-    assert passages["decoder.block.0"].source == ""
-    assert passages["decoder.block.0"].place == 0
+    assert [calls[f"{cross}.{name}"].takes_residual for name in "qkv"] == [True, False, False]
+    assert passages["encoder.final_layer_norm"].consumer == ""
+    assert passages["decoder.block.0"].producer == ""
+    assert passages["decoder.block.0"].output_index == 0
 
 
 class Pair(nn.Module):
@@ -77,7 +91,9 @@ class Pair(nn.Module):
 class Pairs(nn.Module):
     """Embedding, pairs, head; `between` is what glue does behind the first pair."""
 
-    def __init__(self, extra: Callable[[torch.Tensor], torch.Tensor], between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, extra: Callable[[torch.Tensor], torch.Tensor], between: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
         self.layers = nn.ModuleList(Pair(extra) for _ in range(2))
@@ -92,20 +108,26 @@ def same(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def found(extra: Callable = same, between: Callable = same) -> Anatomy:
+def found(extra: Callable = same, between: Callable = same) -> ModelSpec:
     tokens = torch.randint(WORDS, (2, 6), generator=torch.Generator().manual_seed(0))
     sockets = {"layers.*.up": "columns", "layers.*.down": "rows"}
     model = Pairs(extra, between)
-    anatomy = read(lambda: Model(model, sockets=sockets), {"input_ids": tokens, "labels": tokens}).anatomy
-    assert all("forward" not in part.__dict__ and not part._forward_hooks for part in model.modules())  # left as it was
+    anatomy = analyze(
+        lambda: Model(model, layer_roles=sockets), {"input_ids": tokens, "labels": tokens}
+    ).model_spec
+    assert all(
+        "forward" not in part.__dict__ and not part._forward_hooks for part in model.modules()
+    )  # left as it was
     return anatomy
 
 
 def test_layers_in_a_block_itself_have_no_gate():
     anatomy = found()
-    assert [each.onward for each in anatomy.passages] == ["layers.1", "head"]
-    assert {call.gate for call in anatomy.calls} == {""}
-    assert all(call.streams for call in anatomy.calls if call.role in ("columns", "norm", "head"))
+    assert [each.consumer for each in anatomy.residual_flows] == ["layers.1", "head"]
+    assert {call.outer_module for call in anatomy.layer_calls} == {""}
+    assert all(
+        call.takes_residual for call in anatomy.layer_calls if call.role in ("columns", "norm", "head")
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,8 +143,8 @@ def test_layers_in_a_block_itself_have_no_gate():
 )
 def test_glue_may_hand_it_on_and_no_more(between: Callable, onward: str):
     anatomy = found(between=between)
-    assert anatomy.passages[0].onward == onward
-    assert anatomy.passages[1].source == ("layers.0" if onward else "")
+    assert anatomy.residual_flows[0].consumer == onward
+    assert anatomy.residual_flows[1].producer == ("layers.0" if onward else "")
 
 
 @pytest.mark.parametrize(
@@ -135,4 +157,4 @@ def test_glue_may_hand_it_on_and_no_more(between: Callable, onward: str):
     ],
 )
 def test_what_mixes_tokens_is_named(extra: Callable, mixes: str):
-    assert found(extra).passages[0].mixes == mixes
+    assert found(extra).residual_flows[0].not_sequence_parallel == mixes

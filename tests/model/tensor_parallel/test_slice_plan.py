@@ -3,24 +3,27 @@
 import pytest
 import torch
 
-from meshwright.model.tensor_parallel.slice_plan import portioned, taken
-from meshwright.plan.model_spec.dim_split import Cut, Span
-from meshwright.plan.model_spec.layer_calls import Portion
+from meshwright.model.tensor_parallel.slice_plan import slice_dims, take_local_heads
+from meshwright.plan.model_spec.dim_split import DimRanges, DimSplit
+from meshwright.plan.model_spec.layer_calls import PerHeadInput
 
 
 @pytest.mark.parametrize("slot", [1, "bias"])
 def test_a_block_is_given_its_heads_of_a_tensor_and_all_else_as_it_is(slot: int | str):
     bias, x = torch.arange(3 * 5 * 2.0).view(3, 5, 2, 1), torch.ones(3)
     args, kwargs = ((x, bias), {}) if slot == 1 else ((x,), {"bias": bias})
-    args, kwargs = portioned(Portion("block", slot, Cut(1, 5, (5,))), 1, 2, args, kwargs)
+    args, kwargs = take_local_heads(PerHeadInput("block", slot, DimSplit(1, 5, (5,))), 1, 2, args, kwargs)
     assert args[0] is x
     assert torch.equal(args[1] if slot == 1 else kwargs["bias"], bias[:, 3:])
-    assert portioned(Portion("block", 2, Cut(1, 5, (5,))), 1, 2, (x, None, None), {}) == ((x, None, None), {})
+    assert take_local_heads(PerHeadInput("block", 2, DimSplit(1, 5, (5,))), 1, 2, (x, None, None), {}) == (
+        (x, None, None),
+        {},
+    )
 
 
 def test_a_slice_is_a_view_unless_it_is_put_together():
     whole = torch.arange(24.0).view(4, 6)
-    view = taken(whole, (Span(0, ((1, 3),)), Span(1, ((2, 5),))))
+    view = slice_dims(whole, (DimRanges(0, ((1, 3),)), DimRanges(1, ((2, 5),))))
     assert torch.equal(view, whole[1:3, 2:5])
     assert view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-    assert torch.equal(taken(whole, (Span(1, ((0, 1), (4, 6))),)), whole[:, [0, 4, 5]])
+    assert torch.equal(slice_dims(whole, (DimRanges(1, ((0, 1), (4, 6))),)), whole[:, [0, 4, 5]])

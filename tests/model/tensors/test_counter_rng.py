@@ -7,13 +7,13 @@ import torch
 from scipy import stats
 
 from meshwright.model.tensors.counter_rng import (
-    CHUNK,
-    bits,
+    CHUNK_NUMEL,
+    derive_key,
     fill_normal_,
     fill_truncated_normal_,
     fill_uniform_,
-    key,
     normal,
+    random_bits,
     uniform,
 )
 
@@ -41,65 +41,87 @@ def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def test_the_first_output_of_seed_0_is_that_of_the_reference():
-    assert unsigned(bits(0, torch.arange(1))) == [0xE220A8397B1DCDAF]
+    assert unsigned(random_bits(0, torch.arange(1))) == [0xE220A8397B1DCDAF]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 0x9E3779B97F4A7C15, (1 << 64) - 1])
 def test_bits_are_those_of_splitmix64(seed: int):
-    assert unsigned(bits(seed, torch.arange(1000))) == splitmix64(seed, 1000)
+    assert unsigned(random_bits(seed, torch.arange(1000))) == splitmix64(seed, 1000)
 
 
 def test_a_tensor_of_keys_broadcasts():
-    keys = bits(5, torch.arange(3))
-    table = bits(keys[:, None], torch.arange(4))
-    assert all(torch.equal(table[i], bits(word % (1 << 64), torch.arange(4))) for i, word in enumerate(keys.tolist()))
+    keys = random_bits(5, torch.arange(3))
+    table = random_bits(keys[:, None], torch.arange(4))
+    assert all(
+        torch.equal(table[i], random_bits(word % (1 << 64), torch.arange(4)))
+        for i, word in enumerate(keys.tolist())
+    )
 
 
 def test_keys_differ_when_words_are_divided_differently():
-    keys = [key(0, "ab", "c"), key(0, "a", "bc"), key(0, "abc"), key(1, "abc"), key(0, "1"), key(0, 1), key(0)]
+    keys = [
+        derive_key(0, "ab", "c"),
+        derive_key(0, "a", "bc"),
+        derive_key(0, "abc"),
+        derive_key(1, "abc"),
+        derive_key(0, "1"),
+        derive_key(0, 1),
+        derive_key(0),
+    ]
     assert len(set(keys)) == len(keys)
     assert all(0 <= word < 1 << 64 for word in keys)
 
 
 def test_a_key_is_the_same_in_every_process():
-    assert key(0, "weight", 3) == 0x63B0CBF99E94EFD2
+    assert derive_key(0, "weight", 3) == 0x63B0CBF99E94EFD2
 
 
 def test_uniform_numbers_are_uniform():
-    assert stats.kstest(uniform(key(0, "a"), 0, NUM, F64).numpy(), "uniform").pvalue > 1e-3
+    assert stats.kstest(uniform(derive_key(0, "a"), 0, NUM, F64).numpy(), "uniform").pvalue > 1e-3
 
 
 def test_normal_numbers_are_normal():
-    assert stats.kstest(normal(key(0, "a"), 0, NUM, F64).numpy(), "norm").pvalue > 1e-3
+    assert stats.kstest(normal(derive_key(0, "a"), 0, NUM, F64).numpy(), "norm").pvalue > 1e-3
 
 
 def test_truncated_numbers_have_the_truncated_distribution():
     x = torch.empty(NUM, dtype=F64)
-    fill_truncated_normal_(x, key(0, "a"), mean=0.5, std=2.0, low=-1.0, high=3.0)
+    fill_truncated_normal_(x, derive_key(0, "a"), mean=0.5, std=2.0, low=-1.0, high=3.0)
     assert stats.kstest(x.numpy(), stats.truncnorm(-0.75, 1.25, loc=0.5, scale=2.0).cdf).pvalue > 1e-3
 
 
 def test_bounds_far_from_the_mean_do_not_cut():
     x = torch.empty(NUM)
-    fill_truncated_normal_(x, key(0, "a"), std=0.02, low=-2.0, high=2.0)
+    fill_truncated_normal_(x, derive_key(0, "a"), std=0.02, low=-2.0, high=2.0)
     assert x.abs().max() < 0.02 * 6
     assert x.std().item() == pytest.approx(0.02, rel=0.01)
 
 
-@pytest.mark.parametrize("other", [key(0, "a", 1), key(1, "a"), key(0, "b"), key(0, "a") + 1, key(0, "a") ^ (1 << 63)])
+@pytest.mark.parametrize(
+    "other",
+    [
+        derive_key(0, "a", 1),
+        derive_key(1, "a"),
+        derive_key(0, "b"),
+        derive_key(0, "a") + 1,
+        derive_key(0, "a") ^ (1 << 63),
+    ],
+)
 def test_neighbouring_keys_are_uncorrelated(other: int):
-    assert abs(correlation(normal(key(0, "a"), 0, NUM, F64), normal(other, 0, NUM, F64))) < 4 / math.sqrt(NUM)
+    assert abs(
+        correlation(normal(derive_key(0, "a"), 0, NUM, F64), normal(other, 0, NUM, F64))
+    ) < 4 / math.sqrt(NUM)
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 64, 1024])
 def test_neighbouring_indices_are_uncorrelated(lag: int):
-    x = normal(key(0, "a"), 0, NUM, F64)
+    x = normal(derive_key(0, "a"), 0, NUM, F64)
     assert abs(correlation(x[lag:], x[:-lag])) < 4 / math.sqrt(NUM)
 
 
 def test_the_extreme_bits_give_finite_normal_numbers(monkeypatch: pytest.MonkeyPatch):
     extremes = torch.tensor([0, -1, 1, 1 << 62, -(1 << 63), (1 << 63) - 1])
-    monkeypatch.setattr("meshwright.model.tensors.counter_rng.bits", lambda key, index: extremes)
+    monkeypatch.setattr("meshwright.model.tensors.counter_rng.random_bits", lambda key, index: extremes)
     x = normal(0, 0, 6, F64)
     assert x.isfinite().all()
     assert x.abs().max() < 8.3
@@ -109,26 +131,26 @@ def test_the_extreme_bits_give_finite_normal_numbers(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_uniform_numbers_stay_below_the_upper_bound_in_every_dtype(dtype: torch.dtype):
     x = torch.empty(NUM, dtype=dtype)
-    fill_uniform_(x, key(0, "a"), -0.5, 1.0)
+    fill_uniform_(x, derive_key(0, "a"), -0.5, 1.0)
     assert x.max() < 1.0
     assert x.min() >= -0.5
 
 
 @pytest.mark.parametrize("fill", [fill_uniform_, fill_normal_, fill_truncated_normal_])
 def test_rows_made_alone_equal_the_rows_of_the_whole(fill):
-    whole = torch.empty(3 * CHUNK // 1000 + 7, 1003)
-    fill(whole, key(0, "w"))
+    whole = torch.empty(3 * CHUNK_NUMEL // 1000 + 7, 1003)
+    fill(whole, derive_key(0, "w"))
     for first, last in ((0, 1), (5, 9), (100, len(whole))):
         part = torch.empty(last - first, 1003)
-        fill(part, key(0, "w"), start=first * 1003)
+        fill(part, derive_key(0, "w"), start=first * 1003)
         assert torch.equal(part, whole[first:last])
 
 
 @pytest.mark.parametrize("shape", [(30, 7), (600, 900)])
 def test_a_strided_tensor_is_filled_in_the_order_of_its_shape(shape: tuple[int, int]):
     plain, strided = torch.empty(shape), torch.empty(shape[1], shape[0]).t()
-    fill_normal_(plain, key(0, "w"))
-    fill_normal_(strided, key(0, "w"))
+    fill_normal_(plain, derive_key(0, "w"))
+    fill_normal_(strided, derive_key(0, "w"))
     assert torch.equal(plain, strided)
 
 

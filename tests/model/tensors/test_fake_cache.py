@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from meshwright.api import read, verify
-from meshwright.model.tensors.fake_cache import forget_fakes
+from meshwright.api import analyze, verify
+from meshwright.model.tensors.fake_cache import clear_fake_caches
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.sharding.mesh import Mesh
 from tests.parallel.tensor.odd_llama import batches, planned
@@ -56,7 +56,7 @@ class Tabled(nn.Module):
 
 def test_a_trial_leaves_no_fakes_behind():
     model = Tabled()
-    read(model, batches(1)[0])
+    analyze(model, batches(1)[0])
     length = batches(1)[0]["input_ids"].shape[1]
     given = (Tabled.table(length)[0], places(length), model.wrapped(length))
     assert not any(isinstance(tensor, FakeTensor) for tensor in given)
@@ -89,7 +89,7 @@ class Within(nn.Module):
 
 
 def test_a_table_that_all_layers_ask_a_cache_for_closes_no_border():
-    reading, plan = planned(Within(), Mesh(pp=2), (Pipeline(cuts=("layers.2",)),))
+    reading, plan = planned(Within(), Mesh(pp=2), (Pipeline(split_points=("layers.2",)),))
     verdict = verify(reading, plan, batches(2))
     assert verdict.passed, verdict
 
@@ -97,9 +97,9 @@ def test_a_table_that_all_layers_ask_a_cache_for_closes_no_border():
 def test_what_is_no_fake_is_remembered_on():
     places.cache_clear()
     places(3)
-    forget_fakes(Tabled())
+    clear_fake_caches(Tabled())
     assert places.cache_info().currsize == 1
     with FakeTensorMode():
         places(4)
-    forget_fakes(Tabled())
+    clear_fake_caches(Tabled())
     assert places.cache_info().currsize == 0

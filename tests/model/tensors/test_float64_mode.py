@@ -6,7 +6,7 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.model.tensors.float64_mode import Wide, widen, widened
+from meshwright.model.tensors.float64_mode import Float64Mode, in_float64, run_in_float64
 from tests.model.block_backward import reading_of
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
@@ -41,13 +41,13 @@ class Casting(nn.Module):
     ],
 )
 def test_what_would_be_float32_is_float64(cast: object):
-    with Wide():
+    with Float64Mode():
         made = cast(X)
     assert made.dtype == torch.float64
 
 
 def test_other_dtypes_stay_and_nothing_is_left_behind():
-    with Wide():
+    with Float64Mode():
         assert X.to(torch.bfloat16).dtype == torch.bfloat16
         assert torch.zeros(2, dtype=torch.int64).dtype == torch.int64
         assert torch.arange(3).dtype == torch.full((), 2).dtype == torch.int64
@@ -56,20 +56,22 @@ def test_other_dtypes_stay_and_nothing_is_left_behind():
 
 
 def test_no_digit_is_lost_on_the_way():
-    assert torch.equal(widened(lambda x: x.float() / 3)(X), X / 3)
+    assert torch.equal(in_float64(lambda x: x.float() / 3)(X), X / 3)
 
 
 def test_a_module_made_in_float64_computes_in_it_and_one_in_float32_as_written():
     reading = reading_of(Casting, {"x": X.float()})
-    wide, _, _ = reading.make("cpu", torch.float64)
+    wide, _, _ = reading.make_module("cpu", torch.float64)
     assert wide(X).dtype == torch.float64
     assert torch.equal(wide(X), wide.linear(X))
-    assert reading.make("cpu", torch.float32)[0](X.float()).dtype == torch.float32
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # as when it is learnt what crosses between parts
-        assert reading.make("cpu", torch.float64, mode)[0](mode.from_tensor(X)).dtype == torch.float64
+    assert reading.make_module("cpu", torch.float32)[0](X.float()).dtype == torch.float32
+    with FakeTensorMode(
+        allow_non_fake_inputs=True
+    ) as mode:  # as when it is learnt what crosses between parts
+        assert reading.make_module("cpu", torch.float64, mode)[0](mode.from_tensor(X)).dtype == torch.float64
 
 
 def test_a_widened_module_takes_what_it_took():
     module = Casting().double()
-    widen(module)
+    run_in_float64(module)
     assert torch.equal(module(x=X), module(X))

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
-from meshwright.model.tensors.op_tables import alone, reads
+from meshwright.model.tensors.op_tables import reads_values, tokenwise_problem
 
 STREAM, OTHER = torch.rand(3, 5, 4), torch.rand(3, 5, 4)
 
@@ -14,7 +14,7 @@ def why(func: object, *args: object, **kwargs: object) -> str:
     operands = [each for each in args if isinstance(each, torch.Tensor)]
     carried = [each for each in operands if each is STREAM or each is OTHER]
     name = func.__name__.strip("_")
-    return alone(name, args, kwargs, operands, carried, func(*args, **kwargs))
+    return tokenwise_problem(name, args, kwargs, operands, carried, func(*args, **kwargs))
 
 
 @pytest.mark.parametrize(
@@ -57,5 +57,5 @@ def test_these_do_not_or_nobody_knows(func: object, args: tuple, kwargs: dict, s
 
 
 def test_who_reads_a_value_looks_at_all_tokens():
-    assert reads("item")
-    assert not reads("size")
+    assert reads_values("item")
+    assert not reads_values("size")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from meshwright.model.tensors.pytree import copied, mapped, swap, tensors
+from meshwright.model.tensors.pytree import copy_containers, map_leaves, replace_tensors, tree_tensors
 
 A, B, C = torch.ones(1), torch.zeros(1), torch.full((1,), 2.0)
 NEW = {id(A): B}
@@ -26,59 +26,66 @@ class Frozen:
     first: object
 
 
-NESTED = [(A,), [C, {"a": A, "b": (A, None, 3, "word")}], Named(A, [C]), Record(Frozen(A)), OrderedDict(x=C), {A.shape, "set"}]
+NESTED = [
+    (A,),
+    [C, {"a": A, "b": (A, None, 3, "word")}],
+    Named(A, [C]),
+    Record(Frozen(A)),
+    OrderedDict(x=C),
+    {A.shape, "set"},
+]
 
 
 def test_tensors_come_in_order_and_as_often_as_they_stand():
-    assert [id(t) for t in tensors(NESTED)] == [id(t) for t in (A, C, A, A, A, C, A, C)]
+    assert [id(t) for t in tree_tensors(NESTED)] == [id(t) for t in (A, C, A, A, A, C, A, C)]
 
 
 @pytest.mark.parametrize("value", [None, 3, "word", Record, {1, 2}, object(), torch.Size([2])])
 def test_what_holds_no_tensor_is_handed_on(value: object):
-    assert tensors(value) == []
-    assert swap(value, NEW) is value
+    assert tree_tensors(value) == []
+    assert replace_tensors(value, NEW) is value
 
 
 def test_tuples_are_made_anew_in_their_own_type():
-    assert swap((A, (C, A)), NEW) == (B, (C, B))
-    assert swap(Named(A, C), NEW) == Named(B, C)
+    assert replace_tensors((A, (C, A)), NEW) == (B, (C, B))
+    assert replace_tensors(Named(A, C), NEW) == Named(B, C)
     top = torch.max(torch.ones(2, 2), 0)
-    swapped = swap(top, {id(top.values): A})
+    swapped = replace_tensors(top, {id(top.values): A})
     assert type(swapped) is type(top)
     assert swapped.values is A
 
 
 def test_a_tuple_in_which_nothing_changes_is_the_same_object():
     for value in (A.shape, (C, [C]), Named(C, C), torch.max(torch.ones(2, 2), 0)):
-        assert swap(value, NEW) is value
+        assert replace_tensors(value, NEW) is value
 
 
 def test_lists_dicts_and_dataclasses_are_changed_in_place():
     for value, first in (([A, C], 0), ({"x": A, "y": C}, "x"), (OrderedDict(x=A), "x")):
-        assert swap(value, NEW) is value
+        assert replace_tensors(value, NEW) is value
         assert value[first] is B
     for record in (Record(A), Frozen(A)):
-        assert swap(record, NEW) is record
+        assert replace_tensors(record, NEW) is record
         assert record.first is B
 
 
 def test_a_list_inside_a_tuple_keeps_its_identity():
     inner = [A]
-    outer = swap((inner, A), NEW)
+    outer = replace_tensors((inner, A), NEW)
     assert outer[0] is inner
     assert inner[0] is B
 
 
 def test_a_model_output_agrees_with_its_attributes():
     output = BaseModelOutput(last_hidden_state=A, hidden_states=(C, A))
-    swap(output, NEW)
+    replace_tensors(output, NEW)
     assert output.last_hidden_state is output["last_hidden_state"] is output[0] is B
     assert output.hidden_states == output["hidden_states"] == (C, B)
 
 
 def test_a_model_output_is_remade_with_other_leaves_as_item_and_as_attribute():
     one = BaseModelOutput(last_hidden_state=A, hidden_states=(A, C))
-    other = mapped(one, lambda leaf: B if leaf is A else leaf)
+    other = map_leaves(one, lambda leaf: B if leaf is A else leaf)
     assert type(other) is BaseModelOutput
     assert [other.last_hidden_state, other["last_hidden_state"], other[0]] == [B, B, B]
     assert other.hidden_states[0] is B
@@ -88,9 +95,11 @@ def test_a_model_output_is_remade_with_other_leaves_as_item_and_as_attribute():
     assert (one.attentions, one.last_hidden_state, "attentions" in one) == (None, A, False)
 
 
-@pytest.mark.parametrize("value", [OrderedDict(x=A, y=[C]), {"x": A}, [A, (C,)], defaultdict(list, x=A)], ids=str)
+@pytest.mark.parametrize(
+    "value", [OrderedDict(x=A, y=[C]), {"x": A}, [A, (C,)], defaultdict(list, x=A)], ids=str
+)
 def test_what_is_copied_is_equal_and_of_the_same_kind(value: dict | list):
-    again = copied(value)
+    again = copy_containers(value)
     assert type(again) is type(value)
     assert again is not value
     assert repr(again) == repr(value)

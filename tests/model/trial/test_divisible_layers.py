@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import read
+from meshwright.api import analyze
 from meshwright.model.loading.loader import Model
-from meshwright.model.trial.divisible_layers import declaration
-from meshwright.plan.model_spec.model_spec import Weight
+from meshwright.model.trial.divisible_layers import suggest_roles
+from meshwright.plan.model_spec.model_spec import ParamSpec
 from tests.model.two_block_model import Net
 
 
@@ -17,7 +17,9 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.scale = nn.Conv1d(8, 8, 1), nn.Parameter(torch.ones(8))
-        self.up, self.down, self.odd, self.never = (nn.Linear(*sizes) for sizes in ((8, 12), (12, 8), (8, 6), (8, 8)))
+        self.up, self.down, self.odd, self.never = (
+            nn.Linear(*sizes) for sizes in ((8, 12), (12, 8), (8, 6), (8, 8))
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.conv(x.transpose(1, 2)).transpose(1, 2) * self.scale
@@ -25,11 +27,14 @@ class Block(nn.Module):
         return x + self.odd(x).mean()
 
 
-def weights(**sockets: str) -> dict[str, Weight]:
+def weights(**sockets: str) -> dict[str, ParamSpec]:
     tokens = torch.zeros(2, 5, dtype=torch.long)
     roles = {f"layers.*.{name}": role for name, role in sockets.items()}
     return {
-        w.name: w for w in read(lambda: Model(Net(Block), sockets=roles), {"input_ids": tokens, "labels": tokens}).anatomy.weights
+        w.name: w
+        for w in analyze(
+            lambda: Model(Net(Block), layer_roles=roles), {"input_ids": tokens, "labels": tokens}
+        ).model_spec.params
     }
 
 
@@ -43,23 +48,34 @@ def weights(**sockets: str) -> dict[str, Weight]:
 )
 def test_what_stays_whole_says_why(name: str, why: str):
     found = weights(up="columns", down="rows", odd="columns", never="columns")[f"layers.1.{name}"]
-    assert (found.role, found.why) == ("", why)
+    assert (found.role, found.not_shardable_reason) == ("", why)
 
 
 def test_layers_whose_widths_do_not_agree_are_named_with_them():
     found = weights(up="columns", down="replicated", odd="rows")
-    assert found["layers.0.odd.weight"].why == "odd takes in 8 features, and what comes is up 12"
-    assert found["layers.0.odd.weight"].why == found["layers.0.up.weight"].why
-    assert found["layers.0.down.weight"].why == "replicated, declared by you"
+    assert (
+        found["layers.0.odd.weight"].not_shardable_reason
+        == "odd takes in 8 features, and what comes is up 12"
+    )
+    assert (
+        found["layers.0.odd.weight"].not_shardable_reason == found["layers.0.up.weight"].not_shardable_reason
+    )
+    assert found["layers.0.down.weight"].not_shardable_reason == "replicated, declared by you"
 
 
 def test_what_the_user_declares_is_kept_beside():
     found = weights(up="columns", down="rows", conv="columns")
-    assert found["layers.0.conv.weight"].declared == found["layers.0.up.weight"].declared == "columns"
-    assert found["layers.0.up.weight"].why == found["layers.0.odd.weight"].declared == ""
+    assert (
+        found["layers.0.conv.weight"].declared_role == found["layers.0.up.weight"].declared_role == "columns"
+    )
+    assert (
+        found["layers.0.up.weight"].not_shardable_reason == found["layers.0.odd.weight"].declared_role == ""
+    )
 
 
 def test_of_layers_side_by_side_the_last_takes_in_what_the_others_give_out():
-    lines = declaration(["h.*.attend.q", "h.*.attend.k", "h.*.attend.o", "h.*.up"])
-    assert lines.endswith("sockets={'h.*.attend.q': 'columns', 'h.*.attend.k': 'columns', 'h.*.attend.o': 'rows'})")
-    assert declaration([], ["embed"]).endswith("sockets={'embed': 'vocabulary'})")
+    lines = suggest_roles(["h.*.attend.q", "h.*.attend.k", "h.*.attend.o", "h.*.up"])
+    assert lines.endswith(
+        "sockets={'h.*.attend.q': 'columns', 'h.*.attend.k': 'columns', 'h.*.attend.o': 'rows'})"
+    )
+    assert suggest_roles([], ["embed"]).endswith("sockets={'embed': 'vocabulary'})")

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from meshwright.api import read
+from meshwright.api import analyze
 from meshwright.model.loading.loader import Model
 from meshwright.plan.sharding.mesh import Mesh
 from tests.model.two_block_model import Net
@@ -15,7 +15,12 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down, self.side = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 8)
+        self.norm, self.up, self.down, self.side = (
+            nn.LayerNorm(8),
+            nn.Linear(8, 12),
+            nn.Linear(12, 8),
+            nn.Linear(8, 8),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
@@ -25,23 +30,30 @@ class Block(nn.Module):
 def test_a_pair_has_its_products_and_what_lies_between():
     tokens = torch.zeros(2, 5, dtype=torch.long)
     roles = {"layers.*.up": "columns", "layers.*.down": "rows", "layers.*.side": "replicated"}
-    found = read(lambda: Model(Net(Block), sockets=roles), {"input_ids": tokens, "labels": tokens}).anatomy
-    calls = {call.name: call for call in found.calls}
+    found = analyze(
+        lambda: Model(Net(Block), layer_roles=roles), {"input_ids": tokens, "labels": tokens}
+    ).model_spec
+    calls = {call.name: call for call in found.layer_calls}
     for layer in ("layers.0", "layers.1"):
         up, down, norm = (calls[f"{layer}.{leaf}"] for leaf in ("up", "down", "norm"))
         assert (up.flops, down.flops) == (5 * 2 * 8 * 12, 5 * 2 * 12 * 8)
-        assert (up.inside, down.inside) == (0, 5 * 12)  # what tanh gives out; what the norm gives out is none of the pair's
+        assert (up.saved_numel, down.saved_numel) == (
+            0,
+            5 * 12,
+        )  # what tanh gives out; what the norm gives out is none of the pair's
         assert norm.flops == 0
-        at = found.visits.index(layer)
+        at = found.block_calls.index(layer)
         assert found.flops[at] == up.flops + down.flops + 5 * 2 * 8 * 8  # and the matrix that stays whole
-        assert found.inside_numel[at] >= down.inside + 5 * 8 + 5 * 8  # what the norm gives out, and the other tanh
+        assert (
+            found.saved_numel[at] >= down.saved_numel + 5 * 8 + 5 * 8
+        )  # what the norm gives out, and the other tanh
 
 
 def test_attention_between_heads_belongs_to_its_pair():
     reading, _ = planned(llama(), Mesh())
-    layer = [call for call in reading.anatomy.calls if call.visit == "model.layers.0"]
-    at = reading.anatomy.visits.index("model.layers.0")
-    assert sum(call.flops for call in layer) == reading.anatomy.flops[at]
+    layer = [call for call in reading.model_spec.layer_calls if call.block_call == "model.layers.0"]
+    at = reading.model_spec.block_calls.index("model.layers.0")
+    assert sum(call.flops for call in layer) == reading.model_spec.flops[at]
     width, attended = SIZES["hidden_size"], next(call for call in layer if call.name.endswith("o_proj"))
     assert attended.flops == TOKENS * 2 * width * width + 2 * 2 * TOKENS * TOKENS * width
     assert batches(1)[0]["input_ids"].shape == (ROWS, TOKENS)

@@ -9,15 +9,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright.model.blocks.discovery import find_blocks
-from meshwright.model.trial.trial import PROBE_BATCH, Findings, depends_on_values, fake_copy, observe, visits_of
+from meshwright.model.trial.trial import (
+    PROBE_BATCH,
+    TrialFindings,
+    depends_on_values,
+    make_fake,
+    param_block_calls,
+    run_trial,
+)
 from tests.model.block_backward import reading_of
 
 X = torch.linspace(-1, 1, PROBE_BATCH * 6).view(PROBE_BATCH, 6)
 
 
-def seen(module: nn.Module, x: torch.Tensor = X, announced: list[str] | None = None) -> Findings:
+def seen(module: nn.Module, x: torch.Tensor = X, announced: list[str] | None = None) -> TrialFindings:
     told = [] if announced is None else announced
-    return observe(module.train(), find_blocks(module), told.append, lambda: module(x))
+    return run_trial(module.train(), find_blocks(module), told.append, lambda: module(x))
 
 
 def test_operations_and_the_stream_of_a_llama_are_those_counted_by_hand():
@@ -31,13 +38,15 @@ def test_operations_and_the_stream_of_a_llama_are_those_counted_by_hand():
         num_key_value_heads=kv_heads,
         use_cache=False,
     )
-    anatomy = reading_of(lambda: LlamaForCausalLM(config), {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}).anatomy
+    anatomy = reading_of(
+        lambda: LlamaForCausalLM(config), {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
+    ).model_spec
     head = width // heads
     projections = 2 * tokens * width * (heads * head + 2 * kv_heads * head + width)
     attention = 2 * 2 * heads * tokens * tokens * head
     layer = projections + attention + 2 * tokens * 3 * width * inner
     assert anatomy.flops == (0, layer, layer, 0, 2 * tokens * width * vocabulary)
-    assert anatomy.stream_numel == (tokens * width,) * 4 + (tokens * vocabulary,)
+    assert anatomy.output_numel == (tokens * width,) * 4 + (tokens * vocabulary,)
     layer_numel = width * (heads * head + 2 * kv_heads * head + width) + 3 * width * inner + 2 * width
     assert anatomy.numel == 2 * layer_numel + width + 2 * vocabulary * width
 
@@ -47,17 +56,17 @@ def test_visits_are_announced_in_order_after_an_empty_one():
     announced: list[str] = []
     found = seen(module, announced=announced)
     assert announced == ["", "0", "2"]
-    assert found.visits == ["0", "2"]
+    assert found.block_calls == ["0", "2"]
     assert found.flops == [2 * 6 * 6, 2 * 6 * 2]
-    assert found.stream_numel == [6, 2]
-    assert not found.in_place
+    assert found.output_numel == [6, 2]
+    assert not found.writes_in_place
 
 
 def test_a_model_that_writes_in_place_is_run_again_with_aliases():
     announced: list[str] = []
     found = seen(nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 2)), announced=announced)
-    assert found.in_place
-    assert found.visits == ["0", "2"]
+    assert found.writes_in_place
+    assert found.block_calls == ["0", "2"]
     assert announced == ["", "0", "", "0", "2"]
 
 
@@ -77,7 +86,7 @@ def test_the_users_of_every_parameter_are_read_off_the_graph():
             x = self.layers[0](x) * self.scale
             return self.layers[1](x + self.layers[1].bias), self.raw
 
-    users = seen(Glue()).users
+    users = seen(Glue()).param_users
     assert users["layers.0.weight"] == {"layers.0"}
     assert users["layers.1.bias"] == {"layers.1", "(root)"}
     assert users["scale"] == users["raw"] == {"(root)"}
@@ -86,10 +95,10 @@ def test_the_users_of_every_parameter_are_read_off_the_graph():
 
 def test_the_visits_of_a_parameter_are_those_that_hold_it_or_use_it():
     visits = ("embed", "layer", "layer#2", "head")
-    assert visits_of(["layer"], set(), visits) == ("layer", "layer#2")
-    assert visits_of(["head"], {"embed"}, visits) == ("embed", "head")
-    assert visits_of(["head"], {"(root)"}, visits) == ("head", "(root)")
-    assert visits_of([], set(), visits) == visits_of(["other"], set(), visits) == ("(root)",)
+    assert param_block_calls(["layer"], set(), visits) == ("layer", "layer#2")
+    assert param_block_calls(["head"], {"embed"}, visits) == ("embed", "head")
+    assert param_block_calls(["head"], {"(root)"}, visits) == ("head", "(root)")
+    assert param_block_calls([], set(), visits) == param_block_calls(["other"], set(), visits) == ("(root)",)
 
 
 def test_buffers_that_the_forward_writes_are_named():
@@ -105,8 +114,8 @@ def test_buffers_that_the_forward_writes_are_named():
             self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
             return self.linear(x) + self.table
 
-    assert seen(nn.Sequential(Counter(), nn.Linear(6, 6))).stateful == ["0.steps", "0.mean"]
-    assert "1.num_batches_tracked" in seen(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))).stateful
+    assert seen(nn.Sequential(Counter(), nn.Linear(6, 6))).written_buffers == ["0.steps", "0.mean"]
+    assert "1.num_batches_tracked" in seen(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))).written_buffers
 
 
 def test_a_fake_copy_keeps_ties_and_what_is_frozen_and_holds_nothing():
@@ -116,7 +125,7 @@ def test_a_fake_copy_keeps_ties_and_what_is_frozen_and_holds_nothing():
     module[2].again = module[2].running_mean
     with FakeTensorMode() as mode:
         pass
-    fake_copy(module, mode)
+    make_fake(module, mode)
     assert module[0].weight is module[1].weight
     assert [p.requires_grad for p in (module[0].weight, module[0].bias)] == [True, False]
     assert {type(t).__name__ for t in (*module.buffers(), module[0].bias.data)} == {"FakeTensor"}
@@ -170,5 +179,5 @@ def test_a_table_that_is_called_with_a_shape_is_no_use_of_words():
                 x = layer(x)
             return x
 
-    anatomy = reading_of(Placed, {"x": X}).anatomy
-    assert anatomy.visits == ("positions", "layers.0", "layers.1")
+    anatomy = reading_of(Placed, {"x": X}).model_spec
+    assert anatomy.block_calls == ("positions", "layers.0", "layers.1")

@@ -9,20 +9,20 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
 from meshwright.comm.collectives.group import Entry, World
-from meshwright.engine.forward.block_collectives import Inner
-from meshwright.model.sequence_parallel.attention_call import Asked, mask_of
-from meshwright.model.sequence_parallel.conv_call import Beside
-from meshwright.model.sequence_parallel.token_shard import Share
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Train
-from meshwright.plan.job.precision import Precision
-from meshwright.plan.model_spec.model_spec import Anatomy
-from meshwright.plan.model_spec.sequence_info import Attend, Passing, Tokens
+from meshwright.engine.forward.block_collectives import BlockCollectives
+from meshwright.model.sequence_parallel.attention_call import ShardedAttentionCall, describe_mask
+from meshwright.model.sequence_parallel.conv_call import Conv1dImpl
+from meshwright.model.sequence_parallel.token_shard import TokenShard
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.precision import PrecisionConfig
+from meshwright.plan.model_spec.model_spec import ModelSpec
+from meshwright.plan.model_spec.sequence_info import AttentionSpec, BlockSequenceInfo, SequenceInfo
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.placement import Place
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.placement import Placement
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import on_threads
 
@@ -48,12 +48,12 @@ class Case:
         return (self.query, self.key, self.value, *learnt)
 
     @property
-    def attend(self) -> Attend:
+    def attend(self) -> AttentionSpec:
         """What the plan knows of it."""
-        return Attend(
+        return AttentionSpec(
             *(VISIT, self.query.shape[1], self.key.shape[1], self.query.shape[3], self.value.shape[3]),
             *(self.query.shape[2], self.key.shape[2], self.causal, self.mask is not None),
-            mask=mask_of(self.mask),
+            mask=describe_mask(self.mask),
         )
 
     def dense(self) -> tuple[torch.Tensor, ...]:
@@ -61,7 +61,9 @@ class Case:
         leaves = [each.detach().requires_grad_() for each in self.inputs]
         shared = self.query.shape[1] // self.key.shape[1]
         key, value = (each.repeat_interleave(shared, 1) for each in leaves[1:3])
-        out = F.scaled_dot_product_attention(leaves[0], key, value, leaves[3] if leaves[3:] else self.mask, is_causal=self.causal)
+        out = F.scaled_dot_product_attention(
+            leaves[0], key, value, leaves[3] if leaves[3:] else self.mask, is_causal=self.causal
+        )
         return out.detach(), *torch.autograd.grad(out, leaves, self.grad)
 
 
@@ -85,39 +87,47 @@ def case(
 class Rank:
     """What a strategy may touch of one rank, as far as attention goes."""
 
-    def __init__(self, world: World, space: Space) -> None:
-        self.plan = SimpleNamespace(space=space.at(world.mesh.coordinate(world.rank)))
-        self.answer: Callable[[Asked], torch.Tensor] | None = None
-        self.beside: Beside | None = None
+    def __init__(self, world: World, space: ShardingPlan) -> None:
+        self.plan = SimpleNamespace(space=space.at_coordinate(world.mesh.coordinate(world.rank)))
+        self.answer: Callable[[ShardedAttentionCall], torch.Tensor] | None = None
+        self.beside: Conv1dImpl | None = None
         self._world = world
         self._state: Any = SimpleNamespace(world=world, acting="F")
-        self._inner = Inner(self._state)
+        self._inner = BlockCollectives(self._state)
 
     def act(self, action: str) -> None:
         """What is moved from now on is for `action`."""
-        self._state.acting = action
+        self._state.current_action = action
 
-    def move(self, tensor: torch.Tensor, axis: str, src: Place, dst: Place, meanwhile: Any = None) -> torch.Tensor:
-        return self._inner.move(tensor, axis, src, dst, meanwhile)
+    def move(
+        self, tensor: torch.Tensor, axis: str, src: Placement, dst: Placement, meanwhile: Any = None
+    ) -> torch.Tensor:
+        return self._inner.redistribute(tensor, axis, src, dst, meanwhile)
 
-    def exchange(self, tensor: torch.Tensor, axis: str, src: Place, dst: Place, near: int = 0) -> torch.Tensor:
-        return self._inner.exchange(tensor, axis, src, dst, near)
+    def exchange(
+        self, tensor: torch.Tensor, axis: str, src: Placement, dst: Placement, near: int = 0
+    ) -> torch.Tensor:
+        return self._inner.redistribute_uncached(tensor, axis, src, dst, near)
 
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, axis: str, by: int = 1) -> Any:
-        return self._world.group((axis,)).shift(output, tensor, by=by, action=self._state.acting)
+        return self._world.group((axis,)).shift(output, tensor, by=by, action=self._state.current_action)
 
-    def attend(self, answer: Callable[[Asked], torch.Tensor]) -> None:
+    def attend(self, answer: Callable[[ShardedAttentionCall], torch.Tensor]) -> None:
         self.answer = answer
 
-    def convolve(self, answer: Beside) -> None:
+    def convolve(self, answer: Conv1dImpl) -> None:
         self.beside = answer
 
 
-def space_of(mesh: Mesh, attends: Sequence[Attend]) -> Space:
+def space_of(mesh: Mesh, attends: Sequence[AttentionSpec]) -> ShardingPlan:
     """A model of one block that attends."""
-    length = attends[0].queries
-    tokens = Tokens(length, ("input_ids",), ("labels",), (Passing(VISIT, ((1,),), ((1,),)),), tuple(attends))
-    return Space.one_device(mesh, Anatomy("tiny", (VISIT,), (), (length,), (1,), tokens=tokens))
+    length = attends[0].query_len
+    tokens = SequenceInfo(
+        length, ("input_ids",), ("labels",), (BlockSequenceInfo(VISIT, ((1,),), ((1,),)),), tuple(attends)
+    )
+    return ShardingPlan.one_device(
+        mesh, ModelSpec("tiny", (VISIT,), (), (length,), (1,), sequence_info=tokens)
+    )
 
 
 @dataclass(frozen=True)
@@ -146,32 +156,40 @@ def answered(strategy: Strategy, given: Case, mesh: Mesh) -> Answered:
     return Answered(tuple(whole), tuple(tuple(entries) for _, entries in ranks))
 
 
-def _put(whole: torch.Tensor, local: torch.Tensor, share: Share) -> None:
+def _put(whole: torch.Tensor, local: torch.Tensor, share: TokenShard) -> None:
     at = 0
     for begin, end in share.spans:
         whole[:, :, begin:end] = local[:, :, at : at + end - begin]
         at += end - begin
 
 
-def _share(space: Space, rank: int, length: int) -> Share:
-    return Share(length, space.deal.spans(length, rank) if space.deal else ((0, length),))
+def _share(space: ShardingPlan, rank: int, length: int) -> TokenShard:
+    return TokenShard(
+        length,
+        space.sequence_sharding.token_ranges(length, rank) if space.sequence_sharding else ((0, length),),
+    )
 
 
-def _played(world: World, strategy: Strategy, space: Space, given: Case) -> tuple[list[torch.Tensor], list[Entry]]:
+def _played(
+    world: World, strategy: Strategy, space: ShardingPlan, given: Case
+) -> tuple[list[torch.Tensor], list[Entry]]:
     rank, share = Rank(world, space), _share(space, world.rank, given.query.shape[2])
     strategy.bind(rank)
     world.ledger.recording = True
-    leaves = [share.own(each.detach(), 2).clone().requires_grad_() for each in (given.query, given.key, given.value)]
+    leaves = [
+        share.take_local(each.detach(), 2).clone().requires_grad_()
+        for each in (given.query, given.key, given.value)
+    ]
     mask = given.mask
     if mask is not None:
-        mask = mask.detach() if mask.shape[-2] == 1 else share.own(mask.detach(), 2).clone()
+        mask = mask.detach() if mask.shape[-2] == 1 else share.take_local(mask.detach(), 2).clone()
         if given.mask is not None and given.mask.requires_grad:
             leaves.append(mask.requires_grad_())
     assert rank.answer is not None
     scale = given.query.shape[-1] ** -0.5
-    out = rank.answer(Asked(*leaves[:3], mask, 0.0, given.causal, scale, share, share))
+    out = rank.answer(ShardedAttentionCall(*leaves[:3], mask, 0.0, given.causal, scale, share, share))
     rank.act("B")
-    found = torch.autograd.grad(out, leaves, share.own(given.grad, 2))
+    found = torch.autograd.grad(out, leaves, share.take_local(given.grad, 2))
     return [out.detach(), *found], world.ledger.entries
 
 
@@ -192,11 +210,20 @@ def issued(entries: Sequence[Entry]) -> Sent:
 
 def stated(strategy: Strategy, given: Case, mesh: Mesh) -> Sent:
     """What the program of `strategy` says of it."""
-    space = strategy.place(space_of(mesh, [given.attend])).at(mesh.coordinate(0))
+    space = strategy.place(space_of(mesh, [given.attend])).at_coordinate(mesh.coordinate(0))
     dtype = str(given.query.dtype).removeprefix("torch.")
-    job = Job(ModelSource("tiny"), DataSource("random"), Train(batch=ROWS), precision=Precision(dtype, dtype))
-    program = Program.of({ROLE: [Action("F", VISIT, 0), Action("B", VISIT, 0)]})
-    actions = strategy.rewrite(program, space, job).actions(ROLE)
+    job = Job(
+        ModelConfig("tiny"),
+        DataConfig("random"),
+        TrainConfig(batch=ROWS),
+        precision=PrecisionConfig(dtype, dtype),
+    )
+    program = Program.from_dict({FIRST_ROLE: [Action("F", VISIT, 0), Action("B", VISIT, 0)]})
+    actions = strategy.rewrite(program, space, job).actions(FIRST_ROLE)
     return {
-        action.kind: [(move.collective, move.ranks(mesh), move.nbytes, move.dtype) for move in action.inner] for action in actions
+        action.kind: [
+            (move.collective, move.num_ranks(mesh), move.nbytes, move.dtype)
+            for move in action.inner_transfers
+        ]
+        for action in actions
     }

@@ -7,12 +7,23 @@ MASKS = ("none", "causal", "window", "documents", "padding", "bias", "learned")
 
 
 def sample(
-    queries: int, keys: int | None = None, *, heads: int = HEADS, groups: int = GROUPS, values: int = VALUES, rows: int = ROWS
+    queries: int,
+    keys: int | None = None,
+    *,
+    heads: int = HEADS,
+    groups: int = GROUPS,
+    values: int = VALUES,
+    rows: int = ROWS,
 ) -> list[torch.Tensor]:
     """Queries, keys, values and a gradient of the output, float64."""
     generator = torch.Generator().manual_seed(queries)
     keys = queries if keys is None else keys
-    shapes = [(heads, queries, WIDTH), (groups, keys, WIDTH), (groups, keys, values), (heads, queries, values)]
+    shapes = [
+        (heads, queries, WIDTH),
+        (groups, keys, WIDTH),
+        (groups, keys, values),
+        (heads, queries, values),
+    ]
     return [torch.randn(rows, *shape, dtype=torch.float64, generator=generator) for shape in shapes]
 
 
@@ -31,12 +42,22 @@ def mask_of(name: str, length: int) -> torch.Tensor | None:
             seen = torch.stack([at >= 0, at >= length // 2])
             return (seen[:, None, :, None] & seen[:, None, None, :]).expand(2, 1, length, length)
         case "bias" | "learned":
-            return -0.3 * behind.abs().double() * torch.tensor([1.0, 0.5, 0.2, 0.1], dtype=torch.float64).view(1, 4, 1, 1)
+            return (
+                -0.3
+                * behind.abs().double()
+                * torch.tensor([1.0, 0.5, 0.2, 0.1], dtype=torch.float64).view(1, 4, 1, 1)
+            )
     return None
 
 
 def dense(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *, causal: bool, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    causal: bool,
+    scale: float,
 ) -> torch.Tensor:
     """softmax(scale Q K^T + mask) V; rows that look at nothing are 0."""
     shared = query.shape[1] // key.shape[1]

@@ -6,8 +6,8 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.api import read
-from meshwright.model.analysis.analyze import Reading
+from meshwright.api import analyze
+from meshwright.model.analysis.analyze import AnalyzedModel
 from tests.parallel.context.test_ring_models import ROWS, TOKENS, Own
 from tests.parallel.tensor.odd_llama import batches
 
@@ -84,13 +84,31 @@ def llama() -> nn.Module:
         "num_hidden_layers": 2,
         "pad_token_id": 0,
     }
-    heads: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "num_labels": LABELS, "use_cache": False}
+    heads: dict[str, Any] = {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "num_labels": LABELS,
+        "use_cache": False,
+    }
     return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**sizes, **heads))
 
 
 def gpt2() -> nn.Module:
-    sizes: dict[str, Any] = {"vocab_size": 67, "n_embd": 24, "n_layer": 2, "n_head": 6, "n_positions": 32, "pad_token_id": 0}
-    drops: dict[str, Any] = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0, "use_cache": False, "num_labels": LABELS}
+    sizes: dict[str, Any] = {
+        "vocab_size": 67,
+        "n_embd": 24,
+        "n_layer": 2,
+        "n_head": 6,
+        "n_positions": 32,
+        "pad_token_id": 0,
+    }
+    drops: dict[str, Any] = {
+        "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.0,
+        "use_cache": False,
+        "num_labels": LABELS,
+    }
     return transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**sizes, **drops))
 
 
@@ -102,8 +120,14 @@ def bert() -> nn.Module:
         "num_hidden_layers": 2,
         "num_attention_heads": 6,
     }
-    drops: dict[str, Any] = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.0, "num_labels": LABELS}
-    return transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, **drops, max_position_embeddings=16))
+    drops: dict[str, Any] = {
+        "hidden_dropout_prob": 0.1,
+        "attention_probs_dropout_prob": 0.0,
+        "num_labels": LABELS,
+    }
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(**sizes, **drops, max_position_embeddings=16)
+    )
 
 
 def rows(count: int, length: int = TOKENS) -> list[dict[str, torch.Tensor]]:
@@ -117,8 +141,8 @@ def rows(count: int, length: int = TOKENS) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def reading(make: type[nn.Module], length: int = TOKENS) -> Reading:
+def reading(make: type[nn.Module], length: int = TOKENS) -> AnalyzedModel:
     """That of such a model, whose weights are the same in every run."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return read(make(), rows(1, length)[0])
+        return analyze(make(), rows(1, length)[0])

@@ -5,18 +5,28 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.model.sequence_parallel.attention_call import Asked
-from meshwright.model.sequence_parallel.token_shard import Share
-from meshwright.parallel.context.attention_inputs import fitted
+from meshwright.model.sequence_parallel.attention_call import ShardedAttentionCall
+from meshwright.model.sequence_parallel.token_shard import TokenShard
+from meshwright.parallel.context.attention_inputs import attention_inputs
 from meshwright.plan.job.errors import PlanError
 
-SHARE = Share(9, ((0, 2), (7, 9)))  # four of nine tokens
-ASKED = Asked(torch.randn(2, 6, 4, 5), torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 7), None, 0.0, False, 1.0, SHARE, SHARE)
+SHARE = TokenShard(9, ((0, 2), (7, 9)))  # four of nine tokens
+ASKED = ShardedAttentionCall(
+    torch.randn(2, 6, 4, 5),
+    torch.randn(2, 3, 4, 5),
+    torch.randn(2, 3, 4, 7),
+    None,
+    0.0,
+    False,
+    1.0,
+    SHARE,
+    SHARE,
+)
 
 
-def refusal(asked: Asked) -> str:
+def refusal(asked: ShardedAttentionCall) -> str:
     with pytest.raises(PlanError) as caught:
-        fitted(asked, "ring")
+        attention_inputs(asked, "ring")
     return str(caught.value)
 
 
@@ -24,17 +34,17 @@ def refusal(asked: Asked) -> str:
 def test_any_number_of_dims_before_the_tokens_becomes_two_and_comes_back(shape: tuple[int, ...]) -> None:
     query, key, value = (torch.randn(*shape, 4, width) for width in (5, 5, 7))
     mask = torch.randn(*shape, 4, 9) if shape else torch.randn(4, 9)
-    given = fitted(replace(ASKED, query=query, key=key, value=value, mask=mask), "ring")
+    given = attention_inputs(replace(ASKED, query=query, key=key, value=value, mask=mask), "ring")
     assert given.query.ndim == given.key.ndim == given.value.ndim == 4
     assert given.mask is not None
     assert given.mask.expand(*given.query.shape[:3], 9).shape == (*given.query.shape[:3], 9)
     out = given.value + given.query.mean()
-    assert torch.equal(given.back(out), out.view(*shape, 4, 7))
+    assert torch.equal(given.restore_shape(out), out.view(*shape, 4, 7))
 
 
 @pytest.mark.parametrize("shape", [(4, 9), (1, 9), (4, 1), (2, 1, 4, 9), (6, 4, 9)], ids=str)
 def test_a_mask_may_be_alike_for_rows_heads_queries_or_keys(shape: tuple[int, ...]) -> None:
-    mask = fitted(replace(ASKED, mask=torch.ones(shape) > 0), "ring").mask
+    mask = attention_inputs(replace(ASKED, mask=torch.ones(shape) > 0), "ring").mask
     assert mask is not None
     assert mask.ndim == 4
     assert mask.expand(2, 6, 4, 9).all()
@@ -49,16 +59,19 @@ def test_keys_that_are_not_the_rows_tokens_are_refused() -> None:
 @pytest.mark.parametrize("shape", [(4, 4), (9, 9), (2, 1, 4, 8)], ids=str)
 def test_a_mask_without_columns_for_all_keys_or_rows_of_others_is_refused(shape: tuple[int, ...]) -> None:
     said = refusal(replace(ASKED, mask=torch.ones(shape)))
-    assert f"the mask is of shape {list(shape)}; needed are rows for 4 queries of this rank, and columns for all 9 keys" in said
+    assert (
+        f"the mask is of shape {list(shape)}; needed are rows for 4 queries of this rank, and columns for all 9 keys"
+        in said
+    )
 
 
 def test_a_mask_under_a_causal_mask_is_refused() -> None:
-    assert "and is_causal = False" in refusal(replace(ASKED, mask=torch.ones(4, 9), causal=True))
+    assert "and is_causal = False" in refusal(replace(ASKED, mask=torch.ones(4, 9), is_causal=True))
 
 
 def test_under_autocast_tensors_are_what_products_take() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        given = fitted(replace(ASKED, mask=torch.ones(4, 9) > 0), "ring")
+        given = attention_inputs(replace(ASKED, mask=torch.ones(4, 9) > 0), "ring")
     assert {each.dtype for each in (given.query, given.key, given.value)} == {torch.bfloat16}
     assert given.mask is not None
     assert given.mask.dtype == torch.bool

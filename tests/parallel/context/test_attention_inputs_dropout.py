@@ -5,27 +5,31 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.api import make_plan, read, verify
+from meshwright.api import analyze, make_plan, verify
 from meshwright.model.rng import sites
-from meshwright.model.rng.dropout_mode import StatelessDropout, kept
-from meshwright.model.rng.sharded_draws import Part
-from meshwright.model.rng.sites import Dice
-from meshwright.parallel.context.attention_kernel import Thin, plain, plain_backward
-from meshwright.parallel.context.hybrid import Hybrid
-from meshwright.parallel.context.ring import Ring
+from meshwright.model.rng.dropout_mode import StatelessDropout, keep_mask
+from meshwright.model.rng.sharded_draws import DrawRegion
+from meshwright.model.rng.sites import StatelessRNG
+from meshwright.parallel.context.attention_kernel import (
+    AttentionDropout,
+    math_attention,
+    math_attention_backward,
+)
+from meshwright.parallel.context.hybrid import HybridContextParallel
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Job, Train
+from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.verifier.verdict import Verdict
 from tests.parallel.tensor.odd_llama import batches
 
 ROWS, TOKENS = 2, 7
-JOB = Job(ModelSource("own"), DataSource("random", sequence=TOKENS), Train(batch=ROWS))
+JOB = Job(ModelConfig("own"), DataConfig("random", sequence=TOKENS), TrainConfig(batch=ROWS))
 WIDTH = {"vocab_size": 67, "hidden_size": 16, "intermediate_size": 13, "num_hidden_layers": 2}
 
 
@@ -36,7 +40,9 @@ def gpt2() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    config = transformers.LlamaConfig(**WIDTH, num_attention_heads=4, num_key_value_heads=2, attention_dropout=0.3)
+    config = transformers.LlamaConfig(
+        **WIDTH, num_attention_heads=4, num_key_value_heads=2, attention_dropout=0.3
+    )
     return transformers.LlamaForCausalLM(config)
 
 
@@ -47,20 +53,20 @@ def bert() -> nn.Module:
 
 
 def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy) -> Verdict:
-    reading = read(model, batches(1, ROWS, TOKENS)[0])
-    plan = make_plan(reading, JOB, mesh, (*strategies, Replicate(axis="cp")), 1)
+    reading = analyze(model, batches(1, ROWS, TOKENS)[0])
+    plan = make_plan(reading, JOB, mesh, (*strategies, DDP(axis="cp")), 1)
     return verify(reading, plan, batches(1, ROWS, TOKENS))
 
 
 @pytest.mark.parametrize(
     ("make", "mesh", "strategies"),
     [
-        (gpt2, Mesh(cp=3), (Ring(),)),
-        (bert, Mesh(cp=4), (Ring(),)),
-        (llama, Mesh(cp=3, tp=2), (Line(), Ring())),
+        (gpt2, Mesh(cp=3), (RingAttention(),)),
+        (bert, Mesh(cp=4), (RingAttention(),)),
+        (llama, Mesh(cp=3, tp=2), (TensorParallel(), RingAttention())),
         (gpt2, Mesh(cp=2), (Ulysses(),)),
-        (llama, Mesh(cp=2, tp=2), (Line(), Ulysses())),
-        (gpt2, Mesh(cp=4), (Hybrid(),)),
+        (llama, Mesh(cp=2, tp=2), (TensorParallel(), Ulysses())),
+        (gpt2, Mesh(cp=4), (HybridContextParallel(),)),
     ],
     ids=lambda each: each.__name__ if callable(each) else str(each),
 )
@@ -71,40 +77,48 @@ def test_weights_are_dropped_as_on_one_device(make, mesh: Mesh, strategies: tupl
 
 def test_a_rank_that_draws_for_the_wrong_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sites, "within", lambda part, whole, local, divisions, site: None)
-    assert not judged(gpt2(), Mesh(cp=2), Ring()).passed
+    assert not judged(gpt2(), Mesh(cp=2), RingAttention()).passed
 
 
 def test_rows_of_two_tokens_are_refused_where_a_slice_looks_like_all_of_them() -> None:
     rows = batches(1, ROWS, 2)
-    reading = read(gpt2(), rows[0])
-    plan = make_plan(reading, JOB, Mesh(cp=2), (Ring(), Replicate(axis="cp")))
+    reading = analyze(gpt2(), rows[0])
+    plan = make_plan(reading, JOB, Mesh(cp=2), (RingAttention(), DDP(axis="cp")))
     with pytest.raises(PlanError, match="of rows of 2 tokens: not clear for which of them"):
         verify(reading, plan, rows)
 
 
 def test_a_part_is_drawn_as_within_the_whole() -> None:
-    whole, thrown = (2, 4, 5, 5), Dice(seed=3)
-    thrown.sites.learn("layer/0", torch.Size(whole), 2)
-    thrown.sites.learn("layer/0", torch.Size((3, *whole[1:])), 3)
-    part = Part(whole, ((-3, ((2, 4),)), (-2, ((0, 1), (3, 5)))))
+    whole, thrown = (2, 4, 5, 5), StatelessRNG(seed=3)
+    thrown.sites.record("layer/0", torch.Size(whole), 2)
+    thrown.sites.record("layer/0", torch.Size((3, *whole[1:])), 3)
+    part = DrawRegion(whole, ((-3, ((2, 4),)), (-2, ((0, 1), (3, 5)))))
     drawn = list[torch.Tensor]()
     for _ in range(2):
-        thrown.begin(1, torch.tensor([4, 9]))
-        thrown.enter("layer")
+        thrown.begin_forward(1, torch.tensor([4, 9]))
+        thrown.enter_block("layer")
         with StatelessDropout(thrown):
-            drawn.append(kept(torch.zeros(1), part, 0.5) if drawn else nn.functional.dropout(torch.ones(whole)) > 0)
+            drawn.append(
+                keep_mask(torch.zeros(1), part, 0.5)
+                if drawn
+                else nn.functional.dropout(torch.ones(whole)) > 0
+            )
     assert drawn[1].shape == (2, 2, 3, 5)
     assert torch.equal(drawn[1], drawn[0][:, 2:][:, :, [0, 3, 4]])
 
 
 def test_the_plain_path_drops_weights_forward_and_backward() -> None:
     torch.manual_seed(0)
-    query, key, value = (torch.randn(2, heads, 5, 3, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    query, key, value = (
+        torch.randn(2, heads, 5, 3, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
+    )
     keep, grad = torch.rand(2, 4, 5, 5) > 0.4, torch.randn(2, 4, 5, 3, dtype=torch.float64)
     weights = (query @ key.repeat_interleave(2, 1).mT * 0.5).softmax(-1) * keep / 0.6
     true = weights @ value.repeat_interleave(2, 1)
     q, k, v = (each.detach() for each in (query, key, value))
-    out, lse = plain(q, k, v, None, False, 0.5, Thin(keep, 0.4))
-    found = plain_backward(grad, q, k, v, out, lse, None, False, 0.5, None, Thin(keep, 0.4))
+    out, lse = math_attention(q, k, v, None, False, 0.5, AttentionDropout(keep, 0.4))
+    found = math_attention_backward(
+        grad, q, k, v, out, lse, None, False, 0.5, None, AttentionDropout(keep, 0.4)
+    )
     torch.testing.assert_close(out, true)
     torch.testing.assert_close(list(found), list(torch.autograd.grad(true, (query, key, value), grad)))

@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from meshwright.parallel.context import attention_kernel
-from meshwright.parallel.context.attention_kernel import attend, attend_backward, merge
+from meshwright.parallel.context.attention_kernel import attention, attention_backward, merge_outputs
 from tests.parallel.context.dense_attention import MASKS, dense, gap, mask_of, sample, with_gradients
 
 SCALE, LENGTH = 0.6, 13
 EXACT = 1e-13  # of float64, over sums of a dozen
 
 
-def lse_of(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, *, causal: bool) -> torch.Tensor:
+def lse_of(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
+) -> torch.Tensor:
     """By its definition."""
     scores = SCALE * query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(-1, -2)
     if causal:
@@ -27,19 +29,21 @@ def lse_of(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, *,
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Torch's kernel, or products and a softmax over a few rows of queries at once."""
     if request.param == "plain":
-        monkeypatch.setattr(attention_kernel, "_kernel", lambda query, value, mask: "")
-        monkeypatch.setattr(attention_kernel, "CHUNK", 4 * LENGTH * 8)
+        monkeypatch.setattr(attention_kernel, "_choose_kernel", lambda query, value, mask: "")
+        monkeypatch.setattr(attention_kernel, "MAX_SCORES", 4 * LENGTH * 8)
     return request.param
 
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize(("groups", "values"), [(4, 5), (2, 3), (1, 7)])
-def test_output_lse_and_gradients_are_those_of_the_formula(path: str, name: str, groups: int, values: int) -> None:
+def test_output_lse_and_gradients_are_those_of_the_formula(
+    path: str, name: str, groups: int, values: int
+) -> None:
     *given, grad = sample(LENGTH, groups=groups, values=values)
     said = {"mask": mask_of(name, LENGTH), "causal": name == "causal", "scale": SCALE}
-    out, lse = attend(*given, **said)
+    out, lse = attention(*given, **said)
     of_mask = torch.zeros_like(said["mask"]) if name == "learned" else None
-    found = [out, *attend_backward(grad, *given, out, lse, **said, of_mask=of_mask)]
+    found = [out, *attention_backward(grad, *given, out, lse, **said, mask_grad=of_mask)]
     if name == "learned":
         said["mask"].requires_grad_()
     *true, true_of_mask = with_gradients([*given, grad], **said)
@@ -51,10 +55,12 @@ def test_output_lse_and_gradients_are_those_of_the_formula(path: str, name: str,
 
 def test_a_mask_that_all_heads_and_rows_share_has_its_gradient_summed() -> None:
     *given, grad = sample(LENGTH)
-    mask = torch.randn(1, 1, 1, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    out, lse = attend(*given, mask=mask.detach(), scale=SCALE)
+    mask = torch.randn(
+        1, 1, 1, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
+    out, lse = attention(*given, mask=mask.detach(), scale=SCALE)
     of_mask = torch.zeros_like(mask)
-    attend_backward(grad, *given, out, lse, mask=mask.detach(), scale=SCALE, of_mask=of_mask)
+    attention_backward(grad, *given, out, lse, mask=mask.detach(), scale=SCALE, mask_grad=of_mask)
     true = with_gradients([*given, grad], mask, causal=False, scale=SCALE)[-1]
     assert gap(of_mask, true) < EXACT
 
@@ -70,9 +76,9 @@ def test_blocks_merge_to_the_whole_and_their_gradients_add_up(path: str, name: s
     out = torch.zeros_like(grad)
     lse = torch.full(query.shape[:3], float("-inf"), dtype=torch.float64)
     for k, v, m in parts():
-        out, lse = merge(out, lse, *attend(query, k, v, mask=m, scale=SCALE))
+        out, lse = merge_outputs(out, lse, *attention(query, k, v, mask=m, scale=SCALE))
     true = with_gradients([query, key, value, grad], mask, causal=False, scale=SCALE)
-    shares = [attend_backward(grad, query, k, v, out, lse, mask=m, scale=SCALE) for k, v, m in parts()]
+    shares = [attention_backward(grad, query, k, v, out, lse, mask=m, scale=SCALE) for k, v, m in parts()]
     assert gap(out, true[0]) < EXACT
     assert gap(sum(share[0] for share in shares), true[1]) < EXACT
     assert gap(torch.cat([share[1] for share in shares], 2), true[2]) < EXACT
@@ -82,12 +88,12 @@ def test_blocks_merge_to_the_whole_and_their_gradients_add_up(path: str, name: s
 def test_a_row_that_looks_at_nothing_is_zero_and_weighs_nothing(path: str) -> None:
     *given, grad = sample(LENGTH)
     mask = mask_of("padding", LENGTH)
-    out, lse = attend(*given, mask=mask, scale=SCALE)
+    out, lse = attention(*given, mask=mask, scale=SCALE)
     blind = LENGTH // 2
     assert out[1, :, :blind].eq(0).all()
     assert lse[1, :, :blind].eq(float("-inf")).all()
     assert lse[0].isfinite().all()
-    found = attend_backward(grad, *given, out, lse, mask=mask, scale=SCALE)
+    found = attention_backward(grad, *given, out, lse, mask=mask, scale=SCALE)
     assert all(each.isfinite().all() for each in found)
     assert found[0][1, :, :blind].eq(0).all()
 
@@ -95,21 +101,21 @@ def test_a_row_that_looks_at_nothing_is_zero_and_weighs_nothing(path: str) -> No
 @pytest.mark.parametrize(("queries", "keys"), [(0, 3), (3, 0), (0, 0)])
 def test_no_queries_and_no_keys_give_nothing(queries: int, keys: int) -> None:
     *given, grad = sample(queries, keys)
-    out, lse = attend(*given, scale=SCALE)
+    out, lse = attention(*given, scale=SCALE)
     assert out.shape == grad.shape
     assert out.eq(0).all()
     assert lse.eq(float("-inf")).all()
-    found = attend_backward(grad, *given, out, lse, scale=SCALE)
+    found = attention_backward(grad, *given, out, lse, scale=SCALE)
     assert [each.shape for each in found] == [each.shape for each in given]
     assert all(each.eq(0).all() for each in found)
 
 
 def test_nothing_and_nothing_merge_to_nothing_and_what_is_no_number_stays_so() -> None:
     never, out = torch.full((1, 1, 2), float("-inf")), torch.zeros(1, 1, 2, 3)
-    merged, lse = merge(out, never, out, never)
+    merged, lse = merge_outputs(out, never, out, never)
     assert merged.eq(0).all()
     assert lse.eq(float("-inf")).all()
-    assert merge(out, never, out + float("nan"), never * 0)[0].isnan().all()
+    assert merge_outputs(out, never, out + float("nan"), never * 0)[0].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -118,8 +124,8 @@ def test_narrow_dtypes_round_no_more_than_torch_does(dtype: torch.dtype, name: s
     exact = sample(32)
     given = [each.to(dtype) for each in exact]
     said = {"mask": mask_of(name, 32), "causal": name == "causal", "scale": SCALE}
-    out, lse = attend(*given[:3], **said)
-    found = [out, *attend_backward(given[3], *given[:3], out, lse, **said)]
+    out, lse = attention(*given[:3], **said)
+    found = [out, *attention_backward(given[3], *given[:3], out, lse, **said)]
     true = with_gradients([each.double() for each in given], **said)
     assert lse.dtype == torch.float32
     assert {each.dtype for each in found} == {dtype}
@@ -136,27 +142,32 @@ def test_the_plain_path_has_no_more_scores_in_memory_than_it_may(monkeypatch: py
         return made
 
     monkeypatch.setattr(attention_kernel, "_scores", seen)
-    monkeypatch.setattr(attention_kernel, "CHUNK", 1000)
+    monkeypatch.setattr(attention_kernel, "MAX_SCORES", 1000)
     query, key, value, grad = (each.to(torch.float64) for each in sample(24))
-    out, lse = attention_kernel.plain(query, key, value, None, True, SCALE)
-    attention_kernel.plain_backward(grad, query, key, value, out, lse, None, True, SCALE, None)
+    out, lse = attention_kernel.math_attention(query, key, value, None, True, SCALE)
+    attention_kernel.math_attention_backward(grad, query, key, value, out, lse, None, True, SCALE, None)
     assert max(sizes) <= 1000
     assert len(sizes) == 2 * 5
 
 
 def test_an_lse_of_one_block_in_place_of_all_is_noticed() -> None:
     query, key, value, grad = sample(LENGTH)
-    whole = attend(query, key, value, scale=SCALE)
-    wrong = attend(query, key[:, :, :6], value[:, :, :6], scale=SCALE)
+    whole = attention(query, key, value, scale=SCALE)
+    wrong = attention(query, key[:, :, :6], value[:, :, :6], scale=SCALE)
     true = with_gradients([query, key, value, grad], None, causal=False, scale=SCALE)[2]
-    shares = [attend_backward(grad, query, key[:, :, :6], value[:, :, :6], *each, scale=SCALE)[1] for each in (whole, wrong)]
+    shares = [
+        attention_backward(grad, query, key[:, :, :6], value[:, :, :6], *each, scale=SCALE)[1]
+        for each in (whole, wrong)
+    ]
     assert gap(shares[0], true[:, :, :6]) < EXACT
     assert gap(shares[1], true[:, :, :6]) > 0.01
 
 
 def test_the_formula_is_what_torch_computes() -> None:
     query, key, value, _ = sample(LENGTH, values=5)
-    torch_own = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=SCALE, enable_gqa=True)
+    torch_own = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=SCALE, enable_gqa=True
+    )
     assert gap(torch_own, dense(query, key, value, None, causal=True, scale=SCALE)) < EXACT
 
 

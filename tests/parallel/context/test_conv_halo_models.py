@@ -8,26 +8,26 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 import transformers
 from torch import nn
 
-from meshwright.api import make_plan, read, trace, verify
-from meshwright.model.analysis.analyze import Reading
+from meshwright.api import analyze, make_plan, trace, verify
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
 from meshwright.model.sequence_parallel import conv_call
-from meshwright.parallel.context.hybrid import Hybrid
-from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.hybrid import HybridContextParallel
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
-from meshwright.parallel.memory.tiled_compute import Tiles
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.memory.tiled_compute import ChunkedLoss
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Job, Optimizer, Train
-from meshwright.plan.model_spec.sequence_info import LEAST
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
+from meshwright.plan.model_spec.sequence_info import MIN_TOKENS
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.argument_names import named
 from tests.parallel.context.test_ring_models import COPIES, ROWS, Attention, padded
 from tests.parallel.context.test_sequence_sharding_in_pipelines import found, planned
@@ -41,7 +41,11 @@ class Short(nn.Module):
 
     def __init__(self, kernel: int, dilation: int = 1) -> None:
         super().__init__()
-        self.norm, self.into, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.into, self.out = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
         reach = (kernel - 1) * dilation
         self.conv = nn.Conv1d(WIDTH, WIDTH, kernel, padding=reach, dilation=dilation, groups=WIDTH)
 
@@ -87,12 +91,14 @@ def lfm2(**more: object) -> nn.Module:
     return transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**{**sizes, **heads, **kinds, **more}))
 
 
-def equal(reading: Reading, mesh: Mesh, *strategies: Strategy, micro_batch: int = 2, length: int = 9) -> None:
+def equal(
+    reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 2, length: int = 9
+) -> None:
     """Check that the plan's program can work, is what is issued, and gives what one device gives."""
-    source, train = DataSource("random", sequence=length), Train(batch=ROWS, clip=0.5)
-    job = Job(ModelSource("mixed"), source, train, Optimizer("adamw", lr=0.1, weight_decay=0.1))
+    source, train = DataConfig("random", sequence=length), TrainConfig(batch=ROWS, clip=0.5)
+    job = Job(ModelConfig("mixed"), source, train, OptimizerConfig("adamw", lr=0.1, weight_decay=0.1))
     plan = make_plan(reading, job, mesh, strategies, micro_batch)
-    assert not prove(plan)
+    assert not static_checks(plan)
     verdict = verify(reading, plan, batches(2, ROWS, length))
     assert verdict.passed, verdict
     traced = trace(reading, plan, fake=mesh.size("pp") == 1)  # what a part receives is real
@@ -100,18 +106,26 @@ def equal(reading: Reading, mesh: Mesh, *strategies: Strategy, micro_batch: int 
 
 
 @cache
-def made(make, length: int = 9) -> Reading:
+def made(make, length: int = 9) -> AnalyzedModel:
     """The reading of a model, made once."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return read(make(), batches(1, ROWS, length)[0])
+        return analyze(make(), batches(1, ROWS, length)[0])
 
 
-WAYS = [(2, Ring()), (3, Ring()), (4, Ring()), (2, Ulysses()), (4, Hybrid())]
+WAYS = [
+    (2, RingAttention()),
+    (3, RingAttention()),
+    (4, RingAttention()),
+    (2, Ulysses()),
+    (4, HybridContextParallel()),
+]
 
 
 @pytest.mark.parametrize(
-    ("make", "ranks", "strategy"), [*((Mixed, *way) for way in WAYS), (lfm2, 3, Ring()), (lfm2, 4, Hybrid())], ids=named
+    ("make", "ranks", "strategy"),
+    [*((Mixed, *way) for way in WAYS), (lfm2, 3, RingAttention()), (lfm2, 4, HybridContextParallel())],
+    ids=named,
 )
 def test_convolutions_and_attention_on_ranks(make, ranks: int, strategy: Strategy) -> None:
     equal(made(make), Mesh(cp=ranks), strategy, COPIES)
@@ -119,16 +133,19 @@ def test_convolutions_and_attention_on_ranks(make, ranks: int, strategy: Strateg
 
 @pytest.mark.parametrize(("make", "length"), [(Mixed, 2), (lfm2, 3), (Mixed, 5)], ids=named)
 def test_ranks_may_be_more_than_tokens(make, length: int) -> None:
-    equal(made(make, length), Mesh(cp=4), Ring(), COPIES, length=length)
+    equal(made(make, length), Mesh(cp=4), RingAttention(), COPIES, length=length)
 
 
 @pytest.mark.parametrize(
     ("mesh", "strategies"),
     [
-        (Mesh(dp_shard=2, cp=2), (Batch(axis="dp_shard"), Ring(), Zero(stage=3), Recompute())),
-        (Mesh(cp=3), (Ring(), Zero(axis="cp"))),
-        (Mesh(pp=2, cp=3), (Pipeline(schedule="zb_h1"), Ring(), Recompute(), COPIES)),
-        (Mesh(cp=2, tp=2), (Line(), Ring(), COPIES)),
+        (
+            Mesh(dp_shard=2, cp=2),
+            (BatchSplit(axis="dp_shard"), RingAttention(), ZeRO(stage=3), ActivationCheckpointing()),
+        ),
+        (Mesh(cp=3), (RingAttention(), ZeRO(axis="cp"))),
+        (Mesh(pp=2, cp=3), (Pipeline(schedule="zb_h1"), RingAttention(), ActivationCheckpointing(), COPIES)),
+        (Mesh(cp=2, tp=2), (TensorParallel(), RingAttention(), COPIES)),
     ],
     ids=named,
 )
@@ -137,18 +154,26 @@ def test_beside_other_techniques(mesh: Mesh, strategies: tuple[Strategy, ...]) -
 
 
 def test_dropout_between_convolutions_draws_what_one_device_draws() -> None:
-    equal(made(lambda: Mixed(0.2)), Mesh(cp=3), Ring(), COPIES)
+    equal(made(lambda: Mixed(0.2)), Mesh(cp=3), RingAttention(), COPIES)
 
 
 def test_padding_in_a_batch_is_convolved_as_on_one_device() -> None:
     reading, rows = padded(lfm2(), 3)
-    job = Job(ModelSource("lfm2"), DataSource("random", sequence=9), Train(batch=ROWS), Optimizer("adamw", lr=0.1))
-    verdict = verify(reading, make_plan(reading, job, Mesh(cp=3), (Ring(), COPIES)), rows)
+    job = Job(
+        ModelConfig("lfm2"),
+        DataConfig("random", sequence=9),
+        TrainConfig(batch=ROWS),
+        OptimizerConfig("adamw", lr=0.1),
+    )
+    verdict = verify(reading, make_plan(reading, job, Mesh(cp=3), (RingAttention(), COPIES)), rows)
     assert verdict.passed, verdict
 
 
 def test_evaluations_may_have_longer_rows() -> None:
-    plan, alone = (planned(made(Mixed), mesh, *more) for mesh, *more in ((Mesh(cp=3), Ring(), COPIES), (Mesh(),)))
+    plan, alone = (
+        planned(made(Mixed), mesh, *more)
+        for mesh, *more in ((Mesh(cp=3), RingAttention(), COPIES), (Mesh(),))
+    )
     (wanted,) = found(made(Mixed), alone, 13)
     for told, loss in found(made(Mixed), plan, 13):
         assert (told.loss, loss) == pytest.approx((wanted[0].loss, wanted[1]), rel=1e-5)
@@ -169,22 +194,22 @@ def test_a_block_that_does_not_cut_what_it_gives_is_given_all_tokens() -> None:
             return self.head(x + self.layers[2](x)[:, : x.shape[1]])
 
     reading = made(Own)
-    assert reading.tokens is not None
-    assert [each.whole for each in reading.tokens.visits] == [False, False, True, False]
-    assert reading.tokens.convolves == ()
-    equal(reading, Mesh(cp=3), Ring(), COPIES)
+    assert reading.sequence_info is not None
+    assert [each.is_replicated for each in reading.sequence_info.block_calls] == [False, False, True, False]
+    assert reading.sequence_info.conv_calls == ()
+    equal(reading, Mesh(cp=3), RingAttention(), COPIES)
 
 
 def refused(make, *strategies: Strategy, ranks: int = 2) -> str:
     """Why there is no plan."""
-    reading = read(lambda: Model(make()), batches(1, ROWS)[0])  # a GRU is not copied
+    reading = analyze(lambda: Model(make()), batches(1, ROWS)[0])  # a GRU is not copied
     with pytest.raises(PlanError) as told:
         equal(reading, Mesh(cp=ranks), *strategies, COPIES)
-    return " | ".join(f"{fault.what} -> {fault.fix}" for fault in told.value.faults)
+    return " | ".join(f"{fault.problem} -> {fault.fix}" for fault in told.value.diagnostics)
 
 
 def test_a_cache_of_convolutions_is_refused_with_the_way_out() -> None:
-    said = refused(lambda: lfm2(use_cache=True), Ring())
+    said = refused(lambda: lfm2(use_cache=True), RingAttention())
     assert "keeps some of the tokens (copy): build the model with use_cache=False" in said
 
 
@@ -232,7 +257,7 @@ def test_what_carries_a_state_is_refused_by_name(layer, words: str) -> None:
             super().__init__()
             self.layers[2] = layer()
 
-    said = refused(Own, Ring())
+    said = refused(Own, RingAttention())
     assert words in said
     assert "mesh.cp = 1 and mesh.dp_shard = 2 are as many ranks" in said
 
@@ -260,15 +285,20 @@ def test_an_mlp_that_convolves_is_not_run_in_tiles() -> None:
             super().__init__()
             self.layers[2] = Block()
 
-    equal(made(Own), Mesh(cp=2), Ring(), COPIES)
-    assert "set mlp = 1" in refused(Own, Ring(), Tiles(loss=1, mlp=2))
+    equal(made(Own), Mesh(cp=2), RingAttention(), COPIES)
+    assert "set mlp = 1" in refused(Own, RingAttention(), ChunkedLoss(num_chunks=1, num_tiles=2))
 
 
 def test_a_convolution_of_neighbours_on_this_rank_alone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def alone(self: conv_call.Convolving, known, given, share) -> torch.Tensor:
-        own = F.pad(given.input[..., known.before : known.before + max(LEAST, share.count)], (known.left, known.right))
-        return F.pad(F.conv1d(own, given.weight, given.bias, 1, 0, given.dilation, given.groups), (0, known.behind))
+    def alone(self: conv_call.Conv1dMode, known, given, share) -> torch.Tensor:
+        own = F.pad(
+            given.input[..., known.before : known.before + max(MIN_TOKENS, share.count)],
+            (known.left, known.right_halo),
+        )
+        return F.pad(
+            F.conv1d(own, given.weight, given.bias, 1, 0, given.dilation, given.groups), (0, known.behind)
+        )
 
-    monkeypatch.setattr(conv_call.Convolving, "_asked", alone)
+    monkeypatch.setattr(conv_call.Conv1dMode, "_call_impl", alone)
     with pytest.raises(AssertionError):
-        equal(made(Mixed), Mesh(cp=3), Ring(), COPIES)
+        equal(made(Mixed), Mesh(cp=3), RingAttention(), COPIES)

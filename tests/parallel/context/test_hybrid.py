@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from meshwright.comm.backends.threads import ThreadGroup
-from meshwright.parallel.context.hybrid import Hybrid
-from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.hybrid import HybridContextParallel
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
-from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from tests.parallel.context.attention_answers import ROWS, answered, case, issued, space_of, stated, worst
@@ -16,35 +16,53 @@ from tests.parallel.context.test_ulysses import masked
 from tests.parallel.tensor.odd_llama import known, planned
 
 WORST = 1e-12
-SHAPES = [(4, 2, 4, 4), (4, 2, 4, 1), (4, 2, 6, 3), (6, 2, 4, 2), (6, 3, 6, 2), (6, 3, 6, 6)]  # ranks, inner, heads, groups
+SHAPES = [
+    (4, 2, 4, 4),
+    (4, 2, 4, 1),
+    (4, 2, 6, 3),
+    (6, 2, 4, 2),
+    (6, 3, 6, 2),
+    (6, 3, 6, 6),
+]  # ranks, inner, heads, groups
 
 
 @pytest.mark.parametrize(("ranks", "inner", "heads", "groups"), SHAPES)
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_is_that_of_one_device(ranks: int, inner: int, heads: int, groups: int, causal: bool) -> None:
-    assert worst(case(heads, groups, 13, causal=causal), Hybrid(inner=inner), Mesh(cp=ranks)) < WORST
+def test_attention_is_that_of_one_device(
+    ranks: int, inner: int, heads: int, groups: int, causal: bool
+) -> None:
+    assert (
+        worst(
+            case(heads, groups, 13, causal=causal),
+            HybridContextParallel(ulysses_degree=inner),
+            Mesh(cp=ranks),
+        )
+        < WORST
+    )
 
 
 @pytest.mark.parametrize("length", [1, 3, 5])
 def test_ranks_may_be_more_than_tokens(length: int) -> None:
-    assert worst(case(4, 2, length, causal=True), Hybrid(), Mesh(cp=6)) < WORST
+    assert worst(case(4, 2, length, causal=True), HybridContextParallel(), Mesh(cp=6)) < WORST
 
 
-@pytest.mark.parametrize("mask", ["window", "documents", "bias", "learned", "one learned", "keys", "learned keys"])
+@pytest.mark.parametrize(
+    "mask", ["window", "documents", "bias", "learned", "one learned", "keys", "learned keys"]
+)
 @pytest.mark.parametrize("length", [3, 9])
 def test_masks_are_those_of_one_device(mask: str, length: int) -> None:
-    assert worst(case(4, 2, length, mask=masked(mask, length)), Hybrid(), Mesh(cp=4)) < WORST
+    assert worst(case(4, 2, length, mask=masked(mask, length)), HybridContextParallel(), Mesh(cp=4)) < WORST
 
 
 @pytest.mark.parametrize("balance", ["contiguous", "striped"])
 @pytest.mark.parametrize("mask", [None, "documents", "bias", "learned", "keys"])
 def test_shares_that_are_dealt_otherwise_are_those_of_one_device(balance: str, mask: str | None) -> None:
     given = case(4, 2, 11, mask=None if mask is None else masked(mask, 11), causal=mask is None)
-    assert worst(given, Hybrid(balance=balance), Mesh(cp=4)) < WORST
+    assert worst(given, HybridContextParallel(load_balance=balance), Mesh(cp=4)) < WORST
 
 
 def test_keys_may_travel_in_bfloat16() -> None:
-    hybrid, given = Hybrid(wire="bfloat16"), case(4, 2, 11, causal=True)
+    hybrid, given = HybridContextParallel(comm_dtype="bfloat16"), case(4, 2, 11, causal=True)
     assert not hybrid.exact
     assert 1e-5 < worst(given, hybrid, Mesh(cp=4)) < 0.1  # eight bits of keys and values
 
@@ -54,8 +72,10 @@ def test_keys_may_travel_in_bfloat16() -> None:
 def test_what_is_issued_is_what_the_program_states(
     ranks: int, inner: int, heads: int, groups: int, mask: str | None, wire: str
 ) -> None:
-    given = case(heads, groups, 13, widths=(4, 2), mask=None if mask is None or heads != 4 else masked(mask, 13))
-    strategy, mesh = Hybrid(inner=inner, wire=wire), Mesh(cp=ranks)
+    given = case(
+        heads, groups, 13, widths=(4, 2), mask=None if mask is None or heads != 4 else masked(mask, 13)
+    )
+    strategy, mesh = HybridContextParallel(ulysses_degree=inner, comm_dtype=wire), Mesh(cp=ranks)
     wanted = stated(strategy, given, mesh)
     assert {size for _, size, *_ in wanted["F"]} == {inner, ranks}
     assert all(issued(entries) == wanted for entries in answered(strategy, given, mesh).entries)
@@ -63,7 +83,9 @@ def test_what_is_issued_is_what_the_program_states(
 
 def test_bytes_are_those_of_the_formula() -> None:
     ranks, inner, heads, groups, width, length = 6, 2, 4, 2, 4, 24
-    entries = answered(Hybrid(inner=inner), case(heads, groups, length), Mesh(cp=ranks)).entries[0]
+    entries = answered(
+        HybridContextParallel(ulysses_degree=inner), case(heads, groups, length), Mesh(cp=ranks)
+    ).entries[0]
     share = ROWS * length * heads * width / ranks
     exchange = (2 + 2 * groups / heads) * share * (inner - 1) / inner
     ring = 2 * share * groups / heads * (ranks // inner - 1)
@@ -73,21 +95,27 @@ def test_bytes_are_those_of_the_formula() -> None:
 
 def test_ends_are_a_ring_and_an_exchange_alone() -> None:
     given, mesh = case(4, 2, 13, causal=True), Mesh(cp=4)
-    for inner, same in ((1, Ring()), (4, Ulysses())):
-        hybrid, other = (answered(strategy, given, mesh) for strategy in (Hybrid(inner=inner), same))
+    for inner, same in ((1, RingAttention()), (4, Ulysses())):
+        hybrid, other = (
+            answered(strategy, given, mesh)
+            for strategy in (HybridContextParallel(ulysses_degree=inner), same)
+        )
         assert [issued(each) for each in hybrid.entries] == [issued(each) for each in other.entries]
-        assert max(float((one - two).abs().max()) for one, two in zip(hybrid.found, other.found, strict=True)) < WORST
+        assert (
+            max(float((one - two).abs().max()) for one, two in zip(hybrid.found, other.found, strict=True))
+            < WORST
+        )
 
 
 def test_a_ring_of_the_wrong_neighbours_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     shift = ThreadGroup.shift
     monkeypatch.setattr(ThreadGroup, "shift", lambda *args, by=1, **more: shift(*args, by=by // 2, **more))
-    assert worst(case(4, 4, 12), Hybrid(), Mesh(cp=4)) > 0.01
+    assert worst(case(4, 4, 12), HybridContextParallel(), Mesh(cp=4)) > 0.01
 
 
 def test_what_cannot_be_is_refused() -> None:
     space = space_of(Mesh(cp=4), [case(3, 3, 8).attend])
-    strange = Hybrid(inner=3, balance="folded", wire="float8")
+    strange = HybridContextParallel(ulysses_degree=3, load_balance="folded", comm_dtype="float8")
     assert [str(fault) for fault in strange.check(None, space)] == [
         "strategies.hybrid.inner: inner = 3, and cp has 4 ranks, which are to be groups of so many neighbours\n"
         "  repair: set inner to 1 or 2 or 4",
@@ -95,7 +123,7 @@ def test_what_cannot_be_is_refused() -> None:
         "strategies.hybrid.wire: keys and values cannot travel in 'float8'\n"
         '  repair: write wire = "bfloat16", or leave it out: they travel as they are',
     ]
-    (fault,) = Hybrid().partners(Hybrid().place(space))
+    (fault,) = HybridContextParallel().check_combined(HybridContextParallel().place(space))
     assert str(fault) == (
         "strategies.hybrid: layers.0: attention has 3 heads on a rank, and they go to 2 ranks in equal number\n"
         "  repair: take ring, which leaves heads together; or set inner to 1"
@@ -104,12 +132,14 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_rows_without_anything_to_look_at_are_zero() -> None:
     given = case(4, 2, 12, mask=mask_of("padding", 12))
-    found = answered(Hybrid(), given, Mesh(cp=4)).found[0]
+    found = answered(HybridContextParallel(), given, Mesh(cp=4)).found[0]
     blind = ~given.mask.expand(ROWS, 4, 12, 12).any(-1)
     assert torch.equal(found[blind], torch.zeros_like(found[blind]))
 
 
 @pytest.mark.parametrize("inner", [0, 4, 5, 12])
 def test_groups_that_do_not_divide_the_ranks_are_told(inner: int) -> None:
-    with pytest.raises(PlanError, match=f"inner = {inner}, and cp has 6 ranks.*\n.*set inner to 1 or 2 or 3 or 6"):
-        planned(known(), Mesh(cp=6), (Hybrid(inner=inner), Replicate(axis="cp")))
+    with pytest.raises(
+        PlanError, match=f"inner = {inner}, and cp has 6 ranks.*\n.*set inner to 1 or 2 or 3 or 6"
+    ):
+        planned(known(), Mesh(cp=6), (HybridContextParallel(ulysses_degree=inner), DDP(axis="cp")))

@@ -4,23 +4,23 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.parallel.context.attention_inputs import Circle
-from meshwright.parallel.context.mask_blocks import Bounds, Masked, Neighbours, Recent
-from meshwright.plan.model_spec.sequence_info import Deal
+from meshwright.parallel.context.attention_inputs import AttentionRing
+from meshwright.parallel.context.mask_blocks import DenseMask, IntervalMask, KeyIntervals, MaskCache
+from meshwright.plan.model_spec.sequence_info import SequenceSharding
 from tests.parallel.context.dense_attention import mask_of
 
 CPU = torch.device("cpu")
 LENGTH = 24
 
 
-def circle(deal: Deal | None = None, index: int = 1, causal: bool = False) -> Circle:
-    deal = deal or Deal(3)
-    spans = tuple(deal.spans(LENGTH, each) for each in range(deal.ranks))
-    return Circle(index, spans[index], spans, 1.0, causal, lambda output, tensor: None)
+def circle(deal: SequenceSharding | None = None, index: int = 1, causal: bool = False) -> AttentionRing:
+    deal = deal or SequenceSharding(3)
+    spans = tuple(deal.token_ranges(LENGTH, each) for each in range(deal.num_ranks))
+    return AttentionRing(index, spans[index], spans, 1.0, causal, lambda output, tensor: None)
 
 
-def read(mask: torch.Tensor) -> Bounds | None:
-    return Bounds.of(mask, LENGTH)
+def read(mask: torch.Tensor) -> KeyIntervals | None:
+    return KeyIntervals.from_mask(mask, LENGTH)
 
 
 @pytest.mark.parametrize("name", ["window", "documents", "padding"])
@@ -32,7 +32,7 @@ def test_bounds_are_what_the_mask_says(name: str, dtype: torch.dtype) -> None:
     bounds = read(given)
     assert bounds is not None
     at = np.arange(LENGTH)
-    said = (at >= bounds.first[:, :, None]) & (at < bounds.last[:, :, None])
+    said = (at >= bounds.first[:, :, None]) & (at < bounds.end[:, :, None])
     assert np.array_equal(said, mask[:, 0].numpy())
 
 
@@ -40,8 +40,8 @@ def test_a_mask_that_all_queries_share_is_spread() -> None:
     bounds = read((torch.arange(LENGTH) < 9).expand(2, 1, 1, LENGTH))
     assert bounds is not None
     assert bounds.first.shape == (2, LENGTH)
-    assert set(bounds.last.ravel().tolist()) == {9}
-    assert bounds.groups() == [None]
+    assert set(bounds.end.ravel().tolist()) == {9}
+    assert bounds.sample_groups() == [None]
 
 
 def test_rows_that_are_alike_go_together() -> None:
@@ -49,7 +49,7 @@ def test_rows_that_are_alike_go_together() -> None:
     mask[2, :, :, :4] = False
     bounds = read(mask)
     assert bounds is not None
-    assert bounds.groups() == [(0, 2), (2, 3), (3, 5)]
+    assert bounds.sample_groups() == [(0, 2), (2, 3), (3, 5)]
 
 
 def holes() -> torch.Tensor:
@@ -79,46 +79,48 @@ def mean() -> torch.Tensor:
 )
 def test_what_is_no_rule_is_taken_as_it_is(mask: torch.Tensor) -> None:
     assert read(mask) is None
-    assert isinstance(Recent().view(circle(), mask[:, :, [0, 1, 5, 6, 7, 11, 20, 21]], CPU), Masked)
+    assert isinstance(
+        MaskCache().block_mask(circle(), mask[:, :, [0, 1, 5, 6, 7, 11, 20, 21]], CPU), DenseMask
+    )
 
 
 def test_layers_that_are_handed_the_same_mask_look_once() -> None:
-    recent, here, mask = Recent(), circle(), mask_of("documents", LENGTH)[:, :, :8].clone()
-    view = recent.view(here, mask, CPU)
-    assert isinstance(view, Neighbours)
-    assert recent.view(here, mask, CPU) is view
-    assert recent.view(here, mask.reshape(mask.shape), CPU, mask) is view
-    assert recent.view(here, mask.clone(), CPU) is not view
-    assert recent.view(circle(), mask, CPU) is not view  # of other lengths
+    recent, here, mask = MaskCache(), circle(), mask_of("documents", LENGTH)[:, :, :8].clone()
+    view = recent.block_mask(here, mask, CPU)
+    assert isinstance(view, IntervalMask)
+    assert recent.block_mask(here, mask, CPU) is view
+    assert recent.block_mask(here, mask.reshape(mask.shape), CPU, mask) is view
+    assert recent.block_mask(here, mask.clone(), CPU) is not view
+    assert recent.block_mask(circle(), mask, CPU) is not view  # of other lengths
 
 
 def test_a_mask_that_was_written_to_is_looked_at_again() -> None:
-    recent, here, mask = Recent(), circle(), torch.ones(1, 1, 8, LENGTH, dtype=torch.bool)
-    before = recent.view(here, mask, CPU)
+    recent, here, mask = MaskCache(), circle(), torch.ones(1, 1, 8, LENGTH, dtype=torch.bool)
+    before = recent.block_mask(here, mask, CPU)
     mask[..., 12:] = False
-    after = recent.view(here, mask, CPU)
+    after = recent.block_mask(here, mask, CPU)
     assert after is not before
-    assert after.pairs(0) != before.pairs(0)
+    assert after.blocks(0) != before.blocks(0)
 
 
 def test_a_mask_that_is_gone_is_not_taken_for_another_at_its_place() -> None:
-    recent, here = Recent(), circle()
+    recent, here = MaskCache(), circle()
     for last in range(1, LENGTH):
         mask = (torch.arange(LENGTH) < last).expand(1, 1, 8, LENGTH).contiguous()
-        view = recent.view(here, mask, CPU)
-        assert isinstance(view, Neighbours)
-        assert int(view._bounds.last[0, 0]) == last
+        view = recent.block_mask(here, mask, CPU)
+        assert isinstance(view, IntervalMask)
+        assert int(view._bounds.end[0, 0]) == last
         del mask
 
 
 def test_circles_are_kept_for_a_few_lengths() -> None:
-    recent, made = Recent(), list[int]()
+    recent, made = MaskCache(), list[int]()
 
-    def of(length: int) -> Circle:
-        return recent.circle(length, lambda: made.append(length) or circle(causal=True))
+    def of(length: int) -> AttentionRing:
+        return recent.ring(length, lambda: made.append(length) or circle(causal=True))
 
     first = of(0)
-    recent.view(first, None, CPU)
+    recent.block_mask(first, None, CPU)
     assert of(0) is first
     for length in range(1, 9):
         of(length)
@@ -131,11 +133,15 @@ def test_circles_are_kept_for_a_few_lengths() -> None:
 def test_rows_that_are_unlike_are_computed_apart_where_that_is_less() -> None:
     length = 2048
     spans = ((0, length),)
-    whole = Circle(0, spans, (spans,), 1.0, False, lambda output, tensor: None)
+    whole = AttentionRing(0, spans, (spans,), 1.0, False, lambda output, tensor: None)
     at = np.arange(length)
     first, other = at // 512 * 512, np.where(at < 100, 0, 100)
-    unlike = Neighbours(whole, Bounds(np.stack((first, other)), np.stack((at + 1, at + 1))), 1024).pairs(0)
+    unlike = IntervalMask(
+        whole, KeyIntervals(np.stack((first, other)), np.stack((at + 1, at + 1))), 1024
+    ).blocks(0)
     assert {pair.samples for pair in unlike} == {(0, 1), (1, 2)}
     assert {pair.kind for pair in unlike} == {"causal"}
-    near = Neighbours(whole, Bounds(np.stack((first, first + (at > 2000))), np.stack((at + 1, at + 1))), 1 << 20).pairs(0)
+    near = IntervalMask(
+        whole, KeyIntervals(np.stack((first, first + (at > 2000))), np.stack((at + 1, at + 1))), 1 << 20
+    ).blocks(0)
     assert {pair.samples for pair in near} == {None}

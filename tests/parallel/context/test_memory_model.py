@@ -4,10 +4,10 @@ import pytest
 
 from benchmarks.sequence_memory import OFF, Case, lived
 from meshwright.parallel.context import memory_model, ring
-from meshwright.parallel.context.memory_model import Room, of_exchange
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Train
-from meshwright.plan.model_spec.sequence_info import Attend, Deal
+from meshwright.parallel.context.memory_model import AttentionMemory, exchange_memory
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.model_spec.sequence_info import AttentionSpec, SequenceSharding
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action, Program, Transfer
 from meshwright.planner.program_cost.memory import peak_bytes
@@ -15,20 +15,31 @@ from meshwright.testing.ranks import ProcessPool
 from tests.parallel.context.attention_answers import space_of
 
 ROWS, LENGTH, WIDTH = 2, 24, 8
-JOB = Job(ModelSource("tiny"), DataSource("random", sequence=LENGTH), Train(batch=ROWS))
+JOB = Job(ModelConfig("tiny"), DataConfig("random", sequence=LENGTH), TrainConfig(batch=ROWS))
 
 
-@pytest.mark.parametrize(("heads", "groups", "sent"), [(4, 4, 4), (4, 2, 4), (8, 4, 4), (12, 6, 12), (12, 3, 12)])
+@pytest.mark.parametrize(
+    ("heads", "groups", "sent"), [(4, 4, 4), (4, 2, 4), (8, 4, 4), (12, 6, 12), (12, 3, 12)]
+)
 def test_heads_that_several_ranks_need_are_there_more_often(heads: int, groups: int, sent: int):
-    attend = Attend("body", heads, groups, WIDTH, WIDTH, LENGTH, LENGTH)
-    found = of_exchange(space_of(Mesh(cp=4), [attend]), JOB, Deal(4, inner=4, folded=False), attend, ROWS)
+    attend = AttentionSpec("body", heads, groups, WIDTH, WIDTH, LENGTH, LENGTH)
+    found = exchange_memory(
+        space_of(Mesh(cp=4), [attend]),
+        JOB,
+        SequenceSharding(4, num_inner_ranks=4, zigzag=False),
+        attend,
+        ROWS,
+    )
     own = ROWS * LENGTH // 4 * WIDTH * 4
-    assert found == Room(2 * own * (sent - groups) + own * heads, 2 * own * (sent - groups))
+    assert found == AttentionMemory(2 * own * (sent - groups) + own * heads, 2 * own * (sent - groups))
 
 
 def test_where_nothing_is_exchanged_nothing_is_added():
-    attend = Attend("body", 4, 2, WIDTH, WIDTH, LENGTH, LENGTH)
-    assert of_exchange(space_of(Mesh(cp=4), [attend]), JOB, Deal(4), attend, ROWS) == Room()
+    attend = AttentionSpec("body", 4, 2, WIDTH, WIDTH, LENGTH, LENGTH)
+    assert (
+        exchange_memory(space_of(Mesh(cp=4), [attend]), JOB, SequenceSharding(4), attend, ROWS)
+        == AttentionMemory()
+    )
 
 
 def off(pool: ProcessPool, how: str) -> list[float]:
@@ -52,7 +63,9 @@ def test_messages_that_are_counted_at_the_wrong_moment_are_noticed(monkeypatch: 
 
     def always(program: Program, *given: object, **said: object) -> Program:
         def more(action: Action) -> Action:
-            return memory_model.with_more(action, memory_model.SCRATCH, ring.travelling(4, action) if action.kind == "B" else 0)
+            return memory_model.with_extra_memory(
+                action, memory_model.SCRATCH, ring.in_flight_nbytes(4, action) if action.kind == "B" else 0
+            )
 
         return program.edit(lambda actions: [more(action) for action in actions])
 
@@ -62,6 +75,6 @@ def test_messages_that_are_counted_at_the_wrong_moment_are_noticed(monkeypatch: 
 
 def test_a_ring_holds_two_messages_of_keys_and_up_to_four_of_gradients():
     keys, gradients = Transfer("shift", ("cp",), 100), Transfer("shift", ("cp",), 200)
-    action = Action("B", "body", 0, inner=(keys, gradients))
-    assert [ring.travelling(ranks, action) for ranks in (2, 3, 8)] == [200 + 600, 200 + 800, 200 + 800]
-    assert ring.travelling(4, Action("B", "body", 0)) == 0
+    action = Action("B", "body", 0, inner_transfers=(keys, gradients))
+    assert [ring.in_flight_nbytes(ranks, action) for ranks in (2, 3, 8)] == [200 + 600, 200 + 800, 200 + 800]
+    assert ring.in_flight_nbytes(4, Action("B", "body", 0)) == 0

@@ -7,16 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.sequence_sharding import local_heads
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.memory.activation_checkpointing import Recompute
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Job, Train
-from meshwright.plan.job.precision import Precision
-from meshwright.plan.model_spec.sequence_info import Attend, Deal, Passing, Tokens
+from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.precision import PrecisionConfig
+from meshwright.plan.model_spec.sequence_info import (
+    AttentionSpec,
+    BlockSequenceInfo,
+    SequenceInfo,
+    SequenceSharding,
+)
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action, Transfer
@@ -28,40 +33,49 @@ from tests.parallel.tensor.odd_llama import known
 ROWS, LENGTH, WIDTH = 4, 12, 48
 LAYERS = ("model.layers.0", "model.layers.1")
 SHAPE = {"heads": 6, "groups": 3, "width": 8, "values": 8, "queries": LENGTH, "keys": LENGTH, "causal": True}
-TOKENS = Tokens(LENGTH, ("input_ids",), ("labels",), attends=tuple(Attend(layer, **SHAPE) for layer in LAYERS))
+TOKENS = SequenceInfo(
+    LENGTH,
+    ("input_ids",),
+    ("labels",),
+    attention_calls=tuple(AttentionSpec(layer, **SHAPE) for layer in LAYERS),
+)
 
 
 def plan(
     ranks: int,
     *strategies: Strategy,
-    tokens: Tokens | None = TOKENS,
+    tokens: SequenceInfo | None = TOKENS,
     tp: int = 1,
     micro: int = 0,
     compute: str = "float32",
     **more: Any,
 ) -> Plan:
     """A plan of a Llama whose tokens are known."""
-    job = Job(ModelSource("llama"), DataSource("random", sequence=LENGTH), Train(batch=ROWS))
-    job = replace(job, precision=Precision(compute=compute))
-    anatomy = replace(known().anatomy, tokens=tokens, **more)
-    return Plan.make(job, Mesh(cp=ranks, tp=tp), anatomy, strategies or (Ring(), Replicate("cp")), micro)
+    job = Job(ModelConfig("llama"), DataConfig("random", sequence=LENGTH), TrainConfig(batch=ROWS))
+    job = replace(job, precision=PrecisionConfig(compute=compute))
+    anatomy = replace(known().model_spec, sequence_info=tokens, **more)
+    return Plan.make(job, Mesh(cp=ranks, tp=tp), anatomy, strategies or (RingAttention(), DDP("cp")), micro)
 
 
 def of(actions: Sequence[Action], kind: str, subject: str = LAYERS[0]) -> tuple[Transfer, ...]:
     """What moves in the first such action."""
-    return next(action.inner for action in actions if action.kind == kind and action.subject == subject)
+    return next(
+        action.inner_transfers for action in actions if action.kind == kind and action.subject == subject
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_bytes_follow_the_formula(ranks: int) -> None:
     actions = plan(ranks).actions
-    each = 2 * ROWS * LENGTH // ranks * WIDTH * 3 // 6 * (ranks - 1) * 4  # 2 b (N/P) h (k/a) (P-1) elements of float32
+    each = (
+        2 * ROWS * LENGTH // ranks * WIDTH * 3 // 6 * (ranks - 1) * 4
+    )  # 2 b (N/P) h (k/a) (P-1) elements of float32
     for layer in LAYERS:
         forward, backward = of(actions, "F", layer), of(actions, "B", layer)
         assert sum(move.nbytes for move in forward) == each
         assert sum(move.nbytes for move in backward) == 2 * each
         assert {move.collective for move in forward + backward} <= {"shift"}
-    assert all(not action.inner for action in actions if action.subject not in LAYERS)
+    assert all(not action.inner_transfers for action in actions if action.subject not in LAYERS)
 
 
 @pytest.mark.parametrize(("ranks", "wire"), [(1, ""), (2, ""), (3, "bfloat16"), (4, "")])
@@ -69,7 +83,15 @@ def test_bytes_follow_the_formula(ranks: int) -> None:
 def test_what_is_booked_is_what_the_rounds_send(ranks: int, wire: Any, balance: Any) -> None:
     length, sent = 13, dict[int, list[tuple[int, str]]]()
     given = sample(length)
-    attend = Attend("x", heads=4, groups=2, width=given[1].shape[-1], values=given[2].shape[-1], queries=length, keys=length)
+    attend = AttentionSpec(
+        "x",
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=given[1].shape[-1],
+        value_head_dim=given[2].shape[-1],
+        query_len=length,
+        key_len=length,
+    )
 
     def noting(group: Any) -> Any:
         shift = shifting(group)
@@ -82,8 +104,11 @@ def test_what_is_booked_is_what_the_rounds_send(ranks: int, wire: Any, balance: 
 
     given = [each.float() for each in given]
     run(given, ranks, balance=balance, shift=noting, wire=torch.bfloat16 if wire else None)
-    ring, said = Ring(balance=balance, wire=wire), plan(ranks)
-    moves = [*ring._forth(said.space, said.job, attend, 2), *ring._back(said.space, said.job, attend, 2)]
+    ring, said = RingAttention(load_balance=balance, comm_dtype=wire), plan(ranks)
+    moves = [
+        *ring._forward_transfers(said.sharding, said.job, attend, 2),
+        *ring._backward_transfers(said.sharding, said.job, attend, 2),
+    ]
     booked = [(move.nbytes, move.dtype) for move in moves]
     assert len(booked) == 3 * (ranks - 1)
     assert all(sent.get(rank, []) == booked for rank in range(ranks))
@@ -93,19 +118,27 @@ def test_gradients_travel_in_float32_where_keys_do_in_bfloat16() -> None:
     actions = plan(3, compute="bfloat16").actions
     assert [move.dtype for move in of(actions, "F")] == ["bfloat16"] * 2
     assert [move.dtype for move in of(actions, "B")] == ["bfloat16", "bfloat16", "float32", "float32"]
-    wired = plan(3, Ring(wire="bfloat16"), Replicate("cp")).actions
+    wired = plan(3, RingAttention(comm_dtype="bfloat16"), DDP("cp")).actions
     assert [move.dtype for move in of(wired, "F")] == ["bfloat16"] * 2
 
 
 def test_a_length_that_does_not_divide_sends_what_the_longest_share_has() -> None:
-    tokens = Tokens(11, ("input_ids",), ("labels",), attends=(Attend(LAYERS[0], **(SHAPE | {"queries": 11, "keys": 11})),))
-    most = max(Deal(3).count(11, index) for index in range(3))
+    tokens = SequenceInfo(
+        11,
+        ("input_ids",),
+        ("labels",),
+        attention_calls=(AttentionSpec(LAYERS[0], **(SHAPE | {"queries": 11, "keys": 11})),),
+    )
+    most = max(SequenceSharding(3).num_tokens(11, index) for index in range(3))
     assert most == 4
     assert [move.nbytes for move in of(plan(3, tokens=tokens).actions, "F")] == [ROWS * 3 * most * 16 * 4] * 2
 
 
 def test_what_nobody_asks_the_gradient_of_sends_none_back() -> None:
-    tokens = replace(TOKENS, attends=(replace(TOKENS.attends[0], needed=False), TOKENS.attends[1]))
+    tokens = replace(
+        TOKENS,
+        attention_calls=(replace(TOKENS.attention_calls[0], needs_grad=False), TOKENS.attention_calls[1]),
+    )
     actions = plan(3, tokens=tokens).actions
     assert len(of(actions, "F")) == 2
     assert of(actions, "B") == ()
@@ -113,8 +146,8 @@ def test_what_nobody_asks_the_gradient_of_sends_none_back() -> None:
 
 
 def test_a_forward_that_is_run_again_shifts_again() -> None:
-    actions = plan(3, Ring(), Replicate("cp"), Recompute(blocks=("model.layers.*",))).actions
-    assert [len(of(actions, kind)) for kind in ("F_LEAN", "RERUN", "B")] == [2, 2, 4]
+    actions = plan(3, RingAttention(), DDP("cp"), ActivationCheckpointing(blocks=("model.layers.*",))).actions
+    assert [len(of(actions, kind)) for kind in ("F_CHECKPOINTED", "RECOMPUTE", "B")] == [2, 2, 4]
 
 
 def test_every_micro_batch_shifts_its_own_rows() -> None:
@@ -126,28 +159,45 @@ def test_every_micro_batch_shifts_its_own_rows() -> None:
 def test_a_backward_holds_what_travels_in_it() -> None:
     def scratch(ranks: int) -> int:
         (backward,) = [each for each in plan(ranks).actions if each.kind == "B" and each.subject == LAYERS[0]]
-        return next(hold.nbytes for hold in backward.takes if hold.name == "scratch")
+        return next(hold.nbytes for hold in backward.allocations if hold.name == "scratch")
 
     message = [2 * ROWS * LENGTH // ranks * WIDTH * 3 // 6 * 4 for ranks in (1, 2, 3)]
     assert [scratch(ranks) - scratch(1) for ranks in (2, 3)] == [(2 + 3) * message[1], (2 + 4) * message[2]]
 
 
 def test_the_numbers_of_a_step_are_summed_along_the_ring() -> None:
-    found = {action.kind: action.transfer for action in plan(3).actions if action.kind in ("COUNT", "TALLY")}
-    assert {kind: (move.collective, move.axes, move.nbytes) for kind, move in found.items() if move is not None} == {
-        "COUNT": ("all_reduce", ("cp",), 32),
-        "TALLY": ("all_reduce", ("cp",), 8),
+    found = {
+        action.kind: action.transfer
+        for action in plan(3).actions
+        if action.kind in ("TOKEN_COUNT", "LOSS_SUM")
+    }
+    assert {
+        kind: (move.collective, move.axes, move.nbytes) for kind, move in found.items() if move is not None
+    } == {
+        "TOKEN_COUNT": ("all_reduce", ("cp",), 32),
+        "LOSS_SUM": ("all_reduce", ("cp",), 8),
     }
 
 
-@pytest.mark.parametrize("order", [(Ring(), Line()), (Line(), Ring())], ids=["ring first", "line first"])
-def test_with_tensor_parallelism_a_rank_shifts_its_heads_between_columns_and_rows(order: tuple[Strategy, ...]) -> None:
-    whole = plan(3, *order, Replicate("cp"), tp=2)
+@pytest.mark.parametrize(
+    "order",
+    [(RingAttention(), TensorParallel()), (TensorParallel(), RingAttention())],
+    ids=["ring first", "line first"],
+)
+def test_with_tensor_parallelism_a_rank_shifts_its_heads_between_columns_and_rows(
+    order: tuple[Strategy, ...],
+) -> None:
+    whole = plan(3, *order, DDP("cp"), tp=2)
     for rank, groups in ((0, 2), (1, 1)):  # three groups of heads on two ranks
-        mine = whole.at(rank)
-        assert local_heads(mine.space, TOKENS.attends[0]) == (2 * groups, groups)
-        assert local_heads(mine.space, replace(TOKENS.attends[0], groups=6)) == (2 * groups, 2 * groups)  # repeated by the model
-        assert [move.nbytes for move in of(mine.actions, "F") if move.collective == "shift"] == [ROWS * groups * 4 * 16 * 4] * 2
+        mine = whole.for_rank(rank)
+        assert local_heads(mine.sharding, TOKENS.attention_calls[0]) == (2 * groups, groups)
+        assert local_heads(mine.sharding, replace(TOKENS.attention_calls[0], num_kv_heads=6)) == (
+            2 * groups,
+            2 * groups,
+        )  # repeated by the model
+        assert [move.nbytes for move in of(mine.actions, "F") if move.collective == "shift"] == [
+            ROWS * groups * 4 * 16 * 4
+        ] * 2
         moved = [move.collective for move in of(mine.actions, "F")]
         assert moved == ["shift", "shift", "all_reduce", "all_reduce"]
         back = [move.collective for move in of(mine.actions, "B")]
@@ -156,11 +206,11 @@ def test_with_tensor_parallelism_a_rank_shifts_its_heads_between_columns_and_row
 
 @pytest.mark.parametrize(("rank", "heads"), [(0, 2), (1, 2), (2, 1), (3, 1)])
 def test_where_ranks_are_more_than_heads_of_keys_each_has_those_of_its_queries(rank: int, heads: int) -> None:
-    mine = plan(1, Ring(), Line(), Replicate("cp"), tp=4).at(
+    mine = plan(1, RingAttention(), TensorParallel(), DDP("cp"), tp=4).for_rank(
         rank
     )  # two query heads share a key: one key for two, if both are here
-    assert local_heads(mine.space, TOKENS.attends[0]) == (heads, 1)
-    assert local_heads(mine.space, replace(TOKENS.attends[0], groups=6)) == (heads, heads)
+    assert local_heads(mine.sharding, TOKENS.attention_calls[0]) == (heads, 1)
+    assert local_heads(mine.sharding, replace(TOKENS.attention_calls[0], num_kv_heads=6)) == (heads, heads)
 
 
 def refusal(ranks: int, *strategies: Strategy, **more: Any) -> str:
@@ -170,14 +220,20 @@ def refusal(ranks: int, *strategies: Strategy, **more: Any) -> str:
 
 
 def test_an_axis_for_other_things_is_refused() -> None:
-    said = refusal(2, Ring("dp_shard"))
-    assert "strategies.ring.axis: axis = 'dp_shard'; tokens are dealt along cp\n  repair: write axis = \"cp\"" in said
+    said = refusal(2, RingAttention("dp_shard"))
+    assert (
+        "strategies.ring.axis: axis = 'dp_shard'; tokens are dealt along cp\n  repair: write axis = \"cp\""
+        in said
+    )
 
 
 def test_words_that_it_does_not_know_are_refused_all_at_once() -> None:
-    said = refusal(2, Ring(balance="zigzak", wire="float8"), Replicate("cp"))  # type: ignore[arg-type]  # that is the point
+    said = refusal(2, RingAttention(load_balance="zigzak", comm_dtype="float8"), DDP("cp"))  # type: ignore[arg-type]  # that is the point
     assert "strategies.ring.balance: balance = 'zigzak'\n  repair: did you mean 'zigzag'?" in said
-    assert "strategies.ring.wire: keys and values cannot travel in 'float8'\n  repair: write wire = \"bfloat16\"" in said
+    assert (
+        "strategies.ring.wire: keys and values cannot travel in 'float8'\n  repair: write wire = \"bfloat16\""
+        in said
+    )
 
 
 def test_a_model_without_tokens_is_refused_with_as_many_ranks_elsewhere() -> None:
@@ -188,18 +244,29 @@ def test_a_model_without_tokens_is_refused_with_as_many_ranks_elsewhere() -> Non
 
 def test_blocks_that_mix_tokens_are_refused_by_name() -> None:
     why = "mixer.{0}.conv moves elements from token to token (conv1d)"
-    visits = tuple(Passing(f"mixer.{number}", mixes=why.format(number)) for number in range(5))
-    said = refusal(2, tokens=replace(TOKENS, visits=visits))
-    assert f"strategies.ring: a block cannot run on some of the tokens: {why.format('*')} (and so in 4 more blocks)" in said
-    assert "  repair: compute what needs all tokens between blocks, or by F.scaled_dot_product_attention; or mesh.cp = 1" in said
+    visits = tuple(
+        BlockSequenceInfo(f"mixer.{number}", not_sequence_parallel=why.format(number)) for number in range(5)
+    )
+    said = refusal(2, tokens=replace(TOKENS, block_calls=visits))
+    assert (
+        f"strategies.ring: a block cannot run on some of the tokens: {why.format('*')} (and so in 4 more blocks)"
+        in said
+    )
+    assert (
+        "  repair: compute what needs all tokens between blocks, or by F.scaled_dot_product_attention; or mesh.cp = 1"
+        in said
+    )
 
 
 def test_a_loss_of_the_whole_batch_and_a_second_deal_are_refused() -> None:
     assert "the loss takes the rows of the whole batch at once" in refusal(2, whole_batch=True)
-    said = refusal(2, Ring(), Ring(balance="contiguous"), Replicate("cp"))
-    assert "the tokens of each sample are dealt along cp already\n  repair: keep one of the strategies that deal them" in said
+    said = refusal(2, RingAttention(), RingAttention(load_balance="contiguous"), DDP("cp"))
+    assert (
+        "the tokens of each sample are dealt along cp already\n  repair: keep one of the strategies that deal them"
+        in said
+    )
 
 
 def test_a_narrow_wire_is_not_exact() -> None:
     assert plan(2).exact
-    assert not plan(2, Ring(wire="bfloat16"), Replicate("cp")).exact
+    assert not plan(2, RingAttention(comm_dtype="bfloat16"), DDP("cp")).exact

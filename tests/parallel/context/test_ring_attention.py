@@ -9,11 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.comm.collectives.group import Group, World
 from meshwright.parallel.context import mask_blocks
-from meshwright.parallel.context.attention_inputs import Circle, Shift
-from meshwright.parallel.context.mask_blocks import CALL, Bounds, Neighbours
-from meshwright.parallel.context.ring import BALANCES, dealt
-from meshwright.parallel.context.ring_attention import around
-from meshwright.plan.model_spec.sequence_info import Deal, Span
+from meshwright.parallel.context.attention_inputs import AttentionRing, ShiftFn
+from meshwright.parallel.context.mask_blocks import CPU_CALL_COST, IntervalMask, KeyIntervals
+from meshwright.parallel.context.ring import LOAD_BALANCES, ring_sharding
+from meshwright.parallel.context.ring_attention import ring_attention
+from meshwright.plan.model_spec.sequence_info import SequenceSharding, TokenRange
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import on_threads
 from tests.parallel.context.dense_attention import MASKS, gap, mask_of, sample, with_gradients
@@ -23,7 +23,7 @@ AROUND = {"mask": None, "causal": False, "wire": None}
 Ran = tuple[list[torch.Tensor], list[list[torch.Tensor]]]
 
 
-def shifting(group: Group) -> Shift:
+def shifting(group: Group) -> ShiftFn:
     """What a circle shifts by."""
     return lambda output, tensor: group.shift(output, tensor, action="ring")
 
@@ -36,21 +36,27 @@ def run(
     causal: bool = False,
     balance: str = "zigzag",
     wire: torch.dtype | None = None,
-    shift: Callable[[Group], Shift] = shifting,
+    shift: Callable[[Group], ShiftFn] = shifting,
     during: Callable[[World], Any] | None = None,
 ) -> list[torch.Tensor | None]:
     """The output and the gradients of a ring of so many ranks, put together."""
-    deal, (length, keys) = dealt(balance, ranks), (given[0].shape[2], given[1].shape[2])
+    deal, (length, keys) = ring_sharding(balance, ranks), (given[0].shape[2], given[1].shape[2])
 
     def play(world: World) -> list[torch.Tensor | None]:
         group = world.group(["cp"])
-        mine, spans = deal.spans(length, group.index), tuple(deal.spans(keys, index) for index in range(ranks))
-        circle = Circle(group.index, mine, spans, SCALE, causal, shift(group), wire)
+        mine, spans = (
+            deal.token_ranges(length, group.index),
+            tuple(deal.token_ranges(keys, index) for index in range(ranks)),
+        )
+        circle = AttentionRing(group.index, mine, spans, SCALE, causal, shift(group), wire)
         query, grad = (_of(mine, given[at]) for at in (0, 3))
-        own = [query.requires_grad_(), *(_of(spans[group.index], each).requires_grad_() for each in given[1:3])]
+        own = [
+            query.requires_grad_(),
+            *(_of(spans[group.index], each).requires_grad_() for each in given[1:3]),
+        ]
         rows = None if mask is None else _of(mine, mask.detach()).requires_grad_(mask.requires_grad)
         with during(world) if during else torch.enable_grad():
-            out = around(circle, *own, rows)
+            out = ring_attention(circle, *own, rows)
             out.backward(grad)
         return [out.detach(), *(each.grad for each in own), None if rows is None else rows.grad]
 
@@ -58,16 +64,18 @@ def run(
     return [_joined(deal, [part[at] for part in parts], keys if at in (2, 3) else length) for at in range(5)]
 
 
-def _of(spans: Sequence[Span], tensor: torch.Tensor) -> torch.Tensor:
+def _of(spans: Sequence[TokenRange], tensor: torch.Tensor) -> torch.Tensor:
     """The tokens of one rank, dim 2."""
     return torch.cat([tensor[:, :, :0], *(tensor[:, :, begin:end] for begin, end in spans)], 2)
 
 
-def _joined(deal: Deal, parts: Sequence[torch.Tensor | None], length: int) -> torch.Tensor | None:
+def _joined(deal: SequenceSharding, parts: Sequence[torch.Tensor | None], length: int) -> torch.Tensor | None:
     """The parts of all ranks in the order of positions."""
     if parts[0] is None:
         return None
-    places = [torch.arange(*span) for index in range(deal.ranks) for span in deal.spans(length, index)]
+    places = [
+        torch.arange(*span) for index in range(deal.num_ranks) for span in deal.token_ranges(length, index)
+    ]
     return torch.cat([part for part in parts if part is not None], 2)[:, :, torch.cat(places).argsort()]
 
 
@@ -79,7 +87,7 @@ def test_a_ring_computes_what_one_device_does(ranks: int, name: str, length: int
     if mask is not None and name == "learned":
         mask.requires_grad_()
     true = with_gradients(given, mask, causal=name == "causal", scale=SCALE)
-    for balance in BALANCES:
+    for balance in LOAD_BALANCES:
         found = run(given, ranks, mask, causal=name == "causal", balance=balance)
         for mine, right in zip(found, true, strict=True):
             assert (mine is None) == (right is None)
@@ -90,7 +98,7 @@ def test_a_ring_computes_what_one_device_does(ranks: int, name: str, length: int
 def test_keys_and_values_of_fewer_heads_than_queries_travel_as_few(groups: int) -> None:
     given, sent = sample(12, groups=groups), list[int]()
 
-    def counting(group: Group) -> Shift:
+    def counting(group: Group) -> ShiftFn:
         def shift(output: torch.Tensor, tensor: torch.Tensor) -> Any:
             sent.append(tensor.numel())
             return group.shift(output, tensor, action="ring")
@@ -144,7 +152,9 @@ class Products(TorchDispatchMode):
         super().__init__()
         self.forward = self.backward = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         name = func._schema.name
         if "scaled_dot_product" in name:
             back = name.endswith("backward")
@@ -176,7 +186,9 @@ def test_straight_slices_leave_the_last_rank_seven_quarters_of_the_mean() -> Non
 
 
 def test_what_a_mask_leaves_nothing_of_is_not_computed() -> None:
-    window, full = (sum(executed(4, 96, mask=mask)) for mask in (mask_of("window", 96), torch.ones(1, 1, 96, 96) > 0))
+    window, full = (
+        sum(executed(4, 96, mask=mask)) for mask in (mask_of("window", 96), torch.ones(1, 1, 96, 96) > 0)
+    )
     assert full == 96 * 96
     assert window < 0.7 * full
 
@@ -186,7 +198,9 @@ def documents(length: int, draw: torch.Generator, rows: int = 1) -> torch.Tensor
     many = int(torch.randint(1, 9, (), generator=draw))
     begins = torch.rand(rows, length, generator=draw).argsort(1)[:, :many]
     number = torch.zeros(rows, length).scatter_(1, begins, 1.0).cumsum(1)
-    return ((number[:, :, None] == number[:, None]) & torch.ones(length, length, dtype=torch.bool).tril()).unsqueeze(1)
+    return (
+        (number[:, :, None] == number[:, None]) & torch.ones(length, length, dtype=torch.bool).tril()
+    ).unsqueeze(1)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -203,14 +217,15 @@ def test_striped_packed_documents_are_even_wherever_they_begin(seed: int, rows: 
 @pytest.mark.parametrize("length", [512, 1021])
 def test_striped_causal_rows_and_windows_are_even(length: int) -> None:
     causal, window = (
-        executed(4, length, **said, balance="striped") for said in ({"causal": True}, {"mask": mask_of("window", length)})
+        executed(4, length, **said, balance="striped")
+        for said in ({"causal": True}, {"mask": mask_of("window", length)})
     )
     for pairs in (causal, window):
         assert max(pairs) * 4 / sum(pairs) < 1.05
     assert sum(causal) == length * (length + 1) // 2
 
 
-@pytest.mark.parametrize("balance", BALANCES)
+@pytest.mark.parametrize("balance", LOAD_BALANCES)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_unlike_rows_of_documents_are_those_of_one_device(ranks: int, balance: str) -> None:
     draw = torch.Generator().manual_seed(ranks)
@@ -224,16 +239,18 @@ def test_unlike_rows_of_documents_are_those_of_one_device(ranks: int, balance: s
 def test_a_step_of_a_causal_ring_is_one_call_of_the_kernel() -> None:
     length = 512
     for balance in ("zigzag", "striped"):
-        deal = dealt(balance, 4)
-        spans = tuple(deal.spans(length, index) for index in range(4))
+        deal = ring_sharding(balance, 4)
+        spans = tuple(deal.token_ranges(length, index) for index in range(4))
         for rank in range(4):
-            circle = Circle(rank, spans[rank], spans, SCALE, True, shift=lambda output, tensor: None)
-            view = Neighbours(circle, Bounds.by_rule(circle), CALL)
-            assert [len(view.pairs(other)) for other in range(4)] == [3 if other == rank else 1 for other in range(4)]
+            circle = AttentionRing(rank, spans[rank], spans, SCALE, True, shift=lambda output, tensor: None)
+            view = IntervalMask(circle, KeyIntervals.without_mask(circle), CPU_CALL_COST)
+            assert [len(view.blocks(other)) for other in range(4)] == [
+                3 if other == rank else 1 for other in range(4)
+            ]
 
 
 def test_gradients_that_do_not_come_home_are_noticed() -> None:
-    def losing(group: Group) -> Shift:
+    def losing(group: Group) -> ShiftFn:
         calls = list[int]()
 
         def shift(output: torch.Tensor, tensor: torch.Tensor) -> Any:
@@ -254,8 +271,12 @@ def test_gradients_that_do_not_come_home_are_noticed() -> None:
 
 
 def test_a_diagonal_that_looks_one_too_far_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_rule = mask_blocks.Bounds.by_rule
-    monkeypatch.setattr(mask_blocks.Bounds, "by_rule", lambda circle: Bounds((true := by_rule(circle)).first, true.last + 1))
+    by_rule = mask_blocks.KeyIntervals.without_mask
+    monkeypatch.setattr(
+        mask_blocks.KeyIntervals,
+        "without_mask",
+        lambda circle: KeyIntervals((true := by_rule(circle)).first, true.end + 1),
+    )
     given = sample(24)
     true = with_gradients(given, None, causal=True, scale=SCALE)
     assert gap(run(given, 4, causal=True)[0], true[0]) > 0.01
@@ -264,7 +285,9 @@ def test_a_diagonal_that_looks_one_too_far_is_noticed(monkeypatch: pytest.Monkey
 def test_a_ring_in_the_wrong_direction_is_noticed() -> None:
     given = sample(24)
     true = with_gradients(given, None, causal=True, scale=SCALE)
-    backwards = run(given, 3, causal=True, shift=lambda group: lambda output, tensor: group.shift(output, tensor, by=2))
+    backwards = run(
+        given, 3, causal=True, shift=lambda group: lambda output, tensor: group.shift(output, tensor, by=2)
+    )
     assert gap(backwards[0], true[0]) > 0.01
 
 
@@ -274,12 +297,14 @@ def test_what_is_handed_on_may_be_written_into():
     rows = ((0, 7),)
 
     def play(world: World) -> list[torch.Tensor]:
-        circle = Circle(0, rows, (rows,), SCALE, True, shifting(world.group(["cp"])), None)
-        out = around(circle, query, key, value, None)
+        circle = AttentionRing(0, rows, (rows,), SCALE, True, shifting(world.group(["cp"])), None)
+        out = ring_attention(circle, query, key, value, None)
         handed = out.transpose(1, 2).reshape(out.shape[0], 7, -1)
         return [*torch.autograd.grad(handed.mul_(2).sum(), (query, key, value))]
 
     (found,) = on_threads(play, Mesh())
-    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=SCALE, enable_gqa=True)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=SCALE, enable_gqa=True
+    )
     for mine, theirs in zip(found, torch.autograd.grad(2 * out.sum(), (query, key, value)), strict=True):
         assert gap(mine, theirs) < EXACT

@@ -5,24 +5,36 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.api import make_plan, read, verify
-from meshwright.model.sequence_analysis.runtime_check import Alike
+from meshwright.api import analyze, make_plan, verify
+from meshwright.model.sequence_analysis.runtime_check import SequenceShardCheck
 from meshwright.model.sequence_parallel import hf_attention
-from meshwright.parallel.context.hybrid import Hybrid
-from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.hybrid import HybridContextParallel
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
-from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Train
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.verifier.verdict import Verdict
 
 ROWS, TOKENS = 2, 7
-SIZES = {"vocab_size": 67, "d_model": 16, "d_kv": 4, "d_ff": 13, "num_layers": 2, "num_heads": 4, "use_cache": False}
-BUCKETS = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 6, "decoder_start_token_id": 0}
+SIZES = {
+    "vocab_size": 67,
+    "d_model": 16,
+    "d_kv": 4,
+    "d_ff": 13,
+    "num_layers": 2,
+    "num_heads": 4,
+    "use_cache": False,
+}
+BUCKETS = {
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 6,
+    "decoder_start_token_id": 0,
+}
 
 
 def config(kind: str, p: float) -> transformers.PreTrainedConfig:
@@ -47,39 +59,43 @@ def batches(steps: int, *, padded: bool, length: int = TOKENS) -> list[dict[str,
 
 def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy, padded: bool = False) -> Verdict:
     rows = batches(2, padded=padded)
-    reading = read(model, rows[0])
-    job = Job(ModelSource("own"), DataSource("random", sequence=TOKENS), Train(batch=ROWS))
-    return verify(reading, make_plan(reading, job, mesh, (*strategies, Replicate(axis="cp")), 1), rows)
+    reading = analyze(model, rows[0])
+    job = Job(ModelConfig("own"), DataConfig("random", sequence=TOKENS), TrainConfig(batch=ROWS))
+    return verify(reading, make_plan(reading, job, mesh, (*strategies, DDP(axis="cp")), 1), rows)
 
 
 @pytest.mark.parametrize(
     ("model", "mesh", "strategies", "padded"),
     [
-        (("T5",), Mesh(cp=3), (Ring(),), False),
-        (("T5", 0.1), Mesh(cp=2), (Ring(),), True),
+        (("T5",), Mesh(cp=3), (RingAttention(),), False),
+        (("T5", 0.1), Mesh(cp=2), (RingAttention(),), True),
         (("T5",), Mesh(cp=2), (Ulysses(),), False),
-        (("MT5", 0.1), Mesh(cp=4), (Hybrid(),), False),
-        (("UMT5",), Mesh(cp=3), (Ring(),), True),
-        (("T5", 0.1), Mesh(cp=2, tp=2), (Line(), Ring()), False),
-        (("T5", 0.1), Mesh(pp=2, cp=2), (Pipeline(), Ring()), True),
+        (("MT5", 0.1), Mesh(cp=4), (HybridContextParallel(),), False),
+        (("UMT5",), Mesh(cp=3), (RingAttention(),), True),
+        (("T5", 0.1), Mesh(cp=2, tp=2), (TensorParallel(), RingAttention()), False),
+        (("T5", 0.1), Mesh(pp=2, cp=2), (Pipeline(), RingAttention()), True),
     ],
     ids=str,
 )
-def test_encoders_and_decoders_with_biases(model: tuple, mesh: Mesh, strategies: tuple[Strategy, ...], padded: bool) -> None:
+def test_encoders_and_decoders_with_biases(
+    model: tuple, mesh: Mesh, strategies: tuple[Strategy, ...], padded: bool
+) -> None:
     verdict = judged(both(*model), mesh, *strategies, padded=padded)
     assert verdict.passed, verdict
 
 
 def test_a_bias_for_the_first_tokens_on_every_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = hf_attention._rows
+    rows = hf_attention._sharded_bias
 
     def first(module, whole, ways, *sizes, **more):
         made = rows(module, whole, ways, *sizes, **more)
         here = ways[0](*sizes)
-        if here is None or here[0].whole or hf_attention._across(module):
+        if here is None or here[0].whole or hf_attention._is_cross_attention(module):
             return made
         return whole(here[0].length, here[0].length)[:, :, : made.shape[2]]
 
-    monkeypatch.setattr(hf_attention, "_rows", first)
-    monkeypatch.setattr(Alike, "check", lambda *given: None)  # it would be told before, by what is computed
-    assert not judged(both("T5"), Mesh(cp=2), Ring()).passed
+    monkeypatch.setattr(hf_attention, "_sharded_bias", first)
+    monkeypatch.setattr(
+        SequenceShardCheck, "check", lambda *given: None
+    )  # it would be told before, by what is computed
+    assert not judged(both("T5"), Mesh(cp=2), RingAttention()).passed

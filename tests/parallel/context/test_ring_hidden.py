@@ -5,13 +5,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.api import make_plan, read, verify
-from meshwright.parallel.context.hybrid import Hybrid
-from meshwright.parallel.context.mask_blocks import Masked
-from meshwright.parallel.context.ring import Ring
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.api import analyze, make_plan, verify
+from meshwright.parallel.context.hybrid import HybridContextParallel
+from meshwright.parallel.context.mask_blocks import DenseMask
+from meshwright.parallel.context.ring import RingAttention
+from meshwright.parallel.data.ddp import DDP
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from tests.parallel.context.attention_answers import ROWS, case, worst
@@ -30,7 +30,9 @@ def padded(deep: float, length: int = LENGTH) -> torch.Tensor:
 
 def near(deep: float, length: int = LENGTH) -> torch.Tensor:
     """The same beside a bias by head and distance."""
-    return padded(deep, length) - 0.3 * (AT[:length, None] - AT[:length]).abs() * torch.tensor([1.0, 0.5]).view(2, 1, 1)
+    return padded(deep, length) - 0.3 * (AT[:length, None] - AT[:length]).abs() * torch.tensor(
+        [1.0, 0.5]
+    ).view(2, 1, 1)
 
 
 @pytest.mark.parametrize("deep", [LOWEST, -1e30, -1e12, -1e5, 1e12], ids=str)
@@ -38,17 +40,19 @@ def near(deep: float, length: int = LENGTH) -> torch.Tensor:
 @pytest.mark.parametrize("learned", [False, True])
 def test_hidden_rows_are_those_of_one_device(deep: float, made, learned: bool) -> None:
     given = case(2, 1, LENGTH, mask=made(deep).requires_grad_(learned))
-    bound = EXACT if abs(deep) < 1e6 or deep == LOWEST or not learned else 1e-3  # what scores lose is not rounded alike
-    assert worst(given, Ring(), Mesh(cp=3)) < bound
+    bound = (
+        EXACT if abs(deep) < 1e6 or deep == LOWEST or not learned else 1e-3
+    )  # what scores lose is not rounded alike
+    assert worst(given, RingAttention(), Mesh(cp=3)) < bound
 
 
 @pytest.mark.parametrize(
     ("strategy", "mesh"),
     [
-        (Ring(balance="striped"), Mesh(cp=2)),
-        (Ring(balance="contiguous"), Mesh(cp=4)),
-        (Hybrid(), Mesh(cp=4)),
-        (Hybrid(inner=2, balance="striped"), Mesh(cp=6)),
+        (RingAttention(load_balance="striped"), Mesh(cp=2)),
+        (RingAttention(load_balance="contiguous"), Mesh(cp=4)),
+        (HybridContextParallel(), Mesh(cp=4)),
+        (HybridContextParallel(ulysses_degree=2, load_balance="striped"), Mesh(cp=6)),
     ],
     ids=str,
 )
@@ -60,12 +64,12 @@ def test_so_they_are_however_tokens_are_dealt(strategy: Strategy, mesh: Mesh, le
 def test_keys_that_are_hidden_from_all_queries_weigh_alike() -> None:
     keys = torch.full((ROWS, 1, 1, LENGTH), LOWEST, dtype=torch.float64)
     keys[0, ..., 2:7] = 0
-    assert worst(case(2, 1, LENGTH, mask=keys), Ring(), Mesh(cp=3)) < EXACT
+    assert worst(case(2, 1, LENGTH, mask=keys), RingAttention(), Mesh(cp=3)) < EXACT
 
 
 def test_a_sum_that_forgets_how_many_keys_there_are_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Masked, "above", lambda self, rows: None)
-    assert worst(case(2, 1, LENGTH, mask=padded(LOWEST)), Ring(), Mesh(cp=3)) > 1e-2
+    monkeypatch.setattr(DenseMask, "row_offset", lambda self, rows: None)
+    assert worst(case(2, 1, LENGTH, mask=padded(LOWEST)), RingAttention(), Mesh(cp=3)) > 1e-2
 
 
 class Layer(nn.Module):
@@ -77,7 +81,9 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
-        made = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.2 if self.training else 0.0)
+        made = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=0.2 if self.training else 0.0
+        )
         return x + self.out(made.transpose(1, 2).flatten(2))
 
 
@@ -100,8 +106,16 @@ class Padded(nn.Module):
 
 def test_with_dropout_and_labels_a_model_is_that_of_one_device() -> None:
     thrown = torch.Generator().manual_seed(2)
-    rows = [{key: torch.randint(1, 67, (4, 9), generator=thrown) for key in ("input_ids", "labels")} for _ in range(2)]
-    reading = read(Padded(), rows[0])
-    job = Job(ModelSource("own"), DataSource("random", sequence=9), Train(batch=4), Optimizer("sgd", lr=0.1))
-    verdict = verify(reading, make_plan(reading, job, Mesh(cp=3), (Ring(), Replicate(axis="cp")), 2), rows)
+    rows = [
+        {key: torch.randint(1, 67, (4, 9), generator=thrown) for key in ("input_ids", "labels")}
+        for _ in range(2)
+    ]
+    reading = analyze(Padded(), rows[0])
+    job = Job(
+        ModelConfig("own"),
+        DataConfig("random", sequence=9),
+        TrainConfig(batch=4),
+        OptimizerConfig("sgd", lr=0.1),
+    )
+    verdict = verify(reading, make_plan(reading, job, Mesh(cp=3), (RingAttention(), DDP(axis="cp")), 2), rows)
     assert verdict.passed, verdict

@@ -5,51 +5,51 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.api import make_plan, read, verify
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.context.ring import Ring
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.api import analyze, make_plan, verify
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.context.ring import RingAttention
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.parallel.tensor.odd_llama import batches, known
 
 ROWS, TOKENS = 4, 9
 JOB = Job(
-    ModelSource("llama"),
-    DataSource("random", sequence=TOKENS),
-    Train(batch=ROWS, clip=0.5),
-    Optimizer("adamw", lr=0.1, weight_decay=0.1),
+    ModelConfig("llama"),
+    DataConfig("random", sequence=TOKENS),
+    TrainConfig(batch=ROWS, clip=0.5),
+    OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
 )
-COPIES = Replicate(axis="cp")
+COPIES = DDP(axis="cp")
 
 
-def planned(reading: Reading, mesh: Mesh, *strategies: Strategy, micro_batch: int = 0) -> Plan:
+def planned(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 0) -> Plan:
     return make_plan(reading, JOB, mesh, strategies, micro_batch)
 
 
-def equal(reading: Reading, plan: Plan) -> None:
-    assert not prove(plan)
+def equal(reading: AnalyzedModel, plan: Plan) -> None:
+    assert not static_checks(plan)
     verdict = verify(reading, plan, batches(2, ROWS))
     assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_llama_on_a_ring(ranks: int):
-    equal(known(), planned(known(), Mesh(cp=ranks), Ring(), COPIES, micro_batch=2))
+    equal(known(), planned(known(), Mesh(cp=ranks), RingAttention(), COPIES, micro_batch=2))
 
 
 def test_a_ring_has_more_ranks_than_tokens():
     short = known(length=3)
-    plan = planned(short, Mesh(cp=4), Ring(), COPIES)
+    plan = planned(short, Mesh(cp=4), RingAttention(), COPIES)
     verdict = verify(short, plan, batches(2, ROWS, 3))
     assert verdict.passed, verdict
 
@@ -57,7 +57,7 @@ def test_a_ring_has_more_ranks_than_tokens():
 @pytest.mark.parametrize("length", [3, 5])
 def test_words_are_divided_where_ranks_have_one_token_or_none(length: int):
     short = known(length=length)
-    plan = planned(short, Mesh(cp=4, tp=2), Ring(), Line(), Vocabulary(), COPIES)
+    plan = planned(short, Mesh(cp=4, tp=2), RingAttention(), TensorParallel(), VocabParallel(), COPIES)
     verdict = verify(short, plan, batches(2, ROWS, length))
     assert verdict.passed, verdict
 
@@ -65,11 +65,14 @@ def test_words_are_divided_where_ranks_have_one_token_or_none(length: int):
 @pytest.mark.parametrize(
     ("mesh", "strategies"),
     [
-        (Mesh(dp_replicate=2, cp=2), (Batch(), Ring(), Replicate())),
-        (Mesh(dp_shard=2, cp=2), (Batch(axis="dp_shard"), Ring(), Zero(stage=1))),
-        (Mesh(dp_shard=2, cp=3), (Batch(axis="dp_shard"), Ring(), Zero(stage=2))),
-        (Mesh(dp_shard=2, cp=2), (Batch(axis="dp_shard"), Ring(), Zero(stage=3), Recompute())),
-        (Mesh(cp=3), (Ring(), Zero(axis="cp"))),
+        (Mesh(dp_replicate=2, cp=2), (BatchSplit(), RingAttention(), DDP())),
+        (Mesh(dp_shard=2, cp=2), (BatchSplit(axis="dp_shard"), RingAttention(), ZeRO(stage=1))),
+        (Mesh(dp_shard=2, cp=3), (BatchSplit(axis="dp_shard"), RingAttention(), ZeRO(stage=2))),
+        (
+            Mesh(dp_shard=2, cp=2),
+            (BatchSplit(axis="dp_shard"), RingAttention(), ZeRO(stage=3), ActivationCheckpointing()),
+        ),
+        (Mesh(cp=3), (RingAttention(), ZeRO(axis="cp"))),
     ],
     ids=str,
 )
@@ -82,10 +85,16 @@ class Attention(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (each.unflatten(-1, (-1, 4)).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k, v = (
+            each.unflatten(-1, (-1, 4)).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, -1)
+        )
         made = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.out(made.transpose(1, 2).flatten(2))
 
@@ -106,8 +115,16 @@ class Own(nn.Module):
 
 
 def qwen() -> nn.Module:
-    sizes = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 29, "num_hidden_layers": 2, "head_dim": 8}
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    sizes = {
+        "vocab_size": 67,
+        "hidden_size": 32,
+        "intermediate_size": 29,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    }
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    )
 
 
 def gpt2(p: float = 0.0) -> nn.Module:
@@ -118,22 +135,30 @@ def gpt2(p: float = 0.0) -> nn.Module:
 
 
 def sliding() -> nn.Module:
-    sizes = {"vocab_size": 67, "hidden_size": 24, "intermediate_size": 29, "num_hidden_layers": 2, "sliding_window": 4}
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, num_attention_heads=3, num_key_value_heads=1))
+    sizes = {
+        "vocab_size": 67,
+        "hidden_size": 24,
+        "intermediate_size": 29,
+        "num_hidden_layers": 2,
+        "sliding_window": 4,
+    }
+    return transformers.MistralForCausalLM(
+        transformers.MistralConfig(**sizes, num_attention_heads=3, num_key_value_heads=1)
+    )
 
 
 @pytest.mark.parametrize("make", [Own, qwen, gpt2, sliding], ids=lambda make: make.__name__)
 def test_other_models_on_a_ring_of_three(make):
-    reading = read(make(), batches(1, ROWS)[0])
-    equal(reading, planned(reading, Mesh(cp=3), Ring(), COPIES))
+    reading = analyze(make(), batches(1, ROWS)[0])
+    equal(reading, planned(reading, Mesh(cp=3), RingAttention(), COPIES))
 
 
 def test_dropout_draws_what_one_device_draws():
-    reading = read(gpt2(0.2), batches(1, ROWS)[0])
-    equal(reading, planned(reading, Mesh(cp=2), Ring(), COPIES))
+    reading = analyze(gpt2(0.2), batches(1, ROWS)[0])
+    equal(reading, planned(reading, Mesh(cp=2), RingAttention(), COPIES))
 
 
-def padded(model: nn.Module, steps: int) -> tuple[Reading, list[dict[str, torch.Tensor]]]:
+def padded(model: nn.Module, steps: int) -> tuple[AnalyzedModel, list[dict[str, torch.Tensor]]]:
     """The reading of `model` on rows whose ends are padding, and global batches of such, of which one needs no mask."""
     found = batches(steps, ROWS)
     for step, batch in enumerate(found):
@@ -142,11 +167,17 @@ def padded(model: nn.Module, steps: int) -> tuple[Reading, list[dict[str, torch.
             mask[row, TOKENS - (row + step) % 4 if step else TOKENS :] = 0
         batch["attention_mask"] = mask
         batch["labels"] = batch["labels"].masked_fill(mask == 0, -100)
-    return read(model, found[-1]), found
+    return analyze(model, found[-1]), found
 
 
 def bert() -> nn.Module:
-    sizes = {"vocab_size": 67, "hidden_size": 24, "intermediate_size": 29, "num_hidden_layers": 2, "num_attention_heads": 3}
+    sizes = {
+        "vocab_size": 67,
+        "hidden_size": 24,
+        "intermediate_size": 29,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+    }
     drops = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.0}
     return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **drops, max_position_embeddings=16))
 
@@ -154,7 +185,7 @@ def bert() -> nn.Module:
 @pytest.mark.parametrize("make", [qwen, gpt2, sliding, bert], ids=lambda make: make.__name__)
 def test_padding_is_attended_to_by_nobody(make):
     reading, rows = padded(make(), 3)
-    verdict = verify(reading, planned(reading, Mesh(cp=3), Ring(), COPIES), rows)
+    verdict = verify(reading, planned(reading, Mesh(cp=3), RingAttention(), COPIES), rows)
     assert verdict.passed, verdict
 
 
@@ -174,16 +205,29 @@ def test_a_mesh_alone_gets_a_ring_along_cp(mesh: Mesh, names: list[str]):
 
 
 def test_what_a_model_does_with_tokens_is_learnt_when_a_strategy_asks():
-    reading = read(Own(), batches(1, ROWS)[0])
-    assert planned(reading, Mesh(dp_replicate=2), Batch(), Replicate()).anatomy.tokens is None
+    reading = analyze(Own(), batches(1, ROWS)[0])
+    assert planned(reading, Mesh(dp_replicate=2), BatchSplit(), DDP()).model_spec.sequence_info is None
     assert "tokens" not in vars(reading)
-    assert planned(reading, Mesh(cp=2), Ring(), COPIES).anatomy.tokens is reading.tokens
+    assert (
+        planned(reading, Mesh(cp=2), RingAttention(), COPIES).model_spec.sequence_info
+        is reading.sequence_info
+    )
 
 
 def test_ranks_with_unlike_numbers_of_tokens_run_the_same_blocks_again():
     budget = 0.02  # MiB: for some blocks of the rank with fewer tokens, and for fewer of the other's
-    plan = planned(known(num_hidden_layers=4), Mesh(cp=2), Ring(), COPIES, Recompute(keep_mb=budget), micro_batch=1)
-    again = [{action.subject for action in plan.at(rank).actions if action.kind == "RERUN"} for rank in range(2)]
+    plan = planned(
+        known(num_hidden_layers=4),
+        Mesh(cp=2),
+        RingAttention(),
+        COPIES,
+        ActivationCheckpointing(keep_mb=budget),
+        micro_batch=1,
+    )
+    again = [
+        {action.subject for action in plan.for_rank(rank).actions if action.kind == "RECOMPUTE"}
+        for rank in range(2)
+    ]
     assert again[0] == again[1]
     assert 0 < len(again[0]) < 5
     equal(known(num_hidden_layers=4), plan)

@@ -5,39 +5,46 @@ from typing import Any
 import pytest
 import transformers
 
-from meshwright.api import make_plan, read, trace, verify
+from meshwright.api import analyze, make_plan, trace, verify
 from meshwright.parallel.context import mask_blocks, ring_attention
-from meshwright.parallel.context.ring import Ring
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Train
-from meshwright.plan.job.precision import Precision
+from meshwright.parallel.context.ring import RingAttention
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import HEADS, SIZES, batches, known, planned
 
-WHOLE = (Ring(), Replicate("cp"))
-KEPT = (Ring(), Zero(axis="cp", stage=3), Recompute())
+WHOLE = (RingAttention(), DDP("cp"))
+KEPT = (RingAttention(), ZeRO(axis="cp", stage=3), ActivationCheckpointing())
 
 
 @pytest.mark.parametrize(
     ("mesh", "strategies", "micro", "length"),
     [
         (Mesh(cp=2), WHOLE, 0, 9),
-        (Mesh(cp=3), (Ring(balance="contiguous"), Replicate("cp")), 2, 11),
+        (Mesh(cp=3), (RingAttention(load_balance="contiguous"), DDP("cp")), 2, 11),
         (Mesh(cp=3), KEPT, 2, 9),
         (Mesh(cp=4), WHOLE, 0, 3),
-        (Mesh(dp_shard=2, cp=2), (Batch("dp_shard"), Ring(), Zero(axis="dp_shard", stage=2)), 1, 9),
-        (Mesh(cp=2, tp=2), (Line(), Ring(), Replicate("cp")), 2, 9),
+        (
+            Mesh(dp_shard=2, cp=2),
+            (BatchSplit("dp_shard"), RingAttention(), ZeRO(axis="dp_shard", stage=2)),
+            1,
+            9,
+        ),
+        (Mesh(cp=2, tp=2), (TensorParallel(), RingAttention(), DDP("cp")), 2, 9),
     ],
     ids=["two", "straight", "zero and recompute", "fewer tokens than ranks", "with samples", "with matrices"],
 )
-def test_a_llama_on_a_ring_is_that_of_one_device(mesh: Mesh, strategies: tuple[Strategy, ...], micro: int, length: int) -> None:
+def test_a_llama_on_a_ring_is_that_of_one_device(
+    mesh: Mesh, strategies: tuple[Strategy, ...], micro: int, length: int
+) -> None:
     reading, plan = planned(known(length), mesh, strategies, micro, length=length)
     assert_exact(reading, plan, batches(2, length=length))
 
@@ -49,15 +56,17 @@ def test_a_sliding_window_on_a_ring_is_that_of_one_device() -> None:
 
 
 def test_in_mixed_precision_messages_are_those_of_the_program() -> None:
-    reading, plan = planned(known(), Mesh(cp=3), KEPT, precision=Precision(compute="bfloat16"))
+    reading, plan = planned(known(), Mesh(cp=3), KEPT, precision=PrecisionConfig(compute="bfloat16"))
     traced = trace(reading, plan)
     assert traced.passed, str(traced)
 
 
 def test_a_wrong_diagonal_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_rule = mask_blocks.Bounds.by_rule
+    by_rule = mask_blocks.KeyIntervals.without_mask
     monkeypatch.setattr(
-        mask_blocks.Bounds, "by_rule", lambda circle: mask_blocks.Bounds((true := by_rule(circle)).first, true.last + 1)
+        mask_blocks.KeyIntervals,
+        "without_mask",
+        lambda circle: mask_blocks.KeyIntervals((true := by_rule(circle)).first, true.end + 1),
     )
     reading, plan = planned(known(), Mesh(cp=2), WHOLE)
     assert not verify(reading, plan, batches(1)).passed
@@ -74,11 +83,11 @@ def test_gradients_that_stay_away_from_home_are_noticed(monkeypatch: pytest.Monk
     reading, plan = planned(known(), Mesh(cp=2), WHOLE)
     verdict = verify(reading, plan, batches(1))
     assert not verdict.passed
-    assert verdict.first.quantity == "gradient"
+    assert verdict.first_difference.quantity == "gradient"
 
 
 def test_a_bfloat16_wire_is_near_one_device_and_says_so() -> None:
-    wired = (Ring(wire="bfloat16"), Replicate("cp"))
+    wired = (RingAttention(comm_dtype="bfloat16"), DDP("cp"))
     reading, plan = planned(known(), Mesh(cp=2), wired)
     verdict = verify(reading, plan, batches(1))
     assert verdict.passed
@@ -87,9 +96,17 @@ def test_a_bfloat16_wire_is_near_one_device_and_says_so() -> None:
 
 
 def test_a_gpt2_with_tied_words_and_positions_in_glue_is_that_of_one_device() -> None:
-    sizes = {"vocab_size": 67, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {
+        "vocab_size": 67,
+        "n_embd": 24,
+        "n_layer": 2,
+        "n_head": 3,
+        "n_positions": 16,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     config = transformers.GPT2Config(**sizes, use_cache=False, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     rows = batches(2)
-    reading = read(transformers.GPT2LMHeadModel(config), rows[0])
-    job = Job(ModelSource("gpt2"), DataSource("random", sequence=9), Train(batch=4))
+    reading = analyze(transformers.GPT2LMHeadModel(config), rows[0])
+    job = Job(ModelConfig("gpt2"), DataConfig("random", sequence=9), TrainConfig(batch=4))
     assert_exact(reading, make_plan(reading, job, Mesh(cp=3), WHOLE), rows)

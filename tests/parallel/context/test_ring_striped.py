@@ -4,18 +4,18 @@ import pytest
 import torch
 import transformers
 
-from meshwright.api import make_plan, read
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.context.hybrid import Hybrid
-from meshwright.parallel.context.mask_blocks import Recent
-from meshwright.parallel.context.ring import Ring
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.api import analyze, make_plan
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.context.hybrid import HybridContextParallel
+from meshwright.parallel.context.mask_blocks import MaskCache
+from meshwright.parallel.context.ring import RingAttention
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -23,13 +23,18 @@ from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import HEADS, ROWS, SIZES, batches, llama
 
 LENGTH = 19
-STRIPED, COPIES = Ring(balance="striped"), Replicate("cp")
+STRIPED, COPIES = RingAttention(load_balance="striped"), DDP("cp")
 PACKED = {  # the lengths of the documents in each of the rows
     "one document": [[19]] * ROWS,
     "unlike rows": [[7, 12], [9, 10], [1, 2, 16], [3, 3, 3, 10]],
     "some rows": [[7, 12], [19], [19], [3, 16]],
     "alike rows": [[5, 9, 5]] * ROWS,
-    "documents shorter than ranks": [[1, 1, 2, 1, 2, 3, 1, 1, 2, 2, 1, 2], [2] * 9 + [1], [1] * 19, [3] * 6 + [1]],
+    "documents shorter than ranks": [
+        [1, 1, 2, 1, 2, 3, 1, 1, 2, 2, 1, 2],
+        [2] * 9 + [1],
+        [1] * 19,
+        [3] * 6 + [1],
+    ],
 }
 
 
@@ -39,13 +44,15 @@ def packed(name: str, steps: int = 2) -> list[dict[str, torch.Tensor]]:
     for batch in found:
         rows = [torch.cat([torch.arange(each) for each in row]) for row in PACKED[name]]
         batch["position_ids"] = torch.stack(rows)
-        batch["labels"] = batch["labels"].masked_fill(batch["position_ids"] == 0, -100)  # a first word follows from nothing
+        batch["labels"] = batch["labels"].masked_fill(
+            batch["position_ids"] == 0, -100
+        )  # a first word follows from nothing
     return found
 
 
-def planned(reading: Reading, mesh: Mesh, *strategies: Strategy, micro: int = 0) -> Plan:
-    train, optimizer = Train(batch=ROWS, clip=0.5), Optimizer("sgd", lr=0.1)
-    job = Job(ModelSource("llama"), DataSource("random", sequence=LENGTH), train, optimizer)
+def planned(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro: int = 0) -> Plan:
+    train, optimizer = TrainConfig(batch=ROWS, clip=0.5), OptimizerConfig("sgd", lr=0.1)
+    job = Job(ModelConfig("llama"), DataConfig("random", sequence=LENGTH), train, optimizer)
     return make_plan(reading, job, mesh, strategies, micro)
 
 
@@ -62,65 +69,73 @@ def planned(reading: Reading, mesh: Mesh, *strategies: Strategy, micro: int = 0)
 )
 def test_packed_documents_are_those_of_one_device(name: str, ranks: int) -> None:
     rows = packed(name)
-    reading = read(llama(), rows[0])
-    assert_exact(reading, planned(reading, Mesh(cp=ranks), STRIPED, COPIES, micro=2 if ranks == 3 else 0), rows)
+    reading = analyze(llama(), rows[0])
+    assert_exact(
+        reading, planned(reading, Mesh(cp=ranks), STRIPED, COPIES, micro=2 if ranks == 3 else 0), rows
+    )
 
 
 @pytest.mark.parametrize(
     ("mesh", "strategies"),
     [
-        (Mesh(dp_replicate=2, cp=2), (Batch(), STRIPED, Replicate())),
-        (Mesh(dp_shard=2, cp=2), (Batch("dp_shard"), STRIPED, Zero(stage=3), Recompute())),
-        (Mesh(cp=3, tp=2), (STRIPED, Line(), COPIES)),
-        (Mesh(cp=4), (Hybrid(balance="striped"), COPIES)),
-        (Mesh(cp=3), (Ring(), COPIES)),
+        (Mesh(dp_replicate=2, cp=2), (BatchSplit(), STRIPED, DDP())),
+        (Mesh(dp_shard=2, cp=2), (BatchSplit("dp_shard"), STRIPED, ZeRO(stage=3), ActivationCheckpointing())),
+        (Mesh(cp=3, tp=2), (STRIPED, TensorParallel(), COPIES)),
+        (Mesh(cp=4), (HybridContextParallel(load_balance="striped"), COPIES)),
+        (Mesh(cp=3), (RingAttention(), COPIES)),
     ],
     ids=["copies", "zero and recompute", "line", "hybrid", "zigzag"],
 )
 def test_beside_other_techniques(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
     rows = packed("unlike rows")
-    reading = read(llama(num_attention_heads=4, num_key_value_heads=2), rows[0])
+    reading = analyze(llama(num_attention_heads=4, num_key_value_heads=2), rows[0])
     assert_exact(reading, planned(reading, mesh, *strategies, micro=1), rows)
 
 
 def test_batches_with_other_documents_than_the_example_had() -> None:
-    reading = read(llama(), packed("one document", 1)[0])
+    reading = analyze(llama(), packed("one document", 1)[0])
     plan = planned(reading, Mesh(cp=3), STRIPED, COPIES)
-    assert_exact(reading, plan, [*packed("unlike rows", 1), *packed("one document", 1), *packed("alike rows", 1)])
+    assert_exact(
+        reading, plan, [*packed("unlike rows", 1), *packed("one document", 1), *packed("alike rows", 1)]
+    )
 
 
 def test_without_a_mask_rows_are_striped_too() -> None:
     rows = batches(2, ROWS, LENGTH)
-    reading = read(llama(), rows[0])
+    reading = analyze(llama(), rows[0])
     assert_exact(reading, planned(reading, Mesh(cp=4), STRIPED, COPIES), rows)
 
 
 def test_a_window_is_that_of_one_device() -> None:
     config = transformers.MistralConfig(**SIZES, **HEADS, head_dim=8, use_cache=False, sliding_window=4)
     rows = batches(2, ROWS, LENGTH)
-    reading = read(transformers.MistralForCausalLM(config), rows[0])
+    reading = analyze(transformers.MistralForCausalLM(config), rows[0])
     assert_exact(reading, planned(reading, Mesh(cp=3), STRIPED, COPIES), rows)
 
 
 def test_biases_and_dropout_are_those_of_one_device() -> None:
     drops = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.2}
-    config = transformers.GPT2Config(vocab_size=67, n_embd=24, n_layer=2, n_head=3, n_positions=32, use_cache=False, **drops)
+    config = transformers.GPT2Config(
+        vocab_size=67, n_embd=24, n_layer=2, n_head=3, n_positions=32, use_cache=False, **drops
+    )
     rows = batches(2, ROWS, LENGTH)
-    reading = read(transformers.GPT2LMHeadModel(config), rows[0])
+    reading = analyze(transformers.GPT2LMHeadModel(config), rows[0])
     assert_exact(reading, planned(reading, Mesh(cp=3), STRIPED, COPIES), rows)
 
 
 def test_layers_look_at_the_mask_of_a_micro_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked, of = list[int](), Recent.view
+    looked, of = list[int](), MaskCache.block_mask
 
-    def counting(self: Recent, circle: object, mask: torch.Tensor, *given: object, **more: object) -> object:
+    def counting(
+        self: MaskCache, circle: object, mask: torch.Tensor, *given: object, **more: object
+    ) -> object:
         before = len(self._masks) and self._masks[-1]
         found = of(self, circle, mask, *given, **more)  # type: ignore[arg-type]
         looked.append(before != (len(self._masks) and self._masks[-1]))
         return found
 
-    monkeypatch.setattr(Recent, "view", counting)
+    monkeypatch.setattr(MaskCache, "block_mask", counting)
     rows = packed("alike rows", 1)
-    reading = read(llama(num_hidden_layers=3), rows[0])
+    reading = analyze(llama(num_hidden_layers=3), rows[0])
     assert_exact(reading, planned(reading, Mesh(cp=2), STRIPED, COPIES, micro=2), rows)
     assert sum(looked) * 3 == len(looked)

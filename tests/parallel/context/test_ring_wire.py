@@ -6,8 +6,8 @@ import pytest
 
 from meshwright.api import make_plan, verify
 from meshwright.parallel.context import ring_attention
-from meshwright.parallel.context.hybrid import Hybrid
-from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.hybrid import HybridContextParallel
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from tests.parallel.context.test_ring_models import COPIES, JOB, ROWS
@@ -17,7 +17,12 @@ EACH = 4 * 2.0**-9  # for a call of attention
 
 
 @pytest.mark.parametrize(
-    ("ranks", "deals"), [(2, Ring(wire="bfloat16")), (3, Ring(wire="bfloat16")), (4, Hybrid(wire="bfloat16"))]
+    ("ranks", "deals"),
+    [
+        (2, RingAttention(comm_dtype="bfloat16")),
+        (3, RingAttention(comm_dtype="bfloat16")),
+        (4, HybridContextParallel(comm_dtype="bfloat16")),
+    ],
 )
 def test_the_rounding_of_a_wire_is_allowed_and_no_more(ranks: int, deals: Strategy) -> None:
     plan = make_plan(known(), JOB, Mesh(cp=ranks), (deals, COPIES))
@@ -25,22 +30,22 @@ def test_the_rounding_of_a_wire_is_allowed_and_no_more(ranks: int, deals: Strate
     verdict = verify(known(), plan, batches(2, ROWS))
     assert verdict.passed, verdict
     assert verdict.tolerance == 2 * EACH
-    assert 1e-10 < verdict.worst["gradient"] < EACH
-    assert verdict.worst["initial value"] == 0.0
+    assert 1e-10 < verdict.max_errors["gradient"] < EACH
+    assert verdict.max_errors["initial value"] == 0.0
 
 
 def test_keys_that_are_off_by_more_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    merge = ring_attention.merge
+    merge = ring_attention.merge_outputs
 
     def wrong(out, lse, more, more_lse):
         return merge(out, lse, more * 1.3, more_lse)
 
     monkeypatch.setattr(ring_attention, "merge", wrong)
-    plan = make_plan(known(), JOB, Mesh(cp=3), (Ring(wire="bfloat16"), COPIES))
+    plan = make_plan(known(), JOB, Mesh(cp=3), (RingAttention(comm_dtype="bfloat16"), COPIES))
     assert not verify(known(), plan, batches(2, ROWS)).passed
 
 
 def test_what_travels_as_it_is_must_be_equal_to_rounding() -> None:
-    plan = make_plan(known(), JOB, Mesh(cp=2), (Ring(), COPIES))
+    plan = make_plan(known(), JOB, Mesh(cp=2), (RingAttention(), COPIES))
     assert (plan.exact, plan.tolerance) == (True, 0.0)
-    assert replace(Ring(), wire="bfloat16").exact is False
+    assert replace(RingAttention(), comm_dtype="bfloat16").exact is False

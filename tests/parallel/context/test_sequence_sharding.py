@@ -8,30 +8,40 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import build, make_plan, read, trace, verify
+from meshwright.api import analyze, make_plan, parallelize, trace, verify
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss import Loss
-from meshwright.model.analysis.analyze import Reading
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.context import sequence_sharding
-from meshwright.parallel.context.hybrid import Hybrid
-from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.hybrid import HybridContextParallel
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Job, Precision
+from meshwright.plan.job.job import Job, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Program, Transfer
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import on_threads
 from tests.argument_names import named
 from tests.parallel.context import pooling_models
-from tests.parallel.context.pooling_models import Centred, Looping, Mean, Picked, Pooled, bert, gpt2, llama, rows
+from tests.parallel.context.pooling_models import (
+    Centred,
+    Looping,
+    Mean,
+    Picked,
+    Pooled,
+    bert,
+    gpt2,
+    llama,
+    rows,
+)
 from tests.parallel.context.test_ring_models import COPIES, JOB, ROWS, Own, planned
 from tests.parallel.tensor.odd_llama import batches
 
@@ -39,18 +49,22 @@ known = cache(pooling_models.reading)
 FLOAT = 4
 
 
-def equal(reading: Reading, plan: Plan) -> None:
+def equal(reading: AnalyzedModel, plan: Plan) -> None:
     """The comparison counts messages too: each is one that the program states."""
     verdict = verify(reading, plan, rows(2))
     assert verdict.passed, verdict
 
 
-ON_RINGS = [*((make, 3) for make in (Mean, Centred, Picked, Pooled, llama, gpt2, bert)), (Centred, 2), (bert, 2)]
+ON_RINGS = [
+    *((make, 3) for make in (Mean, Centred, Picked, Pooled, llama, gpt2, bert)),
+    (Centred, 2),
+    (bert, 2),
+]
 
 
 @pytest.mark.parametrize(("make", "ranks"), ON_RINGS, ids=named)
 def test_models_that_pool_tokens_on_a_ring(make: type[nn.Module], ranks: int):
-    equal(known(make), planned(known(make), Mesh(cp=ranks), Ring(), COPIES, micro_batch=2))
+    equal(known(make), planned(known(make), Mesh(cp=ranks), RingAttention(), COPIES, micro_batch=2))
 
 
 @pytest.mark.parametrize(
@@ -58,15 +72,23 @@ def test_models_that_pool_tokens_on_a_ring(make: type[nn.Module], ranks: int):
     [
         (Picked, Mesh(cp=2), (Ulysses(), COPIES)),
         (llama, Mesh(cp=3), (Ulysses(), COPIES)),
-        (Centred, Mesh(cp=4), (Hybrid(), COPIES)),
-        (Centred, Mesh(cp=3), (Ring(), Zero(axis="cp"), Recompute())),
-        (bert, Mesh(dp_shard=2, cp=2), (Batch(axis="dp_shard"), Ring(), Zero(stage=2))),
-        (Centred, Mesh(pp=2, cp=2), (Pipeline(), Ring(), COPIES)),
-        (Centred, Mesh(pp=3, cp=2), (Pipeline(schedule="zb_h1"), Ring(), COPIES)),
-        (Centred, Mesh(pp=2, cp=2), (Pipeline(schedule="interleaved"), Ulysses(), COPIES, Recompute())),
-        (Pooled, Mesh(pp=2, cp=2), (Pipeline(cuts=("pooler",)), Ring(), COPIES)),  # a part begins with what needs all tokens
-        (llama, Mesh(pp=2, cp=2), (Pipeline(schedule="gpipe"), Ring(), Zero(axis="cp"))),
-        (llama, Mesh(cp=2, tp=2), (Line(), Ring(), COPIES)),
+        (Centred, Mesh(cp=4), (HybridContextParallel(), COPIES)),
+        (Centred, Mesh(cp=3), (RingAttention(), ZeRO(axis="cp"), ActivationCheckpointing())),
+        (bert, Mesh(dp_shard=2, cp=2), (BatchSplit(axis="dp_shard"), RingAttention(), ZeRO(stage=2))),
+        (Centred, Mesh(pp=2, cp=2), (Pipeline(), RingAttention(), COPIES)),
+        (Centred, Mesh(pp=3, cp=2), (Pipeline(schedule="zb_h1"), RingAttention(), COPIES)),
+        (
+            Centred,
+            Mesh(pp=2, cp=2),
+            (Pipeline(schedule="interleaved"), Ulysses(), COPIES, ActivationCheckpointing()),
+        ),
+        (
+            Pooled,
+            Mesh(pp=2, cp=2),
+            (Pipeline(split_points=("pooler",)), RingAttention(), COPIES),
+        ),  # a part begins with what needs all tokens
+        (llama, Mesh(pp=2, cp=2), (Pipeline(schedule="gpipe"), RingAttention(), ZeRO(axis="cp"))),
+        (llama, Mesh(cp=2, tp=2), (TensorParallel(), RingAttention(), COPIES)),
     ],
     ids=named,
 )
@@ -76,13 +98,17 @@ def test_beside_other_techniques(make: type[nn.Module], mesh: Mesh, strategies: 
 
 def moves(plan: Plan, kind: str, subject: str = "") -> list[Transfer]:
     """What the actions of a kind move between ranks with other tokens, apart from attention, each micro-batch the same."""
-    found = [action.inner for action in plan.actions if action.kind == kind and subject in ("", action.subject)]
+    found = [
+        action.inner_transfers
+        for action in plan.actions
+        if action.kind == kind and subject in ("", action.subject)
+    ]
     assert len(set(found)) == 1
     return [move for move in found[0] if move.collective != "shift"]
 
 
 def test_a_sum_of_tokens_sends_a_row_of_it():
-    plan = planned(known(Mean), Mesh(cp=3), Ring(), COPIES, micro_batch=2)
+    plan = planned(known(Mean), Mesh(cp=3), RingAttention(), COPIES, micro_batch=2)
     logits = Transfer("all_reduce", ("cp",), 2 * 67 * FLOAT)
     assert moves(plan, "F", "head") == [logits]
     assert moves(plan, "LOSS") == [logits]
@@ -90,25 +116,34 @@ def test_a_sum_of_tokens_sends_a_row_of_it():
 
 
 def test_a_token_sends_one_and_all_tokens_send_the_most_that_a_rank_has():
-    plan = planned(known(Picked), Mesh(cp=2), Ring(), COPIES, micro_batch=2)
+    plan = planned(known(Picked), Mesh(cp=2), RingAttention(), COPIES, micro_batch=2)
     some, most = 2 * 8 * FLOAT, 5 * 2 * 8 * FLOAT
-    assert moves(plan, "F", "layers.1") == [Transfer("all_reduce", ("cp",), some), Transfer("all_gather", ("cp",), most)]
-    assert moves(plan, "B", "head") == [Transfer("reduce_scatter", ("cp",), 2 * most), Transfer("all_reduce", ("cp",), some)]
+    assert moves(plan, "F", "layers.1") == [
+        Transfer("all_reduce", ("cp",), some),
+        Transfer("all_gather", ("cp",), most),
+    ]
+    assert moves(plan, "B", "head") == [
+        Transfer("reduce_scatter", ("cp",), 2 * most),
+        Transfer("all_reduce", ("cp",), some),
+    ]
     assert moves(plan, "LOSS") == []
 
 
 def test_what_glue_has_made_flows_behind_those_that_took_it_in_first():
-    tokens = known(Centred).tokens
+    tokens = known(Centred).sequence_info
     assert tokens is not None
-    found = [(each.visit, each.back) for each in tokens.met]
-    assert found[0] == ("layers.0", ("head#2", "head", "layers.1"))  # the mean is in what each of them takes in
+    found = [(each.block_call, each.backward_calls) for each in tokens.gathers]
+    assert found[0] == (
+        "layers.0",
+        ("head#2", "head", "layers.1"),
+    )  # the mean is in what each of them takes in
     assert [visit for visit, _ in found] == ["layers.0", "layers.1", "layers.1", "head", "head"]
     assert found[-2] == ("head", ("",))  # the last row of logits is given out
 
 
 def test_a_narrow_compute_dtype_travels_as_products_take_it():
-    job = replace(JOB, precision=Precision(compute="bfloat16"))
-    plan = make_plan(known(Picked), job, Mesh(cp=2), (Ring(), COPIES), 2)
+    job = replace(JOB, precision=PrecisionConfig(compute="bfloat16"))
+    plan = make_plan(known(Picked), job, Mesh(cp=2), (RingAttention(), COPIES), 2)
     assert [move.dtype for move in moves(plan, "F", "layers.1")] == ["float32", "bfloat16"]
     found = trace(known(Picked), plan)
     assert found.passed, found
@@ -120,14 +155,16 @@ def test_evaluations_find_the_loss_of_one_device(make: type[nn.Module]):
         plan = planned(known(make), mesh, *strategies, micro_batch=2)
 
         def rank(world: World) -> float:
-            with build(known(make), plan, world=world) as engine:
-                return engine.evaluate([engine.share(each) for each in rows(2)]).loss
+            with parallelize(known(make), plan, world=world) as engine:
+                return engine.evaluate([engine.local_batch(each) for each in rows(2)]).loss
 
         return on_threads(rank, mesh)
 
     (alone,) = losses(Mesh())
-    assert losses(Mesh(cp=3), Ring(), COPIES) == pytest.approx([alone] * 3, rel=1e-5)
-    assert losses(Mesh(pp=2, cp=2), Pipeline(), Ring(), COPIES) == pytest.approx([alone] * 4, rel=1e-5)
+    assert losses(Mesh(cp=3), RingAttention(), COPIES) == pytest.approx([alone] * 3, rel=1e-5)
+    assert losses(Mesh(pp=2, cp=2), Pipeline(), RingAttention(), COPIES) == pytest.approx(
+        [alone] * 4, rel=1e-5
+    )
 
 
 def squares(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -137,8 +174,8 @@ def squares(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.T
 
 def test_a_loss_that_needs_all_tokens():
     loss = Loss(squares, lambda batch: torch.tensor(len(batch["labels"])))
-    made = read(Own(), batches(1, ROWS)[0], loss=loss)
-    plan = planned(made, Mesh(cp=3), Ring(), COPIES, micro_batch=2)
+    made = analyze(Own(), batches(1, ROWS)[0], loss=loss)
+    plan = planned(made, Mesh(cp=3), RingAttention(), COPIES, micro_batch=2)
     share = 2 * 3 * 67 * FLOAT
     there, back = Transfer("all_gather", ("cp",), share), Transfer("reduce_scatter", ("cp",), 3 * share)
     assert moves(plan, "LOSS") == [there, there, back, back]
@@ -147,18 +184,24 @@ def test_a_loss_that_needs_all_tokens():
 
 
 def test_a_loop_over_rows_is_refused():
-    with pytest.raises(PlanError, match=r"brings tokens of several ranks together 3 times on 3 rows, and 4 times on 4"):
-        planned(known(Looping), Mesh(cp=2), Ring(), COPIES)
+    with pytest.raises(
+        PlanError, match=r"brings tokens of several ranks together 3 times on 3 rows, and 4 times on 4"
+    ):
+        planned(known(Looping), Mesh(cp=2), RingAttention(), COPIES)
 
 
 def test_a_program_that_forgets_a_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    def forgetful(program: Program, space: Space, job: Job, axis: str) -> Program:
+    def forgetful(program: Program, space: ShardingPlan, job: Job, axis: str) -> Program:
         booked = glued(program, space, job, axis)
-        return booked.edit(lambda actions: [replace(each, inner=()) if each.kind == "LOSS" else each for each in actions])
+        return booked.edit(
+            lambda actions: [
+                replace(each, inner_transfers=()) if each.kind == "LOSS" else each for each in actions
+            ]
+        )
 
-    glued = sequence_sharding.glued
-    monkeypatch.setattr(sequence_sharding, "glued", forgetful)
-    plan = planned(known(Mean), Mesh(cp=2), Ring(), COPIES)
+    glued = sequence_sharding.add_glue_gathers
+    monkeypatch.setattr(sequence_sharding, "add_glue_gathers", forgetful)
+    plan = planned(known(Mean), Mesh(cp=2), RingAttention(), COPIES)
     verdict = verify(known(Mean), plan, rows(2))
     assert not verdict.passed
     assert "LOSS" in str(verdict)

@@ -6,22 +6,22 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import build, make_plan, read, trace, verify
+from meshwright.api import analyze, make_plan, parallelize, trace, verify
 from meshwright.comm.collectives.group import World
 from meshwright.engine.forward.evaluation import Evaluation
-from meshwright.engine.forward.sequence_sharding import SomeTokens
-from meshwright.model.analysis.analyze import Reading
-from meshwright.model.analysis.pipeline_trial import bordered
-from meshwright.model.sequence_parallel.sharded_activation import apart
-from meshwright.parallel.context.ring import Ring
+from meshwright.engine.forward.sequence_sharding import ShardedSequenceRunner
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.analysis.pipeline_trial import add_stage_boundaries
+from meshwright.model.sequence_parallel.sharded_activation import make_sharded_tensor
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -32,16 +32,22 @@ from tests.parallel.tensor.odd_llama import SIZES, batches, known
 WIDTH, FLOAT = SIZES["hidden_size"], 4
 
 
-def deep() -> Reading:
+def deep() -> AnalyzedModel:
     """A Llama of four layers: with its embedding and its head it is cut into as many parts as any schedule here has."""
     return known(num_hidden_layers=4)
 
 
-def planned(reading: Reading, mesh: Mesh, *strategies: Strategy, rows: int = ROWS, length: int = 9) -> Plan:
+def planned(
+    reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, rows: int = ROWS, length: int = 9
+) -> Plan:
     """Micro-batches of one row."""
-    train, optimizer = Train(batch=rows, clip=0.5), Optimizer("adamw", lr=0.1, weight_decay=0.1)
+    train, optimizer = TrainConfig(batch=rows, clip=0.5), OptimizerConfig("adamw", lr=0.1, weight_decay=0.1)
     return make_plan(
-        reading, Job(ModelSource("llama"), DataSource("random", sequence=length), train, optimizer), mesh, strategies, 1
+        reading,
+        Job(ModelConfig("llama"), DataConfig("random", sequence=length), train, optimizer),
+        mesh,
+        strategies,
+        1,
     )
 
 
@@ -58,17 +64,20 @@ def planned(reading: Reading, mesh: Mesh, *strategies: Strategy, rows: int = ROW
     ids=str,
 )
 def test_a_llama_in_parts_on_a_ring(mesh: Mesh, pipeline: Pipeline):
-    equal(deep(), planned(deep(), mesh, pipeline, Ring(), COPIES))
+    equal(deep(), planned(deep(), mesh, pipeline, RingAttention(), COPIES))
 
 
 @pytest.mark.parametrize(
     ("mesh", "strategies"),
     [
         (Mesh(pp=2, cp=3), (Pipeline(schedule="zb_h1"), Ulysses(), COPIES)),
-        (Mesh(pp=2, cp=2), (Pipeline(schedule="zb_h1"), Ring(), Recompute(), COPIES)),
-        (Mesh(pp=2, cp=3), (Pipeline(), Ring(), Zero(axis="cp"))),
-        (Mesh(pp=2, dp_shard=2, cp=2), (Pipeline(), Batch(axis="dp_shard"), Ring(), Zero(stage=2))),
-        (Mesh(pp=2, cp=2, tp=2), (Pipeline(scatter=True), Line(), Ring(), COPIES)),
+        (Mesh(pp=2, cp=2), (Pipeline(schedule="zb_h1"), RingAttention(), ActivationCheckpointing(), COPIES)),
+        (Mesh(pp=2, cp=3), (Pipeline(), RingAttention(), ZeRO(axis="cp"))),
+        (
+            Mesh(pp=2, dp_shard=2, cp=2),
+            (Pipeline(), BatchSplit(axis="dp_shard"), RingAttention(), ZeRO(stage=2)),
+        ),
+        (Mesh(pp=2, cp=2, tp=2), (Pipeline(scatter=True), TensorParallel(), RingAttention(), COPIES)),
     ],
     ids=str,
 )
@@ -77,8 +86,8 @@ def test_beside_other_techniques(mesh: Mesh, strategies: tuple[Strategy, ...]):
 
 
 def test_a_weight_that_two_parts_use():
-    reading = read(gpt2(0.2), batches(1, ROWS)[0])
-    equal(reading, planned(reading, Mesh(pp=2, cp=3), Pipeline(schedule="zb_h1"), Ring(), COPIES))
+    reading = analyze(gpt2(0.2), batches(1, ROWS)[0])
+    equal(reading, planned(reading, Mesh(pp=2, cp=3), Pipeline(schedule="zb_h1"), RingAttention(), COPIES))
 
 
 class Skips(nn.Module):
@@ -101,19 +110,25 @@ class Skips(nn.Module):
 
 
 def test_what_glue_makes_crosses_between_parts_and_skips_some():
-    reading = read(Skips(), batches(1, ROWS)[0])
-    plan = planned(reading, Mesh(pp=3, cp=2), Pipeline(), Ring(), COPIES)
-    crossing = [value for part in plan.space.parts for value in part.gives]
+    reading = analyze(Skips(), batches(1, ROWS)[0])
+    plan = planned(reading, Mesh(pp=3, cp=2), Pipeline(), RingAttention(), COPIES)
+    crossing = [value for part in plan.sharding.stages for value in part.outputs]
     assert any(value.op for value in crossing)
-    assert {value.along for value in crossing} == {1}
+    assert {value.sequence_dim for value in crossing} == {1}
     equal(reading, plan)
 
 
 def test_each_rank_sends_its_own_tokens_and_no_more():
-    plan = planned(known(), Mesh(pp=2, cp=2), Pipeline(), Ring(), COPIES)
-    sent = [[each.transfer.nbytes for each in plan.at(rank).actions if each.kind == "SEND"] for rank in (0, 1)]
+    plan = planned(known(), Mesh(pp=2, cp=2), Pipeline(), RingAttention(), COPIES)
+    sent = [
+        [each.transfer.nbytes for each in plan.for_rank(rank).actions if each.kind == "SEND"]
+        for rank in (0, 1)
+    ]
     assert sent == [[4 * WIDTH * FLOAT] * ROWS, [5 * WIDTH * FLOAT] * ROWS]
-    back = [[each.transfer.nbytes for each in plan.at(rank).actions if each.kind == "SEND_GRAD"] for rank in (2, 3)]
+    back = [
+        [each.transfer.nbytes for each in plan.for_rank(rank).actions if each.kind == "SEND_GRAD"]
+        for rank in (2, 3)
+    ]
     assert back == sent
     issued = trace(known(), plan, range(4), fake=False)
     assert issued.passed, issued
@@ -121,18 +136,20 @@ def test_each_rank_sends_its_own_tokens_and_no_more():
 
 def test_a_pipeline_has_more_ranks_than_tokens():
     short = known(length=3)
-    plan = planned(short, Mesh(pp=2, cp=4), Pipeline(), Ring(), COPIES, length=3)
+    plan = planned(short, Mesh(pp=2, cp=4), Pipeline(), RingAttention(), COPIES, length=3)
     verdict = verify(short, plan, batches(2, ROWS, 3))
     assert verdict.passed, verdict
 
 
-def found(reading: Reading, plan: Plan, length: int) -> list[tuple[Evaluation, float]]:
+def found(reading: AnalyzedModel, plan: Plan, length: int) -> list[tuple[Evaluation, float]]:
     """What each rank finds in an evaluation, and the loss of a step."""
     rows = batches(2, ROWS, length)
 
     def rank(world: World) -> tuple[Evaluation, float]:
-        with build(reading, plan, world=world) as engine:
-            return engine.evaluate([engine.share(each) for each in rows]), engine.step(engine.share(rows[0])).loss
+        with parallelize(reading, plan, world=world) as engine:
+            return engine.evaluate([engine.local_batch(each) for each in rows]), engine.step(
+                engine.local_batch(rows[0])
+            ).loss
 
     return on_threads(rank, plan.mesh)
 
@@ -140,7 +157,7 @@ def found(reading: Reading, plan: Plan, length: int) -> list[tuple[Evaluation, f
 @pytest.mark.parametrize("length", [9, 13])
 def test_evaluations_go_through_the_parts_and_rows_may_be_longer(length: int):
     (wanted,) = found(known(), planned(known(), Mesh()), length)
-    plan = planned(known(), Mesh(pp=2, cp=3), Pipeline(), Ring(), COPIES)
+    plan = planned(known(), Mesh(pp=2, cp=3), Pipeline(), RingAttention(), COPIES)
     for told, loss in found(known(), plan, length):
         assert (told.loss, loss) == pytest.approx((wanted[0].loss, wanted[1]), rel=1e-5)
         assert told.tokens == wanted[0].tokens
@@ -159,21 +176,28 @@ class InPlace(Own):
 
 
 def test_no_part_begins_where_nobody_knows_which_tokens_a_rank_has():
-    reading = read(InPlace(), batches(1, ROWS)[0])
-    closed = {each.visit: each for each in bordered(reading, dealt=True).anatomy.borders.closed}
+    reading = analyze(InPlace(), batches(1, ROWS)[0])
+    closed = {
+        each.visit: each
+        for each in add_stage_boundaries(
+            reading, sequence_sharded=True
+        ).model_spec.stage_boundaries.closed_boundaries
+    }
     assert "layers.1" in closed
     assert "which tokens a rank has of 'layers.0+0~'" in closed["layers.1"].why
     assert closed["layers.1"].fix == "write x = x + y for x += y between blocks"
-    assert "layers.1" not in {each.visit for each in bordered(reading).anatomy.borders.closed}
-    equal(reading, planned(reading, Mesh(pp=2, cp=2), Pipeline(), Ring(), COPIES))
+    assert "layers.1" not in {
+        each.visit for each in add_stage_boundaries(reading).model_spec.stage_boundaries.closed_boundaries
+    }
+    equal(reading, planned(reading, Mesh(pp=2, cp=2), Pipeline(), RingAttention(), COPIES))
 
 
 def test_tokens_taken_for_those_of_another_rank_are_noticed(monkeypatch: pytest.MonkeyPatch):
-    def wrong(self: SomeTokens, tensor: torch.Tensor, along: int, length: int) -> object:
-        share = self.lengths.of(length)
-        return apart(tensor, along, replace(share, spans=((0, share.count),)))
+    def wrong(self: ShardedSequenceRunner, tensor: torch.Tensor, along: int, length: int) -> object:
+        share = self.lengths.get_shard(length)
+        return make_sharded_tensor(tensor, along, replace(share, spans=((0, share.num_tokens),)))
 
-    monkeypatch.setattr(SomeTokens, "apart", wrong)
-    reading = read(Skips(), batches(1, ROWS)[0])
-    plan = planned(reading, Mesh(pp=2, cp=2), Pipeline(), Ring(), COPIES)
+    monkeypatch.setattr(ShardedSequenceRunner, "wrap_local", wrong)
+    reading = analyze(Skips(), batches(1, ROWS)[0])
+    plan = planned(reading, Mesh(pp=2, cp=2), Pipeline(), RingAttention(), COPIES)
     assert not verify(reading, plan, batches(1, ROWS)).passed

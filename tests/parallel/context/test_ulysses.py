@@ -7,12 +7,32 @@ from meshwright.parallel.context import head_exchange as exchange
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
-from tests.parallel.context.attention_answers import ROWS, Case, answered, case, issued, space_of, stated, worst
+from tests.parallel.context.attention_answers import (
+    ROWS,
+    Case,
+    answered,
+    case,
+    issued,
+    space_of,
+    stated,
+    worst,
+)
 from tests.parallel.context.dense_attention import MASKS, mask_of
 
 WORST = 1e-12
 LENGTH = 7
-HEADS = [(2, 4, 4), (2, 4, 1), (2, 6, 3), (2, 6, 2), (3, 6, 2), (3, 6, 6), (3, 6, 1), (4, 4, 2), (4, 4, 1), (4, 8, 2)]
+HEADS = [
+    (2, 4, 4),
+    (2, 4, 1),
+    (2, 6, 3),
+    (2, 6, 2),
+    (3, 6, 2),
+    (3, 6, 6),
+    (3, 6, 1),
+    (4, 4, 2),
+    (4, 4, 1),
+    (4, 8, 2),
+]
 LEARNED = ("one learned", "learned keys")
 
 
@@ -22,16 +42,24 @@ def masked(name: str, length: int) -> torch.Tensor | None:
         case "keys":
             return (torch.arange(length) != 1).expand(ROWS, 1, 1, length)
         case "one learned":  # for all heads and rows
-            return torch.linspace(-1, 1, length * length, dtype=torch.float64).view(1, 1, length, length).requires_grad_()
+            return (
+                torch.linspace(-1, 1, length * length, dtype=torch.float64)
+                .view(1, 1, length, length)
+                .requires_grad_()
+            )
         case "learned keys":  # by head, for all queries
-            return torch.linspace(-1, 1, 4 * length, dtype=torch.float64).view(1, 4, 1, length).requires_grad_()
+            return (
+                torch.linspace(-1, 1, 4 * length, dtype=torch.float64).view(1, 4, 1, length).requires_grad_()
+            )
     mask = mask_of(name, length)
     return mask.requires_grad_() if mask is not None and name == "learned" else mask
 
 
 @pytest.mark.parametrize(("ranks", "heads", "groups"), HEADS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_heads_on_all_tokens_are_those_of_one_device(ranks: int, heads: int, groups: int, causal: bool) -> None:
+def test_heads_on_all_tokens_are_those_of_one_device(
+    ranks: int, heads: int, groups: int, causal: bool
+) -> None:
     assert worst(case(heads, groups, LENGTH, causal=causal), Ulysses(), Mesh(cp=ranks)) < WORST
 
 
@@ -73,7 +101,9 @@ def as_stated(given: Case, ranks: int) -> None:
 def test_bytes_are_those_of_the_paper() -> None:
     ranks, heads, groups, width, length = 4, 8, 4, 4, 12
     given = case(heads, groups, length)
-    sent = sum(entry.sent for entry in answered(Ulysses(), given, Mesh(cp=ranks)).entries[0] if entry.action == "F")
+    sent = sum(
+        entry.sent for entry in answered(Ulysses(), given, Mesh(cp=ranks)).entries[0] if entry.action == "F"
+    )
     elements = (2 + 2 * groups / heads) * ROWS * length * heads * width / ranks * (ranks - 1) / ranks
     assert sent == 8 * elements
 
@@ -85,19 +115,24 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def test_a_bug_in_the_order_of_heads_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "_mine", lambda rank, each: range((2 - rank) * each, (3 - rank) * each))
+    monkeypatch.setattr(
+        exchange, "_head_indices", lambda rank, each: range((2 - rank) * each, (3 - rank) * each)
+    )
     assert worst(case(6, 2, LENGTH), Ulysses(), Mesh(cp=3)) > 0.1
 
 
 def test_heads_that_do_not_divide_are_refused_with_the_ring() -> None:
     space = Ulysses().place(space_of(Mesh(cp=4), [case(6, 3, LENGTH).attend]))
-    (fault,) = Ulysses().partners(space)
+    (fault,) = Ulysses().check_combined(space)
     assert str(fault) == (
         "strategies.ulysses: layers.0: attention has 6 heads on a rank, and they go to 4 ranks in equal number\n"
         "  repair: take ring, which leaves heads together; or set mesh.cp to 1 or 2 or 3 or 6"
     )
     (fault,) = Ulysses(axis="tp").check(None, space_of(Mesh(cp=4), [case(6, 3, LENGTH).attend]))
-    assert str(fault) == "strategies.ulysses.axis: axis = 'tp'; tokens are dealt along cp\n  repair: write axis = \"cp\""
+    assert (
+        str(fault)
+        == "strategies.ulysses.axis: axis = 'tp'; tokens are dealt along cp\n  repair: write axis = \"cp\""
+    )
 
 
 def test_heads_that_the_plan_did_not_know_of_are_refused_too() -> None:

@@ -3,38 +3,38 @@
 import pytest
 import torch
 
-from meshwright.api import make_plan, read, trace, verify
-from meshwright.model.analysis.analyze import Reading
-from meshwright.model.sequence_parallel.token_shard import Share
-from meshwright.parallel.context.hybrid import Hybrid
+from meshwright.api import analyze, make_plan, trace, verify
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.sequence_parallel.token_shard import TokenShard
+from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ulysses import Ulysses
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from meshwright.verifier.verdict import Verdict
 from tests.argument_names import named
 from tests.parallel.context.test_ring_models import bert, gpt2, padded, sliding
 from tests.parallel.tensor.odd_llama import batches, known, llama
 
 ROWS, TOKENS = 4, 9
-COPIES = Replicate(axis="cp")
+COPIES = DDP(axis="cp")
 
 
-def equal(reading: Reading, mesh: Mesh, *strategies: Strategy, micro_batch: int = 2) -> None:
+def equal(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 2) -> None:
     """Check that the plan's program can work, is what is issued, and gives what one device gives."""
-    source, train = DataSource("random", sequence=TOKENS), Train(batch=ROWS, clip=0.5)
-    job = Job(ModelSource("llama"), source, train, Optimizer("adamw", lr=0.1, weight_decay=0.1))
+    source, train = DataConfig("random", sequence=TOKENS), TrainConfig(batch=ROWS, clip=0.5)
+    job = Job(ModelConfig("llama"), source, train, OptimizerConfig("adamw", lr=0.1, weight_decay=0.1))
     plan = make_plan(reading, job, mesh, strategies, micro_batch)
-    assert not prove(plan)
+    assert not static_checks(plan)
     verdict = verify(reading, plan, batches(2, ROWS))
     assert verdict.passed, verdict
     traced = trace(reading, plan)
@@ -45,11 +45,17 @@ def equal(reading: Reading, mesh: Mesh, *strategies: Strategy, micro_batch: int 
     ("mesh", "strategies"),
     [
         (Mesh(cp=3), (Ulysses(), COPIES)),
-        (Mesh(cp=2, tp=3), (Ulysses(), Line(), COPIES)),
-        (Mesh(cp=6), (Hybrid(inner=3), COPIES)),
-        (Mesh(cp=4, tp=2), (Hybrid(), Line(), COPIES)),
-        (Mesh(dp_shard=2, cp=2), (Batch(axis="dp_shard"), Ulysses(), Zero(stage=3), Recompute())),
-        (Mesh(dp_shard=2, cp=4), (Batch(axis="dp_shard"), Hybrid(), Zero(stage=3), Recompute())),
+        (Mesh(cp=2, tp=3), (Ulysses(), TensorParallel(), COPIES)),
+        (Mesh(cp=6), (HybridContextParallel(ulysses_degree=3), COPIES)),
+        (Mesh(cp=4, tp=2), (HybridContextParallel(), TensorParallel(), COPIES)),
+        (
+            Mesh(dp_shard=2, cp=2),
+            (BatchSplit(axis="dp_shard"), Ulysses(), ZeRO(stage=3), ActivationCheckpointing()),
+        ),
+        (
+            Mesh(dp_shard=2, cp=4),
+            (BatchSplit(axis="dp_shard"), HybridContextParallel(), ZeRO(stage=3), ActivationCheckpointing()),
+        ),
     ],
     ids=str,
 )
@@ -58,20 +64,20 @@ def test_a_llama_with_grouped_queries(mesh: Mesh, strategies: tuple[Strategy, ..
 
 
 @pytest.mark.parametrize("make", [gpt2, sliding], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("strategy", [Ulysses(), Hybrid(inner=3)], ids=str)
+@pytest.mark.parametrize("strategy", [Ulysses(), HybridContextParallel(ulysses_degree=3)], ids=str)
 def test_models_with_three_heads_and_with_masks(make, strategy: Strategy) -> None:
     model = make()
     model.config.use_cache = False
-    reading = read(model, batches(1, ROWS)[0])
+    reading = analyze(model, batches(1, ROWS)[0])
     equal(reading, Mesh(cp=3), strategy, COPIES)
 
 
 MIXED = [
-    (gpt2, Mesh(cp=3), (Ulysses(), Recompute(), COPIES)),
+    (gpt2, Mesh(cp=3), (Ulysses(), ActivationCheckpointing(), COPIES)),
     (sliding, Mesh(cp=3), (Ulysses(), COPIES)),
-    (bert, Mesh(cp=3), (Hybrid(inner=3), COPIES)),
-    (llama, Mesh(cp=4), (Hybrid(), Recompute(), COPIES)),
-    (llama, Mesh(cp=2, tp=3), (Ulysses(), Line(), COPIES)),
+    (bert, Mesh(cp=3), (HybridContextParallel(ulysses_degree=3), COPIES)),
+    (llama, Mesh(cp=4), (HybridContextParallel(), ActivationCheckpointing(), COPIES)),
+    (llama, Mesh(cp=2, tp=3), (Ulysses(), TensorParallel(), COPIES)),
     (llama, Mesh(pp=2, cp=2), (Ulysses(), Pipeline(), COPIES)),
 ]
 
@@ -81,44 +87,52 @@ def mixed(make, mesh: Mesh, strategies, example: int) -> Verdict:
     model = make()
     model.config.use_cache = False
     found = padded(model, 3)[1]
-    reading = read(model, found[example])
-    job = Job(ModelSource("own"), DataSource("random", sequence=TOKENS), Train(batch=ROWS, clip=0.5), Optimizer("sgd", lr=0.1))
+    reading = analyze(model, found[example])
+    job = Job(
+        ModelConfig("own"),
+        DataConfig("random", sequence=TOKENS),
+        TrainConfig(batch=ROWS, clip=0.5),
+        OptimizerConfig("sgd", lr=0.1),
+    )
     plan = make_plan(reading, job, mesh, strategies, 1)
-    assert not any(move.dtype == "bool" for action in plan.actions for move in action.inner)
+    assert not any(move.dtype == "bool" for action in plan.actions for move in action.inner_transfers)
     return verify(reading, plan, found)
 
 
 @pytest.mark.parametrize(("make", "mesh", "strategies"), MIXED, ids=named)
 @pytest.mark.parametrize("example", [0, -1], ids=["read without a mask", "read with a mask"])
-def test_which_rows_are_padded_makes_no_difference_to_what_is_sent(make, mesh: Mesh, strategies, example: int) -> None:
+def test_which_rows_are_padded_makes_no_difference_to_what_is_sent(
+    make, mesh: Mesh, strategies, example: int
+) -> None:
     verdict = mixed(make, mesh, strategies, example)
     assert verdict.passed, verdict
 
 
 def test_rows_of_a_mask_that_are_others_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Share.rows_together
+    right = TokenShard.group_mask_rows
 
-    def shifted(share: Share, mask: torch.Tensor) -> torch.Tensor | None:
+    def shifted(share: TokenShard, mask: torch.Tensor) -> torch.Tensor | None:
         rows = right(share, mask)
         return None if rows is None else rows.roll(1, -2)
 
-    monkeypatch.setattr(Share, "rows_together", shifted)
+    monkeypatch.setattr(TokenShard, "group_mask_rows", shifted)
     assert not mixed(llama, Mesh(cp=2), (Ulysses(), COPIES), -1).passed
 
 
 def test_heads_that_tensor_parallelism_has_divided_count() -> None:
     with pytest.raises(
-        PlanError, match=r"attention has 2 heads on a rank, and they go to 3 ranks[^|]*or set mesh.cp to 1 or 2$"
+        PlanError,
+        match=r"attention has 2 heads on a rank, and they go to 3 ranks[^|]*or set mesh.cp to 1 or 2$",
     ) as told:
-        equal(known(), Mesh(cp=3, tp=2), Ulysses(), Line(), COPIES)
-    assert len(told.value.faults) == 2  # the other rank of tp has four
+        equal(known(), Mesh(cp=3, tp=2), Ulysses(), TensorParallel(), COPIES)
+    assert len(told.value.diagnostics) == 2  # the other rank of tp has four
 
 
 def test_layers_that_are_frozen_in_part_send_gradients_of_what_learns() -> None:
     model = llama()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("q_proj" in name or "head" in name)
-    reading = read(model, batches(1, ROWS)[0])
-    first, second = reading.tokens.attends
+    reading = analyze(model, batches(1, ROWS)[0])
+    first, second = reading.sequence_info.attention_calls
     assert (first.learns, second.learns) == ((True, False, False), (True, True, True))
     equal(reading, Mesh(cp=3), Ulysses(), COPIES)

@@ -5,135 +5,158 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.engine.runtime.loss import IGNORED
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.plan.job.data_source import DataSource
+from meshwright.engine.runtime.loss import IGNORE_INDEX
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.plan.job.data_source import DataConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Train
+from meshwright.plan.job.job import TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.placement import I, P, R, S
-from meshwright.plan.sharding.sharding_plan import Space
-from meshwright.plan.step.single_device import ROLE, one_after_another, one_device
-from meshwright.run.data.shuffle import Order
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.step.single_device import FIRST_ROLE, sequential_stage_calls, single_device_program
+from meshwright.run.data.shuffle import ShuffledOrder
 from meshwright.testing.ranks import on_threads
 from tests.paper_model import Paper
 from tests.tiny_model import ROWS, case_of, plan_of, player_of, reading_of, rows, tiny_job, verdict_of
 
-SPACE = Space.one_device(Mesh(dp_replicate=3, dp_shard=2), Paper().anatomy)
+SPACE = ShardingPlan.one_device(Mesh(dp_replicate=3, dp_shard=2), Paper().anatomy)
 
 
 @pytest.fixture(scope="module")
-def reading() -> Reading:
+def reading() -> AnalyzedModel:
     return reading_of()
 
 
 def test_samples_are_split_and_gradients_become_pending_sums():
-    space = Batch().place(SPACE)
-    assert space.tokens.place("dp_replicate") == S(0)
-    for home in space.homes:
-        assert home.layout.place("dp_replicate") == R
-        assert home.pending.place("dp_replicate") == P
-        assert home.grad.place("dp_replicate") == P
-        assert home.layout.place("dp_shard") == I
+    space = BatchSplit().place(SPACE)
+    assert space.batch_layout.placement("dp_replicate") == S(0)
+    for home in space.param_shardings:
+        assert home.layout.placement("dp_replicate") == R
+        assert home.unreduced_grad_layout.placement("dp_replicate") == P
+        assert home.grad_layout.placement("dp_replicate") == P
+        assert home.layout.placement("dp_shard") == I
 
 
 def test_only_the_two_numbers_of_the_step_are_sent():
-    alone = one_device(SPACE, tiny_job(), 1, one_after_another(SPACE.anatomy.visits, 2))
-    split = Batch().rewrite(alone, SPACE, tiny_job())
-    sent = {a.kind: (a.transfer.collective, a.transfer.axes) for a in split.actions(ROLE) if a.transfer}
-    assert sent == dict.fromkeys(("COUNT", "TALLY"), ("all_reduce", ("dp_replicate",)))
-    assert [a.name for a in split.actions(ROLE)] == [a.name for a in alone.actions(ROLE)]
+    alone = single_device_program(
+        SPACE, tiny_job(), 1, sequential_stage_calls(SPACE.model_spec.block_calls, 2)
+    )
+    split = BatchSplit().rewrite(alone, SPACE, tiny_job())
+    sent = {a.kind: (a.transfer.collective, a.transfer.axes) for a in split.actions(FIRST_ROLE) if a.transfer}
+    assert sent == dict.fromkeys(("TOKEN_COUNT", "LOSS_SUM"), ("all_reduce", ("dp_replicate",)))
+    assert [a.name for a in split.actions(FIRST_ROLE)] == [a.name for a in alone.actions(FIRST_ROLE)]
 
 
 def test_two_split_axes_share_their_messages():
-    program = one_device(SPACE, tiny_job(), 1, one_after_another(SPACE.anatomy.visits, 2))
+    program = single_device_program(
+        SPACE, tiny_job(), 1, sequential_stage_calls(SPACE.model_spec.block_calls, 2)
+    )
     for axis in ("dp_replicate", "dp_shard"):
-        program = Batch(axis).rewrite(program, SPACE, tiny_job())
-    assert {a.transfer.axes for a in program.actions(ROLE) if a.transfer} == {("dp_replicate", "dp_shard")}
+        program = BatchSplit(axis).rewrite(program, SPACE, tiny_job())
+    assert {a.transfer.axes for a in program.actions(FIRST_ROLE) if a.transfer} == {
+        ("dp_replicate", "dp_shard")
+    }
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_activations_of_a_rank_are_an_nth(ranks: int):
     reading = reading_of()
-    alone, split = (plan_of(reading, n).program.actions(ROLE) for n in (1, ranks))
-    held = [sum(h.nbytes for a in actions if a.kind == "F" for h in a.takes) for actions in (alone, split)]
+    alone, split = (plan_of(reading, n).program.actions(FIRST_ROLE) for n in (1, ranks))
+    held = [
+        sum(h.nbytes for a in actions if a.kind == "F" for h in a.allocations) for actions in (alone, split)
+    ]
     assert held[0] == ranks * held[1] > 0
 
 
 def test_samples_are_not_split_along_the_axis_of_features():
     with pytest.raises(PlanError) as caught:
-        plan_of(reading_of(), 2, [Batch("tp")])
+        plan_of(reading_of(), 2, [BatchSplit("tp")])
     assert "strategies.batch.axis: samples cannot be split along 'tp'" in str(caught.value)
     assert "choose one of: dp_replicate, dp_shard" in str(caught.value)
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 0), (3, 0), (3, 2)])
-def test_ranks_with_unequal_counts_of_valid_tokens_equal_one_device(reading: Reading, ranks: int, micro_batch: int):
+def test_ranks_with_unequal_counts_of_valid_tokens_equal_one_device(
+    reading: AnalyzedModel, ranks: int, micro_batch: int
+):
     data = rows()
-    data["labels"][Order(ROWS, seed=0).ids(0, 12)[: 12 // ranks]] = IGNORED  # in the first step, nothing of rank 0 counts
+    data["labels"][ShuffledOrder(ROWS, seed=0).ids(0, 12)[: 12 // ranks]] = (
+        IGNORE_INDEX  # in the first step, nothing of rank 0 counts
+    )
     verdict = verdict_of(case_of(reading, plan_of(reading, ranks, micro_batch=micro_batch), data), steps=4)
     assert verdict.passed, str(verdict)
 
 
-def test_a_step_in_which_nothing_counts_changes_nothing_and_is_no_difference(reading: Reading):
+def test_a_step_in_which_nothing_counts_changes_nothing_and_is_no_difference(reading: AnalyzedModel):
     data = rows()
-    data["labels"][:] = IGNORED
+    data["labels"][:] = IGNORE_INDEX
     verdict = verdict_of(case_of(reading, plan_of(reading, 3), data))
     assert verdict.passed, str(verdict)
-    assert verdict.worst["parameter"] == 0.0
+    assert verdict.max_errors["parameter"] == 0.0
 
 
 @pytest.mark.parametrize("micro_batch", [0, 2, 1])
 @pytest.mark.parametrize("samples", [13, 16, 23])
-def test_ranks_that_run_out_of_data_take_part_with_zero_weight(reading: Reading, samples: int, micro_batch: int):
+def test_ranks_that_run_out_of_data_take_part_with_zero_weight(
+    reading: AnalyzedModel, samples: int, micro_batch: int
+):
     """The last of two steps is short: some ranks hold fewer rows, some none."""
-    job = tiny_job(data=DataSource("example", epochs=1))
+    job = tiny_job(data=DataConfig("example", epochs=1))
     plan = plan_of(reading, 3, micro_batch=micro_batch, job=job)
     verdict = verdict_of(case_of(reading, plan, rows(samples)), steps=5)
     assert verdict.passed, str(verdict)
-    assert verdict.steps == 2
+    assert verdict.num_steps == 2
 
 
 def test_dropout_belongs_to_samples_also_where_the_last_batch_is_short():
     reading = reading_of(p=0.4)
-    job = tiny_job(data=DataSource("example", epochs=1))
+    job = tiny_job(data=DataConfig("example", epochs=1))
     for micro_batch in (0, 2):
-        verdict = verdict_of(case_of(reading, plan_of(reading, 3, micro_batch=micro_batch, job=job), rows(17)), steps=2)
+        verdict = verdict_of(
+            case_of(reading, plan_of(reading, 3, micro_batch=micro_batch, job=job), rows(17)), steps=2
+        )
         assert verdict.passed, str(verdict)
 
 
-def test_a_batch_of_one_sample_per_rank_equals_one_device(reading: Reading):
+def test_a_batch_of_one_sample_per_rank_equals_one_device(reading: AnalyzedModel):
     job = tiny_job(batch=3)
     verdict = verdict_of(case_of(reading, plan_of(reading, 3, job=job)), steps=4)
     assert verdict.passed, str(verdict)
 
 
-def test_metrics_are_the_same_on_every_rank(reading: Reading):
+def test_metrics_are_the_same_on_every_rank(reading: AnalyzedModel):
     plan = plan_of(reading, 3)
-    batch = case_of(reading, plan).rows
+    batch = case_of(reading, plan).batch_reader
 
     def body(world: object) -> list[object]:
         player = player_of(reading, plan, world)
-        return [player.step(batch(plan, world.rank)(step), stop=world.rank == 1 and step == 1) for step in range(2)]
+        return [
+            player.step(batch(plan, world.rank)(step), stop=world.rank == 1 and step == 1)
+            for step in range(2)
+        ]
 
     first, *others = on_threads(body, plan.mesh)
     assert all(other == first for other in others)
     assert [metrics.stop for metrics in first] == [False, True], "one rank asks, all ranks know"
 
 
-def test_the_loss_is_that_of_the_global_batch_not_the_mean_of_means(reading: Reading):
+def test_the_loss_is_that_of_the_global_batch_not_the_mean_of_means(reading: AnalyzedModel):
     """Held against one forward over all rows: a mean of per-rank means would differ, because counts differ."""
-    plan = plan_of(reading, 3, job=replace(tiny_job(), train=Train(steps=20, batch=12)))
-    feed = case_of(reading, plan).rows
-    module, _, _ = reading.make("cpu", torch.float64)
+    plan = plan_of(reading, 3, job=replace(tiny_job(), train=TrainConfig(steps=20, batch=12)))
+    feed = case_of(reading, plan).batch_reader
+    module, _, _ = reading.make_module("cpu", torch.float64)
     parts = [feed(plan, rank)(0) for rank in range(3)]
     sums = [
-        torch.nn.functional.cross_entropy(module(part["input_ids"]).flatten(0, 1), part["labels"].flatten(), reduction="sum")
+        torch.nn.functional.cross_entropy(
+            module(part["input_ids"]).flatten(0, 1), part["labels"].flatten(), reduction="sum"
+        )
         for part in parts
     ]
-    counts = [(part["labels"] != IGNORED).sum().item() for part in parts]
+    counts = [(part["labels"] != IGNORE_INDEX).sum().item() for part in parts]
     assert len(set(counts)) > 1
-    loss = on_threads(lambda world: player_of(reading, plan, world).step(feed(plan, world.rank)(0)).loss, plan.mesh)[0]
+    loss = on_threads(
+        lambda world: player_of(reading, plan, world).step(feed(plan, world.rank)(0)).loss, plan.mesh
+    )[0]
     assert loss == pytest.approx(sum(sums).item() / sum(counts), rel=1e-13)
     assert loss != pytest.approx(sum((s / c).item() for s, c in zip(sums, counts, strict=True)) / 3, rel=1e-6)

@@ -8,42 +8,52 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.api import build, share, trace, verify
+from meshwright.api import parallelize, select_local_batch, trace, verify
 from meshwright.comm.collectives.group import Entry, World
-from meshwright.engine.losses.global_batch import Exchange
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.data_parallel_master import Master
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.plan.job.data_source import DataSource
+from meshwright.engine.losses.global_batch import GlobalBatchLoss
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.data_parallel_master import DataParallelMaster
+from meshwright.parallel.data.ddp import DDP
+from meshwright.plan.job.data_source import DataConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Guard, Optimizer, Precision
+from meshwright.plan.job.job import LossGuard, OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import ROLE
-from meshwright.run.data.feed import ExampleData, open_feed
+from meshwright.plan.step.single_device import FIRST_ROLE
+from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.testing.ranks import ProcessPool, on_threads
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.engine.two_tower_model import CONTRASTIVE, global_batches, reading_of_towers, towers_plan
-from tests.tiny_model import case_of, edited, first_of, plan_of, player_of, reading_of, rows, tiny_job, verdict_of
+from tests.tiny_model import (
+    case_of,
+    edited,
+    first_of,
+    plan_of,
+    player_of,
+    reading_of,
+    rows,
+    tiny_job,
+    verdict_of,
+)
 
-LED = (Batch(), Master())
+LED = (BatchSplit(), DataParallelMaster())
 
 
 @pytest.fixture(scope="module")
-def reading() -> Reading:
+def reading() -> AnalyzedModel:
     return reading_of()
 
 
-def led_plan(reading: Reading, ranks: int = 3, **changes: Any) -> Plan:
+def led_plan(reading: AnalyzedModel, ranks: int = 3, **changes: Any) -> Plan:
     return plan_of(reading, ranks, LED, job=tiny_job(**changes))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_it_equals_one_device(reading: Reading, ranks: int):
+def test_it_equals_one_device(reading: AnalyzedModel, ranks: int):
     plan = led_plan(reading, ranks)
-    assert prove(plan) == []
+    assert static_checks(plan) == []
     verdict = verdict_of(case_of(reading, plan))
     assert verdict.passed, str(verdict)
 
@@ -52,17 +62,20 @@ def test_it_equals_one_device(reading: Reading, ranks: int):
 def test_it_equals_one_device_with_dropout_and_a_short_last_batch(count: int):
     """Of 13 rows the second batch has 1: the master plays it, and the others stand in."""
     reading = reading_of(p=0.4, tied=True)
-    plan = led_plan(reading, data=DataSource("example", epochs=1))
+    plan = led_plan(reading, data=DataConfig("example", epochs=1))
     verdict = verdict_of(case_of(reading, plan, rows(count)), steps=2)
     assert verdict.passed, str(verdict)
-    assert verdict.steps == 2
+    assert verdict.num_steps == 2
 
 
 def on_a_process(world: World) -> tuple[float, dict[str, torch.Tensor]]:
     reading = reading_of()
-    plan = led_plan(reading, world.mesh.world)
-    with build(reading, plan, world=world) as engine:
-        loss = [engine.step(share({key: v[:12] for key, v in rows().items()}, plan, world.rank)).loss for _ in range(2)][-1]
+    plan = led_plan(reading, world.mesh.world_size)
+    with parallelize(reading, plan, world=world) as engine:
+        loss = [
+            engine.step(select_local_batch({key: v[:12] for key, v in rows().items()}, plan, world.rank)).loss
+            for _ in range(2)
+        ][-1]
         return loss, {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
@@ -75,23 +88,25 @@ def test_processes_do_as_threads_do_and_all_ranks_end_with_the_same_parameters(p
         assert all(torch.equal(value, processes[0][1][name]) for name, value in twins.items())
 
 
-def test_only_the_master_reads_data_and_it_reads_all_of_it(reading: Reading):
+def test_only_the_master_reads_data_and_it_reads_all_of_it(reading: AnalyzedModel):
     plan = led_plan(reading)
-    assert [plan.rows_read(rank) for rank in range(3)] == [list(range(12)), [], []]
-    feeds = [open_feed(ExampleData(rows()), plan, rank).batch(0) for rank in range(3)]
+    assert [plan.samples_read(rank) for rank in range(3)] == [list(range(12)), [], []]
+    feeds = [open_feed(ExampleDataset(rows()), plan, rank).batch(0) for rank in range(3)]
     assert len(feeds[0]["labels"]) == 12
     assert feeds[1:] == [None, None]
-    shares = [share({key: value[:7] for key, value in rows().items()}, plan, rank) for rank in range(3)]
+    shares = [
+        select_local_batch({key: value[:7] for key, value in rows().items()}, plan, rank) for rank in range(3)
+    ]
     assert [len(batch["labels"]) for batch in shares] == [7, 0, 0]
 
 
-def entries_of(reading: Reading, plan: Plan) -> list[list[Entry]]:
+def entries_of(reading: AnalyzedModel, plan: Plan) -> list[list[Entry]]:
     """What each rank issues in one step."""
 
     def body(world: World) -> list[Entry]:
         player = player_of(reading, plan, world)
         world.ledger.recording = True
-        player.step(share({key: value[:12] for key, value in rows().items()}, plan, world.rank))
+        player.step(select_local_batch({key: value[:12] for key, value in rows().items()}, plan, world.rank))
         return list(world.ledger.entries)
 
     return on_threads(body, plan.mesh)
@@ -99,7 +114,9 @@ def entries_of(reading: Reading, plan: Plan) -> list[list[Entry]]:
 
 def through(entries: list[list[Entry]], rank: int) -> float:
     """The bytes that leave `rank` or come to it, without the two small messages of `batch`."""
-    work = [[entry for entry in mine if entry.action not in ("COUNT()", "TALLY()")] for mine in entries]
+    work = [
+        [entry for entry in mine if entry.action not in ("TOKEN_COUNT()", "LOSS_SUM()")] for mine in entries
+    ]
     sent = sum(entry.sent for entry in work[rank])
     to_it = ("gather", "reduce") if rank == 0 else ()
     come = sum(entry.sent for mine in work for entry in mine if entry.collective in to_it)
@@ -108,42 +125,58 @@ def through(entries: list[list[Entry]], rank: int) -> float:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_the_ledger_shows_five_kinds_of_exchange_and_the_hot_rank_beside_the_one_of_replicate(reading: Reading, ranks: int):
+def test_the_ledger_shows_five_kinds_of_exchange_and_the_hot_rank_beside_the_one_of_replicate(
+    reading: AnalyzedModel, ranks: int
+):
     mine, theirs = entries_of(reading, led_plan(reading, ranks)), entries_of(reading, plan_of(reading, ranks))
     kinds = defaultdict(int)
     for entry in mine[0]:
         kind = "gradient" if "gradient(" in entry.action else entry.action.split("(")[0]
         kinds[kind] += entry.nbytes
-    weights = sum(weight.numel for weight in reading.anatomy.trainable) * 8
+    weights = sum(weight.numel for weight in reading.model_spec.trainable) * 8
     inputs, outputs = 12 // ranks * 5 * 8, 12 // ranks * 5 * 13 * 8
-    five = {"SCATTER": inputs, "GATHER": outputs, "gradient": outputs, "REDUCE": weights, "BROADCAST": weights + 8}
-    assert kinds == {**five, "COUNT": 32, "TALLY": 8}
-    assert {e.action.split("(")[0] for e in theirs[0]} == {"COUNT", "REDUCE", "TALLY"}
+    five = {
+        "SCATTER": inputs,
+        "GATHER": outputs,
+        "gradient": outputs,
+        "REDUCE": weights,
+        "BROADCAST": weights + 8,
+    }
+    assert kinds == {**five, "TOKEN_COUNT": 32, "LOSS_SUM": 8}
+    assert {e.action.split("(")[0] for e in theirs[0]} == {"TOKEN_COUNT", "REDUCE", "LOSS_SUM"}
 
     law = weights + 8 + (ranks - 1) * (weights + inputs + 2 * outputs)  # the norm is 8 bytes
     assert through(mine, 0) == pytest.approx(law, rel=1e-12)
-    assert all(through(theirs, rank) == pytest.approx(4 * (ranks - 1) / ranks * weights, rel=1e-12) for rank in range(ranks))
+    assert all(
+        through(theirs, rank) == pytest.approx(4 * (ranks - 1) / ranks * weights, rel=1e-12)
+        for rank in range(ranks)
+    )
     assert through(mine, 0) > through(theirs, 0)
-    assert all(through(mine, rank) < through(mine, 0) or ranks == 2 for rank in range(1, ranks))  # of two, each is the other end
+    assert all(
+        through(mine, rank) < through(mine, 0) or ranks == 2 for rank in range(1, ranks)
+    )  # of two, each is the other end
 
 
-def test_bytes_in_the_plan_are_bytes_in_the_ledger_in_every_dtype(reading: Reading):
-    for precision in (Precision(), Precision(compute="bfloat16")):
+def test_bytes_in_the_plan_are_bytes_in_the_ledger_in_every_dtype(reading: AnalyzedModel):
+    for precision in (PrecisionConfig(), PrecisionConfig(compute="bfloat16")):
         plan = led_plan(reading, precision=precision)
         assert trace(reading, plan, [0, 1, 2]).passed
         assert trace(reading, plan, [0, 2], fake=False).passed
 
 
-def test_the_leader_steps_masters_of_wider_dtype_and_hands_out_rounded_weights(reading: Reading):
+def test_the_leader_steps_masters_of_wider_dtype_and_hands_out_rounded_weights(reading: AnalyzedModel):
     """What one rank steps for all is what each would have stepped for itself."""
-    mixed = Precision("bfloat16", "bfloat16", "bfloat16", master="float32")
+    mixed = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
 
     def body(world: World, plan: Plan) -> tuple[dict[str, list[float]], int]:
-        with build(reading, plan, world=world) as engine:
+        with parallelize(reading, plan, world=world) as engine:
             for _ in range(3):
-                engine.step(share(rows(12), plan, world.rank))
-            weights = {name: value.float().flatten().tolist() for name, value in engine.player.parameters().items()}
-            return weights, engine.player.sizes().get("master", 0)
+                engine.step(select_local_batch(rows(12), plan, world.rank))
+            weights = {
+                name: value.float().flatten().tolist()
+                for name, value in engine.executor.gather_parameters().items()
+            }
+            return weights, engine.executor.memory_by_category().get("master", 0)
 
     alone = plan_of(reading, 1, (), job=tiny_job(precision=mixed))
     led = on_threads(lambda world: body(world, led_plan(reading, precision=mixed)), Mesh(dp_replicate=3))
@@ -154,58 +187,64 @@ def test_the_leader_steps_masters_of_wider_dtype_and_hands_out_rounded_weights(r
         for name, values in weights.items():
             assert values == pytest.approx(wanted[name], rel=0.05, abs=0.02)
     with pytest.raises(PlanError, match=r"scaled for float16, and one rank alone would know of an overflow"):
-        led_plan(reading, precision=Precision(compute="float16"))
+        led_plan(reading, precision=PrecisionConfig(compute="float16"))
 
 
 def test_a_contrastive_loss_may_be_taken_by_the_master():
-    bare = replace(CONTRASTIVE, total=lambda outputs, batch: CONTRASTIVE.total((*outputs[:2], torch.ones(())), batch))
+    bare = replace(
+        CONTRASTIVE, total=lambda outputs, batch: CONTRASTIVE.total((*outputs[:2], torch.ones(())), batch)
+    )
     reading = reading_of_towers(bare)
     plan = towers_plan(reading, Mesh(dp_replicate=3), LED)
-    assert prove(plan) == []
+    assert static_checks(plan) == []
     verdict = verify(reading, plan, global_batches(17), loss=bare)
     assert verdict.passed, str(verdict)
 
 
-def test_a_step_without_rows_is_skipped_by_all(reading: Reading):
+def test_a_step_without_rows_is_skipped_by_all(reading: AnalyzedModel):
     plan = led_plan(reading)
 
     def body(world: World) -> bool:
-        return player_of(reading, plan, world).step(None).skipped
+        return player_of(reading, plan, world).step(None).is_skipped
 
     assert on_threads(body, plan.mesh) == [True] * 3
 
 
-def test_a_checkpoint_holds_the_moments_that_the_master_alone_has(reading: Reading, tmp_path: Path):
-    plan = led_plan(reading, optimizer=Optimizer("adamw", lr=0.01))
+def test_a_checkpoint_holds_the_moments_that_the_master_alone_has(reading: AnalyzedModel, tmp_path: Path):
+    plan = led_plan(reading, optimizer=OptimizerConfig("adamw", lr=0.01))
     batch = {key: value[:12] for key, value in rows().items()}
 
     def body(world: World) -> list[float]:
-        with build(reading, plan, world=world) as engine:
-            engine.step(engine.share(batch))
+        with parallelize(reading, plan, world=world) as engine:
+            engine.step(engine.local_batch(batch))
             saved = engine.save(tmp_path)
-            after = [engine.step(engine.share(batch)).loss for _ in range(2)]
+            after = [engine.step(engine.local_batch(batch)).loss for _ in range(2)]
             engine.load(saved)
-            return [*after, *(engine.step(engine.share(batch)).loss for _ in range(2))]
+            return [*after, *(engine.step(engine.local_batch(batch)).loss for _ in range(2))]
 
     for first, second, again, repeated in on_threads(body, plan.mesh):
         assert (first, second) == (again, repeated)
 
     def other(world: World) -> list[float]:  # the same checkpoint under another plan
-        with build(reading, plan_of(reading, 2, job=plan.job), world=world) as engine:
+        with parallelize(reading, plan_of(reading, 2, job=plan.job), world=world) as engine:
             engine.load(next(tmp_path.glob("step-*")))
-            return [engine.step(engine.share(batch)).loss for _ in range(2)]
+            return [engine.step(engine.local_batch(batch)).loss for _ in range(2)]
 
     assert on_threads(other, Mesh(dp_replicate=2))[0] == pytest.approx([first, second], rel=1e-12)
 
 
-def test_a_gradient_handed_to_the_wrong_rank_is_noticed(reading: Reading, monkeypatch: pytest.MonkeyPatch):
-    taken = Exchange._handed_out
+def test_a_gradient_handed_to_the_wrong_rank_is_noticed(
+    reading: AnalyzedModel, monkeypatch: pytest.MonkeyPatch
+):
+    taken = GlobalBatchLoss._handed_out
 
-    def shifted(self: Exchange, action: Action, column: Any, whole: torch.Tensor | None) -> torch.Tensor:
+    def shifted(
+        self: GlobalBatchLoss, action: Action, column: Any, whole: torch.Tensor | None
+    ) -> torch.Tensor:
         swapped = whole.roll(4, 0) if whole is not None and "gradient" in action.subject else whole
         return taken(self, action, column, swapped)
 
-    monkeypatch.setattr(Exchange, "_handed_out", shifted)
+    monkeypatch.setattr(GlobalBatchLoss, "_handed_out", shifted)
     step, quantity, _, _ = first_of(verdict_of(case_of(reading, led_plan(reading))))
     assert (step, quantity) == (0, "gradient")
 
@@ -213,44 +252,81 @@ def test_a_gradient_handed_to_the_wrong_rank_is_noticed(reading: Reading, monkey
 @pytest.mark.parametrize(
     ("left_out", "said"),
     [
-        ("BROADCAST(head.weight)", "1 weights (head.weight...) are not broadcast over dp_replicate after STEP"),
-        ("REDUCE(head.weight)", "the gradient of head.weight stays a pending sum over dp_replicate: no reduce moves it"),
+        (
+            "BROADCAST(head.weight)",
+            "1 weights (head.weight...) are not broadcast over dp_replicate after STEP",
+        ),
+        (
+            "REDUCE(head.weight)",
+            "the gradient of head.weight stays a pending sum over dp_replicate: no reduce moves it",
+        ),
         ("GATHER(output0)", "LOSS(0) needs all rows of output0 and waits for no GATHER of them"),
     ],
 )
-def test_an_exchange_that_is_left_out_is_no_proof(reading: Reading, left_out: str, said: str):
-    plan = edited(led_plan(reading), lambda actions: [action for action in actions if action.name != left_out])
-    assert any(said in fault.what for fault in prove(plan))
+def test_an_exchange_that_is_left_out_is_no_proof(reading: AnalyzedModel, left_out: str, said: str):
+    plan = edited(
+        led_plan(reading), lambda actions: [action for action in actions if action.name != left_out]
+    )
+    assert any(said in fault.problem for fault in static_checks(plan))
 
 
 @pytest.mark.parametrize(
     ("mesh", "job", "micro_batch", "said"),
     [
-        (Mesh(dp_replicate=3), {}, 2, "the loss is taken on the whole global batch at once, and micro_batch = 2 cuts"),
+        (
+            Mesh(dp_replicate=3),
+            {},
+            2,
+            "the loss is taken on the whole global batch at once, and micro_batch = 2 cuts",
+        ),
         (Mesh(dp_replicate=3, tp=2), {}, 0, "the ranks along tp would each have a master of their own"),
-        (Mesh(dp_replicate=3), {"guard": Guard("stop")}, 0, 'set guard.action = "off"'),
-        (Mesh(dp_replicate=3), {"precision": Precision(reduce="bfloat16")}, 0, "gradients travel in float32 here"),
+        (Mesh(dp_replicate=3), {"guard": LossGuard("stop")}, 0, 'set guard.action = "off"'),
+        (
+            Mesh(dp_replicate=3),
+            {"precision": PrecisionConfig(reduce="bfloat16")},
+            0,
+            "gradients travel in float32 here",
+        ),
     ],
     ids=["micro-batches", "another axis", "guard", "another dtype on the wire"],
 )
-def test_what_it_cannot_do_is_refused_with_the_repair(reading: Reading, mesh: Mesh, job: dict, micro_batch: int, said: str):
+def test_what_it_cannot_do_is_refused_with_the_repair(
+    reading: AnalyzedModel, mesh: Mesh, job: dict, micro_batch: int, said: str
+):
     with pytest.raises(PlanError) as caught:
-        Plan.make(tiny_job(**job), mesh, reading.anatomy, LED, micro_batch)
+        Plan.make(tiny_job(**job), mesh, reading.model_spec, LED, micro_batch)
     assert said in str(caught.value)
 
 
 def test_an_output_of_the_master_alone_is_refused():
-    with pytest.raises(PlanError, match=r"(?s)output2 of shape \[\], which is not per row.*use the strategy \"replicate\""):
+    with pytest.raises(
+        PlanError, match=r"(?s)output2 of shape \[\], which is not per row.*use the strategy \"replicate\""
+    ):
         towers_plan(reading_of_towers(), Mesh(dp_replicate=3), LED)
 
 
 def test_it_is_one_of_two_stores_on_an_axis():
-    with pytest.raises(PlanError, match="master and replicate both decide how weights are stored along dp_replicate"):
-        plan_of(reading_of(), 3, (*LED, Replicate()))
+    with pytest.raises(
+        PlanError, match="master and replicate both decide how weights are stored along dp_replicate"
+    ):
+        plan_of(reading_of(), 3, (*LED, DDP()))
 
 
-def test_the_list_has_the_exchanges_in_their_places(reading: Reading):
-    kinds = [action.kind for action in led_plan(reading).program.actions(ROLE)]
+def test_the_list_has_the_exchanges_in_their_places(reading: AnalyzedModel):
+    kinds = [action.kind for action in led_plan(reading).program.actions(FIRST_ROLE)]
     short = [kind for place, kind in enumerate(kinds) if place == 0 or kinds[place - 1] != kind]
-    inside = ["COUNT", "SCATTER", "F", "GATHER", "LOSS", "SCATTER", "B", "TALLY", "REDUCE", "CLIP", "STEP", "BROADCAST"]
+    inside = [
+        "TOKEN_COUNT",
+        "SCATTER",
+        "F",
+        "GATHER",
+        "LOSS",
+        "SCATTER",
+        "B",
+        "LOSS_SUM",
+        "REDUCE",
+        "CLIP",
+        "STEP",
+        "BROADCAST",
+    ]
     assert short == inside

@@ -9,43 +9,51 @@ from hypothesis import strategies as st
 
 from meshwright.comm.backends.fake import FakeWorld
 from meshwright.comm.collectives.group import World
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate, coalesce
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP, coalesce
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Job, Precision
-from meshwright.plan.model_spec.model_spec import NBYTES, Weight
+from meshwright.plan.job.job import Job, PrecisionConfig
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ParamSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.param_sharding import Bundle, Home
+from meshwright.plan.sharding.param_sharding import ParamGroup, ParamSharding
 from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.testing.ranks import on_threads
 from meshwright.verifier.parity import planned_messages
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.paper_model import Paper
 from tests.tiny_model import plan_of, player_of, reading_of, rows, tiny_job
 
 MIB = 2**20
-PRECISIONS = [Precision(), Precision(reduce="bfloat16"), Precision("float64", "float64", "float64")]
+PRECISIONS = [
+    PrecisionConfig(),
+    PrecisionConfig(reduce="bfloat16"),
+    PrecisionConfig("float64", "float64", "float64"),
+]
 
 
 @pytest.fixture(scope="module")
-def reading() -> Reading:
+def reading() -> AnalyzedModel:
     return reading_of()
 
 
-def job_in(precision: Precision, batch: int = 12) -> Job:
+def job_in(precision: PrecisionConfig, batch: int = 12) -> Job:
     return replace(tiny_job(batch), precision=precision)
 
 
-def on_paper(paper: Paper, ranks: int = 3, bucket_nbytes: float = MIB, micro_batch: int = 0, job: Job | None = None) -> Plan:
-    strategies = (Batch(), Replicate(bucket_mb=bucket_nbytes / MIB))
-    return Plan.make(job or job_in(Precision()), Mesh(dp_replicate=ranks), paper.anatomy, strategies, micro_batch)
+def on_paper(
+    paper: Paper, ranks: int = 3, bucket_nbytes: float = MIB, micro_batch: int = 0, job: Job | None = None
+) -> Plan:
+    strategies = (BatchSplit(), DDP(bucket_mb=bucket_nbytes / MIB))
+    return Plan.make(
+        job or job_in(PrecisionConfig()), Mesh(dp_replicate=ranks), paper.anatomy, strategies, micro_batch
+    )
 
 
 def actions_of(plan: Plan, kind: str) -> list[Action]:
-    return [action for action in plan.program.actions(ROLE) if action.kind == kind]
+    return [action for action in plan.program.actions(FIRST_ROLE) if action.kind == kind]
 
 
 def law(ranks: int, nbytes: int) -> Fraction:
@@ -55,13 +63,13 @@ def law(ranks: int, nbytes: int) -> Fraction:
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda precision: precision.reduce)
 @pytest.mark.parametrize("ranks", [2, 3, 7, 1024])
-def test_the_program_sends_two_n_minus_one_nths_of_the_gradients(ranks: int, precision: Precision):
+def test_the_program_sends_two_n_minus_one_nths_of_the_gradients(ranks: int, precision: PrecisionConfig):
     plan = on_paper(Paper(layers=5, numel=77), ranks, bucket_nbytes=700, job=job_in(precision, batch=ranks))
     total = sum(action.transfer.nbytes for action in actions_of(plan, "REDUCE"))
-    assert law(ranks, total) == law(ranks, 5 * 77 * NBYTES[precision.reduce])
+    assert law(ranks, total) == law(ranks, 5 * 77 * FLOAT_NBYTES[precision.reduce])
 
 
-def ledger_of(reading: Reading, plan: Plan, world: World) -> dict[str, float]:
+def ledger_of(reading: AnalyzedModel, plan: Plan, world: World) -> dict[str, float]:
     """What one rank sends in one step, per action, held against the program in passing."""
     world.ledger.recording = True
     player_of(reading, plan, world).step({key: value[: plan.local_batch] for key, value in rows().items()})
@@ -71,17 +79,19 @@ def ledger_of(reading: Reading, plan: Plan, world: World) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda precision: precision.reduce)
-def test_rank_777_of_1024_sends_what_the_law_says(reading: Reading, precision: Precision):
-    plan = plan_of(reading, 1024, (Batch(), Replicate(bucket_mb=300 / MIB)), 1, job_in(precision, batch=2048))
+def test_rank_777_of_1024_sends_what_the_law_says(reading: AnalyzedModel, precision: PrecisionConfig):
+    plan = plan_of(reading, 1024, (BatchSplit(), DDP(bucket_mb=300 / MIB)), 1, job_in(precision, batch=2048))
     sent = ledger_of(reading, plan, FakeWorld(plan.mesh, 777))
-    nbytes = sum(weight.numel for weight in reading.anatomy.trainable) * NBYTES[precision.reduce]
-    assert sum(Fraction(value) for name, value in sent.items() if name.startswith("REDUCE")) == law(1024, nbytes)
+    nbytes = sum(weight.numel for weight in reading.model_spec.trainable) * FLOAT_NBYTES[precision.reduce]
+    assert sum(Fraction(value) for name, value in sent.items() if name.startswith("REDUCE")) == law(
+        1024, nbytes
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_every_rank_sends_what_the_law_says(reading: Reading, ranks: int):
-    plan = plan_of(reading, ranks, (Batch(), Replicate(bucket_mb=300 / MIB)), 2)
-    nbytes = sum(weight.numel for weight in reading.anatomy.trainable) * 8
+def test_every_rank_sends_what_the_law_says(reading: AnalyzedModel, ranks: int):
+    plan = plan_of(reading, ranks, (BatchSplit(), DDP(bucket_mb=300 / MIB)), 2)
+    nbytes = sum(weight.numel for weight in reading.model_spec.trainable) * 8
     for sent in on_threads(lambda world: ledger_of(reading, plan, world), plan.mesh):
         reduced = sum(value for name, value in sent.items() if name.startswith("REDUCE"))
         assert reduced == pytest.approx(float(law(ranks, nbytes)), rel=1e-15)
@@ -91,36 +101,49 @@ def test_frozen_parameters_are_not_sent():
     frozen = reading_of(frozen=True)
     plan = plan_of(frozen, 3)
     assert "embed.weight" not in {name for action in actions_of(plan, "REDUCE") for name in action.tensors}
-    assert sum(a.transfer.nbytes for a in actions_of(plan, "REDUCE")) == sum(w.numel for w in frozen.anatomy.trainable) * 8
+    assert (
+        sum(a.transfer.nbytes for a in actions_of(plan, "REDUCE"))
+        == sum(w.numel for w in frozen.model_spec.trainable) * 8
+    )
 
 
 def test_nothing_is_sent_while_micro_batches_accumulate():
-    actions = on_paper(Paper(layers=4), bucket_nbytes=1, micro_batch=1).program.actions(ROLE)
+    actions = on_paper(Paper(layers=4), bucket_nbytes=1, micro_batch=1).program.actions(FIRST_ROLE)
     names = [action.name for action in actions]
     assert names.index("LOSS(3)") < min(names.index(f"REDUCE({n})") for n in range(4))
     assert sum(action.kind == "REDUCE" for action in actions) == 4
 
 
 def test_gradients_leave_when_the_last_backward_of_their_block_ends():
-    actions = on_paper(Paper(layers=3), bucket_nbytes=1, micro_batch=2).program.actions(ROLE)
-    tail = [action.name for action in actions if action.kind in ("B", "REDUCE", "CLIP") and action.micro != 0]
-    assert tail == ["B(layer2, 1)", "REDUCE(0)", "B(layer1, 1)", "REDUCE(1)", "B(layer0, 1)", "REDUCE(2)", "CLIP()"]
+    actions = on_paper(Paper(layers=3), bucket_nbytes=1, micro_batch=2).program.actions(FIRST_ROLE)
+    tail = [
+        action.name for action in actions if action.kind in ("B", "REDUCE", "CLIP") and action.microbatch != 0
+    ]
+    assert tail == [
+        "B(layer2, 1)",
+        "REDUCE(0)",
+        "B(layer1, 1)",
+        "REDUCE(1)",
+        "B(layer0, 1)",
+        "REDUCE(2)",
+        "CLIP()",
+    ]
 
 
 def test_a_bucket_takes_its_gradients_in_at_the_first_micro_batch():
-    names = [action.name for action in on_paper(Paper(layers=1), micro_batch=2).program.actions(ROLE)]
+    names = [action.name for action in on_paper(Paper(layers=1), micro_batch=2).program.actions(FIRST_ROLE)]
     assert names.index("PACK(layer0)") == names.index("B(layer0, 0)") + 1
     assert names.index("REDUCE(0)") == names.index("B(layer0, 1)") + 1
 
 
 def test_gradients_that_travel_in_another_dtype_are_packed_once_they_are_complete():
-    plan = on_paper(Paper(layers=1), micro_batch=2, job=job_in(Precision(reduce="bfloat16")))
-    names = [action.name for action in plan.program.actions(ROLE)]
+    plan = on_paper(Paper(layers=1), micro_batch=2, job=job_in(PrecisionConfig(reduce="bfloat16")))
+    names = [action.name for action in plan.program.actions(FIRST_ROLE)]
     assert names[names.index("B(layer0, 1)") :] == [
         "B(layer0, 1)",
         "PACK(layer0)",
         "REDUCE(0)",
-        "TALLY()",
+        "LOSS_SUM()",
         "UNPACK(0)",
         "CLIP()",
         "STEP()",
@@ -129,7 +152,7 @@ def test_gradients_that_travel_in_another_dtype_are_packed_once_they_are_complet
 
 @pytest.mark.parametrize(("reduce", "layers_per_bucket"), [("float32", 2), ("bfloat16", 4)])
 def test_a_bucket_holds_as_many_bytes_of_the_wire_as_it_says(reduce: str, layers_per_bucket: int):
-    plan = on_paper(Paper(layers=8, numel=100), bucket_nbytes=850, job=job_in(Precision(reduce=reduce)))
+    plan = on_paper(Paper(layers=8, numel=100), bucket_nbytes=850, job=job_in(PrecisionConfig(reduce=reduce)))
     reduces = actions_of(plan, "REDUCE")
     assert [len(action.tensors) for action in reduces] == [layers_per_bucket] * (8 // layers_per_bucket)
     assert all(action.transfer.nbytes == 800 for action in reduces)
@@ -147,7 +170,10 @@ def test_buckets_fill_from_the_last_block_to_the_first():
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 60))
 def test_bundles_are_coalesced_in_order_and_up_to_the_limit(sizes: list[int], limit: int):
-    bundles = [Bundle(str(i), (Home(Weight(f"w{i}", (size,), ("v",))),), "v") for i, size in enumerate(sizes)]
+    bundles = [
+        ParamGroup(str(i), (ParamSharding(ParamSpec(f"w{i}", (size,), ("v",))),), "v")
+        for i, size in enumerate(sizes)
+    ]
     runs = coalesce(bundles, limit)
     assert [bundle for run in runs for bundle in run] == bundles
     totals = [sum(bundle.numel for bundle in run) for run in runs]
@@ -157,7 +183,7 @@ def test_bundles_are_coalesced_in_order_and_up_to_the_limit(sizes: list[int], li
 
 def test_tied_weights_leave_after_the_last_backward_of_all_their_users():
     plan = on_paper(Paper(layers=3, tied=True), bucket_nbytes=1, micro_batch=2)
-    names = [action.name for action in plan.program.actions(ROLE)]
+    names = [action.name for action in plan.program.actions(FIRST_ROLE)]
     tied = next(action for action in actions_of(plan, "REDUCE") if "layer0.weight" in action.tensors)
     assert tied.tensors == ("layer0.weight",)
     assert names.index(tied.name) > names.index("B(layer0, 1)") > names.index("B(layer2, 1)")
@@ -167,56 +193,80 @@ def test_tied_weights_leave_after_the_last_backward_of_all_their_users():
 @pytest.mark.parametrize("micro_batch", [0, 2, 1])
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda precision: precision.reduce)
 @pytest.mark.parametrize("paper", [Paper(), Paper(tied=True), Paper(layers=1)], ids=str)
-def test_its_program_is_proved(paper: Paper, precision: Precision, micro_batch: int):
-    assert prove(on_paper(paper, bucket_nbytes=850, micro_batch=micro_batch, job=job_in(precision))) == []
+def test_its_program_is_proved(paper: Paper, precision: PrecisionConfig, micro_batch: int):
+    assert (
+        static_checks(on_paper(paper, bucket_nbytes=850, micro_batch=micro_batch, job=job_in(precision)))
+        == []
+    )
 
 
 @pytest.mark.parametrize(
     ("store", "said"),
     [
-        (Replicate("tp"), "strategies.replicate.axis: weights cannot be replicated along 'tp'\n  repair: choose one of: dp_rep"),
-        (Replicate("dp_shard"), 'nothing splits the batch there\n  repair: add [[strategies]] name = "batch", axis = "dp_shard"'),
-        (Replicate(bucket_mb=0.0), "strategies.replicate.bucket_mb: buckets of 0.0 MiB\n  repair: write a size above 0"),
-        (Replicate(bucket_mb=float("nan")), "strategies.replicate.bucket_mb: buckets of nan MiB"),
-        (Replicate(algorithm="rng"), "strategies.replicate.algorithm: there is no all_reduce algorithm 'rng'\n  repair: did you"),
-        (Replicate(algorithm="hierarchical/2"), "strategies.replicate.algorithm: hierarchical/2: 3 ranks are no whole number of"),
         (
-            Replicate(algorithm="auto"),
+            DDP("tp"),
+            "strategies.replicate.axis: weights cannot be replicated along 'tp'\n  repair: choose one of: dp_rep",
+        ),
+        (
+            DDP("dp_shard"),
+            'nothing splits the batch there\n  repair: add [[strategies]] name = "batch", axis = "dp_shard"',
+        ),
+        (
+            DDP(bucket_mb=0.0),
+            "strategies.replicate.bucket_mb: buckets of 0.0 MiB\n  repair: write a size above 0",
+        ),
+        (DDP(bucket_mb=float("nan")), "strategies.replicate.bucket_mb: buckets of nan MiB"),
+        (
+            DDP(algorithm="rng"),
+            "strategies.replicate.algorithm: there is no all_reduce algorithm 'rng'\n  repair: did you",
+        ),
+        (
+            DDP(algorithm="hierarchical/2"),
+            "strategies.replicate.algorithm: hierarchical/2: 3 ranks are no whole number of",
+        ),
+        (
+            DDP(algorithm="auto"),
             "strategies.replicate.algorithm: auto needs the measured cost of the links\n  repair: run `mesh",
         ),
     ],
     ids=["no data axis", "not split", "size", "nan", "algorithm", "hosts", "auto"],
 )
-def test_a_field_that_cannot_be_is_refused(reading: Reading, store: Replicate, said: str):
+def test_a_field_that_cannot_be_is_refused(reading: AnalyzedModel, store: DDP, said: str):
     with pytest.raises(PlanError) as caught:
-        plan_of(reading, 3, (Batch(), store))
+        plan_of(reading, 3, (BatchSplit(), store))
     assert said in str(caught.value)
 
 
 def test_whole_copies_along_two_axes_are_refused_with_the_one_axis_to_write():
-    strategies = (Batch("dp_replicate"), Batch("dp_shard"), Replicate("dp_replicate"), Replicate("dp_shard"))
+    strategies = (BatchSplit("dp_replicate"), BatchSplit("dp_shard"), DDP("dp_replicate"), DDP("dp_shard"))
     with pytest.raises(PlanError) as caught:
-        Plan.make(job_in(Precision()), Mesh(dp_replicate=2, dp_shard=3), Paper().anatomy, strategies)
-    assert [str(fault) for fault in caught.value.faults] == [
+        Plan.make(job_in(PrecisionConfig()), Mesh(dp_replicate=2, dp_shard=3), Paper().anatomy, strategies)
+    assert [str(fault) for fault in caught.value.diagnostics] == [
         "strategies.replicate.axis: weights are kept whole along dp_replicate already, and now along dp_shard too\n"
         "  repair: make it one axis: mesh.dp_replicate = 6, mesh.dp_shard = 1"
     ]
 
 
-def test_copies_may_lie_along_the_other_data_axis(reading: Reading):
-    strategies = (Batch("dp_shard"), Replicate("dp_shard"))
-    plan = Plan.make(tiny_job(), Mesh(dp_shard=3), reading.anatomy, strategies)
-    assert {action.transfer.axes for action in plan.program.actions(ROLE) if action.transfer} == {("dp_shard",)}
-    assert prove(plan) == []
+def test_copies_may_lie_along_the_other_data_axis(reading: AnalyzedModel):
+    strategies = (BatchSplit("dp_shard"), DDP("dp_shard"))
+    plan = Plan.make(tiny_job(), Mesh(dp_shard=3), reading.model_spec, strategies)
+    assert {action.transfer.axes for action in plan.program.actions(FIRST_ROLE) if action.transfer} == {
+        ("dp_shard",)
+    }
+    assert static_checks(plan) == []
 
 
-def test_the_bucket_is_the_home_of_its_gradients(reading: Reading):
+def test_the_bucket_is_the_home_of_its_gradients(reading: AnalyzedModel):
     """While the optimizer steps, every gradient is a view of a bucket: no second copy is in memory."""
     plan, seen = plan_of(reading, 3), []
 
     def look(action: Action, state: object) -> None:
         flats = [bucket.flat.untyped_storage().data_ptr() for bucket in state.buckets.values()]
-        seen.append(all(p.grad.untyped_storage().data_ptr() in flats for p in state.subject.trainable.values()))
+        seen.append(
+            all(p.grad.untyped_storage().data_ptr() in flats for p in state.subject.trainable.values())
+        )
 
-    player_of(reading, plan, FakeWorld(plan.mesh, 1), extra={"CLIP": look}).step({k: v[:4] for k, v in rows().items()})
+    player_of(reading, plan, FakeWorld(plan.mesh, 1), extra={"CLIP": look}).step(
+        {k: v[:4] for k, v in rows().items()}
+    )
     assert seen == [True]

@@ -9,20 +9,20 @@ import torch
 import meshwright as mw
 from meshwright.comm.algorithms import named
 from meshwright.comm.collectives.group import World
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.ddp_naive import Naive
-from meshwright.plan.job.job import Precision
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.ddp_naive import NaiveDDP
+from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Handler, Runtime, Strategy
-from meshwright.run.checkpoint.save_load import compare
+from meshwright.run.checkpoint.save_load import compare_checkpoints
 from meshwright.testing.ranks import ProcessPool
 from meshwright.verifier.parity import RankReport, compare_rank
 from meshwright.verifier.reference import run_reference
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.parallel.data.test_ddp_numbers import ROUNDING, reduced_gradients
 from tests.run.training.small_run import Course
 from tests.tiny_model import case_of, plan_of, reading_of, verdict_of
@@ -33,81 +33,95 @@ ALGORITHMS = ["naive", "root", "ring", "parallel", "halving", "doubling", "tree"
 
 
 @pytest.fixture(scope="module")
-def reading() -> Reading:
+def reading() -> AnalyzedModel:
     return reading_of()
 
 
-def store(algorithm: str) -> Replicate:
-    return Replicate(bucket_mb=BUCKET_MB, algorithm=algorithm)
+def store(algorithm: str) -> DDP:
+    return DDP(bucket_mb=BUCKET_MB, algorithm=algorithm)
 
 
 def carried(plan: Plan) -> dict[int, str]:
     """The algorithm of each gradient message, by its bytes."""
-    return {a.transfer.nbytes: a.transfer.algorithm for a in plan.program.actions(ROLE) if a.kind == "REDUCE" and a.transfer}
+    return {
+        a.transfer.nbytes: a.transfer.algorithm
+        for a in plan.program.actions(FIRST_ROLE)
+        if a.kind == "REDUCE" and a.transfer
+    }
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize("micro_batch", [0, 1])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_it_equals_one_device(reading: Reading, algorithm: str, ranks: int, micro_batch: int):
-    plan = plan_of(reading, ranks, (Batch(), store(algorithm)), micro_batch)
-    assert prove(plan) == []
+def test_it_equals_one_device(reading: AnalyzedModel, algorithm: str, ranks: int, micro_batch: int):
+    plan = plan_of(reading, ranks, (BatchSplit(), store(algorithm)), micro_batch)
+    assert static_checks(plan) == []
     verdict = verdict_of(case_of(reading, plan))
     assert verdict.passed, str(verdict)
 
 
-@pytest.mark.parametrize("strategy", [store("hierarchical/2"), Naive(algorithm="hierarchical/2"), Naive(algorithm=RULE)], ids=str)
-def test_it_equals_one_device_on_two_hosts_and_one_parameter_at_a_time(reading: Reading, strategy: Strategy):
-    verdict = verdict_of(case_of(reading, plan_of(reading, 4, (Batch(), strategy), 1)))
+@pytest.mark.parametrize(
+    "strategy",
+    [store("hierarchical/2"), NaiveDDP(algorithm="hierarchical/2"), NaiveDDP(algorithm=RULE)],
+    ids=str,
+)
+def test_it_equals_one_device_on_two_hosts_and_one_parameter_at_a_time(
+    reading: AnalyzedModel, strategy: Strategy
+):
+    verdict = verdict_of(case_of(reading, plan_of(reading, 4, (BatchSplit(), strategy), 1)))
     assert verdict.passed, str(verdict)
 
 
-def test_each_message_carries_the_one_algorithm_that_the_rule_picks_for_its_bytes(reading: Reading):
-    plan = plan_of(reading, 3, (Batch(), Naive(algorithm=RULE)))
+def test_each_message_carries_the_one_algorithm_that_the_rule_picks_for_its_bytes(reading: AnalyzedModel):
+    plan = plan_of(reading, 3, (BatchSplit(), NaiveDDP(algorithm=RULE)))
     picked = carried(plan)
     assert {nbytes: named(name).name for nbytes, name in picked.items()} == {
         nbytes: "doubling" if nbytes <= 200 else "tree" if nbytes <= 350 else "ring" for nbytes in picked
     }
     assert set(picked.values()) == {"doubling", "tree", "ring"}
-    counts = [a.transfer for a in plan.program.actions(ROLE) if a.kind in ("COUNT", "TALLY") and a.transfer]
+    counts = [
+        a.transfer
+        for a in plan.program.actions(FIRST_ROLE)
+        if a.kind in ("TOKEN_COUNT", "LOSS_SUM") and a.transfer
+    ]
     assert [move.algorithm for move in counts] == ["backend", "backend"]
 
 
-def test_a_rule_by_size_counts_the_bytes_of_the_wire(reading: Reading):
+def test_a_rule_by_size_counts_the_bytes_of_the_wire(reading: AnalyzedModel):
     rule = "tree <= 700 B, else ring"
     wide, narrow = (
         plan_of(
             reading,
             3,
-            (Batch(), Replicate(algorithm=rule)),
-            job=replace(plan_of(reading, 3).job, precision=Precision(reduce=wire)),
+            (BatchSplit(), DDP(algorithm=rule)),
+            job=replace(plan_of(reading, 3).job, precision=PrecisionConfig(reduce=wire)),
         )
         for wire in ("float32", "bfloat16")
     )
-    numel = sum(weight.numel for weight in reading.anatomy.trainable)
+    numel = sum(weight.numel for weight in reading.model_spec.trainable)
     assert 2 * numel <= 700 < 4 * numel
     assert (set(carried(wide).values()), set(carried(narrow).values())) == ({"ring"}, {"tree"})
 
 
 @pytest.mark.parametrize("algorithm", ["ring", RULE, "hierarchical/2"])
-def test_a_trace_finds_what_the_program_says(reading: Reading, algorithm: str):
-    found = mw.trace(reading, plan_of(reading, 4, (Batch(), store(algorithm)), 1), [1, 3])
+def test_a_trace_finds_what_the_program_says(reading: AnalyzedModel, algorithm: str):
+    found = mw.trace(reading, plan_of(reading, 4, (BatchSplit(), store(algorithm)), 1), [1, 3])
     assert found.passed, str(found)
 
 
-class Odd(Replicate):
+class Odd(DDP):
     """Sums by another algorithm than its program says."""
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         def reduce(action: Action) -> None:
             assert action.transfer is not None
-            runtime.start(replace(action, transfer=replace(action.transfer, algorithm="tree")))
+            runtime.start_collective(replace(action, transfer=replace(action.transfer, algorithm="tree")))
 
         return {"REDUCE": reduce}
 
 
-def test_a_sum_by_another_algorithm_than_the_program_says_is_found(reading: Reading):
-    plan = plan_of(reading, 3, (Batch(), Odd(bucket_mb=BUCKET_MB, algorithm="ring")))
+def test_a_sum_by_another_algorithm_than_the_program_says_is_found(reading: AnalyzedModel):
+    plan = plan_of(reading, 3, (BatchSplit(), Odd(bucket_mb=BUCKET_MB, algorithm="ring")))
     found = mw.trace(reading, plan, [1])
     assert not found.passed
     assert "(3 ranks, tree)" in str(found)
@@ -121,8 +135,8 @@ def test_a_sum_by_another_algorithm_than_the_program_says_is_found(reading: Read
 @pytest.mark.parametrize("algorithm", ["ring", "halving", "doubling", "tree", "parallel"])
 def test_gradients_in_bfloat16_differ_by_the_roundings_of_their_way_only(algorithm: str, micro_batch: int):
     """Each of 3 summands is rounded once, and each of the 2 sums on the way once more, at most."""
-    exact, magnitudes = reduced_gradients(Precision(), micro_batch)
-    rounded, _ = reduced_gradients(Precision(reduce="bfloat16"), micro_batch, store(algorithm))
+    exact, magnitudes = reduced_gradients(PrecisionConfig(), micro_batch)
+    rounded, _ = reduced_gradients(PrecisionConfig(reduce="bfloat16"), micro_batch, store(algorithm))
     assert any(not torch.equal(rounded[name], exact[name]) for name in exact)
     for name, grad in exact.items():
         bound = ((1 + ROUNDING) ** 3 - 1 + 1e-6) * magnitudes[name]  # 1e-6: float32
@@ -131,20 +145,25 @@ def test_gradients_in_bfloat16_differ_by_the_roundings_of_their_way_only(algorit
 
 def compared(world: World, algorithm: str, micro_batch: int) -> tuple[RankReport, dict[str, float]]:
     reading = reading_of()
-    plan = plan_of(reading, world.mesh.world, (Batch(), store(algorithm)), micro_batch)
+    plan = plan_of(reading, world.mesh.world_size, (BatchSplit(), store(algorithm)), micro_batch)
     case = case_of(reading, plan)
     return compare_rank(case, world, run_reference(case, 2)), dict(world.ledger.sent)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "ranks", "micro_batch"), [("ring", 3, 1), ("halving", 3, 0), (RULE, 3, 1), ("hierarchical/2", 4, 0)]
+    ("algorithm", "ranks", "micro_batch"),
+    [("ring", 3, 1), ("halving", 3, 0), (RULE, 3, 1), ("hierarchical/2", 4, 0)],
 )
-def test_it_equals_one_device_on_processes(process_pool: ProcessPool, algorithm: str, ranks: int, micro_batch: int):
-    plan = plan_of(reading_of(), ranks, (Batch(), store(algorithm)), micro_batch)
-    sums = [(a.name, a.transfer) for a in plan.program.actions(ROLE) if a.kind == "REDUCE" and a.transfer]
+def test_it_equals_one_device_on_processes(
+    process_pool: ProcessPool, algorithm: str, ranks: int, micro_batch: int
+):
+    plan = plan_of(reading_of(), ranks, (BatchSplit(), store(algorithm)), micro_batch)
+    sums = [
+        (a.name, a.transfer) for a in plan.program.actions(FIRST_ROLE) if a.kind == "REDUCE" and a.transfer
+    ]
     results = process_pool.run(compared, plan.mesh, algorithm, micro_batch)
     for index, (report, sent) in enumerate(results):
-        assert (report.differences, report.steps) == ([], 2)
+        assert (report.differences, report.num_steps) == ([], 2)
         assert report.digests == results[0][0].digests
         for name, move in sums:
             assert sent[name] == 2 * 8 * named(move.algorithm).num_sent(ranks, index, move.nbytes // 8)
@@ -152,10 +171,10 @@ def test_it_equals_one_device_on_processes(process_pool: ProcessPool, algorithm:
 
 @pytest.mark.parametrize("algorithm", ["ring", "tree <= 400 B, else halving"])
 def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(tmp_path, algorithm: str):
-    straight = Course(tmp_path / "straight", ranks=3, strategies=(Batch(), store(algorithm)))
+    straight = Course(tmp_path / "straight", ranks=3, strategies=(BatchSplit(), store(algorithm)))
     straight.play()
     course = replace(straight, folder=tmp_path / "stopped", stop=lambda rank, done: done == 6)
     course.play()
     replace(course, stop=lambda rank, done: False).play()
     assert course.losses() == straight.losses()
-    assert compare(course.at(12), straight.at(12)) == []
+    assert compare_checkpoints(course.at(12), straight.at(12)) == []

@@ -8,67 +8,78 @@ import pytest
 import torch
 
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss import IGNORED, token_cross_entropy
-from meshwright.engine.runtime.state import Metrics, State
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.plan.job.job import Optimizer, Precision
+from meshwright.engine.runtime.loss import IGNORE_INDEX, token_cross_entropy
+from meshwright.engine.runtime.state import Metrics, RankState
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
 from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.testing.ranks import ProcessPool, on_threads
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.tiny_model import case_of, plan_of, player_of, reading_of, tiny_job, verdict_of
 
-SMALL = Replicate(bucket_mb=300 / 2**20)
+SMALL = DDP(bucket_mb=300 / 2**20)
 ROUNDING = 2.0**-8  # of bfloat16, relative: 8 bits of significand, to nearest
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 0), (3, 0), (3, 2), (3, 1)])
-@pytest.mark.parametrize("store", [Replicate(), SMALL], ids=["one bucket", "many buckets"])
-@pytest.mark.parametrize("options", [{}, {"tied": True}, {"spare": True}, {"frozen": True}, {"p": 0.3}], ids=str)
-def test_it_equals_one_device(options: dict[str, float | bool], store: Replicate, ranks: int, micro_batch: int):
+@pytest.mark.parametrize("store", [DDP(), SMALL], ids=["one bucket", "many buckets"])
+@pytest.mark.parametrize(
+    "options", [{}, {"tied": True}, {"spare": True}, {"frozen": True}, {"p": 0.3}], ids=str
+)
+def test_it_equals_one_device(options: dict[str, float | bool], store: DDP, ranks: int, micro_batch: int):
     reading = reading_of(**options)
-    plan = plan_of(reading, ranks, (Batch(), store), micro_batch)
-    assert prove(plan) == []
+    plan = plan_of(reading, ranks, (BatchSplit(), store), micro_batch)
+    assert static_checks(plan) == []
     verdict = verdict_of(case_of(reading, plan))
     assert verdict.passed, str(verdict)
-    assert verdict.steps == 3
+    assert verdict.num_steps == 3
 
 
 def test_parameters_that_no_step_reaches_are_sent_as_zeros():
     reading = reading_of(spare=True)
-    plan = plan_of(reading, 3, (Batch(), SMALL))
-    sent = {name for action in plan.program.actions(ROLE) if action.kind == "REDUCE" for name in action.tensors}
+    plan = plan_of(reading, 3, (BatchSplit(), SMALL))
+    sent = {
+        name
+        for action in plan.program.actions(FIRST_ROLE)
+        if action.kind == "REDUCE"
+        for name in action.tensors
+    }
     assert "layers.3.linear.weight" in sent
-    assert verdict_of(case_of(reading, plan)).worst["gradient"] < 1e-10
+    assert verdict_of(case_of(reading, plan)).max_errors["gradient"] < 1e-10
 
 
 @cache
 def reduced_gradients(
-    precision: Precision, micro_batch: int, store: Replicate = SMALL
+    precision: PrecisionConfig, micro_batch: int, store: DDP = SMALL
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The gradients that CLIP sees on rank 1 of 3, and the sum of the magnitudes of all ranks' summands."""
     reading = reading_of()
     job = replace(tiny_job(), precision=precision)
-    plan = plan_of(reading, 3, (Batch(), store), micro_batch, job)
-    assert prove(plan) == []
-    feed = case_of(reading, plan).rows
+    plan = plan_of(reading, 3, (BatchSplit(), store), micro_batch, job)
+    assert static_checks(plan) == []
+    feed = case_of(reading, plan).batch_reader
     seen: dict[int, dict[str, torch.Tensor]] = {}
 
     def body(world: World) -> None:
-        def look(action: Action, state: State) -> None:
-            seen[world.rank] = {name: p.grad.clone() for name, p in state.subject.trainable.items()}
+        def look(action: Action, state: RankState) -> None:
+            seen[world.rank] = {
+                name: p.grad.clone() for name, p in state.trained_module.trainable_parameters.items()
+            }
 
         player_of(reading, plan, world, extra={"CLIP": look}).step(feed(plan, world.rank)(0))
 
     on_threads(body, plan.mesh)
     for other in (0, 2):
-        assert all(torch.equal(seen[1][name], seen[other][name]) for name in seen[1]), "every rank holds the same bits"
+        assert all(torch.equal(seen[1][name], seen[other][name]) for name in seen[1]), (
+            "every rank holds the same bits"
+        )
     batches = [feed(plan, rank)(0) for rank in range(3)]
-    count = sum((batch["labels"] != IGNORED).sum().item() for batch in batches)
+    count = sum((batch["labels"] != IGNORE_INDEX).sum().item() for batch in batches)
     magnitudes = {name: torch.zeros_like(grad) for name, grad in seen[1].items()}
     for batch in batches:
-        module, _, parameters = reading.make("cpu", torch.float32)
+        module, _, parameters = reading.make_module("cpu", torch.float32)
         (token_cross_entropy().total(module(batch["input_ids"]), batch) / count).backward()
         for name, total in magnitudes.items():
             total += parameters[name].grad.abs()
@@ -78,23 +89,27 @@ def reduced_gradients(
 @pytest.mark.parametrize("micro_batch", [0, 2])
 def test_gradients_in_bfloat16_differ_by_their_rounding_only(micro_batch: int):
     """Each of the summands is rounded once and their sum once more; nothing else may differ, and something must."""
-    exact, magnitudes = reduced_gradients(Precision(), micro_batch)
-    rounded, _ = reduced_gradients(Precision(reduce="bfloat16"), micro_batch)
+    exact, magnitudes = reduced_gradients(PrecisionConfig(), micro_batch)
+    rounded, _ = reduced_gradients(PrecisionConfig(reduce="bfloat16"), micro_batch)
     assert all(grad.dtype == torch.float32 for grad in rounded.values())
     assert any(not torch.equal(rounded[name], exact[name]) for name in exact)
     for name, grad in exact.items():
-        bound = ROUNDING * (magnitudes[name] + magnitudes[name] * (1 + ROUNDING)) + 1e-6 * magnitudes[name]  # 1e-6: float32
+        bound = (
+            ROUNDING * (magnitudes[name] + magnitudes[name] * (1 + ROUNDING)) + 1e-6 * magnitudes[name]
+        )  # 1e-6: float32
         assert ((rounded[name] - grad).abs() <= bound).all(), name
 
 
 def twenty_adam_steps(world: World) -> tuple[dict[str, str], list[Metrics]]:
     reading = reading_of(p=0.1)
-    job = replace(tiny_job(), precision=Precision(), optimizer=Optimizer("adamw", lr=0.01))
-    plan = plan_of(reading, 3, (Batch(), SMALL), 2, job)
-    feed = case_of(reading, plan).rows(plan, world.rank)
+    job = replace(tiny_job(), precision=PrecisionConfig(), optimizer=OptimizerConfig("adamw", lr=0.01))
+    plan = plan_of(reading, 3, (BatchSplit(), SMALL), 2, job)
+    feed = case_of(reading, plan).batch_reader(plan, world.rank)
     player = player_of(reading, plan, world)
     metrics = [player.step(feed(step)) for step in range(20)]
-    return {name: sha256(value.numpy().tobytes()).hexdigest() for name, value in player.tensors().items()}, metrics
+    return {
+        name: sha256(value.numpy().tobytes()).hexdigest() for name, value in player.state_dict().items()
+    }, metrics
 
 
 def test_replicas_hold_the_same_bits_after_twenty_adam_steps_in_processes(process_pool: ProcessPool):

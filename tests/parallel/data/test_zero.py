@@ -6,39 +6,47 @@ from fractions import Fraction
 import pytest
 
 from meshwright.comm.backends.fake import FakeWorld
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Precision
-from meshwright.plan.model_spec.model_spec import NBYTES
+from meshwright.plan.job.job import PrecisionConfig
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import on_threads
 from meshwright.verifier.parity import planned_messages
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.paper_model import Paper
 from tests.parallel.data.test_zero_numbers import SHARD, sharded
 from tests.tiny_model import edited, player_of, reading_of, rows, tiny_job
 
-PRECISIONS = [Precision(), Precision(reduce="bfloat16"), Precision("float64", "float64", "float64")]
+PRECISIONS = [
+    PrecisionConfig(),
+    PrecisionConfig(reduce="bfloat16"),
+    PrecisionConfig("float64", "float64", "float64"),
+]
 
 PAPER = Paper()
 
 
 def on_paper(
-    zero: Strategy, ranks: int = 3, micro_batch: int = 0, paper: Paper = PAPER, precision: Precision = PRECISIONS[0]
+    zero: Strategy,
+    ranks: int = 3,
+    micro_batch: int = 0,
+    paper: Paper = PAPER,
+    precision: PrecisionConfig = PRECISIONS[0],
 ) -> Plan:
     job = replace(tiny_job(batch=4 * ranks), precision=precision)
     return Plan.make(job, Mesh(dp_shard=ranks), paper.anatomy, (SHARD, zero), micro_batch)
 
 
 def actions_of(plan: Plan, *kinds: str) -> list[Action]:
-    return [action for action in plan.program.actions(ROLE) if action.kind in kinds]
+    return [action for action in plan.program.actions(FIRST_ROLE) if action.kind in kinds]
 
 
 def sent(plan: Plan, kind: str) -> int:
@@ -54,36 +62,41 @@ def sent(plan: Plan, kind: str) -> int:
 def unit(plan: Plan, dtype: str) -> int:
     """(n-1) ceil(N_b/n) wire bytes, summed over the bundles."""
     ranks = plan.mesh.dp_shard
-    return sum((ranks - 1) * -(-sum(w.numel for w in b.weights) // ranks) * NBYTES[dtype] for b in plan.space.bundles())
+    return sum(
+        (ranks - 1) * -(-sum(w.numel for w in b.params) // ranks) * FLOAT_NBYTES[dtype]
+        for b in plan.sharding.param_groups()
+    )
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda precision: precision.reduce)
 @pytest.mark.parametrize("ranks", [2, 3, 7, 1024])
 @pytest.mark.parametrize("micro", [1, 4])
-def test_every_stage_sends_what_the_law_says(ranks: int, micro: int, precision: Precision):
+def test_every_stage_sends_what_the_law_says(ranks: int, micro: int, precision: PrecisionConfig):
     paper = Paper(layers=5, numel=77)
     for zero, gathers, sums in [
-        (Zero(stage=1), 1, 1),
-        (Zero(stage=2), 1, micro),
-        (Zero(stage=3, gather="micro"), micro, micro),
-        (Zero(stage=3, gather="step"), 1, micro),
+        (ZeRO(stage=1), 1, 1),
+        (ZeRO(stage=2), 1, micro),
+        (ZeRO(stage=3, gather="micro"), micro, micro),
+        (ZeRO(stage=3, gather="step"), 1, micro),
     ]:
         plan = on_paper(zero, ranks, 4 // micro, paper, precision)
-        assert prove(plan) == []
-        spared = (gathers - 1) * unit(plan, precision.parameters) // 5  # the first block ends one micro-batch and begins the next
+        assert static_checks(plan) == []
+        spared = (
+            (gathers - 1) * unit(plan, precision.parameters) // 5
+        )  # the first block ends one micro-batch and begins the next
         assert sent(plan, "UNSHARD") == gathers * unit(plan, precision.parameters) - spared, zero
         assert sent(plan, "REDUCE") == sums * unit(plan, precision.reduce), zero
 
 
 @pytest.mark.parametrize("micro", [1, 4])
 def test_weights_that_are_gathered_for_each_use_travel_twice_but_for_the_last_block(micro: int):
-    plan = on_paper(Zero(), 3, 4 // micro, Paper(layers=5, numel=77))
+    plan = on_paper(ZeRO(), 3, 4 // micro, Paper(layers=5, numel=77))
     one = 2 * -(-77 // 3) * 4
     # the last block's backward follows its forward, and the next micro-batch's first forward the first block's backward
     assert sent(plan, "UNSHARD") == one * (micro * (2 * 5 - 1) - (micro - 1))
 
 
-def ledger_of(reading: Reading, plan: Plan, world) -> dict[str, float]:
+def ledger_of(reading: AnalyzedModel, plan: Plan, world) -> dict[str, float]:
     """What one rank sends in one step, per action, held against the program in passing."""
     world.ledger.recording = True
     player_of(reading, plan, world).step({key: value[: plan.local_batch] for key, value in rows().items()})
@@ -95,16 +108,20 @@ def ledger_of(reading: Reading, plan: Plan, world) -> dict[str, float]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_rank_777_of_1024_sends_what_the_law_says(stage: int):
     reading = reading_of(tied=True)
-    plan = sharded(reading, 1024, Zero(stage=stage, gather="step" if stage == 3 else "use"), 1, tiny_job(batch=2048))
+    plan = sharded(
+        reading, 1024, ZeRO(stage=stage, gather="step" if stage == 3 else "use"), 1, tiny_job(batch=2048)
+    )
     told = ledger_of(reading, plan, FakeWorld(plan.mesh, 777))
     for kind, times in (("UNSHARD", 1), ("REDUCE", 1 if stage == 1 else 2)):
-        assert sum(Fraction(value) for name, value in told.items() if name.startswith(kind)) == times * unit(plan, "float64")
+        assert sum(Fraction(value) for name, value in told.items() if name.startswith(kind)) == times * unit(
+            plan, "float64"
+        )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_rank_sends_what_the_program_says(stage: int):
     reading = reading_of(tied=True, frozen=False)
-    plan = sharded(reading, 3, Zero(stage=stage), 2)
+    plan = sharded(reading, 3, ZeRO(stage=stage), 2)
     for told in on_threads(lambda world: ledger_of(reading, plan, world), plan.mesh):
         mine = sum(value for name, value in told.items() if name.startswith("UNSHARD"))
         assert mine == sent(plan, "UNSHARD")
@@ -113,15 +130,23 @@ def test_every_rank_sends_what_the_program_says(stage: int):
 def test_hybrid_sums_inside_then_across():
     mesh = Mesh(dp_replicate=4, dp_shard=3)
     job = tiny_job(batch=48)
-    plan = Plan.make(job, mesh, Paper(layers=2, numel=77).anatomy, (Batch(), SHARD, Zero(stage=2, across="dp_replicate")), 2)
-    assert prove(plan) == []
+    plan = Plan.make(
+        job,
+        mesh,
+        Paper(layers=2, numel=77).anatomy,
+        (BatchSplit(), SHARD, ZeRO(stage=2, replicate_axis="dp_replicate")),
+        2,
+    )
+    assert static_checks(plan) == []
     moves = [(a.transfer.collective, a.transfer.axes, a.transfer.nbytes) for a in actions_of(plan, "REDUCE")]
     inside, across = ("reduce_scatter", ("dp_shard",), 78 * 8), ("all_reduce", ("dp_replicate",), 26 * 8)
     assert sorted(moves) == sorted([inside] * 4 + [across] * 2)
 
 
 def test_weights_come_a_block_ahead_and_go_when_they_were_used():
-    names = [action.name for action in actions_of(on_paper(Zero(), paper=Paper(3)), "F", "B", "UNSHARD", "RESHARD")]
+    names = [
+        action.name for action in actions_of(on_paper(ZeRO(), paper=Paper(3)), "F", "B", "UNSHARD", "RESHARD")
+    ]
     assert names[:6] == [
         "UNSHARD(layer0, F, 0)",
         "UNSHARD(layer1, F, 0)",
@@ -136,47 +161,59 @@ def test_weights_come_a_block_ahead_and_go_when_they_were_used():
 @pytest.mark.parametrize(("ahead", "buffers"), [(0, 1), (1, 2), (2, 3)])
 def test_the_number_of_buffers_does_not_depend_on_the_model(ahead: int, buffers: int):
     for layers in (4, 9):
-        plan = on_paper(Zero(ahead=ahead), paper=Paper(layers), micro_batch=1)
-        taken = {hold.name for action in actions_of(plan, "UNSHARD", "PACK") for hold in action.takes}
-        assert taken == {f"weight buffer {i}" for i in range(buffers)} | {"gradient buffer 0", "gradient buffer 1"}
+        plan = on_paper(ZeRO(prefetch=ahead), paper=Paper(layers), micro_batch=1)
+        taken = {hold.name for action in actions_of(plan, "UNSHARD", "PACK") for hold in action.allocations}
+        assert taken == {f"weight buffer {i}" for i in range(buffers)} | {
+            "gradient buffer 0",
+            "gradient buffer 1",
+        }
 
 
 def test_a_budget_keeps_weights_that_would_be_gathered_again():
     paper, nbytes = Paper(6), 102 * 4
-    counts = [len(actions_of(on_paper(Zero(keep_mb=kept * nbytes / 2**20), paper=paper), "UNSHARD")) for kept in range(7)]
+    counts = [
+        len(actions_of(on_paper(ZeRO(keep_mb=kept * nbytes / 2**20), paper=paper), "UNSHARD"))
+        for kept in range(7)
+    ]
     assert counts == [11, 10, 9, 8, 7, 6, 6]
 
 
 @pytest.mark.parametrize(
     ("zero", "text"),
     [
-        (Zero(stage=4), r"stage 4; needed is 1 \(moments\), 2 \(and gradients\) or 3"),
-        (Zero(stage=0), r"stage 0; needed is 1"),
-        (Zero(axis="tp"), r"axis = 'tp' is no axis of data parallelism"),
-        (Zero(axis="dp_replicate"), r"shards along dp_replicate would all see the same samples"),
-        (Zero(across="dp_shard"), r"axis and across are both dp_shard"),
-        (Zero(gather="never"), r"gather = 'never'"),
-        (Zero(keep_mb=-1.0), r"keep_mb = -1.0"),
-        (Zero(stage=2, ahead=2), r"ahead with stage 2, which keeps weights whole"),
+        (ZeRO(stage=4), r"stage 4; needed is 1 \(moments\), 2 \(and gradients\) or 3"),
+        (ZeRO(stage=0), r"stage 0; needed is 1"),
+        (ZeRO(axis="tp"), r"axis = 'tp' is no axis of data parallelism"),
+        (ZeRO(axis="dp_replicate"), r"shards along dp_replicate would all see the same samples"),
+        (ZeRO(replicate_axis="dp_shard"), r"axis and across are both dp_shard"),
+        (ZeRO(gather="never"), r"gather = 'never'"),
+        (ZeRO(keep_mb=-1.0), r"keep_mb = -1.0"),
+        (ZeRO(stage=2, prefetch=2), r"ahead with stage 2, which keeps weights whole"),
     ],
     ids=str,
 )
-def test_it_refuses(zero: Zero, text: str):
+def test_it_refuses(zero: ZeRO, text: str):
     with pytest.raises(PlanError, match=text):
         on_paper(zero)
 
 
 def test_shards_without_copies_along_the_other_axis_are_told_to_be_copied():
-    with pytest.raises(PlanError, match=r'stay pending sums over dp_replicate\n.*across = "dp_replicate" in the strategy'):
-        Plan.make(tiny_job(), Mesh(dp_replicate=2, dp_shard=2), Paper().anatomy, (Batch(), SHARD, Zero()))
+    with pytest.raises(
+        PlanError, match=r'stay pending sums over dp_replicate\n.*across = "dp_replicate" in the strategy'
+    ):
+        Plan.make(
+            tiny_job(), Mesh(dp_replicate=2, dp_shard=2), Paper().anatomy, (BatchSplit(), SHARD, ZeRO())
+        )
 
 
 def test_whole_copies_and_shards_are_refused_together():
-    mesh, anatomy, both = Mesh(dp_replicate=2, dp_shard=2), Paper().anatomy, (Batch(), SHARD)
+    mesh, anatomy, both = Mesh(dp_replicate=2, dp_shard=2), Paper().anatomy, (BatchSplit(), SHARD)
     with pytest.raises(PlanError, match=r'zero cuts the weights into shards\n.*across = "dp_replicate"'):
-        Plan.make(tiny_job(), mesh, anatomy, (*both, Zero(), Replicate()))
-    with pytest.raises(PlanError, match=r'stores the weights along dp_replicate already\n.*across = "dp_replicate"'):
-        Plan.make(tiny_job(), mesh, anatomy, (*both, Replicate(), Zero(across="dp_replicate")))
+        Plan.make(tiny_job(), mesh, anatomy, (*both, ZeRO(), DDP()))
+    with pytest.raises(
+        PlanError, match=r'stores the weights along dp_replicate already\n.*across = "dp_replicate"'
+    ):
+        Plan.make(tiny_job(), mesh, anatomy, (*both, DDP(), ZeRO(replicate_axis="dp_replicate")))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +225,7 @@ def test_whole_copies_and_shards_are_refused_together():
     ],
 )
 def test_the_proof_misses_a_forgotten_action(kind: str, text: str):
-    plan = on_paper(Zero(), paper=Paper(3))
+    plan = on_paper(ZeRO(), paper=Paper(3))
     first = actions_of(plan, kind)[0]
-    faults = prove(edited(plan, lambda actions: [action for action in actions if action != first]))
+    faults = static_checks(edited(plan, lambda actions: [action for action in actions if action != first]))
     assert any(text in str(fault) for fault in faults), faults

@@ -9,24 +9,24 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.api import build, make_plan, read, trace
+from meshwright.api import analyze, make_plan, parallelize, trace
 from meshwright.comm.collectives.group import World
-from meshwright.engine.params.flat_params import Store
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.zero import Zero
+from meshwright.engine.params.flat_params import FlatParams
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Precision
+from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.planner.program_cost.memory import state_bytes
 from meshwright.testing.ranks import on_threads
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
 from tests.parallel.data.test_zero_numbers import SHARD
 from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, case_of, player_of, rows, tiny_job, verdict_of
 
-FLOATS = Precision()
+FLOATS = PrecisionConfig()
 
 
 class Packed(nn.Module):
@@ -65,13 +65,19 @@ class Mixed(nn.Module):
 
 
 @cache
-def mixed() -> Reading:
-    return read(Mixed, rows(2))
+def mixed() -> AnalyzedModel:
+    return analyze(Mixed, rows(2))
 
 
-def planned(reading: Reading, ranks: int, stage: int, micro_batch: int = 0, precision: Precision | None = None) -> Plan:
+def planned(
+    reading: AnalyzedModel,
+    ranks: int,
+    stage: int,
+    micro_batch: int = 0,
+    precision: PrecisionConfig | None = None,
+) -> Plan:
     job = tiny_job() if precision is None else tiny_job(precision=precision)
-    return make_plan(reading, job, Mesh(dp_shard=ranks), (SHARD, Zero(stage=stage)), micro_batch)
+    return make_plan(reading, job, Mesh(dp_shard=ranks), (SHARD, ZeRO(stage=stage)), micro_batch)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -79,7 +85,7 @@ def planned(reading: Reading, ranks: int, stage: int, micro_batch: int = 0, prec
 def test_a_block_of_many_dtypes_equals_one_device(ranks: int, micro_batch: int, stage: int):
     reading = mixed()
     plan = planned(reading, ranks, stage, micro_batch)
-    assert prove(plan) == []
+    assert static_checks(plan) == []
     verdict = verdict_of(case_of(reading, plan))
     assert verdict.passed, str(verdict)
 
@@ -91,15 +97,19 @@ def test_whole_copies_of_it_equal_one_device():
 
 
 def test_a_weight_has_a_dtype_of_its_own_only_where_that_is_not_the_jobs():
-    own = {weight.name: weight.dtype for weight in mixed().anatomy.weights if weight.dtype}
+    own = {weight.name: weight.dtype for weight in mixed().model_spec.params if weight.dtype}
     layers = {
         f"layers.{i}.{name}": dtype
         for i in (0, 1)
         for name, dtype in (("packed", "int8"), ("scale", "bfloat16"), ("open", "bool"))
     }
     assert own == {"order": "int64", **layers}
-    weight = next(weight for weight in mixed().anatomy.weights if weight.dtype == "bfloat16")
-    assert [weight.held_in(job) for job in ("float32", "bfloat16", "float64")] == ["bfloat16", "bfloat16", "float64"]
+    weight = next(weight for weight in mixed().model_spec.params if weight.dtype == "bfloat16")
+    assert [weight.dtype_for(job) for job in ("float32", "bfloat16", "float64")] == [
+        "bfloat16",
+        "bfloat16",
+        "float64",
+    ]
 
 
 def test_a_model_made_in_one_dtype_follows_the_job():
@@ -108,13 +118,13 @@ def test_a_model_made_in_one_dtype_follows_the_job():
         model[0].requires_grad_(False)
         return model
 
-    reading = read(narrow, {"input": torch.zeros(2, 3, dtype=torch.bfloat16)})
-    assert {weight.dtype for weight in reading.anatomy.weights} == {""}
-    assert {p.dtype for p in reading.make("cpu", torch.float32)[2].values()} == {torch.float32}
+    reading = analyze(narrow, {"input": torch.zeros(2, 3, dtype=torch.bfloat16)})
+    assert {weight.dtype for weight in reading.model_spec.params} == {""}
+    assert {p.dtype for p in reading.make_module("cpu", torch.float32)[2].values()} == {torch.float32}
 
 
 def test_bundles_of_frozen_weights_are_of_one_dtype_each():
-    names = [bundle.name for bundle in planned(mixed(), 2, 3).space.bundles(frozen=True)]
+    names = [bundle.name for bundle in planned(mixed(), 2, 3).sharding.param_groups(frozen=True)]
     assert sorted(names) == sorted(
         [
             "embed+head frozen",
@@ -128,24 +138,36 @@ def test_bundles_of_frozen_weights_are_of_one_dtype_each():
 def test_frozen_weights_lie_in_shards_in_their_own_dtype_and_travel_so(ranks: int):
     reading = mixed()
     plan = planned(reading, ranks, 3, precision=FLOATS)
-    moves = {action.tensors: action.transfer for action in plan.program.actions(ROLE) if action.kind == "UNSHARD"}
-    for bundle in plan.space.bundles(frozen=True):
-        move = moves[tuple(weight.name for weight in bundle.weights)]
-        width = {"int8": 1, "bool": 1, "bfloat16": 2, "int64": 8, "": 4}[bundle.weights[0].dtype]
-        assert (move.dtype, move.nbytes) == (bundle.weights[0].dtype or "float32", -(-bundle.numel // ranks) * width)
-    frozen = {weight.name for weight in plan.anatomy.weights if not weight.trainable}
+    moves = {
+        action.tensors: action.transfer
+        for action in plan.program.actions(FIRST_ROLE)
+        if action.kind == "UNSHARD"
+    }
+    for bundle in plan.sharding.param_groups(frozen=True):
+        move = moves[tuple(weight.name for weight in bundle.params)]
+        width = {"int8": 1, "bool": 1, "bfloat16": 2, "int64": 8, "": 4}[bundle.params[0].dtype]
+        assert (move.dtype, move.nbytes) == (
+            bundle.params[0].dtype or "float32",
+            -(-bundle.numel // ranks) * width,
+        )
+    frozen = {weight.name for weight in plan.model_spec.params if not weight.trainable}
     assert not any(
-        frozen & set(action.tensors) for action in plan.program.actions(ROLE) if action.kind in ("PACK", "REDUCE", "STEP")
+        frozen & set(action.tensors)
+        for action in plan.program.actions(FIRST_ROLE)
+        if action.kind in ("PACK", "REDUCE", "STEP")
     )
 
     def rank(world: World) -> list[torch.dtype]:
         player = player_of(reading, plan, world)
         player.step({key: value[: plan.local_batch] for key, value in rows().items()})
-        held = player.store.arenas.values()
-        assert not frozen & set(player.store.owned())
+        held = player.flat_params.by_param_group.values()
+        assert not frozen & set(player.flat_params.optimizer_params())
         assert not any(each.gradient is not None for each in held if set(each.views) & frozen)
-        assert player.sizes()["parameters"] == state_bytes(plan, world.rank).parameters
-        return [player.parameters()[name].dtype for name in ("layers.0.packed", "layers.1.open", "layers.0.scale")]
+        assert player.memory_by_category()["parameters"] == state_bytes(plan, world.rank).parameters
+        return [
+            player.gather_parameters()[name].dtype
+            for name in ("layers.0.packed", "layers.1.open", "layers.0.scale")
+        ]
 
     assert on_threads(rank, plan.mesh) == [[torch.int8, torch.bool, torch.bfloat16]] * ranks
 
@@ -158,20 +180,20 @@ def test_a_rank_on_paper_sends_what_the_program_says(stage: int):
 
 
 def test_a_store_that_spoils_whole_numbers_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    usual = Store._stored_flat
+    usual = FlatParams._stored_flat
 
-    def cast(self: Store, arena, buffer, nbytes):
-        parameters = self._state.subject.parameters
+    def cast(self: FlatParams, arena, buffer, nbytes):
+        parameters = self._state.trained_module.parameters
         for name, _, _ in arena.weights:
             if parameters[name].dtype == torch.int8:
                 parameters[name].data = parameters[name].data.clamp(-7, 7)  # as four bits would hold it
         return usual(self, arena, buffer, nbytes)
 
-    monkeypatch.setattr(Store, "_stored_flat", cast)
+    monkeypatch.setattr(FlatParams, "_stored_flat", cast)
     reading = mixed()
     verdict = verdict_of(case_of(reading, planned(reading, 2, 3)), steps=1)
     assert not verdict.passed
-    assert verdict.first.quantity == "gradient"
+    assert verdict.first_difference.quantity == "gradient"
 
 
 def test_whole_numbers_do_not_blunt_the_comparison_of_the_floats_beside_them():
@@ -179,15 +201,17 @@ def test_whole_numbers_do_not_blunt_the_comparison_of_the_floats_beside_them():
     plan = planned(reading, 2, 3)
 
     def off(case, world):
-        own = case.make_subject
+        own = case.make_trained_module
 
         def spoiled():
             subject = own()
             with torch.no_grad():
-                subject.parameters["layers.0.shift"].add_(2e-10)  # a hundredth of what an int8 of 127 would excuse
+                subject.parameters["layers.0.shift"].add_(
+                    2e-10
+                )  # a hundredth of what an int8 of 127 would excuse
             return subject
 
-        return replace(case, make_subject=spoiled)
+        return replace(case, make_trained_module=spoiled)
 
     assert not verdict_of(case_of(reading, plan), steps=1, on_rank=off).passed
 
@@ -196,7 +220,10 @@ def test_a_tie_of_a_frozen_and_a_trained_name_is_one_parameter():
     class Tied(nn.Module):
         def __init__(self, *, last: bool) -> None:
             super().__init__()
-            self.embed, self.layers = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+            self.embed, self.layers = (
+                nn.Embedding(VOCABULARY, WIDTH),
+                nn.ModuleList([nn.Linear(WIDTH, WIDTH)]),
+            )
             self.head = nn.Linear(WIDTH, VOCABULARY)
             self.embed.weight.requires_grad_(not last)
             self.head.weight.requires_grad_(last)
@@ -206,33 +233,39 @@ def test_a_tie_of_a_frozen_and_a_trained_name_is_one_parameter():
             return self.head(self.layers[0](self.embed(input_ids)))
 
     for last in (False, True):
-        reading = read(lambda last=last: Tied(last=last), rows(2))
-        weight = next(weight for weight in reading.anatomy.weights if weight.name == "embed.weight")
+        reading = analyze(lambda last=last: Tied(last=last), rows(2))
+        weight = next(weight for weight in reading.model_spec.params if weight.name == "embed.weight")
         assert (weight.trainable, weight.aliases) == (not last, ("head.weight",))
         plan = planned(reading, 3, 3)
-        bundle = next(bundle for bundle in plan.space.bundles(frozen=last) if weight in bundle.weights)
-        assert bundle.visits == ("embed", "head")
+        bundle = next(bundle for bundle in plan.sharding.param_groups(frozen=last) if weight in bundle.params)
+        assert bundle.block_calls == ("embed", "head")
         verdict = verdict_of(case_of(reading, plan))
         assert verdict.passed, str(verdict)
 
 
 @pytest.mark.parametrize(("before", "after"), [((3, 3), (2, 3)), ((2, 3), (3, 1)), ((3, 2), (1, 0))])
-def test_a_checkpoint_holds_them_and_is_taken_up_by_other_ranks(tmp_path: Path, before: tuple[int, int], after: tuple[int, int]):
+def test_a_checkpoint_holds_them_and_is_taken_up_by_other_ranks(
+    tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+):
     reading = mixed()
 
     def plan_of(ranks: int, stage: int) -> Plan:
-        return planned(reading, ranks, stage, precision=FLOATS) if stage else make_plan(reading, tiny_job(precision=FLOATS))
+        return (
+            planned(reading, ranks, stage, precision=FLOATS)
+            if stage
+            else make_plan(reading, tiny_job(precision=FLOATS))
+        )
 
     def saves(world: World) -> dict[str, bytes]:
-        with build(reading, plan_of(*before), world=world) as engine:
-            engine.step(engine.share({key: value[:12] for key, value in rows().items()}))
+        with parallelize(reading, plan_of(*before), world=world) as engine:
+            engine.step(engine.local_batch({key: value[:12] for key, value in rows().items()}))
             engine.save(tmp_path)
-            return bits(engine.player.parameters())
+            return bits(engine.executor.gather_parameters())
 
     def loads(world: World) -> dict[str, bytes]:
-        with build(reading, plan_of(*after), world=world) as engine:
+        with parallelize(reading, plan_of(*after), world=world) as engine:
             engine.load(next(tmp_path.iterdir()))
-            return bits(engine.player.parameters())
+            return bits(engine.executor.gather_parameters())
 
     saved, loaded = on_threads(saves, plan_of(*before).mesh), on_threads(loads, plan_of(*after).mesh)
     assert all(each == saved[0] for each in (*saved, *loaded))
@@ -244,7 +277,10 @@ class Complex(nn.Module):
     def __init__(self, *, trained: bool) -> None:
         super().__init__()
         self.turn = nn.Parameter(torch.ones(TOKENS, WIDTH, dtype=torch.complex64), requires_grad=trained)
-        self.embed, self.layers = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([nn.Linear(WIDTH, VOCABULARY)])
+        self.embed, self.layers = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.ModuleList([nn.Linear(WIDTH, VOCABULARY)]),
+        )
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids)
@@ -252,10 +288,12 @@ class Complex(nn.Module):
 
 
 def test_dtypes_that_cannot_be_cut_or_stepped_are_refused():
-    frozen, trained = (read(lambda on=on: Complex(trained=on), rows(2)) for on in (False, True))
+    frozen, trained = (analyze(lambda on=on: Complex(trained=on), rows(2)) for on in (False, True))
     with pytest.raises(PlanError, match=r"turn is of complex64, which is not cut into shards\n.*stage = 2"):
         planned(frozen, 2, 3)
-    assert prove(planned(frozen, 2, 2)) == []
+    assert static_checks(planned(frozen, 2, 2)) == []
     for stage in (1, 2, 3):
-        with pytest.raises(PlanError, match="turn is trained in complex64, and shards are stepped in the dtype of the job"):
+        with pytest.raises(
+            PlanError, match="turn is trained in complex64, and shards are stepped in the dtype of the job"
+        ):
             planned(trained, 2, stage)

@@ -4,22 +4,24 @@ import pytest
 
 from meshwright.api import make_plan
 from meshwright.comm.collectives.group import World
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.job import Job
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import ProcessPool
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.tiny_model import case_of, player_of, reading_of, rows, tiny_job, verdict_of
 
 OPTIONS = [{}, {"tied": True}, {"spare": True}, {"frozen": True}, {"p": 0.3}, {"tied": True, "frozen": True}]
-SHARD = Batch(axis="dp_shard")
+SHARD = BatchSplit(axis="dp_shard")
 
 
-def sharded(reading: Reading, ranks: int, zero: Strategy, micro_batch: int = 0, job: Job | None = None) -> Plan:
+def sharded(
+    reading: AnalyzedModel, ranks: int, zero: Strategy, micro_batch: int = 0, job: Job | None = None
+) -> Plan:
     return make_plan(reading, job or tiny_job(), Mesh(dp_shard=ranks), (SHARD, zero), micro_batch)
 
 
@@ -28,20 +30,22 @@ def sharded(reading: Reading, ranks: int, zero: Strategy, micro_batch: int = 0, 
 @pytest.mark.parametrize("options", OPTIONS[:5], ids=str)
 def test_it_equals_one_device(options: dict[str, float | bool], stage: int, ranks: int, micro_batch: int):
     reading = reading_of(**options)
-    plan = sharded(reading, ranks, Zero(stage=stage), micro_batch)
-    assert prove(plan) == []
+    plan = sharded(reading, ranks, ZeRO(stage=stage), micro_batch)
+    assert static_checks(plan) == []
     verdict = verdict_of(case_of(reading, plan))
     assert verdict.passed, str(verdict)
 
 
 @pytest.mark.parametrize(
-    "zero", [Zero(gather="micro"), Zero(gather="step"), Zero(ahead=0), Zero(ahead=3), Zero(keep_mb=0.0005)], ids=str
+    "zero",
+    [ZeRO(gather="micro"), ZeRO(gather="step"), ZeRO(prefetch=0), ZeRO(prefetch=3), ZeRO(keep_mb=0.0005)],
+    ids=str,
 )
 @pytest.mark.parametrize("options", [{}, {"tied": True}], ids=str)
-def test_it_equals_one_device_however_long_weights_stay(options: dict[str, bool], zero: Zero):
+def test_it_equals_one_device_however_long_weights_stay(options: dict[str, bool], zero: ZeRO):
     reading = reading_of(**options)
     plan = sharded(reading, 3, zero, 2)
-    assert prove(plan) == []
+    assert static_checks(plan) == []
     verdict = verdict_of(case_of(reading, plan))
     assert verdict.passed, str(verdict)
 
@@ -51,8 +55,14 @@ def test_it_equals_one_device_however_long_weights_stay(options: dict[str, bool]
 def test_shards_over_replicas_equal_one_device(stage: int, micro_batch: int):
     reading = reading_of(tied=True)
     mesh = Mesh(dp_replicate=2, dp_shard=3)
-    plan = make_plan(reading, tiny_job(), mesh, (Batch(), SHARD, Zero(stage=stage, across="dp_replicate")), micro_batch)
-    assert prove(plan) == []
+    plan = make_plan(
+        reading,
+        tiny_job(),
+        mesh,
+        (BatchSplit(), SHARD, ZeRO(stage=stage, replicate_axis="dp_replicate")),
+        micro_batch,
+    )
+    assert static_checks(plan) == []
     verdict = verdict_of(case_of(reading, plan))
     assert verdict.passed, str(verdict)
 
@@ -60,7 +70,7 @@ def test_shards_over_replicas_equal_one_device(stage: int, micro_batch: int):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_more_ranks_than_a_weight_has_elements(stage: int):
     reading = reading_of()
-    plan = sharded(reading, 12, Zero(stage=stage))
+    plan = sharded(reading, 12, ZeRO(stage=stage))
     verdict = verdict_of(case_of(reading, plan))
     assert verdict.passed, str(verdict)
 
@@ -73,5 +83,8 @@ def test_processes_find_the_same(process_pool: ProcessPool, stage: int):
 
 def on_a_process(world: World, stage: int) -> list[float]:
     reading = reading_of(tied=True)
-    player = player_of(reading, sharded(reading, 3, Zero(stage=stage), 2), world)
-    return [player.step({k: v[4 * world.rank : 4 * world.rank + 4] for k, v in rows().items()}).loss for _ in range(3)]
+    player = player_of(reading, sharded(reading, 3, ZeRO(stage=stage), 2), world)
+    return [
+        player.step({k: v[4 * world.rank : 4 * world.rank + 4] for k, v in rows().items()}).loss
+        for _ in range(3)
+    ]

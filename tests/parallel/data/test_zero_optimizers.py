@@ -6,95 +6,99 @@ from functools import cache
 import pytest
 import torch
 
-from meshwright.api import make_plan, read, trace, verify
+from meshwright.api import analyze, make_plan, trace, verify
 from meshwright.comm.collectives.group import World
-from meshwright.engine.optim.muon import Muon, orthogonal
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.zero import Zero
+from meshwright.engine.optim.muon import Muon, orthogonalize
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.precision import Precision
-from meshwright.plan.optimizer_spec import grain_of, moment_nbytes, stepping_of
-from meshwright.plan.sharding.flat_param import BLOCK
+from meshwright.plan.job.precision import PrecisionConfig
+from meshwright.plan.optimizer_spec import optimizer_state_nbytes, param_optimizer, shard_alignment_of
+from meshwright.plan.sharding.flat_param import QUANT_BLOCK_NUMEL
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import on_threads
 from meshwright.verifier.parity import planned_messages
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.parallel.data.optimizer_cases import RULES, SHARD, Wide, error, outcome, plan_of, trained
 from tests.tiny_model import player_of, rows, tiny_job
 
 
 @pytest.fixture(scope="module")
-def reading() -> Reading:
-    return read(Wide, rows(2))
+def reading() -> AnalyzedModel:
+    return analyze(Wide, rows(2))
 
 
 @pytest.fixture(scope="module")
-def alone(reading: Reading) -> Callable[[str], dict[str, torch.Tensor]]:
+def alone(reading: AnalyzedModel) -> Callable[[str], dict[str, torch.Tensor]]:
     return cache(lambda rule: outcome(reading, plan_of(reading, rule)))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("rule", RULES)
-def test_shards_become_what_one_device_becomes(reading: Reading, alone: Callable, rule: str, stage: int, ranks: int):
+def test_shards_become_what_one_device_becomes(
+    reading: AnalyzedModel, alone: Callable, rule: str, stage: int, ranks: int
+):
     plan = plan_of(reading, rule, ranks, stage, micro_batch=2)
-    assert prove(plan) == []
+    assert static_checks(plan) == []
     assert error(outcome(reading, plan), alone(rule)) < 1e-10
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("rule", ["adamw_8bit", "lion", "adafactor", "muon", "several"])
-def test_shards_over_replicas_do_too(reading: Reading, alone: Callable, rule: str, stage: int):
+def test_shards_over_replicas_do_too(reading: AnalyzedModel, alone: Callable, rule: str, stage: int):
     plan = plan_of(reading, rule, 3, stage, replicas=2)
-    assert prove(plan) == []
+    assert static_checks(plan) == []
     assert error(outcome(reading, plan), alone(rule)) < 1e-10
 
 
-def test_more_ranks_than_a_block_has_matrices(reading: Reading, alone: Callable):
+def test_more_ranks_than_a_block_has_matrices(reading: AnalyzedModel, alone: Callable):
     assert error(outcome(reading, plan_of(reading, "several", 6)), alone("several")) < 1e-10
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_arenas_are_cut_at_the_grain_of_the_rule(reading: Reading, rule: str):
+def test_arenas_are_cut_at_the_grain_of_the_rule(reading: AnalyzedModel, rule: str):
     plan = plan_of(reading, rule, 3)
-    weights = {weight.name: weight for weight in plan.anatomy.weights}
+    weights = {weight.name: weight for weight in plan.model_spec.params}
     found = set()
-    for arena in plan.space.arenas().values():
-        for piece in (piece for index in range(3) for piece in arena.pieces(index)):
-            grain, numel = grain_of(RULES[rule], weights[piece.name]), weights[piece.name].numel
-            step = {"element": 1, "block": BLOCK, "matrix": numel}[grain]
+    for arena in plan.sharding.flat_param_specs().values():
+        for piece in (piece for index in range(3) for piece in arena.param_shards(index)):
+            grain, numel = shard_alignment_of(RULES[rule], weights[piece.name]), weights[piece.name].numel
+            step = {"element": 1, "block": QUANT_BLOCK_NUMEL, "matrix": numel}[grain]
             assert piece.begin % step == 0
             assert piece.end % step == 0 or piece.end == numel
             found.add(grain)
-    assert found == {grain_of(RULES[rule], weight) for weight in weights.values()}
-    assert found == {"muon": {"element", "matrix"}, "several": {"element", "block", "matrix"}}.get(rule, found)
+    assert found == {shard_alignment_of(RULES[rule], weight) for weight in weights.values()}
+    assert found == {"muon": {"element", "matrix"}, "several": {"element", "block", "matrix"}}.get(
+        rule, found
+    )
 
 
 @pytest.mark.parametrize("rule", ["adamw_8bit", "adafactor", "several"])
-def test_verify_cuts_as_the_plan_does(reading: Reading, rule: str):
+def test_verify_cuts_as_the_plan_does(reading: AnalyzedModel, rule: str):
     plan = plan_of(reading, rule, 3)
     batches = [{key: value[:12] for key, value in rows().items()}] * 2
     verdict = verify(reading, plan, batches)
     assert verdict.passed, str(verdict)
-    assert verdict.bytes_planned == {name: nbytes for name, _, _, nbytes, _ in planned_messages(plan)}
+    assert verdict.planned_nbytes == {name: nbytes for name, _, _, nbytes, _ in planned_messages(plan)}
 
 
 @pytest.mark.parametrize("rule", ["adamw_8bit", "lion_bf16", "several"])
-def test_a_rank_of_many_sends_what_is_planned_without_any_values(reading: Reading, rule: str):
+def test_a_rank_of_many_sends_what_is_planned_without_any_values(reading: AnalyzedModel, rule: str):
     job = tiny_job(batch=64, optimizer=RULES[rule])
-    traced = trace(reading, make_plan(reading, job, Mesh(dp_shard=64), (SHARD, Zero(stage=2))))
-    assert traced.passed, traced.faults
-    assert traced.tensors == "fake"
+    traced = trace(reading, make_plan(reading, job, Mesh(dp_shard=64), (SHARD, ZeRO(stage=2))))
+    assert traced.passed, traced.diagnostics
+    assert traced.tensor_kind == "fake"
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_masters_are_stepped_by_every_rule(reading: Reading, rule: str):
-    halves = Precision("bfloat16", "bfloat16", "float32", master="float32")
+def test_masters_are_stepped_by_every_rule(reading: AnalyzedModel, rule: str):
+    halves = PrecisionConfig("bfloat16", "bfloat16", "float32", master="float32")
     job = tiny_job(optimizer=RULES[rule], precision=halves)
     begin = outcome(reading, make_plan(reading, job, Mesh(), ()), steps=0)
     alone, cut = (
         outcome(reading, make_plan(reading, job, Mesh(dp_shard=ranks), strategies), steps=2)
-        for ranks, strategies in ((1, ()), (3, (SHARD, Zero(stage=2))))
+        for ranks, strategies in ((1, ()), (3, (SHARD, ZeRO(stage=2))))
     )
     far = max((value.float() - begin[name].float()).abs().max().item() for name, value in alone.items())
     assert far > 0.001
@@ -103,19 +107,24 @@ def test_masters_are_stepped_by_every_rule(reading: Reading, rule: str):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("rule", RULES)
-def test_live_moments_are_what_the_law_says(reading: Reading, rule: str, ranks: int):
+def test_live_moments_are_what_the_law_says(reading: AnalyzedModel, rule: str, ranks: int):
     plan = plan_of(reading, rule, ranks)
-    weights = {weight.name: weight for weight in plan.anatomy.weights}
+    weights = {weight.name: weight for weight in plan.model_spec.params}
 
     def live(world: World) -> tuple[int, int]:
         player = player_of(reading, plan, world)
         trained(player, world, 1)
         states = [held for optimizer in player.optimizers for held in optimizer.state.values()]
-        kept = [value for held in states for key, value in held.items() if isinstance(value, torch.Tensor) and key != "step"]
+        kept = [
+            value
+            for held in states
+            for key, value in held.items()
+            if isinstance(value, torch.Tensor) and key != "step"
+        ]
         law = 0
-        for name, parameter in player.store.owned().items():
-            how = stepping_of(RULES[rule], weights[name])
-            law += moment_nbytes(how.rule, tuple(parameter.shape), 8, how.momentum)
+        for name, parameter in player.flat_params.optimizer_params().items():
+            how = param_optimizer(RULES[rule], weights[name])
+            law += optimizer_state_nbytes(how.optimizer, tuple(parameter.shape), 8, how.momentum)
         return sum(value.nbytes for value in kept), law
 
     for measured, law in on_threads(live, plan.mesh):
@@ -135,24 +144,30 @@ class Shredded(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 rows = parameter.shape[0] if parameter.ndim == 2 else 1
-                parameter.sub_(orthogonal(parameter.grad.view(rows, -1)).view(parameter.shape), alpha=group["lr"])
+                parameter.sub_(
+                    orthogonalize(parameter.grad.view(rows, -1)).view(parameter.shape), alpha=group["lr"]
+                )
 
 
-def test_muon_on_shards_is_refused_and_if_it_lies_it_is_noticed(reading: Reading):
+def test_muon_on_shards_is_refused_and_if_it_lies_it_is_noticed(reading: AnalyzedModel):
     cut, owned = plan_of(reading, "sgd", 3), plan_of(reading, "adafactor", 3)
     with pytest.raises(PlanError, match=r"Muon got a parameter of shape .*; needed are whole matrices"):
         outcome(reading, cut, Muon)
     wanted = outcome(reading, plan_of(reading, "sgd"), Shredded)
     assert error(outcome(reading, cut, Shredded), wanted) > 1e-3
-    assert error(outcome(reading, owned, Shredded), wanted) < 1e-10, "whole matrices on each rank: nothing is wrong with them"
+    assert error(outcome(reading, owned, Shredded), wanted) < 1e-10, (
+        "whole matrices on each rank: nothing is wrong with them"
+    )
 
 
 class Undeclared(torch.optim.SGD):
     """An optimizer of a user, of which nobody knows whether it looks at single elements."""
 
 
-def test_an_optimizer_of_unknown_grain_is_refused_where_weights_are_cut(reading: Reading):
-    with pytest.raises(PlanError, match=r"Undeclared does not say whether .* cuts .* by element(?s:.*)grain = \"element\""):
+def test_an_optimizer_of_unknown_grain_is_refused_where_weights_are_cut(reading: AnalyzedModel):
+    with pytest.raises(
+        PlanError, match=r"Undeclared does not say whether .* cuts .* by element(?s:.*)grain = \"element\""
+    ):
         outcome(reading, plan_of(reading, "sgd", 2), Undeclared)
     wanted = outcome(reading, plan_of(reading, "sgd"), Undeclared)
     assert error(outcome(reading, plan_of(reading, "adafactor", 2), Undeclared), wanted) < 1e-10

@@ -5,65 +5,69 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.api import make_plan, read
+from meshwright.api import analyze, make_plan
 from meshwright.comm.collectives.group import World
-from meshwright.engine.optim.optimizers import MakeOptimizer
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.zero import Zero
+from meshwright.engine.optim.optimizers import OptimizerFactory
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.precision import Precision
+from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.sharding.mesh import AXES, Mesh
-from meshwright.run.checkpoint.save_load import compare, load, save
+from meshwright.run.checkpoint.save_load import compare_checkpoints, load_tensors, save_tensors
 from meshwright.testing.ranks import on_threads
 from tests.parallel.data.optimizer_cases import RULES, SHARD, STEPS, Wide, error, outcome, plan_of, trained
 from tests.tiny_model import player_of, rows, tiny_job
 
 
 @pytest.fixture(scope="module")
-def reading() -> Reading:
-    return read(Wide, rows(2))
+def reading() -> AnalyzedModel:
+    return analyze(Wide, rows(2))
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_what_three_ranks_saved_two_go_on_with(reading: Reading, rule: str, tmp_path: Path):
+def test_what_three_ranks_saved_two_go_on_with(reading: AnalyzedModel, rule: str, tmp_path: Path):
     three, two = plan_of(reading, rule, 3, stage=3), plan_of(reading, rule, 2, stage=2)
 
     def first(world: World) -> Path:
         player = player_of(reading, three, world)
         trained(player, world, 2)
-        return save(tmp_path / "three", 2, player.tensors(), {}, world.group(AXES), 1)
+        return save_tensors(tmp_path / "three", 2, player.state_dict(), {}, world.group(AXES), 1)
 
     def then(world: World) -> tuple[Path, dict[str, torch.Tensor]]:
         player = player_of(reading, two, world)
-        player.restore(load(saved)[0], 2)
-        again = save(tmp_path / "two", 2, player.tensors(), {}, world.group(AXES), 1)
+        player.load_state_dict(load_tensors(saved)[0], 2)
+        again = save_tensors(tmp_path / "two", 2, player.state_dict(), {}, world.group(AXES), 1)
         return again, trained(player, world, STEPS - 2)
 
     def one(world: World) -> Path:
         player = player_of(reading, plan_of(reading, rule), world)
-        player.restore(load(saved)[0], 2)
-        return save(tmp_path / "one", 2, player.tensors(), {}, world.group(AXES), 1)
+        player.load_state_dict(load_tensors(saved)[0], 2)
+        return save_tensors(tmp_path / "one", 2, player.state_dict(), {}, world.group(AXES), 1)
 
     saved = on_threads(first, three.mesh)[0]
     again, parameters = on_threads(then, two.mesh)[0]
-    assert compare(saved, again) == []
-    assert compare(saved, on_threads(one, Mesh())[0]) == []
+    assert compare_checkpoints(saved, again) == []
+    assert compare_checkpoints(saved, on_threads(one, Mesh())[0]) == []
     uninterrupted = outcome(reading, plan_of(reading, rule, 2, stage=2))
     assert error(parameters, uninterrupted) < 1e-10
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Rprop, torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adagrad])
-def test_torchs_elementwise_optimizers_go_on_under_other_ranks(reading: Reading, kind: MakeOptimizer, tmp_path: Path):
+@pytest.mark.parametrize(
+    "kind", [torch.optim.Rprop, torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adagrad]
+)
+def test_torchs_elementwise_optimizers_go_on_under_other_ranks(
+    reading: AnalyzedModel, kind: OptimizerFactory, tmp_path: Path
+):
     three, two = plan_of(reading, "adamw", 3), plan_of(reading, "adamw", 2, stage=1)
 
     def first(world: World) -> Path:
         player = player_of(reading, three, world, optimizer=kind)
         trained(player, world, 2)
-        return save(tmp_path, 2, player.tensors(), {}, world.group(AXES), 1)
+        return save_tensors(tmp_path, 2, player.state_dict(), {}, world.group(AXES), 1)
 
     def then(world: World) -> dict[str, torch.Tensor]:
         player = player_of(reading, two, world, optimizer=kind)
-        player.restore(load(saved)[0], 2)
+        player.load_state_dict(load_tensors(saved)[0], 2)
         return trained(player, world, STEPS - 2)
 
     saved = on_threads(first, three.mesh)[0]
@@ -79,33 +83,43 @@ class Sums(torch.optim.SGD):
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter]["sums"] = torch.stack([parameter.grad.sum(), parameter.grad.square().sum()])
+                self.state[parameter]["sums"] = torch.stack(
+                    [parameter.grad.sum(), parameter.grad.square().sum()]
+                )
 
 
-def test_state_of_a_part_that_is_not_by_element_is_refused(reading: Reading):
+def test_state_of_a_part_that_is_not_by_element_is_refused(reading: AnalyzedModel):
     def saved(world: World) -> None:
         player = player_of(reading, plan_of(reading, "sgd", 3), world, optimizer=Sums)
         trained(player, world, 1)
-        player.tensors()
+        player.state_dict()
 
-    with pytest.raises(PlanError, match=r"keeps 'sums/.*' of shape \[2\] for elements .* of a weight(?s:.*)one per element"):
+    with pytest.raises(
+        PlanError, match=r"keeps 'sums/.*' of shape \[2\] for elements .* of a weight(?s:.*)one per element"
+    ):
         on_threads(saved, Mesh(dp_shard=3))
 
 
 @pytest.mark.parametrize("rule", ["lion_bf16", "adamw_bf16", "adamw_8bit", "lion"])
-def test_moments_keep_their_own_dtype_when_the_weights_get_masters(reading: Reading, rule: str, tmp_path: Path):
-    halves = Precision("bfloat16", "bfloat16", "bfloat16")
-    mastered = Precision("bfloat16", "bfloat16", "bfloat16", master="float32")
+def test_moments_keep_their_own_dtype_when_the_weights_get_masters(
+    reading: AnalyzedModel, rule: str, tmp_path: Path
+):
+    halves = PrecisionConfig("bfloat16", "bfloat16", "bfloat16")
+    mastered = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
 
-    def play(world: World, precision: Precision, path: Path | None) -> tuple[Path, set[torch.dtype]]:
+    def play(world: World, precision: PrecisionConfig, path: Path | None) -> tuple[Path, set[torch.dtype]]:
         job = tiny_job(optimizer=RULES[rule], precision=precision)
-        player = player_of(reading, make_plan(reading, job, Mesh(dp_shard=2), (SHARD, Zero())), world)
+        player = player_of(reading, make_plan(reading, job, Mesh(dp_shard=2), (SHARD, ZeRO())), world)
         if path is not None:
-            player.restore(load(path)[0], 2)
+            player.load_state_dict(load_tensors(path)[0], 2)
         trained(player, world, 2)
-        states = [value for each in player.optimizers for held in each.state.values() for value in held.values()]
+        states = [
+            value for each in player.optimizers for held in each.state.values() for value in held.values()
+        ]
         dtypes = {value.dtype for value in states if isinstance(value, torch.Tensor)}
-        return save(tmp_path, player.steps_done, player.tensors(), {}, world.group(AXES), 1), dtypes
+        return save_tensors(
+            tmp_path, player.steps_done, player.state_dict(), {}, world.group(AXES), 1
+        ), dtypes
 
     path, before = on_threads(lambda world: play(world, halves, None), Mesh(dp_shard=2))[0]
     _, after = on_threads(lambda world: play(world, mastered, path), Mesh(dp_shard=2))[0]

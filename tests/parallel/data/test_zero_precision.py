@@ -8,89 +8,99 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.api import build, make_plan, trace
+from meshwright.api import make_plan, parallelize, trace
 from meshwright.comm.collectives.group import World
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
-from meshwright.plan.job.job import Job, Optimizer, Precision
-from meshwright.plan.model_spec.model_spec import NBYTES
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.run.training.engine import Engine
+from meshwright.run.training.engine import Trainer
 from meshwright.testing.ranks import on_threads
 from meshwright.verifier.parity import planned_messages
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
 from tests.paper_model import Paper
 from tests.parallel.data.test_zero import on_paper, sent, unit
 from tests.parallel.data.test_zero_numbers import SHARD
 from tests.tiny_model import reading_of, rows, tiny_job
 
-MIXED = Precision("bfloat16", "bfloat16", "bfloat16", master="float32")
+MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
 WIDE_SUMS = replace(MIXED, gradients="float32", reduce="float32")
-HALF = Precision("float16", "float16", "float16", master="float32")
+HALF = PrecisionConfig("float16", "float16", "float16", master="float32")
 PRECISIONS = [
     *(MIXED, WIDE_SUMS, HALF, replace(MIXED, reduce="float32"), replace(MIXED, gradients="float32")),
-    *(Precision(gradients="bfloat16"), Precision(compute="float16", reduce="float16", loss_scale=256.0)),
+    *(
+        PrecisionConfig(gradients="bfloat16"),
+        PrecisionConfig(compute="float16", reduce="float16", loss_scale=256.0),
+    ),
 ]
-SGD, ADAMW = Optimizer("sgd", lr=0.05, weight_decay=0.0, momentum=0.9), Optimizer(lr=0.01)
+SGD, ADAMW = OptimizerConfig("sgd", lr=0.05, weight_decay=0.0, momentum=0.9), OptimizerConfig(lr=0.01)
 READING = reading_of(tied=True)
-STAGES = [Zero(stage=1), Zero(stage=2), Zero(stage=3)]
+STAGES = [ZeRO(stage=1), ZeRO(stage=2), ZeRO(stage=3)]
 
 
-def job_in(precision: Precision, optimizer: Optimizer = ADAMW, clip: float = 0.0) -> Job:
+def job_in(precision: PrecisionConfig, optimizer: OptimizerConfig = ADAMW, clip: float = 0.0) -> Job:
     job = tiny_job(precision=precision, optimizer=optimizer)
     return replace(job, train=replace(job.train, clip=clip))
 
 
-def cut(zero: Strategy, ranks: int, job: Job, micro_batch: int = 0, reading: Reading = READING) -> Plan:
+def cut(zero: Strategy, ranks: int, job: Job, micro_batch: int = 0, reading: AnalyzedModel = READING) -> Plan:
     return make_plan(reading, job, Mesh(dp_shard=ranks), (SHARD, zero), micro_batch)
 
 
-def copies(ranks: int, job: Job, micro_batch: int = 0, reading: Reading = READING) -> Plan:
-    strategies = (Batch(), Replicate(bucket_mb=0.0005)) if ranks > 1 else ()
+def copies(ranks: int, job: Job, micro_batch: int = 0, reading: AnalyzedModel = READING) -> Plan:
+    strategies = (BatchSplit(), DDP(bucket_mb=0.0005)) if ranks > 1 else ()
     return make_plan(reading, job, Mesh(dp_replicate=ranks), strategies, micro_batch)
 
 
-def on_ranks(plan: Plan, work: Callable[[Engine], object], reading: Reading = READING) -> list:
+def on_ranks(plan: Plan, work: Callable[[Trainer], object], reading: AnalyzedModel = READING) -> list:
     """What `work` gives on every rank."""
 
     def rank(world: World) -> object:
-        with build(reading, plan, world=world) as engine:
+        with parallelize(reading, plan, world=world) as engine:
             return work(engine)
 
     return on_threads(rank, plan.mesh)
 
 
-def step(engine: Engine, steps: int = 1) -> None:
+def step(engine: Trainer, steps: int = 1) -> None:
     for _ in range(steps):
-        engine.step(engine.share(rows(12)))
+        engine.step(engine.local_batch(rows(12)))
 
 
-def whole(engine: Engine) -> dict[str, torch.Tensor]:
+def whole(engine: Trainer) -> dict[str, torch.Tensor]:
     """Every parameter as a checkpoint would hold it: the master, gathered."""
-    store = engine.player.store
-    found = {name: store.masters.value(name, p).clone() for name, p in engine.player.state.subject.parameters.items()}
-    for held in store.arenas.values():
-        found |= {name: value.clone() for name, value in store._gathered(held, held.stepped, "TEST")}
+    store = engine.executor.flat_params
+    found = {
+        name: store.master_weights.exact_value(name, p).clone()
+        for name, p in engine.executor.state.trained_module.parameters.items()
+    }
+    for held in store.by_param_group.values():
+        found |= {name: value.clone() for name, value in store._gathered(held, held.optimizer_tensor, "TEST")}
     return found
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("zero", STAGES, ids=lambda zero: str(zero.stage))
-def test_states_take_two_and_two_and_twelve_bytes_over_the_ranks(zero: Zero, ranks: int):
+def test_states_take_two_and_two_and_twelve_bytes_over_the_ranks(zero: ZeRO, ranks: int):
     plan = cut(zero, ranks, job_in(MIXED))
-    padded = sum(arena.numel for arena in plan.space.arenas().values())
-    largest = max(arena.shard for arena in plan.space.arenas().values())
+    padded = sum(arena.numel for arena in plan.sharding.flat_param_specs().values())
+    largest = max(arena.shard_numel for arena in plan.sharding.flat_param_specs().values())
 
-    def sizes(engine: Engine) -> dict[str, int]:
+    def sizes(engine: Trainer) -> dict[str, int]:
         step(engine)
-        held = [value for each in engine.player.optimizers[0].state.values() for value in each.values()]
+        held = [value for each in engine.executor.optimizers[0].state.values() for value in each.values()]
         moments = sum(value.nbytes for value in held if value.ndim)
-        return {**engine.player.sizes(), "moments": moments, "cast": engine.player._update.nbytes}
+        return {
+            **engine.executor.memory_by_category(),
+            "moments": moments,
+            "cast": engine.executor._update.nbytes,
+        }
 
     found = on_ranks(plan, sizes)
     for said in found:
@@ -98,17 +108,21 @@ def test_states_take_two_and_two_and_twelve_bytes_over_the_ranks(zero: Zero, ran
         assert said["gradients"] == 2 * padded // (ranks if zero.stage > 1 else 1)
         assert said["master"] == 4 * padded // ranks
         assert said["cast"] <= 4 * largest
-    assert sum(said["moments"] for said in found) == 8 * READING.anatomy.numel
+    assert sum(said["moments"] for said in found) == 8 * READING.model_spec.numel
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 @pytest.mark.parametrize("ranks", [2, 3, 1024])
 @pytest.mark.parametrize("micro", [1, 4])
-def test_every_message_has_the_bytes_of_its_role(ranks: int, micro: int, precision: Precision):
+def test_every_message_has_the_bytes_of_its_role(ranks: int, micro: int, precision: PrecisionConfig):
     paper = Paper(layers=5, numel=77)
-    for zero, gathers, sums in [(Zero(stage=1), 1, 1), (Zero(stage=2), 1, micro), (Zero(gather="step"), 1, micro)]:
+    for zero, gathers, sums in [
+        (ZeRO(stage=1), 1, 1),
+        (ZeRO(stage=2), 1, micro),
+        (ZeRO(gather="step"), 1, micro),
+    ]:
         plan = on_paper(zero, ranks, 4 // micro, paper, precision)
-        assert prove(plan) == []
+        assert static_checks(plan) == []
         assert sent(plan, "UNSHARD") == gathers * unit(plan, precision.parameters)
         assert sent(plan, "REDUCE") == sums * unit(plan, precision.reduce)
 
@@ -116,41 +130,55 @@ def test_every_message_has_the_bytes_of_its_role(ranks: int, micro: int, precisi
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 @pytest.mark.parametrize("micro_batch", [0, 2])
 @pytest.mark.parametrize("zero", STAGES, ids=lambda zero: str(zero.stage))
-def test_what_is_sent_has_the_dtypes_that_the_plan_says(zero: Zero, micro_batch: int, precision: Precision):
+def test_what_is_sent_has_the_dtypes_that_the_plan_says(
+    zero: ZeRO, micro_batch: int, precision: PrecisionConfig
+):
     plan = cut(zero, 3, job_in(precision), micro_batch)
-    assert prove(plan) == []
+    assert static_checks(plan) == []
 
-    def issued(engine: Engine) -> list[tuple]:
+    def issued(engine: Trainer) -> list[tuple]:
         engine.world.ledger.recording = True
         step(engine)
-        return [(e.action, e.collective, e.axes, e.nbytes, e.algorithm, e.dtype) for e in engine.world.ledger.entries]
+        return [
+            (e.action, e.collective, e.axes, e.nbytes, e.algorithm, e.dtype)
+            for e in engine.world.ledger.entries
+        ]
 
     for entries in on_ranks(plan, issued):
         assert [entry[:5] for entry in entries] == planned_messages(plan)
         assert {entry[5] for entry in entries if entry[0].startswith("UNSHARD")} == {precision.parameters}
         assert {entry[5] for entry in entries if entry[0].startswith("REDUCE")} == {precision.reduce}
-        assert all(entry[3] % NBYTES[entry[5]] == 0 for entry in entries)
+        assert all(entry[3] % FLOAT_NBYTES[entry[5]] == 0 for entry in entries)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 0), (3, 0), (3, 2)])
 @pytest.mark.parametrize("zero", STAGES, ids=lambda zero: str(zero.stage))
-def test_it_trains_what_one_device_trains(zero: Zero, ranks: int, micro_batch: int, precision: Precision):
+def test_it_trains_what_one_device_trains(
+    zero: ZeRO, ranks: int, micro_batch: int, precision: PrecisionConfig
+):
     one = replace(precision, gradients="")
     alone = on_ranks(copies(1, job_in(one, SGD, 0.5)), lambda engine: (step(engine, 3), whole(engine)))[0][1]
     first = on_ranks(copies(1, job_in(one, SGD)), whole)[0]
-    found = on_ranks(cut(zero, ranks, job_in(precision, SGD, 0.5), micro_batch), lambda engine: (step(engine, 3), whole(engine)))
+    found = on_ranks(
+        cut(zero, ranks, job_in(precision, SGD, 0.5), micro_batch),
+        lambda engine: (step(engine, 3), whole(engine)),
+    )
     moved = max((alone[name] - first[name]).abs().max() for name in alone)
     for _, mine in found:
         assert bits(mine) == bits(found[0][1])
         for name, value in mine.items():
-            assert (value - alone[name]).abs().max() < 0.05 * moved, name  # gradients of 8 bits are rounded once more
+            assert (value - alone[name]).abs().max() < 0.05 * moved, (
+                name
+            )  # gradients of 8 bits are rounded once more
 
 
 @pytest.mark.parametrize("precision", [MIXED, HALF], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("zero", [*STAGES, None], ids=lambda zero: str(zero.stage) if zero else "replicate")
-def test_two_ranks_equal_two_micro_batches_of_one_device_to_the_last_bit(zero: Zero | None, precision: Precision):
-    def trained(engine: Engine) -> dict[str, torch.Tensor]:
+def test_two_ranks_equal_two_micro_batches_of_one_device_to_the_last_bit(
+    zero: ZeRO | None, precision: PrecisionConfig
+):
+    def trained(engine: Trainer) -> dict[str, torch.Tensor]:
         step(engine, 3)
         return whole(engine)
 
@@ -170,24 +198,36 @@ def test_two_ranks_equal_two_micro_batches_of_one_device_to_the_last_bit(zero: Z
 @pytest.mark.parametrize(
     ("zero", "precision"),
     [
-        *((zero, each) for zero in (*STAGES, None) for each in (HALF, Precision(compute="float16"))),
-        *((zero, replace(HALF, gradients="float32")) for zero in STAGES),  # whole copies have no gradients of their own dtype
+        *((zero, each) for zero in (*STAGES, None) for each in (HALF, PrecisionConfig(compute="float16"))),
+        *(
+            (zero, replace(HALF, gradients="float32")) for zero in STAGES
+        ),  # whole copies have no gradients of their own dtype
     ],
     ids=str,
 )
-def test_an_overflow_on_one_rank_leaves_out_the_step_on_all_and_halves_the_scale_once(zero: Zero | None, precision: Precision):
+def test_an_overflow_on_one_rank_leaves_out_the_step_on_all_and_halves_the_scale_once(
+    zero: ZeRO | None, precision: PrecisionConfig
+):
     job = job_in(replace(precision, loss_scale=1024.0), SGD, 0.5)
     plan = copies(3, job) if zero is None else cut(zero, 3, job)
 
-    def spoiled(engine: Engine) -> tuple:
+    def spoiled(engine: Trainer) -> tuple:
         step(engine)
         before = bits(whole(engine))
         mine = engine.world.rank == 1
         hook = engine.module.layers[1].linear.bias.register_hook(lambda grad: grad + inf if mine else grad)
-        now = engine.step(engine.share(rows(12)))
+        now = engine.step(engine.local_batch(rows(12)))
         hook.remove()
-        same, then = bits(whole(engine)) == before, engine.step(engine.share(rows(12)))
-        return now.overflow, now.skipped, now.loss_scale, same, then.overflow, then.loss_scale, bits(whole(engine))
+        same, then = bits(whole(engine)) == before, engine.step(engine.local_batch(rows(12)))
+        return (
+            now.overflow,
+            now.is_skipped,
+            now.loss_scale,
+            same,
+            then.overflow,
+            then.loss_scale,
+            bits(whole(engine)),
+        )
 
     found = on_ranks(plan, spoiled)
     for each in found:
@@ -195,24 +235,28 @@ def test_an_overflow_on_one_rank_leaves_out_the_step_on_all_and_halves_the_scale
         assert each[-1] == found[0][-1]
 
 
-@pytest.mark.parametrize("precision", [MIXED, replace(HALF, loss_scale_window=2), WIDE_SUMS], ids=["bfloat16", "float16", "wide"])
+@pytest.mark.parametrize(
+    "precision", [MIXED, replace(HALF, loss_scale_window=2), WIDE_SUMS], ids=["bfloat16", "float16", "wide"]
+)
 @pytest.mark.parametrize(
     ("then", "now"),
-    [(Zero(stage=3), Zero(stage=1)), (Zero(stage=2), Zero(stage=3)), (Zero(stage=3), Zero(stage=3))],
+    [(ZeRO(stage=3), ZeRO(stage=1)), (ZeRO(stage=2), ZeRO(stage=3)), (ZeRO(stage=3), ZeRO(stage=3))],
     ids=["3-1", "2-3", "3-3"],
 )
-def test_masters_moments_and_scale_are_saved_and_taken_up_exactly(tmp_path: Path, then: Zero, now: Zero, precision: Precision):
-    def saved(engine: Engine) -> tuple:
+def test_masters_moments_and_scale_are_saved_and_taken_up_exactly(
+    tmp_path: Path, then: ZeRO, now: ZeRO, precision: PrecisionConfig
+):
+    def saved(engine: Trainer) -> tuple:
         step(engine, 3)
         engine.save(tmp_path)
         kept = bits(whole(engine))
-        last = engine.step(engine.share(rows(12)))
+        last = engine.step(engine.local_batch(rows(12)))
         return kept, last.loss_scale, bits(whole(engine))
 
-    def loaded(engine: Engine) -> tuple:
+    def loaded(engine: Trainer) -> tuple:
         engine.load(tmp_path / "step-00000003")
         kept = bits(whole(engine))
-        last = engine.step(engine.share(rows(12)))
+        last = engine.step(engine.local_batch(rows(12)))
         return kept, last.loss_scale, bits(whole(engine))
 
     went_on = on_ranks(cut(then, 3, job_in(precision)), saved)
@@ -224,21 +268,21 @@ def test_masters_moments_and_scale_are_saved_and_taken_up_exactly(tmp_path: Path
 
 
 def test_masters_made_again_from_rounded_weights_are_noticed():
-    def trained(engine: Engine, *, rounded: bool) -> dict[str, bytes]:
+    def trained(engine: Trainer, *, rounded: bool) -> dict[str, bytes]:
         step(engine, 2)
-        for held in engine.player.store.arenas.values() if rounded else ():
-            held.stepped.copy_(held.shard)
+        for held in engine.executor.flat_params.by_param_group.values() if rounded else ():
+            held.optimizer_tensor.copy_(held.shard)
         step(engine)
         return bits(whole(engine))
 
-    plan = cut(Zero(), 3, job_in(MIXED))
+    plan = cut(ZeRO(), 3, job_in(MIXED))
     right, wrong = (on_ranks(plan, lambda engine, r=r: trained(engine, rounded=r)) for r in (False, True))
     assert right[0] == right[1] == right[2]
     assert wrong[0] != right[0]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-def test_a_rank_can_be_traced_without_memory(precision: Precision):
+def test_a_rank_can_be_traced_without_memory(precision: PrecisionConfig):
     for zero in STAGES:
         traced = trace(READING, cut(zero, 12, job_in(precision)), [7])
         assert traced.passed, str(traced)

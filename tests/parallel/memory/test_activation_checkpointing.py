@@ -4,19 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.model_spec import Anatomy
+from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
 from meshwright.report.timeline.memory_and_bytes import planned_memory
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.paper_model import Paper
 from tests.tiny_model import edited, tiny_job
 
@@ -24,133 +24,191 @@ WITHIN = (0, 30, 30, 30, 50)
 FLOPS = (0, 60, 90, 60, 50)
 
 
-def anatomy(layers: int = 5) -> Anatomy:
+def anatomy(layers: int = 5) -> ModelSpec:
     """Blocks that hand on 10 elements per sample, and compute more within."""
-    return replace(Paper(layers).anatomy, stream_numel=(10,) * layers, inside_numel=WITHIN[:layers], flops=FLOPS[:layers])
+    return replace(
+        Paper(layers).anatomy, output_numel=(10,) * layers, saved_numel=WITHIN[:layers], flops=FLOPS[:layers]
+    )
 
 
-def on_paper(*strategies: Strategy, ranks: int = 1, micro_batch: int = 0, model: Anatomy | None = None) -> Plan:
+def on_paper(
+    *strategies: Strategy, ranks: int = 1, micro_batch: int = 0, model: ModelSpec | None = None
+) -> Plan:
     return Plan.make(tiny_job(4 * ranks), Mesh(dp_shard=ranks), model or anatomy(), strategies, micro_batch)
 
 
 def names(plan: Plan, *kinds: str) -> list[str]:
-    return [action.name for action in plan.program.actions(ROLE) if action.kind in kinds]
+    return [action.name for action in plan.program.actions(FIRST_ROLE) if action.kind in kinds]
 
 
 def leans(plan: Plan) -> list[str]:
-    return [action.subject for action in plan.program.actions(ROLE) if action.kind == "F_LEAN"]
+    return [action.subject for action in plan.program.actions(FIRST_ROLE) if action.kind == "F_CHECKPOINTED"]
 
 
 def test_a_rerun_stands_right_before_the_backward_of_its_visit_and_micro_batch():
-    plan = on_paper(Recompute(), micro_batch=2, model=Paper(3).anatomy)
-    assert prove(plan) == []
+    plan = on_paper(ActivationCheckpointing(), micro_batch=2, model=Paper(3).anatomy)
+    assert static_checks(plan) == []
     for micro in (0, 1):
-        mine = [name for name in names(plan, "F", "F_LEAN", "LOSS", "RERUN", "B") if name.endswith(f"{micro})")]
+        mine = [
+            name
+            for name in names(plan, "F", "F_CHECKPOINTED", "LOSS", "RECOMPUTE", "B")
+            if name.endswith(f"{micro})")
+        ]
         blocks = (
-            ("F_LEAN(layer0", "F_LEAN(layer1", "F(layer2"),
-            ("B(layer2", "RERUN(layer1", "B(layer1", "RERUN(layer0", "B(layer0"),
+            ("F_CHECKPOINTED(layer0", "F_CHECKPOINTED(layer1", "F(layer2"),
+            ("B(layer2", "RECOMPUTE(layer1", "B(layer1", "RECOMPUTE(layer0", "B(layer0"),
         )
-        assert mine == [*(f"{b}, {micro})" for b in blocks[0]), f"LOSS({micro})", *(f"{b}, {micro})" for b in blocks[1])]
+        assert mine == [
+            *(f"{b}, {micro})" for b in blocks[0]),
+            f"LOSS({micro})",
+            *(f"{b}, {micro})" for b in blocks[1]),
+        ]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("micro_batch", [0, 2])
 def test_a_rerun_waits_for_the_weights_that_shards_are_gathered_into(stage: int, micro_batch: int):
-    plan = on_paper(Batch(axis="dp_shard"), Zero(stage=stage), Recompute(), ranks=3, micro_batch=micro_batch)
-    assert prove(plan) == []
-    found = [action for action in plan.program.actions(ROLE) if action.kind == "RERUN"]
+    plan = on_paper(
+        BatchSplit(axis="dp_shard"),
+        ZeRO(stage=stage),
+        ActivationCheckpointing(),
+        ranks=3,
+        micro_batch=micro_batch,
+    )
+    assert static_checks(plan) == []
+    found = [action for action in plan.program.actions(FIRST_ROLE) if action.kind == "RECOMPUTE"]
     assert all(any(wait.startswith(f"UNSHARD({action.subject}") for wait in action.waits) for action in found)
-    alone = on_paper(Batch(axis="dp_shard"), Zero(stage=stage), ranks=3, micro_batch=micro_batch)
-    assert len(names(plan, "UNSHARD")) == len(names(alone, "UNSHARD"))  # RERUN and B use one gathering together
+    alone = on_paper(BatchSplit(axis="dp_shard"), ZeRO(stage=stage), ranks=3, micro_batch=micro_batch)
+    assert len(names(plan, "UNSHARD")) == len(
+        names(alone, "UNSHARD")
+    )  # RECOMPUTE and B use one gathering together
 
 
 def test_the_inside_of_one_block_at_a_time_is_held():
     job_bytes = 4 * 8  # samples, bytes of a float64
-    usual, lean = (planned_memory(on_paper(*mine).program, {})[1]["activations"] for mine in ((), (Recompute(),)))
+    usual, lean = (
+        planned_memory(on_paper(*mine).program, {})[1]["activations"]
+        for mine in ((), (ActivationCheckpointing(),))
+    )
     handed = 5 * 10 + 10  # by each block, and the gradient of what the last one hands on
     assert usual == (handed + sum(WITHIN)) * job_bytes
     assert lean == (handed + max(WITHIN)) * job_bytes
 
 
 def test_what_is_run_again_costs_at_most_one_more_forward():
-    usual, lean = (sum(a.flops for a in on_paper(*mine).program.actions(ROLE)) for mine in ((), (Recompute(),)))
+    usual, lean = (
+        sum(a.flops for a in on_paper(*mine).program.actions(FIRST_ROLE))
+        for mine in ((), (ActivationCheckpointing(),))
+    )
     assert usual < lean <= usual * 4 / 3
     assert lean - usual == sum(FLOPS[1:4]) * 4
 
 
 @pytest.mark.parametrize(
     ("fits", "chosen"),
-    [(0, ["layer1", "layer2", "layer3"]), (1, ["layer1", "layer3"]), (2, ["layer1"]), (2.9, ["layer1"]), (3, [])],
+    [
+        (0, ["layer1", "layer2", "layer3"]),
+        (1, ["layer1", "layer3"]),
+        (2, ["layer1"]),
+        (2.9, ["layer1"]),
+        (3, []),
+    ],
 )
 def test_a_budget_keeps_what_costs_most_to_run_again_and_of_equals_the_later(fits: float, chosen: list[str]):
     nbytes = 30 * 4 * 8
-    assert leans(on_paper(Recompute(keep_mb=fits * nbytes / 2**20))) == chosen
+    assert leans(on_paper(ActivationCheckpointing(keep_mb=fits * nbytes / 2**20))) == chosen
 
 
 def test_patterns_choose_and_the_last_visit_is_run_again_where_it_is_named():
-    assert leans(on_paper(Recompute(blocks=("layer[24]",)))) == ["layer2", "layer4"]
-    assert leans(on_paper(Recompute(blocks=("*",)))) == ["layer1", "layer2", "layer3", "layer4"]  # layer0 has nothing within
+    assert leans(on_paper(ActivationCheckpointing(blocks=("layer[24]",)))) == ["layer2", "layer4"]
+    assert leans(on_paper(ActivationCheckpointing(blocks=("*",)))) == [
+        "layer1",
+        "layer2",
+        "layer3",
+        "layer4",
+    ]  # layer0 has nothing within
 
 
 def test_a_pattern_names_all_visits_of_a_block():
     visits = ("a", "b", "a#2", "c")
     model = replace(
         Paper(4).anatomy,
-        visits=visits,
-        weights=tuple(
-            replace(weight, name=name, visits=(name,)) for weight, name in zip(Paper(4).anatomy.weights, visits, strict=True)
+        block_calls=visits,
+        params=tuple(
+            replace(weight, name=name, block_calls=(name,))
+            for weight, name in zip(Paper(4).anatomy.params, visits, strict=True)
         ),
     )
-    assert leans(on_paper(Recompute(blocks=("a",)), model=model)) == ["a", "a#2"]
-    assert leans(on_paper(Recompute(blocks=("a#2",)), model=model)) == ["a#2"]
+    assert leans(on_paper(ActivationCheckpointing(blocks=("a",)), model=model)) == ["a", "a#2"]
+    assert leans(on_paper(ActivationCheckpointing(blocks=("a#2",)), model=model)) == ["a#2"]
 
 
 @pytest.mark.parametrize(
     ("mine", "model", "text"),
     [
-        (Recompute(blocks=("layers.*",)), None, r"strategies\.recompute\.blocks: 'layers\.\*' is no block of paper"),
         (
-            Recompute(),
+            ActivationCheckpointing(blocks=("layers.*",)),
+            None,
+            r"strategies\.recompute\.blocks: 'layers\.\*' is no block of paper",
+        ),
+        (
+            ActivationCheckpointing(),
             Paper(1).anatomy,
             r"one block, 'layer0', whose backward follows its forward at once(?s:.*)declare its layers",
         ),
-        (Recompute(keep_mb=-1.0), None, r"keep_mb = -1\.0\n.*write a number from 0 up"),
+        (ActivationCheckpointing(keep_mb=-1.0), None, r"keep_mb = -1\.0\n.*write a number from 0 up"),
     ],
     ids=str,
 )
-def test_it_refuses(mine: Recompute, model: Anatomy | None, text: str):
+def test_it_refuses(mine: ActivationCheckpointing, model: ModelSpec | None, text: str):
     with pytest.raises(PlanError, match=text):
         on_paper(mine, model=model)
 
 
 def without(kind: str) -> Plan:
-    plan = on_paper(Recompute())
+    plan = on_paper(ActivationCheckpointing())
     return edited(plan, lambda actions: [action for action in actions if action.kind != kind])
 
 
 def test_the_proof_misses_a_forgotten_rerun():
-    assert any("no RERUN stands between it and its backward" in str(fault) for fault in prove(without("RERUN")))
+    assert any(
+        "no RECOMPUTE stands between it and its backward" in str(fault)
+        for fault in static_checks(without("RECOMPUTE"))
+    )
 
 
 def test_the_proof_sees_a_rerun_behind_its_backward():
     def late(actions: list[Action]) -> list[Action]:
-        at = next(i for i, action in enumerate(actions) if action.kind == "RERUN")
+        at = next(i for i, action in enumerate(actions) if action.kind == "RECOMPUTE")
         return [*actions[:at], actions[at + 1], actions[at], *actions[at + 2 :]]
 
-    assert any("no RERUN stands between" in str(fault) for fault in prove(edited(on_paper(Recompute()), late)))
+    assert any(
+        "no RECOMPUTE stands between" in str(fault)
+        for fault in static_checks(edited(on_paper(ActivationCheckpointing()), late))
+    )
 
 
 def test_the_proof_sees_a_rerun_of_what_was_kept():
     def fat(actions: list[Action]) -> list[Action]:
-        return [replace(action, kind="F") if action.kind == "F_LEAN" else action for action in actions]
+        return [
+            replace(action, kind="F") if action.kind == "F_CHECKPOINTED" else action for action in actions
+        ]
 
-    assert any("has kept all it computed" in str(fault) for fault in prove(edited(on_paper(Recompute()), fat)))
+    assert any(
+        "has kept all it computed" in str(fault)
+        for fault in static_checks(edited(on_paper(ActivationCheckpointing()), fat))
+    )
 
 
 def test_whatever_the_order_in_the_list_it_comes_before_what_stores():
     mesh, job = Mesh(dp_replicate=3), tiny_job(12)
     one, other = (
         Plan.make(job, mesh, anatomy(), order)
-        for order in ((Batch(), Replicate(), Recompute()), (Recompute(), Replicate(), Batch()))
+        for order in (
+            (BatchSplit(), DDP(), ActivationCheckpointing()),
+            (ActivationCheckpointing(), DDP(), BatchSplit()),
+        )
     )
-    assert [action.name for action in one.program.actions(ROLE)] == [action.name for action in other.program.actions(ROLE)]
+    assert [action.name for action in one.program.actions(FIRST_ROLE)] == [
+        action.name for action in other.program.actions(FIRST_ROLE)
+    ]

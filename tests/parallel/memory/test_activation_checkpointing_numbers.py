@@ -8,37 +8,53 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.api import alone, make_dice, make_plan, read, verify
+from meshwright.api import alone, analyze, make_plan, make_stateless_rng, verify
 from meshwright.engine.runtime.loss import Loss, token_cross_entropy
-from meshwright.model.analysis.analyze import Reading
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
-from meshwright.model.rng.sites import Dice
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
-from meshwright.plan.job.job import Precision
+from meshwright.model.rng.sites import StatelessRNG
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import on_threads
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
 from tests.model.hf.test_output_capture import ROWS as ROUTED
 from tests.model.hf.test_output_capture import build as router
 from tests.model.hf.test_output_capture import with_z
-from tests.tiny_model import VOCABULARY, WIDTH, case_of, first_of, player_of, reading_of, rows, tiny_job, verdict_of
+from tests.tiny_model import (
+    VOCABULARY,
+    WIDTH,
+    case_of,
+    first_of,
+    player_of,
+    reading_of,
+    rows,
+    tiny_job,
+    verdict_of,
+)
 
-ALL = Recompute(blocks=("*",))
+ALL = ActivationCheckpointing(blocks=("*",))
 STORES: dict[str, tuple[Strategy, ...]] = {
-    "replicate": (Batch(axis="dp_shard"), Replicate(axis="dp_shard")),
-    **{f"zero {stage}": (Batch(axis="dp_shard"), Zero(stage=stage)) for stage in (1, 2, 3)},
+    "replicate": (BatchSplit(axis="dp_shard"), DDP(axis="dp_shard")),
+    **{f"zero {stage}": (BatchSplit(axis="dp_shard"), ZeRO(stage=stage)) for stage in (1, 2, 3)},
 }
 OPTIONS = [{}, {"tied": True, "p": 0.3}, {"frozen": True}, {"spare": True}]
 CPU = torch.device("cpu")
 
 
-def planned(reading: Reading, ranks: int = 1, store: str = "", micro_batch: int = 0, mine: tuple[Strategy, ...] = (ALL,)) -> Plan:
+def planned(
+    reading: AnalyzedModel,
+    ranks: int = 1,
+    store: str = "",
+    micro_batch: int = 0,
+    mine: tuple[Strategy, ...] = (ALL,),
+) -> Plan:
     strategies = STORES[store] if store else ()
     return make_plan(reading, tiny_job(), Mesh(dp_shard=ranks), (*strategies, *mine), micro_batch)
 
@@ -49,27 +65,32 @@ def planned(reading: Reading, ranks: int = 1, store: str = "", micro_batch: int 
 def test_it_equals_one_device(options: dict[str, float | bool], store: str, ranks: int, micro_batch: int):
     reading = reading_of(**options)
     plan = planned(reading, ranks, store, micro_batch)
-    assert prove(plan) == []
+    assert static_checks(plan) == []
     verdict = verdict_of(case_of(reading, plan))
     assert verdict.passed, str(verdict)
 
 
-def trained(reading: Reading, plan: Plan, steps: int = 3) -> tuple[dict[str, bytes], dict[str, bytes]]:
+def trained(reading: AnalyzedModel, plan: Plan, steps: int = 3) -> tuple[dict[str, bytes], dict[str, bytes]]:
     """Parameters and buffers after some steps on one device."""
     player = player_of(reading, plan, alone(CPU))
     for _ in range(steps):
         player.step({key: value[: plan.local_batch] for key, value in rows().items()})
-    found = bits(player.parameters()), bits(dict(player.state.subject.module.named_buffers()))
+    found = bits(player.gather_parameters()), bits(dict(player.state.trained_module.module.named_buffers()))
     player.close()
     return found
 
 
-def same_as_without(build: Callable[[], nn.Module], micro_batch: int = 0, precision: Precision | None = None) -> Plan:
+def same_as_without(
+    build: Callable[[], nn.Module], micro_batch: int = 0, precision: PrecisionConfig | None = None
+) -> Plan:
     """The plan with recompute, after it was seen to end with the same bits as without."""
-    reading = read(build, rows(2))
+    reading = analyze(build, rows(2))
     job = tiny_job() if precision is None else replace(tiny_job(), precision=precision)
     lean, usual = (make_plan(reading, job, Mesh(), mine, micro_batch) for mine in ((ALL,), ()))
-    assert {action.kind for _, actions in lean.program.roles for action in actions} >= {"F_LEAN", "RERUN"}
+    assert {action.kind for _, actions in lean.program.roles for action in actions} >= {
+        "F_CHECKPOINTED",
+        "RECOMPUTE",
+    }
     assert trained(reading, lean) == trained(reading, usual)
     return lean
 
@@ -110,12 +131,15 @@ class Stateful(nn.Module):
 def test_what_blocks_write_is_written_once_and_read_as_it_was(micro_batch: int):
     whole = not micro_batch  # batch norm takes the whole batch
     same_as_without(lambda: Stateful(whole=whole), micro_batch)
-    reading = read(lambda: Stateful(whole=whole), rows(2))
+    reading = analyze(lambda: Stateful(whole=whole), rows(2))
     plan = make_plan(reading, tiny_job(), Mesh(), (ALL,), micro_batch)
     player = player_of(reading, plan, alone(CPU))
     player.step({key: value[:12] for key, value in rows().items()})
-    layers = player.state.subject.module.layers
-    assert [(layer.calls.item(), layer.seen) for layer in layers] == [(2 * plan.num_micro,) * 2, (plan.num_micro,) * 2]
+    layers = player.state.trained_module.module.layers
+    assert [(layer.calls.item(), layer.seen) for layer in layers] == [
+        (2 * plan.num_microbatches,) * 2,
+        (plan.num_microbatches,) * 2,
+    ]
     if whole:
         assert [layer.norm.num_batches_tracked.item() for layer in layers] == [2, 1]
 
@@ -147,7 +171,7 @@ class InPlace(nn.Module):
 
 
 def test_a_model_that_writes_in_place():
-    assert same_as_without(InPlace).anatomy.in_place
+    assert same_as_without(InPlace).model_spec.writes_in_place
 
 
 def llama(seed: int = 0, **more: object) -> Callable[[], nn.Module]:
@@ -158,52 +182,65 @@ def llama(seed: int = 0, **more: object) -> Callable[[], nn.Module]:
         "num_attention_heads": 4,
         "intermediate_size": 24,
     }
-    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, use_cache=False, attention_dropout=0.1, **more)
+    config = transformers.LlamaConfig(
+        **sizes, num_key_value_heads=2, use_cache=False, attention_dropout=0.1, **more
+    )
     return lambda: transformers.LlamaForCausalLM(config)
 
 
 @pytest.mark.parametrize("store", ["replicate", "zero 3"])
 def test_a_llama_with_dropout_equals_one_device(store: str):
-    reading = read(llama(tie_word_embeddings=True), rows(2))
-    plan = make_plan(reading, tiny_job(), Mesh(dp_shard=3), (*STORES[store], Recompute()), 2)
-    assert [a.subject for _, actions in plan.program.roles for a in actions if a.kind == "F_LEAN"][:3] == [
-        f"model.layers.{i}" for i in range(3)
-    ]
+    reading = analyze(llama(tie_word_embeddings=True), rows(2))
+    plan = make_plan(reading, tiny_job(), Mesh(dp_shard=3), (*STORES[store], ActivationCheckpointing()), 2)
+    assert [a.subject for _, actions in plan.program.roles for a in actions if a.kind == "F_CHECKPOINTED"][
+        :3
+    ] == [f"model.layers.{i}" for i in range(3)]
     verdict = verdict_of(case_of(reading, plan))
     assert verdict.passed, str(verdict)
 
 
-@pytest.mark.parametrize("precision", [Precision(), Precision(compute="bfloat16")], ids=lambda precision: precision.compute)
-def test_a_llama_ends_with_the_same_bits_also_under_autocast(precision: Precision):
+@pytest.mark.parametrize(
+    "precision",
+    [PrecisionConfig(), PrecisionConfig(compute="bfloat16")],
+    ids=lambda precision: precision.compute,
+)
+def test_a_llama_ends_with_the_same_bits_also_under_autocast(precision: PrecisionConfig):
     same_as_without(llama(), 4, precision)
 
 
 def test_parts_of_a_layer_that_are_declared_as_blocks_are_chosen_by_name():
     parts = [f"model.layers.{i}.{part}" for i in range(3) for part in ("self_attn", "mlp")]
-    reading = read(lambda: Model(llama()(), blocks=["model.embed_tokens", *parts, "lm_head"]), rows(2))
-    plan = make_plan(reading, tiny_job(), Mesh(dp_shard=3), (*STORES["zero 3"], Recompute(blocks=("*.self_attn",))))
-    leans = [a.subject for _, actions in plan.program.roles for a in actions if a.kind == "F_LEAN"]
+    reading = analyze(lambda: Model(llama()(), blocks=["model.embed_tokens", *parts, "lm_head"]), rows(2))
+    plan = make_plan(
+        reading,
+        tiny_job(),
+        Mesh(dp_shard=3),
+        (*STORES["zero 3"], ActivationCheckpointing(blocks=("*.self_attn",))),
+    )
+    leans = [a.subject for _, actions in plan.program.roles for a in actions if a.kind == "F_CHECKPOINTED"]
     assert leans == [f"model.layers.{i}.self_attn" for i in range(3)]
     verdict = verdict_of(case_of(reading, plan))
     assert verdict.passed, str(verdict)
 
 
 def test_masks_that_are_drawn_anew_are_noticed():
-    class Forgetful(Dice):
+    class Forgetful(StatelessRNG):
         """Dice that take a second run for another step."""
 
         def enter(self, block_visit: str) -> None:
-            super().enter(block_visit)
+            super().enter_block(block_visit)
             entered[block_visit] = entered.get(block_visit, 0) + 1
-            self._step = 1000 if entered[block_visit] % 2 == 0 and block_visit.startswith("layers") else self._step
+            self._step = (
+                1000 if entered[block_visit] % 2 == 0 and block_visit.startswith("layers") else self._step
+            )
 
     entered: dict[str, int] = {}
     reading = reading_of(p=0.3)
     case = case_of(reading, planned(reading))
     usual = verdict_of(case)
     assert usual.passed, str(usual)
-    made = make_dice(reading, case.plan)
-    forgetful = replace(case, make_dice=lambda: Forgetful(case.plan.job.train.seed, made.sites))
+    made = make_stateless_rng(reading, case.plan)
+    forgetful = replace(case, make_rng=lambda: Forgetful(case.plan.job.train.seed, made.sites))
     verdict = verdict_of(case, on_rank=lambda case, world: forgetful)
     assert first_of(verdict)[:2] == (0, "gradient")
 
@@ -217,7 +254,7 @@ def test_rank_threads_recompute_side_by_side():
             player = player_of(reading, plan, world)
             for _ in range(2):
                 player.step({key: value[: plan.local_batch] for key, value in rows().items()})
-            return bits(player.parameters())
+            return bits(player.gather_parameters())
 
         return on_threads(play, plan.mesh)
 
@@ -226,7 +263,7 @@ def test_rank_threads_recompute_side_by_side():
 
 def test_router_logits_are_captured_once_and_keep_their_gradient():
     loss = Loss(with_z, token_cross_entropy().count)
-    reading = read(lambda: Model(router(), loss=loss), ROUTED, loss=loss)
-    plan = make_plan(reading, tiny_job(6), Mesh(dp_replicate=3), (Batch(), Replicate(), ALL))
+    reading = analyze(lambda: Model(router(), loss=loss), ROUTED, loss=loss)
+    plan = make_plan(reading, tiny_job(6), Mesh(dp_replicate=3), (BatchSplit(), DDP(), ALL))
     verdict = verify(reading, plan, [ROUTED, ROUTED], loss=loss)
     assert verdict.passed, str(verdict)

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import alone, make_plan, read, trace
-from meshwright.model.analysis.analyze import Reading
+from meshwright.api import alone, analyze, make_plan, trace
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
@@ -20,11 +20,11 @@ from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Strategy
 from tests.tiny_model import VOCABULARY, WIDTH, player_of, reading_of, rows, tiny_job
 
-ALL = Recompute(blocks=("*",))
+ALL = ActivationCheckpointing(blocks=("*",))
 CPU = torch.device("cpu")
 
 
-def planned(reading: Reading, mine: tuple[Strategy, ...] = (ALL,)) -> Plan:
+def planned(reading: AnalyzedModel, mine: tuple[Strategy, ...] = (ALL,)) -> Plan:
     return make_plan(reading, tiny_job(), Mesh(), mine)
 
 
@@ -32,7 +32,7 @@ def batch_of(plan: Plan) -> dict[str, torch.Tensor]:
     return {key: value[: plan.local_batch] for key, value in rows().items()}
 
 
-def alive_after_forwards(reading: Reading, plan: Plan, made: list[weakref.ref]) -> int:
+def alive_after_forwards(reading: AnalyzedModel, plan: Plan, made: list[weakref.ref]) -> int:
     """How many of the storages in `made` are alive when the loss is taken, in one step."""
     found: list[int] = []
     player = player_of(reading, plan, alone(CPU))
@@ -42,7 +42,9 @@ def alive_after_forwards(reading: Reading, plan: Plan, made: list[weakref.ref]) 
         found.append(sum(ref() is not None for ref in made))
         loss(action)
 
-    player._list = [(a, counted if a.kind == "LOSS" else handler, waits) for a, handler, waits in player._list]
+    player._list = [
+        (a, counted if a.kind == "LOSS" else handler, waits) for a, handler, waits in player._list
+    ]
     made.clear()
     gc.collect()
     player.step(batch_of(plan))
@@ -64,7 +66,9 @@ def test_what_is_computed_within_is_gone_until_it_is_computed_again():
             return x + y.square().mean(-1, keepdim=True)
 
     def build() -> nn.Module:
-        return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *(Noted() for _ in range(4)), nn.Linear(WIDTH, VOCABULARY))
+        return nn.Sequential(
+            nn.Embedding(VOCABULARY, WIDTH), *(Noted() for _ in range(4)), nn.Linear(WIDTH, VOCABULARY)
+        )
 
     class Called(nn.Module):
         def __init__(self) -> None:
@@ -74,10 +78,10 @@ def test_what_is_computed_within_is_gone_until_it_is_computed_again():
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return self.layers(input_ids)
 
-    reading = read(lambda: Model(Called(), blocks=[f"layers.{i}" for i in range(6)]), rows(2))
+    reading = analyze(lambda: Model(Called(), blocks=[f"layers.{i}" for i in range(6)]), rows(2))
     counts = [alive_after_forwards(reading, planned(reading, mine), made) for mine in ((), (ALL,))]
     assert counts == [4, 0]
-    inside = dict(zip(reading.anatomy.visits, reading.anatomy.inside_numel, strict=True))
+    inside = dict(zip(reading.model_spec.block_calls, reading.model_spec.saved_numel, strict=True))
     assert inside["layers.0"] == 0
     assert inside["layers.1"] >= 5 * WIDTH
 
@@ -108,7 +112,7 @@ def test_an_object_that_a_block_writes_into_is_refused_by_the_name_of_the_block(
             cache.kept.append(x.detach())
             return self.linear(x).exp().tanh() + sum(cache.kept)
 
-    reading = read(Caching, rows(2))
+    reading = analyze(Caching, rows(2))
     text = r"the block 'layers\.0' writes into an object that it is given, and would write twice(?s:.*)use_cache=False"
     plan = planned(reading)
     with pytest.raises(PlanError, match=text):
@@ -117,7 +121,9 @@ def test_an_object_that_a_block_writes_into_is_refused_by_the_name_of_the_block(
 
 def test_a_trace_on_fake_tensors_runs_blocks_again():
     reading = reading_of(tied=True)
-    plan = make_plan(reading, tiny_job(1024), Mesh(dp_shard=512), (Batch(axis="dp_shard"), Zero(), ALL), 1)
+    plan = make_plan(
+        reading, tiny_job(1024), Mesh(dp_shard=512), (BatchSplit(axis="dp_shard"), ZeRO(), ALL), 1
+    )
     traced = trace(reading, plan, [0, 511])
     assert traced.passed, str(traced)
 

@@ -4,26 +4,26 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import make_plan, read, trace
+from meshwright.api import analyze, make_plan, trace
 from meshwright.engine.runtime.loss import Loss
 from meshwright.model.loading.loader import Model
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.data_parallel_master import Master
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
-from meshwright.parallel.memory.tiled_compute import Tiles
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.optimus_2d import Grid
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.data_parallel_master import DataParallelMaster
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.memory.tiled_compute import ChunkedLoss
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
-from meshwright.plan.step.chunked_loss import sizes
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.chunked_loss import chunk_sizes
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
 from meshwright.planner.program_cost.memory import peak_bytes
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.parallel.tensor.odd_llama import known
 from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, reading_of, rows, tiny_job
 
@@ -35,77 +35,110 @@ def planned(*strategies: Strategy, mesh: Mesh | None = None, micro_batch: int = 
 
 
 def held(plan: Plan, kind: str, subject: str = "") -> dict[str, int]:
-    found = next(action for action in plan.program.actions(ROLE) if (action.kind, action.subject) == (kind, subject))
-    return {hold.name.partition("(")[0]: hold.nbytes for hold in found.takes}
+    found = next(
+        action
+        for action in plan.program.actions(FIRST_ROLE)
+        if (action.kind, action.subject) == (kind, subject)
+    )
+    return {hold.name.partition("(")[0]: hold.nbytes for hold in found.allocations}
 
 
 def flops(plan: Plan, *kinds: str) -> int:
-    return sum(action.flops for action in plan.program.actions(ROLE) if action.kind in kinds)
+    return sum(action.flops for action in plan.program.actions(FIRST_ROLE) if action.kind in kinds)
 
 
 @pytest.mark.parametrize(
-    ("count", "pieces", "wanted"), [(9, 4, [3, 2, 2, 2]), (2, 5, [1, 1]), (0, 3, [0]), (6, 1, [6]), (6, 3, [2, 2, 2])]
+    ("count", "pieces", "wanted"),
+    [(9, 4, [3, 2, 2, 2]), (2, 5, [1, 1]), (0, 3, [0]), (6, 1, [6]), (6, 3, [2, 2, 2])],
 )
 def test_pieces_are_as_alike_as_can_be_and_none_is_empty(count: int, pieces: int, wanted: list[int]):
-    assert sizes(count, pieces) == wanted
+    assert chunk_sizes(count, pieces) == wanted
 
 
 def test_the_head_hands_on_nothing_and_the_loss_holds_a_tile_three_times():
-    usual, tiled = planned(), planned(Tiles(loss=3))
-    assert prove(tiled) == []
+    usual, tiled = planned(), planned(ChunkedLoss(num_chunks=3))
+    assert static_checks(tiled) == []
     assert held(usual, "F", LAST)["stream"] == 12 * TOKENS * VOCABULARY * 8
     assert held(tiled, "F", LAST)["stream"] == 0
-    tile, taken, head = 2 * 12 * VOCABULARY, 2 * 12 * WIDTH, VOCABULARY * WIDTH + VOCABULARY  # two of five tokens
-    assert held(tiled, "LOSS") == {"stream gradient": 12 * TOKENS * WIDTH * 8, "scratch": (3 * tile + taken + head) * 8}
+    tile, taken, head = (
+        2 * 12 * VOCABULARY,
+        2 * 12 * WIDTH,
+        VOCABULARY * WIDTH + VOCABULARY,
+    )  # two of five tokens
+    assert held(tiled, "LOSS") == {
+        "stream gradient": 12 * TOKENS * WIDTH * 8,
+        "scratch": (3 * tile + taken + head) * 8,
+    }
 
 
 def test_the_loss_makes_the_products_of_the_head_and_nothing_is_computed_twice():
-    usual, tiled = planned(), planned(Tiles(loss=3))
+    usual, tiled = planned(), planned(ChunkedLoss(num_chunks=3))
     assert flops(usual, "F", "B", "LOSS") == flops(tiled, "F", "B", "LOSS")
     assert flops(tiled, "LOSS") == 3 * (2 * TOKENS * WIDTH * VOCABULARY) * 12
     assert flops(usual, "LOSS") == 0
 
 
 def test_a_gradient_of_the_head_that_is_there_already_is_no_scratch_of_its_backward():
-    later = [a for a in planned(Tiles(), micro_batch=4).program.actions(ROLE) if (a.kind, a.subject) == ("B", LAST)][1]
-    assert {hold.name: hold.nbytes for hold in later.takes}["scratch"] == 0
+    later = [
+        a
+        for a in planned(ChunkedLoss(), micro_batch=4).program.actions(FIRST_ROLE)
+        if (a.kind, a.subject) == ("B", LAST)
+    ][1]
+    assert {hold.name: hold.nbytes for hold in later.allocations}["scratch"] == 0
 
 
 @pytest.mark.parametrize("micro_batch", [0, 2])
 def test_the_weights_of_the_head_are_there_while_the_loss_multiplies_with_them(micro_batch: int):
-    plan = planned(Batch(axis="dp_shard"), Zero(), Tiles(), mesh=Mesh(dp_shard=3), micro_batch=micro_batch)
-    assert prove(plan) == []
-    losses = [action for action in plan.program.actions(ROLE) if action.kind == "LOSS"]
+    plan = planned(
+        BatchSplit(axis="dp_shard"), ZeRO(), ChunkedLoss(), mesh=Mesh(dp_shard=3), micro_batch=micro_batch
+    )
+    assert static_checks(plan) == []
+    losses = [action for action in plan.program.actions(FIRST_ROLE) if action.kind == "LOSS"]
     assert all(any(wait.startswith("UNSHARD(head") for wait in action.waits) for action in losses)
     assert all({"head.weight", "head.bias"} == set(action.tensors) for action in losses)
 
 
 def test_ranks_with_some_words_tell_each_other_the_numbers_of_a_tile_at_a_time():
     found = known()
-    plan = make_plan(found, tiny_job(4), Mesh(tp=2), (Line(), Vocabulary(), Tiles(loss=4)))
-    told = next(action for action in plan.program.actions(ROLE) if action.kind == "LOSS").inner
+    plan = make_plan(
+        found, tiny_job(4), Mesh(tp=2), (TensorParallel(), VocabParallel(), ChunkedLoss(num_chunks=4))
+    )
+    told = next(
+        action for action in plan.program.actions(FIRST_ROLE) if action.kind == "LOSS"
+    ).inner_transfers
     assert [each.nbytes for each in told] == [4 * tokens * 2 * 8 for tokens in (3, 2, 2, 2)]
     traced = trace(found, plan)
     assert traced.passed, traced
 
 
 def test_mlps_keep_nothing_within_and_have_one_tile_in_their_backward():
-    plans = [make_plan(known(), tiny_job(4), Mesh(), (Tiles(loss=1, mlp=mlp),) if mlp > 1 else ()) for mlp in (1, 3)]
+    plans = [
+        make_plan(
+            known(), tiny_job(4), Mesh(), (ChunkedLoss(num_chunks=1, num_tiles=mlp),) if mlp > 1 else ()
+        )
+        for mlp in (1, 3)
+    ]
     usual, tiled = (held(plan, "F", "model.layers.1")["inside"] for plan in plans)
-    between = next(call.inside for call in known().anatomy.calls if call.name == "model.layers.1.mlp.down_proj")
+    between = next(
+        call.saved_numel
+        for call in known().model_spec.layer_calls
+        if call.name == "model.layers.1.mlp.down_proj"
+    )
     assert usual - tiled == between * 4 * 8
     added = [held(plan, "B", "model.layers.1")["scratch"] for plan in plans]
     assert added[1] - added[0] == between // 3 * 4 * 8
-    again = sum(call.flops for call in known().anatomy.calls if ".mlp." in call.name) * 4
+    again = sum(call.flops for call in known().model_spec.layer_calls if ".mlp." in call.name) * 4
     assert flops(plans[1], "B") - flops(plans[0], "B") == again
     assert peak_bytes(plans[1], 0) < peak_bytes(plans[0], 0)
 
 
 def test_a_block_that_is_run_again_has_its_tiles_in_the_second_run_too():
-    plan = make_plan(known(), tiny_job(4), Mesh(), (Recompute(), Tiles(loss=1, mlp=3)))
-    alone = make_plan(known(), tiny_job(4), Mesh(), (Tiles(loss=1, mlp=3),))
-    assert prove(plan) == []
-    assert held(plan, "RERUN", "model.layers.1")["inside"] == held(alone, "F", "model.layers.1")["inside"]
+    plan = make_plan(
+        known(), tiny_job(4), Mesh(), (ActivationCheckpointing(), ChunkedLoss(num_chunks=1, num_tiles=3))
+    )
+    alone = make_plan(known(), tiny_job(4), Mesh(), (ChunkedLoss(num_chunks=1, num_tiles=3),))
+    assert static_checks(plan) == []
+    assert held(plan, "RECOMPUTE", "model.layers.1")["inside"] == held(alone, "F", "model.layers.1")["inside"]
 
 
 class Scaled(nn.Module):
@@ -138,43 +171,48 @@ class Softened(Scaled):
     [
         (Scaled, r"between the head head and the loss the model changes logits \(mul\)"),
         (Shorter, r"between the head head and the loss the model changes logits \(slice\)"),
-        (Softened, r"no head whose logits go to the loss as they are \(head.weight: _softmax looks at all words"),
+        (
+            Softened,
+            r"no head whose logits go to the loss as they are \(head.weight: _softmax looks at all words",
+        ),
     ],
 )
 def test_logits_that_the_model_changes_are_refused(model: type[nn.Module], text: str):
     with pytest.raises(PlanError, match=f"{text}(?s:.*)set loss = 1"):
-        make_plan(read(model(), rows(2)), tiny_job(), Mesh(), (Tiles(),))
+        make_plan(analyze(model(), rows(2)), tiny_job(), Mesh(), (ChunkedLoss(),))
 
 
 def test_a_loss_of_the_whole_batch_is_refused():
     loss = Loss(lambda outputs, batch: outputs.sum(), lambda batch: torch.tensor(1.0), whole_batch=True)
     with pytest.raises(PlanError, match="the loss compares all rows of a batch"):
-        make_plan(reading_of(loss=loss), tiny_job(), Mesh(), (Tiles(),))
+        make_plan(reading_of(loss=loss), tiny_job(), Mesh(), (ChunkedLoss(),))
 
 
 @pytest.mark.parametrize(
     ("tiles", "text"),
     [
-        (Tiles(loss=1), r"loss = 1 tiles and mlp = 1(?s:.*)leave the strategy out"),
-        (Tiles(loss=0), r"loss = 0 tiles"),
-        (Tiles(mlp=2), r"no module of its own between columns and rows(?s:.*)set mlp = 1"),
+        (ChunkedLoss(num_chunks=1), r"loss = 1 tiles and mlp = 1(?s:.*)leave the strategy out"),
+        (ChunkedLoss(num_chunks=0), r"loss = 0 tiles"),
+        (ChunkedLoss(num_tiles=2), r"no module of its own between columns and rows(?s:.*)set mlp = 1"),
     ],
 )
-def test_numbers_that_make_no_tiles_are_refused(tiles: Tiles, text: str):
+def test_numbers_that_make_no_tiles_are_refused(tiles: ChunkedLoss, text: str):
     with pytest.raises(PlanError, match=text):
         planned(tiles)
 
 
 def test_mlps_that_are_divided_among_ranks_are_refused_and_so_are_heads_in_grids():
     with pytest.raises(PlanError, match=r"gate_proj\.weight is divided among ranks(?s:.*)set mlp = 1"):
-        make_plan(known(), tiny_job(4), Mesh(tp=2), (Line(), Tiles(mlp=2)))
+        make_plan(known(), tiny_job(4), Mesh(tp=2), (TensorParallel(), ChunkedLoss(num_tiles=2)))
     with pytest.raises(PlanError, match=r"the head lm_head\.weight is cut along (?s:.*)set loss = 1"):
-        make_plan(known(), tiny_job(4), Mesh(dp_shard=2, tp=2), (Grid(), Tiles()))
+        make_plan(known(), tiny_job(4), Mesh(dp_shard=2, tp=2), (TensorParallel2D(), ChunkedLoss()))
 
 
 def test_a_loss_that_one_rank_takes_for_all_is_refused():
-    with pytest.raises(PlanError, match=r"one rank along dp_replicate takes the loss of all(?s:.*)set loss = 1"):
-        planned(Master(), Batch(), Tiles(loss=2), mesh=Mesh(dp_replicate=2))
+    with pytest.raises(
+        PlanError, match=r"one rank along dp_replicate takes the loss of all(?s:.*)set loss = 1"
+    ):
+        planned(DataParallelMaster(), BatchSplit(), ChunkedLoss(num_chunks=2), mesh=Mesh(dp_replicate=2))
 
 
 def test_mlps_of_a_model_that_draws_dropout_are_refused():
@@ -194,14 +232,14 @@ def test_mlps_of_a_model_that_draws_dropout_are_refused():
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return self.head(self.mlp(self.embed(input_ids)))
 
-    reading = read(lambda: Model(Whole(), sockets={"mlp.up": "columns", "mlp.down": "rows"}), rows(2))
+    reading = analyze(lambda: Model(Whole(), layer_roles={"mlp.up": "columns", "mlp.down": "rows"}), rows(2))
     with pytest.raises(PlanError, match="the model draws dropout"):
-        make_plan(reading, tiny_job(), Mesh(), (Tiles(mlp=2),))
+        make_plan(reading, tiny_job(), Mesh(), (ChunkedLoss(num_tiles=2),))
 
 
 def test_nothing_of_a_list_without_tiles_is_another():
     def said(plan: Plan) -> list[Action]:
-        return [action for action in plan.program.actions(ROLE) if action.kind == "LOSS"]
+        return [action for action in plan.program.actions(FIRST_ROLE) if action.kind == "LOSS"]
 
     assert [action.tensors for action in said(planned())] == [()]
-    assert planned().space.pieces == 1
+    assert planned().sharding.num_loss_chunks == 1

@@ -8,17 +8,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.api import alone, build, make_plan
+from meshwright.api import alone, make_plan, parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.context.ring import Ring
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.tiled_compute import Tiles
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.context.ring import RingAttention
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.tiled_compute import ChunkedLoss
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
-from meshwright.plan.job.job import Precision
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
+from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Strategy
@@ -35,22 +35,30 @@ class Largest(TorchDispatchMode):
         super().__init__()
         self.width, self.most = width, 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         found = (each for each in tree_leaves(out) if isinstance(each, torch.Tensor) and each.ndim > 1)
         # more rows than there are tokens: a weight, or a gradient of one
-        made = (each for each in found if each.shape[-1] == self.width and each.numel() <= 2 * TOKENS * self.width)
+        made = (
+            each for each in found if each.shape[-1] == self.width and each.numel() <= 2 * TOKENS * self.width
+        )
         self.most = max([self.most, *(each.numel() for each in made)])
         return out
 
 
-@pytest.mark.parametrize(("tiles", "rows_of_tile"), [(Tiles(4, 4), 3), (Tiles(9, 9), 1)], ids=str)
+@pytest.mark.parametrize(("tiles", "rows_of_tile"), [(ChunkedLoss(4, 4), 3), (ChunkedLoss(9, 9), 1)], ids=str)
 @pytest.mark.parametrize("width", [SIZES["vocab_size"], SIZES["intermediate_size"]])
-def test_no_more_than_a_tile_is_ever_there_in_a_step_and_in_an_evaluation(tiles: Tiles, rows_of_tile: int, width: int):
+def test_no_more_than_a_tile_is_ever_there_in_a_step_and_in_an_evaluation(
+    tiles: ChunkedLoss, rows_of_tile: int, width: int
+):
     data = batches(1, ROWS)[0]
     found = {}
     for name, strategies in {"usual": (), "tiled": (tiles,)}.items():
-        with build(known(), planned(known(), Mesh(), *strategies, micro_batch=2), world=alone(CPU)) as engine:
+        with parallelize(
+            known(), planned(known(), Mesh(), *strategies, micro_batch=2), world=alone(CPU)
+        ) as engine:
             with Largest(width) as step:
                 engine.step(data)
             with Largest(width) as evaluation:
@@ -64,31 +72,31 @@ def test_no_more_than_a_tile_is_ever_there_in_a_step_and_in_an_evaluation(tiles:
     ("mesh", "strategies"),
     [
         (Mesh(), ()),
-        (Mesh(cp=3), (Ring(), Replicate(axis="cp"))),
-        (Mesh(dp_shard=2), (SHARDS, Zero())),
-        (Mesh(tp=2), (Line(), Vocabulary())),
+        (Mesh(cp=3), (RingAttention(), DDP(axis="cp"))),
+        (Mesh(dp_shard=2), (SHARDS, ZeRO())),
+        (Mesh(tp=2), (TensorParallel(), VocabParallel())),
         (Mesh(pp=2), (Pipeline(),)),
     ],
     ids=str,
 )
 def test_an_evaluation_is_that_of_one_device(mesh: Mesh, strategies: tuple[Strategy, ...]):
-    data, job = batches(2, ROWS), replace(JOB, precision=Precision("float64", "float64", "float64"))
+    data, job = batches(2, ROWS), replace(JOB, precision=PrecisionConfig("float64", "float64", "float64"))
 
     def found(mesh: Mesh, *strategies: Strategy) -> list[float]:
         plan = planned(known(), mesh, *strategies, job=job)
 
         def rank(world: World) -> float:
-            with build(known(), plan, world=world) as engine:
-                return engine.evaluate([engine.share(each) for each in data]).loss
+            with parallelize(known(), plan, world=world) as engine:
+                return engine.evaluate([engine.local_batch(each) for each in data]).loss
 
         return on_threads(rank, mesh)
 
     (wanted,) = found(Mesh())
-    assert found(mesh, *strategies, Tiles(4)) == pytest.approx([wanted] * mesh.world, rel=1e-12)
+    assert found(mesh, *strategies, ChunkedLoss(4)) == pytest.approx([wanted] * mesh.world_size, rel=1e-12)
 
 
 def stepped(
-    tiles: tuple[Strategy, ...], precision: Precision, reading: Reading | None = None
+    tiles: tuple[Strategy, ...], precision: PrecisionConfig, reading: AnalyzedModel | None = None
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss and the gradients of one step."""
     reading = reading or reading_of()
@@ -98,7 +106,7 @@ def stepped(
     clip = player._acts.handlers["CLIP"]
 
     def kept(action: Action) -> None:
-        gradients.update(player.gradients())
+        gradients.update(player.gather_gradients())
         clip(action)
 
     player._list = [(a, kept if a.kind == "CLIP" else handler, waits) for a, handler, waits in player._list]
@@ -108,21 +116,26 @@ def stepped(
 
 
 def test_gradients_are_those_of_all_tokens_at_once_but_for_last_bits():
-    (_, usual), (_, tiled_) = (stepped(tiles, Precision("float64", "float64", "float64")) for tiles in ((), (Tiles(2),)))
+    (_, usual), (_, tiled_) = (
+        stepped(tiles, PrecisionConfig("float64", "float64", "float64")) for tiles in ((), (ChunkedLoss(2),))
+    )
     torch.testing.assert_close(tiled_, usual, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize(
     ("precision", "bound"),
     [
-        (Precision(compute="bfloat16"), 2e-2),  # 8 bits
-        (Precision("bfloat16", "bfloat16", master="float32"), 4e-2),  # of which sums over tiles lose some
-        (Precision("float16", "float16", master="float32", loss_scale=2.0**12), 5e-3),
+        (PrecisionConfig(compute="bfloat16"), 2e-2),  # 8 bits
+        (
+            PrecisionConfig("bfloat16", "bfloat16", master="float32"),
+            4e-2,
+        ),  # of which sums over tiles lose some
+        (PrecisionConfig("float16", "float16", master="float32", loss_scale=2.0**12), 5e-3),
     ],
     ids=str,
 )
-def test_in_halves_too(precision: Precision, bound: float):
-    (loss, usual), (tiled_loss, tiled_) = (stepped(tiles, precision) for tiles in ((), (Tiles(2),)))
+def test_in_halves_too(precision: PrecisionConfig, bound: float):
+    (loss, usual), (tiled_loss, tiled_) = (stepped(tiles, precision) for tiles in ((), (ChunkedLoss(2),)))
     assert tiled_loss == pytest.approx(loss, rel=bound)
     for name, gradient in usual.items():
         scale = gradient.double().norm()

@@ -8,27 +8,27 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.api import alone, build, make_plan, read, trace, verify
+from meshwright.api import alone, analyze, make_plan, parallelize, trace, verify
 from meshwright.engine.losses import chunked
 from meshwright.engine.runtime.loss import Loss, token_cross_entropy
-from meshwright.model.analysis.analyze import Reading
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
-from meshwright.parallel.context.ring import Ring
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.context.ring import RingAttention
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory import tiled_compute
-from meshwright.parallel.memory.activation_checkpointing import Recompute
-from meshwright.parallel.memory.tiled_compute import Tiles
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.memory.tiled_compute import ChunkedLoss
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.sequence_parallel import Sequence
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.parallel.memory.tiled_job import BOTH, CPU, JOB, ROWS, SHARDS, TOKENS, planned
 from tests.parallel.tensor.odd_llama import SIZES, batches, known, llama
 from tests.tiny_model import VOCABULARY, WIDTH, player_of, rows, tiny_job
@@ -36,31 +36,43 @@ from tests.tiny_model import VOCABULARY, WIDTH, player_of, rows, tiny_job
 SMOOTH = token_cross_entropy(0.1)
 
 
-def equal(reading: Reading, plan: Plan, loss: Loss | None = None, data: list[dict[str, torch.Tensor]] | None = None) -> None:
-    assert not prove(plan)
+def equal(
+    reading: AnalyzedModel,
+    plan: Plan,
+    loss: Loss | None = None,
+    data: list[dict[str, torch.Tensor]] | None = None,
+) -> None:
+    assert not static_checks(plan)
     verdict = verify(reading, plan, data or batches(2, ROWS), loss=loss)
     assert verdict.passed, verdict
 
 
-@pytest.mark.parametrize("tiles", [Tiles(2), Tiles(4, 3), Tiles(9, 9), Tiles(100, 100), Tiles(1, 2)], ids=str)
-def test_any_number_of_tiles_is_one_device(tiles: Tiles):
+@pytest.mark.parametrize(
+    "tiles",
+    [ChunkedLoss(2), ChunkedLoss(4, 3), ChunkedLoss(9, 9), ChunkedLoss(100, 100), ChunkedLoss(1, 2)],
+    ids=str,
+)
+def test_any_number_of_tiles_is_one_device(tiles: ChunkedLoss):
     equal(known(), planned(known(), Mesh(), tiles, micro_batch=2))
 
 
 @pytest.mark.parametrize(
     ("mesh", "strategies"),
     [
-        (Mesh(dp_replicate=2), (Batch(), Replicate(), BOTH)),
-        (Mesh(dp_shard=2), (SHARDS, Zero(stage=1), BOTH)),
-        (Mesh(dp_shard=4), (SHARDS, Zero(stage=2), BOTH)),
-        (Mesh(dp_shard=2), (SHARDS, Zero(stage=3), Recompute(blocks=("*",)), BOTH)),
-        (Mesh(cp=3), (Ring(), Replicate(axis="cp"), BOTH)),
-        (Mesh(dp_shard=2, cp=2), (SHARDS, Ring(), Zero(), BOTH)),
-        (Mesh(tp=2), (Line(), Tiles(4))),
-        (Mesh(tp=3), (Line(), Vocabulary(), Sequence(), Tiles(4))),
-        (Mesh(cp=2, tp=2), (Line(), Vocabulary(), Ring(), Zero(axis="cp"), Tiles(3))),
+        (Mesh(dp_replicate=2), (BatchSplit(), DDP(), BOTH)),
+        (Mesh(dp_shard=2), (SHARDS, ZeRO(stage=1), BOTH)),
+        (Mesh(dp_shard=4), (SHARDS, ZeRO(stage=2), BOTH)),
+        (Mesh(dp_shard=2), (SHARDS, ZeRO(stage=3), ActivationCheckpointing(blocks=("*",)), BOTH)),
+        (Mesh(cp=3), (RingAttention(), DDP(axis="cp"), BOTH)),
+        (Mesh(dp_shard=2, cp=2), (SHARDS, RingAttention(), ZeRO(), BOTH)),
+        (Mesh(tp=2), (TensorParallel(), ChunkedLoss(4))),
+        (Mesh(tp=3), (TensorParallel(), VocabParallel(), SequenceParallel(), ChunkedLoss(4))),
+        (
+            Mesh(cp=2, tp=2),
+            (TensorParallel(), VocabParallel(), RingAttention(), ZeRO(axis="cp"), ChunkedLoss(3)),
+        ),
         (Mesh(pp=2), (Pipeline(schedule="zb_h1"), BOTH)),
-        (Mesh(dp_shard=2, pp=2), (SHARDS, Pipeline(schedule="interleaved"), Zero(stage=3), BOTH)),
+        (Mesh(dp_shard=2, pp=2), (SHARDS, Pipeline(schedule="interleaved"), ZeRO(stage=3), BOTH)),
     ],
     ids=str,
 )
@@ -71,32 +83,32 @@ def test_beside_all_else(mesh: Mesh, strategies: tuple[Strategy, ...]):
 @pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(dp_shard=2)], ids=str)
 def test_a_head_that_is_tied_to_the_table(mesh: Mesh):
     tied = known(tie_word_embeddings=True)
-    equal(tied, planned(tied, mesh, *((Pipeline(),) if mesh.pp > 1 else (SHARDS, Zero())), BOTH))
+    equal(tied, planned(tied, mesh, *((Pipeline(),) if mesh.pp > 1 else (SHARDS, ZeRO())), BOTH))
 
 
 def test_more_ranks_than_tokens():
     short = known(length=3)
-    plan = planned(short, Mesh(cp=4), Ring(), Replicate(axis="cp"), BOTH)
+    plan = planned(short, Mesh(cp=4), RingAttention(), DDP(axis="cp"), BOTH)
     equal(short, plan, data=batches(2, ROWS, 3))
 
 
 @cache
-def weighted() -> tuple[Reading, list[dict[str, torch.Tensor]]]:
+def weighted() -> tuple[AnalyzedModel, list[dict[str, torch.Tensor]]]:
     """A reading, and rows of which some labels do not count, and the others weigh something each."""
     generator, data = torch.Generator().manual_seed(3), batches(2, ROWS)
     for each in data:
         each["loss_weights"] = torch.rand(ROWS, TOKENS, generator=generator)
         each["labels"][1, 2:] = -100
         each["labels"][2] = -100
-    return read(llama(), data[0], loss=SMOOTH), data
+    return analyze(llama(), data[0], loss=SMOOTH), data
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(cp=2), Mesh(tp=2)], ids=str)
 def test_smoothed_labels_and_weights_of_tokens(mesh: Mesh):
     reading, data = weighted()
-    ways = {"cp": (Ring(), Replicate(axis="cp")), "tp": (Line(), Vocabulary())}
+    ways = {"cp": (RingAttention(), DDP(axis="cp")), "tp": (TensorParallel(), VocabParallel())}
     strategies = next((ways[axis] for axis in ways if mesh.size(axis) > 1), ())
-    equal(reading, planned(reading, mesh, *strategies, Tiles(4)), SMOOTH, data)
+    equal(reading, planned(reading, mesh, *strategies, ChunkedLoss(4)), SMOOTH, data)
 
 
 def test_a_head_that_is_frozen_gets_no_gradient():
@@ -105,22 +117,37 @@ def test_a_head_that_is_frozen_gets_no_gradient():
         model.get_parameter("lm_head.weight").requires_grad_(False)
         return model
 
-    reading = read(frozen(), batches(1, ROWS)[0])
-    equal(reading, planned(reading, Mesh(dp_replicate=2), Batch(), Replicate(), BOTH))
+    reading = analyze(frozen(), batches(1, ROWS)[0])
+    equal(reading, planned(reading, Mesh(dp_replicate=2), BatchSplit(), DDP(), BOTH))
 
 
 def test_a_trace_on_fake_tensors_runs_in_tiles():
     mesh = Mesh(dp_shard=8, cp=4)
-    plan = planned(known(), mesh, SHARDS, Ring(), Zero(), BOTH, job=replace(JOB, train=replace(JOB.train, batch=8)))
+    plan = planned(
+        known(),
+        mesh,
+        SHARDS,
+        RingAttention(),
+        ZeRO(),
+        BOTH,
+        job=replace(JOB, train=replace(JOB.train, batch=8)),
+    )
     found = trace(known(), plan)
     assert found.passed, found
 
 
 def test_forwards_outside_of_steps_give_out_logits():
     module = llama()
-    reading = read(module, batches(1, ROWS)[0])
-    with build(reading, planned(reading, Mesh(), BOTH), world=alone(CPU)) as engine, engine.whole() as whole:
-        assert whole(input_ids=batches(1, ROWS)[0]["input_ids"]).logits.shape == (ROWS, TOKENS, SIZES["vocab_size"])
+    reading = analyze(module, batches(1, ROWS)[0])
+    with (
+        parallelize(reading, planned(reading, Mesh(), BOTH), world=alone(CPU)) as engine,
+        engine.full_params() as whole,
+    ):
+        assert whole(input_ids=batches(1, ROWS)[0]["input_ids"]).logits.shape == (
+            ROWS,
+            TOKENS,
+            SIZES["vocab_size"],
+        )
 
 
 def test_logits_that_a_forward_changes_after_the_trial_are_refused():
@@ -135,8 +162,8 @@ def test_logits_that_a_forward_changes_after_the_trial_are_refused():
             logits = self.head(self.embed(input_ids))
             return logits * 2 if Changing.changes else logits
 
-    reading = read(Changing, rows(2))
-    player = player_of(reading, make_plan(reading, tiny_job(), Mesh(), (Tiles(),)), alone(CPU))
+    reading = analyze(Changing, rows(2))
+    player = player_of(reading, make_plan(reading, tiny_job(), Mesh(), (ChunkedLoss(),)), alone(CPU))
     Changing.changes = True
     with pytest.raises(PlanError, match=r"was changed behind the head(?s:.*)leave out the strategy"):
         player.step({key: value[:12] for key, value in rows().items()})
@@ -163,21 +190,25 @@ def test_a_module_that_attends_is_refused_when_it_does():
     class Whole(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed, self.layer, self.head = nn.Embedding(VOCABULARY, WIDTH), Layer(), nn.Linear(WIDTH, VOCABULARY)
+            self.embed, self.layer, self.head = (
+                nn.Embedding(VOCABULARY, WIDTH),
+                Layer(),
+                nn.Linear(WIDTH, VOCABULARY),
+            )
 
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return self.head(self.layer(self.embed(input_ids)))
 
     roles = {"layer.mlp.up": "columns", "layer.mlp.down": "rows"}
-    reading = read(lambda: Model(Whole(), blocks=["embed", "layer", "head"], sockets=roles), rows(2))
-    player = player_of(reading, make_plan(reading, tiny_job(), Mesh(), (Tiles(1, 2),)), alone(CPU))
+    reading = analyze(lambda: Model(Whole(), blocks=["embed", "layer", "head"], layer_roles=roles), rows(2))
+    player = player_of(reading, make_plan(reading, tiny_job(), Mesh(), (ChunkedLoss(1, 2),)), alone(CPU))
     with pytest.raises(PlanError, match=r"the module 'layer\.mlp' attends"):
         player.step({key: value[:12] for key, value in rows().items()})
 
 
 def test_a_tile_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(chunked, "sizes", lambda count, number: [count - 1])
-    plan = planned(known(), Mesh(), Tiles(4))
+    plan = planned(known(), Mesh(), ChunkedLoss(4))
     assert not verify(known(), plan, batches(2, ROWS)).passed
 
 
@@ -192,5 +223,5 @@ def test_an_mlp_that_keeps_the_gradient_of_one_tile_alone_is_noticed(monkeypatch
                 return whole.backward(ctx, *grads)
 
     monkeypatch.setattr(tiled_compute, "_Tiled", Last)
-    plan = planned(known(), Mesh(), Tiles(1, 3))
+    plan = planned(known(), Mesh(), ChunkedLoss(1, 3))
     assert not verify(known(), plan, batches(2, ROWS)).passed

@@ -3,15 +3,21 @@
 import pytest
 from hypothesis import given, settings
 
-from meshwright.parallel.pipeline.pipedream import Version, faults, kept, order, versions
-from meshwright.parallel.pipeline.schedules.schedule import Costs
+from meshwright.parallel.pipeline.pipedream import (
+    WeightVersion,
+    check_pipedream,
+    max_versions_kept,
+    pipedream_schedule,
+    weight_versions,
+)
+from meshwright.parallel.pipeline.schedules.schedule import StageCosts
 from tests.parallel.pipeline.schedules.schedule_laws import COUNTS, hold, swapped
 
 
 @settings(deadline=None)
 @given(**COUNTS)
 def test_part_s_uses_weights_p_minus_1_minus_s_updates_old_once_the_pipeline_is_full(ranks: int, micros: int):
-    found = versions(order(ranks, micros))
+    found = weight_versions(pipedream_schedule(ranks, micros))
     assert len(found) == len(set(found)) == ranks * micros
     for stage, micro, forward, backward in found:
         assert forward == backward == max(0, micro - (ranks - 1 - stage))
@@ -20,21 +26,26 @@ def test_part_s_uses_weights_p_minus_1_minus_s_updates_old_once_the_pipeline_is_
 @settings(deadline=None)
 @given(**COUNTS)
 def test_part_s_keeps_p_minus_s_versions(ranks: int, micros: int):
-    assert kept(order(ranks, 2 * ranks + micros)) == [ranks - stage for stage in range(ranks)]
-    assert max(kept(order(ranks, 1))) == 1
+    assert max_versions_kept(pipedream_schedule(ranks, 2 * ranks + micros)) == [
+        ranks - stage for stage in range(ranks)
+    ]
+    assert max(max_versions_kept(pipedream_schedule(ranks, 1))) == 1
 
 
 def test_without_stashing_a_backward_meets_the_newest_weights():
-    found = versions(order(3, 5), stashed=False)
-    assert all(each.backward == each.micro for each in found)
-    assert Version(0, 4, 2, 4) in found
+    found = weight_versions(pipedream_schedule(3, 5), stashing=False)
+    assert all(each.backward == each.microbatch for each in found)
+    assert WeightVersion(0, 4, 2, 4) in found
 
 
 def test_a_replay_of_the_versions_is_descent_with_delay():
     # two parts of one weight each, loss = (b a x)^2 / 2: by hand, with the weights of the listed versions
     rate, inputs, p = 0.01, [1.0, 2.0, -1.0, 0.5], 2
     history = [[1.5], [0.5]]  # weights of each part after each update
-    met = {(each.micro, each.stage): each for each in versions(order(p, len(inputs)))}
+    met = {
+        (each.microbatch, each.virtual_stage): each
+        for each in weight_versions(pipedream_schedule(p, len(inputs)))
+    }
     for micro, x in enumerate(inputs):
         a, b = (history[stage][met[micro, stage].forward] for stage in range(p))
         error = b * a * x
@@ -47,14 +58,14 @@ def test_a_replay_of_the_versions_is_descent_with_delay():
 
 
 def test_the_bubble_is_that_of_the_ends_alone():
-    found = hold(order(4, 300), Costs.equal(4))
+    found = hold(pipedream_schedule(4, 300), StageCosts.uniform(4))
     assert found.bubble == pytest.approx(3 / 303)
 
 
 def test_two_swapped_slots_change_the_versions():
-    right = order(3, 5)
-    assert versions(swapped(right, 0, 3, 4)) != versions(right)
+    right = pipedream_schedule(3, 5)
+    assert weight_versions(swapped(right, 0, 3, 4)) != weight_versions(right)
 
 
 def test_no_micro_batch_is_refused():
-    assert [fault.where for fault in faults(2, 0)] == ["micro_batch"]
+    assert [fault.location for fault in check_pipedream(2, 0)] == ["micro_batch"]

@@ -8,9 +8,9 @@ from meshwright.api import make_plan, parity_case
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss import token_cross_entropy
 from meshwright.parallel.pipeline.pipedream import PipeDream
-from meshwright.plan.job.job import Train
+from meshwright.plan.job.job import TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.training.engine import share
+from meshwright.run.training.engine import select_local_batch
 from meshwright.testing.ranks import ProcessPool
 from meshwright.verifier.parity import RankReport, compare_rank
 from meshwright.verifier.reference import run_reference
@@ -20,15 +20,20 @@ STEPS = 2
 
 
 def compared(world: World, ranks: int) -> RankReport:
-    reading, job = reading_of(), replace(tiny_job(), train=Train(batch=12, clip=0.0))
+    reading, job = reading_of(), replace(tiny_job(), train=TrainConfig(batch=12, clip=0.0))
     plan = make_plan(reading, job, Mesh(pp=ranks), (PipeDream(),), 1)
     batches = [rows(12) for _ in range(STEPS)]
-    case = parity_case(reading, plan, token_cross_entropy(), lambda plan, rank: lambda step: share(batches[step], plan, rank))
+    case = parity_case(
+        reading,
+        plan,
+        token_cross_entropy(),
+        lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank),
+    )
     return compare_rank(case, world, run_reference(case, STEPS))
 
 
 @pytest.mark.parametrize("ranks", [3])
 def test_it_equals_the_replay_on_processes(process_pool: ProcessPool, ranks: int):
     reports = process_pool.run(compared, Mesh(pp=ranks), ranks)
-    assert [(report.differences, report.steps) for report in reports] == [([], STEPS)] * ranks
+    assert [(report.differences, report.num_steps) for report in reports] == [([], STEPS)] * ranks
     assert len({tuple(report.digests.items()) for report in reports}) == 1

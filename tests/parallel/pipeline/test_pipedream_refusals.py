@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from meshwright.api import make_plan
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Guard, Job, Precision, Train
+from meshwright.plan.job.job import Job, LossGuard, PrecisionConfig, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.strategy import Strategy
 from tests.parallel.pipeline.test_pipedream_trains import EACH, ROWS, planned
 from tests.parallel.pipeline.test_pipeline import JOB
@@ -24,20 +24,32 @@ from tests.tiny_model import reading_of
     ("job", "mesh", "beside", "said"),
     [
         (JOB, Mesh(pp=2), (), "train.clip = 0.5: every micro-batch is an update of its own"),
-        (replace(EACH, guard=Guard("skip")), Mesh(pp=2), (), "the guard looks at whole steps"),
+        (replace(EACH, guard=LossGuard("skip")), Mesh(pp=2), (), "the guard looks at whole steps"),
         (
-            replace(EACH, train=Train(batch=ROWS, clip=0.0, noise_scale=True)),
+            replace(EACH, train=TrainConfig(batch=ROWS, clip=0.0, noise_scale=True)),
             Mesh(pp=2),
             (),
             "the noise scale needs whole gradients",
         ),
-        (replace(EACH, precision=Precision(compute="float16")), Mesh(pp=2), (), "the loss is scaled for float16"),
-        (EACH, Mesh(pp=2, dp_shard=2), (Batch(axis="dp_shard"), Zero()), "weights are cut into shards along dp_shard"),
+        (
+            replace(EACH, precision=PrecisionConfig(compute="float16")),
+            Mesh(pp=2),
+            (),
+            "the loss is scaled for float16",
+        ),
+        (
+            EACH,
+            Mesh(pp=2, dp_shard=2),
+            (BatchSplit(axis="dp_shard"), ZeRO()),
+            "weights are cut into shards along dp_shard",
+        ),
         (EACH, Mesh(pp=2), (Pipeline(),), "pipedream and pipeline both decide the order"),
         (EACH, Mesh(), (), "a pipeline of one rank"),
     ],
 )
-def test_what_needs_one_step_per_batch_is_refused(job: Job, mesh: Mesh, beside: tuple[Strategy, ...], said: str):
+def test_what_needs_one_step_per_batch_is_refused(
+    job: Job, mesh: Mesh, beside: tuple[Strategy, ...], said: str
+):
     with pytest.raises(PlanError, match=said):
         planned(known(), mesh, *beside, job=job)
 
@@ -49,12 +61,15 @@ def test_weights_that_parts_share_are_refused():
 
 def test_a_loss_of_the_whole_batch_is_refused():
     reading = reading_of()
-    whole = replace(reading.anatomy, whole_batch=True)
+    whole = replace(reading.model_spec, needs_global_batch=True)
     assert any(
-        "on the whole batch at once" in fault.what for fault in PipeDream().check(EACH, Space.one_device(Mesh(pp=2), whole))
+        "on the whole batch at once" in fault.problem
+        for fault in PipeDream().check(EACH, ShardingPlan.one_device(Mesh(pp=2), whole))
     )
 
 
 def test_wrong_cuts_are_told_in_its_own_name():
     with pytest.raises(PlanError, match=r"strategies.pipedream.cuts: 2 cuts make 3 parts"):
-        make_plan(known(), EACH, Mesh(pp=2), (PipeDream(cuts=("model.layers.1", "model.layers.2")),), 1)
+        make_plan(
+            known(), EACH, Mesh(pp=2), (PipeDream(split_points=("model.layers.1", "model.layers.2")),), 1
+        )

@@ -8,30 +8,35 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from meshwright.api import build, make_plan, parity_case, verify
+from meshwright.api import make_plan, parallelize, parity_case, verify
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss import token_cross_entropy
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.ddp_naive import Naive
-from meshwright.parallel.memory.activation_checkpointing import Recompute
-from meshwright.parallel.pipeline.pipedream import PipeDream, kept, order, versions
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.plan.job.job import Job, Optimizer, Precision, Train
-from meshwright.plan.model_spec.model_spec import NBYTES
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.ddp_naive import NaiveDDP
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.pipeline.pipedream import (
+    PipeDream,
+    max_versions_kept,
+    pipedream_schedule,
+    weight_versions,
+)
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig, TrainConfig
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import steps
+from meshwright.plan.step.single_device import stepped_microbatches
 from meshwright.plan.step.weight_stashing import forward_versions, staleness
 from meshwright.plan.strategy import Strategy
 from meshwright.planner.program_cost.memory import state_bytes
-from meshwright.run.training.engine import share
+from meshwright.run.training.engine import select_local_batch
 from meshwright.testing.ranks import on_threads
-from meshwright.verifier.parity import compare_rank, judge
+from meshwright.verifier.parity import compare_rank, make_verdict
 from meshwright.verifier.reference import run_reference
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from meshwright.verifier.verdict import Verdict
 from tests.parallel.checkpoint_crossing import crosses
 from tests.parallel.pipeline.test_pipeline import JOB
@@ -40,21 +45,25 @@ from tests.parallel.tensor.odd_llama import batches, known
 from tests.tiny_model import edited, player_of, reading_of, rows, tiny_job
 
 ROWS = 6
-EACH = replace(JOB, train=Train(batch=ROWS, clip=0.0))
-MIXED = Precision("bfloat16", "bfloat16", "bfloat16", master="float32", gradients="bfloat16", moments="float32")
+EACH = replace(JOB, train=TrainConfig(batch=ROWS, clip=0.0))
+MIXED = PrecisionConfig(
+    "bfloat16", "bfloat16", "bfloat16", master="float32", gradients="bfloat16", optimizer_states="float32"
+)
 STEPPED = {
     "momentum": (
-        Optimizer("sgd", lr=0.1, momentum=0.9, weight_decay=0.1),
+        OptimizerConfig("sgd", lr=0.1, momentum=0.9, weight_decay=0.1),
         lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
     ),
     "adamw": (
-        Optimizer("adamw", lr=0.01, weight_decay=0.1),
+        OptimizerConfig("adamw", lr=0.01, weight_decay=0.1),
         lambda groups: torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95)),
     ),
 }
 
 
-def planned(reading: Reading, mesh: Mesh, *strategies: Strategy, job: Job = EACH, micro_batch: int = 1) -> Plan:
+def planned(
+    reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, job: Job = EACH, micro_batch: int = 1
+) -> Plan:
     return make_plan(reading, job, mesh, (PipeDream(), *strategies), micro_batch)
 
 
@@ -62,7 +71,7 @@ def planned(reading: Reading, mesh: Mesh, *strategies: Strategy, job: Job = EACH
 def test_it_equals_a_replay_of_its_weight_versions(ranks: int):
     plan = planned(known(), Mesh(pp=ranks))
     assert not plan.exact
-    assert not prove(plan)
+    assert not static_checks(plan)
     verdict = verify(known(), plan, batches(2, ROWS))
     assert verdict.passed, verdict
     assert f"pp {ranks} equals a replay of its weight versions in one process after 2 steps" in str(verdict)
@@ -71,27 +80,27 @@ def test_it_equals_a_replay_of_its_weight_versions(ranks: int):
 @pytest.mark.parametrize(
     ("mesh", "beside"),
     [
-        (Mesh(pp=2, tp=3), (Line(),)),
-        (Mesh(pp=3), (Recompute(),)),
-        (Mesh(pp=2, dp_replicate=3), (Batch(), Replicate(bucket_mb=0.01))),
-        (Mesh(pp=2, dp_replicate=2), (Batch(), Naive())),
+        (Mesh(pp=2, tp=3), (TensorParallel(),)),
+        (Mesh(pp=3), (ActivationCheckpointing(),)),
+        (Mesh(pp=2, dp_replicate=3), (BatchSplit(), DDP(bucket_mb=0.01))),
+        (Mesh(pp=2, dp_replicate=2), (BatchSplit(), NaiveDDP())),
     ],
 )
 def test_it_does_so_beside_others(mesh: Mesh, beside: tuple[Strategy, ...]):
     plan = planned(known(), mesh, *beside)
-    assert not prove(plan)
+    assert not static_checks(plan)
     verdict = verify(known(), plan, batches(2, ROWS))
     assert verdict.passed, verdict
 
 
 def test_masks_are_those_of_the_samples():
     reading = pairs(0.2, layers=4)
-    plan = planned(reading, Mesh(pp=3), job=replace(EACH, train=Train(batch=4, clip=0.0)))
+    plan = planned(reading, Mesh(pp=3), job=replace(EACH, train=TrainConfig(batch=4, clip=0.0)))
     assert verify(reading, plan, [rows(4), rows(4)]).passed
 
 
 def test_micro_batches_in_which_nothing_counts_are_no_updates():
-    plan = planned(reading_of(), Mesh(pp=3), job=replace(EACH, train=Train(batch=12, clip=0.0)))
+    plan = planned(reading_of(), Mesh(pp=3), job=replace(EACH, train=TrainConfig(batch=12, clip=0.0)))
     assert all(label == -100 for label in rows(12)["labels"][3]), "row 3 has no label"
     assert verify(reading_of(), plan, [rows(12), rows(9)]).passed
 
@@ -100,13 +109,13 @@ def test_micro_batches_in_which_nothing_counts_are_no_updates():
 @pytest.mark.parametrize("rule", STEPPED)
 def test_its_optimizer_steps_once_per_micro_batch(ranks: int, rule: str):
     spec, make = STEPPED[rule]
-    wide = Precision("float64", "float64", "float64")
+    wide = PrecisionConfig("float64", "float64", "float64")
     plan = planned(known(), Mesh(pp=ranks), job=replace(EACH, optimizer=spec, precision=wide))
 
     def on_rank(world: World) -> tuple[dict[str, torch.Tensor], list[float]]:
-        with build(known(), plan, world=world) as engine:
-            losses = [engine.step(engine.share(batch)).loss for batch in batches(2, ROWS)]
-            return engine.player.parameters(), losses
+        with parallelize(known(), plan, world=world) as engine:
+            losses = [engine.step(engine.local_batch(batch)).loss for batch in batches(2, ROWS)]
+            return engine.executor.gather_parameters(), losses
 
     wanted, losses = replayed(plan, make)
     for found, told in on_threads(on_rank, plan.mesh):
@@ -117,11 +126,16 @@ def test_its_optimizer_steps_once_per_micro_batch(ranks: int, rule: str):
 
 def replayed(plan: Plan, make: Callable) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Plain PyTorch: per micro-batch the gradient at the versions that the lists state, and a step of the newest weights."""
-    model, _, newest = known().make(torch.device("cpu"), torch.float64)
-    stage = {weight.name: plan.space.users(weight)[0] for weight in plan.anatomy.weights}
-    met = {(each.stage, each.micro): each.forward for each in versions(order(plan.mesh.pp, ROWS))}
+    model, _, newest = known().make_module(torch.device("cpu"), torch.float64)
+    stage = {weight.name: plan.sharding.pp_ranks_using(weight)[0] for weight in plan.model_spec.params}
+    met = {
+        (each.virtual_stage, each.microbatch): each.forward
+        for each in weight_versions(pipedream_schedule(plan.mesh.pp, ROWS))
+    }
     groups = [[value for value in newest.values() if (value.ndim > 1) is decays] for decays in (True, False)]
-    optimizer = make([{"params": group, "weight_decay": decay} for group, decay in zip(groups, (0.1, 0.0), strict=True)])
+    optimizer = make(
+        [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (0.1, 0.0), strict=True)]
+    )
     losses = []
     for batch in batches(2, ROWS):
         history = [{name: value.detach().clone() for name, value in newest.items()}]
@@ -130,7 +144,9 @@ def replayed(plan: Plan, make: Callable) -> tuple[dict[str, torch.Tensor], list[
             used = {name: history[met[stage[name], micro]][name].clone().requires_grad_() for name in newest}
             row = slice(micro, micro + 1)
             logits = functional_call(model, used, kwargs={"input_ids": batch["input_ids"][row]}).logits
-            loss = torch.nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), batch["labels"][row].view(-1))
+            loss = torch.nn.functional.cross_entropy(
+                logits.view(-1, logits.shape[-1]), batch["labels"][row].view(-1)
+            )
             for name, gradient in zip(used, torch.autograd.grad(loss, list(used.values())), strict=True):
                 newest[name].grad = gradient
             optimizer.step()
@@ -142,36 +158,47 @@ def replayed(plan: Plan, make: Callable) -> tuple[dict[str, torch.Tensor], list[
 
 @pytest.mark.parametrize(("ranks", "micros"), [(2, 6), (3, 6), (4, 6), (4, 2), (3, 1)])
 def test_the_program_states_the_versions_of_the_paper(ranks: int, micros: int):
-    plan = planned(known(), Mesh(pp=ranks), job=replace(EACH, train=Train(batch=micros, clip=0.0)))
-    law = {(each.stage, each.micro): each.forward for each in versions(order(ranks, micros))}
+    plan = planned(known(), Mesh(pp=ranks), job=replace(EACH, train=TrainConfig(batch=micros, clip=0.0)))
+    law = {
+        (each.virtual_stage, each.microbatch): each.forward
+        for each in weight_versions(pipedream_schedule(ranks, micros))
+    }
     for stage, (_, actions) in enumerate(plan.program.roles):
         assert forward_versions(actions) == {micro: law[stage, micro] for micro in range(micros)}
-        assert steps(actions) == tuple(range(micros))
+        assert stepped_microbatches(actions) == tuple(range(micros))
         assert staleness(actions) == min(ranks - 1 - stage, micros - 1)
-        rooms = {hold.name for action in actions if action.kind == "STASH" for hold in action.takes}
-        assert len(rooms) == kept(order(ranks, micros))[stage] - 1
+        rooms = {hold.name for action in actions if action.kind == "STASH" for hold in action.allocations}
+        assert len(rooms) == max_versions_kept(pipedream_schedule(ranks, micros))[stage] - 1
 
 
 @pytest.mark.parametrize("copies", [1, 2])
-@pytest.mark.parametrize("precision", [Precision(), MIXED], ids=["float32", "masters"])
-def test_each_rank_holds_the_versions_that_the_plan_says(copies: int, precision: Precision):
-    job = tiny_job(optimizer=Optimizer(), precision=precision, train=Train(batch=12, clip=0.0))
-    beside = (Batch(), Replicate()) if copies > 1 else ()
+@pytest.mark.parametrize("precision", [PrecisionConfig(), MIXED], ids=["float32", "masters"])
+def test_each_rank_holds_the_versions_that_the_plan_says(copies: int, precision: PrecisionConfig):
+    job = tiny_job(optimizer=OptimizerConfig(), precision=precision, train=TrainConfig(batch=12, clip=0.0))
+    beside = (BatchSplit(), DDP()) if copies > 1 else ()
     plan = planned(reading_of(), Mesh(pp=3, dp_replicate=copies), *beside, job=job)
 
     def on_rank(world: World) -> dict[str, int]:
         player = player_of(reading_of(), plan, world)
         for _ in range(2):
-            player.step(share(rows(12), plan, world.rank))
-        sizes = player.sizes()
+            player.step(select_local_batch(rows(12), plan, world.rank))
+        sizes = player.memory_by_category()
         player.close()
         return sizes
 
     for rank, sizes in enumerate(on_threads(on_rank, plan.mesh)):
-        mine, said = plan.at(rank), state_bytes(plan, rank)
-        own = sum(weight.numel for weight in mine.space.anatomy.trainable) * NBYTES[precision.parameters]
+        mine, said = plan.for_rank(rank), state_bytes(plan, rank)
+        own = (
+            sum(weight.numel for weight in mine.sharding.model_spec.trainable)
+            * FLOAT_NBYTES[precision.parameters]
+        )
         assert sizes["parameters"] == said.parameters == own
-        kept = {hold.name: hold.nbytes for action in mine.actions for hold in action.takes if action.kind == "STASH"}
+        kept = {
+            hold.name: hold.nbytes
+            for action in mine.actions
+            for hold in action.allocations
+            if action.kind == "STASH"
+        }
         assert list(kept.values()) == [own] * (2 - plan.mesh.coordinate(rank)["pp"])
         assert sum(sizes.values()) == said.total, (sizes, said)
 
@@ -182,7 +209,9 @@ def without(*kinds: str) -> Callable[[list[Action]], list[Action]]:
     def change(actions: list[Action]) -> list[Action]:
         gone = {action.name for action in actions if action.kind in kinds}
         left = [action for action in actions if action.name not in gone]
-        return [replace(action, waits=tuple(wait for wait in action.waits if wait not in gone)) for action in left]
+        return [
+            replace(action, waits=tuple(wait for wait in action.waits if wait not in gone)) for action in left
+        ]
 
     return change
 
@@ -191,63 +220,92 @@ def judged(change: Callable[[list[Action]], list[Action]]) -> Verdict:
     """What the comparison finds of a plan with a planted bug that nobody has proved anything of."""
     plan = planned(known(), Mesh(pp=3))
     data = batches(2, ROWS)
-    case = parity_case(known(), plan, token_cross_entropy(), lambda plan, rank: lambda step: share(data[step], plan, rank))
+    case = parity_case(
+        known(),
+        plan,
+        token_cross_entropy(),
+        lambda plan, rank: lambda step: select_local_batch(data[step], plan, rank),
+    )
     case = replace(case, plan=edited(case.plan, change))
     reference = run_reference(case, 2)
-    return judge(case, on_threads(lambda world: compare_rank(case, world, reference), plan.mesh), "threads", {})
+    return make_verdict(
+        case, on_threads(lambda world: compare_rank(case, world, reference), plan.mesh), "threads", {}
+    )
 
 
 def test_a_backward_with_the_newest_weights_is_noticed():
-    change = without("RESTORE", "RENEW")
-    faults = [fault.what for fault in prove(edited(planned(known(), Mesh(pp=3)), change))]
+    change = without("LOAD_STASHED", "LOAD_LATEST")
+    faults = [fault.problem for fault in static_checks(edited(planned(known(), Mesh(pp=3)), change))]
     text = "B(model.layers.0, 1) meets the weights after 1 steps, and the forward of its micro-batch those after 0"
     assert text in faults
     verdict = judged(change)
     assert not verdict.passed
-    assert (verdict.first.step, verdict.first.quantity) == (0, "gradient")
+    assert (verdict.first_difference.step, verdict.first_difference.quantity) == (0, "gradient")
 
 
 def test_weights_that_are_stepped_where_a_forward_has_met_them_are_noticed():
     plan = edited(planned(known(), Mesh(pp=3)), without("STASH"))
-    assert any("asks for weights that no STASH has kept" in fault.what for fault in prove(plan))
+    assert any("asks for weights that no STASH has kept" in fault.problem for fault in static_checks(plan))
 
 
 def test_a_micro_batch_that_is_not_stepped_with_is_noticed():
     def change(actions: list[Action]) -> list[Action]:
         return [action for action in actions if action.name != "STEP(2)"]
 
-    faults = [fault.what for fault in prove(edited(planned(known(), Mesh(pp=3)), change))]
+    faults = [fault.problem for fault in static_checks(edited(planned(known(), Mesh(pp=3)), change))]
     assert "micro-batch 2 is never stepped with" in faults
-    assert any("adds to the gradients of micro-batch 2, and no STEP stands between them" in fault for fault in faults)
+    assert any(
+        "adds to the gradients of micro-batch 2, and no STEP stands between them" in fault for fault in faults
+    )
 
 
 def test_gradients_that_are_summed_after_their_step_are_noticed():
     plan = planned(
-        reading_of(), Mesh(pp=2, dp_replicate=2), Batch(), Replicate(), job=replace(EACH, train=Train(batch=4, clip=0.0))
+        reading_of(),
+        Mesh(pp=2, dp_replicate=2),
+        BatchSplit(),
+        DDP(),
+        job=replace(EACH, train=TrainConfig(batch=4, clip=0.0)),
     )
 
     def change(actions: list[Action]) -> list[Action]:
-        reduce = next(action.name for action in actions if action.kind == "REDUCE" and action.micro == 1)
-        return [replace(action, waits=tuple(wait for wait in action.waits if wait != reduce)) for action in actions]
+        reduce = next(action.name for action in actions if action.kind == "REDUCE" and action.microbatch == 1)
+        return [
+            replace(action, waits=tuple(wait for wait in action.waits if wait != reduce))
+            for action in actions
+        ]
 
-    assert any("CLIP does not wait for REDUCE(0, 1)" in fault.what for fault in prove(edited(plan, change)))
+    assert any(
+        "CLIP does not wait for REDUCE(0, 1)" in fault.problem
+        for fault in static_checks(edited(plan, change))
+    )
 
 
 def test_a_checkpoint_crosses_because_the_pipeline_is_empty(tmp_path: Path):
-    plan = planned(known(), Mesh(pp=3), job=replace(EACH, train=Train(batch=4, clip=0.0)))
+    plan = planned(known(), Mesh(pp=3), job=replace(EACH, train=TrainConfig(batch=4, clip=0.0)))
     crosses(known(), plan, plan, tmp_path)
 
 
 def test_with_one_micro_batch_it_goes_on_where_one_device_has_stopped(tmp_path: Path):
-    job = replace(EACH, train=Train(batch=4, clip=0.0))
-    crosses(known(), make_plan(known(), job, Mesh(), ()), planned(known(), Mesh(pp=2), job=job, micro_batch=4), tmp_path)
+    job = replace(EACH, train=TrainConfig(batch=4, clip=0.0))
+    crosses(
+        known(),
+        make_plan(known(), job, Mesh(), ()),
+        planned(known(), Mesh(pp=2), job=job, micro_batch=4),
+        tmp_path,
+    )
 
 
 def test_training_on_text_lowers_the_loss():
     text = (Path(__file__).parents[3] / "README.md").read_bytes()
     length, steps_taken = 24, 8
     reading = known(length=length, vocab_size=256)
-    job = Job(EACH.model, EACH.data, Train(batch=12, clip=0.0), Optimizer("adamw", lr=3e-3, weight_decay=0.0))
+    job = Job(
+        EACH.model,
+        EACH.data,
+        TrainConfig(batch=12, clip=0.0),
+        OptimizerConfig("adamw", lr=3e-3, weight_decay=0.0),
+    )
     job = replace(job, data=replace(job.data, sequence=length))
     plan = planned(reading, Mesh(pp=3), job=job)
 
@@ -257,8 +315,8 @@ def test_training_on_text_lowers_the_loss():
         return {"input_ids": windows[:, :-1], "labels": windows[:, 1:]}
 
     def on_rank(world: World) -> list[float]:
-        with build(reading, plan, world=world) as engine:
-            return [engine.step(engine.share(batch(step))).loss for step in range(steps_taken)]
+        with parallelize(reading, plan, world=world) as engine:
+            return [engine.step(engine.local_batch(batch(step))).loss for step in range(steps_taken)]
 
     first, *_, last = on_threads(on_rank, plan.mesh)[0]
     assert last < first - 1.0, (first, last)

@@ -6,53 +6,59 @@ import pytest
 import torch
 import transformers
 
-from meshwright.api import make_plan, read, verify
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.api import analyze, make_plan, verify
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Program
 from meshwright.plan.strategy import Strategy
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.parallel.tensor.declared_pairs import pairs
 from tests.parallel.tensor.odd_llama import batches, known
 from tests.tiny_model import rows
 
 ROWS = 6
 JOB = Job(
-    ModelSource("llama"),
-    DataSource("random", sequence=9),
-    Train(batch=ROWS, clip=0.5),
-    Optimizer("adamw", lr=0.1, weight_decay=0.1),
+    ModelConfig("llama"),
+    DataConfig("random", sequence=9),
+    TrainConfig(batch=ROWS, clip=0.5),
+    OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
 )
-SHARD = Batch(axis="dp_shard")
+SHARD = BatchSplit(axis="dp_shard")
 
 
-def planned(reading: Reading, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
+def planned(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
     return make_plan(reading, JOB, mesh, strategies, micro_batch)
 
 
-def llama() -> Reading:
+def llama() -> AnalyzedModel:
     return known(num_hidden_layers=4)
 
 
 @pytest.mark.parametrize(
     ("schedule", "ranks", "chunks", "micro_batch"),
-    [("1f1b", 2, 1, 1), ("gpipe", 2, 1, 2), ("1f1b", 3, 1, 1), ("interleaved", 2, 2, 2), ("model_parallel", 3, 1, 6)],
+    [
+        ("1f1b", 2, 1, 1),
+        ("gpipe", 2, 1, 2),
+        ("1f1b", 3, 1, 1),
+        ("interleaved", 2, 2, 2),
+        ("model_parallel", 3, 1, 6),
+    ],
 )
 def test_it_computes_what_one_device_computes(schedule: str, ranks: int, chunks: int, micro_batch: int):
-    pipeline = Pipeline(schedule=schedule, chunks=chunks)
+    pipeline = Pipeline(schedule=schedule, virtual_stages=chunks)
     plan = planned(llama(), Mesh(pp=ranks), pipeline, micro_batch=micro_batch)
-    assert not prove(plan)
+    assert not static_checks(plan)
     verdict = verify(llama(), plan, batches(3, ROWS))
     assert verdict.passed, verdict
 
@@ -60,26 +66,28 @@ def test_it_computes_what_one_device_computes(schedule: str, ranks: int, chunks:
 @pytest.mark.parametrize(
     ("mesh", "strategies"),
     [
-        (Mesh(pp=2, dp_replicate=3), (Batch(), Replicate())),
-        (Mesh(pp=2, dp_shard=2), (SHARD, Zero(stage=1))),
-        (Mesh(pp=2, dp_shard=2), (SHARD, Zero(stage=2))),
-        (Mesh(pp=2, dp_shard=3), (SHARD, Zero())),
-        (Mesh(pp=2, tp=2), (Line(),)),
-        (Mesh(pp=2, tp=3), (Line(),)),
-        (Mesh(pp=2), (Recompute(),)),
+        (Mesh(pp=2, dp_replicate=3), (BatchSplit(), DDP())),
+        (Mesh(pp=2, dp_shard=2), (SHARD, ZeRO(stage=1))),
+        (Mesh(pp=2, dp_shard=2), (SHARD, ZeRO(stage=2))),
+        (Mesh(pp=2, dp_shard=3), (SHARD, ZeRO())),
+        (Mesh(pp=2, tp=2), (TensorParallel(),)),
+        (Mesh(pp=2, tp=3), (TensorParallel(),)),
+        (Mesh(pp=2), (ActivationCheckpointing(),)),
     ],
 )
 def test_beside_others_it_computes_what_one_device_computes(mesh: Mesh, strategies: tuple[Strategy, ...]):
     plan = planned(llama(), mesh, Pipeline(), *strategies)
-    assert not prove(plan)
+    assert not static_checks(plan)
     verdict = verify(llama(), plan, batches(2, ROWS))
     assert verdict.passed, verdict
 
 
-@pytest.mark.parametrize("zero", [Zero(keep_mb=0.02), Zero(keep_mb=1.0), Zero(gather="micro"), Zero(gather="step")], ids=str)
-def test_weights_may_stay_whole_between_micro_batches(zero: Zero):
+@pytest.mark.parametrize(
+    "zero", [ZeRO(keep_mb=0.02), ZeRO(keep_mb=1.0), ZeRO(gather="micro"), ZeRO(gather="step")], ids=str
+)
+def test_weights_may_stay_whole_between_micro_batches(zero: ZeRO):
     plan = planned(llama(), Mesh(pp=2, dp_shard=3), Pipeline(), SHARD, zero)
-    assert not prove(plan)
+    assert not static_checks(plan)
     verdict = verify(llama(), plan, batches(2, ROWS))
     assert verdict.passed, verdict
 
@@ -87,57 +95,77 @@ def test_weights_may_stay_whole_between_micro_batches(zero: Zero):
 def test_a_budget_of_bytes_saves_gathers_until_each_weight_is_gathered_once():
     counts, kept = [], (0.0, 0.01, 0.03, 0.05, 0.1, 1.0)
     for keep_mb in kept:
-        plan = planned(llama(), Mesh(pp=2, dp_shard=3), Pipeline(schedule="interleaved", chunks=2), SHARD, Zero(keep_mb=keep_mb))
-        counts.append([sum(action.kind == "UNSHARD" for action in actions) for _, actions in plan.program.roles])
-    bundles = [len(view.space.all_bundles()) for view in plan.views()]
+        plan = planned(
+            llama(),
+            Mesh(pp=2, dp_shard=3),
+            Pipeline(schedule="interleaved", virtual_stages=2),
+            SHARD,
+            ZeRO(keep_mb=keep_mb),
+        )
+        counts.append(
+            [sum(action.kind == "UNSHARD" for action in actions) for _, actions in plan.program.roles]
+        )
+    bundles = [len(view.sharding.all_param_groups()) for view in plan.role_plans()]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] == bundles
-    assert all(first > last for first, last in zip(counts[0], bundles, strict=True)), "two micro-batches, there and back"
+    assert all(first > last for first, last in zip(counts[0], bundles, strict=True)), (
+        "two micro-batches, there and back"
+    )
     assert len({*map(tuple, counts)}) > 3
 
 
 def test_an_encoder_and_a_decoder_hand_over_several_values():
-    config = transformers.T5Config(vocab_size=67, d_model=24, d_kv=8, d_ff=29, num_layers=2, num_heads=3, dropout_rate=0.0)
+    config = transformers.T5Config(
+        vocab_size=67, d_model=24, d_kv=8, d_ff=29, num_layers=2, num_heads=3, dropout_rate=0.0
+    )
     words = batches(1, ROWS)[0]["input_ids"]
     batch = {"input_ids": words, "decoder_input_ids": words.flip(1), "labels": words}
-    reading = read(lambda: transformers.T5ForConditionalGeneration(config), batch)
-    plan = planned(reading, Mesh(pp=3), Pipeline(cuts=("decoder.block.0", "decoder.block.1")))
-    assert not prove(plan)
+    reading = analyze(lambda: transformers.T5ForConditionalGeneration(config), batch)
+    plan = planned(reading, Mesh(pp=3), Pipeline(split_points=("decoder.block.0", "decoder.block.1")))
+    assert not static_checks(plan)
     assert verify(reading, plan, [batch]).passed
 
 
 def test_masks_are_those_of_one_device():
     reading = pairs(0.2, layers=4)
-    job = replace(JOB, train=Train(batch=4))
+    job = replace(JOB, train=TrainConfig(batch=4))
     plan = make_plan(reading, job, Mesh(pp=3), (Pipeline(),), 1)
     assert verify(reading, plan, [rows(4)]).passed
 
 
 def test_a_gradient_that_is_not_sent_back_is_noticed():
     class Forgetful(Pipeline):
-        def rewrite(self, program: Program, space: Space, job: Job) -> Program:
+        def rewrite(self, program: Program, space: ShardingPlan, job: Job) -> Program:
             done = super().rewrite(program, space, job)
             return done.edit(lambda actions: [action for action in actions if action.kind != "SEND_GRAD"])
 
     plan = planned(llama(), Mesh(pp=2), Forgetful())
-    assert any("which nobody plays" in fault.what for fault in prove(plan))
+    assert any("which nobody plays" in fault.problem for fault in static_checks(plan))
 
 
 @pytest.mark.parametrize(
     ("pipeline", "ranks", "said"),
     [
         (Pipeline(schedule="1f2b"), 2, "there is no schedule '1f2b'"),
-        (Pipeline(chunks=2), 2, "chunks = 2, and 1f1b has one part per rank"),
+        (Pipeline(virtual_stages=2), 2, "chunks = 2, and 1f1b has one part per rank"),
         (Pipeline(), 9, "9 ranks for a model that can be cut into 7 parts"),
-        (Pipeline(cuts=("model.layers.1", "model.layers.2")), 2, "2 cuts make 3 parts; needed are 2"),
-        (Pipeline(cuts=("model.layer.1",)), 2, "'model.layer.1' is no visit of a block"),
+        (Pipeline(split_points=("model.layers.1", "model.layers.2")), 2, "2 cuts make 3 parts; needed are 2"),
+        (Pipeline(split_points=("model.layer.1",)), 2, "'model.layer.1' is no visit of a block"),
         (Pipeline(), 1, "a pipeline of one rank"),
         (Pipeline(axis="tp"), 2, "layers cannot be put along 'tp'"),
         (Pipeline(), 8, "set mesh.pp to 7 at most$"),
-        (Pipeline(schedule="zb_v"), 4, 'set mesh.pp to 3 at most, or take a schedule of one part per rank, as "1f1b"$'),
-        (Pipeline(schedule="interleaved", chunks=5), 2, "repair: set chunks to 3 at most$"),
-        (Pipeline(cuts=("model.layers.1", "model.layers.2")), 2, "repair: name 1 block, or none"),
-        (Pipeline(schedule="1f2b", cuts=("model.layer.1",)), 9, r"(?s)no schedule '1f2b'.*into 7 parts.*no visit of a block"),
+        (
+            Pipeline(schedule="zb_v"),
+            4,
+            'set mesh.pp to 3 at most, or take a schedule of one part per rank, as "1f1b"$',
+        ),
+        (Pipeline(schedule="interleaved", virtual_stages=5), 2, "repair: set chunks to 3 at most$"),
+        (Pipeline(split_points=("model.layers.1", "model.layers.2")), 2, "repair: name 1 block, or none"),
+        (
+            Pipeline(schedule="1f2b", split_points=("model.layer.1",)),
+            9,
+            r"(?s)no schedule '1f2b'.*into 7 parts.*no visit of a block",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(pipeline: Pipeline, ranks: int, said: str):
@@ -147,8 +175,8 @@ def test_what_cannot_work_is_refused(pipeline: Pipeline, ranks: int, said: str):
 
 def test_each_rank_holds_the_weights_of_its_layers_alone():
     plan = planned(llama(), Mesh(pp=3), Pipeline())
-    held = [{home.weight.name for home in plan.at(rank).space.homes} for rank in range(3)]
-    assert sum(map(len, held)) == len(plan.anatomy.weights)
+    held = [{home.param.name for home in plan.for_rank(rank).sharding.param_shardings} for rank in range(3)]
+    assert sum(map(len, held)) == len(plan.model_spec.params)
     assert "model.embed_tokens.weight" in held[0]
     assert "lm_head.weight" in held[2]
     assert torch.tensor([len(names) for names in held]).min() > 0

@@ -7,31 +7,31 @@ from pathlib import Path
 import pytest
 
 from meshwright.api import make_plan, verify
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.pipeline.schedules import one_f_one_b
-from meshwright.parallel.pipeline.schedules.custom import table
-from meshwright.parallel.pipeline.schedules.schedule import Costs, play
-from meshwright.parallel.pipeline.schedules.zero_bubble import h1
-from meshwright.parallel.tensor.layer_sharding import Way
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.sequence_parallel import Sequence as Slices
+from meshwright.parallel.pipeline.schedules.custom import to_csv
+from meshwright.parallel.pipeline.schedules.schedule import StageCosts, simulate
+from meshwright.parallel.pipeline.schedules.zero_bubble import zb_h1_schedule
+from meshwright.parallel.tensor.layer_sharding import LayerSharding
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel as Slices
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Strategy
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.parallel.pipeline.test_pipeline import JOB, ROWS, SHARD, llama, planned
 from tests.parallel.tensor.odd_llama import batches, known
 
 
 def exact(plan: Plan, steps: int = 1) -> None:
     """Fails unless `plan` is proved, and computes what one device does."""
-    assert not prove(plan)
+    assert not static_checks(plan)
     verdict = verify(llama(), plan, batches(steps, ROWS))
     assert verdict.passed, verdict
 
@@ -58,22 +58,28 @@ def test_it_computes_what_one_device_computes(schedule: str, ranks: int, micro_b
 @pytest.mark.parametrize(
     ("schedule", "mesh", "strategies"),
     [
-        ("zb_h1", Mesh(pp=2, dp_replicate=3), (Batch(), Replicate())),
-        ("zb_h1", Mesh(pp=2, dp_shard=2), (SHARD, Zero(stage=1))),
-        ("zb_h1", Mesh(pp=2, dp_shard=3), (SHARD, Zero())),
-        ("zb_h1", Mesh(pp=2, tp=3), (Line(), Slices())),
-        ("zb_v", Mesh(pp=2, dp_shard=3), (SHARD, Zero(stage=2))),
-        ("zb_v", Mesh(pp=2, dp_shard=2), (SHARD, Zero(), Recompute())),
-        ("zb_v", Mesh(pp=2, tp=2), (Line(),)),
+        ("zb_h1", Mesh(pp=2, dp_replicate=3), (BatchSplit(), DDP())),
+        ("zb_h1", Mesh(pp=2, dp_shard=2), (SHARD, ZeRO(stage=1))),
+        ("zb_h1", Mesh(pp=2, dp_shard=3), (SHARD, ZeRO())),
+        ("zb_h1", Mesh(pp=2, tp=3), (TensorParallel(), Slices())),
+        ("zb_v", Mesh(pp=2, dp_shard=3), (SHARD, ZeRO(stage=2))),
+        ("zb_v", Mesh(pp=2, dp_shard=2), (SHARD, ZeRO(), ActivationCheckpointing())),
+        ("zb_v", Mesh(pp=2, tp=2), (TensorParallel(),)),
     ],
 )
-def test_beside_others_it_computes_what_one_device_computes(schedule: str, mesh: Mesh, strategies: tuple[Strategy, ...]):
+def test_beside_others_it_computes_what_one_device_computes(
+    schedule: str, mesh: Mesh, strategies: tuple[Strategy, ...]
+):
     exact(planned(llama(), mesh, Pipeline(schedule=schedule), *strategies))
 
 
 @pytest.mark.parametrize(
     ("schedule", "keys", "tp", "strategies"),
-    [("zb_h1", 1, 2, (Line(),)), ("zb_v", 2, 3, (Line(), Slices())), ("dualpipev", 2, 3, (Line(), Slices(again=True)))],
+    [
+        ("zb_h1", 1, 2, (TensorParallel(),)),
+        ("zb_v", 2, 3, (TensorParallel(), Slices())),
+        ("dualpipev", 2, 3, (TensorParallel(), Slices(regather=True))),
+    ],
 )
 def test_keys_that_ranks_share_are_summed_in_the_half_that_computes_them(
     schedule: str, keys: int, tp: int, strategies: tuple[Strategy, ...], monkeypatch: pytest.MonkeyPatch
@@ -82,18 +88,20 @@ def test_keys_that_ranks_share_are_summed_in_the_half_that_computes_them(
     reading, mesh = known(length, num_hidden_layers=4, num_key_value_heads=keys), Mesh(pp=2, tp=tp)
     job = replace(JOB, data=replace(JOB.data, sequence=length))
     plan = make_plan(reading, job, mesh, (Pipeline(schedule=schedule), *strategies), 2)
-    assert not prove(plan)
+    assert not static_checks(plan)
     verdict = verify(reading, plan, batches(1, ROWS, length))
     assert verdict.passed, verdict
-    monkeypatch.setattr(Way, "joint", property(lambda way: False))
+    monkeypatch.setattr(LayerSharding, "has_joint_backward", property(lambda way: False))
     broken = make_plan(reading, job, mesh, (Pipeline(schedule=schedule), *strategies), 2)
     assert "the ledger of ('I(model.layers" in str(verify(reading, broken, batches(1, ROWS, length)))
 
 
 def test_a_search_folds_two_parts_per_rank():
-    pipeline = Pipeline(schedule="automatic", chunks=2)
+    pipeline = Pipeline(schedule="automatic", virtual_stages=2)
     plan = planned(llama(), Mesh(pp=2), pipeline)
-    assert {plan.anatomy.visits[0], plan.anatomy.visits[-1]} <= set(plan.space.stages[0])
+    assert {plan.model_spec.block_calls[0], plan.model_spec.block_calls[-1]} <= set(
+        plan.sharding.block_calls_by_pp_rank[0]
+    )
     exact(plan)
 
 
@@ -113,11 +121,17 @@ def held(plan: Plan) -> list[int]:
 def test_ranks_hold_what_the_lists_say(schedule: str):
     pipeline = Pipeline(schedule=schedule)
     plan = planned(llama(), Mesh(pp=3), pipeline)
-    assert held(plan) == [round(peak) for peak in play(pipeline.order(plan.space, 6), Costs.equal(3)).peaks]
+    assert held(plan) == [
+        round(peak)
+        for peak in simulate(pipeline.build_schedule(plan.sharding, 6), StageCosts.uniform(3)).peak_memory
+    ]
 
 
 def test_zero_bubble_h1_holds_no_more_than_the_first_rank_of_1f1b():
-    counts = {schedule: held(planned(llama(), Mesh(pp=3), Pipeline(schedule=schedule))) for schedule in ("1f1b", "zb_h1")}
+    counts = {
+        schedule: held(planned(llama(), Mesh(pp=3), Pipeline(schedule=schedule)))
+        for schedule in ("1f1b", "zb_h1")
+    }
     assert counts == {"1f1b": [3, 2, 1], "zb_h1": [3, 3, 3]}
 
 
@@ -161,18 +175,23 @@ def early(kind: str, before: str) -> Edit:
         (early("W", "I"), "W(model.embed_tokens, 5) comes before I(model.embed_tokens, 5), or without it"),
         (early("STEP", "W"), "STEP() comes before W(model.embed_tokens, 5) has added to the gradients"),
         (
-            lambda actions: [replace(a, kind="B") if a.name == "W(model.embed_tokens, 5)" else a for a in actions],
+            lambda actions: [
+                replace(a, kind="B") if a.name == "W(model.embed_tokens, 5)" else a for a in actions
+            ],
             "B(model.embed_tokens, 5) is a whole backward, and halves of it stand beside it",
         ),
     ],
 )
 def test_a_half_that_is_missing_or_out_of_place_is_noticed(edit: Edit, said: str):
     plan = planned(llama(), Mesh(pp=2), Pipeline(schedule="zb_h1"))
-    assert not prove(plan)
+    assert not static_checks(plan)
     broken = replace(
-        plan, program=plan.program.edit(lambda actions: edit(actions) if actions[-1].kind and _first(actions) else actions)
+        plan,
+        program=plan.program.edit(
+            lambda actions: edit(actions) if actions[-1].kind and _first(actions) else actions
+        ),
     )
-    assert any(said in fault.what for fault in prove(broken))
+    assert any(said in fault.problem for fault in static_checks(broken))
 
 
 def _first(actions: Sequence[Action]) -> bool:
@@ -181,7 +200,7 @@ def _first(actions: Sequence[Action]) -> bool:
 
 def test_lists_of_ones_own_are_run(tmp_path: Path):
     path = tmp_path / "own.csv"
-    path.write_text(table(h1(2, 3)))
+    path.write_text(to_csv(zb_h1_schedule(2, 3)))
     plan = planned(llama(), Mesh(pp=2), Pipeline(schedule=str(path)), micro_batch=2)
     assert [action.name for action in plan.actions if action.kind in "FIW"] == [
         action.name
@@ -189,7 +208,7 @@ def test_lists_of_ones_own_are_run(tmp_path: Path):
         if action.kind in "FIW"
     ]
     exact(plan)
-    path.write_text(table(one_f_one_b.order(2, 3)))  # what the file holds belongs to the plan
+    path.write_text(to_csv(one_f_one_b.one_f_one_b_schedule(2, 3)))  # what the file holds belongs to the plan
     assert planned(llama(), Mesh(pp=2), plan.strategies[0], micro_batch=2).hash != plan.hash
 
 
@@ -197,21 +216,24 @@ def test_a_function_of_ones_own_is_run(tmp_path: Path):
     path = tmp_path / "own.py"
     lines = [
         "def folded(ranks, micros):",
-        "    from meshwright.parallel.pipeline.schedules.zb_v import v",
+        "    from meshwright.parallel.pipeline.schedules.zb_v import zb_v_schedule",
         "    return v(ranks, micros)",
     ]
     path.write_text("\n".join(lines))
     plan = planned(llama(), Mesh(pp=2), Pipeline(schedule=f"{path}:folded"), micro_batch=2)
-    assert len(plan.space.cuts) == 3
+    assert len(plan.sharding.split_points) == 3
     exact(plan)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (table(h1(2, 4)), "is for 4 micro-batches, and the plan has 3"),
-        (table(h1(3, 3)), "has 3 rows, and the pipeline 2 ranks"),
-        ("0F0,0F1,0F2,0B0,0B1,0B2\n1B0,1F0,1F1,1B1,1F2,1B2\n", "rank 1: slot 0 of 6, B0 of stage 1, waits for F0 of part 1  <--"),
+        (to_csv(zb_h1_schedule(2, 4)), "is for 4 micro-batches, and the plan has 3"),
+        (to_csv(zb_h1_schedule(3, 3)), "has 3 rows, and the pipeline 2 ranks"),
+        (
+            "0F0,0F1,0F2,0B0,0B1,0B2\n1B0,1F0,1F1,1B1,1F2,1B2\n",
+            "rank 1: slot 0 of 6, B0 of stage 1, waits for F0 of part 1  <--",
+        ),
         ("0F0,0X1\n", "'0X1' is no act of a rank"),
     ],
 )

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from benchmarks.pipeline_models import UNet
-from meshwright.api import make_plan, read, verify
-from meshwright.model.analysis.analyze import Reading
+from meshwright.api import analyze, make_plan, verify
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.verifier.verdict import Verdict
@@ -26,12 +26,19 @@ PICTURES = {"x": IMAGES, "target": IMAGES.flip(-1)}
 ROWS = 5
 
 
-def planned(reading: Reading, ranks: int, pipeline: Pipeline | None = None, micro_batch: int = 1) -> Plan:
-    job = Job(ModelSource("model"), DataSource("example"), Train(batch=ROWS, clip=0.5), Optimizer("sgd", lr=0.1))
+def planned(
+    reading: AnalyzedModel, ranks: int, pipeline: Pipeline | None = None, micro_batch: int = 1
+) -> Plan:
+    job = Job(
+        ModelConfig("model"),
+        DataConfig("example"),
+        TrainConfig(batch=ROWS, clip=0.5),
+        OptimizerConfig("sgd", lr=0.1),
+    )
     return make_plan(reading, job, Mesh(pp=ranks), (pipeline or Pipeline(),), micro_batch)
 
 
-def verdict(reading: Reading, plan: Plan, rows: dict[str, torch.Tensor]) -> Verdict:
+def verdict(reading: AnalyzedModel, plan: Plan, rows: dict[str, torch.Tensor]) -> Verdict:
     batches = [{key: value[at : at + ROWS] for key, value in rows.items()} for at in (0, ROWS)]
     return verify(reading, plan, batches, loss=DISTANCE)
 
@@ -65,17 +72,17 @@ class Reads(nn.Module):
 
 @pytest.mark.parametrize(("ranks", "pipeline"), [(3, Pipeline()), (2, Pipeline(schedule="zb_v"))])
 def test_a_u_net_with_skips_over_every_part(ranks: int, pipeline: Pipeline):
-    reading = read(lambda: UNet(1), PICTURES, loss=DISTANCE)
+    reading = analyze(lambda: UNet(1), PICTURES, loss=DISTANCE)
     plan = planned(reading, ranks, pipeline)
     found = verdict(reading, plan, PICTURES)
     assert found.passed, found
 
 
 def test_on_a_v_whose_cuts_mirror_each_other_the_skips_of_a_u_net_stay_on_their_rank():
-    reading, mirrored = read(lambda: UNet(2), PICTURES, loss=DISTANCE), ("down.3", "up.0", "up.3")
+    reading, mirrored = analyze(lambda: UNet(2), PICTURES, loss=DISTANCE), ("down.3", "up.0", "up.3")
     sent = {}
     for schedule in ("interleaved", "zb_v"):
-        plan = planned(reading, 2, Pipeline(schedule=schedule, chunks=2, cuts=mirrored))
+        plan = planned(reading, 2, Pipeline(schedule=schedule, virtual_stages=2, split_points=mirrored))
         actions = (action for _, listed in plan.program.roles for action in listed if action.kind == "SEND")
         sent[schedule] = {action.tensors[0] for action in actions}
     skips = {f"down.{number}" for number in range(6)}
@@ -85,35 +92,37 @@ def test_on_a_v_whose_cuts_mirror_each_other_the_skips_of_a_u_net_stay_on_their_
 
 def test_a_model_without_blocks_is_cut_at_those_that_are_declared():
     with pytest.raises(
-        PlanError, match=r"cut into 1 parts(?s:.*)declare blocks: Model\(..., blocks=\['first', 'second', 'third'"
+        PlanError,
+        match=r"cut into 1 parts(?s:.*)declare blocks: Model\(..., blocks=\['first', 'second', 'third'",
     ):
-        planned(read(Tree, PAIRS, loss=DISTANCE), 2)
+        planned(analyze(Tree, PAIRS, loss=DISTANCE), 2)
     blocks = ["first", "second", "third", "last"]
-    reading = read(lambda: Model(Tree(), blocks=blocks), PAIRS, loss=DISTANCE)
+    reading = analyze(lambda: Model(Tree(), blocks=blocks), PAIRS, loss=DISTANCE)
     assert verdict(reading, planned(reading, 3), PAIRS).passed
 
 
 def test_glue_that_reads_a_number_is_named_with_its_line_and_the_cuts_that_work():
-    reading = read(Reads, PAIRS, loss=DISTANCE)
-    said = (
-        r"none can begin with 'layers.2': the glue behind 'layers.1' reads the value of layers.1\+0 \(item at test_pipeline_mod"
-    )
+    reading = analyze(Reads, PAIRS, loss=DISTANCE)
+    said = r"none can begin with 'layers.2': the glue behind 'layers.1' reads the value of layers.1\+0 \(item at test_pipeline_mod"
     with pytest.raises(PlanError, match=f"cut into 2 parts(?s:.*){said}(?s:.*)compute with tensors there"):
         planned(reading, 3)
     with pytest.raises(PlanError, match=r"no part can begin with 'layers.3'(?s:.*)begin it with 'layers.1'"):
-        planned(reading, 2, Pipeline(cuts=("layers.3",)))
+        planned(reading, 2, Pipeline(split_points=("layers.3",)))
     assert verdict(reading, planned(reading, 2), PAIRS).passed
 
 
 @pytest.mark.parametrize(
-    ("build", "rows"), [(Normed, PAIRS), (lambda: UNet(1, batch_norm=True), PICTURES)], ids=["linears", "U-Net"]
+    ("build", "rows"),
+    [(Normed, PAIRS), (lambda: UNet(1, batch_norm=True), PICTURES)],
+    ids=["linears", "U-Net"],
 )
 def test_batch_norms_take_one_micro_batch_and_are_refused_with_more(
     build: Callable[[], nn.Module], rows: dict[str, torch.Tensor]
 ):
-    reading = read(build, rows, loss=DISTANCE)
+    reading = analyze(build, rows, loss=DISTANCE)
     with pytest.raises(
-        PlanError, match=r"batch norms (?s:.*)statistics of a part of the global batch \(1 ranks x 5 micro-batches"
+        PlanError,
+        match=r"batch norms (?s:.*)statistics of a part of the global batch \(1 ranks x 5 micro-batches",
     ):
         planned(reading, 2)
     found = verdict(reading, planned(reading, 2, Pipeline(schedule="model_parallel"), micro_batch=0), rows)

@@ -6,16 +6,21 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+from torch.distributed.pipelining import (
+    PipelineStage,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
-from meshwright.api import build, make_plan, read
+from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss import Loss
-from meshwright.model.analysis.analyze import Reading
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Optimizer, Precision, Train
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import ProcessPool
@@ -27,7 +32,7 @@ THEIRS: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zb_v": ScheduleZBVZeroBubble,
 }
-DOUBLE = Precision("float64", "float64", "float64")
+DOUBLE = PrecisionConfig("float64", "float64", "float64")
 Gradients = dict[str, torch.Tensor]
 
 
@@ -57,7 +62,8 @@ class Chain(nn.Module):
 
 def rows() -> dict[str, torch.Tensor]:
     return {
-        name: torch.linspace(-1, 1, ROWS * WIDTH).add(shift).sin().view(ROWS, WIDTH) for name, shift in (("x", 0), ("target", 1))
+        name: torch.linspace(-1, 1, ROWS * WIDTH).add(shift).sin().view(ROWS, WIDTH)
+        for name, shift in (("x", 0), ("target", 1))
     }
 
 
@@ -66,18 +72,23 @@ def squared(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 LOSS = Loss(
-    lambda outputs, batch: squared(outputs, batch["target"]), lambda batch: torch.tensor(batch["target"].numel()), ("target",)
+    lambda outputs, batch: squared(outputs, batch["target"]),
+    lambda batch: torch.tensor(batch["target"].numel()),
+    ("target",),
 )
 
 
 @cache
-def reading() -> Reading:
-    return read(Chain, rows(), loss=LOSS)
+def reading() -> AnalyzedModel:
+    return analyze(Chain, rows(), loss=LOSS)
 
 
 def planned(schedule: str) -> Plan:
     job = Job(
-        ModelSource("chain"), DataSource("example"), Train(batch=ROWS, clip=0.0), Optimizer("sgd", lr=1.0, weight_decay=0.0)
+        ModelConfig("chain"),
+        DataConfig("example"),
+        TrainConfig(batch=ROWS, clip=0.0),
+        OptimizerConfig("sgd", lr=1.0, weight_decay=0.0),
     )
     job = Job(job.model, job.data, job.train, job.optimizer, precision=DOUBLE)
     return make_plan(reading(), job, Mesh(pp=RANKS), (Pipeline(schedule=schedule),), 1)
@@ -85,10 +96,12 @@ def planned(schedule: str) -> Plan:
 
 def ours(world: World, schedule: str) -> tuple[Gradients, Gradients]:
     """The weights before a step of SGD with rate 1, and its gradients: what the step has taken off them."""
-    with build(reading(), planned(schedule), world=world, loss=LOSS) as engine:
-        before = {name: value.clone() for name, value in engine.player.parameters().items()}
+    with parallelize(reading(), planned(schedule), world=world, loss=LOSS) as engine:
+        before = {name: value.clone() for name, value in engine.executor.gather_parameters().items()}
         engine.step({name: value.double() for name, value in rows().items()})
-        return before, {name: before[name] - value for name, value in engine.player.parameters().items()}
+        return before, {
+            name: before[name] - value for name, value in engine.executor.gather_parameters().items()
+        }
 
 
 def theirs(world: World, schedule: str, weights: Gradients) -> Gradients:
@@ -105,7 +118,10 @@ def theirs(world: World, schedule: str, weights: Gradients) -> Gradients:
     batch = {name: value.double() for name, value in rows().items()}
     count = batch["target"].numel()
     made = THEIRS[schedule](
-        stages if at else stages[0], ROWS, loss_fn=lambda outputs, target: squared(outputs, target) / count, scale_grads=False
+        stages if at else stages[0],
+        ROWS,
+        loss_fn=lambda outputs, target: squared(outputs, target) / count,
+        scale_grads=False,
     )
     last = any(stage.is_last for stage in stages)
     made.step(*([batch["x"]] if world.rank == 0 else []), **({"target": batch["target"]} if last else {}))
@@ -123,5 +139,7 @@ def compared(world: World, schedule: str) -> tuple[float, list[str]]:
 def test_gradients_are_those_of_torch_pipelining(process_pool: ProcessPool, schedule: str):
     found = process_pool.run(compared, Mesh(pp=RANKS), schedule)
     assert max(gap for gap, _ in found) < 1e-13
-    assert sorted(name for _, names in found for name in names) == sorted(name for name, _ in Chain().named_parameters())
+    assert sorted(name for _, names in found for name in names) == sorted(
+        name for name, _ in Chain().named_parameters()
+    )
     assert min(len(names) for _, names in found) == 8

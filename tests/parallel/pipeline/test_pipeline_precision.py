@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import build, make_plan, read, trace
+from meshwright.api import analyze, make_plan, parallelize, trace
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.state import Metrics
-from meshwright.model.analysis.analyze import Reading
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Optimizer, Train
-from meshwright.plan.job.precision import Precision
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
+from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import on_threads
@@ -22,8 +22,8 @@ from tests.parallel.tensor.declared_pairs import pairs
 from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, rows
 
 ROWS = 4
-MIXED = Precision("bfloat16", "bfloat16", "bfloat16", master="float32")
-HALF = Precision("float16", "float16", "float16", master="float32")
+MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
+HALF = PrecisionConfig("float16", "float16", "float16", master="float32")
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -53,56 +53,73 @@ class Toned(Chain):
 
 
 @cache
-def chain() -> Reading:
-    return read(Chain, rows(2))
+def chain() -> AnalyzedModel:
+    return analyze(Chain, rows(2))
 
 
-def planned(reading: Reading, precision: Precision, mesh: Mesh, *strategies: object) -> Plan:
-    train, optimizer = Train(batch=ROWS, clip=0.5, steps=20), Optimizer("adamw", lr=0.01)
-    job = Job(ModelSource("chain"), DataSource("example", sequence=TOKENS), train, optimizer, precision=precision)
+def planned(reading: AnalyzedModel, precision: PrecisionConfig, mesh: Mesh, *strategies: object) -> Plan:
+    train, optimizer = TrainConfig(batch=ROWS, clip=0.5, steps=20), OptimizerConfig("adamw", lr=0.01)
+    job = Job(
+        ModelConfig("chain"), DataConfig("example", sequence=TOKENS), train, optimizer, precision=precision
+    )
     return make_plan(reading, job, mesh, strategies, 2 if mesh.pp > 1 else 0)
 
 
 @pytest.mark.parametrize(
     ("precision", "dtype"),
     [
-        (Precision(), "float32"),
-        (Precision(compute="bfloat16"), "bfloat16"),
-        (Precision(compute="float16"), "float16"),
+        (PrecisionConfig(), "float32"),
+        (PrecisionConfig(compute="bfloat16"), "bfloat16"),
+        (PrecisionConfig(compute="float16"), "float16"),
         (MIXED, "bfloat16"),
         (HALF, "float16"),
     ],
     ids=["float32", "autocast bfloat16", "autocast float16", "bfloat16", "float16"],
 )
-def test_values_and_gradients_are_sent_in_the_dtype_that_they_have(precision: Precision, dtype: str):
-    plan = planned(chain(), precision, Mesh(pp=3), Pipeline(schedule="gpipe", cuts=("layers.1", "head")))
-    moves = [action.transfer for _, actions in plan.program.roles for action in actions if action.lane in ("send", "receive")]
+def test_values_and_gradients_are_sent_in_the_dtype_that_they_have(precision: PrecisionConfig, dtype: str):
+    plan = planned(
+        chain(), precision, Mesh(pp=3), Pipeline(schedule="gpipe", split_points=("layers.1", "head"))
+    )
+    moves = [
+        action.transfer
+        for _, actions in plan.program.roles
+        for action in actions
+        if action.stream in ("send", "receive")
+    ]
     assert {(move.dtype, move.nbytes) for move in moves} == {(dtype, 2 * TOKENS * WIDTH * WIDTHS[dtype])}
     traced = trace(chain(), plan, range(3), fake=False)
     assert traced.passed, str(traced)
 
 
 def test_a_stream_that_additions_widen_crosses_as_wide_as_it_is():
-    plan = planned(pairs(layers=3), Precision(compute="bfloat16"), Mesh(pp=2, tp=2), Pipeline(scatter=True), Line())
+    plan = planned(
+        pairs(layers=3),
+        PrecisionConfig(compute="bfloat16"),
+        Mesh(pp=2, tp=2),
+        Pipeline(scatter=True),
+        TensorParallel(),
+    )
     assert {action.transfer.dtype for action in plan.actions if action.kind == "SEND"} == {"float32"}
     traced = trace(pairs(layers=3), plan, range(4), fake=False)
     assert traced.passed, str(traced)
 
 
-def trained(reading: Reading, plan: Plan, steps: int) -> list[Metrics]:
+def trained(reading: AnalyzedModel, plan: Plan, steps: int) -> list[Metrics]:
     """What every rank has measured, which is the same on all."""
 
     def on_rank(world: World) -> list[Metrics]:
-        engine = build(reading, plan, world=world)
-        return [engine.step(engine.share(rows(ROWS))) for _ in range(steps)]
+        engine = parallelize(reading, plan, world=world)
+        return [engine.step(engine.local_batch(rows(ROWS))) for _ in range(steps)]
 
     found = on_threads(on_rank, plan.mesh)
     assert len(set(map(repr, found))) == 1, "a norm that is not a number equals none"
     return found[0]
 
 
-@pytest.mark.parametrize("precision", [Precision(compute="bfloat16"), MIXED, HALF], ids=["autocast", "bfloat16", "float16"])
-def test_parts_train_as_one_device_does(precision: Precision):
+@pytest.mark.parametrize(
+    "precision", [PrecisionConfig(compute="bfloat16"), MIXED, HALF], ids=["autocast", "bfloat16", "float16"]
+)
+def test_parts_train_as_one_device_does(precision: PrecisionConfig):
     mine = trained(chain(), planned(chain(), precision, Mesh(pp=3), Pipeline()), 6)
     alone = trained(chain(), planned(chain(), precision, Mesh()), 6)
     assert [each.loss for each in mine] == pytest.approx([each.loss for each in alone], rel=2e-2)
@@ -110,15 +127,15 @@ def test_parts_train_as_one_device_does(precision: Precision):
 
 
 def test_under_autocast_each_part_knows_the_dtype_of_what_others_give_out():
-    reading = read(Toned, rows(2))
-    mixed = Precision(compute="bfloat16")
-    parts = planned(reading, mixed, Mesh(pp=2), Pipeline(cuts=("layers.1",)))
+    reading = analyze(Toned, rows(2))
+    mixed = PrecisionConfig(compute="bfloat16")
+    parts = planned(reading, mixed, Mesh(pp=2), Pipeline(split_points=("layers.1",)))
     alone = make_plan(reading, parts.job, Mesh(), (), 2)
     assert trained(reading, parts, 1)[0].loss == pytest.approx(trained(reading, alone, 1)[0].loss, rel=1e-7)
 
 
 def test_an_overflow_in_one_part_leaves_out_the_step_of_all():
-    scaled = Precision("float16", "float16", "float16", master="float32", loss_scale=2.0**30)
+    scaled = PrecisionConfig("float16", "float16", "float16", master="float32", loss_scale=2.0**30)
     found = trained(chain(), planned(chain(), scaled, Mesh(pp=2), Pipeline()), 20)
     left_out = [each.overflow for each in found].count(True)
     assert 5 < left_out < 20

@@ -5,11 +5,11 @@ import pytest
 from meshwright.api import make_plan, parity_case
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss import token_cross_entropy
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.training.engine import share
+from meshwright.run.training.engine import select_local_batch
 from meshwright.testing.ranks import ProcessPool
 from meshwright.verifier.parity import RankReport, compare_rank
 from meshwright.verifier.reference import run_reference
@@ -29,16 +29,26 @@ STEPS = 2
 
 
 def compared(world: World, name: str) -> RankReport:
-    reading, mesh = reading_of(tied=name in ("tied, in shards", "tied, of three", "every part twice")), MESHES[name]
-    shards = (Batch(axis="dp_shard"), Zero(stage=2)) if mesh.dp_shard > 1 else ()
+    reading, mesh = (
+        reading_of(tied=name in ("tied, in shards", "tied, of three", "every part twice")),
+        MESHES[name],
+    )
+    shards = (BatchSplit(axis="dp_shard"), ZeRO(stage=2)) if mesh.dp_shard > 1 else ()
     plan = make_plan(reading, tiny_job(), mesh, (Pipeline(schedule=SCHEDULES.get(name, "1f1b")), *shards), 1)
     batches = [rows(plan.job.train.batch) for _ in range(STEPS)]
-    case = parity_case(reading, plan, token_cross_entropy(), lambda plan, rank: lambda step: share(batches[step], plan, rank))
+    case = parity_case(
+        reading,
+        plan,
+        token_cross_entropy(),
+        lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank),
+    )
     return compare_rank(case, world, run_reference(case, STEPS))
 
 
 @pytest.mark.parametrize("name", MESHES)
 def test_it_equals_one_device_on_processes(process_pool: ProcessPool, name: str):
     reports = process_pool.run(compared, MESHES[name], name)
-    assert [(report.differences, report.steps) for report in reports] == [([], STEPS)] * MESHES[name].world
+    assert [(report.differences, report.num_steps) for report in reports] == [([], STEPS)] * MESHES[
+        name
+    ].world_size
     assert len({tuple(report.digests.items()) for report in reports}) == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.api import default_strategies
-from meshwright.model.analysis.analyze import Reading
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
@@ -24,18 +24,23 @@ MESHES = {
 }
 
 
-def plan_on(name: str, reading: Reading) -> Plan:
+def plan_on(name: str, reading: AnalyzedModel) -> Plan:
     """With the default strategies, and a pipeline where the mesh has one."""
     mesh = MESHES[name]
     schedule = "dualpipe" if name == "every part twice" else "1f1b"
     pipeline = (Pipeline(schedule=schedule),) if mesh.pp > 1 else ()
-    others = (each for each in default_strategies(mesh, reading.anatomy) if not isinstance(each, Pipeline))
+    others = (each for each in default_strategies(mesh, reading.model_spec) if not isinstance(each, Pipeline))
     return planned(reading, mesh, (*pipeline, *others), 1)[1]
 
 
 @pytest.mark.parametrize(
     ("saved", "taken"),
-    [("two parts", "alone"), ("alone", "three parts"), ("three parts", "copies"), ("parts in shards", "two parts")],
+    [
+        ("two parts", "alone"),
+        ("alone", "three parts"),
+        ("three parts", "copies"),
+        ("parts in shards", "two parts"),
+    ],
 )
 def test_a_checkpoint_crosses(saved: str, taken: str, tmp_path: Path):
     crosses(known(), plan_on(saved, known()), plan_on(taken, known()), tmp_path)
@@ -55,8 +60,8 @@ def test_a_tied_table_stands_in_it_once(saved: str, taken: str, tmp_path: Path):
     crosses(tied, plan_on(saved, tied), plan_on(taken, tied), tmp_path)
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     entries = json.loads((folder / "manifest.json").read_text())["entries"]
-    assert [name for name in entries if name.startswith("model/") and ("embed" in name or "head" in name)] == [
-        "model/model.embed_tokens.weight"
-    ]
+    assert [
+        name for name in entries if name.startswith("model/") and ("embed" in name or "head" in name)
+    ] == ["model/model.embed_tokens.weight"]
     for entry in entries.values():
         assert sum(prod(each["shape"]) for each in entry["slices"]) == prod(entry["shape"])

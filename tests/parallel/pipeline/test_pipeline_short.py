@@ -5,32 +5,32 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.api import alone, build, make_plan, parity_case, share, verify
+from meshwright.api import alone, make_plan, parallelize, parity_case, select_local_batch, verify
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss import token_cross_entropy
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.sequence_parallel import Sequence
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.run.data.feed import ExampleData, open_feed
+from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.testing.ranks import ProcessPool, on_threads
-from meshwright.verifier.parity import RankReport, compare_rank, judge
-from meshwright.verifier.reference import Case, run_reference
+from meshwright.verifier.parity import RankReport, compare_rank, make_verdict
+from meshwright.verifier.reference import ParityCase, run_reference
 from tests.parallel.pipeline.test_pipeline import ROWS, llama, planned
 from tests.parallel.tensor.odd_llama import batches
 from tests.tiny_model import reading_of, rows, tiny_job
 
 BESIDE: dict[str, tuple[Mesh, tuple[Strategy, ...], int]] = {
-    "pieces": (Mesh(pp=2, tp=2), (Pipeline(scatter=True), Line(), Vocabulary()), 2),
-    "slices": (Mesh(pp=2, tp=3), (Pipeline(schedule="zb_h1"), Line(), Sequence()), 2),
-    "shards": (Mesh(pp=2, dp_shard=3), (Pipeline(schedule="zb_v"), Batch("dp_shard"), Zero()), 2),
-    "chunks": (Mesh(tp=3), (Line(chunks=2), Sequence(again=True)), 3),
+    "pieces": (Mesh(pp=2, tp=2), (Pipeline(scatter=True), TensorParallel(), VocabParallel()), 2),
+    "slices": (Mesh(pp=2, tp=3), (Pipeline(schedule="zb_h1"), TensorParallel(), SequenceParallel()), 2),
+    "shards": (Mesh(pp=2, dp_shard=3), (Pipeline(schedule="zb_v"), BatchSplit("dp_shard"), ZeRO()), 2),
+    "chunks": (Mesh(tp=3), (TensorParallel(num_overlap_chunks=2), SequenceParallel(regather=True)), 3),
 }
 
 
@@ -44,12 +44,17 @@ def test_a_short_last_batch_is_that_of_one_device_to_the_last_message(name: str,
     assert verdict.passed, verdict
 
 
-def case_of(mesh: Mesh) -> Case:
+def case_of(mesh: Mesh) -> ParityCase:
     """Two steps, of which the second has 5 rows: of two ranks with other rows, 2 and 1 for the first, 2 for the second."""
-    shards = (Batch("dp_replicate"), Replicate()) if mesh.dp_replicate > 1 else ()
+    shards = (BatchSplit("dp_replicate"), DDP()) if mesh.dp_replicate > 1 else ()
     plan = make_plan(reading_of(), tiny_job(12), mesh, (Pipeline(), *shards), 2)
     steps = [rows(12), {key: value[:5] for key, value in rows(12).items()}]
-    return parity_case(reading_of(), plan, token_cross_entropy(), lambda plan, rank: lambda step: share(steps[step], plan, rank))
+    return parity_case(
+        reading_of(),
+        plan,
+        token_cross_entropy(),
+        lambda plan, rank: lambda step: select_local_batch(steps[step], plan, rank),
+    )
 
 
 def compared(world: World) -> RankReport:
@@ -57,31 +62,35 @@ def compared(world: World) -> RankReport:
     return compare_rank(case, world, run_reference(case, 2))
 
 
-def test_processes_send_what_is_stated_of_the_rows_there_and_no_other_number_passes(process_pool: ProcessPool):
+def test_processes_send_what_is_stated_of_the_rows_there_and_no_other_number_passes(
+    process_pool: ProcessPool,
+):
     mesh = Mesh(pp=2, dp_replicate=2)
     reports = process_pool.run(compared, mesh)
-    assert judge(case_of(mesh), reports, "processes", {}).passed
-    rows_of = [tuple(shape[0] for ((_, shape), *_) in report.micros[1]) for report in reports]
+    assert make_verdict(case_of(mesh), reports, "processes", {}).passed
+    rows_of = [tuple(shape[0] for ((_, shape), *_) in report.microbatch_shapes[1]) for report in reports]
     assert set(rows_of) == {(2, 1, 1)}  # where rows are wanting, one stands in
-    full = [replace(report, micros=[report.micros[0]] * 2) for report in reports]
-    verdict = judge(case_of(mesh), full, "processes", {})
+    full = [replace(report, microbatch_shapes=[report.microbatch_shapes[0]] * 2) for report in reports]
+    verdict = make_verdict(case_of(mesh), full, "processes", {})
     assert not verdict.passed
-    assert "SEND" in str(verdict.first)
+    assert "SEND" in str(verdict.first_difference)
 
 
 def trained(world: World, plan: Plan) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses and parameters of an epoch of 17 samples: a last batch of 5, of micro-batches of 2."""
-    feed = open_feed(ExampleData(rows(17)), plan, world.rank)
-    with build(reading_of(), plan, world=world) as engine:
+    feed = open_feed(ExampleDataset(rows(17)), plan, world.rank)
+    with parallelize(reading_of(), plan, world=world) as engine:
         losses = [engine.step(feed.batch(step)).loss for step in range(feed.num_steps or 0)]
-        return losses, {name: value.clone() for name, value in engine.player.parameters().items()}
+        return losses, {name: value.clone() for name, value in engine.executor.gather_parameters().items()}
 
 
 def an_epoch(mesh: Mesh) -> Plan:
     job = tiny_job(12)
-    shards = (Batch("dp_replicate"), Replicate()) if mesh.dp_replicate > 1 else ()
+    shards = (BatchSplit("dp_replicate"), DDP()) if mesh.dp_replicate > 1 else ()
     pipeline = (Pipeline(schedule="zb_h1"),) if mesh.pp > 1 else ()
-    return make_plan(reading_of(), replace(job, data=replace(job.data, epochs=1)), mesh, (*pipeline, *shards), 2)
+    return make_plan(
+        reading_of(), replace(job, data=replace(job.data, epochs=1)), mesh, (*pipeline, *shards), 2
+    )
 
 
 def equal(found: tuple[list[float], dict[str, torch.Tensor]]) -> bool:

@@ -7,27 +7,27 @@ import pytest
 import torch
 import transformers
 
-from meshwright.api import make_plan, read, trace, verify
-from meshwright.engine.forward.stage_io import Crossing
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.api import analyze, make_plan, trace, verify
+from meshwright.engine.forward.stage_io import StageIO
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.tensor.cube_3d import Cube
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.optimus_2d import Grid
-from meshwright.parallel.tensor.sequence_parallel import Sequence
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.parallel.tensor.cube_3d import TensorParallel3D
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Optimizer, Train
-from meshwright.plan.model_spec.stage_boundaries import Value
+from meshwright.plan.job.job import OptimizerConfig, TrainConfig
+from meshwright.plan.model_spec.stage_boundaries import StageValue
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.stage_values import Crossed
-from meshwright.plan.step.matrix_owners import owned_by
+from meshwright.plan.sharding.stage_values import StageValueShards
+from meshwright.plan.step.matrix_owners import owned_params
 from meshwright.plan.strategy import Strategy
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.parallel.data.optimizer_cases import RULES, error, outcome
 from tests.parallel.tensor.declared_pairs import WIDTH, pairs
 from tests.parallel.tensor.odd_llama import SIZES, batches, known
@@ -35,18 +35,24 @@ from tests.parallel.tensor.odd_llama import planned as planned_llama
 from tests.tiny_model import VOCABULARY, tiny_job
 
 ROWS, LENGTH, WIDE = 6, 6, 8
-SLICES, SHARD = (Line(), Sequence()), Batch(axis="dp_shard")
+SLICES, SHARD = (TensorParallel(), SequenceParallel()), BatchSplit(axis="dp_shard")
 CASES = {
-    "matrices": (Mesh(pp=2, tp=2), (Pipeline(), Line())),
+    "matrices": (Mesh(pp=2, tp=2), (Pipeline(), TensorParallel())),
     "tokens": (Mesh(pp=2, tp=2), (Pipeline(), *SLICES)),
     "rings of three": (Mesh(pp=3, tp=3), (Pipeline(), *SLICES)),
-    "words": (Mesh(pp=2, tp=3), (Pipeline(schedule="gpipe"), *SLICES, Vocabulary())),
-    "gathered again, and recomputed": (Mesh(pp=2, tp=2), (Pipeline(), Line(), Sequence(again=True), Recompute())),
-    "two parts each": (Mesh(pp=2, tp=2), (Pipeline(schedule="interleaved", chunks=2), *SLICES)),
-    "stage 1": (Mesh(pp=2, dp_shard=2, tp=2), (Pipeline(), *SLICES, SHARD, Zero(stage=1))),
-    "stage 3": (Mesh(pp=2, dp_shard=3, tp=2), (Pipeline(), *SLICES, SHARD, Zero())),
-    "pieces": (Mesh(pp=2, tp=2), (Pipeline(scatter=True), Line())),
-    "pieces of three": (Mesh(pp=3, tp=3), (Pipeline(scatter=True, schedule="gpipe"), Line(), Vocabulary())),
+    "words": (Mesh(pp=2, tp=3), (Pipeline(schedule="gpipe"), *SLICES, VocabParallel())),
+    "gathered again, and recomputed": (
+        Mesh(pp=2, tp=2),
+        (Pipeline(), TensorParallel(), SequenceParallel(regather=True), ActivationCheckpointing()),
+    ),
+    "two parts each": (Mesh(pp=2, tp=2), (Pipeline(schedule="interleaved", virtual_stages=2), *SLICES)),
+    "stage 1": (Mesh(pp=2, dp_shard=2, tp=2), (Pipeline(), *SLICES, SHARD, ZeRO(stage=1))),
+    "stage 3": (Mesh(pp=2, dp_shard=3, tp=2), (Pipeline(), *SLICES, SHARD, ZeRO())),
+    "pieces": (Mesh(pp=2, tp=2), (Pipeline(scatter=True), TensorParallel())),
+    "pieces of three": (
+        Mesh(pp=3, tp=3),
+        (Pipeline(scatter=True, schedule="gpipe"), TensorParallel(), VocabParallel()),
+    ),
 }
 
 
@@ -57,12 +63,14 @@ def tokens(count: int = ROWS) -> dict[str, torch.Tensor]:
 
 
 @cache
-def model(p: float = 0.0) -> Reading:
+def model(p: float = 0.0) -> AnalyzedModel:
     return pairs(p, tokens(2), layers=4)
 
 
 def planned(mesh: Mesh, *strategies: Strategy, p: float = 0.0) -> Plan:
-    job = tiny_job(train=Train(batch=ROWS, clip=0.5), optimizer=Optimizer("adamw", lr=0.1, weight_decay=0.1))
+    job = tiny_job(
+        train=TrainConfig(batch=ROWS, clip=0.5), optimizer=OptimizerConfig("adamw", lr=0.1, weight_decay=0.1)
+    )
     return make_plan(model(p), job, mesh, strategies, 1)
 
 
@@ -70,7 +78,7 @@ def sent(plan: Plan, kind: str) -> dict[str, set[int]]:
     """What is sent between parts by actions of that kind, and the bytes that each rank puts in."""
     found: dict[str, set[int]] = {}
     for action in (action for _, actions in plan.program.roles for action in actions if action.kind == kind):
-        found.setdefault(action.subject, set()).update(move.nbytes for move in action.moves)
+        found.setdefault(action.subject, set()).update(move.nbytes for move in action.transfers)
     return found
 
 
@@ -78,7 +86,7 @@ def sent(plan: Plan, kind: str) -> dict[str, set[int]]:
 def test_it_computes_what_one_device_computes(case: str):
     mesh, strategies = CASES[case]
     plan = planned(mesh, *strategies)
-    assert prove(plan) == []
+    assert static_checks(plan) == []
     verdict = verify(model(), plan, [tokens()] * 2)
     assert verdict.passed, verdict
 
@@ -90,22 +98,39 @@ def test_masks_on_slices_are_those_of_one_device():
 
 def test_a_slice_is_sent_by_each_rank_and_a_piece_likewise():
     stream = LENGTH * WIDTH * WIDE  # of one row
-    whole, slices = planned(Mesh(pp=2, tp=3), Pipeline(), Line()), planned(Mesh(pp=2, tp=3), Pipeline(), *SLICES)
-    pieces = planned(Mesh(pp=2, tp=3), Pipeline(scatter=True), Line())
-    for kind in ("SEND", "SEND_GRAD", "RECEIVE", "RECEIVE_GRAD"):
+    whole, slices = (
+        planned(Mesh(pp=2, tp=3), Pipeline(), TensorParallel()),
+        planned(Mesh(pp=2, tp=3), Pipeline(), *SLICES),
+    )
+    pieces = planned(Mesh(pp=2, tp=3), Pipeline(scatter=True), TensorParallel())
+    for kind in ("SEND", "SEND_GRAD", "RECV", "RECV_GRAD"):
         assert [nbytes for each in sent(whole, kind).values() for nbytes in each] == [stream]
         assert sent(slices, kind) == sent(pieces, kind)
         assert [nbytes for each in sent(slices, kind).values() for nbytes in each] == [stream // 3]
-    assert sent(slices, "JOIN") == sent(slices, "JOIN_GRAD") == {}
-    joins = [action.transfer for action in pieces.at(5).actions if action.kind == "JOIN"]
-    assert [(move.collective, move.axes, move.nbytes) for move in joins] == [("all_gather", ("tp",), stream // 3)] * ROWS
+    assert sent(slices, "CONCAT") == sent(slices, "CONCAT_GRAD") == {}
+    joins = [action.transfer for action in pieces.for_rank(5).actions if action.kind == "CONCAT"]
+    assert [(move.collective, move.axes, move.nbytes) for move in joins] == [
+        ("all_gather", ("tp",), stream // 3)
+    ] * ROWS
 
 
 def test_pieces_that_do_not_divide_are_filled_up():
     reading = pairs(0.0, tokens(2), layers=3, width=7)  # 42 elements on 4 ranks
-    plan = make_plan(reading, tiny_job(train=Train(batch=4)), Mesh(pp=2, tp=4), (Pipeline(scatter=True), Line()), 2)
+    plan = make_plan(
+        reading,
+        tiny_job(train=TrainConfig(batch=4)),
+        Mesh(pp=2, tp=4),
+        (Pipeline(scatter=True), TensorParallel()),
+        2,
+    )
     assert {nbytes for each in sent(plan, "SEND").values() for nbytes in each} == {21 * WIDE}
-    plan = make_plan(reading, tiny_job(train=Train(batch=4)), Mesh(pp=2, tp=4), (Pipeline(scatter=True), Line()), 1)
+    plan = make_plan(
+        reading,
+        tiny_job(train=TrainConfig(batch=4)),
+        Mesh(pp=2, tp=4),
+        (Pipeline(scatter=True), TensorParallel()),
+        1,
+    )
     assert {nbytes for each in sent(plan, "SEND").values() for nbytes in each} == {11 * WIDE}
     assert verify(reading, plan, [tokens(4)]).passed
 
@@ -113,36 +138,50 @@ def test_pieces_that_do_not_divide_are_filled_up():
 def test_all_that_is_sent_is_planned():
     for case in ("words", "pieces"):
         mesh, strategies = CASES[case]
-        traced = trace(model(), planned(mesh, *strategies), range(mesh.world), fake=case == "pieces")
+        traced = trace(model(), planned(mesh, *strategies), range(mesh.world_size), fake=case == "pieces")
         assert traced.passed, str(traced)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "neox"])
 def test_families_of_models_go_in_slices(family: str):
-    common = {"vocab_size": 67, "tie_word_embeddings": False, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
+    common = {
+        "vocab_size": 67,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     if family == "llama":
         reading = known(12, num_hidden_layers=3)
     elif family == "gpt2":
         shape = {"n_embd": 24, "n_layer": 2, "n_head": 6, "n_positions": 16}
         config = transformers.GPT2Config(**common, **shape, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
-        reading = read(transformers.GPT2LMHeadModel(config), batches(1, length=12)[0])
+        reading = analyze(transformers.GPT2LMHeadModel(config), batches(1, length=12)[0])
     else:  # attention and mlp side by side, in one sum
         shape = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 29}
         config = transformers.GPTNeoXConfig(**common, **shape, max_position_embeddings=16)
-        reading = read(transformers.GPTNeoXForCausalLM(config), batches(1, length=12)[0])
-    _, plan = planned_llama(reading, Mesh(pp=2, tp=3), (Pipeline(), *SLICES, Vocabulary()), 1, length=12)
-    assert prove(plan) == []
+        reading = analyze(transformers.GPTNeoXForCausalLM(config), batches(1, length=12)[0])
+    _, plan = planned_llama(reading, Mesh(pp=2, tp=3), (Pipeline(), *SLICES, VocabParallel()), 1, length=12)
+    assert static_checks(plan) == []
     verdict = verify(reading, plan, batches(1, length=12))
     assert verdict.passed, verdict
 
 
 def test_tables_by_head_cross_with_the_heads_of_a_rank():
-    shape = {"vocab_size": 67, "d_model": 24, "d_kv": 8, "d_ff": 29, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    shape = {
+        "vocab_size": 67,
+        "d_model": 24,
+        "d_kv": 8,
+        "d_ff": 29,
+        "num_layers": 2,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+    }
     words = batches(1, length=12)[0]["input_ids"]
     batch = {"input_ids": words, "decoder_input_ids": words.flip(1), "labels": words}
     config = transformers.T5Config(**shape, tie_word_embeddings=False)
-    reading = read(lambda: transformers.T5ForConditionalGeneration(config), batch)
-    pipeline = Pipeline(cuts=("encoder.block.1", "decoder.block.1"))
+    reading = analyze(lambda: transformers.T5ForConditionalGeneration(config), batch)
+    pipeline = Pipeline(split_points=("encoder.block.1", "decoder.block.1"))
     _, plan = planned_llama(reading, Mesh(pp=3, tp=3), (pipeline, *SLICES), 2, length=12)
     two, stream = 2 * 2 * 12 * 12 * 4, 2 * 12 * 24 * 4  # two of four heads are on the first rank; two rows
     found = sent(plan, "SEND")
@@ -153,12 +192,12 @@ def test_tables_by_head_cross_with_the_heads_of_a_rank():
     assert verdict.passed, verdict
 
 
-@pytest.mark.parametrize("strategy", [Grid(), Cube()], ids=["square", "cube"])
+@pytest.mark.parametrize("strategy", [TensorParallel2D(), TensorParallel3D()], ids=["square", "cube"])
 def test_a_stream_in_slices_of_the_width_crosses_as_those(strategy: Strategy):
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 68, "intermediate_size": 56}
     depth = 2 if strategy.name == "cube" else 1
     mesh = Mesh(pp=2, dp_shard=2, tp_depth=depth, tp=2)
-    reading, plan = planned_llama(known(**sizes), mesh, (Pipeline(), strategy, SHARD, Zero()), 1)
+    reading, plan = planned_llama(known(**sizes), mesh, (Pipeline(), strategy, SHARD, ZeRO()), 1)
     width = SIZES["hidden_size"] // (2 * depth)
     assert {nbytes for each in sent(plan, "SEND").values() for nbytes in each} == {9 * width * 4}
     verdict = verify(reading, plan, batches(1))
@@ -173,45 +212,55 @@ def test_rules_step_what_one_device_steps(rule: str, case: str):
     job = tiny_job(optimizer=RULES[rule])
     without = tuple(each for each in strategies if each.name != "sequence")  # five tokens
     plan = make_plan(reading, job, mesh, without, 2)
-    assert prove(plan) == []
+    assert static_checks(plan) == []
     assert error(outcome(reading, plan), outcome(reading, make_plan(reading, job))) < 1e-10
 
 
 def test_the_owner_of_a_matrix_runs_its_part():
-    plan = make_plan(pairs(layers=3), tiny_job(optimizer=RULES["muon"]), Mesh(pp=3, tp=2), (Pipeline(), Line()), 1)
+    plan = make_plan(
+        pairs(layers=3),
+        tiny_job(optimizer=RULES["muon"]),
+        Mesh(pp=3, tp=2),
+        (Pipeline(), TensorParallel()),
+        1,
+    )
     owned = []
-    for rank in range(plan.mesh.world):
-        mine = plan.at(rank)
-        found = [weight.name for _, weight in owned_by(plan.space, rank)]
-        assert set(found) <= {home.weight.name for home in mine.space.homes}
+    for rank in range(plan.mesh.world_size):
+        mine = plan.for_rank(rank)
+        found = [weight.name for _, weight in owned_params(plan.sharding, rank)]
+        assert set(found) <= {home.param.name for home in mine.sharding.param_shardings}
         owned += found
-    matrices = [home.weight.name for home in plan.space.whole.homes if home.apart]
+    matrices = [home.weight.name for home in plan.sharding.all_ranks.param_shardings if home.apart]
     assert sorted(owned) == sorted(matrices)
 
 
 def test_pieces_in_a_wrong_order_are_noticed(monkeypatch: pytest.MonkeyPatch):
-    joined = Crossing._joined
+    joined = StageIO._joined
 
-    def swapped(self: Crossing, *given: object) -> torch.Tensor:
+    def swapped(self: StageIO, *given: object) -> torch.Tensor:
         whole = joined(self, *given)
         work = self._state.works[given[0].name]
         work.wait()
         return whole.flatten().roll(whole.numel() // 2).view(whole.shape)
 
-    monkeypatch.setattr(Crossing, "_joined", swapped)
-    assert not verify(model(), planned(Mesh(pp=2, tp=2), Pipeline(scatter=True), Line()), [tokens()]).passed
+    monkeypatch.setattr(StageIO, "_joined", swapped)
+    assert not verify(
+        model(), planned(Mesh(pp=2, tp=2), Pipeline(scatter=True), TensorParallel()), [tokens()]
+    ).passed
 
 
 def test_a_value_of_another_shape_than_planned_is_not_sent(monkeypatch: pytest.MonkeyPatch):
-    whole = Crossed.shape
+    whole = StageValueShards.local_shape
 
-    def other(self: Crossed, value: Value, rows: int) -> tuple[int, ...]:
+    def other(self: StageValueShards, value: StageValue, rows: int) -> tuple[int, ...]:
         shape = whole(self, value, rows)
         return (*shape[:-1], shape[-1] + 1)
 
     plan = planned(Mesh(pp=2, tp=2), Pipeline(), *SLICES)
-    monkeypatch.setattr(Crossed, "shape", other)
-    with pytest.raises(PlanError, match=r"SEND\(layers.1 to 1, 0\) is to send float64 \[1, 3, 22\].* is float64 \[1, 3, 21\]"):
+    monkeypatch.setattr(StageValueShards, "local_shape", other)
+    with pytest.raises(
+        PlanError, match=r"SEND\(layers.1 to 1, 0\) is to send float64 \[1, 3, 22\].* is float64 \[1, 3, 21\]"
+    ):
         verify(model(), plan, [tokens()])
 
 
@@ -219,15 +268,17 @@ def test_what_cannot_work_is_refused():
     with pytest.raises(PlanError, match="scatter = true, and no several ranks have the same to send"):
         planned(Mesh(pp=2, tp=2), Pipeline(scatter=True), *SLICES)
     with pytest.raises(PlanError, match="scatter = true, and no several ranks have the same to send"):
-        planned(Mesh(pp=2, dp_shard=2), Pipeline(scatter=True), SHARD, Zero())
-    alike = Value("layers.1:1", "layers.1", ("layers.2",), ((0, 1), (LENGTH, 0), (WIDTH, 0)), "float64")
-    anatomy = planned(Mesh(pp=2), Pipeline()).anatomy
-    borders = replace(anatomy.borders, values=(*anatomy.borders.values, alike))
-    job = tiny_job(train=Train(batch=ROWS))
+        planned(Mesh(pp=2, dp_shard=2), Pipeline(scatter=True), SHARD, ZeRO())
+    alike = StageValue("layers.1:1", "layers.1", ("layers.2",), ((0, 1), (LENGTH, 0), (WIDTH, 0)), "float64")
+    anatomy = planned(Mesh(pp=2), Pipeline()).model_spec
+    borders = replace(anatomy.stage_boundaries, values=(*anatomy.stage_boundaries.values, alike))
+    job = tiny_job(train=TrainConfig(batch=ROWS))
     with pytest.raises(PlanError, match=r"'layers.1' gives out 'layers.1' and 'layers.1:1', which look"):
-        Plan.make(job, Mesh(pp=2, tp=2), replace(anatomy, borders=borders), (Pipeline(), *SLICES), 1)
-    scores = replace(alike, dims=((0, 1), (3, 0)))
-    borders = replace(anatomy.borders, values=(*anatomy.borders.values, scores))
-    grid = (Pipeline(), Grid(), SHARD, Zero())
-    with pytest.raises(PlanError, match=r"'layers.1:1' \(rows x 3\) crosses between parts: which slice of it a rank has"):
-        Plan.make(job, Mesh(pp=2, dp_shard=2, tp=2), replace(anatomy, borders=borders), grid, 1)
+        Plan.make(job, Mesh(pp=2, tp=2), replace(anatomy, stage_boundaries=borders), (Pipeline(), *SLICES), 1)
+    scores = replace(alike, dim_sizes=((0, 1), (3, 0)))
+    borders = replace(anatomy.stage_boundaries, values=(*anatomy.stage_boundaries.values, scores))
+    grid = (Pipeline(), TensorParallel2D(), SHARD, ZeRO())
+    with pytest.raises(
+        PlanError, match=r"'layers.1:1' \(rows x 3\) crosses between parts: which slice of it a rank has"
+    ):
+        Plan.make(job, Mesh(pp=2, dp_shard=2, tp=2), replace(anatomy, stage_boundaries=borders), grid, 1)

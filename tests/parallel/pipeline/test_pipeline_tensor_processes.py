@@ -7,12 +7,12 @@ from meshwright.api import make_plan, parity_case
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss import token_cross_entropy
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.sequence_parallel import Sequence
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
-from meshwright.plan.job.job import Train
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
+from meshwright.plan.job.job import TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.training.engine import share
+from meshwright.run.training.engine import select_local_batch
 from meshwright.testing.ranks import ProcessPool
 from meshwright.verifier.parity import RankReport, compare_rank, issued_messages, planned_messages
 from meshwright.verifier.reference import run_reference
@@ -21,8 +21,8 @@ from tests.tiny_model import VOCABULARY, tiny_job
 
 MESH, ROWS, LENGTH, STEPS = Mesh(pp=2, tp=2), 6, 6, 2
 CASES = {
-    "slices": (Pipeline(), Line(), Sequence(), Vocabulary()),
-    "pieces": (Pipeline(schedule="interleaved", scatter=True), Line()),
+    "slices": (Pipeline(), TensorParallel(), SequenceParallel(), VocabParallel()),
+    "pieces": (Pipeline(schedule="interleaved", scatter=True), TensorParallel()),
 }
 
 
@@ -36,14 +36,21 @@ def compared(world: World, name: str) -> tuple[RankReport, bool]:
     """What this rank found, and whether it sent what its program states."""
     data = [tokens(step) for step in range(STEPS)]
     reading = pairs(0.0, {key: value[:2] for key, value in data[0].items()}, layers=4)
-    plan = make_plan(reading, tiny_job(train=Train(batch=ROWS, clip=0.5)), MESH, CASES[name], 1)
-    case = parity_case(reading, plan, token_cross_entropy(), lambda plan, rank: lambda step: share(data[step], plan, rank))
+    plan = make_plan(reading, tiny_job(train=TrainConfig(batch=ROWS, clip=0.5)), MESH, CASES[name], 1)
+    case = parity_case(
+        reading,
+        plan,
+        token_cross_entropy(),
+        lambda plan, rank: lambda step: select_local_batch(data[step], plan, rank),
+    )
     report = compare_rank(case, world, run_reference(case, STEPS))
-    return report, issued_messages(report) == planned_messages(case.plan.at(world.rank)) * STEPS
+    return report, issued_messages(report) == planned_messages(case.plan.for_rank(world.rank)) * STEPS
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_equals_one_device_on_processes(process_pool: ProcessPool, name: str):
     reports = process_pool.run(compared, MESH, name)
-    assert [(report.differences, report.steps, exact) for report, exact in reports] == [([], STEPS, True)] * MESH.world
+    assert [(report.differences, report.num_steps, exact) for report, exact in reports] == [
+        ([], STEPS, True)
+    ] * MESH.world_size
     assert len({tuple(report.digests.items()) for report, _ in reports}) == 1

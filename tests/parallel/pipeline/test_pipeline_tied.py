@@ -7,34 +7,34 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import build, make_plan, read, verify
+from meshwright.api import analyze, make_plan, parallelize, verify
 from meshwright.comm.backends.fake import Done
 from meshwright.comm.collectives.group import World
-from meshwright.engine.step.actions import Acts
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.ddp_naive import Naive
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.engine.step.actions import ActionHandlers
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.ddp_naive import NaiveDDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
-from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import on_threads
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.parallel.tensor import model_families
 from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, Tiny, rows
 
 ROWS = 6
-SHARD = Batch(axis="dp_shard")
+SHARD = BatchSplit(axis="dp_shard")
 TABLE = VOCABULARY * WIDTH  # elements of the tied table
 
 
@@ -57,31 +57,45 @@ class Rooted(nn.Module):
 
 
 @cache
-def tied() -> Reading:
-    return read(lambda: Tiny(tied=True), rows(ROWS))
+def tied() -> AnalyzedModel:
+    return analyze(lambda: Tiny(tied=True), rows(ROWS))
 
 
 @cache
-def rooted() -> Reading:
-    return read(Rooted, rows(ROWS))
+def rooted() -> AnalyzedModel:
+    return analyze(Rooted, rows(ROWS))
 
 
-def planned(reading: Reading, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
-    train = Train(batch=ROWS, clip=0.05)
-    job = Job(ModelSource("tied"), DataSource("random", sequence=TOKENS), train, Optimizer("adamw", lr=0.1, weight_decay=0.1))
+def planned(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
+    train = TrainConfig(batch=ROWS, clip=0.05)
+    job = Job(
+        ModelConfig("tied"),
+        DataConfig("random", sequence=TOKENS),
+        train,
+        OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
+    )
     return make_plan(reading, job, mesh, strategies, micro_batch)
 
 
 def ties(plan: Plan) -> dict[str, tuple[int, ...]]:
     """Who takes part in what is summed along pp."""
-    found = {action.name: action.transfer for _, actions in plan.program.roles for action in actions if action.kind == "TIE"}
-    return {name: move.among or tuple(range(plan.mesh.pp)) for name, move in found.items() if move is not None}
+    found = {
+        action.name: action.transfer
+        for _, actions in plan.program.roles
+        for action in actions
+        if action.kind == "REDUCE_TIED"
+    }
+    return {
+        name: move.member_indices or tuple(range(plan.mesh.pp))
+        for name, move in found.items()
+        if move is not None
+    }
 
 
-def equal(reading: Reading, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
+def equal(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
     """Its plan, which computes what one device computes."""
     plan = planned(reading, mesh, *strategies, micro_batch=micro_batch)
-    assert not prove(plan)
+    assert not static_checks(plan)
     verdict = verify(reading, plan, [rows(ROWS), rows(ROWS)])
     assert verdict.passed, verdict
     return plan
@@ -92,26 +106,30 @@ def equal(reading: Reading, mesh: Mesh, *strategies: Strategy, micro_batch: int 
     [
         (Mesh(pp=2), (Pipeline(),)),
         (Mesh(pp=3), (Pipeline(),)),
-        (Mesh(pp=2), (Pipeline(schedule="interleaved", chunks=2),)),
+        (Mesh(pp=2), (Pipeline(schedule="interleaved", virtual_stages=2),)),
         (Mesh(pp=2), (Pipeline(schedule="zb_h1"),)),
-        (Mesh(pp=3), (Pipeline(), Recompute())),
-        (Mesh(pp=3, dp_replicate=2), (Pipeline(), Batch(), Replicate())),
-        (Mesh(pp=2, dp_replicate=3), (Pipeline(), Batch(), Naive())),
-        (Mesh(pp=3, dp_shard=2), (Pipeline(), SHARD, Zero(stage=1))),
-        (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, Zero(stage=2))),
-        (Mesh(pp=3, dp_shard=2), (Pipeline(), SHARD, Zero())),
+        (Mesh(pp=3), (Pipeline(), ActivationCheckpointing())),
+        (Mesh(pp=3, dp_replicate=2), (Pipeline(), BatchSplit(), DDP())),
+        (Mesh(pp=2, dp_replicate=3), (Pipeline(), BatchSplit(), NaiveDDP())),
+        (Mesh(pp=3, dp_shard=2), (Pipeline(), SHARD, ZeRO(stage=1))),
+        (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, ZeRO(stage=2))),
+        (Mesh(pp=3, dp_shard=2), (Pipeline(), SHARD, ZeRO())),
     ],
 )
 def test_a_tied_table_is_that_of_one_device(mesh: Mesh, strategies: tuple[Strategy, ...]):
     plan = equal(tied(), mesh, *strategies)
-    assert ties(plan) == {f"TIE(embed+head over pp 0+{mesh.pp - 1})": (0, mesh.pp - 1)}
+    assert ties(plan) == {f"REDUCE_TIED(embed+head over pp 0+{mesh.pp - 1})": (0, mesh.pp - 1)}
 
 
-@pytest.mark.parametrize(("mesh", "store"), [(Mesh(pp=3), ()), (Mesh(pp=3, dp_shard=2), (SHARD, Zero()))])
+@pytest.mark.parametrize(("mesh", "store"), [(Mesh(pp=3), ()), (Mesh(pp=3, dp_shard=2), (SHARD, ZeRO()))])
 def test_what_glue_uses_is_summed_over_the_parts_that_need_it(mesh: Mesh, store: tuple[Strategy, ...]):
-    plan = equal(rooted(), mesh, Pipeline(cuts=("layers.1", "layers.3")), *store)
-    assert ties(plan) == {"TIE((root) over pp 0+1+2)": (0, 1, 2)}
-    held = [{home.weight.name for home in plan.space.stage(index).homes} & {"start", "middle", "scale"} for index in range(3)]
+    plan = equal(rooted(), mesh, Pipeline(split_points=("layers.1", "layers.3")), *store)
+    assert ties(plan) == {"REDUCE_TIED((root) over pp 0+1+2)": (0, 1, 2)}
+    held = [
+        {home.param.name for home in plan.sharding.at_pp_rank(index).param_shardings}
+        & {"start", "middle", "scale"}
+        for index in range(3)
+    ]
     assert held == [{"start", "scale"}, {"middle", "scale"}, {"scale"}]
 
 
@@ -119,9 +137,14 @@ def test_what_glue_uses_is_summed_over_the_parts_that_need_it(mesh: Mesh, store:
     ("family", "mesh", "strategies", "among"),
     [
         ("gpt2", Mesh(pp=3), (Pipeline(),), (0, 2)),
-        ("gpt2", Mesh(pp=2, tp=3), (Pipeline(), Line(), Vocabulary()), (0, 1)),
+        ("gpt2", Mesh(pp=2, tp=3), (Pipeline(), TensorParallel(), VocabParallel()), (0, 1)),
         ("t5", Mesh(pp=3), (Pipeline(),), (0, 1, 2)),
-        ("t5", Mesh(pp=3), (Pipeline(cuts=("decoder.block.0", "decoder.block.1")),), (0, 2)),  # twice on rank 0
+        (
+            "t5",
+            Mesh(pp=3),
+            (Pipeline(split_points=("decoder.block.0", "decoder.block.1")),),
+            (0, 2),
+        ),  # twice on rank 0
         ("vit", Mesh(pp=3), (Pipeline(),), ()),
     ],
 )
@@ -130,7 +153,7 @@ def test_unmodified_models_are_those_of_one_device(
 ):
     reading = model_families.read_family(family)
     plan = model_families.planned(reading, mesh, strategies, 1)
-    assert not prove(plan)
+    assert not static_checks(plan)
     assert list(ties(plan).values()) == ([among] if among else [])
     verdict = verify(reading, plan, model_families.batches(family, 2), loss=model_families.loss_of(family))
     assert verdict.passed, verdict
@@ -141,15 +164,23 @@ Copies = dict[str, torch.Tensor]
 
 def stepped(world: World, plan: Plan) -> Copies:
     """What this rank steps of the tied weights after three steps, and the moments."""
-    with build(tied(), plan, world=world) as engine:
+    with parallelize(tied(), plan, world=world) as engine:
         for _ in range(3):
-            engine.step(engine.share(rows(ROWS)))
-        shared = {name for action in engine.player.plan.actions if action.kind == "TIE" for name in action.tensors}
+            engine.step(engine.local_batch(rows(ROWS)))
+        shared = {
+            name
+            for action in engine.executor.plan.actions
+            if action.kind == "REDUCE_TIED"
+            for name in action.tensors
+        }
         found: Copies = {}
-        for name, parameter in engine.player.store.owned().items():
+        for name, parameter in engine.executor.flat_params.optimizer_params().items():
             if name in shared:
-                state = engine.player.optimizers[0].state[parameter]
-                found |= {name: parameter.detach().clone(), **{f"{key} of {name}": each.clone() for key, each in state.items()}}
+                state = engine.executor.optimizers[0].state[parameter]
+                found |= {
+                    name: parameter.detach().clone(),
+                    **{f"{key} of {name}": each.clone() for key, each in state.items()},
+                }
         return found
 
 
@@ -157,8 +188,8 @@ def stepped(world: World, plan: Plan) -> Copies:
     ("mesh", "strategies"),
     [
         (Mesh(pp=3), (Pipeline(),)),
-        (Mesh(pp=3, dp_replicate=2), (Pipeline(), Batch(), Replicate())),
-        (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, Zero(stage=2))),
+        (Mesh(pp=3, dp_replicate=2), (Pipeline(), BatchSplit(), DDP())),
+        (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, ZeRO(stage=2))),
         (Mesh(pp=2), (Pipeline(schedule="dualpipe"),)),
     ],
 )
@@ -177,9 +208,9 @@ def test_all_copies_and_their_moments_are_equal_to_the_bit(mesh: Mesh, strategie
 
 def sent(world: World, plan: Plan) -> float:
     """The bytes that this rank has sent for its ties in a step."""
-    with build(tied(), plan, world=world) as engine:
-        engine.step(engine.share(rows(ROWS)))
-        return sum(nbytes for name, nbytes in world.ledger.sent.items() if name.startswith("TIE"))
+    with parallelize(tied(), plan, world=world) as engine:
+        engine.step(engine.local_batch(rows(ROWS)))
+        return sum(nbytes for name, nbytes in world.ledger.sent.items() if name.startswith("REDUCE_TIED"))
 
 
 @pytest.mark.parametrize(
@@ -187,20 +218,22 @@ def sent(world: World, plan: Plan) -> float:
     [
         (Mesh(pp=2), (), TABLE * 4),
         (Mesh(pp=3), (), TABLE * 4),
-        (Mesh(pp=3, dp_replicate=2), (Batch(), Replicate()), TABLE * 4),
-        (Mesh(pp=3, dp_shard=4), (SHARD, Zero(stage=2)), -(-TABLE // 4) * 4),
+        (Mesh(pp=3, dp_replicate=2), (BatchSplit(), DDP()), TABLE * 4),
+        (Mesh(pp=3, dp_shard=4), (SHARD, ZeRO(stage=2)), -(-TABLE // 4) * 4),
     ],
 )
 def test_owners_send_2_times_k_minus_1_over_k_of_the_bundle_and_others_nothing(
     mesh: Mesh, store: tuple[Strategy, ...], nbytes: int
 ):
     micro_batch = ROWS // mesh.dp_replicate if mesh.dp_shard == 1 else 1
-    train = Train(batch=12 if mesh.dp_shard > 1 else ROWS)
-    job = Job(ModelSource("tied"), DataSource("random", sequence=TOKENS), train, Optimizer("sgd"))
+    train = TrainConfig(batch=12 if mesh.dp_shard > 1 else ROWS)
+    job = Job(ModelConfig("tied"), DataConfig("random", sequence=TOKENS), train, OptimizerConfig("sgd"))
     plan = make_plan(tied(), job, mesh, (Pipeline(), *store), micro_batch)
     found = on_threads(lambda world: sent(world, plan), mesh)
     owners = (0, mesh.pp - 1)
-    assert found == [2 * nbytes / 2 if mesh.coordinate(rank)["pp"] in owners else 0 for rank in range(mesh.world)]
+    assert found == [
+        2 * nbytes / 2 if mesh.coordinate(rank)["pp"] in owners else 0 for rank in range(mesh.world_size)
+    ]
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, instead: Callable[..., object]) -> bool:
@@ -211,14 +244,14 @@ def broken(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, instead: Cal
 
 
 def test_a_sum_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    def forget(acts: Acts, action: Action) -> None:
+    def forget(acts: ActionHandlers, action: Action) -> None:
         acts.state.works[action.name] = Done()
 
-    assert broken(monkeypatch, Acts, "tie", forget)
+    assert broken(monkeypatch, ActionHandlers, "tie", forget)
 
 
 def test_a_norm_that_counts_a_weight_twice_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    assert broken(monkeypatch, Space, "_led_by", lambda space, coordinate: iter(space.homes))
+    assert broken(monkeypatch, ShardingPlan, "_led_by", lambda space, coordinate: iter(space.param_shardings))
 
 
 @pytest.mark.parametrize(
@@ -227,24 +260,34 @@ def test_a_norm_that_counts_a_weight_twice_is_noticed(monkeypatch: pytest.Monkey
         (Mesh(pp=2), (), 1),
         (Mesh(pp=2), (), 2),
         (Mesh(pp=4), (), 1),
-        (Mesh(pp=2), (Recompute(),), 3),
-        (Mesh(pp=2, dp_replicate=3), (Batch(), Replicate()), 1),
-        (Mesh(pp=2, dp_shard=2), (SHARD, Zero(stage=1)), 1),
-        (Mesh(pp=2, dp_shard=3), (SHARD, Zero(stage=2)), 1),
-        (Mesh(pp=2, dp_shard=3), (SHARD, Zero()), 1),
+        (Mesh(pp=2), (ActivationCheckpointing(),), 3),
+        (Mesh(pp=2, dp_replicate=3), (BatchSplit(), DDP()), 1),
+        (Mesh(pp=2, dp_shard=2), (SHARD, ZeRO(stage=1)), 1),
+        (Mesh(pp=2, dp_shard=3), (SHARD, ZeRO(stage=2)), 1),
+        (Mesh(pp=2, dp_shard=3), (SHARD, ZeRO()), 1),
     ],
 )
-def test_two_copies_of_every_part_are_one_model(mesh: Mesh, strategies: tuple[Strategy, ...], micro_batch: int):
+def test_two_copies_of_every_part_are_one_model(
+    mesh: Mesh, strategies: tuple[Strategy, ...], micro_batch: int
+):
     plan = equal(tied(), mesh, Pipeline(schedule="dualpipe"), *strategies, micro_batch=micro_batch)
     assert set(ties(plan).values()) == {(index, mesh.pp - 1 - index) for index in range(mesh.pp // 2)}
-    assert {name for role, actions in plan.program.roles for action in actions if action.kind == "LOSS" for name in [role]} == {
+    assert {
+        name
+        for role, actions in plan.program.roles
+        for action in actions
+        if action.kind == "LOSS"
+        for name in [role]
+    } == {
         "stage0",
         f"stage{mesh.pp - 1}",
     }
 
 
 def test_two_copies_need_two_micro_batches():
-    with pytest.raises(PlanError, match="dualpipe has no micro-batch for part 0 on rank 1 of the pipeline, but 1 in all") as told:
+    with pytest.raises(
+        PlanError, match="dualpipe has no micro-batch for part 0 on rank 1 of the pipeline, but 1 in all"
+    ) as told:
         planned(tied(), Mesh(pp=2), Pipeline(schedule="dualpipe"), micro_batch=ROWS)
     assert "a smaller micro_batch" in str(told.value)
 

@@ -9,23 +9,23 @@ import torch
 from torch import nn
 
 from benchmarks.factories import UNet
-from meshwright.api import make_plan, read, verify
+from meshwright.api import analyze, make_plan, verify
 from meshwright.engine.runtime.loss import Loss
-from meshwright.model.analysis.analyze import Reading
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Optimizer, Train
-from meshwright.plan.model_spec.stage_boundaries import Borders, Value, hops
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
+from meshwright.plan.model_spec.stage_boundaries import StageBoundaries, StageValue, stage_transfers
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.tiny_model import VOCABULARY, rows, tiny_job
 
 VISITS = tuple("abcdef")
-CHAIN = tuple(Value(made, made, (used,), ((0, 1), (4, 0)), "float32") for made, used in pairwise(VISITS))
+CHAIN = tuple(StageValue(made, made, (used,), ((0, 1), (4, 0)), "float32") for made, used in pairwise(VISITS))
 DISTANCE = Loss(
     total=lambda outputs, batch: (outputs - batch["target"]).square().sum(),
     count=lambda batch: torch.tensor(batch["target"].numel()),
@@ -37,9 +37,9 @@ MICROS = 5
 
 def of_z(made: str, used: str, ranks: tuple[int, ...]) -> list[tuple[int, int]]:
     """The hops of a value beside the chain, where each visit is a part and part k lies on `ranks[k]`."""
-    z = Value("z", made, tuple(used), ((0, 1),), "float32")
-    parts = Borders(VISITS, (*CHAIN, z)).parts(VISITS[1:])
-    return [(hop.source, hop.target) for hop in hops(parts, ranks) if hop.value is z]
+    z = StageValue("z", made, tuple(used), ((0, 1),), "float32")
+    parts = StageBoundaries(VISITS, (*CHAIN, z)).stages(VISITS[1:])
+    return [(hop.source, hop.target) for hop in stage_transfers(parts, ranks) if hop.value is z]
 
 
 def test_a_value_goes_past_those_who_do_not_use_it_and_is_forwarded_by_those_who_do():
@@ -80,18 +80,23 @@ class Pair(nn.Module):
 
 
 @cache
-def pair() -> Reading:
+def pair() -> AnalyzedModel:
     rows = torch.linspace(-1, 1, 120).sin().view(10, 12)
-    return read(Pair, {"x": rows[:, :6], "y": rows[:, 6:], "target": rows[:, 3:9]}, loss=DISTANCE)
+    return analyze(Pair, {"x": rows[:, :6], "y": rows[:, 6:], "target": rows[:, 3:9]}, loss=DISTANCE)
 
 
 @cache
-def u_net() -> Reading:
-    return read(UNet, {"x": IMAGES, "target": IMAGES.flip(-1)}, loss=DISTANCE)
+def u_net() -> AnalyzedModel:
+    return analyze(UNet, {"x": IMAGES, "target": IMAGES.flip(-1)}, loss=DISTANCE)
 
 
-def planned(reading: Reading, ranks: int, pipeline: Pipeline) -> Plan:
-    job = Job(ModelSource("model"), DataSource("example"), Train(batch=MICROS, clip=0.5), Optimizer("sgd", lr=0.1))
+def planned(reading: AnalyzedModel, ranks: int, pipeline: Pipeline) -> Plan:
+    job = Job(
+        ModelConfig("model"),
+        DataConfig("example"),
+        TrainConfig(batch=MICROS, clip=0.5),
+        OptimizerConfig("sgd", lr=0.1),
+    )
     return make_plan(reading, job, Mesh(pp=ranks), (pipeline,), 1)
 
 
@@ -99,16 +104,18 @@ def planned(reading: Reading, ranks: int, pipeline: Pipeline) -> Plan:
 def test_values_that_later_ones_overtake_come_in_the_order_in_which_they_were_sent(ranks: int):
     reading = pair()
     batches = [{key: value[step::2] for key, value in reading.example.items()} for step in range(2)]
-    plan = planned(reading, ranks, Pipeline(schedule="interleaved", chunks=2))
-    assert not prove(plan)
+    plan = planned(reading, ranks, Pipeline(schedule="interleaved", virtual_stages=2))
+    assert not static_checks(plan)
     verdict = verify(reading, plan, batches, loss=DISTANCE)
     assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize("model", [pair, u_net])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_in_every_schedule_what_is_sent_is_received_in_order(schedule: str, model: Callable[[], Reading]):
-    found = [fault.what for fault in prove(planned(model(), 2, Pipeline(schedule=schedule)))]
+def test_in_every_schedule_what_is_sent_is_received_in_order(
+    schedule: str, model: Callable[[], AnalyzedModel]
+):
+    found = [fault.problem for fault in static_checks(planned(model(), 2, Pipeline(schedule=schedule)))]
     assert not [what for what in found if "another order" in what]
 
 
@@ -116,30 +123,35 @@ def test_receives_that_wait_until_they_are_needed_are_found_out_on_paper():
     class Late(Pipeline):
         """Receives right before it needs, as if nothing else had been sent before."""
 
-        def rewrite(self, program: Program, space: Space, job: Job) -> Program:
+        def rewrite(self, program: Program, space: ShardingPlan, job: Job) -> Program:
             done = super().rewrite(program, space, job)
 
             def late(actions: list[Action]) -> list[Action]:
-                receives = {each.name: each for each in actions if each.lane == "receive"}
-                rest = [each for each in actions if each.lane != "receive"]
-                return [each for one in rest for each in (*(receives[w] for w in one.waits if w in receives), one)]
+                receives = {each.name: each for each in actions if each.stream == "receive"}
+                rest = [each for each in actions if each.stream != "receive"]
+                return [
+                    each for one in rest for each in (*(receives[w] for w in one.waits if w in receives), one)
+                ]
 
             return done.edit(late)
 
-    found = [fault.what for fault in prove(planned(u_net(), 2, Late(schedule="interleaved", chunks=2)))]
+    found = [
+        fault.problem
+        for fault in static_checks(planned(u_net(), 2, Late(schedule="interleaved", virtual_stages=2)))
+    ]
     assert any("is received in another order" in what for what in found), found
-    assert not prove(planned(u_net(), 2, Pipeline(schedule="interleaved", chunks=2)))
+    assert not static_checks(planned(u_net(), 2, Pipeline(schedule="interleaved", virtual_stages=2)))
 
 
 def test_a_value_is_passed_on_before_the_part_runs_and_is_sent_once_to_each_rank():
     plan = planned(pair(), 3, Pipeline())
     middle = [action.name for action in plan.program.actions("stage1")]
     said = next(name for name in middle if name.startswith("SEND(encoder.1 to 2"))
-    assert middle.index(said) == middle.index("RECEIVE(encoder.1 to 1, 0)") + 1
+    assert middle.index(said) == middle.index("RECV(encoder.1 to 1, 0)") + 1
     local = planned(pair(), 2, Pipeline(schedule="zb_v"))
     sent = [action for role, actions in local.program.roles for action in actions if action.kind == "SEND"]
     for name in {action.tensors[0] for action in sent}:
-        assert len([action for action in sent if action.tensors == (name,) and action.micro == 0]) == 1
+        assert len([action for action in sent if action.tensors == (name,) and action.microbatch == 0]) == 1
 
 
 class Everywhere(nn.Module):
@@ -158,7 +170,9 @@ class Everywhere(nn.Module):
 
 
 def test_a_gradient_that_comes_for_one_part_is_not_taken_by_a_later_one_that_uses_the_same_value():
-    reading = read(Everywhere, {key: value[:2] for key, value in rows(4).items()})
-    plan = make_plan(reading, tiny_job(batch=4), Mesh(pp=3), (Pipeline(schedule="interleaved", chunks=2),), 4)
+    reading = analyze(Everywhere, {key: value[:2] for key, value in rows(4).items()})
+    plan = make_plan(
+        reading, tiny_job(batch=4), Mesh(pp=3), (Pipeline(schedule="interleaved", virtual_stages=2),), 4
+    )
     verdict = verify(reading, plan, [rows(4)] * 2)
     assert verdict.passed, verdict

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.api import alone, build, make_plan
+from meshwright.api import alone, make_plan, parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss import IGNORED, Batch
-from meshwright.model.analysis.analyze import Reading
+from meshwright.engine.runtime.loss import IGNORE_INDEX, Batch
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -20,7 +20,7 @@ READINGS = {"tiny": reading_of, "llama": known}  # read with rows of 5 tokens, a
 Parameters = dict[str, torch.Tensor]
 
 
-def reading(name: str) -> Reading:
+def reading(name: str) -> AnalyzedModel:
     """What the model of that name is made of."""
     return READINGS[name]()
 
@@ -31,7 +31,7 @@ def micro_batches(step: int, steps: Steps = STEPS) -> list[Batch]:
     found = []
     for length, rows in steps[step]:
         words = torch.randint(0, VOCABULARY, (2, rows, length), generator=generator)
-        words[1, 0, : length // 2] = IGNORED
+        words[1, 0, : length // 2] = IGNORE_INDEX
         found.append({"input_ids": words[0], "labels": words[1]})
     return found
 
@@ -44,10 +44,10 @@ def planned(name: str, mesh: Mesh, *strategies: Strategy) -> Plan:
 def trained(world: World, name: str, plan: Plan, steps: Steps = STEPS) -> tuple[list[float], Parameters]:
     """The losses of all steps, that of an evaluation on their rows, and the parameters, on this rank."""
     given = [micro_batches(step, steps) for step in range(len(steps))]
-    with build(reading(name), plan, world=world) as engine:
+    with parallelize(reading(name), plan, world=world) as engine:
         losses = [engine.step(micros).loss for micros in given]
         losses.append(engine.evaluate(given).loss)
-        return losses, {name: value.clone() for name, value in engine.player.parameters().items()}
+        return losses, {name: value.clone() for name, value in engine.executor.gather_parameters().items()}
 
 
 def on_one_device(name: str, steps: Steps = STEPS) -> tuple[list[float], Parameters]:

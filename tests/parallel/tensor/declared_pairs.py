@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from meshwright.api import read
-from meshwright.model.analysis.analyze import Reading
+from meshwright.api import analyze
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
 from tests.tiny_model import VOCABULARY, rows
 
@@ -32,7 +32,13 @@ class Pairs(nn.Module):
     """Embedding, pairs, head."""
 
     def __init__(
-        self, p: float = 0.0, *, layers: int = 2, width: int = WIDTH, inner: int = INNER, words: int = VOCABULARY
+        self,
+        p: float = 0.0,
+        *,
+        layers: int = 2,
+        width: int = WIDTH,
+        inner: int = INNER,
+        words: int = VOCABULARY,
     ) -> None:
         super().__init__()
         self.embed, self.drop = nn.Embedding(words, width), nn.Dropout(p)
@@ -46,6 +52,6 @@ class Pairs(nn.Module):
         return self.head(x)
 
 
-def pairs(p: float = 0.0, example: Mapping[str, torch.Tensor] | None = None, **sizes: int) -> Reading:
+def pairs(p: float = 0.0, example: Mapping[str, torch.Tensor] | None = None, **sizes: int) -> AnalyzedModel:
     """What is known of `Pairs(p, **sizes)`, from an `example` or two rows of five tokens."""
-    return read(lambda: Model(Pairs(p, **sizes), sockets=SOCKETS), example or rows(2))
+    return analyze(lambda: Model(Pairs(p, **sizes), layer_roles=SOCKETS), example or rows(2))

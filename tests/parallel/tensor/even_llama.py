@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from meshwright.model.analysis.analyze import Reading
-from meshwright.plan.model_spec.model_spec import NBYTES
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Transfer
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from tests.parallel.tensor.odd_llama import TOKENS, known, llama
 
 WIDTH, INNER, HEADS, WORDS = 48, 72, 24, 72
@@ -28,7 +28,7 @@ def even_llama(**more: object) -> nn.Module:
     return llama(**{**EVEN, **more})
 
 
-def known_even(**more: object) -> Reading:
+def known_even(**more: object) -> AnalyzedModel:
     """The reading of `even_llama(**more)`, made once."""
     return known(**{**EVEN, **more})
 
@@ -38,22 +38,34 @@ def inputs(rows: int) -> Iterator[int]:
     return (rows * TOKENS * width for width in (WIDTH, WIDTH, WIDTH, INNER))
 
 
-def shards(reading: Reading, ranks: int, within: str = "") -> int:
+def shards(reading: AnalyzedModel, ranks: int, within: str = "") -> int:
     """The elements of one of `ranks` equal shards of each block whose name has `within` in it, all blocks together."""
-    numel = [sum(weight.numel for weight in reading.anatomy.of(visit)) for visit in reading.anatomy.visits if within in visit]
+    numel = [
+        sum(weight.numel for weight in reading.model_spec.params_of(visit))
+        for visit in reading.model_spec.block_calls
+        if within in visit
+    ]
     return sum(-(-each // ranks) for each in numel)
 
 
 def received(plan: Plan, kinds: Iterable[str], axis: str, within: str = "layers") -> float:
     """The elements that a rank receives along `axis` in actions of these kinds whose subject has `within` in it."""
-    mine = [action for action in plan.program.actions(ROLE) if action.kind in kinds and within in action.subject]
-    return sum(_elements(move, plan) for action in mine for move in action.moves if move.axes == (axis,))
+    mine = [
+        action
+        for action in plan.program.actions(FIRST_ROLE)
+        if action.kind in kinds and within in action.subject
+    ]
+    return sum(_elements(move, plan) for action in mine for move in action.transfers if move.axes == (axis,))
 
 
 def _elements(move: Transfer, plan: Plan) -> float:
-    ranks = plan.mesh.extent(move.axes)
-    per_put_in = {"all_gather": ranks - 1, "reduce_scatter": (ranks - 1) / ranks, "all_reduce": 2 * (ranks - 1) / ranks}
-    return move.nbytes / NBYTES[move.dtype] * per_put_in[move.collective]
+    ranks = plan.mesh.group_size(move.axes)
+    per_put_in = {
+        "all_gather": ranks - 1,
+        "reduce_scatter": (ranks - 1) / ranks,
+        "all_reduce": 2 * (ranks - 1) / ranks,
+    }
+    return move.nbytes / FLOAT_NBYTES[move.dtype] * per_put_in[move.collective]
 
 
 class LargestNorm(nn.Module):

@@ -4,11 +4,18 @@ from collections.abc import Sequence
 
 from meshwright.api import trace, verify
 from meshwright.engine.runtime.loss import Batch, Loss
-from meshwright.model.analysis.analyze import Reading
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.plan import Plan
 
 
-def assert_exact(reading: Reading, plan: Plan, given: Sequence[Batch], loss: Loss | None = None, *, fake: bool = False) -> None:
+def assert_exact(
+    reading: AnalyzedModel,
+    plan: Plan,
+    given: Sequence[Batch],
+    loss: Loss | None = None,
+    *,
+    fake: bool = False,
+) -> None:
     """`plan` equals one device on the batches `given`, and issues what its program states.
 
     A trace of real tensors takes a tenth of the time of `fake` ones, which each technique is shown to be able to play once.

@@ -8,11 +8,11 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 import transformers
 from torch import nn
 
-from meshwright.api import make_plan, read
+from meshwright.api import analyze, make_plan
 from meshwright.engine.runtime.loss import Loss, token_cross_entropy
-from meshwright.model.analysis.analyze import Reading
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -24,7 +24,11 @@ GROUPED = {**DECODER, "num_key_value_heads": 3}  # three groups of two heads
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 NOT_DROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-FALCON = {name: value for name, value in DECODER.items() if name not in ("intermediate_size", "max_position_embeddings")}
+FALCON = {
+    name: value
+    for name, value in DECODER.items()
+    if name not in ("intermediate_size", "max_position_embeddings")
+}
 FALCON |= {**NO_DROPOUT, "ffn_hidden_size": 29, "bias": True, **ENDS}
 
 
@@ -41,24 +45,56 @@ def of(family: str, head: str, config: str = "", **fields: object) -> Callable[.
 FAMILIES: dict[str, Callable[..., nn.Module]] = {
     "llama": of("Llama", "ForCausalLM", **GROUPED),
     "qwen3": of("Qwen3", "ForCausalLM", **GROUPED, head_dim=4),  # norms over single heads
-    "gemma3": of("Gemma3", "ForCausalLM", "Gemma3TextConfig", **GROUPED, head_dim=4),  # its norms multiply by 1 + weight
+    "gemma3": of(
+        "Gemma3", "ForCausalLM", "Gemma3TextConfig", **GROUPED, head_dim=4
+    ),  # its norms multiply by 1 + weight
     "gpt2": of(
         *("GPT2", "LMHeadModel"),
-        **{"vocab_size": WORDS, "n_embd": 24, "n_layer": 2, "n_head": 6, "n_positions": 16, "n_inner": 29, "use_cache": False},
+        **{
+            "vocab_size": WORDS,
+            "n_embd": 24,
+            "n_layer": 2,
+            "n_head": 6,
+            "n_positions": 16,
+            "n_inner": 29,
+            "use_cache": False,
+        },
         **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **ENDS},
     ),  # q, k and v in one weight that lies the other way round
     "gpt-neox": of("GPTNeoX", "ForCausalLM", **DECODER, **NO_DROPOUT),  # q, k and v head by head
     "falcon": of("Falcon", "ForCausalLM", **FALCON, multi_query=True),  # one key for all heads
     "falcon, new": of("Falcon", "ForCausalLM", **FALCON, new_decoder_architecture=True, num_kv_heads=3),
     "falcon, many keys": of("Falcon", "ForCausalLM", **FALCON, multi_query=False, parallel_attn=False),
-    "falcon, alibi": of("Falcon", "ForCausalLM", **FALCON, multi_query=False, alibi=True),  # the glue makes a bias by head
-    "phi3": of("Phi3", "ForCausalLM", **GROUPED, **ENDS),  # packed q, k, v of unlike sizes, and packed gate and up
-    "persimmon": of("Persimmon", "ForCausalLM", **DECODER, **NO_DROPOUT, qk_layernorm=True),  # torch's norms over single heads
+    "falcon, alibi": of(
+        "Falcon", "ForCausalLM", **FALCON, multi_query=False, alibi=True
+    ),  # the glue makes a bias by head
+    "phi3": of(
+        "Phi3", "ForCausalLM", **GROUPED, **ENDS
+    ),  # packed q, k, v of unlike sizes, and packed gate and up
+    "persimmon": of(
+        "Persimmon", "ForCausalLM", **DECODER, **NO_DROPOUT, qk_layernorm=True
+    ),  # torch's norms over single heads
     "bert": of("Bert", "ForMaskedLM", **DECODER, **NOT_DROPPED),
-    "vit": of("ViT", "ForImageClassification", **SIZES, **NOT_DROPPED, image_size=PIXELS, patch_size=4, num_labels=CLASSES),
+    "vit": of(
+        "ViT",
+        "ForImageClassification",
+        **SIZES,
+        **NOT_DROPPED,
+        image_size=PIXELS,
+        patch_size=4,
+        num_labels=CLASSES,
+    ),
     "t5": of(
         *("T5", "ForConditionalGeneration"),
-        **{"vocab_size": WORDS, "d_model": 24, "d_kv": 4, "d_ff": 29, "num_layers": 2, "num_heads": 6, "dropout_rate": 0.0},
+        **{
+            "vocab_size": WORDS,
+            "d_model": 24,
+            "d_kv": 4,
+            "d_ff": 29,
+            "num_layers": 2,
+            "num_heads": 6,
+            "dropout_rate": 0.0,
+        },
         **{"decoder_start_token_id": 0, "use_cache": False},
     ),  # a table by head, which the first layer hands to the others
 }
@@ -70,7 +106,9 @@ def _classified(outputs: object, batch: dict[str, torch.Tensor]) -> torch.Tensor
 
 def loss_of(family: str) -> Loss:
     """The loss with which it is trained here."""
-    return Loss(_classified, lambda batch: batch["labels"].numel()) if family == "vit" else token_cross_entropy()
+    return (
+        Loss(_classified, lambda batch: batch["labels"].numel()) if family == "vit" else token_cross_entropy()
+    )
 
 
 def batches(family: str, count: int, rows: int = 4, length: int = TOKENS) -> list[dict[str, torch.Tensor]]:
@@ -91,14 +129,14 @@ def batches(family: str, count: int, rows: int = 4, length: int = TOKENS) -> lis
 
 
 @cache
-def read_family(family: str, length: int = TOKENS, **more: object) -> Reading:
+def read_family(family: str, length: int = TOKENS, **more: object) -> AnalyzedModel:
     """The reading of a model of `family`, on rows of so many tokens; made once."""
     transformers.utils.logging.set_verbosity_error()
-    return read(FAMILIES[family](**more), batches(family, 1, length=length)[0], loss=loss_of(family))
+    return analyze(FAMILIES[family](**more), batches(family, 1, length=length)[0], loss=loss_of(family))
 
 
-def planned(reading: Reading, mesh: Mesh, strategies: Sequence[Strategy], micro: int = 0) -> Plan:
+def planned(reading: AnalyzedModel, mesh: Mesh, strategies: Sequence[Strategy], micro: int = 0) -> Plan:
     """Its plan on `mesh` with clipping and weight decay."""
-    train, optimizer = Train(batch=4, clip=0.5), Optimizer("adamw", lr=0.1, weight_decay=0.1)
-    job = Job(ModelSource("family"), DataSource("random", sequence=TOKENS), train, optimizer)
+    train, optimizer = TrainConfig(batch=4, clip=0.5), OptimizerConfig("adamw", lr=0.1, weight_decay=0.1)
+    job = Job(ModelConfig("family"), DataConfig("random", sequence=TOKENS), train, optimizer)
     return make_plan(reading, job, mesh, strategies, micro)

@@ -7,15 +7,21 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.api import make_plan, read
-from meshwright.model.analysis.analyze import Reading
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.api import analyze, make_plan
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 
-SIZES = {"vocab_size": 67, "hidden_size": 48, "intermediate_size": 53, "num_hidden_layers": 2, "max_position_embeddings": 32}
+SIZES = {
+    "vocab_size": 67,
+    "hidden_size": 48,
+    "intermediate_size": 53,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 32,
+}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3}  # three groups of two heads
 ROWS, TOKENS = 4, 9
 
@@ -37,27 +43,27 @@ def batches(count: int, rows: int = ROWS, length: int = TOKENS) -> list[dict[str
 
 
 @cache
-def known(length: int = TOKENS, **more: object) -> Reading:
+def known(length: int = TOKENS, **more: object) -> AnalyzedModel:
     """The reading of `llama(**more)` on rows of so many tokens, made once: it takes as long as to train three steps.
 
     The weights are the same in every run: AdamW's first step has the sign of each gradient, whose rounding may decide it.
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return read(llama(**more), batches(1, length=length)[0])
+        return analyze(llama(**more), batches(1, length=length)[0])
 
 
 def planned(
-    model: nn.Module | Reading,
+    model: nn.Module | AnalyzedModel,
     mesh: Mesh,
     strategies: Sequence[Strategy] | None = None,
     micro: int = 0,
     rows: int = ROWS,
     length: int = TOKENS,
     **job: object,
-) -> tuple[Reading, Plan]:
+) -> tuple[AnalyzedModel, Plan]:
     """The reading of `model`, and its plan on `mesh` with clipping and weight decay."""
-    reading = read(model, batches(1, rows, length)[0])
-    train, optimizer = Train(batch=rows, clip=0.5), Optimizer("adamw", lr=0.1, weight_decay=0.1)
-    said = Job(ModelSource("llama"), DataSource("random", sequence=length), train, optimizer, **job)
+    reading = analyze(model, batches(1, rows, length)[0])
+    train, optimizer = TrainConfig(batch=rows, clip=0.5), OptimizerConfig("adamw", lr=0.1, weight_decay=0.1)
+    said = Job(ModelConfig("llama"), DataConfig("random", sequence=length), train, optimizer, **job)
     return reading, make_plan(reading, said, mesh, strategies, micro)

@@ -3,27 +3,32 @@
 import pytest
 
 from meshwright.parallel.tensor import comm_accounting
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.sequence_parallel import Sequence
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from tests.parallel.tensor.odd_llama import llama, planned
 
 
 def test_moves_are_found_once_for_all_micro_batches(monkeypatch: pytest.MonkeyPatch):
     found: list[int] = []
-    back = comm_accounting._back
+    back = comm_accounting._backward_moves
 
     def counted(calls, *more):
         found.append(len(calls))
         return back(calls, *more)
 
-    monkeypatch.setattr(comm_accounting, "_back", counted)
-    _, one = planned(llama(), Mesh(tp=2), (Line(), Sequence()), 4, length=12)
+    monkeypatch.setattr(comm_accounting, "_backward_moves", counted)
+    _, one = planned(llama(), Mesh(tp=2), (TensorParallel(), SequenceParallel()), 4, length=12)
     once = len(found)
-    _, four = planned(llama(), Mesh(tp=2), (Line(), Sequence()), 1, length=12)
+    _, four = planned(llama(), Mesh(tp=2), (TensorParallel(), SequenceParallel()), 1, length=12)
     assert len(found) == 2 * once
-    whole, quarters = ([each for each in plan.program.actions(ROLE) if each.inner] for plan in (one, four))
+    whole, quarters = (
+        [each for each in plan.program.actions(FIRST_ROLE) if each.inner_transfers] for plan in (one, four)
+    )
     assert len(quarters) == 4 * len(whole)
-    streams = {plan: [move.nbytes for move in actions[0].inner] for plan, actions in (("whole", whole), ("quarters", quarters))}
+    streams = {
+        plan: [move.nbytes for move in actions[0].inner_transfers]
+        for plan, actions in (("whole", whole), ("quarters", quarters))
+    }
     assert [4 * nbytes for nbytes in streams["quarters"]] == streams["whole"]

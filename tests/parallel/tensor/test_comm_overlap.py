@@ -7,21 +7,21 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.api import build, read, verify
+from meshwright.api import analyze, parallelize, verify
 from meshwright.comm.collectives.group import World
-from meshwright.model.analysis.analyze import Reading
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.tensor import comm_overlap, layer_sharding
-from meshwright.parallel.tensor.cube_3d import Cube
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.sequence_parallel import Sequence
-from meshwright.plan.job.precision import Precision
+from meshwright.parallel.tensor.cube_3d import TensorParallel3D
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
+from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import on_threads
 from tests.parallel.tensor.exactness import assert_exact
@@ -32,32 +32,43 @@ from tests.parallel.tensor.odd_llama import planned as said
 LENGTH, ROWS, WIDTH = 12, 4, 24
 STREAM = ROWS * LENGTH * WIDTH * 4  # bytes, of float32
 NORMS = {"falcon": 1, "falcon, new": 2, "gpt-neox": 2, "cohere": 1}  # tensors that columns layers take in
-KEPT, ANEW = (Line(), Sequence()), (Line(), Sequence(again=True))
+KEPT, ANEW = (TensorParallel(), SequenceParallel()), (TensorParallel(), SequenceParallel(regather=True))
 
 
 @cache
-def reading_of(family: str) -> Reading:
+def reading_of(family: str) -> AnalyzedModel:
     if family != "cohere":
         return read_family(family, LENGTH)
     transformers.utils.logging.set_verbosity_error()
-    return read(of("Cohere", "ForCausalLM", **GROUPED)(), batches(family, 1, length=LENGTH)[0])
+    return analyze(of("Cohere", "ForCausalLM", **GROUPED)(), batches(family, 1, length=LENGTH)[0])
 
 
 def inner(plan: Plan, kind: str, layer: str) -> list[tuple[str, int]]:
     """What moves a tensor of the size of the stream, or a slice of one, in the `layer` of that number."""
-    actions = [each for each in plan.program.actions(ROLE) if each.kind == kind and each.subject.endswith(f".{layer}")]
+    actions = [
+        each
+        for each in plan.program.actions(FIRST_ROLE)
+        if each.kind == kind and each.subject.endswith(f".{layer}")
+    ]
     sizes = (STREAM, STREAM // plan.mesh.tp)
-    return [(move.collective, move.nbytes) for each in actions for move in each.inner if move.nbytes in sizes]
+    return [
+        (move.collective, move.nbytes)
+        for each in actions
+        for move in each.inner_transfers
+        if move.nbytes in sizes
+    ]
 
 
 @pytest.mark.parametrize("family", NORMS)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_layer_sends_the_bytes_of_one_sum(family: str, ranks: int):
-    plan, inputs = planned(reading_of(family), Mesh(tp=ranks), (Line(),)), NORMS[family]
+    plan, inputs = planned(reading_of(family), Mesh(tp=ranks), (TensorParallel(),)), NORMS[family]
     assert inner(plan, "F", "1") == [("all_reduce", STREAM)]
     assert inner(plan, "B", "1") == [("all_reduce", STREAM)] * inputs
     k = (1 + inputs) / 2
-    sent = sum(2 * nbytes * (ranks - 1) / ranks for kind in ("F", "B") for _, nbytes in inner(plan, kind, "1"))
+    sent = sum(
+        2 * nbytes * (ranks - 1) / ranks for kind in ("F", "B") for _, nbytes in inner(plan, kind, "1")
+    )
     assert sent == 4 * k * ROWS * LENGTH * WIDTH * (ranks - 1) / ranks * 4
 
 
@@ -72,11 +83,21 @@ def test_in_slices_it_scatters_once(family: str, ranks: int):
 
 
 CASES: dict[str, tuple[str, Mesh, tuple[Strategy, ...], int]] = {
-    "cohere on 2 ranks": ("cohere", Mesh(tp=2), (Line(),), 2),
+    "cohere on 2 ranks": ("cohere", Mesh(tp=2), (TensorParallel(),), 2),
     "cohere on 3 ranks, in slices": ("cohere", Mesh(tp=3), KEPT, 0),
-    "gpt-neox on 2 ranks, in slices, again and recomputed": ("gpt-neox", Mesh(tp=2), (*ANEW, Recompute()), 2),
-    "falcon in uneven chunks": ("falcon", Mesh(tp=3), (Line(chunks=3),), 0),
-    "falcon, new, in slices and chunks": ("falcon, new", Mesh(tp=2), (Line(chunks=2), Sequence()), 0),
+    "gpt-neox on 2 ranks, in slices, again and recomputed": (
+        "gpt-neox",
+        Mesh(tp=2),
+        (*ANEW, ActivationCheckpointing()),
+        2,
+    ),
+    "falcon in uneven chunks": ("falcon", Mesh(tp=3), (TensorParallel(num_overlap_chunks=3),), 0),
+    "falcon, new, in slices and chunks": (
+        "falcon, new",
+        Mesh(tp=2),
+        (TensorParallel(num_overlap_chunks=2), SequenceParallel()),
+        0,
+    ),
 }
 
 
@@ -84,15 +105,20 @@ CASES: dict[str, tuple[str, Mesh, tuple[Strategy, ...], int]] = {
 def test_it_equals_one_device(case: str):
     family, mesh, strategies, micro = CASES[case]
     reading = reading_of(family)
-    assert_exact(reading, planned(reading, mesh, strategies, micro), batches(family, 2, length=LENGTH), loss_of(family))
+    assert_exact(
+        reading, planned(reading, mesh, strategies, micro), batches(family, 2, length=LENGTH), loss_of(family)
+    )
 
 
 def test_in_a_cube_the_sum_along_the_depth_is_one():
     even = {"vocab_size": 72, "hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 24}
-    reading, cube = read_family("gpt-neox", LENGTH, **even), (Cube(), Batch("dp_shard"), Zero(gather="micro"))
+    reading, cube = (
+        read_family("gpt-neox", LENGTH, **even),
+        (TensorParallel3D(), BatchSplit("dp_shard"), ZeRO(gather="micro")),
+    )
     plan = planned(reading, Mesh(dp_shard=2, tp_depth=2, tp=2), cube)
-    (forward,) = [each for each in plan.program.actions(ROLE) if each.name == "F(gpt_neox.layers.1, 0)"]
-    scattered = [move for move in forward.inner if move.collective == "reduce_scatter"]
+    (forward,) = [each for each in plan.program.actions(FIRST_ROLE) if each.name == "F(gpt_neox.layers.1, 0)"]
+    scattered = [move for move in forward.inner_transfers if move.collective == "reduce_scatter"]
     assert len(scattered) == 3, "q, k and v; the first of the mlp; attention and mlp together"
     assert_exact(reading, plan, batches("gpt-neox", 1, length=LENGTH))
 
@@ -103,7 +129,9 @@ class Branches(nn.Module):
     def __init__(self, factor: float) -> None:
         super().__init__()
         self.norm, self.factor = nn.LayerNorm(8), factor
-        self.up, self.down = (nn.ModuleList(nn.Linear(*sizes) for _ in range(3)) for sizes in ((8, 12), (12, 8)))
+        self.up, self.down = (
+            nn.ModuleList(nn.Linear(*sizes) for _ in range(3)) for sizes in ((8, 12), (12, 8))
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm(x)
@@ -128,28 +156,47 @@ class Network(nn.Module):
 
 
 @cache
-def network(factor: float) -> Reading:
+def network(factor: float) -> AnalyzedModel:
     sockets = {"layers.*.up.*": "columns", "layers.*.down.*": "rows"}
-    return read(lambda: Model(Network(factor), sockets=sockets), tokens(1, length=LENGTH)[0])
+    return analyze(lambda: Model(Network(factor), layer_roles=sockets), tokens(1, length=LENGTH)[0])
 
 
-def branches(factor: float, strategies: tuple[Strategy, ...], ranks: int = 3, **job: object) -> tuple[Reading, Plan]:
+def branches(
+    factor: float, strategies: tuple[Strategy, ...], ranks: int = 3, **job: object
+) -> tuple[AnalyzedModel, Plan]:
     return said(network(factor), Mesh(tp=ranks), strategies, length=LENGTH, **job)
 
 
-@pytest.mark.parametrize("strategies", [(Line(),), (Line(chunks=2), Sequence(again=True), Recompute())], ids=["whole", "slices"])
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        (TensorParallel(),),
+        (TensorParallel(num_overlap_chunks=2), SequenceParallel(regather=True), ActivationCheckpointing()),
+    ],
+    ids=["whole", "slices"],
+)
 @pytest.mark.parametrize(("factor", "sums"), [(1.0, 1), (0.5, 2)])
-def test_three_pairs_end_in_as_many_sums_as_the_model_allows(strategies: tuple[Strategy, ...], factor: float, sums: int):
+def test_three_pairs_end_in_as_many_sums_as_the_model_allows(
+    strategies: tuple[Strategy, ...], factor: float, sums: int
+):
     reading, plan = branches(factor, strategies)
-    forwards = [each for each in plan.program.actions(ROLE) if each.subject == "layers.1" and each.kind in ("F", "F_LEAN")]
-    moves = [move for move in forwards[0].inner if move.collective in ("all_reduce", "reduce_scatter")]
+    forwards = [
+        each
+        for each in plan.program.actions(FIRST_ROLE)
+        if each.subject == "layers.1" and each.kind in ("F", "F_CHECKPOINTED")
+    ]
+    moves = [
+        move for move in forwards[0].inner_transfers if move.collective in ("all_reduce", "reduce_scatter")
+    ]
     assert len(moves) == sums * (2 if len(strategies) > 1 else 1), "with 2 chunks, two messages a sum"
     assert_exact(reading, plan, tokens(2, length=LENGTH))
 
 
 def test_a_summand_that_is_scaled_and_shared_all_the_same_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    reading, plan = branches(0.5, (Line(),))
-    monkeypatch.setattr(layer_sharding, "turns_of", lambda sums: comm_overlap.turns_of(everybody(plan)))
+    reading, plan = branches(0.5, (TensorParallel(),))
+    monkeypatch.setattr(
+        layer_sharding, "turns_of", lambda sums: comm_overlap.joint_sum_members(everybody(plan))
+    )
     assert not verify(reading, plan, tokens(1, length=LENGTH)).passed
 
 
@@ -157,40 +204,46 @@ def everybody(plan: Plan) -> dict[str, tuple[str, ...]]:
     """All rows layers of a block, as if they ended in one sum."""
     found = {}
     for block in ("layers.0", "layers.1"):
-        layers = tuple(call.name for call in plan.anatomy.calls if call.role == "rows" and call.visit == block)
+        layers = tuple(
+            call.name
+            for call in plan.model_spec.layer_calls
+            if call.role == "rows" and call.block_call == block
+        )
         found |= dict.fromkeys(layers, layers)
     return found
 
 
 def test_a_summand_that_gets_lost_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(layer_sharding, "added", lambda summand, more: summand)
-    reading, plan = branches(1.0, (Line(),))
+    reading, plan = branches(1.0, (TensorParallel(),))
     assert not verify(reading, plan, tokens(1, length=LENGTH)).passed
 
 
-@pytest.mark.parametrize("strategies", [(Line(),), KEPT], ids=["whole", "slices"])
+@pytest.mark.parametrize("strategies", [(TensorParallel(),), KEPT], ids=["whole", "slices"])
 def test_an_evaluation_and_half_precision_share_it_too(strategies: tuple[Strategy, ...]):
     found = []
     for ranks, those in ((3, strategies), (1, ())):
-        reading, plan = branches(1.0, those, ranks, precision=Precision(compute="bfloat16"))
-        found += on_threads(lambda world, reading=reading, plan=plan: told(world, reading, plan), plan.mesh)[:1]
+        reading, plan = branches(1.0, those, ranks, precision=PrecisionConfig(compute="bfloat16"))
+        found += on_threads(lambda world, reading=reading, plan=plan: told(world, reading, plan), plan.mesh)[
+            :1
+        ]
     assert found[0] == pytest.approx(found[1], rel=2e-2)
 
 
-def told(world: World, reading: Reading, plan: Plan) -> list[float]:
+def told(world: World, reading: AnalyzedModel, plan: Plan) -> list[float]:
     """The loss and the norm of the gradients of a step, and the loss of an evaluation behind it."""
-    with build(reading, plan, world=world) as engine:
+    with parallelize(reading, plan, world=world) as engine:
         batch = tokens(1, length=LENGTH)[0]
-        metrics = engine.step(engine.share(batch))
-        return [metrics.loss, metrics.grad_norm, engine.evaluate([engine.share(batch)]).loss]
+        metrics = engine.step(engine.local_batch(batch))
+        return [metrics.loss, metrics.grad_norm, engine.evaluate([engine.local_batch(batch)]).loss]
 
 
 def test_layers_that_run_in_another_order_than_in_the_trial_are_told():
-    turns = comm_overlap.turns_of(dict.fromkeys(("a", "b", "c"), ("a", "b", "c")))
-    zeros = turns["a"].hand(torch.ones(2, 3), [], layer_sharding.I, 2)
+    turns = comm_overlap.joint_sum_members(dict.fromkeys(("a", "b", "c"), ("a", "b", "c")))
+    zeros = turns["a"].contribute(torch.ones(2, 3), [], layer_sharding.I, 2)
     assert zeros.eq(0).all()
     assert zeros.is_contiguous()
     with pytest.raises(RuntimeError, match=r"c ends the sum of a, b, c, and a ran before it: needed are all"):
-        turns["c"].take()
+        turns["c"].collect()
     with pytest.raises(RuntimeError, match=r"none ran before it"):
-        turns["c"].take()
+        turns["c"].collect()

@@ -5,56 +5,69 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from meshwright.api import build, trace, verify
+from meshwright.api import parallelize, trace, verify
 from meshwright.comm.collectives.group import World
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.tensor import comm_overlap
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.sequence_parallel import Sequence
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.precision import Precision
+from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import on_threads
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import batches, known, llama, planned
 
-SHARDED = (Batch(axis="dp_shard"), Zero())
+SHARDED = (BatchSplit(axis="dp_shard"), ZeRO())
 LENGTH = 12
 CASES = {
-    "2 chunks": (Mesh(tp=2), (Line(chunks=2),), 0),
-    "3 uneven chunks": (Mesh(tp=3), (Line(chunks=3),), 4),
-    "more chunks than samples": (Mesh(tp=2), (Line(chunks=8),), 1),
-    "slices of tokens": (Mesh(tp=3), (Line(chunks=3), Sequence()), 4),
-    "shards and recompute": (Mesh(dp_shard=2, tp=2), (Line(chunks=2), Sequence(again=True), *SHARDED, Recompute()), 2),
+    "2 chunks": (Mesh(tp=2), (TensorParallel(num_overlap_chunks=2),), 0),
+    "3 uneven chunks": (Mesh(tp=3), (TensorParallel(num_overlap_chunks=3),), 4),
+    "more chunks than samples": (Mesh(tp=2), (TensorParallel(num_overlap_chunks=8),), 1),
+    "slices of tokens": (Mesh(tp=3), (TensorParallel(num_overlap_chunks=3), SequenceParallel()), 4),
+    "shards and recompute": (
+        Mesh(dp_shard=2, tp=2),
+        (
+            TensorParallel(num_overlap_chunks=2),
+            SequenceParallel(regather=True),
+            *SHARDED,
+            ActivationCheckpointing(),
+        ),
+        2,
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_equals_one_device(case: str):
     mesh, strategies, micro = CASES[case]
-    reading, plan = planned(known(LENGTH, attention_bias=True, mlp_bias=True), mesh, strategies, micro, length=LENGTH)
+    reading, plan = planned(
+        known(LENGTH, attention_bias=True, mlp_bias=True), mesh, strategies, micro, length=LENGTH
+    )
     assert_exact(reading, plan, batches(2, length=LENGTH), fake=case == "3 uneven chunks")
 
 
 def test_chunks_send_the_same_bytes_in_more_messages():
     found = {}
     for chunks in (1, 3):
-        _, plan = planned(known(), Mesh(tp=2), (Line(chunks=chunks),))
-        (action,) = [each for each in plan.program.actions(ROLE) if each.name == "F(model.layers.1, 0)"]
-        found[chunks] = [move.nbytes for move in action.inner]
+        _, plan = planned(known(), Mesh(tp=2), (TensorParallel(num_overlap_chunks=chunks),))
+        (action,) = [each for each in plan.program.actions(FIRST_ROLE) if each.name == "F(model.layers.1, 0)"]
+        found[chunks] = [move.nbytes for move in action.inner_transfers]
     assert len(found[3]) == 3 * len(found[1]) == 3 * 2
     assert sum(found[3]) == sum(found[1])
-    assert found[3][:3] == sorted(found[3][:3], reverse=True), "the first chunks have the samples that are left over"
+    assert found[3][:3] == sorted(found[3][:3], reverse=True), (
+        "the first chunks have the samples that are left over"
+    )
 
 
 def test_a_weight_gradient_that_is_lost_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(comm_overlap, "_add_to", lambda leaf, gradient: None)
+    monkeypatch.setattr(comm_overlap, "_accumulate_grad", lambda leaf, gradient: None)
     reading, plan = planned(known(), Mesh(tp=2))
     assert not verify(reading, plan, batches(1)).passed
 
@@ -65,9 +78,9 @@ class Orders:
     def __init__(self) -> None:
         self.seen: dict[int, list[str]] = {0: [], 1: []}
         self.names: dict[int, tuple[int, str]] = {}  # of weights, by id
-        self.add = comm_overlap._add_to
+        self.add = comm_overlap._accumulate_grad
 
-    def step(self, world: World, reading: Reading, plan: Plan) -> None:
+    def step(self, world: World, reading: AnalyzedModel, plan: Plan) -> None:
         group, mine = world.group(("tp",)), self.seen[world.rank]
         issue = group.all_reduce
 
@@ -75,22 +88,24 @@ class Orders:
             mine.extend(["sum"] if how["action"].startswith("B(model.layers.1") else [])
             return issue(tensor, **how)
 
-        with build(reading, plan, world=world) as engine, pytest.MonkeyPatch.context() as patch:
+        with parallelize(reading, plan, world=world) as engine, pytest.MonkeyPatch.context() as patch:
             patch.setattr(group, "all_reduce", issued)
-            for name, parameter in engine.player.state.subject.parameters.items():
+            for name, parameter in engine.executor.state.trained_module.parameters.items():
                 self.names[id(parameter)] = world.rank, name
-            engine.step(engine.share(batches(1)[0]))
+            engine.step(engine.local_batch(batches(1)[0]))
 
     def added(self, leaf: torch.Tensor, gradient: Callable[[], torch.Tensor]) -> None:
         rank, name = self.names[id(leaf)]
-        self.seen[rank] += [name.removeprefix("model.layers.1.").removesuffix(".weight")] if "layers.1" in name else []
+        self.seen[rank] += (
+            [name.removeprefix("model.layers.1.").removesuffix(".weight")] if "layers.1" in name else []
+        )
         self.add(leaf, gradient)
 
 
 def test_weights_of_columns_wait_until_the_sum_of_their_input_is_under_way(monkeypatch: pytest.MonkeyPatch):
     reading, plan = planned(known(), Mesh(tp=2))
     orders = Orders()
-    monkeypatch.setattr(comm_overlap, "_add_to", orders.added)
+    monkeypatch.setattr(comm_overlap, "_accumulate_grad", orders.added)
     on_threads(lambda world: orders.step(world, reading, plan), plan.mesh)
     for seen in orders.seen.values():
         assert [seen[0], seen[3]] == ["sum", "sum"]
@@ -98,24 +113,31 @@ def test_weights_of_columns_wait_until_the_sum_of_their_input_is_under_way(monke
         assert set(seen[4:]) == {f"self_attn.{name}_proj" for name in "qkv"}
 
 
-@pytest.mark.parametrize("strategies", [(Line(chunks=2),), (Line(chunks=2), Sequence())], ids=["whole", "slices"])
+@pytest.mark.parametrize(
+    "strategies",
+    [(TensorParallel(num_overlap_chunks=2),), (TensorParallel(num_overlap_chunks=2), SequenceParallel())],
+    ids=["whole", "slices"],
+)
 def test_half_precision_is_computed_and_sent_in_half(strategies: tuple[Strategy, ...]):
     torch.manual_seed(0)
-    half = {"length": LENGTH, "precision": Precision(compute="bfloat16")}
+    half = {"length": LENGTH, "precision": PrecisionConfig(compute="bfloat16")}
     reading, plan = planned(llama(), Mesh(tp=2), strategies, **half)
     assert trace(reading, plan, fake=False).passed
     _, alone = planned(reading, Mesh(), (), **half)
-    found = [on_threads(lambda world, each=each: told(world, reading, each), each.mesh)[0] for each in (plan, alone)]
+    found = [
+        on_threads(lambda world, each=each: told(world, reading, each), each.mesh)[0]
+        for each in (plan, alone)
+    ]
     assert found[0] == pytest.approx(found[1], rel=2e-2)
 
 
-def told(world: World, reading: Reading, plan: Plan) -> list[float]:
+def told(world: World, reading: AnalyzedModel, plan: Plan) -> list[float]:
     """The loss and the norm of the gradients of a step: all weights count in it."""
-    with build(reading, plan, world=world) as engine:
-        metrics = engine.step(engine.share(batches(1, length=LENGTH)[0]))
+    with parallelize(reading, plan, world=world) as engine:
+        metrics = engine.step(engine.local_batch(batches(1, length=LENGTH)[0]))
         return [metrics.loss, metrics.grad_norm]
 
 
 def test_no_chunk_at_all_is_refused():
     with pytest.raises(PlanError, match=r"strategies.line.chunks: chunks = 0\n.*from 1 up"):
-        planned(known(), Mesh(tp=2), (Line(chunks=0),))
+        planned(known(), Mesh(tp=2), (TensorParallel(num_overlap_chunks=0),))

@@ -5,12 +5,12 @@ from math import prod
 import pytest
 
 from meshwright.api import verify
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.tensor import cube_3d
-from meshwright.parallel.tensor.cube_3d import Cube
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.parallel.tensor.cube_3d import TensorParallel3D
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -19,12 +19,12 @@ from tests.parallel.tensor.even_llama import INNER, WIDTH, known_even, received,
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import TOKENS, batches, planned
 
-ROWS = Batch(axis="dp_shard")
+ROWS = BatchSplit(axis="dp_shard")
 EIGHT = Mesh(dp_shard=2, tp_depth=2, tp=2)
-BLOCKS = (Cube(), ROWS, Zero(gather="micro"))
-AGAIN = (ROWS, Zero(), Cube(), Recompute())
+BLOCKS = (TensorParallel3D(), ROWS, ZeRO(gather="micro"))
+AGAIN = (ROWS, ZeRO(), TensorParallel3D(), ActivationCheckpointing())
 WIDE = {"hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 56, "num_hidden_layers": 1}
-COPIES = (Batch(), ROWS, Zero(across="dp_replicate"))
+COPIES = (BatchSplit(), ROWS, ZeRO(replicate_axis="dp_replicate"))
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ COPIES = (Batch(), ROWS, Zero(across="dp_replicate"))
     [
         (EIGHT, BLOCKS, 1),
         (EIGHT, AGAIN, 0),
-        (Mesh(dp_replicate=2, dp_shard=2, tp_depth=2, tp=2), (Cube(), *COPIES), 0),
+        (Mesh(dp_replicate=2, dp_shard=2, tp_depth=2, tp=2), (TensorParallel3D(), *COPIES), 0),
     ],
 )
 def test_it_equals_one_device(mesh: Mesh, strategies: tuple[Strategy, ...], micro: int):
@@ -49,11 +49,17 @@ def test_a_tied_head_adds_up_its_slices():
 @pytest.mark.parametrize(
     ("family", "more"),
     [
-        ("gpt2", {"n_embd": 48, "n_head": 12, "n_inner": 56, "n_layer": 1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}),
+        (
+            "gpt2",
+            {"n_embd": 48, "n_head": 12, "n_inner": 56, "n_layer": 1, "resid_pdrop": 0.1, "attn_pdrop": 0.1},
+        ),
         ("gpt-neox", WIDE),
         ("qwen3", {**WIDE, "num_key_value_heads": 4}),
         ("phi3", {**WIDE, "num_key_value_heads": 4}),
-        ("falcon, alibi", {name: WIDE[name] for name in WIDE if name != "intermediate_size"} | {"ffn_hidden_size": 56}),
+        (
+            "falcon, alibi",
+            {name: WIDE[name] for name in WIDE if name != "intermediate_size"} | {"ffn_hidden_size": 56},
+        ),
     ],
 )
 def test_packed_interleaved_and_normed_heads_equal_one_device(family: str, more: dict[str, object]):
@@ -64,22 +70,32 @@ def test_packed_interleaved_and_normed_heads_equal_one_device(family: str, more:
 @pytest.mark.parametrize("q", [2, 3])
 def test_a_layer_receives_the_papers_elements(q: int):
     mesh, layers = Mesh(dp_shard=q, tp_depth=q, tp=q), 2
-    sizes = {"hidden_size": 72, "head_dim": 1, "num_attention_heads": 72, "num_key_value_heads": 36} if q == 3 else {}
+    sizes = (
+        {"hidden_size": 72, "head_dim": 1, "num_attention_heads": 72, "num_key_value_heads": 36}
+        if q == 3
+        else {}
+    )
     reading, plan = planned(known_even(**sizes), mesh, BLOCKS, rows=q)
     wide = 72 if q == 3 else WIDTH
     into = layers * q * TOKENS * (3 * wide + INNER)
     out = layers * q * TOKENS * (4 * wide + 2 * INNER)  # q, k and v of half its width, o and down; gate, up
-    norms = 2 * layers * TOKENS * (q - 1)  # a number per token, along tp of one slice, along tp_depth of q of them; and back
+    norms = (
+        2 * layers * TOKENS * (q - 1)
+    )  # a number per token, along tp of one slice, along tp_depth of q of them; and back
     assert received(plan, ("F", "B"), "tp") == pytest.approx(2 * (q - 1) / q**3 * into + 2 * q * norms)
     assert received(plan, ("F", "B"), "tp_depth") == pytest.approx(2 * (q - 1) / q**3 * out + 2 * norms)
     weights = 2 * (q - 1) * shards(reading, q**3, "layers")
     assert received(plan, ("UNSHARD", "REDUCE"), "dp_shard") == weights
-    for home in plan.space.homes:
-        assert prod(home.weight.shape) * q**2 == next(w.numel for w in reading.anatomy.weights if w.name == home.weight.name)
+    for home in plan.sharding.param_shardings:
+        assert prod(home.param.shape) * q**2 == next(
+            w.numel for w in reading.model_spec.params if w.name == home.param.name
+        )
 
 
 def test_a_slice_in_the_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cube_3d, "_refined", lambda cut, parts: cut)  # outputs lie over b alone, so c gets a neighbour's
+    monkeypatch.setattr(
+        cube_3d, "_refined_cut", lambda cut, parts: cut
+    )  # outputs lie over b alone, so c gets a neighbour's
     reading, plan = planned(known_even(), EIGHT, BLOCKS)
     assert not verify(reading, plan, batches(1)).passed
 
@@ -87,13 +103,20 @@ def test_a_slice_in_the_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("mesh", "strategies", "more", "message"),
     [
-        (Mesh(dp_shard=2, tp=4), BLOCKS, {}, r"the grid is dp_shard 2 x tp_depth 1 x tp 4;.*\n.*mesh.tp_depth = 2, mesh.tp = 2"),
+        (
+            Mesh(dp_shard=2, tp=4),
+            BLOCKS,
+            {},
+            r"the grid is dp_shard 2 x tp_depth 1 x tp 4;.*\n.*mesh.tp_depth = 2, mesh.tp = 2",
+        ),
         (EIGHT, BLOCKS, {"num_key_value_heads": 6}, r"6 units .* on 4 ranks\n.*or make it 4 or 8 units"),
         (EIGHT, BLOCKS, {"vocab_size": 67}, r"67 units .* on 2 ranks"),
-        (EIGHT, (Cube(), ROWS), {}, r"nothing keeps weights in shards along dp_shard"),
-        (EIGHT, (*BLOCKS, Vocabulary()), {}, r'divided along tp_depth too\n.*remove name = "vocabulary"'),
+        (EIGHT, (TensorParallel3D(), ROWS), {}, r"nothing keeps weights in shards along dp_shard"),
+        (EIGHT, (*BLOCKS, VocabParallel()), {}, r'divided along tp_depth too\n.*remove name = "vocabulary"'),
     ],
 )
-def test_what_does_not_make_a_cube_is_refused(mesh: Mesh, strategies: tuple[Strategy, ...], more: dict, message: str):
+def test_what_does_not_make_a_cube_is_refused(
+    mesh: Mesh, strategies: tuple[Strategy, ...], more: dict, message: str
+):
     with pytest.raises(PlanError, match=message):
         planned(known_even(**more), mesh, strategies, rows=8)

@@ -6,17 +6,17 @@ import torch
 from meshwright.api import make_plan, verify
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.state import Metrics
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
-from meshwright.parallel.tensor.cube_3d import Cube
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.optimus_2d import Grid
-from meshwright.parallel.tensor.sequence_parallel import Sequence
-from meshwright.parallel.tensor.tesseract_25d import Grid25
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
-from meshwright.plan.job.job import Guard, Optimizer, Train
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.tensor.cube_3d import TensorParallel3D
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
+from meshwright.parallel.tensor.tesseract_25d import TensorParallel25D
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
+from meshwright.plan.job.job import LossGuard, OptimizerConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -25,22 +25,28 @@ from tests.parallel.data.optimizer_cases import RULES, error
 from tests.parallel.tensor.declared_pairs import pairs
 from tests.tiny_model import player_of, tiny_job
 
-ROWS = Batch(axis="dp_shard")
-SHARDS = (ROWS, Zero())
+ROWS = BatchSplit(axis="dp_shard")
+SHARDS = (ROWS, ZeRO())
 PLANS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
-    "slices of tokens": (Mesh(dp_shard=2, tp=2), (Line(), Sequence(), *SHARDS)),
-    "slices of words": (Mesh(dp_shard=2, tp=3), (Line(), Vocabulary(), *SHARDS)),
-    "tokens, words, run again": (Mesh(dp_shard=2, tp=3), (Line(), Sequence(), Vocabulary(), *SHARDS, Recompute())),
-    "2-D": (Mesh(dp_shard=2, tp=2), (Grid(), *SHARDS)),
-    "2.5-D": (Mesh(dp_replicate=2, dp_shard=2, tp=2), (Grid25(), Batch(), ROWS, Zero(across="dp_replicate"))),
-    "3-D": (Mesh(dp_shard=2, tp=2, tp_depth=2), (Cube(), *SHARDS)),
+    "slices of tokens": (Mesh(dp_shard=2, tp=2), (TensorParallel(), SequenceParallel(), *SHARDS)),
+    "slices of words": (Mesh(dp_shard=2, tp=3), (TensorParallel(), VocabParallel(), *SHARDS)),
+    "tokens, words, run again": (
+        Mesh(dp_shard=2, tp=3),
+        (TensorParallel(), SequenceParallel(), VocabParallel(), *SHARDS, ActivationCheckpointing()),
+    ),
+    "2-D": (Mesh(dp_shard=2, tp=2), (TensorParallel2D(), *SHARDS)),
+    "2.5-D": (
+        Mesh(dp_replicate=2, dp_shard=2, tp=2),
+        (TensorParallel25D(), BatchSplit(), ROWS, ZeRO(replicate_axis="dp_replicate")),
+    ),
+    "3-D": (Mesh(dp_shard=2, tp=2, tp_depth=2), (TensorParallel3D(), *SHARDS)),
 }
 SIZES = {"width": 24, "inner": 48, "words": 12}
 SAMPLES, TOKENS = 8, 6
 
 
 @pytest.fixture(scope="module")
-def reading() -> Reading:
+def reading() -> AnalyzedModel:
     return pairs(example=batch(0), **SIZES)
 
 
@@ -50,19 +56,23 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids[0], "labels": ids[1]}
 
 
-def played(reading: Reading, plan: Plan, steps: int = 3) -> tuple[list[Metrics], dict[str, torch.Tensor]]:
+def played(
+    reading: AnalyzedModel, plan: Plan, steps: int = 3
+) -> tuple[list[Metrics], dict[str, torch.Tensor]]:
     """What the first rank says of some steps, and all parameters behind them."""
 
     def rank(world: World) -> tuple[list[Metrics], dict[str, torch.Tensor]]:
         player = player_of(reading, plan, world)
-        mine = plan.rows_read(world.rank)
-        found = [player.step({key: value[mine] for key, value in batch(step).items()}) for step in range(steps)]
-        return found, {name: value.clone() for name, value in player.parameters().items()}
+        mine = plan.samples_read(world.rank)
+        found = [
+            player.step({key: value[mine] for key, value in batch(step).items()}) for step in range(steps)
+        ]
+        return found, {name: value.clone() for name, value in player.gather_parameters().items()}
 
     return on_threads(rank, plan.mesh)[0]
 
 
-def plans(reading: Reading, case: str, **job: object) -> tuple[Plan, Plan]:
+def plans(reading: AnalyzedModel, case: str, **job: object) -> tuple[Plan, Plan]:
     """That of `case`, and one of whole weights on as many data ranks."""
     mesh, strategies = PLANS[case]
     said = tiny_job(batch=SAMPLES, **job)
@@ -71,7 +81,7 @@ def plans(reading: Reading, case: str, **job: object) -> tuple[Plan, Plan]:
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_rules_that_need_whole_weights_get_them(reading: Reading, case: str):
+def test_rules_that_need_whole_weights_get_them(reading: AnalyzedModel, case: str):
     mine, plain = plans(reading, case, optimizer=RULES["several"])
     assert error(played(reading, mine)[1], played(reading, plain)[1]) < 1e-10
 
@@ -85,10 +95,14 @@ def test_masks_are_those_of_one_device(case: str):
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_the_noise_scale_is_that_of_the_same_parts(reading: Reading, case: str):
+def test_the_noise_scale_is_that_of_the_same_parts(reading: AnalyzedModel, case: str):
     mesh, strategies = PLANS[case]
-    job = tiny_job(train=Train(batch=SAMPLES, noise_scale=True), optimizer=Optimizer("sgd", lr=0.01))
-    stored = (*((Batch(), ROWS, Zero(across="dp_replicate")) if mesh.dp_replicate > 1 else SHARDS),)
+    job = tiny_job(
+        train=TrainConfig(batch=SAMPLES, noise_scale=True), optimizer=OptimizerConfig("sgd", lr=0.01)
+    )
+    stored = (
+        *((BatchSplit(), ROWS, ZeRO(replicate_axis="dp_replicate")) if mesh.dp_replicate > 1 else SHARDS),
+    )
     plain = Mesh(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard)
     mine, wanted = (
         [each.noise_scale or -1.0 for each in played(reading, make_plan(reading, job, *which, 2))[0]]
@@ -99,14 +113,18 @@ def test_the_noise_scale_is_that_of_the_same_parts(reading: Reading, case: str):
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_a_spike_is_judged_and_looked_into_by_all(reading: Reading, case: str):
-    guard = Guard("skip", factor=1.0 + 1e-9, window=2)  # whatever is larger than the step before
-    mine, plain = plans(reading, case, guard=guard, optimizer=Optimizer("sgd", lr=1e-4))
+def test_a_spike_is_judged_and_looked_into_by_all(reading: AnalyzedModel, case: str):
+    guard = LossGuard("skip", factor=1.0 + 1e-9, window=2)  # whatever is larger than the step before
+    mine, plain = plans(reading, case, guard=guard, optimizer=OptimizerConfig("sgd", lr=1e-4))
     spikes, wanted = ([each.spike for each in played(reading, plan, 4)[0]] for plan in (mine, plain))
     assert [each is None for each in spikes] == [each is None for each in wanted]
     assert any(each is not None for each in spikes)
     for found, truth in zip(spikes, wanted, strict=True):
-        for suspect in found.suspects if found is not None and truth is not None else ():
-            other = truth.suspects[mine.data_index(suspect.rank)]
-            assert (suspect.stage, suspect.block, suspect.parameter) == (other.stage, other.block, other.parameter)
+        for suspect in found.rank_reports if found is not None and truth is not None else ():
+            other = truth.rank_reports[mine.data_index(suspect.rank)]
+            assert (suspect.phase, suspect.block, suspect.parameter) == (
+                other.stage,
+                other.block,
+                other.parameter,
+            )
             assert suspect.grad_norm == pytest.approx(other.grad_norm, rel=1e-8)

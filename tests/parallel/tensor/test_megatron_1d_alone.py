@@ -4,19 +4,19 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import make_plan, read, verify
-from meshwright.model.analysis.analyze import Reading
+from meshwright.api import analyze, make_plan, verify
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.tensor import megatron_1d
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import ROWS, SIZES, TOKENS, batches
 
@@ -39,7 +39,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(SIZES["vocab_size"], WIDTH), nn.Linear(WIDTH, SIZES["vocab_size"])
+        self.embed, self.head = (
+            nn.Embedding(SIZES["vocab_size"], WIDTH),
+            nn.Linear(WIDTH, SIZES["vocab_size"]),
+        )
         self.layers = nn.ModuleList([Block(), Block()])
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -49,28 +52,34 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def planned(mesh: Mesh, *more: object) -> tuple[Reading, Plan]:
-    reading = read(lambda: Model(Net(), sockets={"layers.*.mix": "columns"}), batches(1)[0])
-    job = Job(ModelSource("net"), DataSource("random", sequence=TOKENS), Train(batch=ROWS), Optimizer("adamw", lr=0.1))
-    return reading, make_plan(reading, job, mesh, (Line(), *more))
+def planned(mesh: Mesh, *more: object) -> tuple[AnalyzedModel, Plan]:
+    reading = analyze(lambda: Model(Net(), layer_roles={"layers.*.mix": "columns"}), batches(1)[0])
+    job = Job(
+        ModelConfig("net"),
+        DataConfig("random", sequence=TOKENS),
+        TrainConfig(batch=ROWS),
+        OptimizerConfig("adamw", lr=0.1),
+    )
+    return reading, make_plan(reading, job, mesh, (TensorParallel(), *more))
 
 
 @pytest.mark.parametrize(
-    ("mesh", "more"), [(Mesh(tp=2), ()), (Mesh(tp=3), ()), (Mesh(dp_shard=2, tp=3), (Batch(axis="dp_shard"), Zero()))]
+    ("mesh", "more"),
+    [(Mesh(tp=2), ()), (Mesh(tp=3), ()), (Mesh(dp_shard=2, tp=3), (BatchSplit(axis="dp_shard"), ZeRO()))],
 )
 def test_it_equals_one_device(mesh: Mesh, more: tuple[object, ...]):
     reading, plan = planned(mesh, *more)
-    shapes = {home.weight.name: home.weight.shape for home in plan.space.homes}
+    shapes = {home.param.name: home.param.shape for home in plan.sharding.param_shardings}
     assert shapes["layers.0.mix.weight"] == (WIDTH // mesh.tp, WIDTH)
-    assert_exact(reading, plan, batches(2), fake=mesh.world == 3)
+    assert_exact(reading, plan, batches(2), fake=mesh.world_size == 3)
 
 
 def test_a_layer_gathers_its_output_and_sums_the_gradient_of_its_input():
     _, plan = planned(Mesh(tp=2))
     moves = [
         (action.kind, move.collective, move.nbytes)
-        for action in plan.program.actions(ROLE)
-        for move in action.inner
+        for action in plan.program.actions(FIRST_ROLE)
+        for move in action.inner_transfers
         if action.subject == "layers.0"
     ]
     stream = ROWS * TOKENS * WIDTH * 4

@@ -7,24 +7,24 @@ import torch
 
 from meshwright.api import make_plan, verify
 from meshwright.engine.forward import stateless_rng
-from meshwright.engine.forward.stateless_rng import divisions
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
-from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.engine.forward.stateless_rng import draw_shardings
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.sharding.mesh import Mesh
 from tests.parallel.tensor import model_families
 from tests.parallel.tensor.declared_pairs import pairs
 from tests.parallel.tensor.odd_llama import batches, known, planned
 from tests.tiny_model import rows, tiny_job
 
-SHARDED = (Line(), Batch(axis="dp_shard"))
+SHARDED = (TensorParallel(), BatchSplit(axis="dp_shard"))
 CASES = {
     "2 ranks": (Mesh(tp=2), None, 0),
     "3 ranks": (Mesh(tp=3), None, 2),
     "copies": (Mesh(dp_replicate=2, tp=2), None, 1),
-    "shards, run again": (Mesh(dp_shard=2, tp=2), (*SHARDED, Zero(), Recompute()), 1),
+    "shards, run again": (Mesh(dp_shard=2, tp=2), (*SHARDED, ZeRO(), ActivationCheckpointing()), 1),
 }
 
 
@@ -32,16 +32,19 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_attention_drops_what_one_device_drops(case: str, attention: str):
     mesh, strategies, micro = CASES[case]
-    reading, plan = planned(known(attention_dropout=0.2, attn_implementation=attention), mesh, strategies, micro)
-    assert reading.sites.inside == {
-        f"model.layers.{i}/0": (f"model.layers.{i}.self_attn.q_proj", f"model.layers.{i}.self_attn.o_proj") for i in range(2)
+    reading, plan = planned(
+        known(attention_dropout=0.2, attn_implementation=attention), mesh, strategies, micro
+    )
+    assert reading.draw_sites.layer_pairs == {
+        f"model.layers.{i}/0": (f"model.layers.{i}.self_attn.q_proj", f"model.layers.{i}.self_attn.o_proj")
+        for i in range(2)
     }
     verdict = verify(reading, plan, batches(2))
     assert verdict.passed, str(verdict)
 
 
 @cache
-def dropping() -> Reading:
+def dropping() -> AnalyzedModel:
     """Pairs with dropout between their layers and behind them."""
     return pairs(0.3)
 
@@ -55,8 +58,8 @@ def test_features_and_the_stream_drop_what_one_device_drops(case: str):
     mesh, strategies, micro = CASES[case]
     reading = dropping()
     inside = {f"layers.{i}/0": (f"layers.{i}.up", f"layers.{i}.down") for i in range(2)}
-    assert reading.sites.inside == inside
-    assert set(reading.sites.allowed) == {"embed/0", "layers.0/1", "layers.1/1", *inside}
+    assert reading.draw_sites.layer_pairs == inside
+    assert set(reading.draw_sites.layouts) == {"embed/0", "layers.0/1", "layers.1/1", *inside}
     plan = make_plan(reading, tiny_job(), mesh, strategies, micro)
     verdict = verify(reading, plan, few())
     assert verdict.passed, str(verdict)
@@ -81,13 +84,13 @@ MORE_THAN_GROUPS = [("qwen3", 4), ("phi3", 4)]  # some ranks have heads of two g
 @pytest.mark.parametrize(("family", "ranks"), [("gpt2", 2), ("bert", 2), *FEW_RANKS, *MORE_THAN_GROUPS])
 def test_families_drop_what_one_device_drops(family: str, ranks: int):
     reading = model_families.read_family(family, **RATES[family])
-    plan = model_families.planned(reading, Mesh(tp=ranks), (Line(),))
+    plan = model_families.planned(reading, Mesh(tp=ranks), (TensorParallel(),))
     verdict = verify(reading, plan, model_families.batches(family, 2), loss=model_families.loss_of(family))
     assert verdict.passed, str(verdict)
 
 
 def test_masks_of_local_heads_are_not_each_others(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stateless_rng, "divisions", lambda plan, rank, sites: {})
+    monkeypatch.setattr(stateless_rng, "draw_shardings", lambda plan, rank, sites: {})
     reading, plan = planned(known(attention_dropout=0.2), Mesh(tp=2))
     assert not verify(reading, plan, batches(1)).passed
 
@@ -98,11 +101,11 @@ def test_rows_of_another_length_than_the_examples_are_drawn_where_that_is_clear(
     short = [{key: value[:, :3] for key, value in batch.items()} for batch in few()]
     verdict = verify(reading, plan, short)
     assert verdict.passed, verdict
-    assert max(verdict.worst.values()) < 1e-10
+    assert max(verdict.max_errors.values()) < 1e-10
 
 
 def test_slices_of_the_stream_divide_sites_outside_of_pairs():
     plan = make_plan(dropping(), tiny_job(), Mesh(tp=2))
-    found = divisions(plan, 1, dropping().sites)
-    meant = {site: [each.meant for each in known] for site, known in found.items()}
+    found = draw_shardings(plan, 1, dropping().draw_sites)
+    meant = {site: [each.declared for each in known] for site, known in found.items()}
     assert [meant[site] for site in ("embed/0", "layers.0/0", "layers.0/1")] == [[False], [True], [False]]

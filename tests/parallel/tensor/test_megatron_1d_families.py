@@ -3,37 +3,61 @@
 import pytest
 
 from meshwright.api import verify
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.tensor import gqa_heads
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.model_families import FAMILIES, batches, loss_of, planned, read_family
 
-ALONE = [(family, 3) for family in FAMILIES] + [("gpt2", 2), ("t5", 2), ("persimmon", 2), ("bert", 4), ("falcon, alibi", 4)]
-FEWER_KEYS = [("llama", 4), ("qwen3", 5), ("falcon", 2), ("falcon, new", 4), ("falcon, new", 5), ("phi3", 4)]  # than ranks
+ALONE = [(family, 3) for family in FAMILIES] + [
+    ("gpt2", 2),
+    ("t5", 2),
+    ("persimmon", 2),
+    ("bert", 4),
+    ("falcon, alibi", 4),
+]
+FEWER_KEYS = [
+    ("llama", 4),
+    ("qwen3", 5),
+    ("falcon", 2),
+    ("falcon, new", 4),
+    ("falcon, new", 5),
+    ("phi3", 4),
+]  # than ranks
 FAKE = [("gpt2", 3), ("falcon, new", 5)]  # packed weights and shared keys can be traced without memory
-COPIES, SHARDS = (Line(), Batch(), Replicate()), (Line(), Batch(axis="dp_shard"), Zero())
+COPIES, SHARDS = (
+    (TensorParallel(), BatchSplit(), DDP()),
+    (TensorParallel(), BatchSplit(axis="dp_shard"), ZeRO()),
+)
 TOGETHER = {
     "copies of gpt2": ("gpt2", Mesh(dp_replicate=2, tp=2), COPIES),
     "copies of t5": ("t5", Mesh(dp_replicate=2, tp=3), COPIES),
     "copies of qwen3, few keys": ("qwen3", Mesh(dp_replicate=2, tp=4), COPIES),
     "shards of phi3": ("phi3", Mesh(dp_shard=2, tp=2), SHARDS),
     "shards of falcon, few keys": ("falcon", Mesh(dp_shard=2, tp=2), SHARDS),
-    "shards of bert, and its words": ("bert", Mesh(dp_shard=2, tp=2), (Line(), Vocabulary(), *SHARDS[1:])),  # 31 and 30 words
-    "shards of gpt-neox, recomputed": ("gpt-neox", Mesh(dp_shard=2, tp=2), (*SHARDS, Recompute())),
+    "shards of bert, and its words": (
+        "bert",
+        Mesh(dp_shard=2, tp=2),
+        (TensorParallel(), VocabParallel(), *SHARDS[1:]),
+    ),  # 31 and 30 words
+    "shards of gpt-neox, recomputed": (
+        "gpt-neox",
+        Mesh(dp_shard=2, tp=2),
+        (*SHARDS, ActivationCheckpointing()),
+    ),
 }
 
 
 @pytest.mark.parametrize(("family", "ranks"), [*ALONE, *FEWER_KEYS])
 def test_it_equals_one_device(family: str, ranks: int):
     reading = read_family(family)
-    plan = planned(reading, Mesh(tp=ranks), (Line(),))
+    plan = planned(reading, Mesh(tp=ranks), (TensorParallel(),))
     assert_exact(reading, plan, batches(family, 2), loss_of(family), fake=(family, ranks) in FAKE)
 
 
@@ -47,14 +71,20 @@ def test_it_equals_one_device_together_with(case: str):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_layers_of_its_blocks_are_divided(family: str):
     reading = read_family(family)
-    plan = planned(reading, Mesh(tp=2), (Line(),))
+    plan = planned(reading, Mesh(tp=2), (TensorParallel(),))
     fewer = 1 if family == "falcon" else 0  # the key that all heads share keeps q, k and v whole
-    blocks = [home for home in plan.space.homes if home.weight.hidden and ".lm_head" not in home.weight.name]
-    whole = {home.weight.name for home in blocks if "tp" not in home.cut}
+    blocks = [
+        home
+        for home in plan.sharding.param_shardings
+        if home.param.is_hidden_matrix and ".lm_head" not in home.param.name
+    ]
+    whole = {home.param.name for home in blocks if "tp" not in home.sliced_dims}
     layers = [name for name in whole if "query_key_value" in name]
     assert len(layers) == 2 * fewer
-    assert all("query_key_value" in name or "predictions" in name or "classifier" in name for name in whole), whole
-    assert not reading.anatomy.notes or family == "vit"
+    assert all(
+        "query_key_value" in name or "predictions" in name or "classifier" in name for name in whole
+    ), whole
+    assert not reading.model_spec.notes or family == "vit"
 
 
 def test_a_rank_with_the_keys_of_another_is_noticed(monkeypatch: pytest.MonkeyPatch):
@@ -64,12 +94,12 @@ def test_a_rank_with_the_keys_of_another_is_noticed(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(gqa_heads, "taken", wrong)
     reading = read_family("llama")
-    verdict = verify(reading, planned(reading, Mesh(tp=4), (Line(),)), batches("llama", 1))
+    verdict = verify(reading, planned(reading, Mesh(tp=4), (TensorParallel(),)), batches("llama", 1))
     assert not verdict.passed
-    assert verdict.first is not None
+    assert verdict.first_difference is not None
 
 
 def test_more_ranks_than_query_heads_are_refused():
     reading = read_family("falcon")
     with pytest.raises(PlanError, match=r"into 6 units.*and tp has 7 ranks\n.*set mesh\.tp to at most 6"):
-        planned(reading, Mesh(tp=7), (Line(),))
+        planned(reading, Mesh(tp=7), (TensorParallel(),))

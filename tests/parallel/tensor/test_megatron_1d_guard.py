@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from meshwright.api import make_plan, read
+from meshwright.api import analyze, make_plan
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss_guard import Spike
+from meshwright.engine.runtime.loss_guard import LossSpike
 from meshwright.engine.step import spike_diagnosis
 from meshwright.model.loading.loader import Model
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.plan.job.job import Guard
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.plan.job.job import LossGuard
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import on_threads
 from tests.engine.one_device import part
@@ -50,24 +50,27 @@ class Faulty(Pairs):
         return self.head(self.layers[2](self.layers[1](x, input_ids[:, 0] == MARK)))
 
 
-def spike_of(how: str, ranks: int, stage: int = 0) -> list[Spike]:
+def spike_of(how: str, ranks: int, stage: int = 0) -> list[LossSpike]:
     """What each rank says of the third of four steps, in which rows 7 and 8 of twelve are marked; the others are good ones."""
-    guard = Guard("skip", factor=50.0, window=2)
+    guard = LossGuard("skip", factor=50.0, window=2)
     clean = {**DATA, "input_ids": DATA["input_ids"].clamp(max=MARK - 1)}
     ids = clean["input_ids"].clone()
     ids[7:9, 0] = MARK
-    reading = read(lambda: Model(Faulty(how), sockets=SOCKETS), part(clean, 0, 2))
-    pairs = (Line(),) if ranks > 1 else ()
+    reading = analyze(lambda: Model(Faulty(how), layer_roles=SOCKETS), part(clean, 0, 2))
+    pairs = (TensorParallel(),) if ranks > 1 else ()
     mesh, strategies = Mesh(dp_replicate=2, tp=ranks), None
     if stage:
-        mesh, strategies = Mesh(dp_shard=2, tp=ranks), (*pairs, Batch(axis="dp_shard"), Zero(stage=stage))
+        mesh, strategies = (
+            Mesh(dp_shard=2, tp=ranks),
+            (*pairs, BatchSplit(axis="dp_shard"), ZeRO(stage=stage)),
+        )
     plan = make_plan(reading, tiny_job(guard=guard), mesh, strategies, 3)
 
-    def rank(world: World) -> Spike:
+    def rank(world: World) -> LossSpike:
         player, index = player_of(reading, plan, world), plan.data_index(world.rank)
         steps = (clean, clean, {**clean, "input_ids": ids}, clean)
         metrics = [player.step(part(batch, 6 * index, 6 * (index + 1))) for batch in steps]
-        assert [each.skipped for each in metrics] == [False, False, True, False]
+        assert [each.is_skipped for each in metrics] == [False, False, True, False]
         assert metrics[2].spike is not None
         return metrics[2].spike
 
@@ -79,9 +82,13 @@ def spike_of(how: str, ranks: int, stage: int = 0) -> list[Spike]:
 def test_every_slice_of_a_share_tells_what_one_rank_with_all_would(how: str, ranks: int):
     wanted, found = spike_of(how, 1)[0], spike_of(how, ranks)
     assert all(repr(spike) == repr(found[0]) for spike in found)
-    for rank, suspect in enumerate(found[0].suspects):
-        other = wanted.suspects[rank // ranks]
-        assert (suspect.stage, suspect.block, suspect.parameter) == (other.stage, other.block, other.parameter)
+    for rank, suspect in enumerate(found[0].rank_reports):
+        other = wanted.rank_reports[rank // ranks]
+        assert (suspect.phase, suspect.block, suspect.parameter) == (
+            other.phase,
+            other.block,
+            other.parameter,
+        )
         assert suspect.grad_norm == pytest.approx(other.grad_norm, rel=1e-8, nan_ok=True)
         assert suspect.loss == pytest.approx(other.loss, rel=1e-8, nan_ok=True)
 
@@ -89,10 +96,14 @@ def test_every_slice_of_a_share_tells_what_one_rank_with_all_would(how: str, ran
 @pytest.mark.parametrize("stage", [1, 3])
 def test_shards_of_slices_are_brought_together_once_more(stage: int):
     wanted, found = spike_of("backward", 1)[0], spike_of("backward", 2, stage)[0]
-    assert [each.block for each in found.suspects] == [each.block for each in wanted.suspects for _ in range(2)]
+    assert [each.block for each in found.rank_reports] == [
+        each.block for each in wanted.rank_reports for _ in range(2)
+    ]
 
 
 def test_a_slice_alone_would_tell_less(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(spike_diagnosis, "_joined", lambda plan, state, seen: (seen.loss, seen.squares, "", ""))
+    monkeypatch.setattr(
+        spike_diagnosis, "_joined", lambda plan, state, seen: (seen.loss, seen.squares, "", "")
+    )
     wanted, found = spike_of("loud", 1)[0], spike_of("loud", 2)[0]
-    assert found.suspects[2].grad_norm != pytest.approx(wanted.suspects[1].grad_norm, rel=1e-3)
+    assert found.rank_reports[2].grad_norm != pytest.approx(wanted.rank_reports[1].grad_norm, rel=1e-3)

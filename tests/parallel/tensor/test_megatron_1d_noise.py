@@ -4,45 +4,45 @@ import pytest
 
 from meshwright.api import make_plan
 from meshwright.comm.collectives.group import World
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.sharding_plan import Space
-from meshwright.run.data.feed import ExampleData, open_feed
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.testing.ranks import on_threads
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.engine.step.test_gradient_noise import noisy
 from tests.parallel.tensor.declared_pairs import pairs
 from tests.tiny_model import player_of, rows, tiny_job
 
-SHARD = Batch(axis="dp_shard")
+SHARD = BatchSplit(axis="dp_shard")
 LAYOUTS = {
     "alone": ({}, (), 3),
     "copies": ({"dp_replicate": 2}, None, 0),
-    "stage 1": ({"dp_shard": 2}, (SHARD, Zero(stage=1)), 3),
-    "stage 3": ({"dp_shard": 2}, (SHARD, Zero()), 3),
+    "stage 1": ({"dp_shard": 2}, (SHARD, ZeRO(stage=1)), 3),
+    "stage 3": ({"dp_shard": 2}, (SHARD, ZeRO()), 3),
 }
 
 
 @pytest.fixture(scope="module")
-def reading() -> Reading:
+def reading() -> AnalyzedModel:
     return pairs()
 
 
-def plan_of(reading: Reading, layout: str, ranks: int) -> Plan:
+def plan_of(reading: AnalyzedModel, layout: str, ranks: int) -> Plan:
     sizes, strategies, micro = LAYOUTS[layout]
-    chosen = strategies if strategies is None or ranks == 1 else (Line(), *strategies)
+    chosen = strategies if strategies is None or ranks == 1 else (TensorParallel(), *strategies)
     return make_plan(reading, noisy(tiny_job()), Mesh(**sizes, tp=ranks), chosen, micro)
 
 
-def measured(reading: Reading, plan: Plan) -> list[float]:
+def measured(reading: AnalyzedModel, plan: Plan) -> list[float]:
     """The noise scale of three steps, the same on every rank."""
 
     def rank(world: World) -> list[float]:
-        player, feed = player_of(reading, plan, world), open_feed(ExampleData(rows()), plan, world.rank)
+        player, feed = player_of(reading, plan, world), open_feed(ExampleDataset(rows()), plan, world.rank)
         return [player.step(feed.batch(step)).noise_scale or -1.0 for step in range(3)]  # -1: not known yet
 
     found = on_threads(rank, plan.mesh)
@@ -52,15 +52,19 @@ def measured(reading: Reading, plan: Plan) -> list[float]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_is_that_of_the_same_parts_on_whole_matrices(reading: Reading, layout: str, ranks: int):
+def test_it_is_that_of_the_same_parts_on_whole_matrices(reading: AnalyzedModel, layout: str, ranks: int):
     plan = plan_of(reading, layout, ranks)
-    assert prove(plan) == []
+    assert static_checks(plan) == []
     wanted = measured(reading, plan_of(reading, layout, 1))
     assert any(each > 0 for each in wanted)
     assert measured(reading, plan) == pytest.approx(wanted, rel=1e-8)
 
 
-def test_weights_that_count_twice_are_noticed(reading: Reading, monkeypatch: pytest.MonkeyPatch):
+def test_weights_that_count_twice_are_noticed(reading: AnalyzedModel, monkeypatch: pytest.MonkeyPatch):
     wanted = measured(reading, plan_of(reading, "copies", 1))
-    monkeypatch.setattr(Space, "told_first", lambda space, coordinate: [home.weight.name for home in space.homes])
+    monkeypatch.setattr(
+        ShardingPlan,
+        "params_counted_in_sum",
+        lambda space, coordinate: [home.weight.name for home in space.param_shardings],
+    )
     assert measured(reading, plan_of(reading, "copies", 2)) != pytest.approx(wanted, rel=1e-3)

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from meshwright.api import build, trace, verify
+from meshwright.api import parallelize, trace, verify
 from meshwright.comm.collectives.group import World
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.tensor import megatron_1d
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.plan.job.precision import Precision
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.placement import I
@@ -20,17 +20,17 @@ from meshwright.testing.ranks import on_threads
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import batches, known, planned
 
-SHARDED = (Line(), Batch(axis="dp_shard"))
+SHARDED = (TensorParallel(), BatchSplit(axis="dp_shard"))
 CASES = {
     "2 ranks": (Mesh(tp=2), None, 0),
     "3 ranks": (Mesh(tp=3), None, 2),
     "beside copies": (Mesh(dp_replicate=2, tp=2), None, 0),
-    "named first or last": (Mesh(dp_replicate=2, tp=3), (Batch(), Replicate(), Line()), 1),
-    "stage 1": (Mesh(dp_shard=2, tp=2), (*SHARDED, Zero(stage=1)), 0),
-    "stage 2": (Mesh(dp_shard=2, tp=3), (*SHARDED, Zero(stage=2)), 1),
-    "stage 3": (Mesh(dp_shard=2, tp=2), (*SHARDED, Zero(stage=3)), 1),
+    "named first or last": (Mesh(dp_replicate=2, tp=3), (BatchSplit(), DDP(), TensorParallel()), 1),
+    "stage 1": (Mesh(dp_shard=2, tp=2), (*SHARDED, ZeRO(stage=1)), 0),
+    "stage 2": (Mesh(dp_shard=2, tp=3), (*SHARDED, ZeRO(stage=2)), 1),
+    "stage 3": (Mesh(dp_shard=2, tp=2), (*SHARDED, ZeRO(stage=3)), 1),
     "hybrid": (Mesh(dp_replicate=2, dp_shard=2, tp=2), None, 0),
-    "recompute": (Mesh(dp_shard=2, tp=2), (*SHARDED, Zero(), Recompute()), 2),
+    "recompute": (Mesh(dp_shard=2, tp=2), (*SHARDED, ZeRO(), ActivationCheckpointing()), 2),
 }
 
 
@@ -48,21 +48,24 @@ def test_a_sum_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
     assert not verdict.passed
 
 
-def trained(world: World, reading: Reading, plan: Plan) -> float:
+def trained(world: World, reading: AnalyzedModel, plan: Plan) -> float:
     """The loss of a second step; what an evaluation counts is looked at too."""
-    with build(reading, plan, world=world) as engine:
+    with parallelize(reading, plan, world=world) as engine:
         data = batches(2)
-        loss = [engine.step(engine.share(batch)).loss for batch in data][-1]
-        evaluated = engine.evaluate([engine.share(data[0])])
+        loss = [engine.step(engine.local_batch(batch)).loss for batch in data][-1]
+        evaluated = engine.evaluate([engine.local_batch(data[0])])
         assert evaluated.tokens == data[0]["labels"].numel()
         return loss
 
 
-@pytest.mark.parametrize("precision", [Precision(compute="bfloat16"), Precision("bfloat16", "bfloat16", "float32", "float32")])
-def test_half_precision_travels_in_half(precision: Precision):
+@pytest.mark.parametrize(
+    "precision",
+    [PrecisionConfig(compute="bfloat16"), PrecisionConfig("bfloat16", "bfloat16", "float32", "float32")],
+)
+def test_half_precision_travels_in_half(precision: PrecisionConfig):
     reading, plan = planned(known(), Mesh(dp_shard=2, tp=2), precision=precision)
     layers = [action for action in plan.program.actions("stage0") if "layers" in action.subject]
-    inner = {move.dtype for action in layers for move in action.inner}
+    inner = {move.dtype for action in layers for move in action.inner_transfers}
     assert inner == {"bfloat16"}
     assert trace(reading, plan, fake=False).passed
     losses = set(on_threads(lambda world: trained(world, reading, plan), plan.mesh))
@@ -73,6 +76,12 @@ def test_half_precision_travels_in_half(precision: Precision):
 @pytest.mark.parametrize("algorithm", ["backend", "ring"])
 def test_copies_of_weights_beside_slices_of_unlike_sizes_stay_equal_to_the_bit(algorithm: str):
     """Three groups of heads on four ranks: in one bucket with those, whole weights would lie elsewhere on each rank."""
-    reading, plan = planned(known(), Mesh(dp_replicate=3, tp=4), (Line(), Batch(), Replicate(algorithm=algorithm)), 1, rows=6)
+    reading, plan = planned(
+        known(),
+        Mesh(dp_replicate=3, tp=4),
+        (TensorParallel(), BatchSplit(), DDP(algorithm=algorithm)),
+        1,
+        rows=6,
+    )
     verdict = verify(reading, plan, batches(2, 6))
     assert verdict.passed, verdict

@@ -7,26 +7,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.api import make_plan, read, trace, verify
+from meshwright.api import analyze, make_plan, trace, verify
 from meshwright.comm.collectives.group import World
 from meshwright.engine.params import matrix_owners
-from meshwright.engine.params.param_slices import put
-from meshwright.model.analysis.analyze import Reading
+from meshwright.engine.params.param_slices import copy_slice_into
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Optimizer
-from meshwright.plan.job.precision import Precision
+from meshwright.plan.job.job import OptimizerConfig
+from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES, Mesh
-from meshwright.plan.step.matrix_owners import owned_by, parcels
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.matrix_owners import matrix_parcels, owned_params
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.planner.program_cost.memory import state_bytes
-from meshwright.run.checkpoint.save_load import compare, load, save
+from meshwright.run.checkpoint.save_load import compare_checkpoints, load_tensors, save_tensors
 from meshwright.testing.ranks import on_threads
-from meshwright.verifier.static_checks import prove
+from meshwright.verifier.static_checks import static_checks
 from tests.parallel.data.optimizer_cases import RULES, error, outcome, trained
 from tests.parallel.data.test_zero_optimizers import Shredded, Undeclared
 from tests.parallel.data.test_zero_optimizers_saved import Sums
@@ -34,132 +34,152 @@ from tests.parallel.tensor.declared_pairs import SOCKETS, Pairs, pairs
 from tests.tiny_model import player_of, rows, tiny_job
 
 COARSE = ("adamw_8bit", "adafactor", "muon", "several")
-SHARDS = (Line(), Batch(axis="dp_shard"))
+SHARDS = (TensorParallel(), BatchSplit(axis="dp_shard"))
 PLANS = {
     "2 ranks": (Mesh(tp=2), None),
     "3 ranks": (Mesh(tp=3), None),
     "copies": (Mesh(dp_replicate=2, tp=2), None),
-    "stage 1": (Mesh(dp_shard=2, tp=2), (*SHARDS, Zero(stage=1))),
-    "stage 2": (Mesh(dp_shard=2, tp=3), (*SHARDS, Zero(stage=2))),
-    "stage 3": (Mesh(dp_shard=3, tp=2), (*SHARDS, Zero())),
+    "stage 1": (Mesh(dp_shard=2, tp=2), (*SHARDS, ZeRO(stage=1))),
+    "stage 2": (Mesh(dp_shard=2, tp=3), (*SHARDS, ZeRO(stage=2))),
+    "stage 3": (Mesh(dp_shard=3, tp=2), (*SHARDS, ZeRO())),
     "hybrid": (Mesh(dp_replicate=2, dp_shard=2, tp=2), None),
 }
 
 
 @pytest.fixture(scope="module")
-def reading() -> Reading:
+def reading() -> AnalyzedModel:
     return pairs()
 
 
-def plan_of(reading: Reading, rule: str | Optimizer, case: str = "", **job: object) -> Plan:
+def plan_of(reading: AnalyzedModel, rule: str | OptimizerConfig, case: str = "", **job: object) -> Plan:
     mesh, strategies = PLANS[case] if case else (Mesh(), ())
     spec = RULES[rule] if isinstance(rule, str) else rule
     return make_plan(reading, tiny_job(optimizer=spec, **job), mesh, strategies, 2 if "stage" in case else 0)
 
 
 @pytest.fixture(scope="module")
-def alone(reading: Reading) -> Callable[[str], dict[str, torch.Tensor]]:
+def alone(reading: AnalyzedModel) -> Callable[[str], dict[str, torch.Tensor]]:
     return cache(lambda rule: outcome(reading, plan_of(reading, rule)))
 
 
 @pytest.mark.parametrize("case", PLANS)
 @pytest.mark.parametrize("rule", COARSE)
-def test_slices_become_what_one_device_becomes(reading: Reading, alone: Callable, rule: str, case: str):
+def test_slices_become_what_one_device_becomes(reading: AnalyzedModel, alone: Callable, rule: str, case: str):
     plan = plan_of(reading, rule, case)
-    assert prove(plan) == []
+    assert static_checks(plan) == []
     assert error(outcome(reading, plan), alone(rule)) < 1e-10
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in COARSE])
-def test_rules_of_single_elements_step_slices(reading: Reading, alone: Callable, rule: str):
+def test_rules_of_single_elements_step_slices(reading: AnalyzedModel, alone: Callable, rule: str):
     plan = plan_of(reading, rule, "2 ranks")
-    assert parcels(plan.space) == ()
+    assert matrix_parcels(plan.sharding) == ()
     assert error(outcome(reading, plan), alone(rule)) < 1e-10
 
 
 @pytest.mark.parametrize("case", ["3 ranks", "stage 3"])
 @pytest.mark.parametrize("rule", ["adamw_8bit", "several"])
-def test_what_is_sent_is_planned(reading: Reading, rule: str, case: str):
+def test_what_is_sent_is_planned(reading: AnalyzedModel, rule: str, case: str):
     plan = plan_of(reading, rule, case)
     batches = [{key: value[:12] for key, value in rows().items()}] * 2
     verdict = verify(reading, plan, batches)
     assert verdict.passed, str(verdict)
-    traced = trace(reading, plan, range(plan.mesh.world), fake=case == "3 ranks")
+    traced = trace(reading, plan, range(plan.mesh.world_size), fake=case == "3 ranks")
     assert traced.passed, str(traced)
 
 
-def test_two_messages_a_bundle_and_owner_carry_each_slice_once(reading: Reading):
+def test_two_messages_a_bundle_and_owner_carry_each_slice_once(reading: AnalyzedModel):
     plan = plan_of(reading, "adafactor", "2 ranks")
-    moves = {kind: [a.inner for a in plan.program.actions(ROLE) if a.kind == kind] for kind in ("BRING", "HAND")}
-    assert {move.collective for inner in moves["BRING"] for move in inner} == {"gather"}
-    assert {move.collective for inner in moves["HAND"] for move in inner} == {"scatter"}
-    slices = sum(home.weight.numel for home in plan.at(0).space.homes if home.cut) * 8
-    for inner in (moves["BRING"], moves["HAND"]):
+    moves = {
+        kind: [a.inner_transfers for a in plan.program.actions(FIRST_ROLE) if a.kind == kind]
+        for kind in ("GATHER_GRAD", "SCATTER_PARAM")
+    }
+    assert {move.collective for inner in moves["GATHER_GRAD"] for move in inner} == {"gather"}
+    assert {move.collective for inner in moves["SCATTER_PARAM"] for move in inner} == {"scatter"}
+    slices = (
+        sum(home.param.numel for home in plan.for_rank(0).sharding.param_shardings if home.sliced_dims) * 8
+    )
+    for inner in (moves["GATHER_GRAD"], moves["SCATTER_PARAM"]):
         assert sum(move.nbytes for messages in inner for move in messages) == slices
 
 
-def test_owners_share_the_work_and_no_weight_is_owned_twice(reading: Reading):
+def test_owners_share_the_work_and_no_weight_is_owned_twice(reading: AnalyzedModel):
     for case in ("3 ranks", "stage 3"):
         plan = plan_of(reading, "adafactor", case)
-        cut = {home.weight.name: home.weight for home in plan.space.whole.homes if home.cut}
-        owned = [weight for rank in range(plan.mesh.world) for _, weight in owned_by(plan.space, rank)]
+        cut = {home.weight.name: home.weight for home in plan.sharding.all_ranks.param_shardings if home.cut}
+        owned = [
+            weight for rank in range(plan.mesh.world_size) for _, weight in owned_params(plan.sharding, rank)
+        ]
         assert sorted(weight.name for weight in owned) == sorted(cut)
         assert all(weight.shape == cut[weight.name].shape for weight in owned)
-        largest = max(sum(weight.numel for _, weight in owned_by(plan.space, rank)) for rank in range(plan.mesh.world))
+        largest = max(
+            sum(weight.numel for _, weight in owned_params(plan.sharding, rank))
+            for rank in range(plan.mesh.world_size)
+        )
         assert largest < sum(weight.numel for weight in cut.values())
 
 
-def test_a_slice_in_a_wrong_place_is_noticed(reading: Reading, alone: Callable, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(matrix_owners, "put", lambda whole, spans, part: put(whole, spans, part.flip(0)))
+def test_a_slice_in_a_wrong_place_is_noticed(
+    reading: AnalyzedModel, alone: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        matrix_owners, "put", lambda whole, spans, part: copy_slice_into(whole, spans, part.flip(0))
+    )
     assert error(outcome(reading, plan_of(reading, "muon", "2 ranks")), alone("muon")) > 1e-6
 
 
-def test_what_looks_at_slices_only_is_refused_or_gets_whole_weights(reading: Reading):
+def test_what_looks_at_slices_only_is_refused_or_gets_whole_weights(reading: AnalyzedModel):
     with pytest.raises(PlanError, match=r"Undeclared does not say whether .* cuts \S+ by element"):
         outcome(reading, plan_of(reading, "sgd", "2 ranks"), Undeclared)
     wanted = outcome(reading, plan_of(reading, "sgd"), Shredded)
     assert error(outcome(reading, plan_of(reading, "adafactor", "stage 3"), Shredded), wanted) < 1e-10
-    assert error(outcome(reading, plan_of(reading, "sgd", "2 ranks"), Shredded), wanted) > 1e-3, "it lies, and is noticed"
+    assert error(outcome(reading, plan_of(reading, "sgd", "2 ranks"), Shredded), wanted) > 1e-3, (
+        "it lies, and is noticed"
+    )
 
 
 def halved() -> Model:
     """The first pair is frozen."""
     model = Pairs()
     model.layers[0].requires_grad_(False)
-    return Model(model, sockets=SOCKETS)
+    return Model(model, layer_roles=SOCKETS)
 
 
 def test_frozen_slices_in_shards_are_saved_once(tmp_path: Path):
-    reading = read(halved, rows(2))
+    reading = analyze(halved, rows(2))
     plan = plan_of(reading, "several", "stage 3")
 
     def saved(world: World) -> tuple[Path, dict[str, torch.Tensor]]:
         player = player_of(reading, plan, world)
         trained(player, world, 1)
-        return save(tmp_path, 1, player.tensors(), {}, world.group(AXES), 1), player.parameters()
+        return save_tensors(
+            tmp_path, 1, player.state_dict(), {}, world.group(AXES), 1
+        ), player.gather_parameters()
 
     path, parameters = on_threads(saved, plan.mesh)[0]
-    found = load(path)[0]
+    found = load_tensors(path)[0]
     assert all(torch.equal(found[f"model/{name}"], value) for name, value in parameters.items())
 
 
-def test_state_of_a_slice_that_is_not_by_element_is_refused(reading: Reading):
+def test_state_of_a_slice_that_is_not_by_element_is_refused(reading: AnalyzedModel):
     plan = plan_of(reading, "sgd", "2 ranks")
 
     def saved(world: World) -> None:
         player = player_of(reading, plan, world, optimizer=Sums)
         trained(player, world, 1)
-        player.tensors()
+        player.state_dict()
 
-    with pytest.raises(PlanError, match=r"keeps 'sums/.*' of shape \[2\] for elements 0 to \d+ of a slice of a weight"):
+    with pytest.raises(
+        PlanError, match=r"keeps 'sums/.*' of shape \[2\] for elements 0 to \d+ of a slice of a weight"
+    ):
         on_threads(saved, plan.mesh)
 
 
 @pytest.mark.parametrize("case", ["2 ranks", "stage 2", "stage 3"])
 @pytest.mark.parametrize("rule", ["adafactor", "several"])
-def test_owners_are_masters_where_weights_are_narrow(reading: Reading, rule: str, case: str):
+def test_owners_are_masters_where_weights_are_narrow(reading: AnalyzedModel, rule: str, case: str):
     gradients = "bfloat16" if case == "2 ranks" else "float32"
-    job = {"precision": Precision("bfloat16", "bfloat16", gradients, master="float32")}
+    job = {"precision": PrecisionConfig("bfloat16", "bfloat16", gradients, master="float32")}
     begin = outcome(reading, plan_of(reading, rule, **job), steps=0)
     one = outcome(reading, plan_of(reading, rule, **job), steps=2)
     cut = outcome(reading, plan_of(reading, rule, case, **job), steps=2)
@@ -170,13 +190,13 @@ def test_owners_are_masters_where_weights_are_narrow(reading: Reading, rule: str
 
 @pytest.mark.parametrize("case", ["2 ranks", "copies", "stage 1", "stage 3"])
 @pytest.mark.parametrize("rule", ["adamw_8bit", "adafactor", "several"])
-def test_live_bytes_are_the_plans(reading: Reading, rule: str, case: str):
+def test_live_bytes_are_the_plans(reading: AnalyzedModel, rule: str, case: str):
     plan = plan_of(reading, rule, case)
 
     def live(world: World) -> dict[str, int]:
         player = player_of(reading, plan, world)
         trained(player, world, 1)
-        return player.sizes()
+        return player.memory_by_category()
 
     for rank, sizes in enumerate(on_threads(live, plan.mesh)):
         said = state_bytes(plan, rank)
@@ -185,23 +205,27 @@ def test_live_bytes_are_the_plans(reading: Reading, rule: str, case: str):
         assert sizes.get("master", 0) == said.master
 
 
-@pytest.mark.parametrize(("first", "then"), [("2 ranks", "stage 3"), ("stage 2", ""), ("", "3 ranks"), ("stage 3", "2 ranks")])
+@pytest.mark.parametrize(
+    ("first", "then"), [("2 ranks", "stage 3"), ("stage 2", ""), ("", "3 ranks"), ("stage 3", "2 ranks")]
+)
 @pytest.mark.parametrize("rule", COARSE)
-def test_moments_go_from_mesh_to_mesh(reading: Reading, alone: Callable, rule: str, first: str, then: str, tmp_path: Path):
+def test_moments_go_from_mesh_to_mesh(
+    reading: AnalyzedModel, alone: Callable, rule: str, first: str, then: str, tmp_path: Path
+):
     before, after = plan_of(reading, rule, first), plan_of(reading, rule, then)
 
     def begin(world: World) -> Path:
         player = player_of(reading, before, world)
         trained(player, world, 2)
-        return save(tmp_path / "first", 2, player.tensors(), {}, world.group(AXES), 1)
+        return save_tensors(tmp_path / "first", 2, player.state_dict(), {}, world.group(AXES), 1)
 
     def go_on(world: World) -> tuple[Path, dict[str, torch.Tensor]]:
         player = player_of(reading, after, world)
-        player.restore(load(saved)[0], 2)
-        again = save(tmp_path / "again", 2, player.tensors(), {}, world.group(AXES), 1)
+        player.load_state_dict(load_tensors(saved)[0], 2)
+        again = save_tensors(tmp_path / "again", 2, player.state_dict(), {}, world.group(AXES), 1)
         return again, trained(player, world, 2)
 
     saved = on_threads(begin, before.mesh)[0]
     again, parameters = on_threads(go_on, after.mesh)[0]
-    assert compare(saved, again) == []
+    assert compare_checkpoints(saved, again) == []
     assert error(parameters, alone(rule)) < 1e-10

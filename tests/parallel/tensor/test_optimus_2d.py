@@ -5,18 +5,18 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.api import build, trace, verify
+from meshwright.api import parallelize, trace, verify
 from meshwright.comm.collectives.group import World
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.tensor import optimus_2d
-from meshwright.parallel.tensor.layer_sharding import Move
-from meshwright.parallel.tensor.optimus_2d import Grid
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.parallel.tensor.layer_sharding import Redistribution
+from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.precision import Precision
+from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -27,29 +27,31 @@ from tests.parallel.tensor.even_llama import EVEN, LargestNorm, even_llama, know
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import batches, planned
 
-ROWS = Batch(axis="dp_shard")
-SQUARE = (Grid(), ROWS, Zero())
-COPIES = (Batch(), ROWS, Zero(across="dp_replicate"))
+ROWS = BatchSplit(axis="dp_shard")
+SQUARE = (TensorParallel2D(), ROWS, ZeRO())
+COPIES = (BatchSplit(), ROWS, ZeRO(replicate_axis="dp_replicate"))
 CASES: dict[str, tuple[Mesh, tuple[Strategy, ...], int, int]] = {
     "2 x 2": (Mesh(dp_shard=2, tp=2), SQUARE, 4, 1),
     "3 x 3": (Mesh(dp_shard=3, tp=3), SQUARE, 6, 0),
-    "inputs kept": (Mesh(dp_shard=3, tp=3), (Grid(again=False), ROWS, Zero()), 6, 1),
-    "beside copies": (Mesh(dp_replicate=2, dp_shard=2, tp=2), (*COPIES, Grid()), 8, 1),
-    "run again": (Mesh(dp_shard=2, tp=2), (*SQUARE, Recompute()), 4, 0),
-    "words divided": (Mesh(dp_shard=2, tp=2), (Vocabulary(), *SQUARE), 4, 0),
-    "words divided last": (Mesh(dp_shard=3, tp=3), (*SQUARE, Vocabulary()), 6, 0),
+    "inputs kept": (Mesh(dp_shard=3, tp=3), (TensorParallel2D(regather=False), ROWS, ZeRO()), 6, 1),
+    "beside copies": (Mesh(dp_replicate=2, dp_shard=2, tp=2), (*COPIES, TensorParallel2D()), 8, 1),
+    "run again": (Mesh(dp_shard=2, tp=2), (*SQUARE, ActivationCheckpointing()), 4, 0),
+    "words divided": (Mesh(dp_shard=2, tp=2), (VocabParallel(), *SQUARE), 4, 0),
+    "words divided last": (Mesh(dp_shard=3, tp=3), (*SQUARE, VocabParallel()), 6, 0),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_equals_one_device(case: str):
     mesh, strategies, rows, micro = CASES[case]
-    words = {"vocab_size": 73} if Vocabulary() in strategies else {}
-    reading, plan = planned(known_even(attention_bias=True, mlp_bias=True, **words), mesh, strategies, micro, rows)
+    words = {"vocab_size": 73} if VocabParallel() in strategies else {}
+    reading, plan = planned(
+        known_even(attention_bias=True, mlp_bias=True, **words), mesh, strategies, micro, rows
+    )
     assert_exact(reading, plan, batches(2, rows), fake=case == "run again")
 
 
-@pytest.mark.parametrize("strategies", [SQUARE, (*SQUARE, Vocabulary())])
+@pytest.mark.parametrize("strategies", [SQUARE, (*SQUARE, VocabParallel())])
 def test_a_tied_head_adds_up_its_slices(strategies: tuple[Strategy, ...]):
     reading, plan = planned(known_even(tie_word_embeddings=True), Mesh(dp_shard=2, tp=2), strategies)
     assert_exact(reading, plan, batches(2))
@@ -66,16 +68,24 @@ def test_a_tied_head_adds_up_its_slices(strategies: tuple[Strategy, ...]):
 )
 def test_packed_and_interleaved_heads_equal_one_device(family: str, more: dict[str, object]):
     reading = model_families.read_family(family, **more)  # its 61 words do not divide
-    plan = model_families.planned(reading, Mesh(dp_shard=2, tp=2), (*SQUARE, Vocabulary()))
+    plan = model_families.planned(reading, Mesh(dp_shard=2, tp=2), (*SQUARE, VocabParallel()))
     assert_exact(reading, plan, model_families.batches(family, 2))
 
 
 def test_a_table_that_is_called_with_more_than_words_equals_one_device():
-    sizes = {"vocab_size": 67, "hidden_size": 24, "ffn_dim": 28, "num_hidden_layers": 1, "num_attention_heads": 6}
+    sizes = {
+        "vocab_size": 67,
+        "hidden_size": 24,
+        "ffn_dim": 28,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 6,
+    }
     config = transformers.OPTConfig(
         **sizes, word_embed_proj_dim=24, max_position_embeddings=16, use_cache=False
     )  # positions: a mask
-    reading, plan = planned(transformers.OPTForCausalLM(config), Mesh(dp_shard=2, tp=2), (*SQUARE, Vocabulary()))
+    reading, plan = planned(
+        transformers.OPTForCausalLM(config), Mesh(dp_shard=2, tp=2), (*SQUARE, VocabParallel())
+    )
     assert_exact(reading, plan, batches(2))
 
 
@@ -83,7 +93,7 @@ def test_norms_of_single_heads_are_whole_and_their_gradients_summed():
     sizes = {**EVEN, "num_hidden_layers": 2, "use_cache": False, "tie_word_embeddings": False}
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
     reading, plan = planned(model, Mesh(dp_shard=2, tp=2), SQUARE)
-    held = {home.weight.name: home.weight.shape for home in plan.space.homes}
+    held = {home.param.name: home.param.shape for home in plan.sharding.param_shardings}
     assert held["model.layers.0.self_attn.q_norm.weight"] == (2,)
     assert held["model.layers.0.input_layernorm.weight"] == (24,)
     assert_exact(reading, plan, batches(2))
@@ -99,7 +109,7 @@ def test_a_norm_takes_the_statistics_of_all_slices_or_gathers_what_it_takes_in(n
 
 
 def test_statistics_of_a_slice_alone_are_noticed(monkeypatch: pytest.MonkeyPatch):
-    def alone(runtime: object, tensor: torch.Tensor, move: Move) -> torch.Tensor:
+    def alone(runtime: object, tensor: torch.Tensor, move: Redistribution) -> torch.Tensor:
         return torch.cat([tensor] * 2, -1)  # as if the other rank had the same
 
     monkeypatch.setattr(optimus_2d, "moved", alone)
@@ -107,16 +117,22 @@ def test_statistics_of_a_slice_alone_are_noticed(monkeypatch: pytest.MonkeyPatch
     assert not verify(reading, plan, batches(1)).passed
 
 
-def trained(world: World, reading: Reading, plan: Plan) -> float:
+def trained(world: World, reading: AnalyzedModel, plan: Plan) -> float:
     """The loss of a second step."""
-    with build(reading, plan, world=world) as engine:
-        return [engine.step(engine.share(batch)).loss for batch in batches(2)][-1]
+    with parallelize(reading, plan, world=world) as engine:
+        return [engine.step(engine.local_batch(batch)).loss for batch in batches(2)][-1]
 
 
-@pytest.mark.parametrize("precision", [Precision(compute="bfloat16"), Precision("bfloat16", "bfloat16", "float32", "float32")])
-def test_in_half_precision_statistics_travel_in_single(precision: Precision):
+@pytest.mark.parametrize(
+    "precision",
+    [PrecisionConfig(compute="bfloat16"), PrecisionConfig("bfloat16", "bfloat16", "float32", "float32")],
+)
+def test_in_half_precision_statistics_travel_in_single(precision: PrecisionConfig):
     reading, plan = planned(known_even(), Mesh(dp_shard=2, tp=2), SQUARE, precision=precision)
-    assert {move.dtype for action in plan.program.actions("stage0") for move in action.inner} == {"bfloat16", "float32"}
+    assert {move.dtype for action in plan.program.actions("stage0") for move in action.inner_transfers} == {
+        "bfloat16",
+        "float32",
+    }
     assert trace(reading, plan, fake=False).passed
     losses = set(on_threads(lambda world: trained(world, reading, plan), plan.mesh))
     assert len(losses) == 1
@@ -124,6 +140,9 @@ def test_in_half_precision_statistics_travel_in_single(precision: Precision):
 
 
 def test_tokens_of_a_sample_on_several_ranks_are_refused():
-    strategies = (Grid(), ROWS, Dealt(), Zero())
-    with pytest.raises(PlanError, match=r"strategies\.grid: ranks along cp have some of the tokens of a sample each, and a grid"):
+    strategies = (TensorParallel2D(), ROWS, Dealt(), ZeRO())
+    with pytest.raises(
+        PlanError,
+        match=r"strategies\.grid: ranks along cp have some of the tokens of a sample each, and a grid",
+    ):
         planned(known_even(), Mesh(dp_shard=2, cp=2, tp=2), strategies)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import build
+from meshwright.api import parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.tensor.optimus_2d import Grid
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -19,8 +19,8 @@ from meshwright.testing.ranks import on_threads
 from tests.parallel.tensor.even_llama import WIDTH, inputs, known_even, received, shards
 from tests.parallel.tensor.odd_llama import TOKENS, batches, planned
 
-ROWS = Batch(axis="dp_shard")
-SQUARE = (Grid(), ROWS, Zero())
+ROWS = BatchSplit(axis="dp_shard")
+SQUARE = (TensorParallel2D(), ROWS, ZeRO())
 LAYERS = 2
 
 
@@ -36,28 +36,33 @@ def test_a_layer_receives_the_papers_elements(q: int):
 
 
 def test_what_is_kept_is_not_gathered_again():
-    strategies = (Grid(again=False), ROWS, Zero())
+    strategies = (TensorParallel2D(regather=False), ROWS, ZeRO())
     _, plan = planned(known_even(), Mesh(dp_shard=3, tp=3), strategies, rows=3)
-    kept, (_, again) = received(plan, ("B",), "tp"), planned(known_even(), Mesh(dp_shard=3, tp=3), SQUARE, rows=3)
+    kept, (_, again) = (
+        received(plan, ("B",), "tp"),
+        planned(known_even(), Mesh(dp_shard=3, tp=3), SQUARE, rows=3),
+    )
     assert received(again, ("B",), "tp") - kept == 2 / 9 * LAYERS * sum(inputs(3))
 
 
 def seen(world: World, q: int) -> tuple[list[tuple[int, ...]], int]:
     """The shapes in which the stream goes from block to block, and the bytes of the weights that this rank keeps."""
     reading, plan = planned(known_even(), Mesh(dp_shard=q, tp=q), SQUARE, rows=2 * q)
-    with build(reading, plan, world=world) as engine:
+    with parallelize(reading, plan, world=world) as engine:
         shapes: list[tuple[int, ...]] = []
-        for layer in engine.player.state.subject.module.get_submodule("model.layers").children():
+        for layer in engine.executor.state.trained_module.module.get_submodule("model.layers").children():
             layer.register_forward_hook(lambda layer, args, output: shapes.append(tuple(output.shape)))
-        engine.step(engine.share(batches(1, 2 * q)[0]))
-        return shapes, engine.player.sizes()["parameters"]
+        engine.step(engine.local_batch(batches(1, 2 * q)[0]))
+        return shapes, engine.executor.memory_by_category()["parameters"]
 
 
 @pytest.mark.parametrize("q", [2, 3])
 def test_stream_and_weights_are_a_square_of_what_one_device_has(q: int):
     reading, plan = planned(known_even(), Mesh(dp_shard=q, tp=q), SQUARE, rows=2 * q)
-    for home in plan.space.homes:
-        assert prod(home.weight.shape) * q == next(w.numel for w in reading.anatomy.weights if w.name == home.weight.name)
+    for home in plan.sharding.param_shardings:
+        assert prod(home.param.shape) * q == next(
+            w.numel for w in reading.model_spec.params if w.name == home.param.name
+        )
     for shapes, nbytes in on_threads(lambda world: seen(world, q), plan.mesh):
         assert shapes == [(2, TOKENS, WIDTH // q)] * LAYERS
         assert nbytes == 4 * shards(reading, q**2)
@@ -66,7 +71,10 @@ def test_stream_and_weights_are_a_square_of_what_one_device_has(q: int):
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        (Mesh(dp_shard=2, tp=3), r"the grid is dp_shard 2 x tp 3;.*\n.*set mesh.dp_shard = 2, mesh.tp = 2 \(4 ranks\)"),
+        (
+            Mesh(dp_shard=2, tp=3),
+            r"the grid is dp_shard 2 x tp 3;.*\n.*set mesh.dp_shard = 2, mesh.tp = 2 \(4 ranks\)",
+        ),
         (Mesh(tp=4), r"the grid is dp_shard 1 x tp 4;(?s:.*)mesh.dp_shard = 2, mesh.tp = 2"),
         (
             Mesh(dp_shard=5, tp=5),
@@ -84,10 +92,13 @@ def test_words_that_do_not_divide_may_be_divided_by_a_strategy_of_their_own():
         planned(known_even(vocab_size=67), Mesh(dp_shard=2, tp=2), SQUARE)
 
 
-@pytest.mark.parametrize("others", [(ROWS, Zero(stage=2)), (ROWS, Replicate(axis="dp_shard")), ()])
+@pytest.mark.parametrize("others", [(ROWS, ZeRO(stage=2)), (ROWS, DDP(axis="dp_shard")), ()])
 def test_rows_that_keep_whole_columns_are_refused(others: tuple[Strategy, ...]):
-    with pytest.raises(PlanError, match=r'nothing keeps weights in shards along dp_shard.*\n.*name = "zero", axis = "dp_shard"'):
-        planned(known_even(), Mesh(dp_shard=2, tp=2), (Grid(), *others))
+    with pytest.raises(
+        PlanError,
+        match=r'nothing keeps weights in shards along dp_shard.*\n.*name = "zero", axis = "dp_shard"',
+    ):
+        planned(known_even(), Mesh(dp_shard=2, tp=2), (TensorParallel2D(), *others))
 
 
 class Plain(nn.Module):
@@ -104,5 +115,7 @@ class Plain(nn.Module):
 
 
 def test_what_computes_with_whole_tokens_is_refused():
-    with pytest.raises(PlanError, match=r"no rank has all of a token, and \d parameters compute with all of it \(mix.weight"):
+    with pytest.raises(
+        PlanError, match=r"no rank has all of a token, and \d parameters compute with all of it \(mix.weight"
+    ):
         planned(Plain(), Mesh(dp_shard=2, tp=2), SQUARE)

@@ -4,21 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.tensor.cube_3d import Cube
-from meshwright.parallel.tensor.optimus_2d import Grid
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.tensor.cube_3d import TensorParallel3D
+from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from tests.parallel.checkpoint_crossing import crosses
 from tests.parallel.tensor.even_llama import known_even
 from tests.parallel.tensor.odd_llama import planned
 
-DATA = (Batch(axis="dp_shard"), Zero())
+DATA = (BatchSplit(axis="dp_shard"), ZeRO())
 PLANS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "alone": (Mesh(), ()),
-    "square": (Mesh(dp_shard=2, tp=2), (Grid(), *DATA)),
-    "cube": (Mesh(dp_shard=2, tp_depth=2, tp=2), (Cube(), *DATA)),
+    "square": (Mesh(dp_shard=2, tp=2), (TensorParallel2D(), *DATA)),
+    "cube": (Mesh(dp_shard=2, tp_depth=2, tp=2), (TensorParallel3D(), *DATA)),
 }
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.sequence_parallel import Sequence
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from tests.parallel.tensor.exactness import assert_exact
@@ -20,27 +20,35 @@ DROPPED = {"gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.2}, "bert": {"hidden_dro
 def trains(family: str, mesh: Mesh, strategies: tuple[Strategy, ...], micro: int = 0, **more: object) -> None:
     reading = read_family(family, LENGTH, **more)
     plan = planned(reading, mesh, strategies, micro)
-    assert_exact(reading, plan, batches(family, 2, length=LENGTH), loss_of(family), fake=family == "falcon, new")
+    assert_exact(
+        reading, plan, batches(family, 2, length=LENGTH), loss_of(family), fake=family == "falcon, new"
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_equals_one_device(family: str):
     ranks = 5 if family == "vit" else 3  # five tokens
-    trains(family, Mesh(tp=ranks), (Line(), Sequence(again=ranks == 3)), 2)
+    trains(family, Mesh(tp=ranks), (TensorParallel(), SequenceParallel(regather=ranks == 3)), 2)
 
 
 @pytest.mark.parametrize("family", ["falcon", "qwen3", "t5"])
 def test_so_it_does_with_few_keys_and_shards_and_recompute(family: str):
     ranks = 2 if family == "t5" else 4
-    strategies = Line(), Sequence(), Batch(axis="dp_shard"), Zero(), Recompute()
+    strategies = (
+        TensorParallel(),
+        SequenceParallel(),
+        BatchSplit(axis="dp_shard"),
+        ZeRO(),
+        ActivationCheckpointing(),
+    )
     trains(family, Mesh(dp_shard=2, tp=ranks), strategies, 1)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_so_it_does_with_a_divided_vocabulary_behind_glue_and_other_layers(family: str):
-    trains(family, Mesh(tp=2), (Line(), Sequence(), Vocabulary()))
+    trains(family, Mesh(tp=2), (TensorParallel(), SequenceParallel(), VocabParallel()))
 
 
 @pytest.mark.parametrize("family", DROPPED)
 def test_masks_of_slices_are_those_of_the_whole_stream(family: str):
-    trains(family, Mesh(tp=3), (Line(), Sequence()), 2, **DROPPED[family])
+    trains(family, Mesh(tp=3), (TensorParallel(), SequenceParallel()), 2, **DROPPED[family])

@@ -5,11 +5,11 @@ from math import prod
 import pytest
 
 from meshwright.api import trace
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.tensor.optimus_2d import Grid
-from meshwright.parallel.tensor.tesseract_25d import Grid25
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
+from meshwright.parallel.tensor.tesseract_25d import TensorParallel25D
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -17,15 +17,19 @@ from tests.parallel.tensor.even_llama import inputs, known_even, received, shard
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import batches, planned
 
-DATA = (Batch(), Batch(axis="dp_shard"), Zero(across="dp_replicate"))
-SQUARES = (Grid25(), *DATA)
+DATA = (BatchSplit(), BatchSplit(axis="dp_shard"), ZeRO(replicate_axis="dp_replicate"))
+SQUARES = (TensorParallel25D(), *DATA)
 
 
 @pytest.mark.parametrize(
     ("mesh", "strategies", "micro"),
     [
         (Mesh(dp_replicate=2, dp_shard=2, tp=2), SQUARES, 0),
-        (Mesh(dp_replicate=3, dp_shard=2, tp=2), (*DATA, Grid25(again=False), Vocabulary()), 1),
+        (
+            Mesh(dp_replicate=3, dp_shard=2, tp=2),
+            (*DATA, TensorParallel25D(regather=False), VocabParallel()),
+            1,
+        ),
     ],
 )
 def test_it_equals_one_device(mesh: Mesh, strategies: tuple[Strategy, ...], micro: int):
@@ -39,22 +43,38 @@ def test_a_layer_receives_the_papers_elements(d: int, q: int):
     reading, plan = planned(known_even(), Mesh(dp_replicate=d, dp_shard=q, tp=q), SQUARES, rows=d * q)
     taken, tokens = 2 * sum(inputs(d * q)), 2 * d * q * 9
     along = received(plan, ("F", "B"), "tp")
-    assert along == pytest.approx(3 * (q - 1) / q**2 * taken / d + 2 * 2 * (q - 1) / (d * q) * tokens)  # and two norms
+    assert along == pytest.approx(
+        3 * (q - 1) / q**2 * taken / d + 2 * 2 * (q - 1) / (d * q) * tokens
+    )  # and two norms
     shard = shards(reading, q**2, "layers")  # |W| / q^2
     assert received(plan, ("UNSHARD", "REDUCE"), "dp_shard") == 3 * (q - 1) * shard
     assert received(plan, ("REDUCE",), "dp_replicate") == pytest.approx(2 * (d - 1) / d * shard)
-    for home in plan.space.homes:
-        assert prod(home.weight.shape) * q == next(w.numel for w in reading.anatomy.weights if w.name == home.weight.name)
+    for home in plan.sharding.param_shardings:
+        assert prod(home.param.shape) * q == next(
+            w.numel for w in reading.model_spec.params if w.name == home.param.name
+        )
 
 
-def test_squares_that_take_other_slices_of_the_samples_for_theirs_are_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_squares_that_take_other_slices_of_the_samples_for_theirs_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+):
     reading, plan = planned(known_even(), Mesh(dp_replicate=2, dp_shard=2, tp=2), SQUARES, rows=4)
-    monkeypatch.setattr(Grid, "rewrite", lambda square, program, space, job: program)  # nothing is said of what travels
+    monkeypatch.setattr(
+        TensorParallel2D, "rewrite", lambda square, program, space, job: program
+    )  # nothing is said of what travels
     assert not trace(reading, planned(reading, plan.mesh, SQUARES, rows=4)[1], fake=False).passed
 
 
 def test_one_square_and_squares_that_share_samples_are_refused():
     with pytest.raises(PlanError, match=r'there is one square.*\n.*name = "grid" for a single square'):
-        planned(known_even(), Mesh(dp_shard=2, tp=2), (Grid25(), Batch(axis="dp_shard"), Zero()))
-    with pytest.raises(PlanError, match=r'nothing splits samples and copies shards along dp_replicate.*\n.*"dp_replicate"'):
-        planned(known_even(), Mesh(dp_replicate=2, dp_shard=2, tp=2), (Grid25(), Batch(axis="dp_shard"), Zero()))
+        planned(
+            known_even(), Mesh(dp_shard=2, tp=2), (TensorParallel25D(), BatchSplit(axis="dp_shard"), ZeRO())
+        )
+    with pytest.raises(
+        PlanError, match=r'nothing splits samples and copies shards along dp_replicate.*\n.*"dp_replicate"'
+    ):
+        planned(
+            known_even(),
+            Mesh(dp_replicate=2, dp_shard=2, tp=2),
+            (TensorParallel25D(), BatchSplit(axis="dp_shard"), ZeRO()),
+        )

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from meshwright.api import make_plan, read
+from meshwright.api import analyze, make_plan
 from meshwright.cli import app
 from meshwright.model.loading.loader import Model
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.sequence_parallel import Sequence
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.errors import Fault, PlanError
-from meshwright.plan.job.job import Job, Optimizer, ParameterGroup, Train
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.errors import Diagnostic, PlanError
+from meshwright.plan.job.job import Job, OptimizerConfig, ParamGroupConfig, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from tests.parallel.tensor.odd_llama import llama, planned
 
@@ -84,51 +84,60 @@ class Convolutions(nn.Module):
         return self.head(x.transpose(1, 2))
 
 
-def faults(model: nn.Module | Model, mesh: Mesh, strategies: tuple = (Line(),), **job: object) -> tuple[Fault, ...]:
-    reading = read(lambda: model, {"input_ids": TOKENS, "labels": TOKENS})
-    said = Job(ModelSource("net"), DataSource("random", sequence=6), Train(batch=4), **job)
+def faults(
+    model: nn.Module | Model, mesh: Mesh, strategies: tuple = (TensorParallel(),), **job: object
+) -> tuple[Diagnostic, ...]:
+    reading = analyze(lambda: model, {"input_ids": TOKENS, "labels": TOKENS})
+    said = Job(ModelConfig("net"), DataConfig("random", sequence=6), TrainConfig(batch=4), **job)
     with pytest.raises(PlanError) as raised:
         make_plan(reading, said, mesh, strategies)
-    return raised.value.faults
+    return raised.value.diagnostics
 
 
 def test_a_model_of_convolutions_is_refused_by_name():
     (said,) = faults(Convolutions(), Mesh(tp=2))
-    assert "no pair of linear layers of model is known to split" in said.what
-    assert "layers.*: a convolution: only linear layers and embeddings can be divided" in said.what
+    assert "no pair of linear layers of model is known to split" in said.problem
+    assert "layers.*: a convolution: only linear layers and embeddings can be divided" in said.problem
     assert "meshwright.Model(make_it(), sockets=" in said.fix
     assert "--explain-model" in said.fix
 
 
 def test_a_role_that_cannot_be_had_is_refused():
-    (said,) = faults(Model(Convolutions(), sockets={"layers.*": "columns"}), Mesh(tp=2))
-    assert said.where == "model.sockets"
-    assert said.what == (
+    (said,) = faults(Model(Convolutions(), layer_roles={"layers.*": "columns"}), Mesh(tp=2))
+    assert said.location == "model.sockets"
+    assert said.problem == (
         "layers.* is declared as columns, and that cannot be: a convolution: only linear layers and embeddings can be divided"
     )
 
 
 def test_widths_with_fewer_features_than_ranks_name_the_plans_that_work():
     with pytest.raises(PlanError) as raised:
-        planned(llama(intermediate_size=5), Mesh(tp=6), (Line(),))
-    (said,) = raised.value.faults
-    assert said.where == "mesh.tp"
-    assert said.what.endswith("and 5 more divide into 5 units, and tp has 6 ranks")
+        planned(llama(intermediate_size=5), Mesh(tp=6), (TensorParallel(),))
+    (said,) = raised.value.diagnostics
+    assert said.location == "mesh.tp"
+    assert said.problem.endswith("and 5 more divide into 5 units, and tp has 6 ranks")
     assert said.fix == "set mesh.tp to at most 5; mesh.tp = 3 and mesh.dp_shard = 2 are as many ranks"
 
 
 def test_all_faults_are_said_at_once():
-    group = Optimizer("adamw", groups=(ParameterGroup("head.*", lr_factor=-1.0),))
-    said = faults(Convolutions(), Mesh(tp=2, dp_shard=3), (Line(), Sequence()), optimizer=group)
+    group = OptimizerConfig("adamw", groups=(ParamGroupConfig("head.*", lr_factor=-1.0),))
+    said = faults(
+        Convolutions(), Mesh(tp=2, dp_shard=3), (TensorParallel(), SequenceParallel()), optimizer=group
+    )
     text = "\n".join(map(str, said))
-    for words in ("no pair of linear layers", "no strategy uses the axis dp_shard", "optimizer.groups", "strategies.sequence"):
+    for words in (
+        "no pair of linear layers",
+        "no strategy uses the axis dp_shard",
+        "optimizer.groups",
+        "strategies.sequence",
+    ):
         assert words in text, text
     assert "tp: 2 ranks would do the same work" not in text  # its own strategy has said why
 
 
 def test_slices_of_tokens_without_divided_matrices_are_refused():
     with pytest.raises(PlanError, match=r"strategies\.sequence: tokens are divided between pairs"):
-        planned(llama(), Mesh(tp=3), (Sequence(),))
+        planned(llama(), Mesh(tp=3), (SequenceParallel(),))
 
 
 @pytest.fixture
@@ -145,10 +154,18 @@ def config(tmp_path: Path) -> Path:
     [
         ("Net", ["--mesh.tp", "2"], "layers.*.conv: a convolution"),
         ("Net", ["--mesh.tp", "2"], "sockets={'layers.*.up': 'columns', 'layers.*.down': 'rows'}"),
-        ("convolution", ["--mesh.tp", "2"], "layers.*.conv is declared as columns, and that cannot be: a convolution"),
+        (
+            "convolution",
+            ["--mesh.tp", "2"],
+            "layers.*.conv is declared as columns, and that cannot be: a convolution",
+        ),
         ("missing", ["--mesh.tp", "2"], "'layers.*.upp' names no module or parameter with weights"),
         ("missing", ["--mesh.tp", "2"], "did you mean 'layers.*.down'?"),
-        ("declared", ["--mesh.tp", "48"], "set mesh.tp to at most 40; mesh.tp = 24 and mesh.dp_shard = 2 are as many ranks"),
+        (
+            "declared",
+            ["--mesh.tp", "48"],
+            "set mesh.tp to at most 40; mesh.tp = 24 and mesh.dp_shard = 2 are as many ranks",
+        ),
     ],
 )
 def test_the_command_says_it_before_anything_starts(config: Path, factory: str, words: list[str], said: str):

@@ -7,37 +7,45 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import build, make_plan, read, trace, verify
+from meshwright.api import analyze, make_plan, parallelize, trace, verify
 from meshwright.comm.collectives.group import World
 from meshwright.engine.losses import vocab_parallel
-from meshwright.engine.runtime.loss import IGNORED, Loss, token_cross_entropy
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary, undivided
-from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.engine.runtime.loss import IGNORE_INDEX, Loss, token_cross_entropy
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel, unsharded_vocab_notes
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Job, Train
-from meshwright.plan.job.precision import Precision
+from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.testing.ranks import on_threads
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import ROWS, SIZES, TOKENS, batches, known, llama, planned
 
-BOTH = (Line(), Vocabulary())
+BOTH = (TensorParallel(), VocabParallel())
 CASES = {
     "2 ranks": (Mesh(tp=2), BOTH, 0),
     "3 ranks": (Mesh(tp=3), BOTH, 2),
-    "alone": (Mesh(tp=2), (Vocabulary(),), 0),
-    "beside copies": (Mesh(dp_replicate=2, tp=3), (Batch(), Replicate(), Vocabulary(), Line()), 1),
-    "stage 1": (Mesh(dp_shard=2, tp=2), (*BOTH, Batch(axis="dp_shard"), Zero(stage=1)), 0),
-    "stage 3": (Mesh(dp_shard=2, tp=3), (*BOTH, Batch(axis="dp_shard"), Zero(stage=3)), 1),
-    "recompute": (Mesh(dp_shard=2, tp=2), (*BOTH, Batch(axis="dp_shard"), Zero(), Recompute()), 2),
+    "alone": (Mesh(tp=2), (VocabParallel(),), 0),
+    "beside copies": (
+        Mesh(dp_replicate=2, tp=3),
+        (BatchSplit(), DDP(), VocabParallel(), TensorParallel()),
+        1,
+    ),
+    "stage 1": (Mesh(dp_shard=2, tp=2), (*BOTH, BatchSplit(axis="dp_shard"), ZeRO(stage=1)), 0),
+    "stage 3": (Mesh(dp_shard=2, tp=3), (*BOTH, BatchSplit(axis="dp_shard"), ZeRO(stage=3)), 1),
+    "recompute": (
+        Mesh(dp_shard=2, tp=2),
+        (*BOTH, BatchSplit(axis="dp_shard"), ZeRO(), ActivationCheckpointing()),
+        2,
+    ),
 }
 
 
@@ -47,7 +55,7 @@ def uneven(count: int, *, weighted: bool = False) -> list[dict[str, torch.Tensor
     generator = torch.Generator().manual_seed(1)
     for batch in found:
         batch["labels"][0, :4] = torch.tensor([0, 33, 34, SIZES["vocab_size"] - 1])
-        batch["labels"][1, 2:7], batch["labels"][2] = IGNORED, IGNORED
+        batch["labels"][1, 2:7], batch["labels"][2] = IGNORE_INDEX, IGNORE_INDEX
         if weighted:
             batch["loss_weights"] = torch.rand(ROWS, TOKENS, generator=generator, dtype=torch.float64)
     return found
@@ -61,17 +69,19 @@ def test_it_equals_one_device(case: str, tied: bool):
     assert_exact(reading, plan, uneven(2), fake=case == "recompute" and tied)
 
 
-@pytest.mark.parametrize("strategies", [(Vocabulary(),), (*BOTH, Recompute())], ids=["words", "both"])
+@pytest.mark.parametrize(
+    "strategies", [(VocabParallel(),), (*BOTH, ActivationCheckpointing())], ids=["words", "both"]
+)
 def test_one_rank_along_the_axis_has_all_and_sends_nothing(strategies):
-    reading, plan = planned(known(), Mesh(dp_replicate=2, tp=1), (Batch(), Replicate(), *strategies), 1)
-    assert not any(action.inner for action in plan.actions)
+    reading, plan = planned(known(), Mesh(dp_replicate=2, tp=1), (BatchSplit(), DDP(), *strategies), 1)
+    assert not any(action.inner_transfers for action in plan.actions)
     assert_exact(reading, plan, uneven(2))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_weights_and_smoothing_equal_one_device(smoothing: float):
     loss, data = token_cross_entropy(smoothing), uneven(2, weighted=True)
-    reading = read(llama(), data[0], loss=loss)
+    reading = analyze(llama(), data[0], loss=loss)
     plan = make_plan(reading, planned(known(), Mesh())[1].job, Mesh(tp=3), micro_batch=2)
     assert_exact(reading, plan, data, loss)
 
@@ -115,9 +125,14 @@ class Glue(nn.Module):
 @pytest.mark.parametrize("behind", ["capped", "a scale"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_what_changes_each_logit_by_itself_may_stand_before_the_loss(behind: str, tied: bool):
-    reading, plan = planned(Glue(behind, tied=tied), Mesh(dp_shard=2, tp=3), (Vocabulary(), Batch(axis="dp_shard"), Zero()), 1)
-    assert "table" in {weight.role for weight in reading.anatomy.weights if weight.name == "embed.weight"}
-    assert plan.space.logits.places
+    reading, plan = planned(
+        Glue(behind, tied=tied),
+        Mesh(dp_shard=2, tp=3),
+        (VocabParallel(), BatchSplit(axis="dp_shard"), ZeRO()),
+        1,
+    )
+    assert "table" in {weight.role for weight in reading.model_spec.params if weight.name == "embed.weight"}
+    assert plan.sharding.logits_layout.placements
     data = uneven(2)
     data[0]["input_ids"][:, :4] = 40  # padding, on the second of three ranks
     verdict = verify(reading, plan, data)
@@ -135,92 +150,111 @@ def test_what_changes_each_logit_by_itself_may_stand_before_the_loss(behind: str
     ],
 )
 def test_what_looks_at_all_words_leaves_the_head_whole(behind: str, why: str):
-    reading = read(Glue(behind), batches(1)[0])
-    weights = {weight.name: weight for weight in reading.anatomy.weights}
-    assert (weights["head.weight"].role, weights["head.weight"].why) == ("logits", why)
-    assert reading.anatomy.logits is None
+    reading = analyze(Glue(behind), batches(1)[0])
+    weights = {weight.name: weight for weight in reading.model_spec.params}
+    assert (weights["head.weight"].role, weights["head.weight"].not_shardable_reason) == ("logits", why)
+    assert reading.model_spec.logits is None
     assert (weights["embed.weight"].role == "table") is (behind != "the table again")
-    both = {weight.name: weight for weight in read(Glue(behind, tied=True), batches(1)[0]).anatomy.weights}
-    assert list(undivided(reading.anatomy)) == [f"head.weight stays whole on every rank: {why}"]
+    both = {
+        weight.name: weight for weight in analyze(Glue(behind, tied=True), batches(1)[0]).model_spec.params
+    }
+    assert list(unsharded_vocab_notes(reading.model_spec)) == [
+        f"head.weight stays whole on every rank: {why}"
+    ]
     assert both["embed.weight"].role != "table", "tied weights are divided together, or not at all"
 
 
 def test_a_table_alone_is_divided_when_the_loss_needs_whole_logits():
     loss = Loss(token_cross_entropy().total, token_cross_entropy().count)
-    reading = read(llama(), batches(1)[0], loss=loss)
+    reading = analyze(llama(), batches(1)[0], loss=loss)
     plan = make_plan(reading, planned(known(), Mesh())[1].job, Mesh(tp=2))
     assert [strategy.name for strategy in plan.strategies] == ["line", "vocabulary"]
-    assert reading.anatomy.logits is None
-    why = next(weight.why for weight in reading.anatomy.weights if weight.name == "lm_head.weight")
+    assert reading.model_spec.logits is None
+    why = next(
+        weight.not_shardable_reason for weight in reading.model_spec.params if weight.name == "lm_head.weight"
+    )
     assert why == "the loss needs the logits of all words"
     verdict = verify(reading, plan, uneven(2), loss=loss)
     assert verdict.passed, str(verdict)
-    with pytest.raises(PlanError, match=r"the loss needs whole logits, and the plan divides them(?s:.*)the same loss"):
+    with pytest.raises(
+        PlanError, match=r"the loss needs whole logits, and the plan divides them(?s:.*)the same loss"
+    ):
         verify(*planned(known(), Mesh(tp=2), BOTH), uneven(1), loss=loss)
 
 
 @pytest.mark.parametrize("table", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
 def test_a_table_that_looks_beyond_its_rows_stays_whole(table: dict[str, float]):
-    reading = read(Glue(**table), batches(1)[0])
-    embed = next(weight for weight in reading.anatomy.weights if weight.name == "embed.weight")
+    reading = analyze(Glue(**table), batches(1)[0])
+    embed = next(weight for weight in reading.model_spec.params if weight.name == "embed.weight")
     assert embed.role != "table"
-    assert embed.why == (f"{next(iter(table))} looks at more than the rows of one rank")
+    assert embed.not_shardable_reason == (f"{next(iter(table))} looks at more than the rows of one rank")
 
 
 def moved(plan: Plan, kind: str) -> list[tuple[str, str, int]]:
-    acts = [action for action in plan.program.actions(ROLE) if action.kind == kind]
-    return [(act.subject, move.collective, move.nbytes) for act in acts for move in act.inner]
+    acts = [action for action in plan.program.actions(FIRST_ROLE) if action.kind == kind]
+    return [(act.subject, move.collective, move.nbytes) for act in acts for move in act.inner_transfers]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_its_bytes_are_two_sums_of_the_stream_and_two_numbers_per_token(ranks: int):
-    _, plan = planned(known(), Mesh(tp=ranks), (Vocabulary(),))
+    _, plan = planned(known(), Mesh(tp=ranks), (VocabParallel(),))
     stream = ROWS * TOKENS * SIZES["hidden_size"] * 4
     assert moved(plan, "F") == [("model.embed_tokens", "all_reduce", stream)]
     assert moved(plan, "B") == [("lm_head", "all_reduce", stream)]
     assert moved(plan, "LOSS") == [("", "all_gather", ROWS * TOKENS * 2 * 4)]
-    shapes = [{home.weight.name: home.weight.shape for home in plan.at(rank).space.homes} for rank in range(ranks)]
+    shapes = [
+        {home.param.name: home.param.shape for home in plan.for_rank(rank).sharding.param_shardings}
+        for rank in range(ranks)
+    ]
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert sum(prod(each[name]) for each in shapes) == SIZES["vocab_size"] * SIZES["hidden_size"]
         assert {each[name][0] for each in shapes} == ({34, 33} if ranks == 2 else {23, 22})
 
 
 def test_numbers_of_ranks_that_are_added_up_are_noticed(monkeypatch: pytest.MonkeyPatch):
-    def swapped(self: vocab_parallel.Divided, numbers: torch.Tensor) -> torch.Tensor:
+    def swapped(self: vocab_parallel.VocabParallelLogits, numbers: torch.Tensor) -> torch.Tensor:
         told = right(self, numbers)
         return told.mean(0, keepdim=True).expand_as(told)
 
-    right = vocab_parallel.Divided._told
-    monkeypatch.setattr(vocab_parallel.Divided, "_told", swapped)
+    right = vocab_parallel.VocabParallelLogits._told
+    monkeypatch.setattr(vocab_parallel.VocabParallelLogits, "_told", swapped)
     assert not verify(*planned(known(), Mesh(tp=2), BOTH), uneven(1)).passed
 
 
 def test_more_ranks_than_words_are_refused():
     small = llama(vocab_size=3)
     data = {"input_ids": torch.zeros(4, 9, dtype=torch.long), "labels": torch.zeros(4, 9, dtype=torch.long)}
-    job = Job(ModelSource("llama"), DataSource("random", sequence=9), Train(batch=4))
-    with pytest.raises(PlanError, match=r"divide into 3 units, and tp has 4 ranks\n.*set mesh.tp to at most 3"):
-        make_plan(read(small, data), job, Mesh(tp=4), (Vocabulary(),))
+    job = Job(ModelConfig("llama"), DataConfig("random", sequence=9), TrainConfig(batch=4))
+    with pytest.raises(
+        PlanError, match=r"divide into 3 units, and tp has 4 ranks\n.*set mesh.tp to at most 3"
+    ):
+        make_plan(analyze(small, data), job, Mesh(tp=4), (VocabParallel(),))
 
 
 def test_a_model_without_words_is_refused():
     data = {"x": torch.randn(4, 3), "y": torch.randn(4, 2)}
-    loss = Loss(lambda outputs, batch: (outputs - batch["y"]).square().sum(), lambda batch: torch.tensor(len(batch["y"])), ("y",))
+    loss = Loss(
+        lambda outputs, batch: (outputs - batch["y"]).square().sum(),
+        lambda batch: torch.tensor(len(batch["y"])),
+        ("y",),
+    )
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
-    job = Job(ModelSource("m"), DataSource("example"), Train(batch=4))
+    job = Job(ModelConfig("m"), DataConfig("example"), TrainConfig(batch=4))
     model.forward = lambda x: nn.Sequential.forward(model, x)  # type: ignore[method-assign]
-    with pytest.raises(PlanError, match=r"has no table and no head that can be divided by words(?s:.*)leave the strategy out"):
-        make_plan(read(model, data, loss=loss), job, Mesh(tp=2), (Vocabulary(),))
+    with pytest.raises(
+        PlanError, match=r"has no table and no head that can be divided by words(?s:.*)leave the strategy out"
+    ):
+        make_plan(analyze(model, data, loss=loss), job, Mesh(tp=2), (VocabParallel(),))
 
 
-def evaluated(world: World, reading: Reading, plan: Plan) -> tuple[float, torch.Tensor, float]:
+def evaluated(world: World, reading: AnalyzedModel, plan: Plan) -> tuple[float, torch.Tensor, float]:
     """The loss of an evaluation, logits outside of steps, and the loss of a second step."""
-    with build(reading, plan, world=world) as engine:
+    with parallelize(reading, plan, world=world) as engine:
         data = uneven(2)
-        found = engine.evaluate([engine.share(batch) for batch in data]).loss
-        with engine.whole() as module:
+        found = engine.evaluate([engine.local_batch(batch) for batch in data]).loss
+        with engine.full_params() as module:
             logits = module(input_ids=data[0]["input_ids"]).logits
-        return found, logits, [engine.step(engine.share(batch)).loss for batch in data][-1]
+        return found, logits, [engine.step(engine.local_batch(batch)).loss for batch in data][-1]
 
 
 @pytest.mark.parametrize("mesh", [Mesh(tp=3), Mesh(dp_shard=2, tp=2)])
@@ -236,8 +270,14 @@ def test_evaluations_and_whole_forwards_see_all_words(mesh: Mesh):
 
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 def test_the_table_travels_as_wide_as_it_is(compute: str):
-    reading, plan = planned(known(), Mesh(tp=2), (Vocabulary(),), precision=Precision(compute=compute))
-    dtypes = {action.kind: move.dtype for action in plan.program.actions(ROLE) for move in action.inner}
+    reading, plan = planned(
+        known(), Mesh(tp=2), (VocabParallel(),), precision=PrecisionConfig(compute=compute)
+    )
+    dtypes = {
+        action.kind: move.dtype
+        for action in plan.program.actions(FIRST_ROLE)
+        for move in action.inner_transfers
+    }
     assert dtypes == {"F": "float32", "LOSS": "float32", "B": compute}
     assert trace(reading, plan, fake=False).passed
-    assert replace(plan.space.logits).places
+    assert replace(plan.sharding.logits_layout).placements

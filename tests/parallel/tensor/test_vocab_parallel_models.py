@@ -5,21 +5,29 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.api import make_plan, read
-from meshwright.engine.runtime.loss import IGNORED
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.api import analyze, make_plan
+from meshwright.engine.runtime.loss import IGNORE_INDEX
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from tests.parallel.tensor.exactness import assert_exact
 
 ROWS, TOKENS = 4, 6
-SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 12, "vocab_size": 67}
+SMALL = {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "vocab_size": 67,
+}
 
 
 def gpt2() -> nn.Module:
     """With its own vocabulary of 50,257 words, tied."""
-    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    config = transformers.GPT2Config(
+        n_layer=1, n_head=2, n_embd=8, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -31,13 +39,17 @@ def bert() -> nn.Module:
 
 def gemma2() -> nn.Module:
     """Rows of its table are scaled, its logits capped."""
-    config = transformers.Gemma2Config(**SMALL, head_dim=4, num_key_value_heads=1, final_logit_softcapping=2.0, pad_token_id=40)
+    config = transformers.Gemma2Config(
+        **SMALL, head_dim=4, num_key_value_heads=1, final_logit_softcapping=2.0, pad_token_id=40
+    )
     return transformers.Gemma2ForCausalLM(config)
 
 
 def t5() -> nn.Module:
     """One table for encoder and decoder, tied to the head, whose input is scaled."""
-    config = transformers.T5Config(vocab_size=67, d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2, dropout_rate=0.0)
+    config = transformers.T5Config(
+        vocab_size=67, d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2, dropout_rate=0.0
+    )
     return transformers.T5ForConditionalGeneration(config)
 
 
@@ -53,7 +65,7 @@ def rows(words: int, *, decoder: bool) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(words, (ROWS, 2 * TOKENS), generator=generator)
     labels = torch.randint(words, (ROWS, TOKENS), generator=generator)
-    labels[1, 2:] = IGNORED
+    labels[1, 2:] = IGNORE_INDEX
     found = {"input_ids": ids[:, :TOKENS].contiguous(), "labels": labels}
     return found | ({"decoder_input_ids": ids[:, TOKENS:].contiguous()} if decoder else {})
 
@@ -64,16 +76,23 @@ def test_it_equals_one_device(model: str, ranks: int):
     module = MODELS[model]()
     words = module.get_output_embeddings().weight.shape[0]
     data = [rows(words, decoder=model == "t5")] * 2
-    job = Job(ModelSource(model), DataSource("example", sequence=TOKENS), Train(batch=ROWS, clip=0.5), Optimizer(lr=0.1))
-    reading = read(module, data[0])
-    logits = reading.anatomy.logits
+    job = Job(
+        ModelConfig(model),
+        DataConfig("example", sequence=TOKENS),
+        TrainConfig(batch=ROWS, clip=0.5),
+        OptimizerConfig(lr=0.1),
+    )
+    reading = analyze(module, data[0])
+    logits = reading.model_spec.logits
     assert logits is not None
-    assert logits.words == words
-    plan = make_plan(reading, job, Mesh(tp=ranks), (Vocabulary(),), 2)
+    assert logits.vocab_size == words
+    plan = make_plan(reading, job, Mesh(tp=ranks), (VocabParallel(),), 2)
     assert_exact(reading, plan, data)
-    whole = {weight.name: weight.numel for weight in reading.anatomy.weights}
-    words_of = [home.weight for home in plan.space.homes if home.cut]
+    whole = {weight.name: weight.numel for weight in reading.model_spec.params}
+    words_of = [home.param for home in plan.sharding.param_shardings if home.sliced_dims]
     assert words_of
     assert all(weight.numel < 0.6 * whole[weight.name] for weight in words_of)
     table = module.get_input_embeddings().weight.numel()
-    assert not any(home.weight.numel == table for home in plan.space.homes), "no rank has a whole table"
+    assert not any(home.param.numel == table for home in plan.sharding.param_shardings), (
+        "no rank has a whole table"
+    )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.plan.hardware.cost_fit import Law, Seen, nonnegative, unseen
+from meshwright.plan.hardware.cost_fit import CostFit, Sample, holdout_error, nonnegative_least_squares
 
 COSTS = (1e-5, 2e-11, 3e-9)
 SIZES = [(n, k) for n in (16, 64, 256, 1024) for k in (8, 128, 2048)]
@@ -12,36 +12,40 @@ def causes(n: float, k: float) -> tuple[float, ...]:
     return 1.0, n * k, n + k
 
 
-def seen(n: float, k: float, times: float = 1.0) -> Seen:
+def seen(n: float, k: float, times: float = 1.0) -> Sample:
     took = sum(cost * amount for cost, amount in zip(COSTS, causes(n, k), strict=True))
-    return Seen((n, k), causes(n, k), times * took)
+    return Sample((n, k), causes(n, k), times * took)
 
 
 def test_what_made_the_points_is_found_again():
-    law = Law(tuple(seen(*size) for size in SIZES))
-    assert law.costs == pytest.approx(COSTS, rel=1e-3)
-    assert law.seconds((100_000, 300), causes(100_000, 300)) == pytest.approx(seen(100_000, 300).seconds, rel=1e-3)
+    law = CostFit(tuple(seen(*size) for size in SIZES))
+    assert law.coefficients == pytest.approx(COSTS, rel=1e-3)
+    assert law.seconds((100_000, 300), causes(100_000, 300)) == pytest.approx(
+        seen(100_000, 300).seconds, rel=1e-3
+    )
 
 
 def test_near_a_point_the_law_comes_to_it_and_far_off_it_does_not():
     odd = seen(64, 128, times=2.0)
-    law = Law((*(seen(*size) for size in SIZES if size != (64, 128)), odd))
-    plain = Law(tuple(seen(*size) for size in SIZES if size != (64, 128)))
+    law = CostFit((*(seen(*size) for size in SIZES if size != (64, 128)), odd))
+    plain = CostFit(tuple(seen(*size) for size in SIZES if size != (64, 128)))
     assert 1.6 < law.seconds((64, 128), causes(64, 128)) / plain.seconds((64, 128), causes(64, 128)) < 2.05
-    assert law.seconds((1 << 20, 4), causes(1 << 20, 4)) < 1.3 * plain.seconds((1 << 20, 4), causes(1 << 20, 4))
+    assert law.seconds((1 << 20, 4), causes(1 << 20, 4)) < 1.3 * plain.seconds(
+        (1 << 20, 4), causes(1 << 20, 4)
+    )
 
 
 def test_no_cost_is_below_0():
-    found = nonnegative([(1.0, 2.0), (1.0, 4.0), (1.0, 8.0)])
+    found = nonnegative_least_squares([(1.0, 2.0), (1.0, 4.0), (1.0, 8.0)])
     assert min(found) >= 0
-    falling = nonnegative([(1 / took, x / took) for x, took in ((1, 3.0), (2, 2.0), (3, 1.0))])
+    falling = nonnegative_least_squares([(1 / took, x / took) for x, took in ((1, 3.0), (2, 2.0), (3, 1.0))])
     assert falling[1] == 0
-    assert nonnegative([(1.0, 0.0), (2.0, 0.0)])[1] == 0
+    assert nonnegative_least_squares([(1.0, 0.0), (2.0, 0.0)])[1] == 0
 
 
 def test_the_error_is_that_of_points_that_were_not_fitted():
-    exact = Law(tuple(seen(*size) for size in SIZES))
-    noisy = Law(tuple(seen(*size, times=1.0 if place % 2 else 1.5) for place, size in enumerate(SIZES)))
-    assert unseen(exact) < 0.01
-    assert unseen(noisy) > 0.2
-    assert unseen(Law((seen(16, 8),))) == 0.0
+    exact = CostFit(tuple(seen(*size) for size in SIZES))
+    noisy = CostFit(tuple(seen(*size, times=1.0 if place % 2 else 1.5) for place, size in enumerate(SIZES)))
+    assert holdout_error(exact) < 0.01
+    assert holdout_error(noisy) > 0.2
+    assert holdout_error(CostFit((seen(16, 8),))) == 0.0

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.plan.hardware.stragglers import Stretch
+from meshwright.plan.hardware.stragglers import LagSample
 from meshwright.plan.job.errors import PlanError
 from tests.plan.hardware.synthetic_device import CALL_S, TANH_S, attention_s, product_s, profile
 
@@ -15,23 +15,23 @@ FOUND = profile()
     "size", [(128, 512, 256, 1), (300, 700, 90, 1), (2000, 96, 3000, 1), (17, 5000, 333, 1), (96, 96, 48, 30)]
 )
 def test_products_of_any_size_take_what_the_device_takes(size: tuple[int, int, int, int]):
-    assert FOUND.product_seconds(*size) == pytest.approx(product_s(*size), rel=0.05)
+    assert FOUND.matmul_seconds(*size) == pytest.approx(product_s(*size), rel=0.05)
 
 
 def test_a_swapped_inner_dim_is_noticed():
     """The planted bug: rows and inner dim exchanged cost as many operations, and not as much time."""
-    right, swapped = FOUND.product_seconds(2048, 512, 16), FOUND.product_seconds(16, 512, 2048)
+    right, swapped = FOUND.matmul_seconds(2048, 512, 16), FOUND.matmul_seconds(16, 512, 2048)
     assert right > 2 * swapped
-    turned = replace(FOUND, products=tuple(replace(each, m=each.k, k=each.m) for each in FOUND.products))
-    assert turned.product_seconds(2048, 512, 16) == pytest.approx(swapped, rel=0.1)
+    turned = replace(FOUND, matmuls=tuple(replace(each, m=each.k, k=each.m) for each in FOUND.matmuls))
+    assert turned.matmul_seconds(2048, 512, 16) == pytest.approx(swapped, rel=0.1)
 
 
 def test_nothing_is_faster_than_the_best_that_was_measured_nor_than_a_call():
-    best = FOUND.best("float32")
-    assert 2 * 1e5**3 / FOUND.product_seconds(1e5, 1e5, 1e5) <= best
-    assert FOUND.product_seconds(1, 1, 1) == pytest.approx(CALL_S, rel=0.05)
+    best = FOUND.best_flops("float32")
+    assert 2 * 1e5**3 / FOUND.matmul_seconds(1e5, 1e5, 1e5) <= best
+    assert FOUND.matmul_seconds(1, 1, 1) == pytest.approx(CALL_S, rel=0.05)
     assert FOUND.attention_seconds((1, 1, 1, 1, 1)) >= CALL_S
-    assert FOUND.product_seconds(0, 5, 5) == 0.0
+    assert FOUND.matmul_seconds(0, 5, 5) == 0.0
     assert FOUND.attention_seconds((1, 1, 0, 4, 4)) == 0.0
 
 
@@ -42,57 +42,68 @@ def test_attention_of_any_size_takes_what_the_device_takes():
 
 
 def test_what_is_moved_lies_between_the_sizes_measured_and_goes_on_beyond_them():
-    assert FOUND.moved_seconds(1) == FOUND.moved_seconds(4096) == pytest.approx(CALL_S)
-    assert FOUND.moved_seconds(1 << 20) == pytest.approx((1 << 20) / 20e9)
-    assert (1 << 20) / 20e9 < FOUND.moved_seconds(8 << 20) < (64 << 20) / 5e9
-    assert FOUND.moved_seconds(1 << 30) == pytest.approx((1 << 30) / 5e9)
+    assert FOUND.memory_op_seconds(1) == FOUND.memory_op_seconds(4096) == pytest.approx(CALL_S)
+    assert FOUND.memory_op_seconds(1 << 20) == pytest.approx((1 << 20) / 20e9)
+    assert (1 << 20) / 20e9 < FOUND.memory_op_seconds(8 << 20) < (64 << 20) / 5e9
+    assert FOUND.memory_op_seconds(1 << 30) == pytest.approx((1 << 30) / 5e9)
 
 
 def test_what_computes_much_takes_what_its_numbers_do_where_memory_is_faster():
-    assert FOUND.moved_seconds(8 << 20, "tanh", 1 << 20) == pytest.approx((1 << 20) * TANH_S)
-    assert FOUND.moved_seconds(8 << 20, "tanh", 1) == FOUND.moved_seconds(8 << 20)
-    assert FOUND.moved_seconds(8 << 20, "exp", 1 << 20) == FOUND.moved_seconds(8 << 20)  # nobody measured it
-    wrong = replace(FOUND, computed=(replace(FOUND.computed[0], operation="tanhh"),))
-    assert [fault.what for fault in wrong.faults()] == ["nobody asks what 'tanhh' takes"]
-    assert "tanh" in next(wrong.faults()).fix
+    assert FOUND.memory_op_seconds(8 << 20, "tanh", 1 << 20) == pytest.approx((1 << 20) * TANH_S)
+    assert FOUND.memory_op_seconds(8 << 20, "tanh", 1) == FOUND.memory_op_seconds(8 << 20)
+    assert FOUND.memory_op_seconds(8 << 20, "exp", 1 << 20) == FOUND.memory_op_seconds(
+        8 << 20
+    )  # nobody measured it
+    wrong = replace(FOUND, elementwise_ops=(replace(FOUND.elementwise_ops[0], operation="tanhh"),))
+    assert [fault.problem for fault in wrong.diagnostics()] == ["nobody asks what 'tanhh' takes"]
+    assert "tanh" in next(wrong.diagnostics()).fix
 
 
 def test_how_evenly_it_goes_is_told_in_rising_lengths():
-    assert FOUND.behind_seconds(0.01, 4) == 0.0  # nobody measured it
-    uneven = replace(FOUND, stretches=(Stretch(0.01, 0.05), Stretch(0.04, 0.0)))
-    assert uneven.behind_seconds(0.01, 2) == pytest.approx(0.01 * 0.05)
-    assert not list(uneven.faults())
-    wrong = replace(uneven, stretches=(*uneven.stretches[::-1], Stretch(1.0, -0.1)))
-    assert [fault.where for fault in wrong.faults()] == ["stretches.2.behind", "stretches"]
+    assert FOUND.straggler_seconds(0.01, 4) == 0.0  # nobody measured it
+    uneven = replace(FOUND, lag_samples=(LagSample(0.01, 0.05), LagSample(0.04, 0.0)))
+    assert uneven.straggler_seconds(0.01, 2) == pytest.approx(0.01 * 0.05)
+    assert not list(uneven.diagnostics())
+    wrong = replace(uneven, lag_samples=(*uneven.lag_samples[::-1], LagSample(1.0, -0.1)))
+    assert [fault.location for fault in wrong.diagnostics()] == ["stretches.2.behind", "stretches"]
 
 
 def test_halves_stand_for_each_other_and_other_dtypes_are_refused():
-    assert FOUND.product_seconds(128, 512, 256, dtype="float16") == FOUND.product_seconds(128, 512, 256, dtype="bfloat16")
+    assert FOUND.matmul_seconds(128, 512, 256, dtype="float16") == FOUND.matmul_seconds(
+        128, 512, 256, dtype="bfloat16"
+    )
     with pytest.raises(PlanError, match="nothing was measured in float64 on Abacus 7") as raised:
-        FOUND.product_seconds(8, 8, 8, dtype="float64")
-    assert "compute in one of float32, bfloat16" in raised.value.faults[0].fix
+        FOUND.matmul_seconds(8, 8, 8, dtype="float64")
+    assert "compute in one of float32, bfloat16" in raised.value.diagnostics[0].fix
 
 
 def test_a_law_drawn_through_half_of_it_finds_the_rest():
-    products, attention = FOUND.unseen()
+    products, attention = FOUND.holdout_errors()
     assert products < 0.05
     assert attention < 0.2
 
 
 def test_every_fault_is_told():
-    assert not list(FOUND.faults())
+    assert not list(FOUND.diagnostics())
     wrong = replace(
         FOUND,
         version=7,
         kind="tpu",
         threads=0,
         call_s=-1.0,
-        products=(replace(FOUND.products[0], flops_per_s=-1.0, m=0), *FOUND.products[1:5]),
+        matmuls=(replace(FOUND.matmuls[0], flops_per_s=-1.0, m=0), *FOUND.matmuls[1:5]),
         attention=(),
-        moved=(FOUND.moved[1], FOUND.moved[0]),
+        memory_ops=(FOUND.memory_ops[1], FOUND.memory_ops[0]),
     )
-    told = [str(fault) for fault in wrong.faults()]
-    wanted = ["version 7", "of kind 'tpu'", "threads 0", "a call of -1.0 s", "products.0.m", "flops_per_s of -1.0"]
+    told = [str(fault) for fault in wrong.diagnostics()]
+    wanted = [
+        "version 7",
+        "of kind 'tpu'",
+        "threads 0",
+        "a call of -1.0 s",
+        "products.0.m",
+        "flops_per_s of -1.0",
+    ]
     wanted += ["5 of float32; a law takes 6", "0 were measured; needed are 6", "in rising order"]
     assert all(any(part in each for each in told) for part in wanted), told
-    assert all(fault.fix for fault in wrong.faults())
+    assert all(fault.fix for fault in wrong.diagnostics())

@@ -2,28 +2,46 @@
 
 from dataclasses import replace
 
-from meshwright.plan.hardware.network_model import VERSION, Band, Cluster, Fit, Link, Network, Series
+from meshwright.plan.hardware.network_model import (
+    VERSION,
+    AllReduceSeries,
+    Cluster,
+    FitError,
+    LinkCost,
+    NetworkModel,
+    SizeBand,
+)
 
-LINK = Link((Band(0, 1e-5, 1e9),))
-RING = Series("ring", 2, (1024, 2048), (1e-4, 2e-4), (0.1, 0.1))
-GOOD = Cluster(VERSION, "", "cpu", "2.11", "gloo", 0, Fit(0.1, 0.1), Network(host=LINK, rank=LINK), (RING,))
+LINK = LinkCost((SizeBand(0, 1e-5, 1e9),))
+RING = AllReduceSeries("ring", 2, (1024, 2048), (1e-4, 2e-4), (0.1, 0.1))
+GOOD = Cluster(
+    VERSION,
+    "",
+    "cpu",
+    "2.11",
+    "gloo",
+    0,
+    FitError(0.1, 0.1),
+    NetworkModel(intra_host=LINK, busiest_rank=LINK),
+    (RING,),
+)
 
 
 def test_ranks_and_sizes_are_those_of_all_series():
-    more = replace(GOOD, measured=(Series("tree", 3, (512, 2048), (1.0, 1.0), (0.0, 0.0)), RING))
+    more = replace(GOOD, measurements=(AllReduceSeries("tree", 3, (512, 2048), (1.0, 1.0), (0.0, 0.0)), RING))
     assert (more.ranks, more.sizes) == ((2, 3), (512, 1024, 2048))
     assert more.series("ring", 2) is RING
     assert more.series("ring", 3) is None
 
 
 def test_a_good_cluster_has_no_faults():
-    assert list(GOOD.faults()) == []
+    assert list(GOOD.diagnostics()) == []
 
 
 def test_every_bad_figure_is_told_with_its_place():
-    odd = Series("ring", 1, (2048, 1024), (0.0,), (-0.1, 0.1))
-    bad = replace(GOOD, version=99, per_host=-1, measured=(RING, RING, odd))
-    told = {fault.where: fault.what for fault in bad.faults()}
+    odd = AllReduceSeries("ring", 1, (2048, 1024), (0.0,), (-0.1, 0.1))
+    bad = replace(GOOD, version=99, ranks_per_host=-1, measurements=(RING, RING, odd))
+    told = {fault.location: fault.problem for fault in bad.diagnostics()}
     assert "version 99" in told["version"]
     assert "-1 ranks per host" in told["per_host"]
     assert "twice" in told["measured"]
@@ -35,5 +53,5 @@ def test_every_bad_figure_is_told_with_its_place():
 
 
 def test_a_cluster_without_measurements_is_told_to_measure():
-    (fault,) = replace(GOOD, measured=()).faults()
+    (fault,) = replace(GOOD, measurements=()).diagnostics()
     assert "bench comm" in fault.fix

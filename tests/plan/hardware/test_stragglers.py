@@ -6,35 +6,39 @@ from statistics import fmean
 
 import pytest
 
-from meshwright.plan.hardware.stragglers import Stretch, behind, last_of
+from meshwright.plan.hardware.stragglers import LagSample, expected_maximum, straggler_delay
 
-MEASURED = (Stretch(0.01, 0.06), Stretch(0.04, 0.04), Stretch(0.16, 0.03))
+MEASURED = (LagSample(0.01, 0.06), LagSample(0.04, 0.04), LagSample(0.16, 0.03))
 
 
 def test_the_expected_largest_of_draws_is_that_of_the_tables():
     # H. L. Harter 1961, Expected values of normal order statistics, doi:10.1093/biomet/48.1-2.151, table 1
     for ranks, expected in ((2, 0.56419), (3, 0.84628), (4, 1.02938), (10, 1.53875), (100, 2.50759)):
-        assert last_of(ranks) == pytest.approx(expected, rel=1e-3)
-    assert last_of(1) == 0.0
+        assert expected_maximum(ranks) == pytest.approx(expected, rel=1e-3)
+    assert expected_maximum(1) == 0.0
 
 
 def test_two_that_meet_lose_the_share_that_was_measured_and_more_lose_more():
-    assert behind(MEASURED, 0.04, 2) == pytest.approx(0.04 * 0.04)
-    lost = [behind(MEASURED, 0.04, ranks) for ranks in (1, 2, 3, 4, 100)]
+    assert straggler_delay(MEASURED, 0.04, 2) == pytest.approx(0.04 * 0.04)
+    lost = [straggler_delay(MEASURED, 0.04, ranks) for ranks in (1, 2, 3, 4, 100)]
     assert lost[0] == 0.0
     assert all(low < high for low, high in pairwise(lost))
-    assert behind((), 0.04, 8) == behind(MEASURED, 0.0, 8) == 0.0
+    assert straggler_delay((), 0.04, 8) == straggler_delay(MEASURED, 0.0, 8) == 0.0
 
 
 def test_between_lengths_lies_a_line_and_beyond_them_parts_are_drawn_anew():
-    assert behind(MEASURED, 0.02, 2) == pytest.approx(0.02 * 0.05)
-    assert behind(MEASURED, 0.001, 2) == pytest.approx(0.001 * 0.06)
-    assert behind(MEASURED, 0.64, 2) == pytest.approx(0.64 * 0.015)
+    assert straggler_delay(MEASURED, 0.02, 2) == pytest.approx(0.02 * 0.05)
+    assert straggler_delay(MEASURED, 0.001, 2) == pytest.approx(0.001 * 0.06)
+    assert straggler_delay(MEASURED, 0.64, 2) == pytest.approx(0.64 * 0.015)
 
 
 def test_it_is_what_ranks_that_meet_really_lose():
     drawn, spread, length = random.Random(0), 0.05, 0.01
-    share = spread * last_of(2)  # half the mean distance of two
+    share = spread * expected_maximum(2)  # half the mean distance of two
     for ranks in (2, 3, 6):
-        waited = [max(drawn.gauss(length, spread * length) for _ in range(ranks)) - length for _ in range(20_000)]
-        assert fmean(waited) == pytest.approx(behind((Stretch(length, share),), length, ranks), rel=0.03)
+        waited = [
+            max(drawn.gauss(length, spread * length) for _ in range(ranks)) - length for _ in range(20_000)
+        ]
+        assert fmean(waited) == pytest.approx(
+            straggler_delay((LagSample(length, share),), length, ranks), rel=0.03
+        )

@@ -2,41 +2,65 @@
 
 import pytest
 
-from meshwright.plan.job.data_source import DataSource, Part
+from meshwright.plan.job.data_source import DataConfig, MixturePart
 
-TWO = (Part("a.jsonl", weight=3.0), Part("b.jsonl", column="body", split="test", chat=""))
+TWO = (MixturePart("a.jsonl", weight=3.0), MixturePart("b.jsonl", column="body", split="test", chat=""))
 
 
 @pytest.mark.parametrize(
     ("source", "where", "what"),
     [
-        (DataSource(), "data.source", "no data is named"),
-        (DataSource("a", sequence=0), "data.sequence", "a sample of 0 tokens"),
-        (DataSource("a", epochs=-1), "data.epochs", "-1 epochs"),
-        (DataSource("a", chat="messages"), "data.tokenizer", "conversations (chat = 'messages') without a tokenizer"),
-        (DataSource("a", column=""), "data.column", "no column is named"),
-        (DataSource("a", split=""), "data.split", "no split is named"),
-        (DataSource("a", mixture=TWO), "data.source", "source = 'a' beside a mixture"),
-        (DataSource(mixture=TWO, column="body"), "data.column", "column = 'body' beside a mixture"),
-        (DataSource(mixture=TWO, streaming=True), "data.streaming", "streaming = True beside a mixture"),
-        (DataSource(mixture=(Part("a", weight=0.0),)), "data.mixture.0.weight", "a weight of 0.0"),
-        (DataSource(mixture=(Part("a", weight=float("nan")),)), "data.mixture.0.weight", "a weight of nan"),
-        (DataSource(mixture=(*TWO, Part("a", weight=float("inf")))), "data.mixture.2.weight", "a weight of inf"),
-        (DataSource(mixture=(Part("example"),)), "data.mixture.0.source", "the example batch in a mixture"),
-        (DataSource(mixture=(TWO[0], Part(""))), "data.mixture.1.source", "no data is named"),
-        (DataSource(mixture=(TWO[0], Part("a", column=""))), "data.mixture.1.column", "no column is named"),
-        (DataSource(mixture=(Part("a", chat="talk"),)), "data.tokenizer", "conversations (chat = 'talk') without a tokenizer"),
+        (DataConfig(), "data.source", "no data is named"),
+        (DataConfig("a", sequence=0), "data.sequence", "a sample of 0 tokens"),
+        (DataConfig("a", epochs=-1), "data.epochs", "-1 epochs"),
+        (
+            DataConfig("a", chat="messages"),
+            "data.tokenizer",
+            "conversations (chat = 'messages') without a tokenizer",
+        ),
+        (DataConfig("a", column=""), "data.column", "no column is named"),
+        (DataConfig("a", split=""), "data.split", "no split is named"),
+        (DataConfig("a", mixture=TWO), "data.source", "source = 'a' beside a mixture"),
+        (DataConfig(mixture=TWO, column="body"), "data.column", "column = 'body' beside a mixture"),
+        (DataConfig(mixture=TWO, streaming=True), "data.streaming", "streaming = True beside a mixture"),
+        (DataConfig(mixture=(MixturePart("a", weight=0.0),)), "data.mixture.0.weight", "a weight of 0.0"),
+        (
+            DataConfig(mixture=(MixturePart("a", weight=float("nan")),)),
+            "data.mixture.0.weight",
+            "a weight of nan",
+        ),
+        (
+            DataConfig(mixture=(*TWO, MixturePart("a", weight=float("inf")))),
+            "data.mixture.2.weight",
+            "a weight of inf",
+        ),
+        (
+            DataConfig(mixture=(MixturePart("example"),)),
+            "data.mixture.0.source",
+            "the example batch in a mixture",
+        ),
+        (DataConfig(mixture=(TWO[0], MixturePart(""))), "data.mixture.1.source", "no data is named"),
+        (
+            DataConfig(mixture=(TWO[0], MixturePart("a", column=""))),
+            "data.mixture.1.column",
+            "no column is named",
+        ),
+        (
+            DataConfig(mixture=(MixturePart("a", chat="talk"),)),
+            "data.tokenizer",
+            "conversations (chat = 'talk') without a tokenizer",
+        ),
     ],
 )
-def test_a_source_that_cannot_work_is_refused(source: DataSource, where: str, what: str):
-    (fault,) = source.faults()
-    assert (fault.where, fault.what.split(";")[0]) == (where, what)
+def test_a_source_that_cannot_work_is_refused(source: DataConfig, where: str, what: str):
+    (fault,) = source.diagnostics()
+    assert (fault.location, fault.problem.split(";")[0]) == (where, what)
     assert fault.fix
 
 
 def test_a_mixture_says_each_of_its_faults_once():
-    found = list(DataSource(mixture=(Part("", weight=-1.0),), sequence=0, epochs=-2).faults())
-    assert [fault.where for fault in found] == [
+    found = list(DataConfig(mixture=(MixturePart("", weight=-1.0),), sequence=0, epochs=-2).diagnostics())
+    assert [fault.location for fault in found] == [
         "data.sequence",
         "data.epochs",
         "data.mixture.0.weight",
@@ -45,9 +69,9 @@ def test_a_mixture_says_each_of_its_faults_once():
 
 
 def test_the_parts_of_a_mixture_are_sources_that_share_what_is_common():
-    source = DataSource(mixture=TWO, tokenizer="t", sequence=7, epochs=2)
-    assert not list(source.faults())
-    assert source.parts() == (
-        DataSource("a.jsonl", tokenizer="t", sequence=7, epochs=2),
-        DataSource("b.jsonl", tokenizer="t", sequence=7, epochs=2, column="body", split="test"),
+    source = DataConfig(mixture=TWO, tokenizer="t", sequence=7, epochs=2)
+    assert not list(source.diagnostics())
+    assert source.part_configs() == (
+        DataConfig("a.jsonl", tokenizer="t", sequence=7, epochs=2),
+        DataConfig("b.jsonl", tokenizer="t", sequence=7, epochs=2, column="body", split="test"),
     )

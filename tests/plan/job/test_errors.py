@@ -4,12 +4,18 @@ import inspect
 
 import pytest
 
-from meshwright.plan.job.errors import Fault, PlanError, gathered, nearest, raise_faults
+from meshwright.plan.job.errors import (
+    Diagnostic,
+    PlanError,
+    collect_diagnostics,
+    raise_diagnostics,
+    suggest_name,
+)
 
 
 def test_a_fault_says_where_what_and_how_to_repair_it():
-    assert str(Fault("3 ranks", "use 4", "mesh.tp")) == "mesh.tp: 3 ranks\n  repair: use 4"
-    assert str(Fault("3 ranks", "use 4")) == "3 ranks\n  repair: use 4"
+    assert str(Diagnostic("3 ranks", "use 4", "mesh.tp")) == "mesh.tp: 3 ranks\n  repair: use 4"
+    assert str(Diagnostic("3 ranks", "use 4")) == "3 ranks\n  repair: use 4"
 
 
 def test_an_error_cannot_be_made_without_a_repair():
@@ -19,28 +25,28 @@ def test_an_error_cannot_be_made_without_a_repair():
 
 
 def test_all_faults_are_reported_at_once_and_in_order():
-    faults = [Fault(f"fault {i}", f"repair {i}", f"key{i}") for i in range(3)]
+    faults = [Diagnostic(f"fault {i}", f"repair {i}", f"key{i}") for i in range(3)]
     with pytest.raises(PlanError) as caught:
-        raise_faults(iter(faults))
-    assert caught.value.faults == tuple(faults)
+        raise_diagnostics(iter(faults))
+    assert caught.value.diagnostics == tuple(faults)
     assert str(caught.value) == "\n".join(map(str, faults))
 
 
 def test_without_a_fault_nothing_is_raised():
-    raise_faults(iter(()))
+    raise_diagnostics(iter(()))
 
 
 def test_the_nearest_word_is_offered_or_else_all_words():
-    assert nearest("replicte", ["batch", "replicate"]) == "did you mean 'replicate'?"
-    assert nearest("xyz", ["replicate", "batch"]) == "choose one of: batch, replicate"
+    assert suggest_name("replicte", ["batch", "replicate"]) == "did you mean 'replicate'?"
+    assert suggest_name("xyz", ["replicate", "batch"]) == "choose one of: batch, replicate"
 
 
 def test_what_is_refused_is_gathered_and_what_is_made_is_handed_on():
     def half(number: int) -> int:
-        raise_faults(Fault(f"{number} is odd", "take an even one") for _ in range(number % 2))
+        raise_diagnostics(Diagnostic(f"{number} is odd", "take an even one") for _ in range(number % 2))
         return number // 2
 
-    faults = [Fault("before", "that")]
-    assert gathered(faults, half, 4) == 2
-    assert gathered(faults, half, 3) is None
-    assert [fault.what for fault in faults] == ["before", "3 is odd"]
+    faults = [Diagnostic("before", "that")]
+    assert collect_diagnostics(faults, half, 4) == 2
+    assert collect_diagnostics(faults, half, 3) is None
+    assert [fault.problem for fault in faults] == ["before", "3 is odd"]

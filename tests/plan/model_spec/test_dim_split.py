@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.plan.model_spec.dim_split import Cut, Span
+from meshwright.plan.model_spec.dim_split import DimRanges, DimSplit
 
 
 @given(
@@ -13,8 +13,13 @@ from meshwright.plan.model_spec.dim_split import Cut, Span
     ranks=st.integers(1, 9),
 )
 def test_every_element_goes_to_one_rank_and_units_stay_whole(units: int, widths: list[int], ranks: int):
-    cut = Cut(0, units, tuple(units * width for width in widths))
-    dealt = [element for index in range(ranks) for first, end in cut.ranges(index, ranks) for element in range(first, end)]
+    cut = DimSplit(0, units, tuple(units * width for width in widths))
+    dealt = [
+        element
+        for index in range(ranks)
+        for first, end in cut.ranges(index, ranks)
+        for element in range(first, end)
+    ]
     assert sorted(dealt) == list(range(sum(cut.sections)))
     for index in range(ranks):
         first, end = cut.units_of(index, ranks)
@@ -25,54 +30,69 @@ def test_every_element_goes_to_one_rank_and_units_stay_whole(units: int, widths:
 
 
 def test_grouped_heads_go_with_their_key():
-    query, key = Cut(0, 3, (24,)), Cut(0, 3, (12,))  # 6 heads of 4, of which two share a key
+    query, key = DimSplit(0, 3, (24,)), DimSplit(0, 3, (12,))  # 6 heads of 4, of which two share a key
     assert [query.ranges(index, 2) for index in range(2)] == [((0, 16),), ((16, 24),)]
     assert [key.ranges(index, 2) for index in range(2)] == [((0, 8),), ((8, 12),)]
 
 
 def test_packed_sections_are_cut_each_by_itself():
-    packed = Cut(1, 4, (8, 4, 4))
+    packed = DimSplit(1, 4, (8, 4, 4))
     assert packed.ranges(1, 2) == ((4, 8), (10, 12), (14, 16))
-    assert packed.local((5, 16), 1, 2) == (5, 8)
+    assert packed.local_shape((5, 16), 1, 2) == (5, 8)
 
 
 @given(data=st.data(), lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4))
 def test_a_stretch_of_a_slice_is_found_in_the_whole(data: st.DataObject, lengths: list[int]):
-    ends = [sum(lengths[: i + 1]) + 3 * i for i in range(len(lengths))]  # three elements of others between the ranges
-    span = Span(0, tuple((end - length, end) for length, end in zip(lengths, ends, strict=True)))
+    ends = [
+        sum(lengths[: i + 1]) + 3 * i for i in range(len(lengths))
+    ]  # three elements of others between the ranges
+    span = DimRanges(0, tuple((end - length, end) for length, end in zip(lengths, ends, strict=True)))
     mine = [element for first, end in span.ranges for element in range(first, end)]
     assert span.size == len(mine)
     first = data.draw(st.integers(0, len(mine)))
     length = data.draw(st.integers(0, len(mine) - first))
-    assert [e for begin, end in span.parts(first, length) for e in range(begin, end)] == mine[first : first + length]
+    assert [e for begin, end in span.global_ranges(first, length) for e in range(begin, end)] == mine[
+        first : first + length
+    ]
 
 
 @pytest.mark.parametrize("index", [0, 4])
 def test_a_rank_without_units_has_nothing(index: int):
-    cut = Cut(0, 3, (6,))
+    cut = DimSplit(0, 3, (6,))
     assert cut.size(index, 5) == (2 if index == 0 else 0)
-    assert list(cut.span(index, 5).parts(0, 2)) == ([(0, 2)] if index == 0 else [])
+    assert list(cut.dim_ranges(index, 5).global_ranges(0, 2)) == ([(0, 2)] if index == 0 else [])
 
 
 @given(groups=st.integers(1, 4), each=st.integers(1, 4), width=st.integers(1, 3), ranks=st.integers(1, 16))
 def test_single_heads_are_dealt_out_where_groups_are_too_few(groups: int, each: int, width: int, ranks: int):
     heads = groups * each
-    query = Cut(0, groups, (heads * width,), heads=heads, own=(each * width,))
-    key = Cut(0, groups, (groups * width,), heads=heads, own=(0,))
-    assert (query.most, query.overlaps(ranks)) == (heads, False)
+    query = DimSplit(0, groups, (heads * width,), num_heads=heads, per_head_numel=(each * width,))
+    key = DimSplit(0, groups, (groups * width,), num_heads=heads, per_head_numel=(0,))
+    assert (query.max_ranks, query.overlaps(ranks)) == (heads, False)
     assert key.overlaps(ranks) == (ranks > groups)
-    dealt = [place for index in range(ranks) for first, end in query.ranges(index, ranks) for place in range(first, end)]
+    dealt = [
+        place
+        for index in range(ranks)
+        for first, end in query.ranges(index, ranks)
+        for place in range(first, end)
+    ]
     assert dealt == list(range(heads * width))
     for index in range(min(ranks, heads)):
-        mine = [place // width for first, end in query.ranges(index, ranks) for place in range(first, end)][::width]
-        keys = [place // width for first, end in key.ranges(index, ranks) for place in range(first, end)][::width]
+        mine = [place // width for first, end in query.ranges(index, ranks) for place in range(first, end)][
+            ::width
+        ]
+        keys = [place // width for first, end in key.ranges(index, ranks) for place in range(first, end)][
+            ::width
+        ]
         wanted = [head // each for head in mine]
         assert keys in (wanted, list(dict.fromkeys(wanted)))  # with every head, or once for all of them
         assert len(mine) % len(keys) == 0
 
 
 def test_what_heads_share_lies_behind_what_is_their_own():
-    packed = Cut(0, 2, (20,), heads=6, own=(6,))  # two groups of three heads, each of 2 features, with a key and a value of 2
+    packed = DimSplit(
+        0, 2, (20,), num_heads=6, per_head_numel=(6,)
+    )  # two groups of three heads, each of 2 features, with a key and a value of 2
     assert [packed.ranges(index, 4) for index in range(4)] == [
         ((0, 4), (6, 10)),  # heads 0 and 1 of the first group, and what they share
         ((4, 12), (16, 20)),  # head 2 with the first group's, head 3 with the second's

@@ -3,17 +3,19 @@
 import pytest
 
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.stage_boundaries import Borders, Closed, Value
+from meshwright.plan.model_spec.stage_boundaries import ClosedBoundary, StageBoundaries, StageValue
 
 VISITS = ("embed", "layer.0", "layer.1", "layer.2", "head")
-X = Value("embed", "embed", ("layer.0", "layer.2"), ((0, 1), (8, 0)), "float32")
-Y = Value("layer.0", "layer.0", ("layer.1",), ((0, 1), (8, 0)), "bfloat16")
-Z = Value("layer.1+0", "layer.1", ("layer.2", "head"), ((0, 2), (0, 1)), "int64", False, "argmax", "model.py:7")
-BORDERS = Borders(VISITS, (X, Y, Z), (Closed("head", "it reads a number", "do not"),))
+X = StageValue("embed", "embed", ("layer.0", "layer.2"), ((0, 1), (8, 0)), "float32")
+Y = StageValue("layer.0", "layer.0", ("layer.1",), ((0, 1), (8, 0)), "bfloat16")
+Z = StageValue(
+    "layer.1+0", "layer.1", ("layer.2", "head"), ((0, 2), (0, 1)), "int64", False, "argmax", "model.py:7"
+)
+BORDERS = StageBoundaries(VISITS, (X, Y, Z), (ClosedBoundary("head", "it reads a number", "do not"),))
 
 
 def test_a_value_is_live_from_where_it_is_made_to_where_it_is_used_last():
-    live = {visit: [value.name for value in BORDERS.live(visit)] for visit in VISITS[1:]}
+    live = {visit: [value.name for value in BORDERS.live_values(visit)] for visit in VISITS[1:]}
     assert live == {
         "layer.0": ["embed"],
         "layer.1": ["embed", "layer.0"],
@@ -23,15 +25,21 @@ def test_a_value_is_live_from_where_it_is_made_to_where_it_is_used_last():
 
 
 def test_a_part_takes_what_it_uses_gives_what_others_use_and_lets_the_rest_pass():
-    first, middle, last = BORDERS.parts(["layer.1", "layer.2"])
-    assert (first.visits, first.takes, first.gives, first.first, first.last) == (VISITS[:2], (), (X, Y), True, False)
-    assert (middle.takes, middle.gives, middle.passes) == ((Y,), (Z,), (X,))
-    assert (last.takes, last.gives, last.passes, last.last) == ((X, Z), (), (), True)
+    first, middle, last = BORDERS.stages(["layer.1", "layer.2"])
+    assert (first.block_calls, first.inputs, first.outputs, first.is_first, first.is_last) == (
+        VISITS[:2],
+        (),
+        (X, Y),
+        True,
+        False,
+    )
+    assert (middle.inputs, middle.outputs, middle.passthrough) == ((Y,), (Z,), (X,))
+    assert (last.inputs, last.outputs, last.passthrough, last.is_last) == ((X, Z), (), (), True)
 
 
 def test_one_part_is_the_whole_model():
-    (whole,) = BORDERS.parts([])
-    assert (whole.visits, whole.takes, whole.gives) == (VISITS, (), ())
+    (whole,) = BORDERS.stages([])
+    assert (whole.block_calls, whole.inputs, whole.outputs) == (VISITS, (), ())
 
 
 def test_sizes_follow_the_rows_of_a_micro_batch():
@@ -41,12 +49,16 @@ def test_sizes_follow_the_rows_of_a_micro_batch():
 
 
 def test_faults_name_the_border_and_those_that_would_do():
-    assert BORDERS.open() == ("layer.0", "layer.1", "layer.2")
+    assert BORDERS.open_boundaries() == ("layer.0", "layer.1", "layer.2")
     text = "no part can begin with 'head', behind 'layer.2': it reads a number\n  repair: begin it with 'layer.2'; or do not"
     with pytest.raises(PlanError, match=text):
-        BORDERS.parts(["head"])
-    with pytest.raises(PlanError, match=r"'layer\.9' is no visit of a block\n  repair: did you mean 'layer\.[0-2]'\?"):
-        BORDERS.parts(["layer.9"])
+        BORDERS.stages(["head"])
+    with pytest.raises(
+        PlanError, match=r"'layer\.9' is no visit of a block\n  repair: did you mean 'layer\.[0-2]'\?"
+    ):
+        BORDERS.stages(["layer.9"])
     for borders in (["layer.2", "layer.1"], ["layer.1", "layer.1"], ["embed"]):
-        with pytest.raises(PlanError, match="are not in the order of the forward, each once and behind its first visit"):
-            BORDERS.parts(borders)
+        with pytest.raises(
+            PlanError, match="are not in the order of the forward, each once and behind its first visit"
+        ):
+            BORDERS.stages(borders)

@@ -4,28 +4,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.plan.model_spec.model_spec import Weight
-from meshwright.plan.sharding.flat_param import BLOCK, Arena
+from meshwright.plan.model_spec.model_spec import ParamSpec
+from meshwright.plan.sharding.flat_param import QUANT_BLOCK_NUMEL, FlatParamSpec
 
 SHAPES = st.lists(st.lists(st.integers(1, 40), max_size=3).map(tuple), min_size=1, max_size=6)
 GRAINS = ["element", "block", "matrix"]
 
 
-def weights_of(shapes: list[tuple[int, ...]]) -> list[Weight]:
-    return [Weight(f"w{i}", shape, ("v",)) for i, shape in enumerate(shapes)]
+def weights_of(shapes: list[tuple[int, ...]]) -> list[ParamSpec]:
+    return [ParamSpec(f"w{i}", shape, ("v",)) for i, shape in enumerate(shapes)]
 
 
 @given(shapes=SHAPES, ranks=st.integers(1, 9), grain=st.sampled_from(GRAINS))
-def test_every_element_lies_in_one_shard_and_pieces_do_not_overlap(shapes: list[tuple[int, ...]], ranks: int, grain: str):
+def test_every_element_lies_in_one_shard_and_pieces_do_not_overlap(
+    shapes: list[tuple[int, ...]], ranks: int, grain: str
+):
     weights = weights_of(shapes)
-    arena = Arena.of("v", weights, ("dp_shard",), ranks, grain)
+    arena = FlatParamSpec.build("v", weights, ("dp_shard",), ranks, grain)
     held: dict[str, list[tuple[int, int]]] = {}
     for index in range(ranks):
         ends = 0
-        for piece in sorted(arena.pieces(index), key=lambda piece: piece.at):
-            assert ends <= piece.at
-            ends = piece.at + piece.numel
-            assert ends <= arena.shard
+        for piece in sorted(arena.param_shards(index), key=lambda piece: piece.shard_offset):
+            assert ends <= piece.shard_offset
+            ends = piece.shard_offset + piece.numel
+            assert ends <= arena.shard_numel
             held.setdefault(piece.name, []).append((piece.begin, piece.end))
     for weight in weights:
         spans = sorted(held.get(weight.name, []))
@@ -37,20 +39,23 @@ def test_every_element_lies_in_one_shard_and_pieces_do_not_overlap(shapes: list[
 def test_pieces_are_cut_at_the_grain(shapes: list[tuple[int, ...]], ranks: int):
     weights = {weight.name: weight for weight in weights_of(shapes)}
     for grain in GRAINS[1:]:
-        arena = Arena.of("v", list(weights.values()), ("dp_shard",), ranks, grain)
-        for piece in (piece for index in range(ranks) for piece in arena.pieces(index)):
+        arena = FlatParamSpec.build("v", list(weights.values()), ("dp_shard",), ranks, grain)
+        for piece in (piece for index in range(ranks) for piece in arena.param_shards(index)):
             whole = weights[piece.name]
-            step = {"block": BLOCK, "matrix": whole.numel}[grain]
+            step = {"block": QUANT_BLOCK_NUMEL, "matrix": whole.numel}[grain]
             assert piece.begin % step == 0
             assert piece.end % step == 0 or piece.end == whole.numel
 
 
 @pytest.mark.parametrize(("numel", "ranks", "shard"), [(10, 3, 4), (9, 3, 3), (2, 5, 1), (0, 3, 0)])
 def test_shards_by_element_pad_less_than_one_element_per_rank(numel: int, ranks: int, shard: int):
-    assert Arena.of("v", weights_of([(numel,)]), ("dp_shard",), ranks).shard == shard
+    assert FlatParamSpec.build("v", weights_of([(numel,)]), ("dp_shard",), ranks).shard_numel == shard
 
 
 def test_whole_matrices_go_to_the_rank_with_the_least():
-    arena = Arena.of("v", weights_of([(3,), (10,), (4,), (4,)]), ("dp_shard",), 2, "matrix")
-    assert [[piece.name for piece in arena.pieces(index)] for index in (0, 1)] == [["w1"], ["w0", "w2", "w3"]]
-    assert arena.shard == 11
+    arena = FlatParamSpec.build("v", weights_of([(3,), (10,), (4,), (4,)]), ("dp_shard",), 2, "matrix")
+    assert [[piece.name for piece in arena.param_shards(index)] for index in (0, 1)] == [
+        ["w1"],
+        ["w0", "w2", "w3"],
+    ]
+    assert arena.shard_numel == 11

@@ -15,18 +15,20 @@ MILLION = Mesh(pp=10, dp_replicate=25, dp_shard=50, cp=10, tp=8)
 @settings(deadline=None)
 @given(MESHES)
 def test_ranks_and_coordinates_are_one_to_one(mesh: Mesh):
-    coordinates = [mesh.coordinate(rank) for rank in range(mesh.world)]
-    assert [mesh.rank(coordinate) for coordinate in coordinates] == list(range(mesh.world))
-    assert len({tuple(coordinate.items()) for coordinate in coordinates}) == mesh.world
-    assert all(0 <= index < mesh.size(axis) for coordinate in coordinates for axis, index in coordinate.items())
+    coordinates = [mesh.coordinate(rank) for rank in range(mesh.world_size)]
+    assert [mesh.rank(coordinate) for coordinate in coordinates] == list(range(mesh.world_size))
+    assert len({tuple(coordinate.items()) for coordinate in coordinates}) == mesh.world_size
+    assert all(
+        0 <= index < mesh.size(axis) for coordinate in coordinates for axis, index in coordinate.items()
+    )
 
 
 @settings(deadline=None)
 @given(MESHES, SOME_AXES)
 def test_groups_partition_the_ranks(mesh: Mesh, axes: list[str]):
     groups = mesh.groups(axes)
-    assert sorted(rank for group in groups for rank in group) == list(range(mesh.world))
-    assert {len(group) for group in groups} == {mesh.extent(axes)}
+    assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
+    assert {len(group) for group in groups} == {mesh.group_size(axes)}
 
 
 @settings(deadline=None)
@@ -40,8 +42,8 @@ def test_peers_are_the_group_of_each_of_its_ranks(mesh: Mesh, axes: list[str]):
 @settings(deadline=None)
 @given(MESHES, SOME_AXES)
 def test_peers_differ_along_the_axes_of_the_group_only(mesh: Mesh, axes: list[str]):
-    mine = mesh.coordinate(mesh.world - 1)
-    for peer in mesh.peers(mesh.world - 1, axes):
+    mine = mesh.coordinate(mesh.world_size - 1)
+    for peer in mesh.peers(mesh.world_size - 1, axes):
         assert {axis for axis, index in mesh.coordinate(peer).items() if index != mine[axis]} <= set(axes)
 
 
@@ -52,17 +54,22 @@ def test_the_last_axis_varies_fastest():
 
 @pytest.mark.timeout(5)
 def test_a_mesh_of_a_million_ranks_is_arithmetic():
-    assert MILLION.world == 1_000_000
-    for rank in range(0, MILLION.world, 97):
+    assert MILLION.world_size == 1_000_000
+    for rank in range(0, MILLION.world_size, 97):
         assert MILLION.rank(MILLION.coordinate(rank)) == rank
     assert len(MILLION.peers(777_777, ["dp_shard", "tp"])) == 400
     assert sum(map(len, Mesh(dp_replicate=12_500, tp=8).groups(["tp"]))) == 100_000
-    assert [len(group) for group in Mesh(dp_replicate=50_000, tp=2).groups(["dp_replicate"])] == [50_000, 50_000]
+    assert [len(group) for group in Mesh(dp_replicate=50_000, tp=2).groups(["dp_replicate"])] == [
+        50_000,
+        50_000,
+    ]
 
 
 @pytest.mark.parametrize("rank", [-1, 6, 7])
 def test_a_rank_outside_the_mesh_is_refused(rank: int):
-    with pytest.raises(ValueError, match=rf"no rank {rank} in dp_replicate 2 x tp 3: it has 6. Count ranks from 0 to 5"):
+    with pytest.raises(
+        ValueError, match=rf"no rank {rank} in dp_replicate 2 x tp 3: it has 6. Count ranks from 0 to 5"
+    ):
         Mesh(dp_replicate=2, tp=3).coordinate(rank)
 
 
@@ -70,21 +77,41 @@ def test_a_rank_outside_the_mesh_is_refused(rank: int):
 @given(MESHES, st.sampled_from(AXES))
 def test_an_axis_of_minus_one_becomes_what_fits_the_world(mesh: Mesh, axis: str):
     sizes = {name: mesh.size(name) for name in AXES}
-    assert Mesh.infer({**sizes, axis: -1}, mesh.world) == mesh
-    assert Mesh.infer(sizes, mesh.world) == mesh
+    assert Mesh.infer({**sizes, axis: -1}, mesh.world_size) == mesh
+    assert Mesh.infer(sizes, mesh.world_size) == mesh
     assert Mesh.infer(sizes) == mesh
 
 
 @pytest.mark.parametrize(
     ("sizes", "world", "said"),
     [
-        ({"dp_replica": 2}, None, "mesh.dp_replica: there is no axis 'dp_replica'\n  repair: did you mean 'dp_replicate'?"),
-        ({"dp_replicate": -1, "tp": -1}, 8, "mesh: dp_replicate and tp are both -1; only one axis can be inferred"),
+        (
+            {"dp_replica": 2},
+            None,
+            "mesh.dp_replica: there is no axis 'dp_replica'\n  repair: did you mean 'dp_replicate'?",
+        ),
+        (
+            {"dp_replicate": -1, "tp": -1},
+            8,
+            "mesh: dp_replicate and tp are both -1; only one axis can be inferred",
+        ),
         ({"tp": 0}, None, "mesh.tp: the size is 0; needed is a number of at least 1, or -1 to infer it"),
         ({"tp": -2}, None, "mesh.tp: the size is -2"),
-        ({"tp": -1}, None, "mesh: tp is -1 and the number of ranks is not known\n  repair: say how many: --world N"),
-        ({"dp_shard": -1, "tp": 3}, 8, "mesh.dp_shard: 8 ranks do not divide by 3, the product of the other axes"),
-        ({"dp_replicate": 2}, 3, "mesh: the mesh dp_replicate 2 has 2 ranks and 3 were started\n  repair: start 2 ranks"),
+        (
+            {"tp": -1},
+            None,
+            "mesh: tp is -1 and the number of ranks is not known\n  repair: say how many: --world N",
+        ),
+        (
+            {"dp_shard": -1, "tp": 3},
+            8,
+            "mesh.dp_shard: 8 ranks do not divide by 3, the product of the other axes",
+        ),
+        (
+            {"dp_replicate": 2},
+            3,
+            "mesh: the mesh dp_replicate 2 has 2 ranks and 3 were started\n  repair: start 2 ranks",
+        ),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(sizes: dict[str, int], world: int | None, said: str):
@@ -96,12 +123,14 @@ def test_sizes_that_cannot_be_are_refused(sizes: dict[str, int], world: int | No
 def test_all_faults_of_the_sizes_are_reported_at_once():
     with pytest.raises(PlanError) as caught:
         Mesh.infer({"dp": 2, "tp": -1, "pp": -1, "cp": 0}, 8)
-    assert [fault.where for fault in caught.value.faults] == ["mesh.dp", "mesh", "mesh.cp"]
+    assert [fault.location for fault in caught.value.diagnostics] == ["mesh.dp", "mesh", "mesh.cp"]
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0])
 def test_a_mesh_made_by_hand_is_checked_too(size: float):
-    with pytest.raises(PlanError, match=rf"mesh.cp: the axis has {size} ranks; needed is a whole number of at least 1"):
+    with pytest.raises(
+        PlanError, match=rf"mesh.cp: the axis has {size} ranks; needed is a whole number of at least 1"
+    ):
         Mesh(cp=size)
 
 
@@ -122,5 +151,5 @@ def test_an_index_counts_along_the_axes_it_is_given_the_last_one_innermost():
 @given(MESHES, SOME_AXES)
 def test_an_index_is_the_place_among_the_peers(mesh: Mesh, axes: list[str]):
     axes = [axis for axis in AXES if axis in axes]
-    rank = mesh.world - 1
+    rank = mesh.world_size - 1
     assert mesh.index(mesh.coordinate(rank), axes) == mesh.peers(rank, axes).index(rank)

@@ -7,7 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.plan.sharding.mesh import AXES
-from meshwright.plan.sharding.placement import COLLECTIVES, MOVES, I, Layout, P, Place, R, S, move_name
+from meshwright.plan.sharding.placement import (
+    COLLECTIVES,
+    REDISTRIBUTIONS,
+    I,
+    Layout,
+    P,
+    Placement,
+    R,
+    S,
+    redistribution_name,
+)
 
 PLACES = st.sampled_from([R, I, P, S(0), S(1)])
 TABLES = st.dictionaries(st.sampled_from(AXES), PLACES)
@@ -15,77 +25,87 @@ TABLES = st.dictionaries(st.sampled_from(AXES), PLACES)
 
 @settings(deadline=None)
 @given(PLACES)
-def test_the_adjoint_of_the_adjoint_is_the_place_itself(place: Place):
+def test_the_adjoint_of_the_adjoint_is_the_place_itself(place: Placement):
     assert place.adjoint.adjoint == place
 
 
 @settings(deadline=None)
 @given(PLACES, PLACES)
-def test_the_backward_of_the_backward_of_a_move_is_the_move(src: Place, dst: Place):
+def test_the_backward_of_the_backward_of_a_move_is_the_move(src: Placement, dst: Placement):
     back = (dst.adjoint, src.adjoint)
     assert (back[1].adjoint, back[0].adjoint) == (src, dst)
-    assert move_name(*back) in set(MOVES.values())
+    assert redistribution_name(*back) in set(REDISTRIBUTIONS.values())
 
 
 def test_the_backward_of_a_gather_is_a_scatter_of_sums_and_the_other_way_round():
-    assert (move_name(S(0), R), move_name(R.adjoint, S(0).adjoint)) == ("all_gather", "reduce_scatter")
-    assert (move_name(P, S(0)), move_name(S(0).adjoint, P.adjoint)) == ("reduce_scatter", "all_gather")
+    assert (redistribution_name(S(0), R), redistribution_name(R.adjoint, S(0).adjoint)) == (
+        "all_gather",
+        "reduce_scatter",
+    )
+    assert (redistribution_name(P, S(0)), redistribution_name(S(0).adjoint, P.adjoint)) == (
+        "reduce_scatter",
+        "all_gather",
+    )
 
 
 def test_the_gradient_of_a_weight_that_ranks_use_apart_is_summed():
-    assert (move_name(I, R), move_name(R.adjoint, I.adjoint)) == ("keep", "all_reduce")
+    assert (redistribution_name(I, R), redistribution_name(R.adjoint, I.adjoint)) == ("keep", "all_reduce")
 
 
 @settings(deadline=None)
 @given(PLACES)
-def test_staying_in_place_moves_nothing(place: Place):
-    assert move_name(place, place) == "keep"
+def test_staying_in_place_moves_nothing(place: Placement):
+    assert redistribution_name(place, place) == "keep"
 
 
 def test_another_dim_needs_an_exchange():
-    assert move_name(S(0), S(1)) == "all_to_all"
+    assert redistribution_name(S(0), S(1)) == "all_to_all"
 
 
 def test_only_a_pending_sum_or_a_shard_needs_the_wire():
     letters = "RISP"
-    wired = {(src, dst) for src, dst in product(letters, letters) if MOVES[src, dst] in COLLECTIVES}
+    wired = {(src, dst) for src, dst in product(letters, letters) if REDISTRIBUTIONS[src, dst] in COLLECTIVES}
     assert wired == {("P", "I"), ("P", "R"), ("P", "S"), ("S", "R"), ("S", "I"), ("S", "S")}
 
 
 @pytest.mark.parametrize(("letter", "dim"), [("S", None), ("R", 0), ("P", 1), ("I", 0)])
 def test_a_place_with_a_wrong_dim_is_refused(letter: str, dim: int | None):
-    with pytest.raises(ValueError, match=rf"{letter} came with dim {dim}; S needs a dim, the others have none"):
-        Place(letter, dim)
+    with pytest.raises(
+        ValueError, match=rf"{letter} came with dim {dim}; S needs a dim, the others have none"
+    ):
+        Placement(letter, dim)
 
 
 @settings(deadline=None)
 @given(TABLES)
-def test_layouts_are_equal_when_their_places_are(table: dict[str, Place]):
-    reordered = Layout.of(dict(reversed(table.items())))
-    spelled_out = Layout.of({**dict.fromkeys(AXES, I), **table})
-    assert Layout.of(table) == reordered == spelled_out
-    assert len({Layout.of(table), reordered, spelled_out}) == 1
+def test_layouts_are_equal_when_their_places_are(table: dict[str, Placement]):
+    reordered = Layout.from_dict(dict(reversed(table.items())))
+    spelled_out = Layout.from_dict({**dict.fromkeys(AXES, I), **table})
+    assert Layout.from_dict(table) == reordered == spelled_out
+    assert len({Layout.from_dict(table), reordered, spelled_out}) == 1
 
 
 @settings(deadline=None)
 @given(TABLES)
-def test_a_layout_gives_back_its_places(table: dict[str, Place]):
-    layout = Layout.of(table)
-    assert all(layout.place(axis) == table.get(axis, I) for axis in AXES)
-    assert all(axis in layout.axes(place.letter) for axis, place in table.items() if place != I)
+def test_a_layout_gives_back_its_places(table: dict[str, Placement]):
+    layout = Layout.from_dict(table)
+    assert all(layout.placement(axis) == table.get(axis, I) for axis in AXES)
+    assert all(axis in layout.axes_with(place.letter) for axis, place in table.items() if place != I)
 
 
 @settings(deadline=None)
 @given(TABLES, st.sampled_from(AXES), PLACES)
-def test_with_place_changes_one_axis_and_no_other_layout(table: dict[str, Place], axis: str, place: Place):
-    before = Layout.of(table)
-    after = before.with_place(axis, place)
-    assert after.place(axis) == place
-    assert all(after.place(other) == before.place(other) for other in AXES if other != axis)
-    assert before == Layout.of(table)
-    assert after.with_place(axis, before.place(axis)) == before
+def test_with_place_changes_one_axis_and_no_other_layout(
+    table: dict[str, Placement], axis: str, place: Placement
+):
+    before = Layout.from_dict(table)
+    after = before.with_placement(axis, place)
+    assert after.placement(axis) == place
+    assert all(after.placement(other) == before.placement(other) for other in AXES if other != axis)
+    assert before == Layout.from_dict(table)
+    assert after.with_placement(axis, before.placement(axis)) == before
 
 
 def test_a_layout_prints_its_places():
-    assert str(Layout.of({"tp": S(1), "dp_replicate": R})) == "dp_replicate:R tp:S(1)"
+    assert str(Layout.from_dict({"tp": S(1), "dp_replicate": R})) == "dp_replicate:R tp:S(1)"
     assert str(Layout()) == "I"

@@ -6,50 +6,56 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.plan.model_spec.dim_split import Cut
-from meshwright.plan.model_spec.model_spec import ROOT, Anatomy, Weight
+from meshwright.plan.model_spec.dim_split import DimSplit
+from meshwright.plan.model_spec.model_spec import ROOT, ModelSpec, ParamSpec
 from meshwright.plan.sharding.mesh import AXES, Mesh
-from meshwright.plan.sharding.param_sharding import Home
+from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.placement import FLAT, I, Layout, P, R, S
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 
 WEIGHTS = (
-    Weight("embed.weight", (5, 2), ("embed", "head"), aliases=("head.weight",)),
-    Weight("one.weight", (2, 2), ("one",)),
-    Weight("one.bias", (2,), ("one",)),
-    Weight("two.weight", (2, 2), ("two",)),
-    Weight("two.frozen", (2,), ("two",), trainable=False),
-    Weight("scale", (1,), (ROOT,)),
+    ParamSpec("embed.weight", (5, 2), ("embed", "head"), aliases=("head.weight",)),
+    ParamSpec("one.weight", (2, 2), ("one",)),
+    ParamSpec("one.bias", (2,), ("one",)),
+    ParamSpec("two.weight", (2, 2), ("two",)),
+    ParamSpec("two.frozen", (2,), ("two",), trainable=False),
+    ParamSpec("scale", (1,), (ROOT,)),
 )
-MODEL = Anatomy("model", ("embed", "one", "two", "head"), WEIGHTS, (1,) * 4, (1,) * 4)
-SPACE = Space.one_device(Mesh(dp_replicate=3), MODEL)
+MODEL = ModelSpec("model", ("embed", "one", "two", "head"), WEIGHTS, (1,) * 4, (1,) * 4)
+SPACE = ShardingPlan.one_device(Mesh(dp_replicate=3), MODEL)
 
 
 def test_on_one_device_nothing_moves():
     assert SPACE.data_axes == ()
-    assert list(SPACE.unreduced()) == []
-    assert all(home.moves() == {} for home in SPACE.homes)
+    assert list(SPACE.unreduced_params()) == []
+    assert all(home.grad_reductions() == {} for home in SPACE.param_shardings)
 
 
 def test_the_gradient_of_a_weight_that_ranks_use_apart_is_a_pending_sum():
-    home = Home(WEIGHTS[1], Layout.of({"dp_replicate": R}), Layout())
-    assert home.pending == Layout.of({"dp_replicate": P})
-    assert home.moves() == {"dp_replicate": "all_reduce"}
+    home = ParamSharding(WEIGHTS[1], Layout.from_dict({"dp_replicate": R}), Layout())
+    assert home.unreduced_grad_layout == Layout.from_dict({"dp_replicate": P})
+    assert home.grad_reductions() == {"dp_replicate": "all_reduce"}
 
 
 def test_a_gradient_wanted_in_shards_is_scattered():
-    home = Home(WEIGHTS[1], Layout.of({"dp_shard": R}), Layout.of({"dp_shard": S(0)}))
-    assert home.moves() == {"dp_shard": "reduce_scatter"}
+    home = ParamSharding(WEIGHTS[1], Layout.from_dict({"dp_shard": R}), Layout.from_dict({"dp_shard": S(0)}))
+    assert home.grad_reductions() == {"dp_shard": "reduce_scatter"}
 
 
 def test_a_gradient_left_as_a_sum_is_named_but_not_that_of_a_frozen_weight():
-    apart = SPACE.with_homes(lambda home: Home(home.weight, home.layout, home.grad.with_place("dp_replicate", P)))
-    assert [home.weight.name for home in apart.unreduced()] == [weight.name for weight in MODEL.trainable]
+    apart = SPACE.map_param_shardings(
+        lambda home: ParamSharding(
+            home.param, home.layout, home.grad_layout.with_placement("dp_replicate", P)
+        )
+    )
+    assert [home.param.name for home in apart.unreduced_params()] == [
+        weight.name for weight in MODEL.trainable
+    ]
 
 
 def test_bundles_come_in_the_order_in_which_backward_completes_them():
-    bundles = SPACE.bundles()
-    assert [(bundle.name, bundle.last) for bundle in bundles] == [
+    bundles = SPACE.param_groups()
+    assert [(bundle.name, bundle.last_block_call) for bundle in bundles] == [
         ("two", "two"),
         ("one", "one"),
         ("embed+head", "embed"),
@@ -59,31 +65,47 @@ def test_bundles_come_in_the_order_in_which_backward_completes_them():
 
 
 def test_slices_of_unlike_sizes_lie_apart_so_that_what_is_whole_lies_alike_on_all_ranks():
-    def shard(home: Home) -> Home:
-        sliced = Layout.of({"tp": S(0)} if home.weight.name == "one.weight" else {})
-        return replace(home, layout=sliced, grad=sliced.with_place("dp_shard", S(FLAT)))
+    def shard(home: ParamSharding) -> ParamSharding:
+        sliced = Layout.from_dict({"tp": S(0)} if home.param.name == "one.weight" else {})
+        return replace(home, layout=sliced, grad_layout=sliced.with_placement("dp_shard", S(FLAT)))
 
-    for tp, names in ((2, ["two", "one", "embed+head", ROOT]), (3, ["two", "one", "one in uneven slices", "embed+head", ROOT])):
-        space = Space.one_device(Mesh(dp_shard=2, tp=tp), MODEL).with_homes(shard)
-        assert sorted(bundle.name.replace(" over dp_shard", "") for bundle in space.bundles()) == sorted(names)
+    for tp, names in (
+        (2, ["two", "one", "embed+head", ROOT]),
+        (3, ["two", "one", "one in uneven slices", "embed+head", ROOT]),
+    ):
+        space = ShardingPlan.one_device(Mesh(dp_shard=2, tp=tp), MODEL).map_param_shardings(shard)
+        assert sorted(bundle.name.replace(" over dp_shard", "") for bundle in space.param_groups()) == sorted(
+            names
+        )
 
 
 def test_weights_that_are_summed_over_other_axes_travel_apart():
-    def split(home: Home) -> Home:
-        return Home(home.weight, home.layout.with_place("tp", R), I_ON_TP) if home.weight.name == "one.bias" else home
+    def split(home: ParamSharding) -> ParamSharding:
+        return (
+            ParamSharding(home.param, home.layout.with_placement("tp", R), I_ON_TP)
+            if home.param.name == "one.bias"
+            else home
+        )
 
-    I_ON_TP = Layout.of({"tp": I})
-    names = [[weight.name for weight in bundle.weights] for bundle in SPACE.with_homes(split).bundles()]
+    I_ON_TP = Layout.from_dict({"tp": I})
+    names = [
+        [weight.name for weight in bundle.params]
+        for bundle in SPACE.map_param_shardings(split).param_groups()
+    ]
     assert ["one.bias"] in names
     assert ["one.weight"] in names
 
 
 def test_data_axes_are_outermost_first_whatever_the_order_in_which_they_were_split():
-    space = SPACE.with_tokens("dp_shard", S(0)).with_tokens("dp_replicate", S(0)).with_tokens("cp", S(1))
+    space = (
+        SPACE.with_batch_placement("dp_shard", S(0))
+        .with_batch_placement("dp_replicate", S(0))
+        .with_batch_placement("cp", S(1))
+    )
     assert space.data_axes == ("dp_replicate", "dp_shard")
     assert space.token_axes == ("cp",)
-    assert space.summed_axes == ("dp_replicate", "dp_shard", "cp")
-    assert space.with_theirs("dp_shard") == ("dp_shard", "cp")
+    assert space.grad_sum_axes == ("dp_replicate", "dp_shard", "cp")
+    assert space.with_token_axes("dp_shard") == ("dp_shard", "cp")
 
 
 @settings(deadline=None)
@@ -92,13 +114,15 @@ def test_data_axes_are_outermost_first_whatever_the_order_in_which_they_were_spl
     st.tuples(st.integers(0, 7), st.integers(0, 7)),
     st.dictionaries(st.sampled_from(AXES), st.sampled_from([R, I, P, S(0), S(1)])),
 )
-def test_shards_cover_a_tensor_once_and_as_evenly_as_can_be(mesh: Mesh, shape: tuple[int, int], places: dict[str, object]):
-    space, layout = Space.one_device(mesh, MODEL), Layout.of(places)
-    split = layout.axes("S")
+def test_shards_cover_a_tensor_once_and_as_evenly_as_can_be(
+    mesh: Mesh, shape: tuple[int, int], places: dict[str, object]
+):
+    space, layout = ShardingPlan.one_device(mesh, MODEL), Layout.from_dict(places)
+    split = layout.axes_with("S")
     parts = []
     for indices in product(*(range(mesh.size(axis)) for axis in split)):
         coordinate = {**dict.fromkeys(AXES, 0), **dict(zip(split, indices, strict=True))}
-        parts.append(space.local(shape, layout, coordinate))
+        parts.append(space.local_shape(shape, layout, coordinate))
     assert sum(rows * columns for rows, columns in parts) == shape[0] * shape[1]
     for dim in (0, 1):
         sizes = [part[dim] for part in parts]
@@ -106,16 +130,33 @@ def test_shards_cover_a_tensor_once_and_as_evenly_as_can_be(mesh: Mesh, shape: t
 
 
 def test_the_first_ranks_hold_the_larger_shards():
-    space, layout = Space.one_device(Mesh(tp=3), MODEL), Layout.of({"tp": S(0)})
-    assert [space.local((7, 2), layout, {axis: i if axis == "tp" else 0 for axis in AXES})[0] for i in range(3)] == [3, 2, 2]
+    space, layout = ShardingPlan.one_device(Mesh(tp=3), MODEL), Layout.from_dict({"tp": S(0)})
+    assert [
+        space.local_shape((7, 2), layout, {axis: i if axis == "tp" else 0 for axis in AXES})[0]
+        for i in range(3)
+    ] == [
+        3,
+        2,
+        2,
+    ]
 
 
 def test_a_dim_cut_along_two_axes_is_dealt_to_all_their_ranks_the_last_innermost():
-    weight = Weight("w", (12, 7), ("a",), cuts=(Cut(0, 6, (12,), "out"), Cut(1, 7, (7,), "in")))
-    home = Home(weight, Layout.of({"tp": S(0), "tp_depth": S(0), "cp": S(1)}))
-    space = replace(Space.one_device(Mesh(cp=3, tp_depth=2, tp=3), SPACE.anatomy), homes=(home,))
-    found = [space.at({**dict.fromkeys(AXES, 0), "cp": 1, "tp_depth": d, "tp": t}) for d in range(2) for t in range(3)]
-    assert {each.homes[0].weight.shape for each in found} == {(2, 2)}
-    sides = [space.sides(home, dict(each.coordinate)) for each in found]
-    assert [side.span.ranges for _, side in sides] == [((first, first + 2),) for first in range(0, 12, 2)]
-    assert [(side.axes, side.ranks) for side in sides[0]] == [(("cp",), 3), (("tp_depth", "tp"), 6)]
+    weight = ParamSpec(
+        "w", (12, 7), ("a",), dim_splits=(DimSplit(0, 6, (12,), "out"), DimSplit(1, 7, (7,), "in"))
+    )
+    home = ParamSharding(weight, Layout.from_dict({"tp": S(0), "tp_depth": S(0), "cp": S(1)}))
+    space = replace(
+        ShardingPlan.one_device(Mesh(cp=3, tp_depth=2, tp=3), SPACE.model_spec), param_shardings=(home,)
+    )
+    found = [
+        space.at_coordinate({**dict.fromkeys(AXES, 0), "cp": 1, "tp_depth": d, "tp": t})
+        for d in range(2)
+        for t in range(3)
+    ]
+    assert {each.param_shardings[0].param.shape for each in found} == {(2, 2)}
+    sides = [space.dim_shards(home, dict(each.coordinate)) for each in found]
+    assert [side.dim_ranges.ranges for _, side in sides] == [
+        ((first, first + 2),) for first in range(0, 12, 2)
+    ]
+    assert [(side.axes, side.num_ranks) for side in sides[0]] == [(("cp",), 3), (("tp_depth", "tp"), 6)]

@@ -5,23 +5,23 @@ from dataclasses import replace
 import pytest
 
 from meshwright.api import make_plan
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.data_parallel_master import Master
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.ddp_naive import Naive
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.data_parallel_master import DataParallelMaster
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.ddp_naive import NaiveDDP
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from tests.engine.two_tower_model import reading_of_towers, towers_plan
 from tests.parallel.data.tokenwise_model import Dealt
 from tests.tiny_model import plan_of, reading_of, tiny_job
 
-KINDS = ("MEASURE", "NOISE", "ESTIMATE")
+KINDS = ("GRAD_SQNORM", "REDUCE_SQNORM", "NOISE_SCALE")
 READING = reading_of()
-STORED = [(Batch(), Replicate()), (Batch(), Replicate(bucket_mb=1e-4)), (Batch(), Naive())]
+STORED = [(BatchSplit(), DDP()), (BatchSplit(), DDP(bucket_mb=1e-4)), (BatchSplit(), NaiveDDP())]
 
 
 def noisy(**changes: object) -> Job:
@@ -30,12 +30,14 @@ def noisy(**changes: object) -> Job:
 
 
 def actions(plan: Plan) -> list[Action]:
-    return list(plan.program.actions(ROLE))
+    return list(plan.program.actions(FIRST_ROLE))
 
 
 @pytest.mark.parametrize("strategies", STORED)
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(3, 2), (1, 3)])
-def test_without_it_the_program_has_no_such_action_and_with_it_nothing_else_changes(strategies, ranks: int, micro_batch: int):
+def test_without_it_the_program_has_no_such_action_and_with_it_nothing_else_changes(
+    strategies, ranks: int, micro_batch: int
+):
     plain = plan_of(READING, ranks, strategies, micro_batch)
     plan = plan_of(READING, ranks, strategies, micro_batch, noisy())
     assert not any(action.kind in KINDS for action in actions(plain))
@@ -52,19 +54,19 @@ def test_without_it_the_program_has_no_such_action_and_with_it_nothing_else_chan
 def test_each_gradient_is_measured_once_and_before_it_is_summed(strategies):
     listed = actions(plan_of(READING, 3, strategies, 2, noisy()))
     places = {action.name: place for place, action in enumerate(listed)}
-    measured = [name for action in listed if action.kind == "MEASURE" for name in action.tensors]
-    assert sorted(measured) == sorted(weight.name for weight in READING.anatomy.trainable)
+    measured = [name for action in listed if action.kind == "GRAD_SQNORM" for name in action.tensors]
+    assert sorted(measured) == sorted(weight.name for weight in READING.model_spec.trainable)
     for action in listed:
         if action.kind == "REDUCE":
-            assert f"MEASURE({action.subject})" in action.waits
-            assert places[f"MEASURE({action.subject})"] < places[action.name]
-    assert places["NOISE()"] < places["CLIP()"] < places["STEP()"] < places["ESTIMATE()"]
+            assert f"GRAD_SQNORM({action.subject})" in action.waits
+            assert places[f"GRAD_SQNORM({action.subject})"] < places[action.name]
+    assert places["REDUCE_SQNORM()"] < places["CLIP()"] < places["STEP()"] < places["NOISE_SCALE()"]
 
 
 def test_alone_everything_is_measured_behind_the_first_micro_batch_and_nothing_is_sent():
     listed = actions(plan_of(READING, 1, micro_batch=4, job=noisy()))
     names = [action.name for action in listed]
-    assert names.index("MEASURE()") == names.index("B(embed, 0)") + 1 == names.index("F(embed, 1)") - 1
+    assert names.index("GRAD_SQNORM()") == names.index("B(embed, 0)") + 1 == names.index("F(embed, 1)") - 1
     assert not any(action.transfer for action in listed)
 
 
@@ -73,15 +75,19 @@ def test_one_batch_size_alone_is_refused():
         with pytest.raises(PlanError) as caught:
             plan_of(READING, 1, micro_batch=micro_batch, job=noisy())
         said = str(caught.value)
-        assert "one data rank plays the 12 samples of a step as one micro-batch: there is no smaller batch" in said
+        assert (
+            "one data rank plays the 12 samples of a step as one micro-batch: there is no smaller batch"
+            in said
+        )
         assert "set micro_batch to a divisor of train.batch below it, raise mesh.dp_replicate, or set" in said
 
 
 def test_a_rank_that_steps_for_others_is_refused():
     with pytest.raises(
-        PlanError, match=r'train\.noise_scale(?s:.*)use the strategy "replicate", or set train\.noise_scale = false'
+        PlanError,
+        match=r'train\.noise_scale(?s:.*)use the strategy "replicate", or set train\.noise_scale = false',
     ):
-        plan_of(READING, 3, (Batch(), Master()), job=noisy())
+        plan_of(READING, 3, (BatchSplit(), DataParallelMaster()), job=noisy())
 
 
 def test_a_loss_of_the_whole_batch_is_refused():
@@ -90,9 +96,10 @@ def test_a_loss_of_the_whole_batch_is_refused():
 
 
 def test_ranks_with_some_of_the_tokens_of_a_sample_are_refused():
-    strategies = (Batch(), Dealt(), Replicate())
+    strategies = (BatchSplit(), Dealt(), DDP())
     with pytest.raises(
-        PlanError, match=r"ranks along cp have some of the tokens.*: no rank has the gradient of a part of the batch"
+        PlanError,
+        match=r"ranks along cp have some of the tokens.*: no rank has the gradient of a part of the batch",
     ):
         make_plan(READING, noisy(), Mesh(dp_replicate=2, cp=2), strategies)
     make_plan(READING, noisy(), Mesh(dp_replicate=2), strategies)

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.plan.step.action import Action, Program
-from meshwright.plan.step.simulator import Stuck, play
+from meshwright.plan.step.simulator import SimulationDeadlock, simulate
 
 
 def compute(name: str, *waits: str) -> Action:
@@ -11,28 +11,34 @@ def compute(name: str, *waits: str) -> Action:
 
 
 def wire(name: str, *waits: str) -> Action:
-    return Action(name, lane="wire", waits=waits)
+    return Action(name, stream="wire", waits=waits)
 
 
-def times(roles: dict[str, list[Action]], durations: dict[str, float] | None = None) -> dict[str, tuple[float, float]]:
+def times(
+    roles: dict[str, list[Action]], durations: dict[str, float] | None = None
+) -> dict[str, tuple[float, float]]:
     """Start and end per `role/kind`; an action lasts 1 unless `durations` says otherwise."""
     given = durations or {}
-    ticks = play(Program.of(roles), lambda action: given.get(action.kind, 1.0))
+    ticks = simulate(Program.from_dict(roles), lambda action: given.get(action.kind, 1.0))
     return {f"{tick.role}/{tick.action.kind}": (tick.start, tick.end) for tick in ticks}
 
 
 def stuck(roles: dict[str, list[Action]]) -> list[str]:
-    with pytest.raises(Stuck) as caught:
-        play(Program.of(roles))
+    with pytest.raises(SimulationDeadlock) as caught:
+        simulate(Program.from_dict(roles))
     return str(caught.value).splitlines()
 
 
 def test_a_lane_runs_its_actions_in_list_order():
-    assert times({"r": [compute("A"), compute("B"), compute("C")]}) == {"r/A": (0, 1), "r/B": (1, 2), "r/C": (2, 3)}
+    assert times({"r": [compute("A"), compute("B"), compute("C")]}) == {
+        "r/A": (0, 1),
+        "r/B": (1, 2),
+        "r/C": (2, 3),
+    }
 
 
 def test_the_timeline_is_in_order_of_start():
-    ticks = play(Program.of({"r": [compute("A"), wire("W"), compute("B")], "s": [compute("C")]}))
+    ticks = simulate(Program.from_dict({"r": [compute("A"), wire("W"), compute("B")], "s": [compute("C")]}))
     assert [tick.start for tick in ticks] == sorted(tick.start for tick in ticks)
     assert len(ticks) == 4
 
@@ -60,8 +66,8 @@ def test_an_action_waits_for_another_role():
 
 
 def test_a_slash_in_a_subject_is_no_role():
-    program = Program.of({"r": [Action("F", "a/b"), Action("B", "a/b", waits=("F(a/b)",))]})
-    assert [tick.end for tick in play(program)] == [1, 2]
+    program = Program.from_dict({"r": [Action("F", "a/b"), Action("B", "a/b", waits=("F(a/b)",))]})
+    assert [tick.end for tick in simulate(program)] == [1, 2]
 
 
 def test_a_main_thread_does_not_stand_still_for_a_message_on_the_wire():
@@ -77,14 +83,19 @@ def test_a_main_thread_does_not_stand_still_for_a_message_on_the_wire():
 
 
 def test_a_pipeline_of_three_roles_takes_its_turns():
-    roles = {f"stage{i}": [Action("F", str(m), waits=(f"stage{i - 1}/F({m})",) if i else ()) for m in range(2)] for i in range(3)}
-    ends = {(tick.role, tick.action.subject): tick.end for tick in play(Program.of(roles))}
+    roles = {
+        f"stage{i}": [Action("F", str(m), waits=(f"stage{i - 1}/F({m})",) if i else ()) for m in range(2)]
+        for i in range(3)
+    }
+    ends = {(tick.role, tick.action.subject): tick.end for tick in simulate(Program.from_dict(roles))}
     assert ends["stage2", "0"] == 3
     assert ends["stage2", "1"] == 4
 
 
 def test_a_cycle_is_shown_with_an_arrow_at_every_role():
-    lines = stuck({"r": [compute("X"), compute("A", "s/B()")], "s": [compute("B", "r/A()")], "t": [compute("C")]})
+    lines = stuck(
+        {"r": [compute("X"), compute("A", "s/B()")], "s": [compute("B", "r/A()")], "t": [compute("C")]}
+    )
     assert lines == [
         "nobody can go on:",
         "  r: action 1 of 2, A()  <-- waits for s/B()",
@@ -100,7 +111,10 @@ def test_only_what_is_missing_is_named():
 
 def test_the_wire_and_the_main_thread_are_both_shown():
     lines = stuck({"r": [wire("W", "s/NONE()"), compute("A", "W()")], "s": []})
-    assert lines[1:3] == ["  r: action 0 of 2, W()  <-- waits for s/NONE()", "  r: action 1 of 2, A()  <-- waits for W()"]
+    assert lines[1:3] == [
+        "  r: action 0 of 2, W()  <-- waits for s/NONE()",
+        "  r: action 1 of 2, A()  <-- waits for W()",
+    ]
 
 
 @pytest.mark.parametrize("first", [compute("A", "B()"), wire("A", "B()")])

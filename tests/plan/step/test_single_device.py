@@ -5,27 +5,35 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.plan.job.job import Job, Precision, Train
-from meshwright.plan.model_spec.model_spec import ROOT, Anatomy, Weight
+from meshwright.plan.job.job import Job, PrecisionConfig, TrainConfig
+from meshwright.plan.model_spec.model_spec import ROOT, ModelSpec, ParamSpec
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.placement import S
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action
-from meshwright.plan.step.simulator import play
-from meshwright.plan.step.single_device import ROLE, micro_rows, one_after_another, one_device
+from meshwright.plan.step.simulator import simulate
+from meshwright.plan.step.single_device import (
+    FIRST_ROLE,
+    samples_per_microbatch,
+    sequential_stage_calls,
+    single_device_program,
+)
 
 WEIGHTS = (
-    Weight("a.weight", (6,), ("a", "c"), aliases=("c.weight",)),
-    Weight("b.weight", (4,), ("b",)),
-    Weight("s", (2,), (ROOT,)),
+    ParamSpec("a.weight", (6,), ("a", "c"), aliases=("c.weight",)),
+    ParamSpec("b.weight", (4,), ("b",)),
+    ParamSpec("s", (2,), (ROOT,)),
 )
-MODEL = Anatomy("model", ("a", "b", "c"), WEIGHTS, (10, 20, 30), (100, 200, 300))
+MODEL = ModelSpec("model", ("a", "b", "c"), WEIGHTS, (10, 20, 30), (100, 200, 300))
 
 
 def listed(num_micro: int = 2, micro_batch: int = 3, job: Job | None = None) -> tuple[Action, ...]:
-    return one_device(
-        Space.one_device(Mesh(), MODEL), job or Job(), micro_batch, one_after_another(MODEL.visits, num_micro)
-    ).actions(ROLE)
+    return single_device_program(
+        ShardingPlan.one_device(Mesh(), MODEL),
+        job or Job(),
+        micro_batch,
+        sequential_stage_calls(MODEL.block_calls, num_micro),
+    ).actions(FIRST_ROLE)
 
 
 def held_after(actions: tuple[Action, ...]) -> list[dict[str, int]]:
@@ -35,7 +43,7 @@ def held_after(actions: tuple[Action, ...]) -> list[dict[str, int]]:
     for action in actions:
         for name in action.frees:
             del held[name]
-        held |= {hold.name: hold.nbytes for hold in action.takes}
+        held |= {hold.name: hold.nbytes for hold in action.allocations}
         history.append(dict(held))
     return history
 
@@ -44,21 +52,27 @@ def held_after(actions: tuple[Action, ...]) -> list[dict[str, int]]:
 def test_every_micro_batch_visits_every_block_there_and_back(num_micro: int):
     actions = listed(num_micro)
     for micro in range(num_micro):
-        assert [a.subject for a in actions if a.kind == "F" and a.micro == micro] == ["a", "b", "c"]
-        assert [a.subject for a in actions if a.kind == "B" and a.micro == micro] == ["c", "b", "a"]
+        assert [a.subject for a in actions if a.kind == "F" and a.microbatch == micro] == ["a", "b", "c"]
+        assert [a.subject for a in actions if a.kind == "B" and a.microbatch == micro] == ["c", "b", "a"]
     assert Counter(a.kind for a in actions) == {
-        "COUNT": 1,
+        "TOKEN_COUNT": 1,
         "F": 3 * num_micro,
         "LOSS": num_micro,
         "B": 3 * num_micro,
-        "TALLY": 1,
+        "LOSS_SUM": 1,
         "CLIP": 1,
         "STEP": 1,
     }
 
 
 def test_nobody_waits_for_ever():
-    assert len(play(one_device(Space.one_device(Mesh(), MODEL), Job(), 1, one_after_another(MODEL.visits, 3)))) == len(listed(3))
+    assert len(
+        simulate(
+            single_device_program(
+                ShardingPlan.one_device(Mesh(), MODEL), Job(), 1, sequential_stage_calls(MODEL.block_calls, 3)
+            )
+        )
+    ) == len(listed(3))
 
 
 def test_all_memory_is_returned_and_a_second_micro_batch_needs_no_more():
@@ -78,15 +92,23 @@ def test_a_gradient_is_held_from_the_first_backward_that_adds_to_it():
 
 
 def test_activations_are_counted_in_the_dtype_of_compute_and_gradients_in_that_of_parameters():
-    taken = {h.name: h.nbytes for a in listed(1, 3, Job(precision=Precision("float32", "bfloat16"))) for h in a.takes}
+    taken = {
+        h.name: h.nbytes
+        for a in listed(1, 3, Job(precision=PrecisionConfig("float32", "bfloat16")))
+        for h in a.allocations
+    }
     assert taken["stream(b, 0)"] == 20 * 3 * 2
     assert taken["gradient(b)"] == 4 * 4
 
 
 def test_what_a_visit_computes_within_is_held_from_its_forward_to_its_backward():
-    model = replace(MODEL, inside_numel=(0, 7, 9))
-    actions = one_device(Space.one_device(Mesh(), model), Job(), 2, one_after_another(model.visits, 1)).actions(ROLE)
-    assert {h.name: h.nbytes for a in actions if a.kind == "F" for h in a.takes}["inside(b, 0)"] == 7 * 2 * 4
+    model = replace(MODEL, saved_numel=(0, 7, 9))
+    actions = single_device_program(
+        ShardingPlan.one_device(Mesh(), model), Job(), 2, sequential_stage_calls(model.block_calls, 1)
+    ).actions(FIRST_ROLE)
+    assert {h.name: h.nbytes for a in actions if a.kind == "F" for h in a.allocations}[
+        "inside(b, 0)"
+    ] == 7 * 2 * 4
     assert held_after(actions)[-1] == {}
 
 
@@ -98,5 +120,5 @@ def test_backward_costs_twice_its_forward_and_both_grow_with_the_samples():
 
 @pytest.mark.parametrize(("num_micro", "rows"), [(1, 12), (3, 4)])
 def test_the_rows_of_a_micro_batch_are_the_samples_of_a_rank_dealt_out(num_micro: int, rows: int):
-    space = Space.one_device(Mesh(dp_shard=2), MODEL).with_tokens("dp_shard", S(0))
-    assert micro_rows(listed(num_micro), space, Job(train=Train(batch=24))) == rows
+    space = ShardingPlan.one_device(Mesh(dp_shard=2), MODEL).with_batch_placement("dp_shard", S(0))
+    assert samples_per_microbatch(listed(num_micro), space, Job(train=TrainConfig(batch=24))) == rows

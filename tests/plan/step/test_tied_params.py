@@ -5,26 +5,31 @@ from dataclasses import replace
 import pytest
 
 from meshwright.api import make_plan
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Optimizer, Train
-from meshwright.plan.job.precision import Precision
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
+from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Strategy
 from tests.tiny_model import TOKENS, reading_of
 
-SHARD = Batch(axis="dp_shard")
+SHARD = BatchSplit(axis="dp_shard")
 NAME = "embed+head over pp 0+2"
-WIDE = Precision("bfloat16", "bfloat16", "float32", master="float32")
+WIDE = PrecisionConfig("bfloat16", "bfloat16", "float32", master="float32")
 
 
-def plan_of(mesh: Mesh, *strategies: Strategy, precision: Precision | None = None) -> Plan:
-    job = Job(ModelSource("tied"), DataSource("random", sequence=TOKENS), Train(batch=12), Optimizer(lr=0.1))
+def plan_of(mesh: Mesh, *strategies: Strategy, precision: PrecisionConfig | None = None) -> Plan:
+    job = Job(
+        ModelConfig("tied"),
+        DataConfig("random", sequence=TOKENS),
+        TrainConfig(batch=12),
+        OptimizerConfig(lr=0.1),
+    )
     job = job if precision is None else replace(job, precision=precision)
     return make_plan(reading_of(tied=True), job, mesh, (Pipeline(), *strategies), 2)
 
@@ -36,21 +41,43 @@ def end(plan: Plan, role: str = "stage0") -> list[str]:
 
 
 def of_kind(plan: Plan, kind: str, role: str = "stage0") -> Action:
-    (found,) = (action for action in plan.program.actions(role) if action.kind == kind and action.subject.startswith(NAME))
+    (found,) = (
+        action
+        for action in plan.program.actions(role)
+        if action.kind == kind and action.subject.startswith(NAME)
+    )
     return found
 
 
 def test_it_stands_behind_everything_else_that_is_sent_and_before_what_looks_at_gradients():
     plan = plan_of(Mesh(pp=3))
-    tail = ["TALLY()", f"READY({NAME}, tied)", f"TIE({NAME})", "SQUARE(norm)", "NORM(norm)", "CLIP()", "STEP()"]
+    tail = [
+        "LOSS_SUM()",
+        f"WAIT({NAME}, tied)",
+        f"REDUCE_TIED({NAME})",
+        "LOCAL_NORM(norm)",
+        "GLOBAL_NORM(norm)",
+        "CLIP()",
+        "STEP()",
+    ]
     assert end(plan) == tail
     assert end(plan, "stage2")[1:] == tail  # behind what it sends back
-    assert end(plan, "stage1")[1:] == ["TALLY()", "SQUARE(norm)", "NORM(norm)", "CLIP()", "STEP()"]
-    tie = of_kind(plan, "TIE")
-    assert tie.waits == (f"READY({NAME}, tied)", f"stage2/READY({NAME}, tied)")
+    assert end(plan, "stage1")[1:] == [
+        "LOSS_SUM()",
+        "LOCAL_NORM(norm)",
+        "GLOBAL_NORM(norm)",
+        "CLIP()",
+        "STEP()",
+    ]
+    tie = of_kind(plan, "REDUCE_TIED")
+    assert tie.waits == (f"WAIT({NAME}, tied)", f"stage2/WAIT({NAME}, tied)")
     assert tie.transfer is not None
-    assert (tie.transfer.collective, tie.transfer.axes, tie.transfer.among) == ("all_reduce", ("pp",), (0, 2))
-    readers = [action for action in plan.program.actions("stage0") if action.kind in ("SQUARE", "CLIP")]
+    assert (tie.transfer.collective, tie.transfer.axes, tie.transfer.member_indices) == (
+        "all_reduce",
+        ("pp",),
+        (0, 2),
+    )
+    readers = [action for action in plan.program.actions("stage0") if action.kind in ("LOCAL_NORM", "CLIP")]
     assert all(tie.name in action.waits for action in readers)
 
 
@@ -66,34 +93,43 @@ def test_alone_gradients_are_packed_once_and_stay_where_they_are_summed():
 @pytest.mark.parametrize(
     ("mesh", "store", "before"),
     [
-        (Mesh(pp=3, dp_replicate=2), (Batch(), Replicate()), {"PACK(embed+head over pp 0+2)", "REDUCE(0)"}),
-        (Mesh(pp=3, dp_shard=2), (SHARD, Zero(stage=1)), {f"PACK({NAME})", f"REDUCE({NAME})"}),
-        (Mesh(pp=3, dp_shard=2), (SHARD, Zero(stage=2)), {f"ADD({NAME}, 2)"}),
+        (Mesh(pp=3, dp_replicate=2), (BatchSplit(), DDP()), {"PACK(embed+head over pp 0+2)", "REDUCE(0)"}),
+        (Mesh(pp=3, dp_shard=2), (SHARD, ZeRO(stage=1)), {f"PACK({NAME})", f"REDUCE({NAME})"}),
+        (Mesh(pp=3, dp_shard=2), (SHARD, ZeRO(stage=2)), {f"ACCUMULATE({NAME}, 2)"}),
     ],
 )
 def test_it_waits_for_the_sum_over_other_samples(mesh: Mesh, store: tuple[Strategy, ...], before: set[str]):
-    ready = of_kind(plan_of(mesh, *store), "READY")
+    ready = of_kind(plan_of(mesh, *store), "WAIT")
     assert before <= set(ready.waits)
 
 
 def test_of_a_bundle_in_shards_a_shard_travels_in_the_dtype_of_gradients():
-    plan = plan_of(Mesh(pp=3, dp_shard=2), SHARD, Zero(stage=2))
-    move, arena = of_kind(plan, "TIE").transfer, plan.space.arenas()[NAME]
+    plan = plan_of(Mesh(pp=3, dp_shard=2), SHARD, ZeRO(stage=2))
+    move, arena = of_kind(plan, "REDUCE_TIED").transfer, plan.sharding.flat_param_specs()[NAME]
     assert move is not None
-    assert (move.nbytes, move.dtype) == (arena.shard * 4, "float32")
-    assert arena == plan.space.stage(2).arenas()[NAME]  # cut at the same places
+    assert (move.nbytes, move.dtype) == (arena.shard_numel * 4, "float32")
+    assert arena == plan.sharding.at_pp_rank(2).flat_param_specs()[NAME]  # cut at the same places
 
 
-@pytest.mark.parametrize(("mesh", "store"), [(Mesh(pp=3), ()), (Mesh(pp=3, dp_replicate=2), (Batch(), Replicate()))])
+@pytest.mark.parametrize(
+    ("mesh", "store"), [(Mesh(pp=3), ()), (Mesh(pp=3, dp_replicate=2), (BatchSplit(), DDP()))]
+)
 def test_of_narrow_gradients_it_is_the_wider_buffer_that_is_summed(mesh: Mesh, store: tuple[Strategy, ...]):
     plan = plan_of(mesh, *store, precision=WIDE)
-    tie, actions = of_kind(plan, "TIE"), plan.program.actions("stage0")
+    tie, actions = of_kind(plan, "REDUCE_TIED"), plan.program.actions("stage0")
     assert tie.transfer is not None
     assert tie.transfer.dtype == "float32"
-    unpacks = [action for action in actions if action.kind == "UNPACK" and set(tie.tensors) & set(action.tensors)]
+    unpacks = [
+        action for action in actions if action.kind == "UNPACK" and set(tie.tensors) & set(action.tensors)
+    ]
     assert [tie.name in action.waits for action in unpacks] == [True]
 
 
 def test_weights_that_one_rank_uses_alone_have_none():
-    tied = {name for action in plan_of(Mesh(pp=3)).program.actions("stage0") if action.kind == "TIE" for name in action.tensors}
+    tied = {
+        name
+        for action in plan_of(Mesh(pp=3)).program.actions("stage0")
+        if action.kind == "REDUCE_TIED"
+        for name in action.tensors
+    }
     assert tied == {"embed.weight"}

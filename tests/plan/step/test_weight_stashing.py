@@ -1,14 +1,14 @@
 """Which weights each micro-batch meets, read from a list; and what is wrong with lists in which one meets several."""
 
 from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import steps
-from meshwright.plan.step.weight_stashing import forward_versions, mixed, staleness
+from meshwright.plan.step.single_device import stepped_microbatches
+from meshwright.plan.step.weight_stashing import forward_versions, staleness, version_conflicts
 
 ROOM = "old weights(0)"
 
 
 def listed(*words: str) -> list[Action]:
-    """Actions such as "F0", "STEP 1", "STASH", "RESTORE 1": of one visit, with one room for old weights."""
+    """Actions such as "F0", "STEP 1", "STASH", "LOAD_STASHED 1": of one visit, with one room for old weights."""
     found = []
     for word in words:
         kind, micro = word.rstrip("0123456789").strip(), "".join(filter(str.isdigit, word))
@@ -18,36 +18,56 @@ def listed(*words: str) -> list[Action]:
 
 
 RIGHT = listed(
-    "F0", "F1", "B0", "STASH", "STEP 0", "F2", "RESTORE 1", "B1", "RENEW 1", "STASH 1", "STEP 1", "RESTORE 2", "B2", "RENEW 2"
+    "F0",
+    "F1",
+    "B0",
+    "STASH",
+    "STEP 0",
+    "F2",
+    "LOAD_STASHED 1",
+    "B1",
+    "LOAD_LATEST 1",
+    "STASH 1",
+    "STEP 1",
+    "LOAD_STASHED 2",
+    "B2",
+    "LOAD_LATEST 2",
 )
 
 
 def test_a_forward_meets_the_weights_after_the_steps_before_it():
     assert forward_versions(RIGHT) == {0: 0, 1: 0, 2: 1}
-    assert steps(RIGHT) == (0, 1)
+    assert stepped_microbatches(RIGHT) == (0, 1)
     assert staleness(RIGHT) == 1
-    assert not list(mixed(RIGHT))
+    assert not list(version_conflicts(RIGHT))
 
 
 def test_one_step_with_all_micro_batches_is_none_of_their_own():
     actions = listed("F0", "F1", "B0", "B1", "STEP")
-    assert steps(actions) == ()
+    assert stepped_microbatches(actions) == ()
     assert staleness(actions) == 0
-    assert not list(mixed(actions))
+    assert not list(version_conflicts(actions))
 
 
 def test_a_backward_that_meets_other_weights_than_its_forward_is_told():
-    actions = [action for action in RIGHT if action.kind not in ("RESTORE", "RENEW")]
-    said = list(mixed(actions))
-    assert said[0] == "B(x, 1) meets the weights after 1 steps, and the forward of its micro-batch those after 0"
+    actions = [action for action in RIGHT if action.kind not in ("LOAD_STASHED", "LOAD_LATEST")]
+    said = list(version_conflicts(actions))
+    assert (
+        said[0] == "B(x, 1) meets the weights after 1 steps, and the forward of its micro-batch those after 0"
+    )
     assert len(said) == 2
 
 
 def test_weights_that_nobody_has_kept_are_told():
     actions = [action for action in RIGHT if action.kind != "STASH"]
-    assert f"RESTORE({ROOM}, 1) asks for weights that no STASH has kept" in list(mixed(actions))
+    assert f"LOAD_STASHED({ROOM}, 1) asks for weights that no STASH has kept" in list(
+        version_conflicts(actions)
+    )
 
 
 def test_a_step_of_old_weights_is_told():
-    actions = [action for action in RIGHT if action.kind != "RENEW"]
-    assert f"STEP(1) finds the weights of RESTORE({ROOM}, 1) in the model, and not the newest ones" in list(mixed(actions))
+    actions = [action for action in RIGHT if action.kind != "LOAD_LATEST"]
+    assert (
+        f"STEP(1) finds the weights of LOAD_STASHED({ROOM}, 1) in the model, and not the newest ones"
+        in list(version_conflicts(actions))
+    )

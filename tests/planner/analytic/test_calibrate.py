@@ -13,7 +13,11 @@ from meshwright.planner.machine.machine import machine
 
 MACHINE = machine("A100", 64)
 PLANTED = replace(MACHINE.rates, product=0.55, memory=0.45, link=0.35, nic=0.4)
-SHAPES = (Shape("small", 24, 2048, 16), Shape("wide", 16, 6144, 48), Shape("long", 12, 2048, 16, sequence=8192))
+SHAPES = (
+    Shape("small", 24, 2048, 16),
+    Shape("wide", 16, 6144, 48),
+    Shape("long", 12, 2048, 16, sequence=8192),
+)
 LAYOUTS = (
     Layout(dp=8),
     Layout(dp=8, tp=8),
@@ -25,19 +29,27 @@ LAYOUTS = (
 
 def steps(of: Rates, layouts: tuple[Layout, ...] = LAYOUTS) -> list[Measured]:
     given = replace(MACHINE, rates=of)
-    return [Measured(shape, layout, MACHINE, step(shape, layout, given).seconds) for shape in SHAPES for layout in layouts]
+    return [
+        Measured(shape, layout, MACHINE, step(shape, layout, given).seconds)
+        for shape in SHAPES
+        for layout in layouts
+    ]
 
 
 def test_planted_rates_are_found_again():
     found = calibrated(MACHINE.rates, steps(PLANTED), strength=0.01)
     unseen = steps(PLANTED, (Layout(dp=4, tp=2, micro_batch=2, micros=3), Layout(dp=2, pp=8, micros=24)))
-    assert [each.predicted(found) for each in unseen] == pytest.approx([each.seconds for each in unseen], rel=0.03)
+    assert [each.predicted(found) for each in unseen] == pytest.approx(
+        [each.seconds for each in unseen], rel=0.03
+    )
     assert any(abs(each.predicted(MACHINE.rates) / each.seconds - 1) > 0.1 for each in unseen)
 
 
 def test_a_disturbed_step_does_not_bend_the_rest():
     clean = steps(PLANTED)
-    found = calibrated(MACHINE.rates, [replace(clean[0], seconds=5 * clean[0].seconds), *clean[1:]], strength=0.01)
+    found = calibrated(
+        MACHINE.rates, [replace(clean[0], seconds=5 * clean[0].seconds), *clean[1:]], strength=0.01
+    )
     off = sorted(abs(each.predicted(found) / each.seconds - 1) for each in clean)
     assert off[len(off) // 2] < 0.05
 
@@ -56,7 +68,9 @@ def test_the_file_of_rates_says_known_ones_for_known_devices():
     assert rates_of("a device that nobody has fitted") == rates_of("another one")
 
 
-@pytest.mark.parametrize(("kind", "other"), [("GH200", "H100"), ("H100 96GB", "H100"), ("H200", "H100"), ("V100 16GB", "V100")])
+@pytest.mark.parametrize(
+    ("kind", "other"), [("GH200", "H100"), ("H100 96GB", "H100"), ("H200", "H100"), ("V100 16GB", "V100")]
+)
 def test_kinds_of_one_die_reach_alike(kind: str, other: str):
     """One slow code base alone had run on GH200: a planner said that it takes three times as long as an H100."""
     assert 0.75 < rates_of(kind).product / rates_of(other).product < 1.34

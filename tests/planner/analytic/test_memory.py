@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
-from meshwright.plan.job.job import Precision
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.analytic.framework_memory import Habits
 from meshwright.planner.analytic.memory import Footprint, footprint
@@ -32,7 +32,9 @@ def states(found: Footprint) -> float:
 def test_states_are_those_of_the_table(shards: int):
     scale = 7.5e9 / BLOCKS.numel
     for copies, paper in zip((1, 4, 16, 64, 256, 1024), ZERO_TABLE[shards], strict=True):
-        assert states(footprint(BLOCKS, Layout(dp=copies, shards=shards))) * scale == pytest.approx(paper, rel=0.005, abs=0.006)
+        assert states(footprint(BLOCKS, Layout(dp=copies, shards=shards))) * scale == pytest.approx(
+            paper, rel=0.005, abs=0.006
+        )
 
 
 @pytest.mark.parametrize("tp", [1, 8])
@@ -48,7 +50,12 @@ def test_scores_are_kept_unless_a_kernel_is_fused_or_they_are_rerun():
     shape = Shape("gpt", 10, 1024, 16, vocab=1)
     fused, one, torch, again = (
         footprint(shape, Layout(kernel=kernel, reruns=reruns))
-        for kernel, reruns in (("flash2", "none"), ("softmax", "none"), ("eager", "none"), ("softmax", "attention"))
+        for kernel, reruns in (
+            ("flash2", "none"),
+            ("softmax", "none"),
+            ("eager", "none"),
+            ("softmax", "attention"),
+        )
     )
     pairs = shape.heads * shape.sequence**2
     assert one.activations - fused.activations == pytest.approx(10 * 5 * pairs)
@@ -68,8 +75,13 @@ def test_what_is_rerun_keeps_the_inputs_of_layers():
 def test_the_fullest_rank_along_pp_is_the_one_with_most():
     deep = Shape("deep", 32, 4096, 32, vocab=1000)
     words = replace(deep, vocab=500_000)
-    assert footprint(deep, Layout(pp=4, micros=16)).logits == 0  # the first, with four micro-batches under way
-    assert footprint(words, Layout(pp=4, micros=16, reruns="layers", micro_batch=4)).logits == 4 * 2048 * 500_000 * 14
+    assert (
+        footprint(deep, Layout(pp=4, micros=16)).logits == 0
+    )  # the first, with four micro-batches under way
+    assert (
+        footprint(words, Layout(pp=4, micros=16, reruns="layers", micro_batch=4)).logits
+        == 4 * 2048 * 500_000 * 14
+    )
 
 
 def test_the_loss_and_a_blocks_backward_are_not_there_at_once():
@@ -84,7 +96,9 @@ def test_copies_in_groups_divide_states_by_the_group():
 
 
 def test_parts_that_lie_on_two_ranks_are_held_twice_and_one_order_holds_all_micro_batches():
-    plain, both, whole = (footprint(BLOCKS, Layout(pp=4, micros=12, order=order)) for order in (Order(), BOTH, ALL))
+    plain, both, whole = (
+        footprint(BLOCKS, Layout(pp=4, micros=12, order=order)) for order in (Order(), BOTH, ALL)
+    )
     assert states(both) == pytest.approx(2 * states(plain), rel=1e-3)
     assert both.activations == pytest.approx(plain.activations * 5 / 4)
     assert whole.activations == pytest.approx(plain.activations * 12 / 4)
@@ -92,7 +106,9 @@ def test_parts_that_lie_on_two_ranks_are_held_twice_and_one_order_holds_all_micr
 
 def test_weights_in_shards_need_room_for_layers_that_are_gathered():
     third, second = (footprint(BLOCKS, Layout(dp=64, shards=shards)).gathered for shards in (3, 2))
-    assert third == pytest.approx((2 + 2 + 2 + 2) * BLOCKS.layer_numel)  # two for their uses, two sums on their way
+    assert third == pytest.approx(
+        (2 + 2 + 2 + 2) * BLOCKS.layer_numel
+    )  # two for their uses, two sums on their way
     assert second == pytest.approx((2 + 2) * BLOCKS.layer_numel)
     assert footprint(BLOCKS, Layout(dp=64, shards=1)).gathered == 0
     stays = Habits(stays=True)
@@ -103,7 +119,8 @@ def test_weights_in_shards_need_room_for_layers_that_are_gathered():
 def test_inputs_that_are_gathered_are_not_divided_by_tensor_ranks():
     shape = Shape("gpt", 1, 1024, 16, vocab=1)
     once, whole = (
-        footprint(shape, Layout(tp=4, sequence=True), habits).activations for habits in (Habits(), Habits(gathered=True))
+        footprint(shape, Layout(tp=4, sequence=True), habits).activations
+        for habits in (Habits(), Habits(gathered=True))
     )
     assert whole - once == pytest.approx(4 * shape.sequence * shape.hidden * 3 / 4)
 
@@ -136,8 +153,10 @@ def test_it_is_what_a_plan_of_this_library_holds(shards: int):
     """Sizes alone against the program of a small model on four ranks, whose every tensor is counted: within 5 %."""
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "vocab_size": 1000}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    narrow = Precision("bfloat16", "bfloat16", "bfloat16", master="float32", gradients="bfloat16", moments="float32")
-    strategies = [Batch(axis="dp_shard"), Zero(axis="dp_shard", stage=shards)] if shards else None
+    narrow = PrecisionConfig(
+        "bfloat16", "bfloat16", "bfloat16", master="float32", gradients="bfloat16", optimizer_states="float32"
+    )
+    strategies = [BatchSplit(axis="dp_shard"), ZeRO(axis="dp_shard", stage=shards)] if shards else None
     mesh, copies = (Mesh(dp_shard=4), 4) if shards else (Mesh(), 1)
     _, plan = planned(llama(**sizes), mesh, strategies, rows=8, length=128, precision=narrow)
     shape = Shape("llama", 6, 256, 4, 2, 704, 1000, 128, gated=True)

@@ -50,9 +50,19 @@ def test_parts_that_are_folded_give_the_first_rank_both_ends_and_no_layer_more()
 
 
 def test_layers_are_dealt_as_code_bases_do():
-    by_cut = {cut: [stage(SHAPE, Layout(pp=4), rank, cut).layers for rank in range(4)] for cut in ("layers", "ends", "norm")}
+    by_cut = {
+        cut: [stage(SHAPE, Layout(pp=4), rank, cut).layers for rank in range(4)]
+        for cut in ("layers", "ends", "norm")
+    }
     assert by_cut == {"layers": [10, 10, 10, 10], "ends": [10, 11, 10, 9], "norm": [10, 11, 11, 8]}
-    assert [stage(SHAPE, Layout(pp=6), rank).layers for rank in range(6)] == [6, 7, 7, 7, 7, 6]  # 42 items, evenly
+    assert [stage(SHAPE, Layout(pp=6), rank).layers for rank in range(6)] == [
+        6,
+        7,
+        7,
+        7,
+        7,
+        6,
+    ]  # 42 items, evenly
     assert stage(SHAPE, Layout(pp=4), 3, "cost").layers < 10  # a head of 128,000 words weighs as two layers
     assert stage(SHAPE, Layout(), 0) == Stage(40, True, True)
 

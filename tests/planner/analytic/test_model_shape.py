@@ -20,7 +20,12 @@ def matrices(model: torch.nn.Module) -> int:
 
 def test_the_weights_of_a_llama_are_counted():
     config = LlamaConfig(
-        hidden_size=96, intermediate_size=200, num_attention_heads=6, num_key_value_heads=2, num_hidden_layers=3, vocab_size=130
+        hidden_size=96,
+        intermediate_size=200,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        num_hidden_layers=3,
+        vocab_size=130,
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
@@ -81,11 +86,16 @@ def test_sizes_that_no_model_has_are_refused():
 def test_a_size_that_is_no_number_or_is_said_twice_is_refused(text: str, said: str):
     with pytest.raises(PlanError) as raised:
         parse_shape(text)
-    assert raised.value.faults[0].what == said
+    assert raised.value.diagnostics[0].problem == said
 
 
 @pytest.mark.parametrize(
-    "text", ["x: LAYERS 32 Hidden 4096 heads 32", "x: layers 32, hidden 4,096, heads=32", "x: layers 32,hidden 4_096 heads 32"]
+    "text",
+    [
+        "x: LAYERS 32 Hidden 4096 heads 32",
+        "x: layers 32, hidden 4,096, heads=32",
+        "x: layers 32,hidden 4_096 heads 32",
+    ],
 )
 def test_capitals_and_commas_are_read(text: str):
     assert parse_shape(text) == Shape("x", 32, 4096, 32)
@@ -103,7 +113,9 @@ def test_a_head_that_is_wider_than_its_share_counts_as_wide_as_it_is():
         assert layer(more, layout, given).all > layer(less, layout, given).all
         assert meetings(more, layout, given).all > meetings(less, layout, given).all
         assert footprint(more, layout).activations > footprint(less, layout).activations
-    scores = [layer(replace(each, sequence=1 << 24), layout, given).all for each in (usual, wide)]  # attention alone counts
+    scores = [
+        layer(replace(each, sequence=1 << 24), layout, given).all for each in (usual, wide)
+    ]  # attention alone counts
     assert scores[1] / scores[0] == pytest.approx(1.6, rel=0.01)
 
 

@@ -37,8 +37,12 @@ def test_groups_and_directions_that_no_plan_can_have_are_told():
     said = " ".join(str(fault) for fault in Layout(dp=6, cp=4, swaps=3, within=4, shards=1).faults(SHAPE))
     assert "3 of cp 4 ranks exchange tokens for 52 heads" in said
     assert "shares among 4 of dp 6 copies at stage 1" in said
-    assert any("two micro-batches" in str(fault) for fault in Layout(pp=4, micros=1, order=BOTH).faults(SHAPE))
-    assert any("even number of ranks" in str(fault) for fault in Layout(pp=3, micros=6, order=BOTH).faults(SHAPE))
+    assert any(
+        "two micro-batches" in str(fault) for fault in Layout(pp=4, micros=1, order=BOTH).faults(SHAPE)
+    )
+    assert any(
+        "even number of ranks" in str(fault) for fault in Layout(pp=3, micros=6, order=BOTH).faults(SHAPE)
+    )
     assert not list(Layout(dp=6, cp=4, swaps=2, within=3, shards=3).faults(SHAPE))
 
 

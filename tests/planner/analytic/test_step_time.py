@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.parallel.pipeline.schedules.registry import schedule_of
-from meshwright.parallel.pipeline.schedules.schedule import Costs, play
+from meshwright.parallel.pipeline.schedules.registry import find_schedule
+from meshwright.parallel.pipeline.schedules.schedule import StageCosts, simulate
 from meshwright.planner.analytic.model_shape import Shape
 from meshwright.planner.analytic.parallel_config import BOTH, FOLDED, HALVES, Layout, Order
 from meshwright.planner.analytic.step_time import Both, Step, entry, head, layer, meetings, step
@@ -15,7 +15,10 @@ from meshwright.planner.machine.machine import machine
 SHAPE = Shape("gpt", 48, 4096, 32, vocab=128)  # hardly any head, so that ranks along pp are alike
 MACHINE = machine("A100", 512)
 FREE = replace(
-    MACHINE, rates=replace(MACHINE.rates, link=1e9, nic=1e9, latency_s=0.0, start_s=0.0, launch_s=0.0, turn_s=0.0, fixed_s=0.0)
+    MACHINE,
+    rates=replace(
+        MACHINE.rates, link=1e9, nic=1e9, latency_s=0.0, start_s=0.0, launch_s=0.0, turn_s=0.0, fixed_s=0.0
+    ),
 )  # no transfer costs
 
 
@@ -49,18 +52,20 @@ def test_an_order_that_fills_its_gaps_with_halves_waits_less():
     assert filled.waiting / plain.waiting == pytest.approx((one.all - 2 * one.weights) / one.all, rel=0.01)
 
 
-@pytest.mark.parametrize(("schedule", "order", "chunks"), [("1f1b", Order(), 1), ("zb_h1", HALVES, 1), ("zb_v", FOLDED, 2)])
+@pytest.mark.parametrize(
+    ("schedule", "order", "chunks"), [("1f1b", Order(), 1), ("zb_h1", HALVES, 1), ("zb_v", FOLDED, 2)]
+)
 @pytest.mark.parametrize("pp", [2, 4, 8])
 def test_what_ranks_wait_is_what_their_lists_on_paper_wait_however_few_micro_batches(
     schedule: str, order: Order, chunks: int, pp: int
 ):
-    found = schedule_of(schedule)
+    found = find_schedule(schedule)
     assert found is not None
     for micros in (1, 2, 3, pp, pp + 1, 2 * pp, 4 * pp):
         one = Both(1.0, 2.0)
-        lists = found.make(pp, micros, chunks, Costs.equal(pp * chunks))
-        equal = Costs.equal(pp * chunks, *[1.0 / chunks] * 3)
-        waited = play(lists, equal).end - micros * one.all
+        lists = found.build(pp, micros, chunks, StageCosts.uniform(pp * chunks))
+        equal = StageCosts.uniform(pp * chunks, *[1.0 / chunks] * 3)
+        waited = simulate(lists, equal).end - micros * one.all
         layout = Layout(pp=pp, micros=micros, order=order, chunks=chunks)
         assert waits(layout, one, (pp - 1) * one.all) == pytest.approx(waited)
 
@@ -73,7 +78,10 @@ def test_what_is_rerun_is_computed_once_more():
 
 
 def test_attention_that_writes_its_scores_out_takes_longer():
-    seconds = [layer(SHAPE, Layout(kernel=kernel), MACHINE).all for kernel in ("flash2", "flash1", "softmax", "eager")]
+    seconds = [
+        layer(SHAPE, Layout(kernel=kernel), MACHINE).all
+        for kernel in ("flash2", "flash1", "softmax", "eager")
+    ]
     assert seconds == sorted(seconds)
     assert seconds[0] < seconds[-1]
 
@@ -111,8 +119,12 @@ def test_parts_that_are_folded_have_both_ends_on_one_rank():
     """Embedding and head of the same rank: each micro-batch pays for both there."""
     wide = replace(SHAPE, vocab=128_000)
     ends = (head(wide, Layout(), FREE) + entry(wide, Layout(), FREE)).all
-    straight, folded = (step(wide, Layout(pp=4, micros=16, order=Order(0, 0, 0, folded=each)), FREE) for each in (False, True))
-    assert folded.compute - straight.compute == pytest.approx(16 * (ends - head(wide, Layout(), FREE).all), rel=1e-3)
+    straight, folded = (
+        step(wide, Layout(pp=4, micros=16, order=Order(0, 0, 0, folded=each)), FREE) for each in (False, True)
+    )
+    assert folded.compute - straight.compute == pytest.approx(
+        16 * (ends - head(wide, Layout(), FREE).all), rel=1e-3
+    )
 
 
 def test_small_kernels_wait_for_the_host_and_large_ones_do_not():
@@ -127,7 +139,9 @@ def test_sums_that_run_beside_the_backward_wait_for_the_embeddings_alone():
     there = replace(MACHINE, rates=replace(MACHINE.rates, sums_hidden=0.9))
     beside = step(SHAPE, Layout(dp=64, micro_batch=16, shards=1, hidden=True), there).copies
     behind = step(
-        SHAPE, Layout(dp=64, micro_batch=16, shards=1), replace(there, rates=replace(there.rates, sums_hidden=0.0))
+        SHAPE,
+        Layout(dp=64, micro_batch=16, shards=1),
+        replace(there, rates=replace(there.rates, sums_hidden=0.0)),
     ).copies
     assert 0 < beside < behind / 50
 
@@ -156,13 +170,17 @@ def test_ranks_that_swap_tokens_for_heads_send_what_their_paper_says():
     grouped = meetings(replace(shape, kv_heads=4), Layout(cp=4, swaps=4), given)  # k / a = 1 / 8
     assert grouped.forward / swapped.forward == pytest.approx((2 + 2 / 8) / 4)
     both = meetings(shape, Layout(cp=4, swaps=2), given)
-    assert both.forward >= nbytes * (4 / 2) * (1 / 2) / (3 / 4) / 2 / given.link_rate  # half of the ranks, (u - 1) / u of 1 / 2
+    assert (
+        both.forward >= nbytes * (4 / 2) * (1 / 2) / (3 / 4) / 2 / given.link_rate
+    )  # half of the ranks, (u - 1) / u of 1 / 2
 
 
 def test_shares_of_gradients_are_summed_behind_every_micro_batch():
     """(m + 1) a of stage 2 where stage 1 sends 2 a (strategies/data/zero.py)."""
     for micros in (1, 8):
-        first, second = (step(SHAPE, Layout(dp=16, micros=micros, shards=stage), MACHINE).copies for stage in (1, 2))
+        first, second = (
+            step(SHAPE, Layout(dp=16, micros=micros, shards=stage), MACHINE).copies for stage in (1, 2)
+        )
         assert second / first == pytest.approx((micros + 1) / 2)
 
 
@@ -170,12 +188,16 @@ def test_groups_that_share_among_a_host_gather_inside_it_and_sum_shares_across()
     slow = replace(MACHINE, rates=replace(MACHINE.rates, nic=1e-2))
     whole, hosts = (step(SHAPE, Layout(dp=64, micros=4, shards=3, within=within), slow) for within in (0, 8))
     assert hosts.compute < whole.compute / 3
-    fewer, more = (step(SHAPE, Layout(dp=64, micros=micros, shards=3, within=8), slow).copies for micros in (2, 8))
+    fewer, more = (
+        step(SHAPE, Layout(dp=64, micros=micros, shards=3, within=8), slow).copies for micros in (2, 8)
+    )
     assert fewer == pytest.approx(more)  # once per step
 
 
 def test_copies_inside_hosts_leave_the_slow_links_to_tensor_ranks():
-    tensor, copies = (step(SHAPE, Layout(dp=8, tp=8, micros=4, outside=each), MACHINE) for each in (False, True))
+    tensor, copies = (
+        step(SHAPE, Layout(dp=8, tp=8, micros=4, outside=each), MACHINE) for each in (False, True)
+    )
     assert copies.tensor > 2 * tensor.tensor
     assert copies.copies < tensor.copies
 
@@ -198,14 +220,18 @@ def test_heads_of_a_width_that_matrix_units_cannot_load_cost_what_float32_costs(
 
 def test_recomputing_by_operator_costs_half_of_the_products_and_all_that_lies_between():
     plain, scores, operators, layers = (
-        step(SHAPE, Layout(micros=4, reruns=each), FREE).compute for each in ("none", "attention", "operators", "layers")
+        step(SHAPE, Layout(micros=4, reruns=each), FREE).compute
+        for each in ("none", "attention", "operators", "layers")
     )
     assert plain < scores < operators < layers
     assert 1 / 3 < (operators - plain) / (layers - plain) < 0.9
 
 
 def test_weights_that_are_gathered_one_by_one_cost_more_the_more_ranks_there_are():
-    few, many = (step(SHAPE, Layout(dp=ranks, shards=3, piecewise=True, micro_batch=4), MACHINE).compute for ranks in (64, 512))
+    few, many = (
+        step(SHAPE, Layout(dp=ranks, shards=3, piecewise=True, micro_batch=4), MACHINE).compute
+        for ranks in (64, 512)
+    )
     whole = [step(SHAPE, Layout(dp=ranks, shards=3, micro_batch=4), MACHINE).compute for ranks in (64, 512)]
     asked = 12 * (512 - 64) * MACHINE.rates.launch_s * 2 * SHAPE.layers
     assert many - few == pytest.approx(asked, rel=0.2)
@@ -230,7 +256,10 @@ def test_a_scale_per_row_costs_casts_and_not_products():
 
 def test_kernels_written_for_the_device_attend_faster_than_older_ones():
     long = replace(SHAPE, sequence=32_768)
-    seconds = [layer(long, Layout(kernel=kernel), machine("H100", 8)).all for kernel in ("flash1", "flash2", "flash3")]
+    seconds = [
+        layer(long, Layout(kernel=kernel), machine("H100", 8)).all
+        for kernel in ("flash1", "flash2", "flash3")
+    ]
     assert seconds == sorted(seconds, reverse=True)
 
 

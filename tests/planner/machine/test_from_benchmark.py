@@ -5,7 +5,16 @@ from math import log2
 
 import pytest
 
-from meshwright.plan.hardware.network_model import VERSION, Band, Cluster, Crowd, Fit, Link, Network, Series
+from meshwright.plan.hardware.network_model import (
+    VERSION,
+    AllReduceSeries,
+    Cluster,
+    FitError,
+    LinkCost,
+    NetworkModel,
+    RoundOverhead,
+    SizeBand,
+)
 from meshwright.plan.job.errors import PlanError
 from meshwright.planner.machine.efficiency import rates_of
 from meshwright.planner.machine.from_benchmark import measured_device, measured_rates, streamed, with_cluster
@@ -15,21 +24,26 @@ from tests.plan.hardware.synthetic_device import FILL, RATE, profile
 
 SIZES = tuple(1024 << shift for shift in range(0, 17, 2))
 LATENCY_S, LINK, CARD = 2e-5, 8e9, 1e9
-PRICE = Link((Band(0, 1e-5, 4e9),))
-INSIDE = Network((Crowd(1, 1e-5),), host=PRICE, rank=PRICE)
+PRICE = LinkCost((SizeBand(0, 1e-5, 4e9),))
+INSIDE = NetworkModel((RoundOverhead(1, 1e-5),), intra_host=PRICE, busiest_rank=PRICE)
 
 
 def half(ranks: int, nbytes: float, rate: float, latency_s: float) -> float:
     return latency_s * log2(ranks) + (ranks - 1) / ranks * nbytes / rate
 
 
-def series(ranks: int, rate: float, latency_s: float) -> Series:
+def series(ranks: int, rate: float, latency_s: float) -> AllReduceSeries:
     seconds = tuple(2 * half(ranks, nbytes, rate, latency_s) for nbytes in SIZES)
-    return Series("backend", ranks, SIZES, seconds, (0.0,) * len(SIZES))
+    return AllReduceSeries("backend", ranks, SIZES, seconds, (0.0,) * len(SIZES))
 
 
-def cluster(*measured: Series, per_host: int = 0, network: Network = INSIDE, name: str = "Abacus 7, 4 cores") -> Cluster:
-    return Cluster(VERSION, "", name, "2.13", "gloo", per_host, Fit(0.1, 0.1), network, measured)
+def cluster(
+    *measured: AllReduceSeries,
+    per_host: int = 0,
+    network: NetworkModel = INSIDE,
+    name: str = "Abacus 7, 4 cores",
+) -> Cluster:
+    return Cluster(VERSION, "", name, "2.13", "gloo", per_host, FitError(0.1, 0.1), network, measured)
 
 
 def own(count: int, **known: float) -> Machine:
@@ -43,7 +57,9 @@ def test_the_rates_of_a_measured_device_price_its_products_and_its_attention():
     assert given.rates.side == pytest.approx(FILL, rel=0.5)
     assert given.rates.product * given.peak("bfloat16") == pytest.approx(RATE, rel=0.1)
     for size in ((1024, 1024, 1024), (2048, 512, 4096), (4096, 4096, 128)):
-        assert product(given, *size) == pytest.approx(profile().product_seconds(size[0], size[1], size[2]), rel=0.2)
+        assert product(given, *size) == pytest.approx(
+            profile().matmul_seconds(size[0], size[1], size[2]), rel=0.2
+        )
     flops = 4 * 2 * 4 * 512 * 512 * 128
     for back in (False, True):
         seconds = profile().attention_seconds((2, 4, 512, 512, 128), "bfloat16", backward=back)
@@ -62,8 +78,10 @@ def test_the_facts_of_a_known_device_stay_and_its_shares_are_those_measured():
 
 
 def test_a_device_that_nobody_measured_in_16_bits_is_refused():
-    found = replace(profile(), products=tuple(each for each in profile().products if each.dtype == "float32"))
-    with pytest.raises(PlanError, match="products in float32 were measured, and plans are chosen for 16 bits"):
+    found = replace(profile(), matmuls=tuple(each for each in profile().matmuls if each.dtype == "float32"))
+    with pytest.raises(
+        PlanError, match="products in float32 were measured, and plans are chosen for 16 bits"
+    ):
         measured_rates(found, measured_device(found))
 
 
@@ -78,32 +96,45 @@ def test_the_rate_and_latency_of_links_are_found_again():
 
 
 def test_links_between_hosts_are_those_of_a_device_of_which_a_host_has_several():
-    found = cluster(series(2, LINK, LATENCY_S), series(8, 4 * CARD, 2 * LATENCY_S), per_host=4, network=Network(between=PRICE))
+    found = cluster(
+        series(2, LINK, LATENCY_S),
+        series(8, 4 * CARD, 2 * LATENCY_S),
+        per_host=4,
+        network=NetworkModel(inter_host=PRICE),
+    )
     given, notes = with_cluster(own(16), found)
     assert given.host == 4
     assert given.nic_rate(2) == pytest.approx(CARD, rel=0.1)
-    assert gathered(given, 1 << 26, 8, 1, 8) == pytest.approx(half(8, 1 << 26, 4 * CARD, 2 * LATENCY_S), rel=0.1)
+    assert gathered(given, 1 << 26, 8, 1, 8) == pytest.approx(
+        half(8, 1 << 26, 4 * CARD, 2 * LATENCY_S), rel=0.1
+    )
     assert "8 ranks at most were measured: links of 16 are taken to be as fast" in notes
     assert any("among 8 ranks on hosts of 4" in note for note in notes)
 
 
 def test_one_host_that_was_measured_says_nothing_of_links_between_hosts():
     found = cluster(series(2, LINK, LATENCY_S))
-    with pytest.raises(PlanError, match="16 devices on hosts of 4, and links between hosts were not measured"):
+    with pytest.raises(
+        PlanError, match="16 devices on hosts of 4, and links between hosts were not measured"
+    ):
         with_cluster(own(16, per_host=4), found)
     _, notes = with_cluster(own(16, per_host=4, nic_rate=25e9), found)
     assert any("between hosts nothing was measured: 25 GB/s per device" in note for note in notes)
 
 
 def test_hosts_that_were_measured_only_together_need_a_link_inside():
-    found = cluster(series(8, CARD, LATENCY_S), per_host=4, network=Network(between=PRICE))
+    found = cluster(series(8, CARD, LATENCY_S), per_host=4, network=NetworkModel(inter_host=PRICE))
     with pytest.raises(PlanError, match="links inside a host were not measured"):
         with_cluster(own(8), found)
     assert with_cluster(own(8, link_rate=5e9), found)[0].device.link_rate == 5e9
 
 
 def test_links_of_another_machine_are_refused():
-    with pytest.raises(PlanError, match=r"the links are those of Abacus 7, 4 cores [(]over gloo[)], and the devices are H100"):
+    with pytest.raises(
+        PlanError, match=r"the links are those of Abacus 7, 4 cores [(]over gloo[)], and the devices are H100"
+    ):
         with_cluster(machine("h100", 8), cluster(series(2, LINK, LATENCY_S)))
-    taken, _ = with_cluster(machine("h100", 8), cluster(series(2, LINK, LATENCY_S), name="NVIDIA H100 80GB HBM3 x 8"))
+    taken, _ = with_cluster(
+        machine("h100", 8), cluster(series(2, LINK, LATENCY_S), name="NVIDIA H100 80GB HBM3 x 8")
+    )
     assert taken.link_rate == pytest.approx(LINK, rel=0.05)

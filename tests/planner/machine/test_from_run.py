@@ -30,6 +30,10 @@ def test_everything_that_is_sent_takes_so_many_times_as_long_inside_a_host_and_b
 
 
 def test_what_was_learnt_is_told_in_words():
-    assert "computing took 1.7 times as long as planned, sending 2 times" in str(Learnt("runs/a", 20, 1.7, 2.0, apart=True))
+    assert "computing took 1.7 times as long as planned, sending 2 times" in str(
+        Learnt("runs/a", 20, 1.7, 2.0, apart=True)
+    )
     assert "too little was sent" in str(Learnt("runs/a", 20, 1.7, None, apart=True))
-    assert "20 steps took 1.7 times as long as planned (no trace" in str(Learnt("runs/a", 20, 1.7, 1.7, apart=False))
+    assert "20 steps took 1.7 times as long as planned (no trace" in str(
+        Learnt("runs/a", 20, 1.7, 1.7, apart=False)
+    )

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.plan.hardware.device_specs import Device
+from meshwright.plan.hardware.device_specs import DeviceSpec
 from meshwright.plan.job.errors import PlanError
 from meshwright.planner.machine.efficiency import Rates
 from meshwright.planner.machine.machine import Machine, machine, with_nic
@@ -19,12 +19,16 @@ def test_a_device_is_found_by_what_people_call_it():
 
 
 def test_a_name_that_is_not_known_is_refused_with_the_nearest():
-    with pytest.raises(PlanError, match=r"'H1000' is no device that is known here\n  repair: did you mean 'H100'\?"):
+    with pytest.raises(
+        PlanError, match=r"'H1000' is no device that is known here\n  repair: did you mean 'H100'\?"
+    ):
         machine("H1000", 8)
 
 
 def test_a_device_that_is_not_known_takes_five_lines():
-    mine = Device("X9", "X9", {"bfloat16": 500e12}, 64 * 2**30, 2e12, 200e9, 25e9, 8, 100, "its data sheet")
+    mine = DeviceSpec(
+        "X9", "X9", {"bfloat16": 500e12}, 64 * 2**30, 2e12, 200e9, 25e9, 8, 100, "its data sheet"
+    )
     assert Machine(mine, 16, Rates()).peak("bfloat16") == 500e12
     with pytest.raises(PlanError, match="X9 has no peak for float8"):
         Machine(mine, 16, Rates()).peak("float8")

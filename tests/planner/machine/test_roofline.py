@@ -9,7 +9,17 @@ from meshwright.planner.machine.machine import Machine, machine
 from meshwright.planner.machine.roofline import attention, gathered, passed, product, sent
 
 PERFECT = Rates(
-    product=1, side=0, tail=0, attention=1, attention_back=1, memory=1, start_s=0, link=1, nic=1, latency_s=0, crowd=1e12
+    product=1,
+    side=0,
+    tail=0,
+    attention=1,
+    attention_back=1,
+    memory=1,
+    start_s=0,
+    link=1,
+    nic=1,
+    latency_s=0,
+    crowd=1e12,
 )
 
 
@@ -35,7 +45,10 @@ def test_a_short_inner_side_costs_what_its_rate_says():
 def test_the_last_wave_of_tiles_is_paid_for():
     """109 tiles on 108 units take as long as 216."""
     paid = replace(PERFECT, tail=1)
-    full, one_more = product(a100(rates=paid), 108 * 128, 256, 4096), product(a100(rates=paid), 109 * 128, 256, 4096)
+    full, one_more = (
+        product(a100(rates=paid), 108 * 128, 256, 4096),
+        product(a100(rates=paid), 109 * 128, 256, 4096),
+    )
     assert one_more == pytest.approx(2 * full)
 
 
@@ -49,7 +62,9 @@ def test_nothing_takes_less_than_a_start():
 def test_backward_of_attention_takes_two_and_a_half_times_as_much():
     assert attention(a100(), 312e12, back=False) == pytest.approx(1)
     assert attention(a100(), 312e12, back=True) == pytest.approx(2.5)
-    assert attention(a100(rates=replace(PERFECT, attention_old=0.5)), 312e12, back=False, kernel="flash1") == pytest.approx(2)
+    assert attention(
+        a100(rates=replace(PERFECT, attention_old=0.5)), 312e12, back=False, kernel="flash1"
+    ) == pytest.approx(2)
 
 
 def test_ranks_of_one_host_gather_over_its_links():

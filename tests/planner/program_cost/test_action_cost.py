@@ -6,11 +6,11 @@ from functools import cache
 import pytest
 
 from meshwright.parallel.context.ulysses import Ulysses
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.memory.tiled_compute import Tiles
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.memory.tiled_compute import ChunkedLoss
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.program_cost import action_cost
@@ -21,7 +21,13 @@ from tests.planner.simple_machine import ground
 
 ROWS, TOKENS = 6, 9
 ALONE = Mesh()
-SIZES = {"hidden_size": 48, "intermediate_size": 52, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 68}
+SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 52,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "vocab_size": 68,
+}
 KEYS = 48 // 6 * 3
 LAYER = 2 * TOKENS * (48 * 48 * 2 + 48 * KEYS * 2 + 48 * 52 * 3)  # FLOP of its products, per row
 PAIRS = 4 * 6 * TOKENS * TOKENS * 8 / 2  # of attention, half of whose pairs the kernel leaves out
@@ -35,7 +41,7 @@ def plan_of(mesh: Mesh = ALONE, micro: int = 0) -> Plan:
 def priced(plan: Plan, on: Ground, rank: int = 0) -> dict[str, float]:
     """Seconds of the actions of a rank, by name; those of a kind, all together, by its kind."""
     prices, found = Prices(plan, rank, on), {}
-    for action in plan.at(rank).actions:
+    for action in plan.for_rank(rank).actions:
         seconds = prices.cost(action).seconds
         found[action.name] = seconds
         found[action.kind] = found.get(action.kind, 0.0) + seconds
@@ -53,7 +59,7 @@ def test_a_layer_takes_its_products_and_its_attention_at_the_speed_of_the_device
 def test_the_operations_of_all_forwards_are_those_of_the_model(micro: int):
     plan = plan_of(micro=micro)
     left_out = 2 * ROWS * PAIRS  # attention's formula counts all pairs
-    assert priced(plan, ground(flops=1.0))["F"] == pytest.approx(ROWS * sum(plan.anatomy.flops) - left_out)
+    assert priced(plan, ground(flops=1.0))["F"] == pytest.approx(ROWS * sum(plan.model_spec.flops) - left_out)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -64,22 +70,27 @@ def test_ranks_that_divide_matrices_do_together_what_one_device_does(ranks: int)
 
 
 def test_a_kernel_leaves_out_whole_blocks_of_keys_alone():
-    plain, coarse = (priced(plan_of(), replace(ground(flops=1.0), block=block))["F(model.layers.0, 0)"] for block in (0, 512))
+    plain, coarse = (
+        priced(plan_of(), replace(ground(flops=1.0), block=block))["F(model.layers.0, 0)"]
+        for block in (0, 512)
+    )
     assert coarse - plain == pytest.approx(ROWS * PAIRS)  # rows shorter than a block are computed whole
 
 
 def test_what_lies_between_products_passes_through_memory():
     plan = plan_of()
-    done = plan.anatomy.weighed.works.by_visit["model.layers.0"]
+    done = plan.model_spec.memory.ops.by_block_call["model.layers.0"]
     found = priced(plan, ground(moved=1e9))
     assert found["F(model.layers.0, 0)"] == pytest.approx(done.forward.moved(ROWS) / 1e9, rel=1e-3)
-    states = 28 * sum(weight.numel for weight in plan.anatomy.trainable)  # gradient; weights and two moments, read and written
+    states = 28 * sum(
+        weight.numel for weight in plan.model_spec.trainable
+    )  # gradient; weights and two moments, read and written
     assert found["STEP()"] == pytest.approx(states / 1e9, rel=0.01)
 
 
 def test_what_computes_much_is_told_apart():
     plan = plan_of()
-    passed = plan.anatomy.weighed.works.loss.passed
+    passed = plan.model_spec.memory.ops.loss.passed
     numbers = sum(each.count * each.numbers.at(ROWS) for each in passed)
     assert {each.operation for each in passed} == {"", "_log_softmax", "_log_softmax_backward_data"}
     assert numbers == 2 * ROWS * TOKENS * 68
@@ -89,21 +100,34 @@ def test_what_computes_much_is_told_apart():
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_loss_of_divided_words_looks_at_those_that_are_here(ranks: int):
     """engine/logits.py: two exp of each logit, whose 4 bytes are read or written 18 times, those of the exp among them."""
-    plan = planned(known(**SIZES), Mesh(tp=ranks), rows=ROWS, strategies=(Line(), Vocabulary()))[1]
+    plan = planned(known(**SIZES), Mesh(tp=ranks), rows=ROWS, strategies=(TensorParallel(), VocabParallel()))[
+        1
+    ]
     each = [priced(plan, ground(moved=1e9), rank)["LOSS"] for rank in range(ranks)]
-    told = ranks * 2 * (ranks * 2 * ROWS * TOKENS * 4)  # what each rank gathers, two numbers per token, is read and written once
+    told = (
+        ranks * 2 * (ranks * 2 * ROWS * TOKENS * 4)
+    )  # what each rank gathers, two numbers per token, is read and written once
     assert sum(each) == pytest.approx((18 * 4 * ROWS * TOKENS * 68 + told) / 1e9)
     rich = [priced(plan, ground(rich=1e-9), rank)["LOSS"] for rank in range(ranks)]
     assert sum(rich) == pytest.approx(2 * ROWS * TOKENS * 68 * 1e-9)
     assert priced(plan, ground(call_s=1.0))["LOSS"] == pytest.approx(action_cost.CALLS)
-    tiled = planned(known(**SIZES), Mesh(tp=ranks), rows=ROWS, strategies=(Line(), Vocabulary(), Tiles(2)))[1]
-    assert sum(priced(tiled, ground(rich=1e-9), rank)["LOSS"] for rank in range(ranks)) == pytest.approx(sum(rich))
+    tiled = planned(
+        known(**SIZES),
+        Mesh(tp=ranks),
+        rows=ROWS,
+        strategies=(TensorParallel(), VocabParallel(), ChunkedLoss(2)),
+    )[1]
+    assert sum(priced(tiled, ground(rich=1e-9), rank)["LOSS"] for rank in range(ranks)) == pytest.approx(
+        sum(rich)
+    )
 
 
 def test_what_is_exchanged_within_a_block_is_put_in_order_before_and_after(monkeypatch: pytest.MonkeyPatch):
-    strategies = (Ulysses(), Replicate(axis="cp"))
+    strategies = (Ulysses(), DDP(axis="cp"))
     plan = planned(known(**SIZES), Mesh(cp=3), rows=ROWS, strategies=strategies)[1]
-    inner = next(action for action in plan.at(0).actions if action.name == "F(model.layers.0, 0)").inner
+    inner = next(
+        action for action in plan.for_rank(0).actions if action.name == "F(model.layers.0, 0)"
+    ).inner_transfers
     assert [move.collective for move in inner] == ["all_to_all"] * 4
     found = priced(plan, ground(moved=1e9))
     monkeypatch.setattr(action_cost, "TURNED", {})
@@ -113,41 +137,61 @@ def test_what_is_exchanged_within_a_block_is_put_in_order_before_and_after(monke
 
 def test_short_operations_take_a_call_each():
     plan = plan_of()
-    done = plan.anatomy.weighed.works.by_visit["model.norm"]
+    done = plan.model_spec.memory.ops.by_block_call["model.norm"]
     on = ground(call_s=1e-3)
     assert priced(plan, on)["F(model.norm, 0)"] == pytest.approx(1e-3 * done.forward.calls)
-    assert priced(plan, replace(on, slower=2.0))["F(model.norm, 0)"] == pytest.approx(2e-3 * done.forward.calls)
+    assert priced(plan, replace(on, slower=2.0))["F(model.norm, 0)"] == pytest.approx(
+        2e-3 * done.forward.calls
+    )
 
 
 def test_both_halves_of_a_backward_take_what_the_whole_does():
     whole = priced(plan_of(Mesh(pp=2), 2), ground(flops=1.0))
-    halves = planned(known(**SIZES), Mesh(pp=2), micro=2, rows=ROWS, strategies=(Pipeline(schedule="zb_h1"),))[1]
+    halves = planned(
+        known(**SIZES), Mesh(pp=2), micro=2, rows=ROWS, strategies=(Pipeline(schedule="zb_h1"),)
+    )[1]
     found = priced(halves, ground(flops=1.0))
-    assert found["I(model.layers.0, 0)"] + found["W(model.layers.0, 0)"] == pytest.approx(whole["B(model.layers.0, 0)"])
+    assert found["I(model.layers.0, 0)"] + found["W(model.layers.0, 0)"] == pytest.approx(
+        whole["B(model.layers.0, 0)"]
+    )
     assert found["W(model.layers.0, 0)"] == pytest.approx(2 * LAYER)  # two rows, one product of each layer
 
 
 def test_later_micro_batches_add_to_the_gradients_that_the_first_has_left():
     found = priced(plan_of(micro=3), ground(moved=1.0))
-    weights = sum(weight.numel for weight in plan_of().anatomy.of("model.layers.0"))
+    weights = sum(weight.numel for weight in plan_of().model_spec.params_of("model.layers.0"))
     assert found["B(model.layers.0, 1)"] - found["B(model.layers.0, 0)"] == pytest.approx(3 * 4 * weights)
 
 
 def test_an_operation_taken_for_another_size_is_noticed():
     plan = plan_of()
-    weighed = plan.anatomy.weighed
-    done = weighed.works.by_visit["model.layers.0"]
+    weighed = plan.model_spec.memory
+    done = weighed.ops.by_block_call["model.layers.0"]
     first, *rest = done.forward.products
-    wrong = replace(done, forward=replace(done.forward, products=(replace(first, n=first.m, m=first.m), *rest)))
-    works = replace(weighed.works, visits=tuple(wrong if each is done else each for each in weighed.works.visits))
-    anatomy = replace(plan.anatomy, weighed=replace(weighed, works=works))
-    bad = replace(plan, space=replace(plan.space, anatomy=anatomy, whole=replace(plan.space.whole, anatomy=anatomy)))
+    wrong = replace(
+        done, forward=replace(done.forward, products=(replace(first, n=first.m, m=first.m), *rest))
+    )
+    works = replace(
+        weighed.ops, visits=tuple(wrong if each is done else each for each in weighed.ops.block_calls)
+    )
+    anatomy = replace(plan.model_spec, memory=replace(weighed, ops=works))
+    bad = replace(
+        plan,
+        sharding=replace(
+            plan.sharding, model_spec=anatomy, all_ranks=replace(plan.sharding.all_ranks, model_spec=anatomy)
+        ),
+    )
     assert priced(bad, ground(flops=1.0))["F"] != pytest.approx(priced(plan, ground(flops=1.0))["F"])
 
 
 def test_without_its_operations_a_block_is_one_square_product():
     plan = plan_of()
-    anatomy = replace(plan.anatomy, weighed=None)
-    bare = replace(plan, space=replace(plan.space, anatomy=anatomy, whole=replace(plan.space.whole, anatomy=anatomy)))
+    anatomy = replace(plan.model_spec, memory=None)
+    bare = replace(
+        plan,
+        sharding=replace(
+            plan.sharding, model_spec=anatomy, all_ranks=replace(plan.sharding.all_ranks, model_spec=anatomy)
+        ),
+    )
     assert not Prices(bare, 0, ground()).seen
-    assert priced(bare, ground(flops=1.0))["F"] == pytest.approx(ROWS * sum(plan.anatomy.flops))
+    assert priced(bare, ground(flops=1.0))["F"] == pytest.approx(ROWS * sum(plan.model_spec.flops))

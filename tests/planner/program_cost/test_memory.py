@@ -6,11 +6,11 @@ import pytest
 
 from meshwright.api import make_plan
 from meshwright.comm.collectives.group import World
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.data_parallel_master import Master
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
-from meshwright.plan.job.job import Job, Optimizer, ParameterGroup, Precision
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.data_parallel_master import DataParallelMaster
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.plan.job.job import Job, OptimizerConfig, ParamGroupConfig, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -19,29 +19,37 @@ from meshwright.testing.ranks import on_threads
 from tests.paper_model import Paper
 from tests.tiny_model import player_of, reading_of, rows, tiny_job
 
-SHARD = Batch(axis="dp_shard")
-FLOAT = Precision()
-MIXED = Precision("bfloat16", "bfloat16", "bfloat16", master="float32", gradients="bfloat16", moments="float32")
-PRECISIONS = [FLOAT, Precision(reduce="bfloat16"), MIXED]
+SHARD = BatchSplit(axis="dp_shard")
+FLOAT = PrecisionConfig()
+MIXED = PrecisionConfig(
+    "bfloat16", "bfloat16", "bfloat16", master="float32", gradients="bfloat16", optimizer_states="float32"
+)
+PRECISIONS = [FLOAT, PrecisionConfig(reduce="bfloat16"), MIXED]
 OPTIMIZERS = [
-    Optimizer(),
-    Optimizer("sgd"),
-    Optimizer("sgd", momentum=0.9),
-    Optimizer(groups=(ParameterGroup("head.*", name="sgd", momentum=0.5),)),
+    OptimizerConfig(),
+    OptimizerConfig("sgd"),
+    OptimizerConfig("sgd", momentum=0.9),
+    OptimizerConfig(groups=(ParamGroupConfig("head.*", name="sgd", momentum=0.5),)),
 ]
 
 
-def held(options: dict[str, bool], strategies: tuple[Strategy, ...], mesh: Mesh, job: Job, micro_batch: int = 0) -> None:
+def held(
+    options: dict[str, bool], strategies: tuple[Strategy, ...], mesh: Mesh, job: Job, micro_batch: int = 0
+) -> None:
     """Play two steps on threads, and compare what each rank holds with its plan."""
     reading = reading_of(**options)
     plan = make_plan(reading, job, mesh, strategies, micro_batch)
 
     def on_rank(world: World) -> dict[str, int]:
         player = player_of(reading, plan, world)
-        batch = {key: value[plan.rows_read(world.rank)] for key, value in rows().items()} if plan.leads(world.rank) else None
+        batch = (
+            {key: value[plan.samples_read(world.rank)] for key, value in rows().items()}
+            if plan.is_primary_rank(world.rank)
+            else None
+        )
         player.step(batch)
         player.step(batch)
-        sizes = player.sizes()
+        sizes = player.memory_by_category()
         player.close()
         return sizes
 
@@ -51,49 +59,56 @@ def held(options: dict[str, bool], strategies: tuple[Strategy, ...], mesh: Mesh,
         assert (sizes["parameters"], sizes["moments"]) == (said.parameters, said.moments)
 
 
-def job_of(precision: Precision = FLOAT, optimizer: Optimizer = OPTIMIZERS[0]) -> Job:
+def job_of(precision: PrecisionConfig = FLOAT, optimizer: OptimizerConfig = OPTIMIZERS[0]) -> Job:
     return tiny_job(precision=precision, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=["float32", "bfloat16 sums", "mixed"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_rank_of_shards_holds_what_its_plan_says(stage: int, precision: Precision):
-    held({}, (SHARD, Zero(stage=stage)), Mesh(dp_shard=3), job_of(precision), 2)
+def test_a_rank_of_shards_holds_what_its_plan_says(stage: int, precision: PrecisionConfig):
+    held({}, (SHARD, ZeRO(stage=stage)), Mesh(dp_shard=3), job_of(precision), 2)
 
 
 @pytest.mark.parametrize("options", [{"tied": True}, {"frozen": True}, {"spare": True}], ids=str)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ties_frozen_and_unused_weights_are_counted_once(stage: int, options: dict[str, bool]):
-    held(options, (SHARD, Zero(stage=stage)), Mesh(dp_shard=2), job_of())
+    held(options, (SHARD, ZeRO(stage=stage)), Mesh(dp_shard=2), job_of())
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["adamw", "sgd", "momentum", "two rules"])
-def test_moments_are_those_of_the_rule_that_steps_the_weight(optimizer: Optimizer):
-    held({}, (SHARD, Zero(stage=2)), Mesh(dp_shard=3), job_of(optimizer=optimizer))
+def test_moments_are_those_of_the_rule_that_steps_the_weight(optimizer: OptimizerConfig):
+    held({}, (SHARD, ZeRO(stage=2)), Mesh(dp_shard=3), job_of(optimizer=optimizer))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_shards_over_replicas(stage: int):
-    held({"tied": True}, (Batch(), SHARD, Zero(stage=stage, across="dp_replicate")), Mesh(dp_replicate=2, dp_shard=3), job_of())
+    held(
+        {"tied": True},
+        (BatchSplit(), SHARD, ZeRO(stage=stage, replicate_axis="dp_replicate")),
+        Mesh(dp_replicate=2, dp_shard=3),
+        job_of(),
+    )
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=["float32", "bfloat16 sums", "mixed"])
-def test_whole_copies(precision: Precision):
-    held({}, (Batch(), Replicate()), Mesh(dp_replicate=2), job_of(precision))
+def test_whole_copies(precision: PrecisionConfig):
+    held({}, (BatchSplit(), DDP()), Mesh(dp_replicate=2), job_of(precision))
     held({}, (), Mesh(), job_of(precision))
 
 
 def test_those_that_are_led_keep_no_moments():
-    plan = Plan.make(job_of(), Mesh(dp_replicate=3), Paper().anatomy, (Batch(), Master()))
+    plan = Plan.make(job_of(), Mesh(dp_replicate=3), Paper().anatomy, (BatchSplit(), DataParallelMaster()))
     first, second = state_bytes(plan, 0), state_bytes(plan, 1)
     assert (second.moments, second.master) == (0, 0)
     assert first.moments > 0
     assert first.parameters == second.parameters
 
 
-def on_paper(stage: int, ranks: int, precision: Precision = MIXED, numel: int = 1200) -> StateBytes:
+def on_paper(stage: int, ranks: int, precision: PrecisionConfig = MIXED, numel: int = 1200) -> StateBytes:
     job = replace(job_of(precision), train=replace(job_of().train, batch=ranks))
-    plan = Plan.make(job, Mesh(dp_shard=ranks), Paper(layers=5, numel=numel).anatomy, (SHARD, Zero(stage=stage)))
+    plan = Plan.make(
+        job, Mesh(dp_shard=ranks), Paper(layers=5, numel=numel).anatomy, (SHARD, ZeRO(stage=stage))
+    )
     return state_bytes(plan, 0)
 
 
@@ -116,22 +131,24 @@ def test_buffers_do_not_grow_with_the_model():
 
 
 def state_bytes_of_layers(layers: int) -> StateBytes:
-    plan = Plan.make(job_of(), Mesh(dp_shard=3), Paper(layers=layers, numel=1200).anatomy, (SHARD, Zero()), 1)
+    plan = Plan.make(job_of(), Mesh(dp_shard=3), Paper(layers=layers, numel=1200).anatomy, (SHARD, ZeRO()), 1)
     return state_bytes(plan, 0)
 
 
 def test_what_passes_is_the_gradients_of_one_block_and_activations():
-    plan = Plan.make(job_of(), Mesh(dp_shard=3), Paper(layers=5, numel=1200).anatomy, (SHARD, Zero()), 1)
+    plan = Plan.make(job_of(), Mesh(dp_shard=3), Paper(layers=5, numel=1200).anatomy, (SHARD, ZeRO()), 1)
     activations = 5 * 4  # one element per block and sample, in float32
     assert passing_bytes(plan) == activations + 1200 * 4
     whole = Plan.make(job_of(), Mesh(), Paper(layers=5, numel=1200).anatomy)
     assert passing_bytes(whole) == activations * whole.job.train.batch
     later = Plan.make(job_of(), Mesh(), Paper(layers=5, numel=1200).anatomy, (), 1)
-    assert passing_bytes(later) == activations + 1200 * 4  # a second micro-batch's gradient, until it is added
+    assert (
+        passing_bytes(later) == activations + 1200 * 4
+    )  # a second micro-batch's gradient, until it is added
 
 
 def test_the_last_ranks_hold_padding_and_fewer_moments():
-    plan = Plan.make(job_of(), Mesh(dp_shard=12), Paper(layers=1, numel=5).anatomy, (SHARD, Zero()))
+    plan = Plan.make(job_of(), Mesh(dp_shard=12), Paper(layers=1, numel=5).anatomy, (SHARD, ZeRO()))
     first, last = state_bytes(plan, 0), state_bytes(plan, 11)
     assert first.parameters == last.parameters == 4
     assert (first.moments, last.moments) == (2 * 4 + 4, 0)

@@ -5,37 +5,43 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.peak import PeakLive
-from meshwright.api import build, make_plan
+from meshwright.api import make_plan, parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.memory.tiled_compute import Tiles
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Optimizer, Train
-from meshwright.plan.job.precision import Precision
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.memory.tiled_compute import ChunkedLoss
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
+from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.program_cost.memory import peak_bytes
 from meshwright.testing.ranks import on_threads
 from tests.parallel.tensor.odd_llama import batches, known, llama, planned
 
-WORDS = {"vocab_size": 1999, "hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2}
+WORDS = {
+    "vocab_size": 1999,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 TABLES = {**WORDS, "vocab_size": 6007, "num_hidden_layers": 1}
 DEEP = {"num_hidden_layers": 7, "intermediate_size": 301, "tie_word_embeddings": True}
-ALLOWED, HALF = 0.05, Precision("float32", "bfloat16")
+ALLOWED, HALF = 0.05, PrecisionConfig("float32", "bfloat16")
 
 
-def measured(reading: Reading, plan: Plan, rows: int) -> list[int]:
+def measured(reading: AnalyzedModel, plan: Plan, rows: int) -> list[int]:
     """The most bytes that each rank holds in a third step; moments are made in the first."""
 
     def on_rank(world: World) -> int:
-        with build(reading, plan, world=world) as engine:
-            module = engine.player.state.subject.module
+        with parallelize(reading, plan, world=world) as engine:
+            module = engine.executor.state.trained_module.module
             with PeakLive([*module.parameters(), *module.buffers()]) as live:
                 for batch in batches(3, rows):
                     live.again()
-                    engine.step(engine.share(batch))
+                    engine.step(engine.local_batch(batch))
             return live.peak
 
     return on_threads(on_rank, plan.mesh)
@@ -60,35 +66,41 @@ def test_the_gradient_of_a_table_is_as_large_as_a_rank_s_words(tied: bool, ranks
         assert peak_bytes(plan, rank) == pytest.approx(peak, rel=ALLOWED), rank
 
 
-@pytest.mark.parametrize("precision", [Precision(), HALF], ids=["float32", "half"])
-def test_tiles_of_divided_logits_are_as_narrow_as_the_plan_says(precision: Precision):
-    tiled = Line(), Vocabulary(), Tiles(2)
+@pytest.mark.parametrize("precision", [PrecisionConfig(), HALF], ids=["float32", "half"])
+def test_tiles_of_divided_logits_are_as_narrow_as_the_plan_says(precision: PrecisionConfig):
+    tiled = TensorParallel(), VocabParallel(), ChunkedLoss(2)
     reading, plan = planned(llama(**WORDS), Mesh(tp=2), tiled, rows=8, precision=precision)
     for rank, peak in enumerate(measured(reading, plan, 8)):
         assert peak_bytes(plan, rank) == pytest.approx(peak, rel=ALLOWED), rank
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adamw", "adamw_bf16", "adamw_8bit", "lion", "lion_bf16", "adafactor", "muon"])
+@pytest.mark.parametrize(
+    "rule", ["sgd", "adamw", "adamw_bf16", "adamw_8bit", "lion", "lion_bf16", "adafactor", "muon"]
+)
 def test_what_a_rule_has_while_it_steps_is_in_the_peak(rule: str):
     plan, rank, peak = stepped_with(rule)
     assert peak_bytes(plan, rank) == pytest.approx(peak, rel=0.02)
 
 
 def test_gradients_that_are_cast_for_a_master_are_in_the_peak():
-    plan, rank, peak = stepped_with("adamw", Precision("bfloat16", "bfloat16", master="float32"))
+    plan, rank, peak = stepped_with("adamw", PrecisionConfig("bfloat16", "bfloat16", master="float32"))
     assert peak_bytes(plan, rank) == pytest.approx(peak, rel=ALLOWED)
 
 
-def stepped_with(rule: str, precision: Precision | None = None) -> tuple[Plan, int, int]:
-    optimizer = Optimizer(rule, lr=1e-3, betas=(0.9, 0.95), momentum=0.95 if rule == "muon" else 0.0)
+def stepped_with(rule: str, precision: PrecisionConfig | None = None) -> tuple[Plan, int, int]:
+    optimizer = OptimizerConfig(rule, lr=1e-3, betas=(0.9, 0.95), momentum=0.95 if rule == "muon" else 0.0)
     reading = known(**TABLES)
-    job = Job(ModelSource("llama"), DataSource("random", sequence=9), Train(batch=1, clip=0.5), optimizer)
-    plan = make_plan(reading, replace(job, precision=precision or Precision()), Mesh())
+    job = Job(
+        ModelConfig("llama"), DataConfig("random", sequence=9), TrainConfig(batch=1, clip=0.5), optimizer
+    )
+    plan = make_plan(reading, replace(job, precision=precision or PrecisionConfig()), Mesh())
     return plan, 0, measured(reading, plan, 1)[0]
 
 
 def test_blocks_taken_for_whole_would_be_noticed():
     reading, plan = planned(llama(**DEEP), Mesh(tp=2), rows=8)
-    calls = tuple(replace(call, inside=0) for call in reading.anatomy.calls)
-    whole = make_plan(replace(reading, anatomy=replace(reading.anatomy, calls=calls)), plan.job, plan.mesh)
+    calls = tuple(replace(call, saved_numel=0) for call in reading.model_spec.layer_calls)
+    whole = make_plan(
+        replace(reading, model_spec=replace(reading.model_spec, layer_calls=calls)), plan.job, plan.mesh
+    )
     assert peak_bytes(whole, 0) > (1 + 2 * ALLOWED) * peak_bytes(plan, 0)

@@ -24,13 +24,18 @@ def two_stages(micros: int) -> Program:
     back = [compute("B", "a", at, f"stage1/B(b, {at})") for at in range(micros)]
     there = [compute("F", "b", at, f"stage0/SEND(x, {at})") for at in range(micros)]
     last = [compute("B", "b", at) for at in range(micros)]
-    return Program.of(
-        {"stage0": [each for pair in zip(first, sends, strict=True) for each in pair] + back, "stage1": there + last}
+    return Program.from_dict(
+        {
+            "stage0": [each for pair in zip(first, sends, strict=True) for each in pair] + back,
+            "stage1": there + last,
+        }
     )
 
 
 def costs(program: Program, seconds: dict[str, Cost]) -> dict[int, Cost]:
-    return {id(action): seconds.get(action.kind, Cost()) for _, actions in program.roles for action in actions}
+    return {
+        id(action): seconds.get(action.kind, Cost()) for _, actions in program.roles for action in actions
+    }
 
 
 def test_two_stages_take_what_a_drawing_of_them_says():
@@ -51,7 +56,7 @@ def test_a_message_that_is_waited_for_is_told_apart_from_the_rank_that_sends_it(
 
 
 def test_what_is_sent_within_a_block_and_what_the_optimizer_takes_have_places_of_their_own():
-    program = Program.of({"stage0": [compute("F", "a", 0), Action("STEP")]})
+    program = Program.from_dict({"stage0": [compute("F", "a", 0), Action("STEP")]})
     end, roles = spent(program, costs(program, {"F": Cost(1.0, 0.25), "STEP": Cost(0.5)}))
     assert (end, roles["stage0"]) == (1.75, Spent(computing=1.0, within=0.25, stepping=0.5))
 
@@ -59,11 +64,18 @@ def test_what_is_sent_within_a_block_and_what_the_optimizer_takes_have_places_of
 def test_what_all_roles_sum_starts_when_the_last_of_them_has_come():
     sums = {"transfer": Transfer("all_reduce", ("pp",), 8), "lane": "wire"}
     lists = {
-        role: [compute(kind, "a", 0), Action("NORM", waits=(f"{kind}(a, 0)",), **sums), Action("STEP", waits=("NORM()",))]
+        role: [
+            compute(kind, "a", 0),
+            Action("GLOBAL_NORM", waits=(f"{kind}(a, 0)",), **sums),
+            Action("STEP", waits=("GLOBAL_NORM()",)),
+        ]
         for role, kind in (("stage0", "F"), ("stage1", "B"))
     }
-    program = meeting(Program.of(lists))
-    end, roles = spent(program, costs(program, {"F": Cost(1.0), "B": Cost(5.0), "STEP": Cost(1.0), "NORM": Cost(0.0, 0.5)}))
+    program = meeting(Program.from_dict(lists))
+    end, roles = spent(
+        program,
+        costs(program, {"F": Cost(1.0), "B": Cost(5.0), "STEP": Cost(1.0), "GLOBAL_NORM": Cost(0.0, 0.5)}),
+    )
     assert end == 5 + 0.5 + 1
     assert roles["stage0"] == Spent(computing=1.0, meeting=0.5, waiting=4.0, stepping=1.0)
 
@@ -72,7 +84,7 @@ def test_roles_that_meet_against_their_order_are_left_as_they_are():
     move = {"transfer": Transfer("all_reduce", ("pp",), 8), "lane": "wire"}
     first = [Action("SUM", "x", waits=(), **move), compute("F", "a", 0, "SUM(x)")]
     other = [compute("F", "b", 0, "stage0/F(a, 0)"), Action("SUM", "x", waits=("F(b, 0)",), **move)]
-    program = Program.of({"stage0": first, "stage1": other})
+    program = Program.from_dict({"stage0": first, "stage1": other})
     assert meeting(program) is program
 
 
@@ -104,4 +116,6 @@ def test_ranks_that_share_cores_wait_for_each_other():
 def test_a_pipeline_whose_ranks_take_turns_needs_one_core():
     program = two_stages(1)
     seconds = costs(program, {"F": Cost(1.0), "B": Cost(2.0)})
-    assert spent(program, seconds, Shared(1, {"stage0": 1, "stage1": 1}))[0] == pytest.approx(spent(program, seconds)[0])
+    assert spent(program, seconds, Shared(1, {"stage0": 1, "stage1": 1}))[0] == pytest.approx(
+        spent(program, seconds)[0]
+    )

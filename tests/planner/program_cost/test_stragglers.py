@@ -40,7 +40,7 @@ def lags(actions: Sequence[Action], seconds: Mapping[str, float]) -> dict[str, f
 
 
 def wire(kind: str, subject: str, *waits: str, move: Transfer = SUM) -> Action:
-    return Action(kind, subject, lane="wire", waits=waits, transfer=move)
+    return Action(kind, subject, stream="wire", waits=waits, transfer=move)
 
 
 def test_a_sum_of_gradients_waits_for_all_that_was_done_before_it():
@@ -73,49 +73,69 @@ def test_what_was_sent_ahead_is_level_only_up_to_where_it_was_sent():
 
 
 def test_a_block_that_meets_within_waits_once_for_each_of_its_collectives():
-    actions = [Action("F", "a", 0, inner=(WITHIN, WITHIN)), Action("F", "b", 0, inner=(WITHIN,))]
+    actions = [
+        Action("F", "a", 0, inner_transfers=(WITHIN, WITHIN)),
+        Action("F", "b", 0, inner_transfers=(WITHIN,)),
+    ]
     found = lags(actions, {"F": 2.0})
     assert found["F(a, 0)"] == pytest.approx(2 * LATE * 1.0)
     assert found["F(b, 0)"] == pytest.approx(LATE * 2.0)
 
 
 def test_copies_do_not_meet_where_their_tensor_ranks_do_and_all_do_where_all_meet():
-    blocks = [Action("F", "a", 0, inner=(WITHIN,)), Action("B", "a", 0, inner=(WITHIN,))]
+    blocks = [Action("F", "a", 0, inner_transfers=(WITHIN,)), Action("B", "a", 0, inner_transfers=(WITHIN,))]
     alone = lags([*blocks, wire("REDUCE", "a", "B(a, 0)")], {"F": 2.0, "B": 4.0})
     assert alone["REDUCE(a)"] == pytest.approx(LATE * 6.0)
-    norm = wire("NORM", "", "B(a, 0)", move=Transfer("all_reduce", ("dp_shard", "tp"), 8))
-    found = lags([*blocks, norm, Action("CLIP", waits=("NORM()",)), wire("REDUCE", "a")], {"F": 2.0, "B": 4.0, "CLIP": 1.0})
-    assert found["NORM()"] == pytest.approx(3 * LATE * 6.0)
+    norm = wire("GLOBAL_NORM", "", "B(a, 0)", move=Transfer("all_reduce", ("dp_shard", "tp"), 8))
+    found = lags(
+        [*blocks, norm, Action("CLIP", waits=("GLOBAL_NORM()",)), wire("REDUCE", "a")],
+        {"F": 2.0, "B": 4.0, "CLIP": 1.0},
+    )
+    assert found["GLOBAL_NORM()"] == pytest.approx(3 * LATE * 6.0)
     assert found["REDUCE(a)"] == pytest.approx(LATE * 1.0)
 
 
 def test_all_were_level_as_early_as_along_the_axis_along_which_they_met_longer_ago():
-    norm = wire("NORM", "", "SQUARE()", move=Transfer("all_reduce", ("dp_shard", "tp"), 8))
+    norm = wire("GLOBAL_NORM", "", "LOCAL_NORM()", move=Transfer("all_reduce", ("dp_shard", "tp"), 8))
     actions = [
-        Action("B", "a", 0, inner=(WITHIN,)),
+        Action("B", "a", 0, inner_transfers=(WITHIN,)),
         wire("REDUCE", "a", "B(a, 0)"),
-        Action("F", "a", 1, inner=(WITHIN,)),
-        Action("SQUARE", waits=("REDUCE(a)",)),
+        Action("F", "a", 1, inner_transfers=(WITHIN,)),
+        Action("LOCAL_NORM", waits=("REDUCE(a)",)),
         norm,
     ]
-    found = lags(actions, {"B": 4.0, "F": 2.0, "SQUARE": 1.0})
+    found = lags(actions, {"B": 4.0, "F": 2.0, "LOCAL_NORM": 1.0})
     assert found["REDUCE(a)"] == pytest.approx(LATE * 4.0)
-    assert found["NORM()"] == pytest.approx(3 * LATE * 3.0)  # not of the whole step again
+    assert found["GLOBAL_NORM()"] == pytest.approx(3 * LATE * 3.0)  # not of the whole step again
 
 
 def test_two_sums_behind_each_other_wait_once_and_one_that_is_hidden_costs_nothing():
-    two = [Action("B", "a", 0), wire("REDUCE", "a", "B(a, 0)"), wire("TALLY", ""), Action("STEP", waits=("REDUCE(a)", "TALLY()"))]
+    two = [
+        Action("B", "a", 0),
+        wire("REDUCE", "a", "B(a, 0)"),
+        wire("LOSS_SUM", ""),
+        Action("STEP", waits=("REDUCE(a)", "LOSS_SUM()")),
+    ]
     costs = lagging(Priced({"B": 4.0, "STEP": 1.0}), two)
-    assert spent(Program.of({"stage0": two}), costs)[0] == pytest.approx(4.0 + LATE * 4.0 + 1.0)
-    hidden = [Action("B", "a", 0), wire("REDUCE", "a", "B(a, 0)"), Action("B", "b", 0), Action("STEP", waits=("REDUCE(a)",))]
+    assert spent(Program.from_dict({"stage0": two}), costs)[0] == pytest.approx(4.0 + LATE * 4.0 + 1.0)
+    hidden = [
+        Action("B", "a", 0),
+        wire("REDUCE", "a", "B(a, 0)"),
+        Action("B", "b", 0),
+        Action("STEP", waits=("REDUCE(a)",)),
+    ]
     costs = lagging(Priced({"B": 4.0, "STEP": 1.0}), hidden)
     for cores in (None, Shared(2, {"stage0": 2})):
-        assert spent(Program.of({"stage0": hidden}), costs, cores)[0] == pytest.approx(9.0)
+        assert spent(Program.from_dict({"stage0": hidden}), costs, cores)[0] == pytest.approx(9.0)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp_shard=3), Mesh(tp=2), Mesh(cp=2)], ids=str)
 def test_uneven_devices_take_longer_where_they_meet_and_one_alone_does_not(mesh: Mesh):
     _, plan = planned(known(), mesh, rows=6)
     even, uneven = (predict(plan, ground(flops=1e9, moved=1e9, late=late)).step_s for late in (0.0, LATE))
-    most = (mesh.world - 1) * LATE
-    assert uneven == even if mesh.world == 1 else (1 + 0.5 * most) * even < uneven < (1 + 1.01 * most) * even
+    most = (mesh.world_size - 1) * LATE
+    assert (
+        uneven == even
+        if mesh.world_size == 1
+        else (1 + 0.5 * most) * even < uneven < (1 + 1.01 * most) * even
+    )

@@ -41,7 +41,10 @@ def test_the_slow_ones_have_fewer_layers_in_the_measure_of_their_pace():
         less, more = (step(replace(SHAPE, layers=2 * layers), found.layout, kind) for layers in (1, 2))
         paces[kind.device.name] = more.compute + more.tensor - less.compute - less.tensor
     late = max(counts[name] * paces[name] for name in paces)
-    for more, less in (("H100", "A100"), ("A100", "H100")):  # a layer from the one to the other makes nobody faster
+    for more, less in (
+        ("H100", "A100"),
+        ("A100", "H100"),
+    ):  # a layer from the one to the other makes nobody faster
         assert max((counts[more] + 1) * paces[more], (counts[less] - 1) * paces[less]) >= late
 
 
@@ -52,7 +55,9 @@ def test_a_step_takes_as_long_as_its_slowest_rank():
         step(replace(SHAPE, layers=4 * count), found.layout, replace(machine(kind, 16), per_host=8))
         for kind, count in found.dealt
     ]
-    assert found.step.compute + found.step.tensor == pytest.approx(max(each.compute + each.tensor for each in busy), rel=0.01)
+    assert found.step.compute + found.step.tensor == pytest.approx(
+        max(each.compute + each.tensor for each in busy), rel=0.01
+    )
 
 
 def test_memory_bounds_what_a_kind_takes():
@@ -90,7 +95,9 @@ def test_the_winner_on_unlike_devices_is_that_of_all_layouts(sequence: int, coun
     shape = Shape("3b", 13, 2048, 16, vocab=32_000, sequence=sequence)
     asked = replace(wish(kinds), shape=shape, kinds=counts, batch=24)
     short, whole = search_unlike(asked, kinds), search_unlike(asked, kinds, prune=False)
-    assert [(each.layout, each.dealt) for each in short.best] == [(each.layout, each.dealt) for each in whole.best]
+    assert [(each.layout, each.dealt) for each in short.best] == [
+        (each.layout, each.dealt) for each in whole.best
+    ]
     assert short.best
     assert short.seen < whole.seen * 0.75
 

@@ -64,7 +64,9 @@ def test_the_largest_batch_is_that_of_no_other_layout_at_once():
 
 
 def test_the_fewest_devices_are_told_with_those_that_are_too_few():
-    found = limit(replace(WISH, shape=parse_shape("70b: layers 80 hidden 8192 heads 64"), batch=64), "devices")
+    found = limit(
+        replace(WISH, shape=parse_shape("70b: layers 80 hidden 8192 heads 64"), batch=64), "devices"
+    )
     assert found is not None
     assert found.wish.machine.count == found.value
     fewer = replace(found.wish, machine=machine("A100", found.beyond))
@@ -87,7 +89,9 @@ def test_what_is_given_stays_at_the_limit():
 
 
 def test_where_not_even_the_least_fits_there_is_no_limit():
-    wide = replace(WISH, shape=parse_shape("odd: layers 4 hidden 81920 heads 640"), machine=machine("V100", 2))
+    wide = replace(
+        WISH, shape=parse_shape("odd: layers 4 hidden 81920 heads 640"), machine=machine("V100", 2)
+    )
     assert limit(wide, "layers") is None
     assert limit(wide, "sequence") is None
     assert limit(wide, "batch") is None
@@ -103,7 +107,9 @@ def test_what_stops_is_the_leanest_layout_and_its_fullest_rank():
 
 
 @pytest.mark.parametrize(("kind", "devices", "batch", "heads"), [("H100", 12, 24, 16), ("A100", 12, 12, 12)])
-def test_no_longer_row_fits_though_what_fits_does_not_fall_evenly(kind: str, devices: int, batch: int, heads: int):
+def test_no_longer_row_fits_though_what_fits_does_not_fall_evenly(
+    kind: str, devices: int, batch: int, heads: int
+):
     """Of 12 devices 3 divide a row: lengths of which tensor ranks have equal parts fit where shorter ones do not."""
     shape = parse_shape(f"r: layers 24 hidden {256 * heads} heads {heads} gated vocab 128256")
     asked = replace(WISH, shape=shape, machine=machine(kind, devices), batch=batch)

@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from meshwright.plan.hardware.device_specs import Device
+from meshwright.plan.hardware.device_specs import DeviceSpec
 from meshwright.planner.analytic.model_shape import Shape, parse_shape
 from meshwright.planner.analytic.parallel_config import FOLDED, HALVES, Order
 from meshwright.planner.analytic.step_time import parts, step
@@ -36,7 +36,9 @@ def wish(shape: Shape = SMALL, kind: str = "A100", devices: int = 8, batch: int 
     ],
 )
 def test_the_winner_of_a_search_is_that_of_all_layouts(devices: int, said: dict[str, int]):
-    small_hosts = machine("A100", devices, per_host=2)  # so that groups of copies that share states are searched too
+    small_hosts = machine(
+        "A100", devices, per_host=2
+    )  # so that groups of copies that share states are searched too
     for given in (machine("A100", devices), small_hosts):
         asked = replace(wish(replace(SMALL, **said), batch=24 if devices < 16 else 32), machine=given)
         short, whole = search(asked), search(asked, prune=False)
@@ -55,7 +57,9 @@ def test_the_winner_of_a_search_is_that_of_all_layouts(devices: int, said: dict[
         ("H100", 110_880, 15_523_200, 131_072),
     ],
 )
-def test_numbers_with_many_divisors_and_long_rows_take_few_layouts(kind: str, devices: int, batch: int, sequence: int):
+def test_numbers_with_many_divisors_and_long_rows_take_few_layouts(
+    kind: str, devices: int, batch: int, sequence: int
+):
     """Of 70,000 layouts, and of millions, as many are priced as of numbers with few divisors: also where memory is endless."""
     shape = parse_shape(f"8b: layers 32 hidden 4096 heads 32 gated ffn 14336 kv_heads 8 sequence {sequence}")
     asked = Wish(shape, machine(kind, devices), batch, ORDERS)
@@ -80,7 +84,9 @@ def test_layouts_that_nobody_could_tell_apart_are_shown_once():
     made = search(wish()).best[0]
     moments, gradients = (replace(made, layout=replace(made.layout, shards=stage)) for stage in (1, 2))
     slower = replace(gradients, step=replace(made.step, fixed=made.step.fixed + 1e-6 * made.seconds))
-    smaller = replace(gradients, footprint=replace(made.footprint, gradients=made.footprint.gradients - 2**28))
+    smaller = replace(
+        gradients, footprint=replace(made.footprint, gradients=made.footprint.gradients - 2**28)
+    )
     for others, left in (((slower,), [moments]), ((smaller,), [smaller, moments])):
         best = Best(5)
         for each in (moments, *others, moments):
@@ -92,9 +98,14 @@ def test_layouts_that_nobody_could_tell_apart_are_shown_once():
 
 def test_fewer_copies_of_rows_that_are_cut_finer_are_shown_once():
     """4 copies x 16 ranks of a row and 2 x 32 with 2 rows at once: the same tokens on a rank, in the same seconds."""
-    shape = parse_shape("8b: layers 32 hidden 4096 heads 32 gated ffn 14336 kv_heads 8 vocab 128256 sequence 131072")
+    shape = parse_shape(
+        "8b: layers 32 hidden 4096 heads 32 gated ffn 14336 kv_heads 8 vocab 128256 sequence 131072"
+    )
     best = search(Wish(shape, machine("GB200", 4608), 46_080, ORDERS), 8).best
-    ranks = [(each.layout.tp, each.layout.pp, each.layout.swaps, each.schedule, each.layout.reruns) for each in best]
+    ranks = [
+        (each.layout.tp, each.layout.pp, each.layout.swaps, each.schedule, each.layout.reruns)
+        for each in best
+    ]
     tokens = [each.layout.tokens(shape) for each in best]
     told = [(f"{each.seconds:.3g}", f"{each.footprint.total / 2**30:.1f}") for each in best]
     assert len(set(zip(ranks, tokens, told, strict=True))) == len(best) == 8
@@ -157,7 +168,9 @@ def test_a_device_without_memory_for_more_sharers_makes_the_search_share():
 
 def test_slow_links_make_the_search_send_less():
     """Where nothing but a thin wire joins hosts, no micro-batch gathers weights over it."""
-    slow = Device("slow", "slow", {"bfloat16": 300e12}, 80 * 2**30, 2e12, 300e9, 0.05e9, 8, 108, "made up")
+    slow = DeviceSpec(
+        "slow", "slow", {"bfloat16": 300e12}, 80 * 2**30, 2e12, 300e9, 0.05e9, 8, 108, "made up"
+    )
     shape = parse_shape("7b: layers 32 hidden 4096 heads 32")
     best = search(Wish(shape, Machine(slow, 32, Rates()), 256, ORDERS)).best[0].layout
     assert best.shards < 3

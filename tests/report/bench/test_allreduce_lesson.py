@@ -7,7 +7,15 @@ import pytest
 from rich.console import Console
 
 from meshwright.comm.algorithms import named
-from meshwright.plan.hardware.network_model import VERSION, Band, Cluster, Fit, Link, Network, Series
+from meshwright.plan.hardware.network_model import (
+    VERSION,
+    AllReduceSeries,
+    Cluster,
+    FitError,
+    LinkCost,
+    NetworkModel,
+    SizeBand,
+)
 from meshwright.report.bench.allreduce_lesson import LARGEST, TAUGHT, counts, lesson_view
 
 SIZES = (1024, 1 << 16, 1 << 22)
@@ -28,10 +36,23 @@ def test_rounds_and_bytes_are_those_of_the_lecture(n: int):
 
 
 def test_the_lesson_shows_counts_then_times_beside_the_formula_then_what_is_loose():
-    times = [Series(name, 3, SIZES, tuple(named(name).seconds(3, s, 1e-4, 1e9) for s in SIZES), (0.0,) * 3) for name in TAUGHT]
-    network = Network(between=Link((Band(0, 1e-4, 1e9),)))
+    times = [
+        AllReduceSeries(
+            name, 3, SIZES, tuple(named(name).seconds(3, s, 1e-4, 1e9) for s in SIZES), (0.0,) * 3
+        )
+        for name in TAUGHT
+    ]
+    network = NetworkModel(inter_host=LinkCost((SizeBand(0, 1e-4, 1e9),)))
     cluster = Cluster(
-        VERSION, "", "m", "2.13", "gloo", 1, Fit(0, 0), network, (*times, Series("backend", 3, SIZES, (1e-3,) * 3, (0.0,) * 3))
+        VERSION,
+        "",
+        "m",
+        "2.13",
+        "gloo",
+        1,
+        FitError(0, 0),
+        network,
+        (*times, AllReduceSeries("backend", 3, SIZES, (1e-3,) * 3, (0.0,) * 3)),
     )
     console = Console(width=140, record=True, file=StringIO())
     console.print(lesson_view(cluster))

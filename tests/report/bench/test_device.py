@@ -5,13 +5,13 @@ from io import StringIO
 
 from rich.console import Console
 
-from meshwright.plan.hardware.device_profile import Profile
-from meshwright.plan.hardware.stragglers import Stretch
+from meshwright.plan.hardware.device_profile import DeviceProfile
+from meshwright.plan.hardware.stragglers import LagSample
 from meshwright.report.bench.device import profile_view
 from tests.plan.hardware.synthetic_device import profile
 
 
-def shown(found: Profile) -> str:
+def shown(found: DeviceProfile) -> str:
     file = StringIO()
     Console(width=160, file=file).print(profile_view(found))
     return file.getvalue()
@@ -21,22 +21,28 @@ def test_every_point_is_shown_beside_the_law():
     text = shown(profile())
     assert "Abacus 7, 2 threads, torch 2.13" in text
     assert "2 us, 3 us backward" in text
-    rows = [line.split() for line in text.splitlines() if line.split()[:4] == ["float32", "1024", "4096", "2048"]]
+    rows = [
+        line.split() for line in text.splitlines() if line.split()[:4] == ["float32", "1024", "4096", "2048"]
+    ]
     assert len(rows) == 1
     assert abs(int(rows[0][-2])) <= 5
-    assert sum(line.split()[:1] == ["bfloat16"] for line in text.splitlines()) == len(profile().products) / 2 + 8
+    assert (
+        sum(line.split()[:1] == ["bfloat16"] for line in text.splitlines()) == len(profile().matmuls) / 2 + 8
+    )
     assert "doubt" not in text
     assert "meeting" not in text
-    assert [line.split() for line in text.splitlines() if line.startswith("tanh")] == [["tanh", "3", "2", "%"]]
+    assert [line.split() for line in text.splitlines() if line.startswith("tanh")] == [
+        ["tanh", "3", "2", "%"]
+    ]
 
 
 def test_figures_that_scatter_are_doubted_and_several_processes_are_told():
-    wide = replace(profile(), products=tuple(replace(each, spread=0.9) for each in profile().products), ranks=3)
+    wide = replace(profile(), matmuls=tuple(replace(each, spread=0.9) for each in profile().matmuls), ranks=3)
     text = shown(wide)
     assert "measure again when it is quiet" in text
     assert "3 processes of 2 threads at once" in text
 
 
 def test_how_evenly_it_goes_is_told():
-    text = shown(replace(profile(), stretches=(Stretch(0.004, 0.05), Stretch(0.016, 0.04))))
+    text = shown(replace(profile(), lag_samples=(LagSample(0.004, 0.05), LagSample(0.016, 0.04))))
     assert "the later of two ranks is behind by 5 % of 4 ms, 4 % of 16 ms" in text

@@ -4,17 +4,35 @@ from io import StringIO
 
 from rich.console import Console
 
-from meshwright.plan.hardware.network_model import VERSION, Band, Cluster, Fit, Link, Network, Series
+from meshwright.plan.hardware.network_model import (
+    VERSION,
+    AllReduceSeries,
+    Cluster,
+    FitError,
+    LinkCost,
+    NetworkModel,
+    SizeBand,
+)
 from meshwright.report.bench.network import MODEL, links_figure, links_page, links_view
 
-LINK = Link((Band(0, 1e-4, 1e9),))
+LINK = LinkCost((SizeBand(0, 1e-4, 1e9),))
 SIZES = (1024, 1 << 20)
 MEASURED = (
-    Series("backend", 3, SIZES, (1e-3, 2e-3), (0.1, 0.2)),
-    Series("ring", 3, SIZES, (5e-4, 4e-3), (0.1, 0.2)),
-    Series("ring", 2, SIZES, (5e-4, 4e-3), (0.1, 0.2)),
+    AllReduceSeries("backend", 3, SIZES, (1e-3, 2e-3), (0.1, 0.2)),
+    AllReduceSeries("ring", 3, SIZES, (5e-4, 4e-3), (0.1, 0.2)),
+    AllReduceSeries("ring", 2, SIZES, (5e-4, 4e-3), (0.1, 0.2)),
 )
-CLUSTER = Cluster(VERSION, "", "<machine>", "2.13", "gloo", 1, Fit(0.123, 0.045), Network(between=LINK), MEASURED)
+CLUSTER = Cluster(
+    VERSION,
+    "",
+    "<machine>",
+    "2.13",
+    "gloo",
+    1,
+    FitError(0.123, 0.045),
+    NetworkModel(inter_host=LINK),
+    MEASURED,
+)
 
 
 def test_the_table_shows_times_how_far_the_model_is_off_and_what_auto_takes():
@@ -22,7 +40,10 @@ def test_the_table_shows_times_how_far_the_model_is_off_and_what_auto_takes():
     console.print(links_view(CLUSTER))
     lines = console.export_text().splitlines()
     assert any("<machine>, 1 ranks on each host, over gloo" in line for line in lines)
-    assert any("12 % of the model alone, 4 % with" in line or "12 % of the model alone, 5 % with" in line for line in lines)
+    assert any(
+        "12 % of the model alone, 4 % with" in line or "12 % of the model alone, 5 % with" in line
+        for line in lines
+    )
     ring = 4 * (1e-4 + 1024 / 3 / 1e9)
     (row, *_) = [line.split() for line in lines if line.split()[:2] == ["1", "KiB"] and len(line.split()) > 4]
     assert row == ["1", "KiB", "1", "0.5", f"{100 * (ring / 5e-4 - 1):+.0f}%"]
@@ -32,7 +53,9 @@ def test_the_table_shows_times_how_far_the_model_is_off_and_what_auto_takes():
 def test_the_figure_has_points_and_both_lines_of_every_series():
     figure = links_figure(CLUSTER)
     points = [trace for trace in figure.data if trace.mode == "markers"]
-    assert [(trace.name, tuple(trace.y)) for trace in points] == [(each.algorithm, each.seconds) for each in MEASURED]
+    assert [(trace.name, tuple(trace.y)) for trace in points] == [
+        (each.algorithm, each.seconds) for each in MEASURED
+    ]
     names = [trace.name for trace in figure.data]
     assert names.count(f"ring: {MODEL}") == 2
     assert names.count("backend: corrected") == 1

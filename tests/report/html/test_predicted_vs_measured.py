@@ -9,23 +9,32 @@ from meshwright.plan.step.action import Action, Program, Transfer
 from meshwright.report.html.predicted_vs_measured import Beside, beside, beside_table
 from meshwright.report.timeline.run_record import Record
 
-SUM = Action("REDUCE", "x", lane="wire", transfer=Transfer("all_reduce", ("dp_replicate",), 100))
+SUM = Action("REDUCE", "x", stream="wire", transfer=Transfer("all_reduce", ("dp_replicate",), 100))
 PREDICTED = {
     "step_s": 2.0,
     "roles": {"stage0": {"computing": 1.0, "within": 0.25, "meeting": 0.5, "waiting": 0.0, "stepping": 0.25}},
     "held": {"stage0": {"parameters": 400, "moments": 800, "activations": 50}},
     "sent": {"stage0": 100.0},
 }
-SPLIT = {"forward": 0.5, "backward": 1.0, "other": 0.1, "exposed communication": 0.4, "optimizer": 0.2, "data": 0.3}
+SPLIT = {
+    "forward": 0.5,
+    "backward": 1.0,
+    "other": 0.1,
+    "exposed communication": 0.4,
+    "optimizer": 0.2,
+    "data": 0.3,
+}
 
 
 def record(device: str = "cpu", **about: object) -> Record:
-    steps = [{"step": at, "loss": 1.0, "seconds": 9.0 if at == 1 else 2.6, "data_s": 0.1} for at in range(1, 6)]
+    steps = [
+        {"step": at, "loss": 1.0, "seconds": 9.0 if at == 1 else 2.6, "data_s": 0.1} for at in range(1, 6)
+    ]
     memory = {"parameters": 400, "moments": 1000, "peak": 1250}
     ranks = {0: {"steps": 5, "memory": memory, "sent": {"REDUCE(x)": 500.0, "save": 10.0}}}
     traces = {0: {"otherData": {"seconds": {"3": SPLIT, "4": SPLIT}}}}
     said = {"world": 1, "machine": {"device": device}, "predicted": PREDICTED, **about}
-    return Record("one", steps, [], {}, said, Program.of({"stage0": [SUM]}), ranks, traces)
+    return Record("one", steps, [], {}, said, Program.from_dict({"stage0": [SUM]}), ranks, traces)
 
 
 def figures(found: list[Beside]) -> dict[str, tuple[float, float]]:
@@ -55,7 +64,9 @@ def test_on_a_gpu_the_peak_is_that_of_the_allocator():
     assert figures(beside(record("H100")))["at the fullest"] == (1250, 1250)
 
 
-@pytest.mark.parametrize(("predicted", "measured", "words"), [(1.1, 1.0, "+10.0 %"), (0.5, 1.0, "-50.0 %"), (1.0, 0.0, "")])
+@pytest.mark.parametrize(
+    ("predicted", "measured", "words"), [(1.1, 1.0, "+10.0 %"), (0.5, 1.0, "-50.0 %"), (1.0, 0.0, "")]
+)
 def test_a_prediction_is_off_by_a_share_of_what_was_measured(predicted: float, measured: float, words: str):
     assert Beside("a step", predicted, measured, "s").words[3] == words
 

@@ -16,7 +16,13 @@ from meshwright.report.timeline.run_record import Record, read_record
 from tests.report.small_runs import course
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-QUIET = ("--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
+QUIET = (
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+)
 OFFLINE = ("--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=20000", "--dump-dom")
 
 CURVE = r'class="js-line"[^>]* d="M[^"]+L[^"]+"'  # the sample in a legend has no L
@@ -38,8 +44,18 @@ def rendered(folder: Path, *records: Record) -> str:
         pytest.skip("no Chromium was found: apt-get install chromium")
     file = folder / "report.html"
     file.write_text(page(records, "0"), encoding="utf-8")
-    argv = [BROWSER, "--headless", "--no-sandbox", *QUIET, *OFFLINE, f"--user-data-dir={folder / 'profile'}", file.as_uri()]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=True, env={"HOME": str(folder)})
+    argv = [
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        *QUIET,
+        *OFFLINE,
+        f"--user-data-dir={folder / 'profile'}",
+        file.as_uri(),
+    ]
+    done = subprocess.run(
+        argv, capture_output=True, text=True, timeout=100, check=True, env={"HOME": str(folder)}
+    )
     return re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
 
 
@@ -57,7 +73,14 @@ def test_a_browser_draws_the_curves_the_step_and_where_time_and_memory_went(tmp_
     for word in ("loss", "gradient norm", "learning rate", "tokens per second"):
         assert word in drawing(text, "curves")
     step = drawing(text, "timeline-0")
-    for row in ("planned", "stage0 compute", "stage0 wire", "rank 0 compute", "rank 2 wire", "measured, step"):
+    for row in (
+        "planned",
+        "stage0 compute",
+        "stage0 wire",
+        "rank 0 compute",
+        "rank 2 wire",
+        "measured, step",
+    ):
         assert row in step
     acts = one.program.roles[0][1]
     bars = re.findall(r'class="point"><path[^>]* d="M', step)
@@ -86,7 +109,9 @@ def without_scripts(text: str) -> str:
 def test_nothing_is_fetched(one, other):
     text = page([one, other], "0")
     assert text.count("Plotly.newPlot(") >= 7
-    assert not re.search(r"<script[^>]+src|<link|<img|<iframe|@import|url\(\s*['\"]?http", without_scripts(text))
+    assert not re.search(
+        r"<script[^>]+src|<link|<img|<iframe|@import|url\(\s*['\"]?http", without_scripts(text)
+    )
     assert not re.search(r"<script[^>]*\ssrc=", text)
     assert "http" not in without_scripts(text)
 
@@ -146,7 +171,9 @@ def test_evaluations_are_drawn_with_the_loss(one):
 
 def test_the_noise_of_the_gradient_has_a_curve_where_a_run_measured_it(one):
     assert len(curves([one]).data) == 4
-    measured = replace(one, steps=[{**line, "noise_scale": None if line["step"] < 3 else 7.5} for line in one.steps])
+    measured = replace(
+        one, steps=[{**line, "noise_scale": None if line["step"] < 3 else 7.5} for line in one.steps]
+    )
     figure = curves([one, measured])
     assert len(figure.data) == 10
     assert set(figure.data[-1].y) == {7.5}

@@ -10,9 +10,21 @@ from meshwright.planner.analytic.parallel_config import Order
 from meshwright.planner.machine.machine import machine
 from meshwright.planner.search.request import Wish
 from meshwright.planner.search.search import search
-from meshwright.report.search.search_result import HELD, PARTS, Beside, Budget, choice_dict, held_by, reasons, scenario, spent_on
+from meshwright.report.search.search_result import (
+    HELD,
+    PARTS,
+    Beside,
+    Budget,
+    choice_dict,
+    held_by,
+    reasons,
+    scenario,
+    spent_on,
+)
 
-WISH = Wish(parse_shape("7b: layers 32 hidden 4096 heads 32"), machine("H100", 32), 64, {"1f1b": (Order(), 1)})
+WISH = Wish(
+    parse_shape("7b: layers 32 hidden 4096 heads 32"), machine("H100", 32), 64, {"1f1b": (Order(), 1)}
+)
 FOUND = search(WISH, 4)
 
 
@@ -39,7 +51,9 @@ def test_what_memory_stops_is_told_with_what_it_would_hold():
 
 
 def test_days_and_cost_are_said_only_where_they_are_asked_for():
-    plain, asked = (choice_dict(WISH, FOUND, budget)["layouts"][0] for budget in (Budget(), Budget(1e12, 2.0)))
+    plain, asked = (
+        choice_dict(WISH, FOUND, budget)["layouts"][0] for budget in (Budget(), Budget(1e12, 2.0))
+    )
     assert "days" not in plain
     assert asked["cost"] > asked["cost_of_waiting"] > 0
     assert asked["hours_waiting"] == pytest.approx(24 * asked["days"] * (asked["waiting"] + asked["exposed"]))
@@ -57,7 +71,9 @@ def test_shares_are_of_the_whole_step_and_bytes_of_the_whole_rank():
 def test_the_scenario_is_one_of_three_by_the_smallest_and_the_largest_device():
     large, small = machine("H200", 8), machine("A100 40GB", 8)
     shape = parse_shape("3b: layers 26 hidden 2560 heads 20 vocab 32000")
-    assert scenario(replace(WISH, shape=shape), [large, small]).startswith("Everything fits on at least one device")
+    assert scenario(replace(WISH, shape=shape), [large, small]).startswith(
+        "Everything fits on at least one device"
+    )
     assert scenario(replace(WISH, shape=shape), [large]).startswith("Everything fits on each device")
     assert scenario(WISH, [small]).startswith("The model does not fit on a device")
     huge = replace(WISH, shape=parse_shape("odd: layers 4 hidden 81920 heads 640"))
@@ -68,8 +84,14 @@ def test_the_scenario_is_one_of_three_by_the_smallest_and_the_largest_device():
     ("words", "divided"),
     [
         ("odd: layers 4 hidden 81920 heads 640 vocab 1000", "the layer (matrices among tensor ranks"),
-        ("long: layers 32 hidden 4096 heads 32 gated vocab 32000 sequence 131072", "the row (its tokens along cp"),
-        ("words: layers 4 hidden 8192 heads 64 vocab 1000000", "embedding and head (matrices among tensor ranks"),
+        (
+            "long: layers 32 hidden 4096 heads 32 gated vocab 32000 sequence 131072",
+            "the row (its tokens along cp",
+        ),
+        (
+            "words: layers 4 hidden 8192 heads 64 vocab 1000000",
+            "embedding and head (matrices among tensor ranks",
+        ),
     ],
 )
 def test_what_is_too_much_of_a_layer_is_what_has_to_be_divided(words: str, divided: str):
@@ -80,5 +102,7 @@ def test_what_is_too_much_of_a_layer_is_what_has_to_be_divided(words: str, divid
 
 
 def test_a_layer_of_which_nothing_is_too_much_alone_says_so():
-    told = scenario(replace(WISH, shape=parse_shape("both: layers 4 hidden 16384 heads 128 vocab 50000 sequence 4096")))
+    told = scenario(
+        replace(WISH, shape=parse_shape("both: layers 4 hidden 16384 heads 128 vocab 50000 sequence 4096"))
+    )
     assert told.endswith("To be divided: any of these, as none is too much alone.")

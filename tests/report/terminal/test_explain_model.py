@@ -6,33 +6,39 @@ from io import StringIO
 
 from rich.console import Console
 
-from meshwright.model.analysis.model_report import BlockRow, SocketRow, Survey
-from meshwright.plan.job.errors import Fault
+from meshwright.model.analysis.model_report import BlockRow, LayerRow, ModelReport
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.report.terminal.explain_model import explain_dict, explain_view
 
-SURVEY = Survey(
+SURVEY = ModelReport(
     name="llama",
-    kind="LlamaForCausalLM",
+    class_name="LlamaForCausalLM",
     numel=5000,
     blocks=(
         BlockRow("embed", "embed", 1, "Embedding", 1000, 64, 0),
-        BlockRow("layers.0", "layers.3", 4, "Layer", 1024, 64, 2048, attends=True, dropout_sites=2),
+        BlockRow(
+            "layers.0", "layers.3", 4, "Layer", 1024, 64, 2048, calls_attention=True, num_dropout_sites=2
+        ),
     ),
-    sockets=(
-        SocketRow("layers.*.up", 4, "linear", (16, 32), 2048, "columns", "declared by the model"),
-        SocketRow("embed", 1, "embedding", (50, 20), 1000, "", ""),
+    layers=(
+        LayerRow("layers.*.up", 4, "linear", (16, 32), 2048, "columns", "declared by the model"),
+        LayerRow("embed", 1, "embedding", (50, 20), 1000, "", ""),
     ),
-    ties=(("embed.weight", "head.weight"),),
+    tied_params=(("embed.weight", "head.weight"),),
     attention="sdpa",
-    glue=("scale",),
-    captured=(("router_logits", 4),),
-    buffers=("count",),
+    glue_params=("scale",),
+    num_captured=(("router_logits", 4),),
+    written_buffers=("count",),
     notes=("1 parameters are used outside blocks",),
-    advice=(Fault("no role is declared for embed", "declare it\n    def build():\n        return Model(net)"),),
+    advice=(
+        Diagnostic(
+            "no role is declared for embed", "declare it\n    def build():\n        return Model(net)"
+        ),
+    ),
 )
 
 
-def shown(found: Survey, width: int = 4) -> str:
+def shown(found: ModelReport, width: int = 4) -> str:
     console = Console(width=160, record=True, file=StringIO())
     console.print(explain_view(found, width))
     return console.export_text()
@@ -75,13 +81,23 @@ def test_what_was_not_understood_comes_with_the_lines_that_declare_it():
 
 
 def test_a_model_whose_forward_fails_is_shown_as_the_tree_has_it():
-    text = shown(replace(SURVEY, faults=(Fault("it fails", "repair it"),)))
+    text = shown(replace(SURVEY, diagnostics=(Diagnostic("it fails", "repair it"),)))
     assert "blocks, as the module tree has them" in text
     assert "dropout" not in text
 
 
 def test_a_model_without_specialities_says_none():
-    text = shown(replace(SURVEY, blocks=SURVEY.blocks[:1], ties=(), captured=(), attention="", glue=(), buffers=()))
+    text = shown(
+        replace(
+            SURVEY,
+            blocks=SURVEY.blocks[:1],
+            tied_params=(),
+            num_captured=(),
+            attention="",
+            glue_params=(),
+            written_buffers=(),
+        )
+    )
     assert "ties            none" in text
     assert "side channels   none" in text
     assert "none was seen that could be exchanged" in text

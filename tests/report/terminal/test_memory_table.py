@@ -6,23 +6,23 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Train
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.planner.program_cost.memory import state_bytes
 from meshwright.report.terminal.memory_table import held_nbytes, sent_table, states_table
 from tests.paper_model import Paper
 
-JOB = Job(ModelSource("model.json"), DataSource("text.txt", sequence=64), Train(batch=12))
+JOB = Job(ModelConfig("model.json"), DataConfig("text.txt", sequence=64), TrainConfig(batch=12))
 
 
-def plan_of(zero: Zero, ranks: int = 4, layers: int = 4, numel: int = 2**20) -> Plan:
+def plan_of(zero: ZeRO, ranks: int = 4, layers: int = 4, numel: int = 2**20) -> Plan:
     job = replace(JOB, train=replace(JOB.train, batch=ranks))
-    return Plan.make(job, Mesh(dp_shard=ranks), Paper(layers, numel).anatomy, (Batch("dp_shard"), zero))
+    return Plan.make(job, Mesh(dp_shard=ranks), Paper(layers, numel).anatomy, (BatchSplit("dp_shard"), zero))
 
 
 def shown(table: object) -> str:
@@ -33,9 +33,13 @@ def shown(table: object) -> str:
 
 
 def test_states_stand_by_category_and_per_parameter():
-    text = shown(states_table(plan_of(Zero(stage=2))))
+    text = shown(states_table(plan_of(ZeRO(stage=2))))
     assert re.search(r"state +each rank +per parameter", text)
-    for name, nbytes, each in (("parameters", "16 MiB", "4 B"), ("gradients", "4 MiB", "1 B"), ("moments", "8 MiB", "2 B")):
+    for name, nbytes, each in (
+        ("parameters", "16 MiB", "4 B"),
+        ("gradients", "4 MiB", "1 B"),
+        ("moments", "8 MiB", "2 B"),
+    ):
         assert re.search(rf"{name} +{nbytes} +{each}", text), text
     assert re.search(r"buffers +8 MiB +2 B", text)
     assert re.search(r"in all +36 MiB +9 B", text)
@@ -43,13 +47,13 @@ def test_states_stand_by_category_and_per_parameter():
 
 
 def test_ranks_that_differ_stand_side_by_side():
-    text = shown(states_table(plan_of(Zero(), ranks=12, layers=1, numel=5)))
+    text = shown(states_table(plan_of(ZeRO(), ranks=12, layers=1, numel=5)))
     assert re.search(r"state +rank 0 +rank 11", text)
     assert re.search(r"moments +12 B +0 B", text)
 
 
 def test_messages_are_counted_by_kind_and_move():
-    text = shown(sent_table(plan_of(Zero(stage=2))))
+    text = shown(sent_table(plan_of(ZeRO(stage=2))))
     assert re.search(r"UNSHARD +all_gather of float32 over dp_shard +4 +12 MiB", text)
     assert re.search(r"REDUCE +reduce_scatter of float32 over dp_shard +4 +12 MiB", text)
     assert re.search(r"in all +11 +24 MiB", text)
@@ -61,8 +65,8 @@ def test_one_device_sends_nothing():
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_is_held_all_the_time_is_what_no_action_takes(stage: int):
-    plan = plan_of(Zero(stage=stage))
-    said, held = state_bytes(plan, 0), held_nbytes(plan)[ROLE]
-    taken = {hold.name for action in plan.program.actions(ROLE) for hold in action.takes}
+    plan = plan_of(ZeRO(stage=stage))
+    said, held = state_bytes(plan, 0), held_nbytes(plan)[FIRST_ROLE]
+    taken = {hold.name for action in plan.program.actions(FIRST_ROLE) for hold in action.allocations}
     assert any("gradient" in name for name in taken)
     assert sum(held.values()) == said.parameters + said.moments + said.master

@@ -6,7 +6,12 @@ from rich.console import Console
 
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.report.terminal.params_table import ParameterRow, divided_words, parameter_rows, parameters_view
+from meshwright.report.terminal.params_table import (
+    ParameterRow,
+    divided_words,
+    parameter_rows,
+    parameters_view,
+)
 from tests.parallel.tensor.odd_llama import llama, planned
 
 UP = "model.layers.*.mlp.up_proj.weight"
@@ -17,7 +22,7 @@ def divided(mesh: Mesh, **sizes: object) -> Plan:
 
 
 def by_name(plan: Plan, parameters: str = "float32") -> dict[str, ParameterRow]:
-    whole = plan.space.whole or plan.space
+    whole = plan.sharding.all_ranks or plan.sharding
     return {row.pattern: row for row in parameter_rows(whole, parameters)}
 
 
@@ -49,7 +54,7 @@ def test_shards_are_named_with_their_axis():
 
 def test_the_table_ends_with_what_a_rank_holds():
     plan, console = divided(Mesh(tp=2)), Console(width=160, record=True, file=StringIO())
-    whole = plan.space.whole or plan.space
+    whole = plan.sharding.all_ranks or plan.sharding
     console.print(parameters_view(whole, "bfloat16", asked=True))
     console.print(parameters_view(whole, "float32", asked=False))
     text = console.export_text()
@@ -98,14 +103,14 @@ def test_a_weight_that_two_parts_use_is_held_by_both():
 def test_a_column_stands_for_each_part_and_of_many_for_the_fullest():
     console = Console(width=200, record=True, file=StringIO())
     plan = divided(Mesh(pp=2, tp=2))
-    console.print(parameters_view(plan.space.whole or plan.space, "float32", asked=True))
+    console.print(parameters_view(plan.sharding.all_ranks or plan.sharding, "float32", asked=True))
     text, rows = console.export_text(), by_name(plan).values()
     assert "parameters over pp 2 x tp 2" in text
     assert "in use on rank 0  in use on rank 2" in text
     assert f"on rank 0, {sum(row.parts[1] for row in rows) / 1024:.3g} KiB on rank 2; " in text
     many = divided(Mesh(pp=6), num_hidden_layers=7)
     sums = [sum(each) for each in zip(*(row.parts for row in by_name(many).values()), strict=True)]
-    console.print(parameters_view(many.space.whole or many.space, "float32", asked=True))
+    console.print(parameters_view(many.sharding.all_ranks or many.sharding, "float32", asked=True))
     heads = next(line for line in console.export_text().splitlines() if "in use on rank 5" in line)
     assert heads.count("in use on rank") == len({0, sums.index(max(sums)), 5})
     assert f"in use on rank {sums.index(max(sums))}" in heads

@@ -6,7 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from meshwright.plan.job.job import Optimizer, Precision
+from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.report.terminal.plan_notes import roles_table, roles_words
@@ -14,11 +14,11 @@ from meshwright.report.terminal.plan_table import plan_view
 from tests.paper_model import Paper
 from tests.tiny_model import tiny_job
 
-MIXED = Precision("bfloat16", "bfloat16", "float32", master="float32")
+MIXED = PrecisionConfig("bfloat16", "bfloat16", "float32", master="float32")
 
 
-def on_paper(precision: Precision, optimizer: Optimizer | None = None) -> Plan:
-    job = replace(tiny_job(), precision=precision, optimizer=optimizer or Optimizer())
+def on_paper(precision: PrecisionConfig, optimizer: OptimizerConfig | None = None) -> Plan:
+    job = replace(tiny_job(), precision=precision, optimizer=optimizer or OptimizerConfig())
     return Plan.make(job, Mesh(), Paper().anatomy)
 
 
@@ -34,27 +34,31 @@ def test_the_table_has_a_row_for_each_role():
         *(["parameters", "bfloat16"], ["master", "float32"], ["compute", "bfloat16"]),
         *(["gradients", "bfloat16"], ["reduce", "float32"], ["moments", "float32"]),
     ]
-    assert "the parameters themselves" in shown(roles_table(on_paper(Precision())))
+    assert "the parameters themselves" in shown(roles_table(on_paper(PrecisionConfig())))
     assert "the parameters themselves" not in shown(roles_table(on_paper(MIXED)))
 
 
 @pytest.mark.parametrize(
     ("precision", "said"),
     [
-        (Precision(), "float32 parameters, compute, gradients, reduce, moments"),
+        (PrecisionConfig(), "float32 parameters, compute, gradients, reduce, moments"),
         (MIXED, "bfloat16 parameters, compute, gradients; float32 master, reduce, moments"),
         (
-            Precision(compute="float16", loss_scale=1024.0),
+            PrecisionConfig(compute="float16", loss_scale=1024.0),
             "float32 parameters, gradients, reduce, moments; float16 compute; loss scale from 1024",
         ),
     ],
     ids=str,
 )
-def test_a_line_says_the_roles_by_dtype(precision: Precision, said: str):
+def test_a_line_says_the_roles_by_dtype(precision: PrecisionConfig, said: str):
     assert roles_words(on_paper(precision)) == said
     assert said in shown(plan_view(on_paper(precision)))
 
 
 def test_moments_are_told_as_the_rule_keeps_them():
-    assert "bfloat16 moments" in roles_words(on_paper(Precision(), Optimizer("adamw_bf16", betas=(0.9, 0.95))))
-    assert "8 bits, scales float32 moments" in roles_words(on_paper(Precision(), Optimizer("adamw_8bit")))
+    assert "bfloat16 moments" in roles_words(
+        on_paper(PrecisionConfig(), OptimizerConfig("adamw_bf16", betas=(0.9, 0.95)))
+    )
+    assert "8 bits, scales float32 moments" in roles_words(
+        on_paper(PrecisionConfig(), OptimizerConfig("adamw_8bit"))
+    )

@@ -5,17 +5,17 @@ from dataclasses import replace
 import pytest
 
 from meshwright.api import make_plan
-from meshwright.parallel.context.ring import Ring
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Train
-from meshwright.plan.model_spec.sequence_info import Deal, Together
+from meshwright.parallel.context.ring import RingAttention
+from meshwright.parallel.data.ddp import DDP
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.model_spec.sequence_info import GlueGather, SequenceSharding
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.report.terminal.plan_notes import busiest, token_words
 from tests.parallel.tensor.odd_llama import known
 
-JOB = Job(ModelSource("llama"), DataSource("random", sequence=9), Train(batch=4))
+JOB = Job(ModelConfig("llama"), DataConfig("random", sequence=9), TrainConfig(batch=4))
 
 
 def words(mesh: Mesh, *strategies: Strategy) -> dict[str, str]:
@@ -27,36 +27,61 @@ def test_of_all_tokens_on_every_rank_nothing_is_said():
 
 
 def test_counts_and_balance_are_said():
-    assert words(Mesh(cp=2), Ring(), Replicate(axis="cp"))["tokens"] == (
+    assert words(Mesh(cp=2), RingAttention(), DDP(axis="cp"))["tokens"] == (
         "9 of each sample on 2 ranks: 4 to 5 each; causal attention: the busiest rank has 1.11 x the mean"
     )
 
 
 @pytest.mark.parametrize("looks", [False, True])
 def test_what_glue_brings_together_is_said(looks: bool):
-    plan = make_plan(known(), JOB, Mesh(cp=2), (Ring(), Replicate(axis="cp")))
-    anatomy = replace(plan.anatomy, tokens=replace(plan.anatomy.tokens, met=(Together("model.norm", 432),), looks=looks))
-    told = token_words(replace(plan, space=replace(plan.space, whole=replace(plan.space.whole, anatomy=anatomy))))["tokens"]
+    plan = make_plan(known(), JOB, Mesh(cp=2), (RingAttention(), DDP(axis="cp")))
+    anatomy = replace(
+        plan.model_spec,
+        sequence_info=replace(
+            plan.model_spec.sequence_info, gathers=(GlueGather("model.norm", 432),), reads_values=looks
+        ),
+    )
+    told = token_words(
+        replace(
+            plan,
+            sharding=replace(plan.sharding, all_ranks=replace(plan.sharding.all_ranks, model_spec=anatomy)),
+        )
+    )["tokens"]
     said = "; glue behind model.norm needs other ranks' tokens: 432 elements per sample are brought together"
     assert told.endswith(
-        said + (" for a batch like the example (it looks at values: another one may need others)" if looks else "")
+        said
+        + (" for a batch like the example (it looks at values: another one may need others)" if looks else "")
     )
 
 
 @pytest.mark.parametrize(
     ("deal", "share"),
-    [(Deal(4), 1.0), (Deal(4, folded=False), 1.75), (Deal(4, 4, folded=False), 1.0), (Deal(6, 2), 1.0)],
+    [
+        (SequenceSharding(4), 1.0),
+        (SequenceSharding(4, zigzag=False), 1.75),
+        (SequenceSharding(4, 4, zigzag=False), 1.0),
+        (SequenceSharding(6, 2), 1.0),
+    ],
     ids=str,
 )
-def test_folded_chunks_are_even_and_straight_ones_are_not(deal: Deal, share: float):
+def test_folded_chunks_are_even_and_straight_ones_are_not(deal: SequenceSharding, share: float):
     assert busiest(deal, 4080) == pytest.approx(share, abs=1e-3)
 
 
-@pytest.mark.parametrize("deal", [Deal(4), Deal(4, folded=False), Deal(4, striped=True), Deal(6, 2)], ids=str)
+@pytest.mark.parametrize(
+    "deal",
+    [
+        SequenceSharding(4),
+        SequenceSharding(4, zigzag=False),
+        SequenceSharding(4, striped=True),
+        SequenceSharding(6, 2),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("ends", [(), (1 / 3,), (1 / 6, 1 / 2)], ids=str)
-def test_pairs_in_documents_are_counted_one_by_one(deal: Deal, ends: tuple[float, ...]):
-    firsts = range(0, deal.ranks, deal.inner)
-    spans = [deal.together(1024, first) for first in firsts]
+def test_pairs_in_documents_are_counted_one_by_one(deal: SequenceSharding, ends: tuple[float, ...]):
+    firsts = range(0, deal.num_ranks, deal.num_inner_ranks)
+    spans = [deal.inner_group_ranges(1024, first) for first in firsts]
     starts = [0, *(int(1024 * end) for end in ends)]
     looks = [at - max(start for start in starts if start <= at) + 1 for at in range(1024)]
     work = [sum(looks[at] for begin, end in mine for at in range(begin, end)) for mine in spans]
@@ -64,10 +89,18 @@ def test_pairs_in_documents_are_counted_one_by_one(deal: Deal, ends: tuple[float
 
 
 def planned(balance: str, length: int, **more: bool) -> str:
-    plan = make_plan(known(), JOB, Mesh(cp=4), (Ring(balance=balance), Replicate(axis="cp")))
-    attends = tuple(replace(attend, **more) for attend in plan.anatomy.tokens.attends)
-    anatomy = replace(plan.anatomy, tokens=replace(plan.anatomy.tokens, length=length, attends=attends))
-    return token_words(replace(plan, space=replace(plan.space, whole=replace(plan.space.whole, anatomy=anatomy))))["tokens"]
+    plan = make_plan(known(), JOB, Mesh(cp=4), (RingAttention(load_balance=balance), DDP(axis="cp")))
+    attends = tuple(replace(attend, **more) for attend in plan.model_spec.sequence_info.attention_calls)
+    anatomy = replace(
+        plan.model_spec,
+        sequence_info=replace(plan.model_spec.sequence_info, length=length, attention_calls=attends),
+    )
+    return token_words(
+        replace(
+            plan,
+            sharding=replace(plan.sharding, all_ranks=replace(plan.sharding.all_ranks, model_spec=anatomy)),
+        )
+    )["tokens"]
 
 
 def test_what_is_uneven_is_said_with_the_better_way():

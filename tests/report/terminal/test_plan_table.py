@@ -11,55 +11,73 @@ from rich.console import Console
 from docs.generate import essays, kinds
 from meshwright.api import make_plan
 from meshwright.parallel import STRATEGIES
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.data_parallel_master import Master
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.ddp_naive import Naive
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.data_parallel_master import DataParallelMaster
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.ddp_naive import NaiveDDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.tensor.cube_3d import Cube
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.optimus_2d import Grid
-from meshwright.parallel.tensor.sequence_parallel import Sequence
-from meshwright.parallel.tensor.tesseract_25d import Grid25
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.errors import size
-from meshwright.plan.job.job import Job, Optimizer, Precision, Train
-from meshwright.plan.model_spec.dim_split import Cut
-from meshwright.plan.model_spec.layer_calls import Call
-from meshwright.plan.model_spec.model_spec import ROOT, Anatomy, Weight
+from meshwright.parallel.tensor.cube_3d import TensorParallel3D
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
+from meshwright.parallel.tensor.tesseract_25d import TensorParallel25D
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.errors import format_nbytes
+from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig, TrainConfig
+from meshwright.plan.model_spec.dim_split import DimSplit
+from meshwright.plan.model_spec.layer_calls import LayerCall
+from meshwright.plan.model_spec.model_spec import ROOT, ModelSpec, ParamSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
 from meshwright.report.terminal.plan_table import MEANINGS, plan_view, verdict_view
-from meshwright.verifier.verdict import COMPARED, Difference, Verdict
+from meshwright.verifier.verdict import COMPARED_QUANTITIES, Difference, Verdict
 from tests.paper_model import Paper
 from tests.parallel.tensor.even_llama import even_llama
 from tests.parallel.tensor.odd_llama import planned
 from tests.tiny_model import reading_of, tiny_job
 
-JOB = Job(ModelSource("model.json"), DataSource("text.txt", sequence=64), Train(batch=12))
-DEEP = tuple(f"model.language_model.decoder.transformer.h.{i}.a_rather_long_name_of_a_mixture_of_experts" for i in range(3))
-STORES = {"replicate": Replicate(), "many buckets": Replicate(bucket_mb=1e-9), "naive": Naive(), "master": Master()}
+JOB = Job(ModelConfig("model.json"), DataConfig("text.txt", sequence=64), TrainConfig(batch=12))
+DEEP = tuple(
+    f"model.language_model.decoder.transformer.h.{i}.a_rather_long_name_of_a_mixture_of_experts"
+    for i in range(3)
+)
+STORES = {
+    "replicate": DDP(),
+    "many buckets": DDP(bucket_mb=1e-9),
+    "naive": NaiveDDP(),
+    "master": DataParallelMaster(),
+}
 
 
 def plan_of(
-    store: Strategy | None = None, anatomy: Anatomy | None = None, precision: Precision | None = None, ranks: int = 3
+    store: Strategy | None = None,
+    anatomy: ModelSpec | None = None,
+    precision: PrecisionConfig | None = None,
+    ranks: int = 3,
 ) -> Plan:
-    strategies = (Batch(), store or Replicate()) if ranks > 1 else ()
-    job = replace(JOB, precision=precision or Precision())
-    micro_batch = 0 if isinstance(store, Master) else 2
+    strategies = (BatchSplit(), store or DDP()) if ranks > 1 else ()
+    job = replace(JOB, precision=precision or PrecisionConfig())
+    micro_batch = 0 if isinstance(store, DataParallelMaster) else 2
     return Plan.make(job, Mesh(dp_replicate=ranks), anatomy or Paper().anatomy, strategies, micro_batch)
 
 
-def deep_anatomy() -> Anatomy:
-    weights = tuple(Weight(f"{visit}.weight", (10,), (visit,)) for visit in DEEP)
-    return Anatomy("deep", DEEP, weights, (1,) * 3, (1,) * 3, notes=("no chain of blocks was found: " + "so it goes " * 20,))
+def deep_anatomy() -> ModelSpec:
+    weights = tuple(ParamSpec(f"{visit}.weight", (10,), (visit,)) for visit in DEEP)
+    return ModelSpec(
+        "deep",
+        DEEP,
+        weights,
+        (1,) * 3,
+        (1,) * 3,
+        notes=("no chain of blocks was found: " + "so it goes " * 20,),
+    )
 
 
 def shown(plan: Plan, width: int = 80, *, every: bool = False) -> str:
@@ -75,9 +93,11 @@ def words(text: str) -> str:
 
 
 @pytest.mark.parametrize("every", [False, True])
-@pytest.mark.parametrize("anatomy", [Paper().anatomy, Paper(layers=40).anatomy, deep_anatomy()], ids=["small", "tall", "deep"])
+@pytest.mark.parametrize(
+    "anatomy", [Paper().anatomy, Paper(layers=40).anatomy, deep_anatomy()], ids=["small", "tall", "deep"]
+)
 @pytest.mark.parametrize("store", STORES.values(), ids=STORES)
-def test_nothing_is_cut_off_at_80_columns(store: Strategy, anatomy: Anatomy, every: bool):
+def test_nothing_is_cut_off_at_80_columns(store: Strategy, anatomy: ModelSpec, every: bool):
     text = shown(plan_of(store, anatomy), every=every)
     assert "\u2026" not in text
     assert all(len(line.rstrip()) <= 80 for line in text.splitlines())
@@ -92,7 +112,7 @@ def columns(text: str) -> list[str]:
 
 
 def test_long_names_are_folded_not_lost():
-    text = shown(plan_of(Naive(), deep_anatomy()), every=True)
+    text = shown(plan_of(NaiveDDP(), deep_anatomy()), every=True)
     _, actions, details = columns(text)
     for visit in DEEP:
         assert f"forwardof{visit}" in details
@@ -103,9 +123,9 @@ def test_long_names_are_folded_not_lost():
 def test_names_in_brackets_are_names_not_markup():
     """A ModuleDict may have any text as a key."""
     visits = ("experts.[red]", "experts.[/b]")
-    weights = tuple(Weight(f"{visit}.weight", (10,), (visit,)) for visit in visits)
-    anatomy = Anatomy("[bold]", visits, weights, (1, 1), (1, 1), notes=("see [/i]",))
-    text = shown(plan_of(Naive(), anatomy), 200, every=True)
+    weights = tuple(ParamSpec(f"{visit}.weight", (10,), (visit,)) for visit in visits)
+    anatomy = ModelSpec("[bold]", visits, weights, (1, 1), (1, 1), notes=("see [/i]",))
+    text = shown(plan_of(NaiveDDP(), anatomy), 200, every=True)
     assert all(f"REDUCE {visit}.weight" in text and f"forward of {visit}" in text for visit in visits)
     assert "[bold]: 20 parameters" in text
     assert "see [/i]" in text
@@ -114,22 +134,32 @@ def test_names_in_brackets_are_names_not_markup():
 @pytest.mark.parametrize("store", STORES.values(), ids=STORES)
 def test_every_strategy_stands_with_its_fields(store: Strategy):
     text = words(shown(plan_of(store)))
-    for strategy in (Batch(), store):
+    for strategy in (BatchSplit(), store):
         assert words(str(strategy)) in text
 
 
 @cache
 def divided_programs() -> tuple[Plan, ...]:
     """Of a small Llama: the stream in slices of tokens, over a square, squares and a cube of ranks, and its tokens dealt."""
-    rows = Batch(axis="dp_shard")
+    rows = BatchSplit(axis="dp_shard")
     ways = {
-        Mesh(tp=3): (Line(), Vocabulary(), Sequence(), STRATEGIES["tiles"](loss=2)),
-        Mesh(dp_shard=2, tp=2): (Grid(), rows, Zero()),
-        Mesh(dp_replicate=2, dp_shard=2, tp=2): (Grid25(), Batch(), rows, Zero(across="dp_replicate")),
-        Mesh(dp_shard=2, tp_depth=2, tp=2): (Cube(), rows, Zero(gather="micro")),
-        **{Mesh(cp=n): (STRATEGIES[name](), Replicate(axis="cp")) for n, name in {3: "ring", 2: "ulysses", 4: "hybrid"}.items()},
+        Mesh(tp=3): (TensorParallel(), VocabParallel(), SequenceParallel(), STRATEGIES["tiles"](loss=2)),
+        Mesh(dp_shard=2, tp=2): (TensorParallel2D(), rows, ZeRO()),
+        Mesh(dp_replicate=2, dp_shard=2, tp=2): (
+            TensorParallel25D(),
+            BatchSplit(),
+            rows,
+            ZeRO(replicate_axis="dp_replicate"),
+        ),
+        Mesh(dp_shard=2, tp_depth=2, tp=2): (TensorParallel3D(), rows, ZeRO(gather="micro")),
+        **{
+            Mesh(cp=n): (STRATEGIES[name](), DDP(axis="cp"))
+            for n, name in {3: "ring", 2: "ulysses", 4: "hybrid"}.items()
+        },
     }
-    return tuple(planned(even_llama(num_hidden_layers=1), mesh, strategies)[1] for mesh, strategies in ways.items())
+    return tuple(
+        planned(even_llama(num_hidden_layers=1), mesh, strategies)[1] for mesh, strategies in ways.items()
+    )
 
 
 @cache
@@ -138,8 +168,13 @@ def parted_programs() -> tuple[Plan, ...]:
     tiny, tied, llama = reading_of(), reading_of(tied=True), even_llama(num_hidden_layers=2)
     halves = make_plan(tiny, tiny_job(), Mesh(pp=2), (Pipeline(schedule="zb_h1"),), 4)
     plans = [make_plan(each, tiny_job(), Mesh(pp=2), (Pipeline(),), 4) for each in (tiny, tied)]
-    stale = make_plan(tiny, tiny_job(train=Train(batch=12, clip=0.0)), Mesh(pp=2), (PipeDream(),), 2)
-    return (*plans, halves, stale, planned(llama, Mesh(pp=2, tp=2), (Line(), Pipeline(scatter=True)))[1])
+    stale = make_plan(tiny, tiny_job(train=TrainConfig(batch=12, clip=0.0)), Mesh(pp=2), (PipeDream(),), 2)
+    return (
+        *plans,
+        halves,
+        stale,
+        planned(llama, Mesh(pp=2, tp=2), (TensorParallel(), Pipeline(scatter=True)))[1],
+    )
 
 
 def listed(plan: Plan) -> list[Action]:
@@ -148,28 +183,32 @@ def listed(plan: Plan) -> list[Action]:
 
 def all_programs() -> list[Plan]:
     papers = [Paper(), Paper(tied=True)]
-    precisions = [Precision(), Precision(reduce="bfloat16")]
+    precisions = [PrecisionConfig(), PrecisionConfig(reduce="bfloat16")]
     plans = [plan_of(store, paper.anatomy) for store in STORES.values() for paper in papers]
     noisy_job = replace(JOB, train=replace(JOB.train, noise_scale=True))
-    noisy = Plan.make(noisy_job, Mesh(dp_replicate=3), Paper().anatomy, (Batch(), Replicate()))
-    cut = Plan.make(JOB, Mesh(dp_shard=3), Paper().anatomy, (Batch(axis="dp_shard"), Zero()), 2)
-    rooted = replace(Paper().anatomy, weights=(*Paper().anatomy.weights, Weight("scale", (3,), (ROOT,))))
-    glued = Plan.make(JOB, Mesh(dp_shard=3), rooted, (Batch(axis="dp_shard"), Zero()), 2)
+    noisy = Plan.make(noisy_job, Mesh(dp_replicate=3), Paper().anatomy, (BatchSplit(), DDP()))
+    cut = Plan.make(JOB, Mesh(dp_shard=3), Paper().anatomy, (BatchSplit(axis="dp_shard"), ZeRO()), 2)
+    rooted = replace(Paper().anatomy, params=(*Paper().anatomy.params, ParamSpec("scale", (3,), (ROOT,))))
+    glued = Plan.make(JOB, Mesh(dp_shard=3), rooted, (BatchSplit(axis="dp_shard"), ZeRO()), 2)
     up, down = (
-        Weight("up", (4, 2), ("layer0",), role="columns", cuts=(Cut(0, 4, (4,)),)),
-        Weight("down", (2, 4), ("layer0",), role="rows", cuts=(Cut(1, 4, (4,), "in"),)),
+        ParamSpec("up", (4, 2), ("layer0",), role="columns", dim_splits=(DimSplit(0, 4, (4,)),)),
+        ParamSpec("down", (2, 4), ("layer0",), role="rows", dim_splits=(DimSplit(1, 4, (4,), "in"),)),
     )
-    pair = Call("up", "layer0", "columns", 0, 2, 4), Call("down", "layer0", "rows", 1, 4, 2)
-    divided = replace(Paper().anatomy, weights=(*Paper().anatomy.weights, up, down), calls=pair)
+    pair = LayerCall("up", "layer0", "columns", 0, 2, 4), LayerCall("down", "layer0", "rows", 1, 4, 2)
+    divided = replace(Paper().anatomy, params=(*Paper().anatomy.params, up, down), layer_calls=pair)
     return [
         *plans,
-        Plan.make(JOB, Mesh(tp=3), divided, (Line(),)),
-        Plan.make(replace(JOB, optimizer=Optimizer("adafactor")), Mesh(tp=3), divided, (Line(),)),
+        Plan.make(JOB, Mesh(tp=3), divided, (TensorParallel(),)),
+        Plan.make(
+            replace(JOB, optimizer=OptimizerConfig("adafactor")), Mesh(tp=3), divided, (TensorParallel(),)
+        ),
         noisy,
         cut,
         glued,
-        Plan.make(JOB, Mesh(dp_replicate=3), Paper().anatomy, (Batch(), Replicate(), Recompute())),
-        *(plan_of(Replicate(), Paper().anatomy, precision) for precision in precisions),
+        Plan.make(
+            JOB, Mesh(dp_replicate=3), Paper().anatomy, (BatchSplit(), DDP(), ActivationCheckpointing())
+        ),
+        *(plan_of(DDP(), Paper().anatomy, precision) for precision in precisions),
         plan_of(ranks=1),
         *divided_programs(),
         *parted_programs(),
@@ -178,16 +217,20 @@ def all_programs() -> list[Plan]:
 
 def test_every_kind_that_a_program_can_hold_has_a_meaning():
     kinds_listed = {action.kind for plan in all_programs() for action in listed(plan)}
-    assert {type(strategy) for plan in all_programs() for strategy in plan.strategies} == set(STRATEGIES.values())
+    assert {type(strategy) for plan in all_programs() for strategy in plan.strategies} == set(
+        STRATEGIES.values()
+    )
     assert kinds_listed == set(MEANINGS)
 
 
 def test_every_kind_that_the_house_knows_has_a_meaning():
-    """PROBE apart: the verifier puts it in when it plays a program, and no plan shows it."""
-    assert {kind.name for kind in kinds(essays())} - {"PROBE"} == set(MEANINGS)
+    """COMPARE apart: the verifier puts it in when it plays a program, and no plan shows it."""
+    assert {kind.name for kind in kinds(essays())} - {"COMPARE"} == set(MEANINGS)
 
 
-@pytest.mark.parametrize("plan", all_programs(), ids=lambda plan: " ".join(strategy.name for strategy in plan.strategies))
+@pytest.mark.parametrize(
+    "plan", all_programs(), ids=lambda plan: " ".join(strategy.name for strategy in plan.strategies)
+)
 def test_every_action_is_drawn_with_its_meaning(plan: Plan):
     text = words(shown(plan, 300, every=True))  # wide enough for names of what goes from part to part
     for action in listed(plan):
@@ -197,7 +240,7 @@ def test_every_action_is_drawn_with_its_meaning(plan: Plan):
 
 def test_one_row_per_action_or_one_per_run_of_blocks():
     plan = plan_of(anatomy=Paper(layers=40).anatomy)
-    assert len(shown(plan, 200, every=True).splitlines()) > len(plan.program.actions(ROLE))
+    assert len(shown(plan, 200, every=True).splitlines()) > len(plan.program.actions(FIRST_ROLE))
     assert len(shown(plan, 200).splitlines()) < 50
     assert "F x40 micro 0" in shown(plan, 200)
     assert "backward of layer39 .. layer0" in shown(plan, 200)
@@ -206,7 +249,9 @@ def test_one_row_per_action_or_one_per_run_of_blocks():
 
 def test_what_is_gathered_and_scattered_for_each_block_stands_in_one_row_too():
     paper = Paper(layers=40, numel=2**20)
-    plan = Plan.make(JOB, Mesh(dp_shard=3), paper.anatomy, (Batch(axis="dp_shard"), Zero(gather="micro")), 2)
+    plan = Plan.make(
+        JOB, Mesh(dp_shard=3), paper.anatomy, (BatchSplit(axis="dp_shard"), ZeRO(gather="micro")), 2
+    )
     text = shown(plan, 200)
     assert len(text.splitlines()) < 80
     for kind, number in (("UNSHARD", 38), ("REDUCE", 40), ("RESHARD", 39)):
@@ -233,16 +278,23 @@ def test_bytes_are_those_of_the_program():
     ],
 )
 def test_bytes_are_those_of_the_algorithm_at_its_busiest_rank(algorithm: str, said: str):
-    plan = plan_of(Replicate(algorithm=f"{algorithm} <= 16 MiB, else ring"), anatomy=Paper(layers=4, numel=2**20).anatomy)
+    plan = plan_of(
+        DDP(algorithm=f"{algorithm} <= 16 MiB, else ring"), anatomy=Paper(layers=4, numel=2**20).anatomy
+    )
     text = shown(plan, 200)
     assert f"all_reduce 16 MiB float32 over dp_replicate ({algorithm})" in text
     assert re.search(rf"sent per rank and step +{said}\n", re.sub(r" +\n", "\n", text))
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "states"), [(Optimizer("sgd"), "32 MiB"), (Optimizer("sgd", momentum=0.9), "48 MiB"), (Optimizer(), "64 MiB")]
+    ("optimizer", "states"),
+    [
+        (OptimizerConfig("sgd"), "32 MiB"),
+        (OptimizerConfig("sgd", momentum=0.9), "48 MiB"),
+        (OptimizerConfig(), "64 MiB"),
+    ],
 )
-def test_states_count_the_moments_of_the_optimizer(optimizer: Optimizer, states: str):
+def test_states_count_the_moments_of_the_optimizer(optimizer: OptimizerConfig, states: str):
     plan = Plan.make(replace(JOB, optimizer=optimizer), Mesh(), Paper(layers=4, numel=2**20).anatomy)
     assert re.search(rf"states per rank +{states} ", shown(plan, 200))
 
@@ -275,7 +327,7 @@ def test_a_row_says_what_waits_for_the_other_lane():
     ],
 )
 def test_sizes_have_units(nbytes: int, said: str):
-    assert size(nbytes) == said
+    assert format_nbytes(nbytes) == said
 
 
 def drawn(verdict: Verdict) -> str:
@@ -286,7 +338,7 @@ def drawn(verdict: Verdict) -> str:
 
 
 def test_a_verdict_that_passed_shows_every_error():
-    worst = {quantity: 10.0 ** -(12 + i) for i, quantity in enumerate(COMPARED)}
+    worst = {quantity: 10.0 ** -(12 + i) for i, quantity in enumerate(COMPARED_QUANTITIES)}
     text = drawn(Verdict("abc", "dp_replicate 3", "llama", "threads", 3, 1e-10, True, worst))
     assert "dp_replicate 3 equals one device after 3 steps" in text
     assert all(re.search(rf"{quantity} +{error:.2g}", text) for quantity, error in worst.items())
@@ -294,7 +346,20 @@ def test_a_verdict_that_passed_shows_every_error():
 
 def test_a_verdict_that_failed_shows_the_first_difference_and_the_cause():
     first = Difference(0, "gradient", "head.weight", "head", 2.0, 1)
-    text = drawn(Verdict("abc", "dp_replicate 3", "llama", "threads", 3, 1e-10, False, {}, cause="technique", first=first))
+    text = drawn(
+        Verdict(
+            "abc",
+            "dp_replicate 3",
+            "llama",
+            "threads",
+            3,
+            1e-10,
+            False,
+            {},
+            cause="technique",
+            first_difference=first,
+        )
+    )
     assert "does NOT equal one device" in text
     assert "cause: technique" in text
     assert "the gradient of head.weight in block head differs" in text

@@ -48,7 +48,9 @@ def test_the_loss_scale_is_shown_where_there_is_one():
 
 
 def test_figures_of_the_same_size_stand_under_each_other_and_under_their_names():
-    head, first, later = (in_line(cells) for cells in ({name: name for name in FIRST.cells()}, FIRST.cells(), LATER.cells()))
+    head, first, later = (
+        in_line(cells) for cells in ({name: name for name in FIRST.cells()}, FIRST.cells(), LATER.cells())
+    )
     ends = [[match.end() for match in re.finditer(r"\S+( MiB)?", line)] for line in (head, first, later)]
     assert ends[0] == ends[1] == ends[2]
 

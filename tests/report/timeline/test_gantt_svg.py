@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 import pytest
 
 from meshwright.parallel.pipeline.schedules import one_f_one_b
-from meshwright.parallel.pipeline.schedules.schedule import Costs, planned, play
-from meshwright.plan.step.simulator import Span
+from meshwright.parallel.pipeline.schedules.schedule import StageCosts, schedule_spans, simulate
+from meshwright.plan.step.simulator import TimelineSpan
 from meshwright.report.timeline.gantt_svg import COLOURS, HILL, LEFT, RIGHT, order_svg
 from meshwright.report.timeline.gantt_text import Units
 
@@ -21,15 +21,20 @@ def drawn(parts: dict, **options: object) -> ElementTree.Element:
 def boxes(svg: ElementTree.Element) -> list[tuple[str, float, float, str]]:
     found = [(box, box.find(f"{SVG}title")) for box in svg.iter(f"{SVG}rect")]
     return [
-        (title.text, float(box.get("x")), float(box.get("width")), box.get("fill")) for box, title in found if title is not None
+        (title.text, float(box.get("x")), float(box.get("width")), box.get("fill"))
+        for box, title in found
+        if title is not None
     ]
 
 
 @pytest.fixture(scope="module")
 def parts() -> dict:
-    order, costs = one_f_one_b.order(3, 4), Costs.equal(3, transfer=0.5)
-    late = Costs.equal(3, 2, 2, 2)
-    return {"planned": planned(play(order, costs), costs), "measured": planned(play(order, late), late)}
+    order, costs = one_f_one_b.one_f_one_b_schedule(3, 4), StageCosts.uniform(3, transfer=0.5)
+    late = StageCosts.uniform(3, 2, 2, 2)
+    return {
+        "planned": schedule_spans(simulate(order, costs), costs),
+        "measured": schedule_spans(simulate(order, late), late),
+    }
 
 
 def test_every_act_is_a_box_at_its_time_and_in_its_colour(parts):
@@ -68,7 +73,11 @@ def test_a_hill_is_as_high_as_what_is_held(parts):
 
 
 def test_later_parts_of_a_rank_are_darker_and_names_are_escaped():
-    row = [Span("F", 0, 1, 0), Span("F", 1, 2, 0, chunk=1), Span("W", 2, 3, 0, chunk=7)]
+    row = [
+        TimelineSpan("F", 0, 1, 0),
+        TimelineSpan("F", 1, 2, 0, virtual_stage=1),
+        TimelineSpan("W", 2, 3, 0, virtual_stage=7),
+    ]
     svg = drawn({"<planned>": [row]})
     assert [fill for _, _, _, fill in boxes(svg)] == [COLOURS["F"][0], COLOURS["F"][1], COLOURS["W"][2]]
     assert [title for title, *_ in boxes(svg)][1] == "forward of micro-batch 0, part 1 of the rank: 1 .. 2"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.plan.step.action import Action, Hold, Program
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.action import Action, Allocation, Program
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.report.timeline.memory_and_bytes import planned_memory, sent
 from meshwright.report.timeline.run_record import read_record
 from tests.report.small_runs import course
@@ -20,21 +20,23 @@ def record(tmp_path_factory):
 def test_memory_is_that_of_the_moment_when_all_of_it_is_largest():
     """Both a and b are alive together (15), b and the gradient (12), the gradient and the bucket (13)."""
     actions = [
-        Action("F", "a", takes=(Hold("stream(a, 0)", 10),)),
-        Action("F", "b", takes=(Hold("stream(b, 0)", 5),)),
+        Action("F", "a", allocations=(Allocation("stream(a, 0)", 10),)),
+        Action("F", "b", allocations=(Allocation("stream(b, 0)", 5),)),
         Action("B", "b", frees=("stream(a, 0)",)),
-        Action("B", "a", takes=(Hold("gradient(a)", 7),), frees=("stream(b, 0)",)),
-        Action("PACK", "a", takes=(Hold("bucket(0)", 6),), frees=("gradient(a)",)),
+        Action("B", "a", allocations=(Allocation("gradient(a)", 7),), frees=("stream(b, 0)",)),
+        Action("PACK", "a", allocations=(Allocation("bucket(0)", 6),), frees=("gradient(a)",)),
         Action("STEP", frees=("bucket(0)",)),
     ]
-    fullest, most = planned_memory(Program.of({ROLE: actions}), {"parameters": 100, "moments": 0})
+    fullest, most = planned_memory(
+        Program.from_dict({FIRST_ROLE: actions}), {"parameters": 100, "moments": 0}
+    )
     assert fullest == {"parameters": 100, "activations": 15}
     assert most == {"parameters": 100, "gradients": 7, "buckets": 6, "activations": 15}
 
 
 def test_what_each_action_sends_equals_what_its_ledger_has(record):
     found = {each.action: each for each in sent(record)}
-    actions = [action for action in record.program.actions(ROLE) if action.transfer]
+    actions = [action for action in record.program.actions(FIRST_ROLE) if action.transfer]
     assert len(actions) >= 3
     for action in actions:
         each = found.pop(action.name)
@@ -49,8 +51,10 @@ def test_what_each_action_sends_equals_what_its_ledger_has(record):
 def test_an_algorithm_sends_what_its_busiest_rank_sends(tmp_path: Path, algorithm: str, share: float):
     record = read_record(course(tmp_path, steps=2, algorithm=algorithm))
     found = {each.action: each for each in sent(record)}
-    (move,) = (action.transfer for action in record.program.actions(ROLE) if action.kind == "REDUCE")
-    assert found["REDUCE(0)"].planned == pytest.approx(move.nbytes * share, abs=2 * 8)  # a piece may have an odd element
+    (move,) = (action.transfer for action in record.program.actions(FIRST_ROLE) if action.kind == "REDUCE")
+    assert found["REDUCE(0)"].planned == pytest.approx(
+        move.nbytes * share, abs=2 * 8
+    )  # a piece may have an odd element
     assert found["REDUCE(0)"].measured == found["REDUCE(0)"].planned
     assert found["REDUCE(0)"].what.endswith(f"over dp_replicate by {algorithm}")
 

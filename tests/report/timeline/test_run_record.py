@@ -5,7 +5,7 @@ import json
 import pytest
 
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.report.timeline.run_record import differences, read_record
 from tests.report.small_runs import course
 
@@ -20,7 +20,7 @@ def test_a_whole_run_is_read_whole(folder):
     assert record.name == "one"
     assert [line["step"] for line in record.steps] == [1, 2, 3, 4, 5, 6]
     assert (record.world, sorted(record.ranks), sorted(record.traces)) == (3, [0, 1, 2], [0, 1, 2])
-    assert record.program.actions(ROLE)[0].kind == "COUNT"
+    assert record.program.actions(FIRST_ROLE)[0].kind == "TOKEN_COUNT"
     assert record.settings["strategies.replicate.bucket_mb"] == 25.0
     assert record.about["words"]["mesh"] == "dp_replicate 3 (3 ranks)"
     assert record.notes == ()
@@ -46,7 +46,9 @@ def test_of_several_lines_of_a_step_the_last_counts_and_other_kinds_are_apart(tm
 
 
 def test_a_line_that_is_still_being_written_is_left_out_and_so_is_a_damaged_one(tmp_path):
-    record = with_metrics(tmp_path, {"step": 1, "loss": 3.0}, "\0\0\n", "[1]\n", {"step": 2, "loss": 2.0}, '{"step": 3, "lo')
+    record = with_metrics(
+        tmp_path, {"step": 1, "loss": 3.0}, "\0\0\n", "[1]\n", {"step": 2, "loss": 2.0}, '{"step": 3, "lo'
+    )
     assert [line["step"] for line in record.steps] == [1, 2]
     assert record.notes == (
         "line 2 of metrics.jsonl cannot be read, and was left out",
@@ -96,7 +98,9 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, folder):
 
 def test_two_plans_differ_in_what_was_changed_and_not_in_their_folders(tmp_path, folder):
     other = course(tmp_path / "other", ranks=1, lr=0.5, trace_steps=0)
-    found = {key: (mine, theirs) for key, mine, theirs in differences(read_record(folder), read_record(other))}
+    found = {
+        key: (mine, theirs) for key, mine, theirs in differences(read_record(folder), read_record(other))
+    }
     assert found["optimizer.lr"] == ("0.01", "0.5")
     assert found["mesh.dp_replicate"] == ("3", "1")
     assert found["strategies.replicate.axis"] == ("dp_replicate", "(not set)")

@@ -8,9 +8,9 @@ from rich.console import Console
 from torch import nn
 
 import meshwright as mw
-from meshwright.api import make_plan, read
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
+from meshwright.api import analyze, make_plan
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
@@ -45,8 +45,10 @@ def planned(mesh: Mesh, *strategies: object, micro_batch: int = 1) -> Plan:
 
 
 def test_a_value_that_passes_several_parts_stands_at_each_border_that_it_crosses():
-    loss = mw.Loss(lambda outputs, batch: outputs.square().sum(), lambda batch: torch.tensor(len(batch["y"])), ("y",))
-    reading = read(Skipping, {"x": torch.zeros(2, 4), "y": torch.zeros(2)}, loss=loss)
+    loss = mw.Loss(
+        lambda outputs, batch: outputs.square().sum(), lambda batch: torch.tensor(len(batch["y"])), ("y",)
+    )
+    reading = analyze(Skipping, {"x": torch.zeros(2, 4), "y": torch.zeros(2)}, loss=loss)
     text = shown(parts_view(make_plan(reading, tiny_job(), Mesh(pp=4), (Pipeline(),), 2)))
     lines = [line.split() for line in text.splitlines() if " | " in line]
     assert [line[:3] for line in lines if line[3] == "layers.0"] == [["0", "|", "1"], ["1", "|", "2"]]
@@ -55,15 +57,15 @@ def test_a_value_that_passes_several_parts_stands_at_each_border_that_it_crosses
 
 
 def test_a_plan_of_whole_models_has_no_parts():
-    assert parts_view(planned(Mesh(dp_replicate=2), Batch(), Replicate())) is None
+    assert parts_view(planned(Mesh(dp_replicate=2), BatchSplit(), DDP())) is None
 
 
 def test_the_table_says_what_lies_where_and_how_much_work_it_is():
-    plan = planned(Mesh(pp=2), Pipeline(schedule="gpipe", cuts=("layers.2",)), micro_batch=4)
+    plan = planned(Mesh(pp=2), Pipeline(schedule="gpipe", split_points=("layers.2",)), micro_batch=4)
     text = shown(parts_view(plan))
     rows = [line.split() for line in text.splitlines() if line[:1].isdigit() and "|" not in line]
     assert [row[:3] for row in rows] == [["0", "0", "embed"], ["1", "1", "layers.2"]]
-    assert sum(int(row[6].replace(",", "")) for row in rows) == plan.anatomy.numel
+    assert sum(int(row[6].replace(",", "")) for row in rows) == plan.model_spec.numel
     assert sum(float(row[7]) for row in rows) == pytest.approx(100, abs=0.11)
     assert [row[-3:] for row in rows] == [["3", "of", "3"]] * 2
 
@@ -75,7 +77,7 @@ def test_few_micro_batches_are_warned_of_and_enough_are_not():
 
 
 def test_rows_are_stages_where_several_ranks_play_the_same_list():
-    text = shown(parts_view(planned(Mesh(pp=2, dp_replicate=2), Pipeline(), Batch(), Replicate())))
+    text = shown(parts_view(planned(Mesh(pp=2, dp_replicate=2), Pipeline(), BatchSplit(), DDP())))
     assert "part  stage  blocks" in text
     assert "stage 1" in text
 
@@ -90,8 +92,10 @@ def test_every_rank_holds_what_its_own_list_takes():
     plan = planned(Mesh(pp=3), Pipeline(schedule="gpipe"))
     assert firsts(plan) == [0, 1, 2]
     each = [state_bytes(plan, rank) for rank in firsts(plan)]
-    assert [said.gradients for said in each] == [said.parameters for said in each], "all are trained, in their own dtype"
-    assert sum(said.parameters for said in each) == plan.anatomy.nbytes(plan.job.precision.parameters)
+    assert [said.gradients for said in each] == [said.parameters for said in each], (
+        "all are trained, in their own dtype"
+    )
+    assert sum(said.parameters for said in each) == plan.model_spec.nbytes(plan.job.precision.parameters)
     peaks = [peak_bytes(plan, rank) for rank in firsts(plan)]
     text = shown(states_table(plan))
     assert f"rank {peaks.index(max(peaks))} is the fullest" in text

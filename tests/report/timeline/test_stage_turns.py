@@ -3,12 +3,12 @@
 import pytest
 
 from meshwright.api import make_plan
-from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.action import Action, Hold, Program
-from meshwright.plan.step.simulator import Span
+from meshwright.plan.step.action import Action, Allocation, Program
+from meshwright.plan.step.simulator import TimelineSpan
 from meshwright.report.timeline.stage_table import parts_of
 from meshwright.report.timeline.stage_turns import Act, acts_on_paper, acts_traced, gantt_rows, in_flight
 from tests.tiny_model import reading_of, tiny_job
@@ -17,7 +17,13 @@ PARTS = [["a"], ["b"]]
 
 
 def planned(schedule: str, ranks: int = 2, chunks: int = 0, *others: object) -> Plan:
-    return make_plan(reading_of(), tiny_job(batch=4), Mesh(pp=ranks), (Pipeline(schedule=schedule, chunks=chunks), *others), 1)
+    return make_plan(
+        reading_of(),
+        tiny_job(batch=4),
+        Mesh(pp=ranks),
+        (Pipeline(schedule=schedule, virtual_stages=chunks), *others),
+        1,
+    )
 
 
 def labels(plan: Plan) -> list[str]:
@@ -33,16 +39,21 @@ def labels(plan: Plan) -> list[str]:
         (
             "interleaved",
             2,
-            ["F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 b2 b3 B2 B3", "F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3"],
+            [
+                "F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 b2 b3 B2 B3",
+                "F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3",
+            ],
         ),
     ],
 )
-def test_a_program_is_drawn_as_the_schedule_that_it_was_made_from(schedule: str, chunks: int, expected: list[str]):
+def test_a_program_is_drawn_as_the_schedule_that_it_was_made_from(
+    schedule: str, chunks: int, expected: list[str]
+):
     assert labels(planned(schedule, 2, chunks)) == expected
 
 
 def test_what_is_run_once_more_belongs_to_the_backward_behind_it():
-    assert labels(planned("1f1b", 2, 0, Recompute())) == labels(planned("1f1b"))
+    assert labels(planned("1f1b", 2, 0, ActivationCheckpointing())) == labels(planned("1f1b"))
 
 
 def test_no_more_micro_batches_are_in_flight_than_the_schedule_keeps():
@@ -55,20 +66,28 @@ def test_no_more_micro_batches_are_in_flight_than_the_schedule_keeps():
 def chain() -> Program:
     """One micro-batch through two ranks and back."""
     there = Action("SEND", "x", 0, "send", ("F(a, 0)",))
-    came = Action("RECEIVE", "x", 0, "receive", ("stage0/SEND(x, 0)",), takes=(Hold("RECEIVE(x, 0)", 8),))
-    forward = Action("F", "b", 0, waits=(came.name,), takes=(Hold("stream(b, 0)", 4), Hold("gradient(b)", 100)))
-    back = Action("B", "b", 0, waits=(forward.name,), frees=("RECEIVE(x, 0)", "stream(b, 0)"))
-    return Program.of({"stage0": [Action("F", "a", 0), there], "stage1": [came, forward, back]})
+    came = Action(
+        "RECV", "x", 0, "receive", ("stage0/SEND(x, 0)",), allocations=(Allocation("RECV(x, 0)", 8),)
+    )
+    forward = Action(
+        "F",
+        "b",
+        0,
+        waits=(came.name,),
+        allocations=(Allocation("stream(b, 0)", 4), Allocation("gradient(b)", 100)),
+    )
+    back = Action("B", "b", 0, waits=(forward.name,), frees=("RECV(x, 0)", "stream(b, 0)"))
+    return Program.from_dict({"stage0": [Action("F", "a", 0), there], "stage1": [came, forward, back]})
 
 
 def test_a_rank_that_waits_for_what_is_on_its_way_is_told_from_one_for_which_nothing_was_sent():
     lengths = {"F(a, 0)": 3.0, "SEND(x, 0)": 2.0, "F(b, 0)": 1.0, "B(b, 0)": 2.0}
     found = gantt_rows(acts_on_paper(chain(), lengths), chain(), PARTS)
-    assert found[0] == [Span("F", 0.0, 3.0)]
+    assert found[0] == [TimelineSpan("F", 0.0, 3.0)]
     assert found[1] == [
-        Span("~", 3.0, 5.0),
-        Span("F", 5.0, 6.0, held=12.0, left=12.0),
-        Span("B", 6.0, 8.0, held=12.0, left=0.0),
+        TimelineSpan("~", 3.0, 5.0),
+        TimelineSpan("F", 5.0, 6.0, memory=12.0, memory_after=12.0),
+        TimelineSpan("B", 6.0, 8.0, memory=12.0, memory_after=0.0),
     ]
 
 
@@ -79,7 +98,11 @@ def event(name: str, kind: str, begin: float, length: float, step: int = 7) -> d
 
 def test_a_traced_step_is_that_of_the_first_rank_of_each_role_with_the_glue_of_its_forwards():
     traces = {
-        0: [event("F(a, 0)", "F", 11, 2), event("forward(0)", "glue", 10, 4), event("SEND(x, 0)", "SEND", 14, 9)],
+        0: [
+            event("F(a, 0)", "F", 11, 2),
+            event("forward(0)", "glue", 10, 4),
+            event("SEND(x, 0)", "SEND", 14, 9),
+        ],
         1: [event("F(a, 0)", "F", 99, 1)],
         2: [event("F(b, 0)", "F", 15, 1), event("B(b, 0)", "B", 17, 2), event("B(b, 0)", "B", 3, 1, step=6)],
     }
@@ -87,7 +110,11 @@ def test_a_traced_step_is_that_of_the_first_rank_of_each_role_with_the_glue_of_i
     assert acts["stage0"][0] == Act(Action("F", "a", 0), 10.0, 14.0)
     found = gantt_rows(acts, chain(), PARTS)
     assert [(span.kind, span.begin, span.end) for span in found[0]] == [("F", 0.0, 4.0)]
-    assert [(span.kind, span.begin, span.end) for span in found[1]] == [("~", 4.0, 5.0), ("F", 5.0, 6.0), ("B", 7.0, 9.0)]
+    assert [(span.kind, span.begin, span.end) for span in found[1]] == [
+        ("~", 4.0, 5.0),
+        ("F", 5.0, 6.0),
+        ("B", 7.0, 9.0),
+    ]
 
 
 def test_halves_of_a_backward_are_turns_of_their_own():

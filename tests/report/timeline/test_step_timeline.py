@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.report.timeline.run_record import read_record
 from meshwright.report.timeline.step_timeline import SHOWN_RANKS, durations, timeline
 from tests.report.small_runs import course
@@ -17,7 +17,7 @@ def record(tmp_path_factory):
 
 def test_every_action_is_planned_once_and_measured_once_per_rank(record):
     found = timeline(record)
-    names = sorted(action.name for action in record.program.actions(ROLE))
+    names = sorted(action.name for action in record.program.actions(FIRST_ROLE))
     assert sorted(bar.name for bar in found.planned) == names
     for rank in range(3):
         mine = [bar.name for bar in found.measured if bar.row.startswith(f"rank {rank} ")]
@@ -31,7 +31,9 @@ def test_every_action_is_planned_once_and_measured_once_per_rank(record):
 def test_measured_bars_begin_at_zero_and_planned_ones_have_measured_lengths(record):
     found = timeline(record)
     assert min(bar.begin for bar in found.measured) == 0.0
-    known = durations([[event for event in trace["traceEvents"] if event["ph"] == "X"] for trace in record.traces.values()])
+    known = durations(
+        [[event for event in trace["traceEvents"] if event["ph"] == "X"] for trace in record.traces.values()]
+    )
     assert all(bar.length == pytest.approx(known[bar.name]) for bar in found.planned)
 
 
@@ -39,7 +41,10 @@ def test_an_act_takes_its_mean_and_a_message_its_least():
     def event(name: str, row: int, milliseconds: float) -> dict:
         return {"args": {"action": name}, "tid": row, "dur": 1e3 * milliseconds}
 
-    ranks = [[event("B", 1, 2.0), event("REDUCE", 2, 8.0)], [event("B", 1, 4.0), event("REDUCE", 3, 5.0), {"args": {}, "dur": 1}]]
+    ranks = [
+        [event("B", 1, 2.0), event("REDUCE", 2, 8.0)],
+        [event("B", 1, 4.0), event("REDUCE", 3, 5.0), {"args": {}, "dur": 1}],
+    ]
     assert durations(ranks) == {"B": 3.0, "REDUCE": 5.0}
 
 

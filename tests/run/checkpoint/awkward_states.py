@@ -8,7 +8,7 @@ from meshwright.comm.backends.fake import FakeWorld
 from meshwright.comm.collectives.group import Group
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.checkpoint.manifest import CheckpointError
-from meshwright.run.checkpoint.save_load import load, save
+from meshwright.run.checkpoint.save_load import load_tensors, save_tensors
 
 META = {"seed": 3, "plan": {"tp": 2}, "loss": 0.1}
 THREE = Mesh(dp_shard=3)
@@ -45,8 +45,10 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def assert_holds(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    loaded, _ = load(path, expected(tensors))
-    assert {name: bits(tensor) for name, tensor in loaded.items()} == {name: bits(tensor) for name, tensor in tensors.items()}
+    loaded, _ = load_tensors(path, expected(tensors))
+    assert {name: bits(tensor) for name, tensor in loaded.items()} == {
+        name: bits(tensor) for name, tensor in tensors.items()
+    }
 
 
 def names(folder: Path) -> list[str]:
@@ -54,7 +56,7 @@ def names(folder: Path) -> list[str]:
 
 
 def saved(folder: Path, *steps: int, keep: int = 9) -> list[Path]:
-    return [save(folder, step, state(step), META, alone(), keep) for step in steps]
+    return [save_tensors(folder, step, state(step), META, alone(), keep) for step in steps]
 
 
 def partial(folder: Path) -> list[str]:
@@ -64,7 +66,7 @@ def partial(folder: Path) -> list[str]:
 def attempt(folder: Path, step: int, group: Group) -> CheckpointError | None:
     """The error of a save that keeps all of the tests' checkpoints; None when it went well."""
     try:
-        save(folder, step, state(step), META, group, keep=9)
+        save_tensors(folder, step, state(step), META, group, keep=9)
     except CheckpointError as error:
         return error
     return None

@@ -7,11 +7,20 @@ import pytest
 import torch
 
 from meshwright.comm.collectives.group import World
-from meshwright.run.checkpoint.manifest import CheckpointError, Shard
-from meshwright.run.checkpoint.save_load import save
+from meshwright.run.checkpoint.manifest import CheckpointError, ShardFile
+from meshwright.run.checkpoint.save_load import save_tensors
 from meshwright.run.checkpoint.shard_io import write_shard
 from meshwright.testing.ranks import on_threads
-from tests.run.checkpoint.awkward_states import META, THREE, assert_holds, attempt, names, partial, saved, state
+from tests.run.checkpoint.awkward_states import (
+    META,
+    THREE,
+    assert_holds,
+    attempt,
+    names,
+    partial,
+    saved,
+    state,
+)
 from tests.run.checkpoint.failing_disk import WRITES, Machine
 
 
@@ -19,7 +28,7 @@ def test_ranks_that_hold_different_states_are_named(tmp_path):
     def body(world: World) -> str:
         tensors = {"model/w": torch.zeros(3 if world.rank == 1 else 2)}
         with pytest.raises(CheckpointError) as caught:
-            save(tmp_path, 1, tensors, {}, world.group(("dp_shard",)), 1)
+            save_tensors(tmp_path, 1, tensors, {}, world.group(("dp_shard",)), 1)
         return str(caught.value)
 
     for message in on_threads(body, THREE):
@@ -31,7 +40,7 @@ def test_ranks_that_hold_different_states_are_named(tmp_path):
 def test_every_vote_is_an_entry_of_the_ledger(tmp_path):
     def body(world: World) -> set[str]:
         world.ledger.recording = True
-        save(tmp_path, 1, state(), META, world.group(("dp_shard",)), 1)
+        save_tensors(tmp_path, 1, state(), META, world.group(("dp_shard",)), 1)
         return {f"{entry.action} {entry.collective}" for entry in world.ledger.entries}
 
     assert on_threads(body, THREE) == [{"SAVE all_gather"}] * 3
@@ -65,14 +74,14 @@ def test_a_disk_that_is_full_under_one_rank_is_an_error_on_all(culprit: int, tmp
 
 
 def test_an_error_that_is_none_of_the_system_is_told_to_all_ranks_too(tmp_path, monkeypatch):
-    def broken(path: Path, tensors: Mapping[str, torch.Tensor]) -> Shard:
+    def broken(path: Path, tensors: Mapping[str, torch.Tensor]) -> ShardFile:
         if path.name == "rank-00001.safetensors":
             raise RuntimeError("the device is gone")
         return write_shard(path, tensors)
 
     def body(world: World) -> str:
         with pytest.raises(CheckpointError) as caught:
-            save(tmp_path, 2, state(2), META, world.group(("dp_shard",)), keep=2)
+            save_tensors(tmp_path, 2, state(2), META, world.group(("dp_shard",)), keep=2)
         return str(caught.value)
 
     monkeypatch.setattr("meshwright.run.checkpoint.save_load.write_shard", broken)

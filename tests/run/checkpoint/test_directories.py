@@ -9,9 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.run.checkpoint.directories import best_step, set_best
-from meshwright.run.checkpoint.save_load import newest_good, save
-from tests.run.checkpoint.awkward_states import META, alone, assert_holds, attempt, names, partial, saved, state
+from meshwright.run.checkpoint.directories import best_step, mark_best
+from meshwright.run.checkpoint.save_load import newest_valid, save_tensors
+from tests.run.checkpoint.awkward_states import (
+    META,
+    alone,
+    assert_holds,
+    attempt,
+    names,
+    partial,
+    saved,
+    state,
+)
 from tests.run.checkpoint.failing_disk import REMOVALS, WRITES, Death, How, Machine
 
 
@@ -39,24 +48,28 @@ def test_the_one_just_written_stays_beside_newer_ones(tmp_path):
 
 def test_the_best_one_stays_until_another_is_the_best(tmp_path):
     saved(tmp_path, 1, 2)
-    set_best(tmp_path, 1, 0.5)
+    mark_best(tmp_path, 1, 0.5)
     saved(tmp_path, 3, 4, keep=1)
     assert names(tmp_path) == ["best.json", "step-00000001", "step-00000004"]
-    assert json.loads((tmp_path / "best.json").read_text()) == {"step": 1, "folder": "step-00000001", "loss": 0.5}
-    set_best(tmp_path, 4, 0.25)
+    assert json.loads((tmp_path / "best.json").read_text()) == {
+        "step": 1,
+        "folder": "step-00000001",
+        "loss": 0.5,
+    }
+    mark_best(tmp_path, 4, 0.25)
     saved(tmp_path, 5, keep=1)
     assert names(tmp_path) == ["best.json", "step-00000004", "step-00000005"]
 
 
 def test_a_best_one_that_is_not_there_is_not_named(tmp_path):
     saved(tmp_path, 1)
-    set_best(tmp_path, 2, 0.5)
+    mark_best(tmp_path, 2, 0.5)
     assert best_step(tmp_path) == 0
-    set_best(tmp_path, 1, 0.5)
-    set_best(tmp_path, 2, 0.25)
+    mark_best(tmp_path, 1, 0.5)
+    mark_best(tmp_path, 2, 0.25)
     assert best_step(tmp_path) == 1
     shutil.rmtree(tmp_path / "step-00000001")
-    set_best(tmp_path, 0, None)
+    mark_best(tmp_path, 0, None)
     assert names(tmp_path) == []
 
 
@@ -73,7 +86,7 @@ def test_a_word_about_the_best_that_cannot_be_written_is_a_line_in_the_log(tmp_p
     saved(tmp_path, 1)
     (tmp_path / "best.part").mkdir()
     with caplog.at_level(logging.WARNING):
-        set_best(tmp_path, 1, 0.5)
+        mark_best(tmp_path, 1, 0.5)
     assert "the best checkpoint is that of step 1, and" in caplog.text
 
 
@@ -83,7 +96,7 @@ def test_a_link_is_neither_followed_nor_removed(tmp_path):
     folder = tmp_path / "run"
     saved(folder, 1)
     (folder / "step-00000009").symlink_to(elsewhere)
-    path, _, rejected = newest_good(folder)
+    path, _, rejected = newest_valid(folder)
     assert path == folder / "step-00000001"
     assert "a link to one; links are not followed" in rejected[0][1]
     saved(folder, 2, keep=1)
@@ -116,9 +129,9 @@ def test_a_disk_that_is_full_at_any_write_is_an_error_and_leaves_the_old_ones(tm
         if error is not None:
             assert isinstance(error.__cause__, OSError), at
             assert "No space left on device" in str(error)
-            assert "free space" in error.faults[0].fix
+            assert "free space" in error.diagnostics[0].fix
         assert partial(folder) == []
-        path, _, _ = newest_good(folder)
+        path, _, _ = newest_valid(folder)
         assert_holds(path, state(int(path.name[5:])))
         assert_holds(folder / "step-00000002", state(2))
         assert_holds(saved(folder, 3, keep=2)[0], state(3))
@@ -128,7 +141,9 @@ def test_a_disk_that_is_full_at_any_write_is_an_error_and_leaves_the_old_ones(tm
 
 @pytest.mark.parametrize("how", ["dead before", "dead after", "torn"])
 @pytest.mark.parametrize("damaged", [False, True], ids=["fresh", "over a damaged one"])
-def test_a_process_that_dies_at_any_call_leaves_a_good_checkpoint(how: How, damaged: bool, tmp_path, monkeypatch):
+def test_a_process_that_dies_at_any_call_leaves_a_good_checkpoint(
+    how: How, damaged: bool, tmp_path, monkeypatch
+):
     machine = Machine(monkeypatch, (*WRITES, *REMOVALS))
     at, reached, steps = 0, True, set()
     while reached:
@@ -138,14 +153,14 @@ def test_a_process_that_dies_at_any_call_leaves_a_good_checkpoint(how: How, dama
             (folder / "step-00000003" / "rank-00000.safetensors").write_bytes(b"half")
         machine.arm(at, how)
         try:
-            save(folder, 3, state(3), META, alone(), keep=2)
+            save_tensors(folder, 3, state(3), META, alone(), keep=2)
         except Death:
             died = True
         else:
             died = False
         reached = machine.disarm()
         assert died == reached
-        path, manifest, _ = newest_good(folder)
+        path, manifest, _ = newest_valid(folder)
         steps.add(manifest.step)
         assert_holds(path, state(manifest.step))
         saved(folder, 3)
@@ -163,7 +178,9 @@ def test_all_is_on_disk_before_the_rename_and_nothing_goes_before_that_is(tmp_pa
     fsync, rename, rmtree = os.fsync, os.rename, shutil.rmtree
 
     def watched_fsync(descriptor: int) -> None:
-        files = {path.stat().st_ino: path.name for path in tmp_path.rglob("*")} | {tmp_path.stat().st_ino: "the folder above"}
+        files = {path.stat().st_ino: path.name for path in tmp_path.rglob("*")} | {
+            tmp_path.stat().st_ino: "the folder above"
+        }
         acts.append(f"fsync {files[os.fstat(descriptor).st_ino].split('.partial-')[0]}")
         fsync(descriptor)
 

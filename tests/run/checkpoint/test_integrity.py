@@ -10,11 +10,11 @@ import pytest
 
 from meshwright.comm.collectives.group import World
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.checkpoint.consensus import BAD, GOOD, Undecided, Vote
+from meshwright.run.checkpoint.consensus import ERROR_PREFIX, OK_PREFIX, ConsensusError, RankConsensus
 from meshwright.run.checkpoint.directories import step_folder
-from meshwright.run.checkpoint.integrity import checked, newest, readers
+from meshwright.run.checkpoint.integrity import load_consensus, newest_valid_on_all_ranks, verify_checkpoint
 from meshwright.run.checkpoint.manifest import CheckpointError, Manifest
-from meshwright.run.checkpoint.save_load import save
+from meshwright.run.checkpoint.save_load import save_tensors
 from meshwright.run.checkpoint.shard_io import read_manifest
 from meshwright.testing.ranks import ProcessPool, on_threads
 from tests.run.checkpoint.awkward_states import META, THREE, state
@@ -27,7 +27,9 @@ Places = Callable[[int], Path]  # by rank
 def by_ranks(folder: Path, step: int, ranks: int = 3) -> Path:
     """The checkpoint of `step` that so many ranks have saved in `folder`."""
     mesh = Mesh(dp_shard=ranks)
-    return on_threads(lambda world: save(folder, step, state(step), META, world.group(("dp_shard",)), 9), mesh)[0]
+    return on_threads(
+        lambda world: save_tensors(folder, step, state(step), META, world.group(("dp_shard",)), 9), mesh
+    )[0]
 
 
 def flip(path: Path) -> None:
@@ -39,7 +41,7 @@ def flip(path: Path) -> None:
 def verdict(world: World, place: Path) -> str:
     """What a rank finds wrong with the checkpoint at `place`; "" when it would go on."""
     try:
-        checked(place, readers(world, "the test does not go on"))
+        verify_checkpoint(place, load_consensus(world, "the test does not go on"))
     except CheckpointError as error:
         return str(error)
     return ""
@@ -67,7 +69,7 @@ def read_since(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
             found.append((current_thread().name, path))
         return usual(path, mode, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "open", noting)
+    monkeypatch.setattr(Path, "open_boundaries", noting)
     return found
 
 
@@ -75,7 +77,9 @@ def read_since(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_each_file_is_read_for_its_sum_by_exactly_one_rank_and_ranks_read_alike(ranks: int, tmp_path: Path, monkeypatch):
+def test_each_file_is_read_for_its_sum_by_exactly_one_rank_and_ranks_read_alike(
+    ranks: int, tmp_path: Path, monkeypatch
+):
     path = by_ranks(tmp_path, 1, ranks=4)
     read = read_since(monkeypatch)
     assert on_threads(lambda world: verdict(world, path), Mesh(dp_shard=ranks)) == [""] * ranks
@@ -97,7 +101,10 @@ def test_a_rank_that_sees_a_copy_reads_all_of_its_copy(tmp_path: Path, monkeypat
     flip(copy / FILES[0])
     said = verdicts(lambda rank: copy if rank == 2 else path)
     assert said == [said[0]] * 3
-    assert f"{copy / FILES[0]}: bit-flipped: its checksum differs from the manifest's (found by rank 2)" in said[0]
+    assert (
+        f"{copy / FILES[0]}: bit-flipped: its checksum differs from the manifest's (found by rank 2)"
+        in said[0]
+    )
 
 
 # What one rank finds is an error on all.
@@ -130,20 +137,25 @@ def test_damage_in_several_files_is_told_of_each(tmp_path: Path):
     assert all(f"{file}: bit-flipped" in said[0] for file in FILES)
 
 
-def test_a_rank_that_ignored_what_the_others_found_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    usual = Vote.told
+def test_a_rank_that_ignored_what_the_others_found_would_be_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    usual = RankConsensus.gather
 
-    def deaf(vote: Vote, act: str, work: Callable[[], bytes]) -> list[bytes]:
+    def deaf(vote: RankConsensus, act: str, work: Callable[[], bytes]) -> list[bytes]:
         told = usual(vote, act, work)
         kept = range(3) if vote.group.index != 1 else (1,)
-        return [line if index in kept or line[:1] != BAD else GOOD for index, line in enumerate(told)]
+        return [
+            line if index in kept or line[:1] != ERROR_PREFIX else OK_PREFIX
+            for index, line in enumerate(told)
+        ]
 
     noticed = []
     for step, file in enumerate(FILES):
         path = by_ranks(tmp_path, step)
         flip(path / file)
         with monkeypatch.context() as planted:
-            planted.setattr(Vote, "told", deaf)
+            planted.setattr(RankConsensus, "gather", deaf)
             said = verdicts(lambda rank, path=path: path)
         noticed.append(said != [said[0]] * 3)
         assert_refused_by_all(path, file)
@@ -156,13 +168,15 @@ def test_a_check_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path):
     def body(world: World) -> str:
         def fits(manifest: Manifest, place: Path) -> None:
             if world.rank == 1:
-                raise CheckpointError("it does not fit", fix="take another", where=str(place))
+                raise CheckpointError("it does not fit", fix="take another", location=str(place))
 
         with pytest.raises(CheckpointError) as caught:
-            checked(path, readers(world, "the test does not go on"), fits)
+            verify_checkpoint(path, load_consensus(world, "the test does not go on"), fits)
         return str(caught.value)
 
-    assert on_threads(body, THREE) == [f"{path}: it does not fit (found by rank 1)\n  repair: take another"] * 3
+    assert (
+        on_threads(body, THREE) == [f"{path}: it does not fit (found by rank 1)\n  repair: take another"] * 3
+    )
 
 
 def test_ranks_that_find_different_checkpoints_are_named(tmp_path: Path):
@@ -188,16 +202,25 @@ def test_processes_refuse_together_too(tmp_path: Path, process_pool: ProcessPool
 def test_a_half_written_checkpoint_is_passed_over_by_all(tmp_path: Path):
     by_ranks(tmp_path, 1)
     by_ranks(tmp_path, 2).rename(tmp_path / "step-00000002.partial-0123abcd")
-    for path, manifest, rejected in on_threads(lambda world: newest(tmp_path, readers(world, "")), THREE):
+    for path, manifest, rejected in on_threads(
+        lambda world: newest_valid_on_all_ranks(tmp_path, load_consensus(world, "")), THREE
+    ):
         assert path == step_folder(tmp_path, 1)
         assert manifest == read_manifest(path)
         assert [(bad.name, why.rpartition(": ")[2]) for bad, why in rejected] == [
             ("step-00000002.partial-0123abcd", "the save was stopped")
         ]
-    assert on_threads(lambda world: newest(tmp_path / "none", readers(world, "")), THREE) == [(None, None, [])] * 3
+    assert (
+        on_threads(
+            lambda world: newest_valid_on_all_ranks(tmp_path / "none", load_consensus(world, "")), THREE
+        )
+        == [(None, None, [])] * 3
+    )
 
 
-def test_a_failure_that_is_none_of_the_checkpoint_is_an_error_on_all_and_no_reason_for_an_older_one(tmp_path: Path):
+def test_a_failure_that_is_none_of_the_checkpoint_is_an_error_on_all_and_no_reason_for_an_older_one(
+    tmp_path: Path,
+):
     for step in (1, 2):
         by_ranks(tmp_path, step)
 
@@ -206,13 +229,16 @@ def test_a_failure_that_is_none_of_the_checkpoint_is_an_error_on_all_and_no_reas
             if world.rank == 2:
                 raise RuntimeError("the device is gone")
 
-        with pytest.raises(Undecided) as caught:
-            newest(tmp_path, readers(world, "the test does not go on"), broken)
+        with pytest.raises(ConsensusError) as caught:
+            newest_valid_on_all_ranks(tmp_path, load_consensus(world, "the test does not go on"), broken)
         return str(caught.value)
 
     first, second, third = on_threads(body, THREE)
     assert first == second
-    assert "the test does not go on: looking at a checkpoint failed on rank 2 (its own message says why)\n" in first
+    assert (
+        "the test does not go on: looking at a checkpoint failed on rank 2 (its own message says why)\n"
+        in first
+    )
     assert "repair the cause and start again, where every rank can read the checkpoint folder" in first
     assert "the device is gone" in third
 
@@ -222,7 +248,7 @@ def test_every_vote_of_a_reading_is_an_entry_of_the_ledger(tmp_path: Path):
 
     def body(world: World) -> set[str]:
         world.ledger.recording = True
-        checked(path, readers(world, ""))
+        verify_checkpoint(path, load_consensus(world, ""))
         return {f"{entry.action} {entry.collective}" for entry in world.ledger.entries}
 
     assert on_threads(body, THREE) == [{"RESUME all_gather"}] * 3

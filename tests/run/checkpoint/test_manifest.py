@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.run.checkpoint.manifest import CheckpointError, Entry, Json, Manifest, Shard, Slice, canonical, seal
+from meshwright.run.checkpoint.manifest import (
+    CheckpointError,
+    Json,
+    Manifest,
+    ShardFile,
+    StoredSlice,
+    TensorEntry,
+    canonical_json,
+    seal_json,
+)
 
 FILE = "rank-00000.safetensors"
 
@@ -39,19 +48,19 @@ def changed(path: str, value: Json) -> dict[str, Json]:
 
 
 def test_a_manifest_survives_the_round_trip_in_one_canonical_form():
-    text = seal(example())
+    text = seal_json(example())
     manifest = Manifest.parse(text)
     assert manifest.dump() == text
-    assert manifest.entries["model/w"].slices[1] == Slice(FILE, "model/w (2)", (2, 0), (2, 3))
+    assert manifest.entries["model/w"].slices[1] == StoredSlice(FILE, "model/w (2)", (2, 0), (2, 3))
     assert manifest.meta == {"seed": 1, "plan": {"tp": 2}}
     assert Manifest.parse(manifest.dump()) == manifest
-    assert text == canonical(json.loads(text))
+    assert text == canonical_json(json.loads(text))
     assert text.isascii()
     assert " " not in text.replace("meshwright checkpoint", "").replace("w (2)", "")
 
 
 def test_every_single_flipped_bit_is_noticed():
-    text = seal(example()).encode()
+    text = seal_json(example()).encode()
     for position in range(len(text)):
         for bit in range(8):
             flipped = bytearray(text)
@@ -109,8 +118,8 @@ HOSTILE = [
 @pytest.mark.parametrize(("path", "value", "words"), HOSTILE)
 def test_a_hostile_manifest_is_refused_with_its_reason(path: str, value: Json, words: str):
     with pytest.raises(CheckpointError, match=words) as caught:
-        Manifest.parse(seal(changed(path, value)))
-    assert "resume from another checkpoint" in caught.value.faults[0].fix
+        Manifest.parse(seal_json(changed(path, value)))
+    assert "resume from another checkpoint" in caught.value.diagnostics[0].fix
 
 
 @pytest.mark.parametrize(
@@ -137,22 +146,24 @@ def test_a_hostile_manifest_is_refused_with_its_reason(path: str, value: Json, w
 def test_only_plain_names_are_files(name: str):
     for full in (name, f"{name}.safetensors"):
         with pytest.raises(CheckpointError, match="is no plain file name"):
-            Manifest.parse(seal(changed(f"files|{full}", {"nbytes": 0, "sha256": "0" * 64})))
+            Manifest.parse(seal_json(changed(f"files|{full}", {"nbytes": 0, "sha256": "0" * 64})))
 
 
 def test_sizes_of_all_slices_in_a_file_add_up():
-    files = {FILE: Shard(30, "0" * 64)}
-    entries = {name: Entry((4,), "float32", (Slice(FILE, name, (0,), (4,)),)) for name in ("a", "b")}
+    files = {FILE: ShardFile(30, "0" * 64)}
+    entries = {
+        name: TensorEntry((4,), "float32", (StoredSlice(FILE, name, (0,), (4,)),)) for name in ("a", "b")
+    }
     with pytest.raises(CheckpointError, match="30 bytes cannot hold slices of 32 bytes"):
         Manifest(0, entries, files, {})
 
 
 @pytest.mark.parametrize("key", ["format", "version", "step", "entries", "files", "meta", "sha256"])
 def test_a_missing_key_is_named(key: str):
-    body = json.loads(seal(example()))
+    body = json.loads(seal_json(example()))
     del body[key]
     with pytest.raises(CheckpointError, match=f"missing: {key}"):
-        Manifest.parse(canonical(body) if key == "sha256" else seal(body))
+        Manifest.parse(canonical_json(body) if key == "sha256" else seal_json(body))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +187,7 @@ def test_text_that_is_no_manifest_is_refused(text: str):
 
 
 def test_an_edited_manifest_is_noticed_by_its_own_checksum():
-    text = seal(example()).replace('"step":7', '"step":8')
+    text = seal_json(example()).replace('"step":7', '"step":8')
     with pytest.raises(CheckpointError, match="the manifest's own checksum differs: bit-flipped or edited"):
         Manifest.parse(text)
 
@@ -188,39 +199,49 @@ def test_meta_that_is_no_json_is_refused_when_written(meta: dict[str, Json]):
 
 
 def test_scalars_and_empty_tensors_are_entries_too():
-    files = {FILE: Shard(8, "0" * 64)}
-    scalar = Entry((), "int64", (Slice(FILE, "a", (), ()),))
-    empty = Entry((0, 3), "float32", (Slice(FILE, "b", (0, 0), (0, 3)),))
-    assert Manifest.parse(Manifest(1, {"a": scalar, "b": empty}, files, {}).dump()).entries == {"a": scalar, "b": empty}
-    twice = Entry((), "int64", (Slice(FILE, "a", (), ()), Slice(FILE, "b", (), ())))
+    files = {FILE: ShardFile(8, "0" * 64)}
+    scalar = TensorEntry((), "int64", (StoredSlice(FILE, "a", (), ()),))
+    empty = TensorEntry((0, 3), "float32", (StoredSlice(FILE, "b", (0, 0), (0, 3)),))
+    assert Manifest.parse(Manifest(1, {"a": scalar, "b": empty}, files, {}).dump()).entries == {
+        "a": scalar,
+        "b": empty,
+    }
+    twice = TensorEntry((), "int64", (StoredSlice(FILE, "a", (), ()), StoredSlice(FILE, "b", (), ())))
     with pytest.raises(CheckpointError, match="slices overlap"):
-        Manifest(1, {"a": twice}, {FILE: Shard(16, "0" * 64)}, {})
+        Manifest(1, {"a": twice}, {FILE: ShardFile(16, "0" * 64)}, {})
 
 
 @settings(deadline=None)
 @given(
-    cuts=st.tuples(st.integers(1, 4), st.integers(1, 4)), sizes=st.tuples(st.integers(4, 9), st.integers(4, 9)), data=st.data()
+    cuts=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    sizes=st.tuples(st.integers(4, 9), st.integers(4, 9)),
+    data=st.data(),
 )
-def test_a_grid_of_slices_tiles_and_any_moved_or_dropped_one_is_noticed(cuts: tuple[int, int], sizes: tuple[int, int], data):
+def test_a_grid_of_slices_tiles_and_any_moved_or_dropped_one_is_noticed(
+    cuts: tuple[int, int], sizes: tuple[int, int], data
+):
     def borders(size: int, num: int) -> list[tuple[int, int]]:
         ends = [size * i // num for i in range(num + 1)]
         return [(start, end - start) for start, end in pairwise(ends)]
 
     spans = [(a, b) for a in borders(sizes[0], cuts[0]) for b in borders(sizes[1], cuts[1])]
-    boxes = [Slice(FILE, str(i), (a[0], b[0]), (a[1], b[1])) for i, (a, b) in enumerate(spans)]
-    files = {FILE: Shard(10_000, "0" * 64)}
+    boxes = [StoredSlice(FILE, str(i), (a[0], b[0]), (a[1], b[1])) for i, (a, b) in enumerate(spans)]
+    files = {FILE: ShardFile(10_000, "0" * 64)}
     shuffled = data.draw(st.permutations(boxes))
-    Manifest(0, {"w": Entry(sizes, "float64", tuple(shuffled))}, files, {})
+    Manifest(0, {"w": TensorEntry(sizes, "float64", tuple(shuffled))}, files, {})
     with pytest.raises(CheckpointError, match="slices are missing"):
-        Manifest(0, {"w": Entry(sizes, "float64", tuple(shuffled[1:]))}, files, {})
+        Manifest(0, {"w": TensorEntry(sizes, "float64", tuple(shuffled[1:]))}, files, {})
     if len(boxes) > 1:
-        moved = Slice(FILE, "moved", shuffled[1].start, shuffled[1].shape)
+        moved = StoredSlice(FILE, "moved", shuffled[1].start, shuffled[1].shape)
         with pytest.raises(CheckpointError, match="overlap"):
-            Manifest(0, {"w": Entry(sizes, "float64", (moved, *shuffled[1:]))}, files, {})
+            Manifest(0, {"w": TensorEntry(sizes, "float64", (moved, *shuffled[1:]))}, files, {})
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
-JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3))
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+)
 PATHS = sorted({path for path, _, _ in HOSTILE if "|files" not in path and "extra" not in path})
 
 
@@ -236,7 +257,7 @@ def test_the_parser_refuses_any_other_text_with_an_error_of_its_own(text: str):
 def test_the_parser_reads_or_refuses_any_value_in_any_place(path: str, value: Json):
     body = changed(path, value)
     try:
-        text = seal(body)
+        text = seal_json(body)
     except ValueError:  # a number that JSON has no word for
         return
     with suppress(CheckpointError):  # any other error fails the test

@@ -7,35 +7,42 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.api import Engine, build, make_plan
+from meshwright.api import Trainer, make_plan, parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.engine.optim.state_dict import Share
+from meshwright.engine.optim.state_dict import TensorShard
 from meshwright.engine.step import executor
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
-from meshwright.plan.job.job import Job, Optimizer
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.plan.job.job import Job, OptimizerConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.run.checkpoint.save_load import compare, load, newest_good
+from meshwright.run.checkpoint.save_load import compare_checkpoints, load_tensors, newest_valid
 from meshwright.run.checkpoint.shard_io import read_manifest
-from meshwright.run.data.feed import ExampleData, open_feed
+from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.testing.ranks import ProcessPool, on_threads
 from tests.run.checkpoint.awkward_states import bits
 from tests.tiny_model import reading_of, rows, tiny_job
 
-SHARD = Batch(axis="dp_shard")
-HYBRID = (Batch(), SHARD)
+SHARD = BatchSplit(axis="dp_shard")
+HYBRID = (BatchSplit(), SHARD)
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "one device": (Mesh(), ()),
-    **{f"copies on {n}": (Mesh(dp_replicate=n), (Batch(), Replicate())) for n in (2, 3)},
-    **{f"stage {stage} on {n}": (Mesh(dp_shard=n), (SHARD, Zero(stage=stage))) for stage in (1, 2, 3) for n in (2, 3)},
-    "stage 2 on 2 x 2": (Mesh(dp_replicate=2, dp_shard=2), (*HYBRID, Zero(stage=2, across="dp_replicate"))),
-    "stage 3 on 2 x 3": (Mesh(dp_replicate=2, dp_shard=3), (*HYBRID, Zero(across="dp_replicate"))),
+    **{f"copies on {n}": (Mesh(dp_replicate=n), (BatchSplit(), DDP())) for n in (2, 3)},
+    **{
+        f"stage {stage} on {n}": (Mesh(dp_shard=n), (SHARD, ZeRO(stage=stage)))
+        for stage in (1, 2, 3)
+        for n in (2, 3)
+    },
+    "stage 2 on 2 x 2": (
+        Mesh(dp_replicate=2, dp_shard=2),
+        (*HYBRID, ZeRO(stage=2, replicate_axis="dp_replicate")),
+    ),
+    "stage 3 on 2 x 3": (Mesh(dp_replicate=2, dp_shard=3), (*HYBRID, ZeRO(replicate_axis="dp_replicate"))),
 }
-OPTIMIZERS = {"sgd": Optimizer("sgd", lr=0.1, momentum=0.9), "adamw": Optimizer("adamw", lr=0.01)}
+OPTIMIZERS = {"sgd": OptimizerConfig("sgd", lr=0.1, momentum=0.9), "adamw": OptimizerConfig("adamw", lr=0.01)}
 READING = reading_of(tied=True, spare=True)
 SAVED, LAST = 2, 4  # steps
 
@@ -52,39 +59,43 @@ def job_of(optimizer: str) -> Job:
     return tiny_job(optimizer=OPTIMIZERS[optimizer])
 
 
-def plan_of(layout: str, job: Job, reading: Reading = READING) -> Plan:
+def plan_of(layout: str, job: Job, reading: AnalyzedModel = READING) -> Plan:
     mesh, strategies = LAYOUTS[layout]
-    return make_plan(reading, job, mesh, strategies, 1 if mesh.world == 4 else 2)  # of 4 ranks each has 3 rows
+    return make_plan(
+        reading, job, mesh, strategies, 1 if mesh.world_size == 4 else 2
+    )  # of 4 ranks each has 3 rows
 
 
-def play(engine: Engine, plan: Plan, world: World, last: int) -> None:
-    feed = open_feed(ExampleData(rows()), plan, world.rank)
+def play(engine: Trainer, plan: Plan, world: World, last: int) -> None:
+    feed = open_feed(ExampleDataset(rows()), plan, world.rank)
     while engine.steps_done < last:
         engine.step(feed.batch(engine.steps_done))
 
 
-def assert_holds(engine: Engine, saved: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+def assert_holds(engine: Trainer, saved: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     """Each tensor, or share, that this rank has is the saved one, to the last bit; returns the names of those it has."""
-    held = engine.player.tensors()
+    held = engine.executor.state_dict()
     for name, whole in saved:
         mine = held.get(name)
-        if isinstance(mine, Share) and mine.shape == tuple(whole.shape):
-            whole, mine = whole.reshape(-1)[mine.begin : mine.begin + mine.values.numel()], mine.values
-        elif isinstance(mine, Share):
+        if isinstance(mine, TensorShard) and mine.shape == tuple(whole.shape):
+            whole, mine = whole.reshape(-1)[mine.start : mine.start + mine.values.numel()], mine.values
+        elif isinstance(mine, TensorShard):
             mine = mine.values
         assert mine is None or bits(mine) == bits(whole), name
     return set(held)
 
 
 @pytest.fixture(scope="module", params=OPTIMIZERS)
-def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Left]]:
+def left(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, Left]]:
     """Under every layout, a run that was not interrupted."""
     found = {}
     for layout in LAYOUTS:
         plan, folder = plan_of(layout, job_of(request.param)), tmp_path_factory.mktemp("run")
 
         def rank(world: World, plan: Plan = plan, folder: Path = folder) -> Left:
-            with build(READING, plan, world=world) as engine:
+            with parallelize(READING, plan, world=world) as engine:
                 play(engine, plan, world, SAVED)
                 middle = engine.save(folder)
                 play(engine, plan, world, LAST)
@@ -95,17 +106,19 @@ def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_any_layout_saved_is_taken_up_to_the_last_bit_and_goes_on_as_if_never_stopped(layout: str, left, tmp_path: Path):
+def test_what_any_layout_saved_is_taken_up_to_the_last_bit_and_goes_on_as_if_never_stopped(
+    layout: str, left, tmp_path: Path
+):
     optimizer, runs = left
     plan = plan_of(layout, job_of(optimizer))
-    ended, _ = load(runs[layout].end)
+    ended, _ = load_tensors(runs[layout].end)
 
     def rank(world: World) -> list[tuple[str, set[str], Path]]:
         found = []
-        with build(READING, plan, world=world) as engine:
+        with parallelize(READING, plan, world=world) as engine:
             for other, run in runs.items():
                 assert engine.load(run.middle) == SAVED
-                names = assert_holds(engine, load(run.middle)[0].items())
+                names = assert_holds(engine, load_tensors(run.middle)[0].items())
                 play(engine, plan, world, LAST)
                 found.append((other, names, engine.save(tmp_path / other)))
         return found
@@ -113,10 +126,12 @@ def test_what_any_layout_saved_is_taken_up_to_the_last_bit_and_goes_on_as_if_nev
     told = on_threads(rank, plan.mesh)
     for index, (other, _, place) in enumerate(told[0]):
         names = set().union(*(each[index][1] for each in told))
-        assert names == set(read_manifest(runs[other].middle).entries), "nothing that was saved is held by no rank"
+        assert names == set(read_manifest(runs[other].middle).entries), (
+            "nothing that was saved is held by no rank"
+        )
         if other == layout:
-            assert compare(place, runs[layout].end) == []
-        for name, tensor in load(place)[0].items():
+            assert compare_checkpoints(place, runs[layout].end) == []
+        for name, tensor in load_tensors(place)[0].items():
             wanted = ended[name].double()
             error = (tensor.double() - wanted).abs().max().item()
             assert error <= 1e-10 * max(wanted.abs().max().item(), 1e-3), (other, name)
@@ -128,9 +143,9 @@ def test_moments_that_are_forgotten_are_noticed(left, monkeypatch: pytest.Monkey
     plan = plan_of("stage 3 on 2", job_of("adamw"))
 
     def rank(world: World) -> bool:
-        with build(READING, plan, world=world) as engine:
+        with parallelize(READING, plan, world=world) as engine:
             engine.load(runs["one device"].middle)
-            names = assert_holds(engine, load(runs["one device"].middle)[0].items())
+            names = assert_holds(engine, load_tensors(runs["one device"].middle)[0].items())
             return any(name.startswith("optimizer/") for name in names)
 
     assert on_threads(rank, plan.mesh) == [False, False]
@@ -139,13 +154,13 @@ def test_moments_that_are_forgotten_are_noticed(left, monkeypatch: pytest.Monkey
 def test_a_checkpoint_of_shards_is_judged_like_any_other(left):
     _, runs = left
     place = runs["stage 3 on 2 x 3"].middle
-    found, manifest, rejected = newest_good(place.parent)
+    found, manifest, rejected = newest_valid(place.parent)
     assert (found, rejected) == (place, [])
     writers = {box.file for entry in manifest.entries.values() for box in entry.slices}
     assert len(writers) >= 3, "each shard is written by a rank that has it"
     same = {name for name in manifest.entries if name.startswith("model/")}
     assert same <= set(read_manifest(runs["one device"].middle).entries)
-    assert compare(place, place) == []
+    assert compare_checkpoints(place, place) == []
 
 
 def test_frozen_weights_and_buffers_of_nobody_in_particular_come_back(tmp_path: Path):
@@ -153,7 +168,7 @@ def test_frozen_weights_and_buffers_of_nobody_in_particular_come_back(tmp_path: 
     first, then = (plan_of(layout, job_of("adamw"), reading) for layout in ("stage 3 on 3", "stage 3 on 2"))
 
     def save(world: World) -> Path:
-        with build(reading, first, world=world) as engine:
+        with parallelize(reading, first, world=world) as engine:
             play(engine, first, world, 1)
             return engine.save(tmp_path)
 
@@ -161,18 +176,18 @@ def test_frozen_weights_and_buffers_of_nobody_in_particular_come_back(tmp_path: 
     assert tuple(read_manifest(place).entries["model/embed.weight"].shape) == (13, 6)
 
     def resume(world: World) -> dict[str, torch.Tensor]:
-        with build(reading, then, world=world) as engine:
+        with parallelize(reading, then, world=world) as engine:
             engine.load(place)
-            return engine.player.parameters()
+            return engine.executor.gather_parameters()
 
     for found in on_threads(resume, then.mesh):
         for name, tensor in found.items():
-            assert bits(tensor) == bits(load(place)[0][f"model/{name}"]), name
+            assert bits(tensor) == bits(load_tensors(place)[0][f"model/{name}"]), name
 
 
 def on_a_process(world: World, folder: Path, layout: str, start: Path | None) -> Path:
     plan = plan_of(layout, job_of("adamw"))
-    with build(READING, plan, world=world) as engine:
+    with parallelize(READING, plan, world=world) as engine:
         if start is not None:
             engine.load(start)
         play(engine, plan, world, engine.steps_done + SAVED)
@@ -184,10 +199,10 @@ def test_processes_save_and_take_up_the_same(tmp_path: Path, process_pool: Proce
     if optimizer != "adamw":
         return
     (place, *_) = process_pool.run(on_a_process, Mesh(dp_shard=3), tmp_path / "a", "stage 3 on 3", None)
-    assert compare(place, runs["stage 3 on 3"].middle) == []
+    assert compare_checkpoints(place, runs["stage 3 on 3"].middle) == []
     (end, *_) = process_pool.run(on_a_process, Mesh(dp_shard=2), tmp_path / "b", "stage 2 on 2", place)
-    ended, _ = load(runs["stage 2 on 2"].end)
-    for name, tensor in load(end)[0].items():
+    ended, _ = load_tensors(runs["stage 2 on 2"].end)
+    for name, tensor in load_tensors(end)[0].items():
         torch.testing.assert_close(tensor, ended[name], rtol=1e-9, atol=1e-12)
 
 
@@ -195,8 +210,8 @@ def test_a_rank_asks_for_one_tensor_at_a_time_and_for_none_of_which_it_keeps_not
     """Stage 3 on 12 ranks: most have a piece of few weights."""
     _, runs = left
     job = replace(job_of("adamw"), train=replace(job_of("adamw").train, batch=24))
-    plan = make_plan(READING, job, Mesh(dp_shard=12), (SHARD, Zero()))
-    whole, _ = load(runs["one device"].middle)
+    plan = make_plan(READING, job, Mesh(dp_shard=12), (SHARD, ZeRO()))
+    whole, _ = load_tensors(runs["one device"].middle)
 
     def rank(world: World) -> list[str]:
         asked: list[str] = []
@@ -206,8 +221,8 @@ def test_a_rank_asks_for_one_tensor_at_a_time_and_for_none_of_which_it_keeps_not
                 asked.append(name)
                 return whole[name]
 
-        with build(READING, plan, world=world) as engine:
-            engine.player.restore(Noting(dict.fromkeys(whole)), SAVED)
+        with parallelize(READING, plan, world=world) as engine:
+            engine.executor.load_state_dict(Noting(dict.fromkeys(whole)), SAVED)
             assert_holds(engine, whole.items())
         return asked
 

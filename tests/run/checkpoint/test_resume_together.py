@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.api import build
+from meshwright.api import parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.plan.job.errors import PlanError
-from meshwright.run.checkpoint.manifest import FILE_NAME
-from meshwright.run.checkpoint.resume import Resumed, resume
+from meshwright.run.checkpoint.manifest import MANIFEST_FILE
+from meshwright.run.checkpoint.resume import ResumeResult, resume
 from meshwright.testing.ranks import on_threads
 from tests.run.checkpoint.awkward_states import names
 from tests.run.checkpoint.test_integrity import FILES, flip, read_since
@@ -37,10 +37,10 @@ def course(ended: Path, tmp_path: Path) -> Course:
     return Course(tmp_path / "run", ranks=3, run=RUN)
 
 
-def go_on(course: Course, step: int | None = None) -> list[Resumed | str]:
+def go_on(course: Course, step: int | None = None) -> list[ResumeResult | str]:
     """What resuming gives every rank, or its error."""
 
-    def rank(world: World) -> Resumed | str:
+    def rank(world: World) -> ResumeResult | str:
         player = player_of(READING, course.plan, world)
         try:
             return resume(player, course.plan, world, DATA.digest, step)
@@ -55,7 +55,7 @@ def go_on(course: Course, step: int | None = None) -> list[Resumed | str]:
 def test_a_run_that_goes_on_reads_each_file_of_its_checkpoint_for_its_sum_once(course: Course, monkeypatch):
     read = read_since(monkeypatch)
     for found in go_on(course):
-        assert isinstance(found, Resumed)
+        assert isinstance(found, ResumeResult)
         assert (found.step, found.notes) == (12, ("resumed from step 12",))
     assert Counter(path for _, path in read) == {course.at(12) / file: 1 for file in FILES}
     assert {rank for rank, _ in read} == {"rank 0", "rank 1", "rank 2"}
@@ -65,23 +65,25 @@ def test_an_engine_that_loads_does_likewise(course: Course, monkeypatch):
     read = read_since(monkeypatch)
 
     def rank(world: World) -> int:
-        with build(READING, course.plan, world=world) as engine:
+        with parallelize(READING, course.plan, world=world) as engine:
             return engine.load(course.at(8))
 
     assert on_threads(rank, course.plan.mesh) == [8] * 3
     assert Counter(path for _, path in read) == {course.at(8) / file: 1 for file in FILES}
 
 
-@pytest.mark.parametrize("file", [*FILES, FILE_NAME])
+@pytest.mark.parametrize("file", [*FILES, MANIFEST_FILE])
 def test_all_ranks_pass_over_a_checkpoint_that_one_of_them_found_damaged(file: str, course: Course):
     flip(course.at(12) / file)
     told = go_on(course)
     assert told == [told[0]] * 3
-    assert isinstance(told[0], Resumed)
+    assert isinstance(told[0], ResumeResult)
     assert told[0].step == 8
     notes = told[0].notes
     assert (notes[0], notes[2]) == ("resumed from step 8", "step-00000008 is the newest good checkpoint")
-    assert notes[1].startswith(f"passed over step-00000012: {file}: " if file != FILE_NAME else "passed over step-00000012: ")
+    assert notes[1].startswith(
+        f"passed over step-00000012: {file}: " if file != MANIFEST_FILE else "passed over step-00000012: "
+    )
 
 
 def test_when_every_checkpoint_is_damaged_all_ranks_say_so(course: Course):
@@ -94,17 +96,23 @@ def test_when_every_checkpoint_is_damaged_all_ranks_say_so(course: Course):
 
 
 @pytest.mark.parametrize("step", [5, 8, 12])
-def test_a_step_that_is_asked_for_and_missing_damaged_or_misnamed_is_refused_by_all(step: int, course: Course):
+def test_a_step_that_is_asked_for_and_missing_damaged_or_misnamed_is_refused_by_all(
+    step: int, course: Course
+):
     flip(course.at(8) / FILES[1])
     shutil.rmtree(course.at(12))
     course.at(4).rename(course.at(12))
     told = go_on(course, step)
     assert told == [told[0]] * 3
-    words = {5: "there is no checkpoint of step 5", 8: f"{FILES[1]}: bit-flipped", 12: "its manifest is of step 4"}
+    words = {
+        5: "there is no checkpoint of step 5",
+        8: f"{FILES[1]}: bit-flipped",
+        12: "its manifest is of step 4",
+    }
     assert words[step] in str(told[0])
 
 
 def test_a_folder_with_nothing_in_it_starts_from_step_0_on_all_ranks(tmp_path: Path):
     course = Course(tmp_path, ranks=3)
-    assert go_on(course) == [Resumed(0, ("starting from step 0",))] * 3
+    assert go_on(course) == [ResumeResult(0, ("starting from step 0",))] * 3
     assert names(tmp_path) == []

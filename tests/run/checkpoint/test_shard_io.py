@@ -6,24 +6,35 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshwright.run.checkpoint.manifest import FILE_NAME, CheckpointError, Entry, Manifest, Shard, Slice
-from meshwright.run.checkpoint.save_load import load, save
+from meshwright.run.checkpoint.manifest import (
+    MANIFEST_FILE,
+    CheckpointError,
+    Manifest,
+    ShardFile,
+    StoredSlice,
+    TensorEntry,
+)
+from meshwright.run.checkpoint.save_load import load_tensors, save_tensors
 from meshwright.run.checkpoint.shard_io import read_entry, read_manifest, write_shard
 from meshwright.testing.ranks import on_threads
 from tests.run.checkpoint.awkward_states import META, THREE, alone, assert_holds, bits, saved, state
 
 
 def test_the_files_are_safetensors_that_anybody_can_read(tmp_path):
-    path = on_threads(lambda world: save(tmp_path, 1, state(), META, world.group(("dp_shard",)), 1), THREE)[0]
+    path = on_threads(
+        lambda world: save_tensors(tmp_path, 1, state(), META, world.group(("dp_shard",)), 1), THREE
+    )[0]
     together: dict[str, torch.Tensor] = {}
     for file in path.glob("*.safetensors"):
         together |= load_file(file)
-    assert {name: bits(tensor) for name, tensor in together.items()} == {name: bits(t) for name, t in state().items()}
+    assert {name: bits(tensor) for name, tensor in together.items()} == {
+        name: bits(t) for name, t in state().items()
+    }
 
 
 def test_a_view_is_saved_as_its_own_elements_only(tmp_path):
     arena = torch.zeros(1_000_000)
-    path = save(tmp_path, 1, {"model/w": arena[5:8]}, {}, alone(), 1)
+    path = save_tensors(tmp_path, 1, {"model/w": arena[5:8]}, {}, alone(), 1)
     assert sum(shard.nbytes for shard in read_manifest(path).files.values()) < 500
 
 
@@ -31,7 +42,7 @@ def test_a_tensor_of_many_pieces_survives_short_writes(tmp_path, monkeypatch):
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[: max(1, len(data) // 2)]))
     tensors = {"model/w": torch.arange(3_000_001, dtype=torch.float32)}
-    assert_holds(save(tmp_path, 1, tensors, {}, alone(), 1), tensors)
+    assert_holds(save_tensors(tmp_path, 1, tensors, {}, alone(), 1), tensors)
 
 
 def test_rows_are_read_from_the_files_that_hold_them(tmp_path):
@@ -40,19 +51,21 @@ def test_rows_are_read_from_the_files_that_hold_them(tmp_path):
     boxes = []
     for file, (row, column, rows, columns) in places.items():
         write_shard(tmp_path / file, {"w": whole[row : row + rows, column : column + columns].contiguous()})
-        boxes.append(Slice(file, "w", (row, column, 0), (rows, columns, 2)))
-    entry = Entry((7, 3, 2), "int64", tuple(boxes))
+        boxes.append(StoredSlice(file, "w", (row, column, 0), (rows, columns, 2)))
+    entry = TensorEntry((7, 3, 2), "int64", tuple(boxes))
     for rows in (range(7), range(1, 3), range(2, 7), range(3, 3)):
         assert torch.equal(read_entry(tmp_path, "w", entry, rows), whole[rows.start : rows.stop])
     (tmp_path / "c").unlink()
-    assert torch.equal(read_entry(tmp_path, "w", entry, range(2)), whole[:2]), "what is not needed is not opened"
+    assert torch.equal(read_entry(tmp_path, "w", entry, range(2)), whole[:2]), (
+        "what is not needed is not opened"
+    )
     with pytest.raises(CheckpointError, match="no tensor 'w' in it"):
         read_entry(tmp_path, "w", entry, range(3))
 
 
 def test_what_was_read_stays_when_the_file_goes_and_what_was_not_is_an_error(tmp_path):
     (path,) = saved(tmp_path, 1)
-    tensors, _ = load(path)
+    tensors, _ = load_tensors(path)
     mine = tensors["model/a.weight"]
     for file in path.iterdir():
         file.write_bytes(b"")
@@ -68,14 +81,14 @@ def test_slices_of_several_files_become_one_tensor(tmp_path):
     for name, (row, column, height, width) in spans.items():
         part = whole[row : row + height, column : column + width]
         files[f"{name}.safetensors"] = write_shard(tmp_path / f"{name}.safetensors", {"part": part})
-        boxes.append(Slice(f"{name}.safetensors", "part", (row, column), (height, width)))
-    manifest = Manifest(1, {"model/w": Entry((4, 6), "float32", tuple(boxes))}, files, {})
-    (tmp_path / FILE_NAME).write_text(manifest.dump())
-    assert torch.equal(load(tmp_path)[0]["model/w"], whole)
+        boxes.append(StoredSlice(f"{name}.safetensors", "part", (row, column), (height, width)))
+    manifest = Manifest(1, {"model/w": TensorEntry((4, 6), "float32", tuple(boxes))}, files, {})
+    (tmp_path / MANIFEST_FILE).write_text(manifest.dump())
+    assert torch.equal(load_tensors(tmp_path)[0]["model/w"], whole)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links and pipes need a privilege there")
-@pytest.mark.parametrize("name", [FILE_NAME, "rank-00000.safetensors"])
+@pytest.mark.parametrize("name", [MANIFEST_FILE, "rank-00000.safetensors"])
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_only_regular_files_are_opened(name: str, kind: str, tmp_path):
     (path,) = saved(tmp_path / "run", 1)
@@ -87,32 +100,35 @@ def test_only_regular_files_are_opened(name: str, kind: str, tmp_path):
     else:
         (path / name).mkdir()
     with pytest.raises(CheckpointError, match="a link or no regular file; neither is followed"):
-        load(path)
+        load_tensors(path)
 
 
 def test_a_manifest_that_lies_about_its_files_is_noticed(tmp_path):
     shard = write_shard(tmp_path / "a.safetensors", {"w": torch.zeros(4)})
 
-    def read(entry: Entry, files: dict[str, Shard]) -> None:
-        (tmp_path / FILE_NAME).write_text(Manifest(1, {"model/w": entry}, files, {}).dump())
-        dict(load(tmp_path)[0])
+    def read(entry: TensorEntry, files: dict[str, ShardFile]) -> None:
+        (tmp_path / MANIFEST_FILE).write_text(Manifest(1, {"model/w": entry}, files, {}).dump())
+        dict(load_tensors(tmp_path)[0])
 
     files = {"a.safetensors": shard}
-    read(Entry((4,), "float32", (Slice("a.safetensors", "w", (0,), (4,)),)), files)
+    read(TensorEntry((4,), "float32", (StoredSlice("a.safetensors", "w", (0,), (4,)),)), files)
     with pytest.raises(CheckpointError, match=r"'w' is \(4,\) float32; the manifest says \(2, 2\) float32"):
-        read(Entry((2, 2), "float32", (Slice("a.safetensors", "w", (0, 0), (2, 2)),)), files)
+        read(TensorEntry((2, 2), "float32", (StoredSlice("a.safetensors", "w", (0, 0), (2, 2)),)), files)
     with pytest.raises(CheckpointError, match=r"'w' is \(4,\) float32; the manifest says \(4,\) int32"):
-        read(Entry((4,), "int32", (Slice("a.safetensors", "w", (0,), (4,)),)), files)
+        read(TensorEntry((4,), "int32", (StoredSlice("a.safetensors", "w", (0,), (4,)),)), files)
     with pytest.raises(CheckpointError, match="no tensor 'v' in it"):
-        read(Entry((4,), "float32", (Slice("a.safetensors", "v", (0,), (4,)),)), files)
+        read(TensorEntry((4,), "float32", (StoredSlice("a.safetensors", "v", (0,), (4,)),)), files)
     (tmp_path / "a.safetensors").write_bytes(b"\xff" * shard.nbytes)
     digest = "5f" * 32
     with pytest.raises(CheckpointError, match="bit-flipped"):
-        read(Entry((4,), "float32", (Slice("a.safetensors", "w", (0,), (4,)),)), {"a.safetensors": Shard(shard.nbytes, digest)})
+        read(
+            TensorEntry((4,), "float32", (StoredSlice("a.safetensors", "w", (0,), (4,)),)),
+            {"a.safetensors": ShardFile(shard.nbytes, digest)},
+        )
 
 
 def test_a_manifest_too_large_to_be_one_is_not_read(tmp_path):
     (path,) = saved(tmp_path, 1)
-    os.truncate(path / FILE_NAME, 2**28 + 1)
+    os.truncate(path / MANIFEST_FILE, 2**28 + 1)
     with pytest.raises(CheckpointError, match="are too many for a manifest"):
-        load(path)
+        load_tensors(path)

@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.strategy import Strategy
-from meshwright.run.config.config_file import Request, read_request
+from meshwright.run.config.config_file import PlanRequest, read_request
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,11 @@ class Layers(Strategy):
 
     def __post_init__(self) -> None:
         if any(chunk < 1 for chunk in self.chunks):
-            raise PlanError(f"chunks of {self.chunks}", fix="write numbers of at least 1", where="strategies.layers.chunks")
+            raise PlanError(
+                f"chunks of {self.chunks}",
+                fix="write numbers of at least 1",
+                location="strategies.layers.chunks",
+            )
 
 
 KNOWN = {"copies": Copies, "layers": Layers}
@@ -52,7 +56,7 @@ chunks = [1, 2]
 """
 
 
-def read(tmp_path: Path, text: str, *overrides: str) -> Request:
+def read(tmp_path: Path, text: str, *overrides: str) -> PlanRequest:
     path = tmp_path / "run.toml"
     path.write_text(text, encoding="utf-8")
     return read_request(path, overrides, KNOWN)

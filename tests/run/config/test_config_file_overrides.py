@@ -14,21 +14,32 @@ from tests.run.config.configs import CONFIG, Copies, read, refusal
         (["--run.sample_prompt", ""], lambda request: request.run.sample_prompt == ""),
         (["--run.sample_prompt=-- a = b"], lambda request: request.run.sample_prompt == "-- a = b"),
         (["--run.folder", "2024-01-01"], lambda request: request.run.folder == "2024-01-01"),
-        (["--run.sample_prompt", "'a'\nsteps = 3"], lambda request: request.run.sample_prompt == "'a'\nsteps = 3"),
+        (
+            ["--run.sample_prompt", "'a'\nsteps = 3"],
+            lambda request: request.run.sample_prompt == "'a'\nsteps = 3",
+        ),
         (["--optimizer.betas", "[0.5, 0.6]"], lambda request: request.job.optimizer.betas == (0.5, 0.6)),
         (["--optimizer.betas.1", "0.7"], lambda request: request.job.optimizer.betas == (0.9, 0.7)),
-        (["--optimizer.groups.0.weight_decay", "{}"], lambda request: request.job.optimizer.groups[0].weight_decay is None),
+        (
+            ["--optimizer.groups.0.weight_decay", "{}"],
+            lambda request: request.job.optimizer.groups[0].weight_decay is None,
+        ),
         (["--model.overrides.layers", "2"], lambda request: request.job.model.overrides == {"layers": 2}),
         (["--model.overrides.window", "{}"], lambda request: request.job.model.overrides == {"window": None}),
         (["--strategies.copies.bucket_mb", "1.5"], lambda request: request.strategies[0].bucket_mb == 1.5),
         (["--strategies.copies.bucket_mb", "{}"], lambda request: request.strategies[0].bucket_mb is None),
         (["--strategies.1.note", "x"], lambda request: request.strategies[1].note == "x"),
-        (["--strategies.copies.overlap", "--micro_batch", "1"], lambda request: request.strategies[0].overlap),
+        (
+            ["--strategies.copies.overlap", "--micro_batch", "1"],
+            lambda request: request.strategies[0].overlap,
+        ),
         (["--train.batch", "16", "--train.batch", "32"], lambda request: request.job.train.batch == 32),
     ],
 )
 def test_an_override_wins_over_the_file(tmp_path, words, found):
-    text = CONFIG.replace("lr = 1", "lr = 1\nbetas = [0.9, 0.95]").replace("bucket_mb = 4", "bucket_mb = 4\noverlap = false")
+    text = CONFIG.replace("lr = 1", "lr = 1\nbetas = [0.9, 0.95]").replace(
+        "bucket_mb = 4", "bucket_mb = 4\noverlap = false"
+    )
     text = text.replace('pattern = "*.bias"', 'pattern = "*.bias"\nweight_decay = 0.5')
     assert not found(read(tmp_path, text))
     assert found(read(tmp_path, text, *words))
@@ -38,7 +49,10 @@ def test_an_override_wins_over_the_file(tmp_path, words, found):
     ("words", "message"),
     [
         (["--train.bach", "1"], "--train.bach: there is no key 'bach' here\n  repair: did you mean 'batch'?"),
-        (["--optimiser.lr", "1"], "--optimiser: there is no key 'optimiser' here\n  repair: did you mean 'optimizer'?"),
+        (
+            ["--optimiser.lr", "1"],
+            "--optimiser: there is no key 'optimiser' here\n  repair: did you mean 'optimizer'?",
+        ),
         (["--train.batch", "many"], '--train.batch: given is "many"; needed is a whole number'),
         (["--train.batch"], "--train.batch: given is true; needed is a whole number"),
         (["16"], "'16': this is not an override\n  repair: write --key.sub value"),

@@ -17,7 +17,10 @@ def test_a_whole_number_in_place_of_a_number_becomes_one(tmp_path):
         ),
         ("[train]\nsteps = 8.0", "run.toml: train.steps: given is 8.0; needed is a whole number"),
         ("[train]\nsteps = true", "run.toml: train.steps: given is true; needed is a whole number"),
-        ("[run]\nfolder = 3", 'run.toml: run.folder: given is 3; needed is a text in quotes\n  repair: put it in quotes: "3"'),
+        (
+            "[run]\nfolder = 3",
+            'run.toml: run.folder: given is 3; needed is a text in quotes\n  repair: put it in quotes: "3"',
+        ),
         (
             "[run]\nfolder = 2024-01-01",
             'run.toml: run.folder: 2024-01-01 is read as a date\n  repair: put it in quotes: "2024-01-01"',
@@ -39,14 +42,26 @@ def test_a_whole_number_in_place_of_a_number_becomes_one(tmp_path):
             "run.toml: model.overrides.a: given is [1]; needed is a whole number, or a number, or true or false",
         ),
         ("train = 3", "run.toml: train: given is 3; needed is a table of keys"),
-        ("[train]\nbach = 1", "run.toml: train.bach: there is no key 'bach' here\n  repair: did you mean 'batch'?"),
+        (
+            "[train]\nbach = 1",
+            "run.toml: train.bach: there is no key 'bach' here\n  repair: did you mean 'batch'?",
+        ),
         (
             "[optimizer]\nsteps = 1",
             "run.toml: optimizer.steps: there is no key 'steps' here\n  repair: it belongs to another table: write train.steps",
         ),
-        ("steps = 1", "run.toml: steps: there is no key 'steps' here\n  repair: it belongs to another table: write train.steps"),
-        ("[optimiser]\nlr = 1", "run.toml: optimiser: there is no key 'optimiser' here\n  repair: did you mean 'optimizer'?"),
-        ("[mesh]\ndp_shart = 2", "run.toml: mesh.dp_shart: there is no axis 'dp_shart'\n  repair: did you mean 'dp_shard'?"),
+        (
+            "steps = 1",
+            "run.toml: steps: there is no key 'steps' here\n  repair: it belongs to another table: write train.steps",
+        ),
+        (
+            "[optimiser]\nlr = 1",
+            "run.toml: optimiser: there is no key 'optimiser' here\n  repair: did you mean 'optimizer'?",
+        ),
+        (
+            "[mesh]\ndp_shart = 2",
+            "run.toml: mesh.dp_shart: there is no axis 'dp_shart'\n  repair: did you mean 'dp_shard'?",
+        ),
         ("[mesh]\ntp = 2.5", "run.toml: mesh.tp: given is 2.5; needed is a whole number"),
         (
             "[[strategies]]\nname = 'copie'",
@@ -86,4 +101,4 @@ def test_all_faults_are_reported_at_once(tmp_path):
     text = "[train]\nbach = 1\nsteps = '3'\n[optimizer]\nlr = 'x'\n[mesh]\nfoo = 2\n[[strategies]]\nname = 'nope'"
     with pytest.raises(PlanError) as caught:
         read(tmp_path, text, "--run.keep", "x", "stray")
-    assert len(caught.value.faults) == 7
+    assert len(caught.value.diagnostics) == 7

@@ -7,13 +7,13 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Train
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.data.feed import Data, Feed, open_data, open_feed
+from meshwright.run.data.feed import Dataset, Feed, open_dataset, open_feed
 from tests.paper_model import Paper
 
 END, CUE = "<|end|>", "<|assistant|>"
@@ -36,7 +36,8 @@ FORGETFUL = (
 )
 WORDS = Path(json.__file__).read_text()[:4000]
 TALKS = [
-    [{"role": "user", "content": f"What is {n} + {n}?"}, {"role": "assistant", "content": f"It is {2 * n}."}] for n in range(9)
+    [{"role": "user", "content": f"What is {n} + {n}?"}, {"role": "assistant", "content": f"It is {2 * n}."}]
+    for n in range(9)
 ]
 
 
@@ -47,7 +48,9 @@ def tokenizer(folder: Path, template: str = "", *, end: str | None = END, size: 
     made.decoder = decoders.ByteLevel()
     special = [END, CUE, "<|user|>", "<|system|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     made.train_from_iterator([WORDS], trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=made, eos_token=end)
     fast.chat_template = template or None
@@ -62,20 +65,23 @@ def jsonl(path: Path, rows: Iterable[Mapping[str, object] | str]) -> str:
     return str(path)
 
 
-def opened(source: DataSource, folder: Path) -> Data:
+def opened(source: DataConfig, folder: Path) -> Dataset:
     """The samples of `source`; tokens are kept in `folder`/cache."""
-    return open_data(source, None, folder / "cache")
+    return open_dataset(source, None, folder / "cache")
 
 
-def samples(data: Data, ids: Iterable[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def samples(data: Dataset, ids: Iterable[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Inputs and labels of each sample, as plain values."""
     batch = data.batch(list(ids))
-    return [(tuple(x), tuple(y)) for x, y in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)]
+    return [
+        (tuple(x), tuple(y))
+        for x, y in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
+    ]
 
 
-def feeds_of(data: Data, ranks: int, source: DataSource, train: Train) -> list[Feed]:
+def feeds_of(data: Dataset, ranks: int, source: DataConfig, train: TrainConfig) -> list[Feed]:
     """The feed of each of `ranks` data-parallel ranks over `data`."""
-    strategies = (Batch(), Replicate()) if ranks > 1 else ()
-    job = Job(ModelSource("m.py:f"), source, train)
+    strategies = (BatchSplit(), DDP()) if ranks > 1 else ()
+    job = Job(ModelConfig("m.py:f"), source, train)
     plan = Plan.make(job, Mesh(dp_replicate=ranks), Paper().anatomy, strategies, 0)
     return [open_feed(data, plan, rank) for rank in range(ranks)]

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.plan.job.errors import Fault, PlanError
-from meshwright.run.data.documents import conversation, is_marked, template_of
-from meshwright.run.data.tokenizer import Bytes, Encoded, Pretrained
+from meshwright.plan.job.errors import Diagnostic, PlanError
+from meshwright.run.data.documents import encode_conversation, get_chat_template, has_generation_tag
+from meshwright.run.data.tokenizer import ByteTokenizer, EncodedDocument, PretrainedTokenizer
 from tests.run.data.corpora import FORGETFUL, MARKED, PLAIN, TALKS, tokenizer
 
 LONG = [
@@ -18,28 +18,28 @@ LONG = [
 ]
 
 
-def codec(folder: Path, template: str) -> Pretrained:
-    return Pretrained(tokenizer(folder, template))
+def codec(folder: Path, template: str) -> PretrainedTokenizer:
+    return PretrainedTokenizer(tokenizer(folder, template))
 
 
-def encoded(with_: Pretrained, messages: object) -> Encoded | Fault:
-    return conversation(with_, is_marked(template_of(with_)), messages, "a.jsonl:4")
+def encoded(with_: PretrainedTokenizer, messages: object) -> EncodedDocument | Diagnostic:
+    return encode_conversation(with_, has_generation_tag(get_chat_template(with_)), messages, "a.jsonl:4")
 
 
-def learnt(with_: Pretrained, messages: object) -> str:
+def learnt(with_: PretrainedTokenizer, messages: object) -> str:
     found = encoded(with_, messages)
-    assert isinstance(found, Encoded)
-    assert found.wanted is not None
-    assert found.ids.shape == found.wanted.shape
-    return with_.decode(found.ids[found.wanted].tolist())
+    assert isinstance(found, EncodedDocument)
+    assert found.label_mask is not None
+    assert found.ids.shape == found.label_mask.shape
+    return with_.decode(found.ids[found.label_mask].tolist())
 
 
-def refusal(with_: Pretrained, messages: object) -> str:
+def refusal(with_: PretrainedTokenizer, messages: object) -> str:
     found = encoded(with_, messages)
-    assert isinstance(found, Fault)
-    assert found.where == "a.jsonl:4"
+    assert isinstance(found, Diagnostic)
+    assert found.location == "a.jsonl:4"
     assert found.fix
-    return found.what
+    return found.problem
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN])
@@ -50,19 +50,21 @@ def test_exactly_what_the_assistant_says_is_learnt(tmp_path, template: str):
 
 
 def test_both_ways_find_the_same_tokens(tmp_path):
-    marked, plain = (encoded(codec(tmp_path / name, text), LONG) for name, text in {"m": MARKED, "p": PLAIN}.items())
-    assert isinstance(marked, Encoded)
-    assert isinstance(plain, Encoded)
+    marked, plain = (
+        encoded(codec(tmp_path / name, text), LONG) for name, text in {"m": MARKED, "p": PLAIN}.items()
+    )
+    assert isinstance(marked, EncodedDocument)
+    assert isinstance(plain, EncodedDocument)
     assert marked.ids.tolist() == plain.ids.tolist()
-    assert marked.wanted is not None
-    assert plain.wanted is not None
-    assert marked.wanted.tolist() == plain.wanted.tolist()
+    assert marked.label_mask is not None
+    assert plain.label_mask is not None
+    assert marked.label_mask.tolist() == plain.label_mask.tolist()
 
 
 def test_marks_are_found_in_every_spelling():
-    assert is_marked("{% generation %}")
-    assert is_marked("{%- generation -%}")
-    assert not is_marked("{% if add_generation_prompt %}")
+    assert has_generation_tag("{% generation %}")
+    assert has_generation_tag("{%- generation -%}")
+    assert not has_generation_tag("{% if add_generation_prompt %}")
 
 
 def test_a_template_that_rewrites_what_was_said_is_refused(tmp_path):
@@ -81,7 +83,10 @@ def test_a_template_that_rewrites_what_was_said_is_refused(tmp_path):
         ([{"role": "user"}], "message 0 has no content; needed is a text"),
         ([{"role": "user", "content": 3}], "message 0 has content = 3; needed is a text"),
         ([{"from": "human", "content": "x"}], "message 0 has no role"),
-        (LONG[:2], "the conversation has no answer: its roles are system, user, and only 'assistant' is learnt"),
+        (
+            LONG[:2],
+            "the conversation has no answer: its roles are system, user, and only 'assistant' is learnt",
+        ),
     ],
 )
 def test_what_is_no_conversation_is_refused(tmp_path, messages: object, what: str):
@@ -89,17 +94,24 @@ def test_what_is_no_conversation_is_refused(tmp_path, messages: object, what: st
 
 
 def test_what_the_template_itself_refuses_is_said(tmp_path):
-    strict = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('the user speaks first') }}{% endif %}" + MARKED
+    strict = (
+        "{% if messages[0]['role'] != 'user' %}{{ raise_exception('the user speaks first') }}{% endif %}"
+        + MARKED
+    )
     assert refusal(codec(tmp_path, strict), LONG).endswith("refuses this conversation: the user speaks first")
 
 
 def test_marks_round_nothing_are_noticed(tmp_path):
-    empty = MARKED.replace("{{ m['content'] }}<|end|>{% endgeneration %}", "{% endgeneration %}{{ m['content'] }}<|end|>")
+    empty = MARKED.replace(
+        "{{ m['content'] }}<|end|>{% endgeneration %}", "{% endgeneration %}{{ m['content'] }}<|end|>"
+    )
     assert "marks no token" in refusal(codec(tmp_path, empty), TALKS[0])
 
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path):
-    with pytest.raises(PlanError, match=r"has no chat template, and data.chat asks for one(.|\n)*add chat_template"):
-        template_of(Pretrained(tokenizer(tmp_path)))
+    with pytest.raises(
+        PlanError, match=r"has no chat template, and data.chat asks for one(.|\n)*add chat_template"
+    ):
+        get_chat_template(PretrainedTokenizer(tokenizer(tmp_path)))
     with pytest.raises(PlanError, match="conversations with bytes as tokens"):
-        template_of(Bytes())
+        get_chat_template(ByteTokenizer())

@@ -5,16 +5,16 @@ from collections import Counter
 import pytest
 import torch
 
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.errors import Fault, PlanError
-from meshwright.plan.job.job import Job, Train
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.errors import Diagnostic, PlanError
+from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.data.documents import Packed
-from meshwright.run.data.feed import ExampleData, Feed, open_data, open_feed
-from meshwright.run.data.text import TextData
+from meshwright.run.data.documents import PackedTexts
+from meshwright.run.data.feed import ExampleDataset, Feed, open_dataset, open_feed
+from meshwright.run.data.text import TextDataset
 from tests.paper_model import Paper
 from tests.run.data.corpora import jsonl
 
@@ -23,14 +23,16 @@ EXAMPLE = {"x": torch.arange(ROWS * 2.0).view(ROWS, 2), "labels": torch.arange(R
 
 
 def plan(ranks: int, micro_batch: int = 0, epochs: int = 0) -> Plan:
-    job = Job(ModelSource("model.py:f"), DataSource("example", epochs=epochs), Train(batch=BATCH, seed=5))
-    strategies = (Batch(), Replicate()) if ranks > 1 else ()
+    job = Job(
+        ModelConfig("model.py:f"), DataConfig("example", epochs=epochs), TrainConfig(batch=BATCH, seed=5)
+    )
+    strategies = (BatchSplit(), DDP()) if ranks > 1 else ()
     return Plan.make(job, Mesh(dp_replicate=ranks), Paper().anatomy, strategies, micro_batch)
 
 
 def feeds(ranks: int, micro_batch: int = 0, epochs: int = 0) -> list[Feed]:
     made = plan(ranks, micro_batch, epochs)
-    return [open_feed(ExampleData(EXAMPLE), made, rank) for rank in range(ranks)]
+    return [open_feed(ExampleDataset(EXAMPLE), made, rank) for rank in range(ranks)]
 
 
 def played(rows: list[dict[str, torch.Tensor] | None]) -> list[int]:
@@ -52,28 +54,33 @@ def test_finite_data_is_played_to_the_end_each_sample_once_per_epoch(ranks, epoc
     each = feeds(ranks, epochs=epochs)
     (steps,) = {feed.num_steps for feed in each}
     assert steps == -(-ROWS * epochs // BATCH)
-    counts = Counter(sample for step in range(steps) for sample in played([feed.batch(step) for feed in each]))
+    counts = Counter(
+        sample for step in range(steps) for sample in played([feed.batch(step) for feed in each])
+    )
     assert counts == dict.fromkeys(range(ROWS), epochs)
     assert len(played([feed.batch(steps - 1) for feed in each])) == ROWS * epochs - (steps - 1) * BATCH
     assert [feed.batch(steps) for feed in each] == [None] * ranks
 
 
 def test_what_does_not_fit_is_said_with_the_faults_of_the_source_and_before_anything_is_tokenised(tmp_path):
-    odd = Fault("too many tokens", "take fewer")
+    odd = Diagnostic("too many tokens", "take fewer")
     rows = jsonl(tmp_path / "a.jsonl", [{"text": "x"}])
     with pytest.raises(PlanError, match="too many tokens"):
-        open_data(DataSource(rows), None, tmp_path / "cache", lambda codec: [odd])
+        open_dataset(DataConfig(rows), None, tmp_path / "cache", lambda codec: [odd])
     assert not (tmp_path / "cache").exists()
     with pytest.raises(PlanError) as caught:
-        open_data(DataSource(str(tmp_path / "none.jsonl")), None, tmp_path / "cache", lambda codec: [odd])
-    assert [fault.what for fault in caught.value.faults] == ["too many tokens", "there is no such file or folder"]
+        open_dataset(DataConfig(str(tmp_path / "none.jsonl")), None, tmp_path / "cache", lambda codec: [odd])
+    assert [fault.problem for fault in caught.value.diagnostics] == [
+        "too many tokens",
+        "there is no such file or folder",
+    ]
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_the_data_is_over_after_its_last_step(epochs):
     feed = feeds(3, epochs=epochs)[1]
-    assert [feed.over(step) for step in (0, feed.num_steps - 1, feed.num_steps)] == [False, False, True]
-    assert not feeds(1)[0].over(10**6)
+    assert [feed.has_ended(step) for step in (0, feed.num_steps - 1, feed.num_steps)] == [False, False, True]
+    assert not feeds(1)[0].has_ended(10**6)
 
 
 def test_data_without_end_has_no_last_step():
@@ -100,18 +107,28 @@ def test_rows_keep_all_their_keys_together():
 
 def test_the_digest_of_an_example_names_its_content():
     changed = {**EXAMPLE, "x": EXAMPLE["x"].clone()}
-    assert ExampleData(changed).digest == ExampleData(EXAMPLE).digest
+    assert ExampleDataset(changed).digest == ExampleDataset(EXAMPLE).digest
     changed["x"][3, 1] += 1
-    others = [changed, {"x": EXAMPLE["x"]}, {**EXAMPLE, "x": EXAMPLE["x"].double()}, {**EXAMPLE, "x": EXAMPLE["x"].view(2, ROWS)}]
-    assert len({ExampleData(other).digest for other in [EXAMPLE, *others]}) == 5
+    others = [
+        changed,
+        {"x": EXAMPLE["x"]},
+        {**EXAMPLE, "x": EXAMPLE["x"].double()},
+        {**EXAMPLE, "x": EXAMPLE["x"].view(2, ROWS)},
+    ]
+    assert len({ExampleDataset(other).digest for other in [EXAMPLE, *others]}) == 5
 
 
 def test_a_source_is_opened_as_what_it_is(tmp_path):
     (tmp_path / "a.txt").write_text("some text")
-    assert isinstance(open_data(DataSource(str(tmp_path)), None), TextData)
-    assert isinstance(open_data(DataSource(jsonl(tmp_path / "a.jsonl", [{"text": "x"}])), None, tmp_path / "cache"), Packed)
-    assert isinstance(open_data(DataSource("example"), EXAMPLE), ExampleData)
+    assert isinstance(open_dataset(DataConfig(str(tmp_path)), None), TextDataset)
+    assert isinstance(
+        open_dataset(DataConfig(jsonl(tmp_path / "a.jsonl", [{"text": "x"}])), None, tmp_path / "cache"),
+        PackedTexts,
+    )
+    assert isinstance(open_dataset(DataConfig("example"), EXAMPLE), ExampleDataset)
     with pytest.raises(ValueError, match="has to be tokenised, and no folder was given"):
-        open_data(DataSource(str(tmp_path / "a.jsonl")), None)
-    with pytest.raises(PlanError, match=r"the model comes without an example batch(.|\n)*return meshwright.Model"):
-        open_data(DataSource("example"), None)
+        open_dataset(DataConfig(str(tmp_path / "a.jsonl")), None)
+    with pytest.raises(
+        PlanError, match=r"the model comes without an example batch(.|\n)*return meshwright.Model"
+    ):
+        open_dataset(DataConfig("example"), None)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.plan.job.data_source import DataSource, Part
+from meshwright.plan.job.data_source import DataConfig, MixturePart
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Train
-from meshwright.run.data.feed import Feed, open_data
-from meshwright.run.data.mixture import MAX_PERIOD, MixedOrder, Mixture, apportioned, interleaved
+from meshwright.plan.job.job import TrainConfig
+from meshwright.run.data.feed import Feed, open_dataset
+from meshwright.run.data.mixture import MAX_PERIOD, MixedOrder, Mixture, integer_shares, interleave
 from tests.run.data.corpora import MARKED, TALKS, feeds_of, jsonl, samples, tokenizer
 
 SHARES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
@@ -23,7 +23,7 @@ SIZES, WEIGHTS, BATCH = (37, 11, 23), (5.0, 3.0, 2.0), 12
 @settings(deadline=None)
 @given(shares=SHARES)
 def test_every_source_has_its_share_of_any_prefix_rounded_up_or_down(shares: list[int]):
-    order = interleaved(shares)
+    order = interleave(shares)
     counts = np.zeros((len(shares), len(order) + 1), np.int64)
     for s in range(len(shares)):
         counts[s, 1:] = np.cumsum(order == s)
@@ -33,7 +33,7 @@ def test_every_source_has_its_share_of_any_prefix_rounded_up_or_down(shares: lis
 
 
 def test_the_order_of_the_picture_is_the_one_that_is_played():
-    assert "".join("abc"[s] for s in interleaved([5, 3, 2])) == "abacababac"
+    assert "".join("abc"[s] for s in interleave([5, 3, 2])) == "abacababac"
 
 
 @pytest.mark.parametrize(
@@ -47,18 +47,20 @@ def test_the_order_of_the_picture_is_the_one_that_is_played():
     ],
 )
 def test_weights_become_the_smallest_whole_numbers(weights, shares):
-    assert apportioned(weights) == shares
+    assert integer_shares(weights) == shares
 
 
 @given(weights=st.lists(st.floats(1e-6, 1e9), min_size=1, max_size=5))
 def test_any_weights_become_shares_that_are_close(weights: list[float]):
-    shares = apportioned(weights)
+    shares = integer_shares(weights)
     total = sum(Fraction(str(weight)) for weight in weights)
     assert sum(shares) <= MAX_PERIOD
     assert min(shares) >= 1
     assert gcd(*shares) == 1
     for share, weight in zip(shares, weights, strict=True):
-        assert abs(Fraction(share, sum(shares)) - Fraction(str(weight)) / total) <= Fraction(len(weights), MAX_PERIOD)
+        assert abs(Fraction(share, sum(shares)) - Fraction(str(weight)) / total) <= Fraction(
+            len(weights), MAX_PERIOD
+        )
 
 
 def owners(ids: list[int], sizes=SIZES) -> list[int]:
@@ -92,7 +94,9 @@ def test_seeds_decide_the_order():
 @given(step=st.integers(0, 10**9), batch=st.integers(1, 30))
 def test_any_position_is_found_at_once_and_the_batch_changes_nothing(step: int, batch: int):
     order = MixedOrder(SIZES, (5, 3, 2), seed=4)
-    assert order.ids(step, batch) == [i for place in range(step * batch, (step + 1) * batch) for i in order.ids(place, 1)]
+    assert order.ids(step, batch) == [
+        i for place in range(step * batch, (step + 1) * batch) for i in order.ids(place, 1)
+    ]
 
 
 @settings(deadline=None)
@@ -101,27 +105,29 @@ def test_it_ends_before_a_source_would_begin_once_too_often(sizes: list[int], ep
     shares = tuple(data.draw(st.lists(st.integers(1, 6), min_size=len(sizes), max_size=len(sizes))))
     order = MixedOrder(tuple(sizes), shares, 0, epochs)
     endless = MixedOrder(tuple(sizes), shares, 0)
-    assert order.total is not None
-    counts = Counter(owners(order.ids(0, order.total), sizes))
+    assert order.num_total is not None
+    counts = Counter(owners(order.ids(0, order.num_total), sizes))
     assert all(counts[s] <= size * epochs for s, size in enumerate(sizes))
-    after = Counter(owners(endless.ids(0, order.total + 1), sizes))
+    after = Counter(owners(endless.ids(0, order.num_total + 1), sizes))
     assert any(after[s] > size * epochs for s, size in enumerate(sizes))
-    assert order.ids(1, order.total) == [-1] * order.total
-    assert order.ids(0, order.total + 2)[-2:] == [-1, -1]
+    assert order.ids(1, order.num_total) == [-1] * order.num_total
+    assert order.ids(0, order.num_total + 2)[-2:] == [-1, -1]
 
 
-def source(folder, **changes) -> DataSource:
+def source(folder, **changes) -> DataConfig:
     words = "".join(f"{n} and " for n in range(60))
     parts = (
-        Part(jsonl(folder / "a.jsonl", [{"text": words}]), weight=5.0),
-        Part(jsonl(folder / "b.jsonl", [{"body": words[::-1]}]), weight=3.0, column="body"),
-        Part(jsonl(folder / "c.jsonl", [{"messages": talk} for talk in TALKS]), weight=2.0, chat="messages"),
+        MixturePart(jsonl(folder / "a.jsonl", [{"text": words}]), weight=5.0),
+        MixturePart(jsonl(folder / "b.jsonl", [{"body": words[::-1]}]), weight=3.0, column="body"),
+        MixturePart(
+            jsonl(folder / "c.jsonl", [{"messages": talk} for talk in TALKS]), weight=2.0, chat="messages"
+        ),
     )
-    return DataSource(mixture=parts, tokenizer=tokenizer(folder / "t", MARKED), sequence=24, **changes)
+    return DataConfig(mixture=parts, tokenizer=tokenizer(folder / "t", MARKED), sequence=24, **changes)
 
 
 def feeds(data, ranks: int, epochs: int = 0) -> list[Feed]:
-    return feeds_of(data, ranks, DataSource("example", epochs=epochs), Train(batch=BATCH, seed=5))
+    return feeds_of(data, ranks, DataConfig("example", epochs=epochs), TrainConfig(batch=BATCH, seed=5))
 
 
 def played(each: list[Feed], steps: range) -> Counter:
@@ -137,25 +143,36 @@ def played(each: list[Feed], steps: range) -> Counter:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("epochs", [0, 2])
-def test_the_samples_are_the_same_on_any_number_of_ranks_and_after_going_on_with_another(tmp_path, ranks: int, epochs: int):
-    data = open_data(source(tmp_path, epochs=epochs), None, tmp_path / "cache")
+def test_the_samples_are_the_same_on_any_number_of_ranks_and_after_going_on_with_another(
+    tmp_path, ranks: int, epochs: int
+):
+    data = open_dataset(source(tmp_path, epochs=epochs), None, tmp_path / "cache")
     alone = feeds(data, 1, epochs)
     steps = alone[0].num_steps or 15
     whole = played(alone, range(steps))
     many = feeds(data, ranks, epochs)
     assert {feed.num_steps for feed in many} == {alone[0].num_steps}
     assert played(many, range(steps)) == whole
-    assert played(alone, range(4)) + played(many, range(4, 7)) + played(feeds(data, 3, epochs), range(7, steps)) == whole
+    assert (
+        played(alone, range(4)) + played(many, range(4, 7)) + played(feeds(data, 3, epochs), range(7, steps))
+        == whole
+    )
     assert all(feed.batch(steps) is None for feed in many) == bool(epochs)
 
 
 def test_rows_come_from_the_parts_that_their_ids_name(tmp_path):
-    data = open_data(source(tmp_path), None, tmp_path / "cache")
+    data = open_dataset(source(tmp_path), None, tmp_path / "cache")
     assert isinstance(data, Mixture)
     assert data.shares == (5, 3, 2)
-    first, second, third = data.parts
+    first, second, third = data.datasets
     ids = [len(first) + 1, -1, 0, len(first) + len(second), len(data) - 1]
-    expected = [samples(second, [1]), samples(third, [-1]), samples(first, [0]), samples(third, [0]), samples(third, [8])]
+    expected = [
+        samples(second, [1]),
+        samples(third, [-1]),
+        samples(first, [0]),
+        samples(third, [0]),
+        samples(third, [8]),
+    ]
     got = samples(data, ids)
     assert [[row] for r, row in enumerate(got) if r != 1] == [row for r, row in enumerate(expected) if r != 1]
     assert set(got[1][1]) == {-100}
@@ -165,23 +182,28 @@ def test_rows_come_from_the_parts_that_their_ids_name(tmp_path):
 
 def test_the_digest_names_the_parts_and_their_weights(tmp_path):
     one = source(tmp_path)
-    lighter = tuple(Part(part.source, 1.0, column=part.column, chat=part.chat) for part in one.mixture)
-    other = DataSource(mixture=lighter, tokenizer=one.tokenizer, sequence=24)
-    digests = [open_data(each, None, tmp_path / "cache").digest for each in (one, one, other)]
+    lighter = tuple(MixturePart(part.source, 1.0, column=part.column, chat=part.chat) for part in one.mixture)
+    other = DataConfig(mixture=lighter, tokenizer=one.tokenizer, sequence=24)
+    digests = [open_dataset(each, None, tmp_path / "cache").digest for each in (one, one, other)]
     assert digests[0] == digests[1] != digests[2]
 
 
 def test_bytes_of_files_and_of_rows_are_mixed_too(tmp_path):
     (tmp_path / "a.txt").write_text("plain text of some length")
     rows = jsonl(tmp_path / "b.jsonl", [{"text": "text in rows"}])
-    mixed = DataSource(mixture=(Part(str(tmp_path / "a.txt")), Part(rows)), sequence=6)
-    data = open_data(mixed, None, tmp_path / "cache")
+    mixed = DataConfig(mixture=(MixturePart(str(tmp_path / "a.txt")), MixturePart(rows)), sequence=6)
+    data = open_dataset(mixed, None, tmp_path / "cache")
     assert len(data) == 4 + 2
     assert bytes(samples(data, [4])[0][0]) == b"text i"
 
 
 def test_the_faults_of_all_parts_are_said_at_once(tmp_path):
-    mixed = DataSource(mixture=(Part(str(tmp_path / "no.jsonl")), Part(jsonl(tmp_path / "b.jsonl", ["{"]))))
+    mixed = DataConfig(
+        mixture=(MixturePart(str(tmp_path / "no.jsonl")), MixturePart(jsonl(tmp_path / "b.jsonl", ["{"])))
+    )
     with pytest.raises(PlanError) as caught:
-        open_data(mixed, None, tmp_path / "cache")
-    assert [fault.where.rpartition("/")[2] for fault in caught.value.faults] == ["no.jsonl", "b.jsonl:1"]
+        open_dataset(mixed, None, tmp_path / "cache")
+    assert [fault.location.rpartition("/")[2] for fault in caught.value.diagnostics] == [
+        "no.jsonl",
+        "b.jsonl:1",
+    ]

@@ -8,21 +8,22 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Train
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.data import prefetch
-from meshwright.run.data.feed import ExampleData, Feed, open_feed
-from meshwright.run.data.prefetch import Ahead, ahead
+from meshwright.run.data.feed import ExampleDataset, Feed, open_feed
+from meshwright.run.data.prefetch import PrefetchedFeed
+from meshwright.run.data.prefetch import prefetch as ahead
 from tests.paper_model import Paper
 
 ROWS = {"labels": torch.arange(31)}
 
 
 def feed(data=None, epochs: int = 0) -> Feed:
-    job = Job(ModelSource("m.py:f"), DataSource("example", epochs=epochs), Train(batch=4, seed=5))
-    return open_feed(data or ExampleData(ROWS), Plan.make(job, Mesh(), Paper().anatomy), 0)
+    job = Job(ModelConfig("m.py:f"), DataConfig("example", epochs=epochs), TrainConfig(batch=4, seed=5))
+    return open_feed(data or ExampleDataset(ROWS), Plan.make(job, Mesh(), Paper().anatomy), 0)
 
 
 def rows(batch) -> list[int] | None:
@@ -38,7 +39,7 @@ def threads(timeout_s: float = 5.0) -> list[str]:
 
 
 @dataclass
-class Watched(ExampleData):
+class Watched(ExampleDataset):
     """Notes who asks for what; fails on the sample `broken`; waits for `gate` when there is one."""
 
     broken: int = -2
@@ -47,7 +48,7 @@ class Watched(ExampleData):
     begun: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        ExampleData.__init__(self, ROWS)
+        ExampleDataset.__init__(self, ROWS)
 
     def batch(self, ids):
         self.asked.append(threading.current_thread().name)
@@ -63,11 +64,11 @@ class Watched(ExampleData):
 def test_batches_are_the_same_with_any_number_of_workers(count: int):
     plain = [rows(feed(epochs=1).batch(step)) for step in range(9)]
     with ahead(feed(epochs=1), count) as made:
-        assert isinstance(made, Ahead)
+        assert isinstance(made, PrefetchedFeed)
         assert [rows(made.batch(step)) for step in range(9)] == plain
-        assert [made.over(step) for step in (7, 8)] == [False, True]
+        assert [made.has_ended(step) for step in (7, 8)] == [False, True]
         assert made.num_steps == 8
-        assert made.data.digest == ExampleData(ROWS).digest
+        assert made.dataset.digest == ExampleDataset(ROWS).digest
     assert threads() == []
 
 
@@ -91,7 +92,7 @@ def test_a_step_can_be_asked_for_out_of_turn():
     with ahead(feed(), 2) as made:
         for step in (3, 3, 4, 100, 2, 5):
             assert rows(made.batch(step)) == rows(plain.batch(step))
-            assert made.over(step) is False
+            assert made.has_ended(step) is False
 
 
 def test_an_error_is_raised_by_its_own_step_with_the_place_where_it_happened():
@@ -106,7 +107,7 @@ def test_an_error_is_raised_by_its_own_step_with_the_place_where_it_happened():
 
 
 def test_an_error_is_told_though_a_thread_waits_and_what_has_not_begun_is_dropped(monkeypatch):
-    monkeypatch.setattr(prefetch, "FAILURE_S", 0.0)
+    monkeypatch.setattr(prefetch, "FAILURE_WAIT_S", 0.0)
     gate = threading.Event()
     data = Watched(gate=gate)
 

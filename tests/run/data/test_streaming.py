@@ -8,11 +8,11 @@ import datasets
 import pytest
 import tqdm
 
-from meshwright.plan.job.data_source import DataSource
+from meshwright.plan.job.data_source import DataConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Train
+from meshwright.plan.job.job import TrainConfig
 from meshwright.run.data.feed import Feed
-from meshwright.run.data.streaming import Stream
+from meshwright.run.data.streaming import TokenStream
 from tests.run.data.corpora import MARKED, TALKS, feeds_of, opened, samples, tokenizer
 
 TEXTS = [f"line {n} of some" + " more" * (n % 5) for n in range(40)]
@@ -25,25 +25,34 @@ def quiet(monkeypatch):
     datasets.disable_progress_bars()
 
 
-def texts(folder: Path, *, streaming: bool = True, rows: list | None = None, **changes) -> DataSource:
+def texts(folder: Path, *, streaming: bool = True, rows: list | None = None, **changes) -> DataConfig:
     if not (folder / "texts").exists():
-        datasets.Dataset.from_list(rows or [{"text": text} for text in TEXTS]).save_to_disk(str(folder / "texts"))
+        datasets.Dataset.from_list(rows or [{"text": text} for text in TEXTS]).save_to_disk(
+            str(folder / "texts")
+        )
     if not (folder / "t").exists():
         tokenizer(folder / "t")
-    return DataSource(str(folder / "texts"), tokenizer=str(folder / "t"), sequence=SEQUENCE, streaming=streaming, **changes)
-
-
-def talks(folder: Path, *, streaming: bool = True, **changes) -> DataSource:
-    if not (folder / "talks").exists():
-        datasets.Dataset.from_list([{"messages": talk} for talk in TALKS]).save_to_disk(str(folder / "talks"))
-        tokenizer(folder / "c", MARKED)
-    return DataSource(
-        str(folder / "talks"), tokenizer=str(folder / "c"), chat="messages", sequence=40, streaming=streaming, **changes
+    return DataConfig(
+        str(folder / "texts"), tokenizer=str(folder / "t"), sequence=SEQUENCE, streaming=streaming, **changes
     )
 
 
-def feeds(data, ranks: int, source: DataSource) -> list[Feed]:
-    return feeds_of(data, ranks, source, Train(batch=BATCH))
+def talks(folder: Path, *, streaming: bool = True, **changes) -> DataConfig:
+    if not (folder / "talks").exists():
+        datasets.Dataset.from_list([{"messages": talk} for talk in TALKS]).save_to_disk(str(folder / "talks"))
+        tokenizer(folder / "c", MARKED)
+    return DataConfig(
+        str(folder / "talks"),
+        tokenizer=str(folder / "c"),
+        chat="messages",
+        sequence=40,
+        streaming=streaming,
+        **changes,
+    )
+
+
+def feeds(data, ranks: int, source: DataConfig) -> list[Feed]:
+    return feeds_of(data, ranks, source, TrainConfig(batch=BATCH))
 
 
 def played(each: list[Feed], steps: range) -> Counter:
@@ -60,10 +69,10 @@ def played(each: list[Feed], steps: range) -> Counter:
 def test_a_stream_has_the_samples_of_the_same_data_on_disk_in_their_order(tmp_path, kind):
     stream = opened(kind(tmp_path, epochs=1), tmp_path)
     kept = opened(kind(tmp_path, streaming=False), tmp_path)
-    assert isinstance(stream, Stream)
+    assert isinstance(stream, TokenStream)
     assert samples(stream, range(len(kept))) == samples(kept, range(len(kept)))
-    assert not stream.has(len(kept))
-    assert stream.has(len(kept) - 1)
+    assert not stream.has_sample(len(kept))
+    assert stream.has_sample(len(kept) - 1)
 
 
 @pytest.mark.parametrize("kind", [texts, talks])
@@ -76,7 +85,9 @@ def test_earlier_samples_can_be_asked_for_again(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", [texts, talks])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_the_samples_are_the_same_on_any_number_of_ranks_and_after_going_on_with_another(tmp_path, kind, ranks: int):
+def test_the_samples_are_the_same_on_any_number_of_ranks_and_after_going_on_with_another(
+    tmp_path, kind, ranks: int
+):
     source = kind(tmp_path)
     data = opened(source, tmp_path)
     whole = played(feeds(data, 1, source), range(6))
@@ -90,9 +101,9 @@ def test_a_stream_begins_again_and_ends_after_its_epochs_on_all_ranks_together(t
     source = kind(tmp_path, epochs=3)
     each = feeds(opened(source, tmp_path), 3, source)
     assert {feed.num_steps for feed in each} == {None}
-    steps = next(step for step in range(1000) if each[0].over(step))
-    assert [feed.over(steps) for feed in each] == [True] * 3
-    assert [feed.over(steps - 1) for feed in each] == [False] * 3
+    steps = next(step for step in range(1000) if each[0].has_ended(step))
+    assert [feed.has_ended(steps) for feed in each] == [True] * 3
+    assert [feed.has_ended(steps - 1) for feed in each] == [False] * 3
     assert [feed.batch(steps) for feed in each] != [], "asking behind the end is no error"
     if kind is talks:
         assert set(played(feeds(opened(source, tmp_path), 1, source), range(steps)).values()) == {3}
@@ -100,11 +111,11 @@ def test_a_stream_begins_again_and_ends_after_its_epochs_on_all_ranks_together(t
 
 def test_packed_texts_run_on_over_the_end_of_the_stream(tmp_path):
     data = opened(texts(tmp_path, epochs=2), tmp_path)
-    assert isinstance(data, Stream)
-    count = next(i for i in range(10_000) if not data.has(i))
-    rows = samples(data.again(), range(count))
+    assert isinstance(data, TokenStream)
+    count = next(i for i in range(10_000) if not data.has_sample(i))
+    rows = samples(data.reopen(), range(count))
     tokens = [rows[0][0][0], *(label for _, labels in rows for label in labels if label >= 0)]
-    assert data.codec.decode(tokens) == "".join(f"{text}<|end|>" for text in TEXTS) * 2
+    assert data.tokenizer.decode(tokens) == "".join(f"{text}<|end|>" for text in TEXTS) * 2
 
 
 def test_a_rank_tokenises_only_the_conversations_that_it_plays(tmp_path, monkeypatch):
@@ -112,8 +123,10 @@ def test_a_rank_tokenises_only_the_conversations_that_it_plays(tmp_path, monkeyp
     data = opened(source, tmp_path)
     seen = []
     for feed in feeds(data, 3, source)[1:2]:
-        inner = feed.data._encode
-        monkeypatch.setattr(feed.data, "_encode", lambda rows, inner=inner: (seen.append(1), inner(rows))[1])
+        inner = feed.dataset._encode
+        monkeypatch.setattr(
+            feed.dataset, "_encode", lambda rows, inner=inner: (seen.append(1), inner(rows))[1]
+        )
         feed.batch(2)
     assert len(seen) == BATCH // 3
 
@@ -137,4 +150,4 @@ def test_the_digest_and_the_notes_are_those_of_a_stream(tmp_path):
     assert "every rank reads all of it" in stream.notes[0]
     with pytest.raises(TypeError, match="cannot be counted"):
         len(stream)
-    assert list(islice(iter([stream.has(0)]), 1)) == [True]
+    assert list(islice(iter([stream.has_sample(0)]), 1)) == [True]

@@ -6,37 +6,47 @@ import torch
 
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.data import tokenizer as tokenizer_module
-from meshwright.run.data.tokenizer import NO_LABEL, Bytes, Encoded, Pretrained, codec_faults, codec_of, is_path, padded, windows
+from meshwright.run.data.tokenizer import (
+    IGNORE_INDEX,
+    ByteTokenizer,
+    EncodedDocument,
+    PretrainedTokenizer,
+    cut_windows,
+    is_path,
+    make_tokenizer,
+    pad_documents,
+    tokenizer_diagnostics,
+)
 from tests.run.data.corpora import END, PLAIN, tokenizer
 
 TEXT = "def f(x):\n    return 'Gr\u00fc\u00dfe, \u4e16\u754c'"
 
 
 def test_bytes_are_their_own_tokens():
-    codec = codec_of("")
-    assert isinstance(codec, Bytes)
+    codec = make_tokenizer("")
+    assert isinstance(codec, ByteTokenizer)
     (ids,) = codec.encode([TEXT])
     assert bytes(ids.tolist()) == TEXT.encode()
     assert codec.decode(ids.tolist()) == TEXT
     assert codec.decode([255, 97]) == "\ufffda"
-    assert (codec.size, codec.end) == (256, 0)
+    assert (codec.vocab_size, codec.eos_token_id) == (256, 0)
 
 
 def test_a_tokenizer_is_loaded_from_its_folder(tmp_path):
-    codec = codec_of(tokenizer(tmp_path))
-    assert isinstance(codec, Pretrained)
+    codec = make_tokenizer(tokenizer(tmp_path))
+    assert isinstance(codec, PretrainedTokenizer)
     ids = codec.encode([TEXT, "", "x"])
     assert codec.decode(ids[0].tolist()) == TEXT
     assert len(ids[0]) < len(TEXT.encode())
     assert [len(each) for each in ids[1:]] == [0, 1]
     assert codec.encode([]) == []
-    assert codec.end == codec.tokenizer.convert_tokens_to_ids(END)
-    assert codec.size == max(codec.tokenizer.get_vocab().values()) + 1
+    assert codec.eos_token_id == codec.hf_tokenizer.convert_tokens_to_ids(END)
+    assert codec.vocab_size == max(codec.hf_tokenizer.get_vocab().values()) + 1
 
 
 def test_no_special_token_is_added(tmp_path):
-    codec = codec_of(tokenizer(tmp_path))
-    assert codec.end not in codec.encode(["a text"])[0]
+    codec = make_tokenizer(tokenizer(tmp_path))
+    assert codec.eos_token_id not in codec.encode(["a text"])[0]
 
 
 def test_the_digest_names_all_that_decides_the_ids(tmp_path):
@@ -47,7 +57,7 @@ def test_the_digest_names_all_that_decides_the_ids(tmp_path):
         "template": tokenizer(tmp_path / "template", PLAIN),
         "end": tokenizer(tmp_path / "end", end="<|user|>"),
     }
-    digests = {name: codec_of(folder).digest for name, folder in made.items()}
+    digests = {name: make_tokenizer(folder).digest for name, folder in made.items()}
     assert digests["a"] == digests["same"]
     assert len(set(digests.values())) == 4
 
@@ -55,43 +65,50 @@ def test_the_digest_names_all_that_decides_the_ids(tmp_path):
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(
-        PlanError, match=r"data.tokenizer: no tokenizer: '.*empty' holds none that can be read(.|\n)*tokenizer.json"
+        PlanError,
+        match=r"data.tokenizer: no tokenizer: '.*empty' holds none that can be read(.|\n)*tokenizer.json",
     ):
-        codec_of(str(tmp_path / "empty"))
+        make_tokenizer(str(tmp_path / "empty"))
 
 
 @pytest.mark.parametrize("name", ["./none", "/no/such/folder", "a/b/c", "~/tokenizer"])
 def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(name: str, monkeypatch):
     monkeypatch.setattr(
-        tokenizer_module.transformers.AutoTokenizer, "from_pretrained", lambda *args, **more: pytest.fail("it was")
+        tokenizer_module.transformers.AutoTokenizer,
+        "from_pretrained",
+        lambda *args, **more: pytest.fail("it was"),
     )
     with pytest.raises(PlanError, match=rf"data.tokenizer: no tokenizer: there is no folder '{name}'"):
-        codec_of(name)
+        make_tokenizer(name)
     assert not is_path("owner/name")
     assert not is_path("gpt2")
 
 
 def test_a_tokenizer_without_an_end_of_text_packs_nothing(tmp_path):
-    codec = codec_of(tokenizer(tmp_path, end=None))
-    (fault,) = codec_faults(codec, packed=True)
-    assert "no end-of-text token" in fault.what
+    codec = make_tokenizer(tokenizer(tmp_path, end=None))
+    (fault,) = tokenizer_diagnostics(codec, is_packed=True)
+    assert "no end-of-text token" in fault.problem
     assert "eos_token" in fault.fix
-    assert not list(codec_faults(codec, packed=False))
-    assert not list(codec_faults(Bytes(), packed=True))
+    assert not list(tokenizer_diagnostics(codec, is_packed=False))
+    assert not list(tokenizer_diagnostics(ByteTokenizer(), is_packed=True))
 
 
 def test_windows_share_the_token_at_their_border():
-    batch = windows(np.arange(10, 18), [0, 1, 2, -1], 3, filler=0)
+    batch = cut_windows(np.arange(10, 18), [0, 1, 2, -1], 3, pad_id=0)
     assert batch["input_ids"].tolist() == [[10, 11, 12], [13, 14, 15], [16, 17, 0], [0, 0, 0]]
     assert batch["labels"].tolist() == [[11, 12, 13], [14, 15, 16], [17, -100, -100], [-100] * 3]
     assert batch["labels"].dtype == torch.int64
 
 
 def test_rows_are_filled_up_or_cut_and_unwanted_tokens_have_no_label():
-    long = Encoded(np.arange(1, 8), np.array([0, 0, 1, 1, 0, 1, 1]))
-    short = Encoded(np.array([5, 6]))
-    batch = padded([long, short, None], 4, filler=9)
+    long = EncodedDocument(np.arange(1, 8), np.array([0, 0, 1, 1, 0, 1, 1]))
+    short = EncodedDocument(np.array([5, 6]))
+    batch = pad_documents([long, short, None], 4, pad_id=9)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 9, 9], [9] * 4]
-    assert batch["labels"].tolist() == [[NO_LABEL, 3, 4, NO_LABEL], [6, NO_LABEL, NO_LABEL, NO_LABEL], [NO_LABEL] * 4]
-    exact = padded([Encoded(np.arange(1, 6))], 4, filler=9)
+    assert batch["labels"].tolist() == [
+        [IGNORE_INDEX, 3, 4, IGNORE_INDEX],
+        [6, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX],
+        [IGNORE_INDEX] * 4,
+    ]
+    exact = pad_documents([EncodedDocument(np.arange(1, 6))], 4, pad_id=9)
     assert (exact["input_ids"].tolist(), exact["labels"].tolist()) == ([[1, 2, 3, 4]], [[2, 3, 4, 5]])

@@ -11,18 +11,18 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 
-from meshwright.api import build
+from meshwright.api import parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.commands.plan import resolve
-from meshwright.model.analysis.analyze import Reading
-from meshwright.model.loading.meta_init import blueprint
+from meshwright.commands.plan import resolve_config
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loading.meta_init import defer_init
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Optimizer
+from meshwright.plan.job.job import OptimizerConfig
 from meshwright.plan.plan import Plan
 from meshwright.run.export import peft_export
-from meshwright.run.export.hf_export import Exported, Trained, export, initial
-from meshwright.run.export.peft_export import FILE
-from meshwright.run.training.train_loop import save_run
+from meshwright.run.export.hf_export import ExportableModel, ExportResult, export_model, initial_model
+from meshwright.run.export.peft_export import ADAPTER_FILE
+from meshwright.run.training.train_loop import save_run_checkpoint
 from meshwright.testing.ranks import on_threads
 from tests.command_line import lay_out, said
 from tests.model.hf.lora_models import QUIET, adapted, adapted_reading, base, stirred, stored_base
@@ -48,42 +48,48 @@ def of_peft(folder: Path, adapter: Path) -> nn.Module:
     return peft.PeftModel.from_pretrained(theirs, str(adapter)).eval()
 
 
-def trained(reading: Reading, plan: Plan, out: Path) -> tuple[Exported, dict[str, torch.Tensor]]:
+def trained(reading: AnalyzedModel, plan: Plan, out: Path) -> tuple[ExportResult, dict[str, torch.Tensor]]:
     """Two steps on every rank of `plan`, and what was written; the values that were trained."""
 
-    def rank(world: World) -> tuple[Exported | None, dict[str, torch.Tensor]]:
-        with build(reading, plan, world=world) as engine:
+    def rank(world: World) -> tuple[ExportResult | None, dict[str, torch.Tensor]]:
+        with parallelize(reading, plan, world=world) as engine:
             for _ in range(2):
-                engine.step(engine.share({key: value[:12] for key, value in rows().items()}))
-            return engine.export(out), {name: value.clone() for name, value in engine.player.parameters().items()}
+                engine.step(engine.local_batch({key: value[:12] for key, value in rows().items()}))
+            return engine.export(out), {
+                name: value.clone() for name, value in engine.executor.gather_parameters().items()
+            }
 
     return on_threads(rank, plan.mesh)[0]
 
 
-def stirred_up(folder: Path, **lora: object) -> Trained:
+def stirred_up(folder: Path, **lora: object) -> ExportableModel:
     """An adapted model on the stored base, whose trained parts are not at rest."""
     reading = adapted_reading(weights=folder, **lora)
-    module = reading.blueprint.instance()
-    reading.blueprint.materialize(module)
+    module = reading.deferred_init.instantiate()
+    reading.deferred_init.materialize(module)
     held = dict(stirred(module).state_dict())
-    return Trained(reading.blueprint, held.__getitem__)
+    return ExportableModel(reading.deferred_init, held.__getitem__)
 
 
 @pytest.mark.parametrize("lora", [{}, {"modules_to_save": ["lm_head"]}], ids=["plain", "with a trained head"])
-def test_the_adapter_is_whole_and_the_same_under_every_stage(tmp_path: Path, folder: Path, lora: dict[str, object]):
+def test_the_adapter_is_whole_and_the_same_under_every_stage(
+    tmp_path: Path, folder: Path, lora: dict[str, object]
+):
     reading = adapted_reading(weights=folder, **lora)
     alone, values = trained(reading, planned(reading, 1, "whole"), tmp_path / "alone")
     assert alone.round_trip.passed, str(alone.round_trip)
-    assert alone.files == (CONFIG, FILE)
-    wanted = load_file(tmp_path / "alone" / FILE)
+    assert alone.files == (CONFIG, ADAPTER_FILE)
+    wanted = load_file(tmp_path / "alone" / ADAPTER_FILE)
     assert all(tensor.numel() for tensor in wanted.values())
     assert any("lora_B" in name and tensor.any() for name, tensor in wanted.items())
     for store, ranks in (("whole", 2), (1, 3), (2, 2), (3, 2), (3, 3)):
         out = tmp_path / f"{store} on {ranks}"
         written, mine = trained(reading, planned(reading, ranks, store), out)
         assert written.round_trip.passed, str(written.round_trip)
-        found = load_file(out / FILE)
-        assert {name: tensor.shape for name, tensor in found.items()} == {name: t.shape for name, t in wanted.items()}
+        found = load_file(out / ADAPTER_FILE)
+        assert {name: tensor.shape for name, tensor in found.items()} == {
+            name: t.shape for name, t in wanted.items()
+        }
         for name, tensor in found.items():
             assert (tensor - wanted[name]).abs().max() < 1e-12, name
         assert mine.keys() == values.keys()
@@ -102,15 +108,15 @@ VARIANTS = [
 @pytest.mark.parametrize("lora", [*VARIANTS, {"task_type": None}], ids=str)
 def test_the_files_are_those_that_peft_writes(tmp_path: Path, folder: Path, lora: dict[str, object]):
     source = stirred_up(folder, **lora)
-    written = export(source, tmp_path / "ours")
+    written = export_model(source, tmp_path / "ours")
     assert written.round_trip.passed, str(written.round_trip)
     assert "the outputs for 2 x 8 tokens" in str(written.round_trip)
-    model = source.blueprint.instance()
-    source.blueprint.materialize(model)
-    model.load_state_dict({name: source.value(name) for name in model.state_dict()})
+    model = source.deferred_init.instantiate()
+    source.deferred_init.materialize(model)
+    model.load_state_dict({name: source.read_value(name) for name in model.state_dict()})
     model.peft_config["default"].base_model_name_or_path = str(folder)
     model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
-    ours, theirs = (load_file(tmp_path / name / FILE) for name in ("ours", "theirs"))
+    ours, theirs = (load_file(tmp_path / name / ADAPTER_FILE) for name in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     configs = [json.loads((tmp_path / name / CONFIG).read_text()) for name in ("ours", "theirs")]
@@ -120,17 +126,19 @@ def test_the_files_are_those_that_peft_writes(tmp_path: Path, folder: Path, lora
 
 
 def test_a_narrower_dtype_is_written_and_measured(tmp_path: Path, folder: Path):
-    written = export(stirred_up(folder), tmp_path / "out", torch.bfloat16)
+    written = export_model(stirred_up(folder), tmp_path / "out", torch.bfloat16)
     assert written.round_trip.passed
-    assert 0 < written.round_trip.rounding < 0.1
-    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / FILE).values()} == {torch.bfloat16}
+    assert 0 < written.round_trip.rounding_difference < 0.1
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / ADAPTER_FILE).values()} == {
+        torch.bfloat16
+    }
 
 
 @pytest.mark.parametrize("lora", VARIANTS, ids=str)
 def test_merged_it_is_a_model_that_needs_no_peft(tmp_path: Path, folder: Path, lora: dict[str, object]):
     source = stirred_up(folder, **lora)
-    assert export(source, tmp_path / "adapter").round_trip.passed
-    written = export(source, tmp_path / "whole", merge=True)
+    assert export_model(source, tmp_path / "adapter").round_trip.passed
+    written = export_model(source, tmp_path / "whole", merge=True)
     assert written.round_trip.passed, str(written.round_trip)
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
     assert (logits(whole) - logits(of_peft(folder, tmp_path / "adapter"))).abs().max() < 1e-5
@@ -145,20 +153,27 @@ def test_a_module_of_anybody_is_compared_tensor_by_tensor(tmp_path: Path):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.two(self.one(x))
 
-    print_ = blueprint(lambda: peft.get_peft_model(Net(), peft.LoraConfig(r=2, target_modules=["one"])), 0)
-    written = export(Trained(print_, print_.value, base=str(tmp_path)), tmp_path / "out")
+    print_ = defer_init(lambda: peft.get_peft_model(Net(), peft.LoraConfig(r=2, target_modules=["one"])), 0)
+    written = export_model(
+        ExportableModel(print_, print_.initial_value, adapter_base=str(tmp_path)), tmp_path / "out"
+    )
     assert written.round_trip.passed
     assert "the tensors of the adapter" in str(written.round_trip)
 
 
 def test_an_adapter_whose_base_is_nowhere_is_refused(tmp_path: Path, folder: Path):
-    drawn = initial(blueprint(adapted(), 0))
-    with pytest.raises(PlanError, match=r"its base has values from the seed, which are stored nowhere\n.*merge=True"):
-        export(drawn, tmp_path / "out")
+    drawn = initial_model(defer_init(adapted(), 0))
+    with pytest.raises(
+        PlanError, match=r"its base has values from the seed, which are stored nowhere\n.*merge=True"
+    ):
+        export_model(drawn, tmp_path / "out")
     source = stirred_up(folder)
     with pytest.raises(PlanError, match=r"its base is not there any more: .*gone"):
-        export(Trained(source.blueprint, source.value, base=str(tmp_path / "gone")), tmp_path / "out")
-    assert export(drawn, tmp_path / "merged", merge=True).round_trip.passed
+        export_model(
+            ExportableModel(source.deferred_init, source.read_value, adapter_base=str(tmp_path / "gone")),
+            tmp_path / "out",
+        )
+    assert export_model(drawn, tmp_path / "merged", merge=True).round_trip.passed
     assert [path.name for path in tmp_path.iterdir()] == ["merged"]
 
 
@@ -169,62 +184,78 @@ def test_several_adapters_are_refused(tmp_path: Path):
         return model
 
     with pytest.raises(PlanError, match=r"the model holds 2 adapters \(default, other\)"):
-        export(initial(blueprint(two, 0)), tmp_path / "out")
+        export_model(initial_model(defer_init(two, 0)), tmp_path / "out")
 
 
 def test_an_adapter_that_changes_its_base_is_written_merged_only(tmp_path: Path, folder: Path):
-    drawn = initial(blueprint(adapted(init_lora_weights="olora"), 0))
-    assert not export(replace(drawn, base=str(folder)), tmp_path / "out").round_trip.passed  # peft would change the base again
-    assert export(drawn, tmp_path / "merged", merge=True).round_trip.passed
+    drawn = initial_model(defer_init(adapted(init_lora_weights="olora"), 0))
+    assert not export_model(
+        replace(drawn, adapter_base=str(folder)), tmp_path / "out"
+    ).round_trip.passed  # peft would change the base again
+    assert export_model(drawn, tmp_path / "merged", merge=True).round_trip.passed
     assert [path.name for path in tmp_path.iterdir()] == ["merged"]
 
 
 def test_tokens_in_front_of_the_text_are_refused(tmp_path: Path):
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     for merge in (False, True):
-        with pytest.raises(PlanError, match=r"is made of tokens in front of the text, not of weights\n.*LoraConfig"):
-            export(initial(blueprint(lambda: peft.get_peft_model(base(), prompts), 0)), tmp_path / "out", merge=merge)
+        with pytest.raises(
+            PlanError, match=r"is made of tokens in front of the text, not of weights\n.*LoraConfig"
+        ):
+            export_model(
+                initial_model(defer_init(lambda: peft.get_peft_model(base(), prompts), 0)),
+                tmp_path / "out",
+                merge=merge,
+            )
 
 
 def test_a_model_without_an_adapter_cannot_be_merged(tmp_path: Path):
     with pytest.raises(PlanError, match="a Linear has no adapter that could be merged"):
-        export(initial(blueprint(lambda: nn.Linear(2, 2), 0)), tmp_path / "out", merge=True)
+        export_model(initial_model(defer_init(lambda: nn.Linear(2, 2), 0)), tmp_path / "out", merge=True)
 
 
 def test_a_share_of_an_adapter_is_not_taken_for_the_adapter(tmp_path: Path, folder: Path):
     source = stirred_up(folder)
 
     def empty(name: str) -> torch.Tensor:
-        return source.value(name).new_empty(0) if "lora_" in name else source.value(name)
+        return source.read_value(name).new_empty(0) if "lora_" in name else source.read_value(name)
 
     with pytest.raises(PlanError, match=r"is \[0\] here and \[3, 16\] in the model"):
-        export(Trained(source.blueprint, empty), tmp_path / "out")
+        export_model(ExportableModel(source.deferred_init, empty), tmp_path / "out")
 
 
-def test_a_tensor_that_is_written_wrongly_is_noticed(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_tensor_that_is_written_wrongly_is_noticed(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     usual = peft_export.write_shard
     monkeypatch.setattr(
         peft_export,
         "write_shard",
-        lambda path, tensors: usual(path, {n: t.roll(1) if "q_proj.lora_B" in n else t for n, t in tensors.items()}),
+        lambda path, tensors: usual(
+            path, {n: t.roll(1) if "q_proj.lora_B" in n else t for n, t in tensors.items()}
+        ),
     )
-    assert not export(stirred_up(folder), tmp_path / "out").round_trip.passed
+    assert not export_model(stirred_up(folder), tmp_path / "out").round_trip.passed
     assert list(tmp_path.iterdir()) == []
 
 
 FACTORY = "from tests.model.hf.lora_models import adapted\n\n\ndef build():\n    return adapted({'vocab_size': 256})()\n"
 
 
-def test_a_run_on_shards_leaves_as_an_adapter_and_as_a_whole_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_on_shards_leaves_as_an_adapter_and_as_a_whole_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     stored_base(tmp_path / "base", vocab_size=256)
     (tmp_path / "model.py").write_text(FACTORY)
     model = {"source": str(tmp_path / "model.py:build"), "weights": str(tmp_path / "base")}
-    ready = resolve(lay_out(tmp_path / "job", model=model, mesh={"dp_shard": 2}, optimizer={"lr": 0.1}), [], None)[1]
+    ready = resolve_config(
+        lay_out(tmp_path / "job", model=model, mesh={"dp_shard": 2}, optimizer={"lr": 0.1}), [], None
+    )[1]
 
     def rank(world: World) -> None:
-        with ready.engine(world) as engine:
+        with ready.make_trainer(world) as engine:
             engine.step(ready.feed(ready.plan, world.rank).batch(0))
-            save_run(engine.player, ready.plan, world, ready.data.digest)
+            save_run_checkpoint(engine.executor, ready.plan, world, ready.dataset.digest)
 
     on_threads(rank, ready.plan.mesh)
     code, out, err = said(capsys, "export", tmp_path / "job" / "run", tmp_path / "adapter")
@@ -234,19 +265,25 @@ def test_a_run_on_shards_leaves_as_an_adapter_and_as_a_whole_model(tmp_path: Pat
     code, out, err = said(capsys, "export", tmp_path / "job" / "run", tmp_path / "whole", "--merge")
     assert (code, err) == (0, "")
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
-    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()  # finds the base by itself
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(
+        tmp_path / "adapter"
+    ).eval()  # finds the base by itself
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
     assert (logits(whole) - logits(theirs)).abs().max() < 1e-5 < (logits(plain) - logits(theirs)).abs().max()
 
 
 def test_adam_keeps_moments_of_adapters_only(folder: Path):
     reading = adapted_reading(weights=folder)
-    plan = planned(reading, 2, 3, optimizer=Optimizer("adamw", lr=0.1))
-    names = {weight.name for weight in plan.anatomy.trainable}
+    plan = planned(reading, 2, 3, optimizer=OptimizerConfig("adamw", lr=0.1))
+    names = {weight.name for weight in plan.model_spec.trainable}
 
     def rank(world: World) -> set[str]:
-        with build(reading, plan, world=world) as engine:
-            engine.step(engine.share({key: value[:12] for key, value in rows().items()}))
-            return {name.split("/", 2)[2] for name in engine.player.tensors() if name.startswith("optimizer/exp_avg/")}
+        with parallelize(reading, plan, world=world) as engine:
+            engine.step(engine.local_batch({key: value[:12] for key, value in rows().items()}))
+            return {
+                name.split("/", 2)[2]
+                for name in engine.executor.state_dict()
+                if name.startswith("optimizer/exp_avg/")
+            }
 
     assert set().union(*on_threads(rank, plan.mesh)) == names

@@ -11,17 +11,21 @@ from pathlib import Path
 import psutil
 
 from meshwright.run.launch import local_launcher as launch_module
-from meshwright.run.launch.local_launcher import Failure, Limits, Outcome, launch
+from meshwright.run.launch.local_launcher import FirstFailure, LaunchResult, LaunchTimeouts, launch_ranks
 
 ENV = {**os.environ, "PYTHONPATH": str(Path(launch_module.__file__).parents[3])}
-ENV = {key: value for key, value in ENV.items() if key not in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "PYTHONUNBUFFERED")}
+ENV = {
+    key: value
+    for key, value in ENV.items()
+    if key not in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "PYTHONUNBUFFERED")
+}
 WORLD = 3
-PATIENT = Limits(failure_s=60)  # where all ranks end by themselves, nobody waits for it
+PATIENT = LaunchTimeouts(failure_s=60)  # where all ranks end by themselves, nobody waits for it
 CHILD = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from meshwright.plan.job.errors import PlanError
-from meshwright.run.launch.failure_record import guard
+from meshwright.run.launch.failure_record import record_failure
 
 rank, world, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[1])
 
@@ -51,7 +55,7 @@ PARENT = """
 import json, os, sys
 from dataclasses import asdict
 from pathlib import Path
-from meshwright.run.launch.local_launcher import Limits, launch
+from meshwright.run.launch.local_launcher import LaunchTimeouts, launch_ranks
 
 folder = Path(sys.argv[1])
 outcome = launch([str(folder / "child.py"), str(folder)], 3, folder, os.environ, Limits(**json.loads(sys.argv[2])))
@@ -66,9 +70,11 @@ def write_child(folder: Path, body: str) -> list[str]:
     return [str(folder / "child.py"), str(folder)]
 
 
-def run(folder: Path, body: str, limits: Limits | None = None, env: dict[str, str] | None = None) -> Outcome:
+def run(
+    folder: Path, body: str, limits: LaunchTimeouts | None = None, env: dict[str, str] | None = None
+) -> LaunchResult:
     """How three ranks end that run `body`; afterwards no process of any rank that said where it was is left."""
-    outcome = launch(write_child(folder, body), WORLD, folder, env or ENV, limits or Limits())
+    outcome = launch_ranks(write_child(folder, body), WORLD, folder, env or ENV, limits or LaunchTimeouts())
     assert_all_ended([[int(pid) for pid in path.read_text().split()] for path in folder.glob("here-*")])
     return outcome
 
@@ -83,15 +89,22 @@ def assert_all_ended(pids: list[list[int]]) -> None:
 class Job:
     """A parent in a process of its own, which can be sent signals, and all processes below it."""
 
-    def __init__(self, folder: Path, body: str, limits: Limits | None = None) -> None:
+    def __init__(self, folder: Path, body: str, limits: LaunchTimeouts | None = None) -> None:
         self.folder = folder
         write_child(folder, body)
         (folder / "parent.py").write_text(PARENT)
-        argv = [sys.executable, str(folder / "parent.py"), str(folder), json.dumps(asdict(limits or Limits()))]
+        argv = [
+            sys.executable,
+            str(folder / "parent.py"),
+            str(folder),
+            json.dumps(asdict(limits or LaunchTimeouts())),
+        ]
         # a parent that is killed leaves its store behind: here, in the folder of the test
         self.process = subprocess.Popen(argv, env={**ENV, "TMPDIR": str(folder)}, start_new_session=True)
         self.wait_for("here")
-        self.pids = [int(pid) for rank in range(WORLD) for pid in (folder / f"here-{rank}").read_text().split()]
+        self.pids = [
+            int(pid) for rank in range(WORLD) for pid in (folder / f"here-{rank}").read_text().split()
+        ]
         assert all(is_running(pid) for pid in self.pids)
 
     def wait_for(self, word: str) -> None:
@@ -104,13 +117,13 @@ class Job:
         """Send a signal as a terminal does: to the whole group of the parent."""
         os.killpg(self.process.pid, number)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> LaunchResult:
         """How it ended; every process is gone by then."""
         code = self.process.wait()
         assert_all_ended([[pid] for pid in self.pids])
         told = json.loads((self.folder / "outcome.json").read_text())
         assert code == told["code"]
-        return Outcome(code, told["failure"] and Failure(**told["failure"]), tuple(told["killed"]))
+        return LaunchResult(code, told["failure"] and FirstFailure(**told["failure"]), tuple(told["killed"]))
 
     def close(self) -> None:
         self.process.kill()

@@ -1,6 +1,6 @@
 import pytest
 
-from meshwright.run.launch.cluster_env import first_host, repeated
+from meshwright.run.launch.cluster_env import first_host, tasks_per_host
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,8 @@ def test_the_first_host_of_a_list_is_found(nodes, first):
 
 
 @pytest.mark.parametrize(
-    ("counts", "each"), [("4(x2),3", [4, 4, 3]), ("8", [8]), ("1(x3)", [1, 1, 1]), ("", []), ("4(x2),many", [])]
+    ("counts", "each"),
+    [("4(x2),3", [4, 4, 3]), ("8", [8]), ("1(x3)", [1, 1, 1]), ("", []), ("4(x2),many", [])],
 )
 def test_counts_are_written_out(counts, each):
-    assert repeated(counts) == each
+    assert tasks_per_host(counts) == each

@@ -4,7 +4,14 @@ import os
 import pytest
 
 from meshwright.plan.job.errors import CollectiveError, PlanError
-from meshwright.run.launch.failure_record import Progress, Record, guard, kind_of, read_records, record_path
+from meshwright.run.launch.failure_record import (
+    FailureRecord,
+    RankProgress,
+    failure_kind,
+    failure_path,
+    read_failures,
+    record_failure,
+)
 
 
 class DistError(RuntimeError):
@@ -28,7 +35,10 @@ def chained(error: Exception, cause: Exception) -> Exception:
         (TimeoutError("timed out"), "own"),
         (ConnectionResetError("Connection reset by peer"), "own"),
         (RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1"), "peer"),
-        (RuntimeError("[unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation to complete"), "peer"),
+        (
+            RuntimeError("[unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation to complete"),
+            "peer",
+        ),
         (RuntimeError("Application timeout caused pair closure"), "peer"),
         (DistBackendError("NCCL error: remote process exited"), "peer"),
         (chained(ValueError("reduce of layer 3"), DistBackendError("x")), "peer"),
@@ -40,22 +50,22 @@ def chained(error: Exception, cause: Exception) -> Exception:
     ],
 )
 def test_a_failure_is_of_its_kind(error, kind):
-    assert kind_of(error) == kind
+    assert failure_kind(error) == kind
 
 
 def test_a_body_that_ends_well_leaves_nothing_behind(tmp_path):
-    with guard(0, tmp_path) as progress:
+    with record_failure(0, tmp_path) as progress:
         progress.step = 1
     assert list(tmp_path.iterdir()) == []
 
 
 def test_leaving_with_an_exit_code_is_not_a_failure(tmp_path):
-    with pytest.raises(SystemExit), guard(0, tmp_path):
+    with pytest.raises(SystemExit), record_failure(0, tmp_path):
         raise SystemExit(143)
     assert list(tmp_path.iterdir()) == []
 
 
-def fail(progress: Progress) -> None:
+def fail(progress: RankProgress) -> None:
     progress.step, progress.phase = 3, "forward"
     try:
         raise KeyError("weight")
@@ -68,18 +78,18 @@ def test_a_record_holds_the_whole_story(tmp_path, monkeypatch):
         raise SystemExit(code)
 
     monkeypatch.setattr(os, "_exit", ended)
-    with pytest.raises(SystemExit) as caught, guard(2, tmp_path) as progress:
+    with pytest.raises(SystemExit) as caught, record_failure(2, tmp_path) as progress:
         fail(progress)
     assert caught.value.code == 1
-    (record,) = read_records(tmp_path).values()
+    (record,) = read_failures(tmp_path).values()
     assert (record.rank, record.kind, record.type, record.message) == (2, "own", "ValueError", "\u00fcber")
     assert (record.step, record.phase) == (3, "forward")
     assert "KeyError: 'weight'" in record.traceback
-    assert json.loads(record_path(tmp_path, 2).read_text())["rank"] == 2
+    assert json.loads(failure_path(tmp_path, 2).read_text())["rank"] == 2
 
 
 def test_a_record_is_read_back(tmp_path):
-    record = Record(1, 2.5, "peer", "RuntimeError", "m", "t", 4, "save")
+    record = FailureRecord(1, 2.5, "peer", "RuntimeError", "m", "t", 4, "save")
     record.write(tmp_path)
-    assert read_records(tmp_path) == {1: record}
+    assert read_failures(tmp_path) == {1: record}
     assert [path.name for path in (tmp_path / "failures").iterdir()] == ["rank-1.json"]

@@ -8,7 +8,7 @@ import torch
 from meshwright.comm.collectives.group import World
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.launch import gpu_checks
-from meshwright.run.launch.gpu_checks import collective_findings, gathered, gpu_findings
+from meshwright.run.launch.gpu_checks import collective_findings, gather_findings, gpu_findings
 from meshwright.run.launch.host_checks import Finding
 from meshwright.testing.ranks import on_threads
 
@@ -17,25 +17,30 @@ MESH = Mesh(dp_replicate=3)
 
 def test_the_gpus_are_one_finding():
     (finding,) = gpu_findings()
-    assert (finding.name, finding.outcome) == ("GPUs", "ok")
+    assert (finding.name, finding.level) == ("GPUs", "ok")
     assert torch.cuda.is_available() or "gloo" in finding.text
 
 
 def test_ranks_that_reach_each_other_and_agree_on_the_time_are_ok():
     for findings in on_threads(lambda world: list(collective_findings(world, "gloo")), MESH, timeout_s=60):
-        assert [(finding.name, finding.outcome) for finding in findings] == [("collective (gloo)", "ok"), ("clocks", "ok")]
+        assert [(finding.name, finding.level) for finding in findings] == [
+            ("collective (gloo)", "ok"),
+            ("clocks", "ok"),
+        ]
         assert findings[0].text.startswith("3 ranks over gloo: an all-reduce of 4 MiB takes ")
 
 
 def test_a_wrong_sum_is_a_failure(monkeypatch):
     monkeypatch.setattr(gpu_checks.torch, "ones", lambda *shape, device: torch.full(shape, 2.0))
     for findings in on_threads(lambda world: list(collective_findings(world, "gloo")), MESH, timeout_s=60):
-        assert findings[0].outcome == "failure"
+        assert findings[0].level == "failure"
 
 
 def test_a_clock_that_is_off_is_seen_on_every_rank(monkeypatch):
     right = time.time
-    monkeypatch.setattr(gpu_checks.time, "time", lambda: right() + (60 if threading.current_thread() in late else 0))
+    monkeypatch.setattr(
+        gpu_checks.time, "time", lambda: right() + (60 if threading.current_thread() in late else 0)
+    )
     late: set[threading.Thread] = set()
 
     def look(world: World) -> Finding:
@@ -44,14 +49,14 @@ def test_a_clock_that_is_off_is_seen_on_every_rank(monkeypatch):
         return list(collective_findings(world, "gloo"))[1]
 
     found = on_threads(look, MESH, timeout_s=60)
-    assert [finding.outcome for finding in found] == ["warning"] * 3
+    assert [finding.level for finding in found] == ["warning"] * 3
     assert "NTP" in found[0].fix
 
 
 def test_what_is_not_ok_on_a_host_reaches_all():
     def tell(world: World) -> dict[str, tuple[Finding, ...]]:
         mine = [Finding("a", "ok", "fine"), Finding("b", "warning", f"from {world.rank}", "repair it")]
-        return gathered(world, f"host-{world.rank}", mine if world.rank else mine[:1])
+        return gather_findings(world, f"host-{world.rank}", mine if world.rank else mine[:1])
 
     told = on_threads(tell, MESH, timeout_s=60)
     assert told[0] == told[1] == told[2]
@@ -61,4 +66,4 @@ def test_what_is_not_ok_on_a_host_reaches_all():
 
 def test_more_than_fits_is_cut_short():
     many = [Finding("b", "warning", "x" * 3000, "y")] * 9
-    assert len(on_threads(lambda world: gathered(world, "h", many), MESH, timeout_s=60)[0]["h"]) == 2
+    assert len(on_threads(lambda world: gather_findings(world, "h", many), MESH, timeout_s=60)[0]["h"]) == 2

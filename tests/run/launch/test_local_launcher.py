@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from meshwright.run.launch.failure_record import Record, record_path
-from meshwright.run.launch.local_launcher import Outcome
+from meshwright.run.launch.failure_record import FailureRecord, failure_path
+from meshwright.run.launch.local_launcher import LaunchResult
 from tests.run.launch.rank_scripts import ENV, PATIENT, run
 
 
@@ -19,7 +19,7 @@ keys = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS
 print(*(os.environ[key] for key in keys), Path(os.environ["MESHWRIGHT_STORE"]).parent.is_dir())
 print("to stderr", file=sys.stderr)
 """
-    assert run(tmp_path, body, env={**ENV, "OMP_NUM_THREADS": "5"}) == Outcome(0)
+    assert run(tmp_path, body, env={**ENV, "OMP_NUM_THREADS": "5"}) == LaunchResult(0)
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     said = [capfd.readouterr(), *((tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in (1, 2))]
     first = said[0].out.split()
@@ -53,13 +53,15 @@ if rank == 1:
 for_ever()
 """
     outcome = run(tmp_path, body)
-    assert (outcome.code, outcome.failure.rank, outcome.killed) == (1, 1, (0, 2))
-    assert outcome.failure.text.startswith("rank 1 failed at step 12 (backward)\nTraceback (most recent call last):\n  File ")
+    assert (outcome.exit_code, outcome.failure.rank, outcome.killed_ranks) == (1, 1, (0, 2))
+    assert outcome.failure.text.startswith(
+        "rank 1 failed at step 12 (backward)\nTraceback (most recent call last):\n  File "
+    )
     assert outcome.failure.text.endswith("ValueError: a bad batch")
     assert "guard.py" not in outcome.failure.text
     assert capfd.readouterr() == ("", "")
     assert (tmp_path / "logs" / "rank-1.log").read_text() == ""
-    record = json.loads(record_path(tmp_path, 1).read_text())
+    record = json.loads(failure_path(tmp_path, 1).read_text())
     assert (record["kind"], record["type"], record["message"]) == ("own", "ValueError", "a bad batch")
 
 
@@ -71,11 +73,13 @@ until("failures/rank-0.json", "failures/rank-2.json")
 raise KeyError("the cause")
 """
     outcome = run(tmp_path, body, PATIENT)
-    assert outcome.code == 1
+    assert outcome.exit_code == 1
     assert outcome.failure.rank == 1
     assert "KeyError: 'the cause'" in outcome.failure.text
     assert "Connection closed" not in outcome.failure.text
-    assert outcome.failure.text.endswith(f"what the other ranks said: {record_path(tmp_path, 0)}, {record_path(tmp_path, 2)}")
+    assert outcome.failure.text.endswith(
+        f"what the other ranks said: {failure_path(tmp_path, 0)}, {failure_path(tmp_path, 2)}"
+    )
 
 
 def test_of_two_causes_the_earlier_is_shown(tmp_path):
@@ -94,7 +98,7 @@ if rank != 2:
     raise RuntimeError("Connection closed by peer")
 """
     outcome = run(tmp_path, body)
-    assert outcome.code == 1
+    assert outcome.exit_code == 1
     assert "Connection closed by peer" in outcome.failure.text
     assert "ended before, without an error: rank 2" in outcome.failure.text
 
@@ -110,12 +114,12 @@ if rank == 0:
 for_ever()
 """
     outcome = run(tmp_path, body)
-    assert (outcome.code, outcome.failure.rank, outcome.killed) == (1, 1, (2,))
+    assert (outcome.exit_code, outcome.failure.rank, outcome.killed_ranks) == (1, 1, (2,))
     assert outcome.failure.text.startswith(
         "rank 1 was killed by signal 9 (Killed)\nif nobody did this, the system did, for want of memory"
     )
     assert f"the end of {tmp_path / 'logs' / 'rank-1.log'}:\nthe last words" in outcome.failure.text
-    assert outcome.failure.text.endswith(f"what the other ranks said: {record_path(tmp_path, 0)}")
+    assert outcome.failure.text.endswith(f"what the other ranks said: {failure_path(tmp_path, 0)}")
 
 
 def test_a_crash_in_native_code_shows_the_python_line(tmp_path):
@@ -137,14 +141,14 @@ def test_a_rank_that_ends_in_silence_is_named_with_the_end_of_its_newest_log(tmp
 
 def test_a_request_that_cannot_work_is_its_message_alone(tmp_path):
     outcome = run(tmp_path, 'raise PlanError("5 ranks", fix="use 6", where="mesh.tp")')
-    assert outcome.code == 2
+    assert outcome.exit_code == 2
     assert outcome.failure.text == "mesh.tp: 5 ranks\n  repair: use 6"
 
 
 def test_failures_of_an_earlier_attempt_do_not_count(tmp_path):
-    Record(7, 0.0, "own", "ValueError", "old", "old").write(tmp_path)
-    assert run(tmp_path, "pass") == Outcome(0)
-    assert not record_path(tmp_path, 7).exists()
+    FailureRecord(7, 0.0, "own", "ValueError", "old", "old").write(tmp_path)
+    assert run(tmp_path, "pass") == LaunchResult(0)
+    assert not failure_path(tmp_path, 7).exists()
 
 
 def test_what_ranks_started_ends_with_them(tmp_path):
@@ -153,7 +157,7 @@ helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]
 meet(helper.pid)
 os._exit(rank)
 """
-    assert run(tmp_path, body).code == 1
+    assert run(tmp_path, body).exit_code == 1
 
 
 def test_a_failure_that_cannot_be_written_is_in_the_log(tmp_path):
@@ -161,7 +165,7 @@ def test_a_failure_that_cannot_be_written_is_in_the_log(tmp_path):
     text = run(tmp_path, 'if rank == 1:\n    raise ValueError("unheard")').failure.text
     assert "rank 1 ended with exit code 1 and did not say why" in text
     assert "ValueError: unheard" in text
-    assert f"This could not be written to {record_path(tmp_path, 1)}" in text
+    assert f"This could not be written to {failure_path(tmp_path, 1)}" in text
 
 
 def test_handlers_of_the_caller_come_back_and_a_failed_start_leaves_nothing(tmp_path):
@@ -196,7 +200,7 @@ on_term(lambda: None)
 dist.all_reduce(ones)
 """
     outcome = run(tmp_path, body, PATIENT)
-    assert outcome.code == 1
+    assert outcome.exit_code == 1
     assert outcome.failure.rank == 1
     assert "ArithmeticError: the sum was 3.0" in outcome.failure.text
     kinds = {json.loads(path.read_text())["kind"] for path in (tmp_path / "failures").glob("rank-[02].json")}
@@ -205,7 +209,7 @@ dist.all_reduce(ones)
 
 def test_ranks_that_stopped_together_because_one_of_them_was_told_are_no_failure(tmp_path):
     """The scheduler may signal a rank and not its parent."""
-    assert run(tmp_path, "meet()\nsys.exit(128 + signal.SIGTERM)") == Outcome(143)
+    assert run(tmp_path, "meet()\nsys.exit(128 + signal.SIGTERM)") == LaunchResult(143)
 
 
 WAITS = """
@@ -217,13 +221,17 @@ def in_vain(text="rank 1 did not come"):
 
 
 def test_a_report_of_who_did_not_come_is_shown_once_and_without_a_traceback(tmp_path):
-    text = run(tmp_path, WAITS + "on_term(lambda: None)\nmeet()\nfor_ever() if rank == 1 else in_vain()").failure.text
+    text = run(
+        tmp_path, WAITS + "on_term(lambda: None)\nmeet()\nfor_ever() if rank == 1 else in_vain()"
+    ).failure.text
     assert re.match(r"rank [02] waited in vain\nrank 1 did not come\nrank [02] gave up\n", text)
     assert "Traceback" not in text
 
 
 def test_an_error_of_a_rank_itself_goes_before_a_report(tmp_path):
-    body = WAITS + 'if rank == 1:\n    until("failures/rank-0.json")\n    raise KeyError("the cause")\nin_vain()'
+    body = (
+        WAITS + 'if rank == 1:\n    until("failures/rank-0.json")\n    raise KeyError("the cause")\nin_vain()'
+    )
     assert "KeyError: 'the cause'" in run(tmp_path, body, PATIENT).failure.text
 
 
@@ -235,6 +243,9 @@ def test_a_rank_that_ended_in_silence_is_told_with_what_the_others_found_out(tmp
 
 
 def test_a_rank_that_a_backend_aborted_comes_behind_the_report(tmp_path):
-    body = WAITS + "meet()\nos.kill(os.getpid(), signal.SIGABRT) if rank == 2 else in_vain('rank 1 issued another size')"
+    body = (
+        WAITS
+        + "meet()\nos.kill(os.getpid(), signal.SIGABRT) if rank == 2 else in_vain('rank 1 issued another size')"
+    )
     text = run(tmp_path, body).failure.text
     assert text.index("rank 1 issued another size") < text.index("rank 2 was killed by signal 6")

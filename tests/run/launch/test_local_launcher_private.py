@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import meshwright
-from meshwright.run.launch.local_launcher import LOCK, PREFIX, private_folder
+from meshwright.run.launch.local_launcher import LOCK, PREFIX, temporary_folder
 
 HOLDS = """
 import sys
-from meshwright.run.launch.local_launcher import private_folder
+from meshwright.run.launch.local_launcher import temporary_folder
 with private_folder() as folder:
     (folder / "store").write_text("x")
     print(folder, flush=True)
@@ -29,7 +29,7 @@ def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def test_a_folder_is_private_and_gone_afterwards(tmp_path: Path):
-    with private_folder() as folder:
+    with temporary_folder() as folder:
         assert folder.parent == tmp_path
         assert folder.name.startswith(PREFIX)
         assert folder.stat().st_mode & 0o077 == 0
@@ -38,7 +38,7 @@ def test_a_folder_is_private_and_gone_afterwards(tmp_path: Path):
 
 
 def test_a_folder_whose_process_lives_is_left_alone(tmp_path: Path):
-    with private_folder() as first, private_folder() as second:
+    with temporary_folder() as first, temporary_folder() as second:
         assert sorted(tmp_path.iterdir()) == sorted([first, second])
     assert list(tmp_path.iterdir()) == []
 
@@ -48,11 +48,11 @@ def test_the_folder_of_a_killed_process_is_removed_by_the_next(tmp_path: Path):
     words = [sys.executable, "-c", HOLDS]
     with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         left = Path(owner.stdout.readline().strip())
-        with private_folder():
+        with temporary_folder():
             assert left.is_dir(), "its process lives"
         owner.send_signal(signal.SIGKILL)
     assert (left / "store").exists()
-    with private_folder() as mine:
+    with temporary_folder() as mine:
         assert list(tmp_path.iterdir()) == [mine]
 
 
@@ -62,6 +62,6 @@ def test_folders_that_nobody_locked_and_links_are_left_alone(tmp_path: Path):
     linked.mkdir()
     (linked / LOCK).touch()
     (tmp_path / f"{PREFIX}link").symlink_to(linked)
-    with private_folder():
+    with temporary_folder():
         assert other.is_dir()
         assert (linked / LOCK).exists()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshwright.run.launch.local_launcher import Limits, Outcome
+from meshwright.run.launch.local_launcher import LaunchResult, LaunchTimeouts
 from tests.run.launch.rank_scripts import WORLD, Job, is_running
 
 
@@ -48,7 +48,7 @@ def test_a_signal_to_the_parent_lets_every_rank_save_and_reaches_it_once(tmp_pat
     job = Job(tmp_path, SAVES)
     jobs.append(job)
     job.send(number)
-    assert job.outcome() == Outcome(code)
+    assert job.outcome() == LaunchResult(code)
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in range(WORLD)] == ["1", "1", "1"]
 
 
@@ -60,34 +60,34 @@ for_ever()
 
 
 def test_a_second_interrupt_ends_everything_at_once(tmp_path, jobs):
-    job = Job(tmp_path, STUBBORN, Limits(interrupt_s=1e6))
+    job = Job(tmp_path, STUBBORN, LaunchTimeouts(interrupt_s=1e6))
     jobs.append(job)
     job.send(signal.SIGINT)
     job.wait_for("told")
     assert all(is_running(pid) for pid in job.pids)
     job.send(signal.SIGINT)
-    assert job.outcome() == Outcome(130, None, (0, 1, 2))
+    assert job.outcome() == LaunchResult(130, None, (0, 1, 2))
 
 
 @pytest.mark.parametrize(
     ("number", "limits", "code"),
     [
-        (signal.SIGTERM, Limits(terminate_s=0.3, interrupt_s=1e6), 143),
-        (signal.SIGINT, Limits(terminate_s=1e6, interrupt_s=0.3), 130),
+        (signal.SIGTERM, LaunchTimeouts(terminate_s=0.3, interrupt_s=1e6), 143),
+        (signal.SIGINT, LaunchTimeouts(terminate_s=1e6, interrupt_s=0.3), 130),
     ],
 )
 def test_ranks_that_do_not_stop_in_time_are_killed(tmp_path, jobs, number, limits, code):
     job = Job(tmp_path, STUBBORN, limits)
     jobs.append(job)
     job.send(number)
-    assert job.outcome() == Outcome(code, None, (0, 1, 2))
+    assert job.outcome() == LaunchResult(code, None, (0, 1, 2))
 
 
 def test_ranks_that_know_no_signal_simply_end(tmp_path, jobs):
     job = Job(tmp_path, "meet()\nfor_ever()")
     jobs.append(job)
     job.send(signal.SIGTERM)
-    assert job.outcome() == Outcome(143)
+    assert job.outcome() == LaunchResult(143)
 
 
 def test_a_save_that_fails_is_a_failure_and_the_others_are_not_waited_for(tmp_path, jobs):
@@ -99,11 +99,11 @@ on_term(save)
 meet()
 for_ever()
 """
-    job = Job(tmp_path, body, Limits(terminate_s=1e6))
+    job = Job(tmp_path, body, LaunchTimeouts(terminate_s=1e6))
     jobs.append(job)
     job.send(signal.SIGTERM)
     outcome = job.outcome()
-    assert (outcome.code, outcome.failure.rank, outcome.killed) == (1, 1, (0, 2))
+    assert (outcome.exit_code, outcome.failure.rank, outcome.killed_ranks) == (1, 1, (0, 2))
     assert "No space left on device" in outcome.failure.text
 
 
@@ -121,4 +121,4 @@ for_ever()
     job = Job(tmp_path, body)
     jobs.append(job)
     job.send(signal.SIGTERM)
-    assert job.outcome() == Outcome(143)
+    assert job.outcome() == LaunchResult(143)

@@ -6,14 +6,14 @@ from contextlib import suppress
 
 import pytest
 
-from meshwright.run.launch.local_launcher import launch
-from meshwright.run.launch.signals import Interrupt, raise_if_told
+from meshwright.run.launch.local_launcher import launch_ranks
+from meshwright.run.launch.signals import InterruptHandler, raise_if_interrupted
 
 
 @pytest.fixture
-def handler() -> Iterator[Interrupt]:
+def handler() -> Iterator[InterruptHandler]:
     before = signal.getsignal(signal.SIGINT)
-    mine = Interrupt()
+    mine = InterruptHandler()
     signal.signal(signal.SIGINT, mine)
     yield mine
     signal.signal(signal.SIGINT, before)
@@ -26,12 +26,12 @@ def test_it_raises_at_once(handler):
 
 
 def test_nothing_is_raised_where_none_came(handler):
-    raise_if_told()
+    raise_if_interrupted()
 
 
 def test_a_swallowed_one_keeps_ranks_from_starting(handler, tmp_path):
     with suppress(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        launch(["-c", "print('started')"], 1, tmp_path, {})
+        launch_ranks(["-c", "print('started')"], 1, tmp_path, {})
     assert not (tmp_path / "logs").exists()

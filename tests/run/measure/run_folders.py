@@ -20,16 +20,31 @@ dp_replicate = 2
 
 
 def run_folder(
-    folder: Path, steps: int = 20, device: str = "Abacus 7", *, traced: bool = True, store: str = "replicate", more: str = ""
+    folder: Path,
+    steps: int = 20,
+    device: str = "Abacus 7",
+    *,
+    traced: bool = True,
+    store: str = "replicate",
+    more: str = "",
 ) -> Path:
     """A run of two ranks: its first step took ten times as long, rank 1 computed less and waited for rank 0."""
     (folder / "trace").mkdir(parents=True)
-    machine = {"device": "cpu", "processor": device} if device.startswith("Abacus") else {"device": device, "processor": "x"}
+    machine = (
+        {"device": "cpu", "processor": device}
+        if device.startswith("Abacus")
+        else {"device": device, "processor": "x"}
+    )
     (folder / "about.json").write_text(json.dumps({"machine": machine}))
     (folder / "plan.toml").write_text(PLAN.format(micro=2, store=store, more=more))
     lines = [{"step": 1, "seconds": 10 * STEP_S, "data_s": 0.0, "skipped": False}]
-    lines += [{"step": 2 + n, "seconds": STEP_S + 0.01, "data_s": 0.01, "skipped": False} for n in range(steps)]
-    lines += [{"step": 3, "kind": "evaluation", "loss": 1.0}, {"step": 99, "seconds": 9.0, "data_s": 0.0, "skipped": True}]
+    lines += [
+        {"step": 2 + n, "seconds": STEP_S + 0.01, "data_s": 0.01, "skipped": False} for n in range(steps)
+    ]
+    lines += [
+        {"step": 3, "kind": "evaluation", "loss": 1.0},
+        {"step": 99, "seconds": 9.0, "data_s": 0.0, "skipped": True},
+    ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "metrics.jsonl").write_text(text + '{"step": 100, "sec')
     for rank in range(2 if traced else 0):

@@ -9,19 +9,29 @@ import torch
 
 from meshwright.comm.algorithms.size_rule import Rule
 from meshwright.comm.tuning.autoselect import choose
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.plan.hardware.network_model import VERSION, Band, Cluster, Fit, Link, Network, Series
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.plan.hardware.network_model import (
+    VERSION,
+    AllReduceSeries,
+    Cluster,
+    FitError,
+    LinkCost,
+    NetworkModel,
+    SizeBand,
+)
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.measure.allreduce_choice import chosen
-from meshwright.run.measure.network_profile import this_machine, write_cluster
+from meshwright.run.measure.allreduce_choice import choose_algorithms
+from meshwright.run.measure.network_profile import describe_machine, write_cluster
 
 TRANSPORT = "nccl" if torch.cuda.is_available() else "gloo"
-NETWORK = Network(between=Link((Band(0, 1e-4, 1e9),)))
-RING = Series("ring", 3, (1024, 1 << 20, 64 << 20), (1e-3, 1e-2, 1e-1), (0.0, 0.0, 0.0))
-CLUSTER = Cluster(VERSION, "", this_machine(), torch.__version__, TRANSPORT, 1, Fit(0.1, 0.1), NETWORK, (RING,))
-AUTO = (Batch(), Replicate(algorithm="auto"))
+NETWORK = NetworkModel(inter_host=LinkCost((SizeBand(0, 1e-4, 1e9),)))
+RING = AllReduceSeries("ring", 3, (1024, 1 << 20, 64 << 20), (1e-3, 1e-2, 1e-1), (0.0, 0.0, 0.0))
+CLUSTER = Cluster(
+    VERSION, "", describe_machine(), torch.__version__, TRANSPORT, 1, FitError(0.1, 0.1), NETWORK, (RING,)
+)
+AUTO = (BatchSplit(), DDP(algorithm="auto"))
 MESH = Mesh(dp_replicate=3)
 
 
@@ -33,87 +43,101 @@ def file(tmp_path: Path) -> str:
 
 
 def rule_of(strategies: tuple[object, ...]) -> str:
-    (found,) = [each.algorithm for each in strategies if isinstance(each, Replicate)]
+    (found,) = [each.algorithm for each in strategies if isinstance(each, DDP)]
     return found
 
 
 def test_auto_becomes_the_rule_that_the_cluster_gives(file: str, tmp_path: Path):
-    strategies, notes = chosen(AUTO, MESH, file, tmp_path / "run")
+    strategies, notes = choose_algorithms(AUTO, MESH, file, tmp_path / "run")
     assert rule_of(strategies) == str(choose(CLUSTER, 3).rule) != "auto"
-    assert strategies[0] == Batch()
+    assert strategies[0] == BatchSplit()
     (note,) = notes
     assert note.startswith(f"auto chose '{rule_of(strategies)}' for 3 ranks, because ")
 
 
 def test_the_same_file_gives_the_same_strategies(file: str, tmp_path: Path):
-    assert chosen(AUTO, MESH, file, tmp_path) == chosen(AUTO, MESH, file, tmp_path)
+    assert choose_algorithms(AUTO, MESH, file, tmp_path) == choose_algorithms(AUTO, MESH, file, tmp_path)
 
 
 def test_a_plan_without_auto_reads_no_cluster(tmp_path: Path):
-    plain = (Batch(), Replicate(algorithm="tree"))
-    assert chosen(plain, MESH, str(tmp_path / "gone.toml"), tmp_path) == (plain, [])
+    plain = (BatchSplit(), DDP(algorithm="tree"))
+    assert choose_algorithms(plain, MESH, str(tmp_path / "gone.toml"), tmp_path) == (plain, [])
 
 
 def test_without_a_cluster_the_repair_is_to_measure_one(tmp_path: Path):
     with pytest.raises(PlanError) as raised:
-        chosen(AUTO, MESH, "", tmp_path)
-    (fault,) = raised.value.faults
-    assert fault.where == "strategies.replicate.algorithm"
+        choose_algorithms(AUTO, MESH, "", tmp_path)
+    (fault,) = raised.value.diagnostics
+    assert fault.location == "strategies.replicate.algorithm"
     assert "meshwright bench comm" in fault.fix
 
 
 def test_one_rank_takes_the_backend(file: str, tmp_path: Path):
-    strategies, _ = chosen(AUTO, Mesh(), file, tmp_path)
+    strategies, _ = choose_algorithms(AUTO, Mesh(), file, tmp_path)
     assert rule_of(strategies) == "backend"
 
 
 def test_a_measurement_of_another_machine_or_transport_is_told(tmp_path: Path):
     path = tmp_path / "cluster.toml"
     write_cluster(replace(CLUSTER, machine="another"), path)
-    assert "measured on another machine (another; here: " in chosen(AUTO, MESH, str(path), tmp_path)[1][0]
+    assert (
+        "measured on another machine (another; here: "
+        in choose_algorithms(AUTO, MESH, str(path), tmp_path)[1][0]
+    )
     write_cluster(replace(CLUSTER, transport="gloo" if TRANSPORT == "nccl" else "nccl"), path)
-    assert "was measured over" in chosen(AUTO, MESH, str(path), tmp_path)[1][0]
+    assert "was measured over" in choose_algorithms(AUTO, MESH, str(path), tmp_path)[1][0]
 
 
 def begun(folder: Path, algorithm: str, ranks: int = 3) -> None:
     (folder / "checkpoints" / "step-00000010").mkdir(parents=True)
-    tables = [{"name": "batch", "axis": "dp_replicate"}, Replicate(algorithm=algorithm).as_dict()]
+    tables = [{"name": "batch", "axis": "dp_replicate"}, DDP(algorithm=algorithm).as_dict()]
     (folder / "plan.toml").write_text(tomli_w.dumps({"mesh": {"dp_replicate": ranks}, "strategies": tables}))
 
 
 def test_a_run_that_goes_on_keeps_its_rule_and_reads_no_cluster(tmp_path: Path):
     begun(tmp_path, "tree <= 8 KiB, else naive")
-    strategies, notes = chosen(AUTO, MESH, str(tmp_path / "gone.toml"), tmp_path)
+    strategies, notes = choose_algorithms(AUTO, MESH, str(tmp_path / "gone.toml"), tmp_path)
     assert rule_of(strategies) == "tree <= 8 KiB, else naive"
-    assert notes == [f"auto keeps 'tree <= 8 KiB, else naive' for replicate, with which the run in {tmp_path} began"]
+    assert notes == [
+        f"auto keeps 'tree <= 8 KiB, else naive' for replicate, with which the run in {tmp_path} began"
+    ]
 
 
 @pytest.mark.parametrize(("algorithm", "ranks"), [("tree", 2), ("no such rule", 3)])
-def test_a_run_on_another_mesh_or_with_a_spoilt_plan_chooses_anew(algorithm: str, ranks: int, file: str, tmp_path: Path):
+def test_a_run_on_another_mesh_or_with_a_spoilt_plan_chooses_anew(
+    algorithm: str, ranks: int, file: str, tmp_path: Path
+):
     begun(tmp_path / "run", algorithm, ranks)
-    strategies, _ = chosen(AUTO, MESH, file, tmp_path / "run")
+    strategies, _ = choose_algorithms(AUTO, MESH, file, tmp_path / "run")
     assert rule_of(strategies) == str(choose(CLUSTER, 3).rule)
 
 
 def test_a_run_that_has_saved_nothing_chooses_anew(file: str, tmp_path: Path):
     begun(tmp_path / "run", "naive")
     (tmp_path / "run" / "checkpoints" / "step-00000010").rmdir()
-    assert rule_of(chosen(AUTO, MESH, file, tmp_path / "run")[0]) != "naive"
+    assert rule_of(choose_algorithms(AUTO, MESH, file, tmp_path / "run")[0]) != "naive"
 
 
 def test_ranks_of_one_host_are_priced_as_such_and_ranks_of_several_as_theirs(tmp_path: Path):
-    inside = Link((Band(0, 1e-6, 1e11),))
-    network = Network(host=inside, rank=inside, added=inside, between=Link((Band(0, 1e-2, 1e8),)))
+    inside = LinkCost((SizeBand(0, 1e-6, 1e11),))
+    network = NetworkModel(
+        intra_host=inside,
+        busiest_rank=inside,
+        local_sum=inside,
+        inter_host=LinkCost((SizeBand(0, 1e-2, 1e8),)),
+    )
     path = tmp_path / "cluster.toml"
-    write_cluster(replace(CLUSTER, per_host=2, network=network), path)
-    strategies, _ = chosen(AUTO, Mesh(dp_replicate=4), str(path), tmp_path)
+    write_cluster(replace(CLUSTER, ranks_per_host=2, network=network), path)
+    strategies, _ = choose_algorithms(AUTO, Mesh(dp_replicate=4), str(path), tmp_path)
     assert "hierarchical/2" in Rule.parse(rule_of(strategies)).names
-    strategies, notes = chosen(AUTO, Mesh(dp_replicate=2), str(path), tmp_path)
-    assert "64 MiB takes 3.03 ms" in notes[-1]  # as inside a host; between hosts it would be half a second and more
+    strategies, notes = choose_algorithms(AUTO, Mesh(dp_replicate=2), str(path), tmp_path)
+    assert (
+        "64 MiB takes 3.03 ms" in notes[-1]
+    )  # as inside a host; between hosts it would be half a second and more
 
 
 def test_ranks_with_other_tokens_of_the_same_samples_count(file: str, tmp_path: Path):
-    found, _ = chosen((Replicate(algorithm="auto"),), Mesh(dp_replicate=2, cp=3), file, tmp_path)
+    found, _ = choose_algorithms((DDP(algorithm="auto"),), Mesh(dp_replicate=2, cp=3), file, tmp_path)
     assert rule_of(found) == str(choose(CLUSTER, 6, 1).rule)
-    _, notes = chosen((Replicate(axis="cp", algorithm="auto"),), Mesh(cp=3), file, tmp_path)
+    _, notes = choose_algorithms((DDP(axis="cp", algorithm="auto"),), Mesh(cp=3), file, tmp_path)
     assert notes[-1] == str(choose(CLUSTER, 3, 1))

@@ -3,41 +3,47 @@
 import pytest
 import torch
 
-from meshwright.plan.hardware.device_profile import LEAST, VERSION, Profile
-from meshwright.plan.model_spec.op_costs import RICH
+from meshwright.plan.hardware.device_profile import MIN_MEASUREMENTS, VERSION, DeviceProfile
+from meshwright.plan.model_spec.op_costs import COMPUTE_HEAVY_OPS
 from meshwright.run.measure import timing
-from meshwright.run.measure.device_bench import Sizes, rated, sizes_of, spread_of
+from meshwright.run.measure.device_bench import BenchSizes, bench_sizes, spread_of, time_device
 
-TINY = Sizes(
+TINY = BenchSizes(
     (*((size, size, 8, 1) for size in (4, 8, 12, 16, 24, 32)), (8, 8, 8, 2)),
     tuple((1, 2, queries, 16, 8) for queries in (4, 8, 12, 16, 24, 32)),
     (4096, 65536),
 )
 
 
-def test_a_device_is_measured_at_every_size_and_makes_a_profile_without_faults(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(timing, "QUICK_BATCHES", 1)
-    found = rated(torch.device("cpu"), TINY, quick=True)
+def test_a_device_is_measured_at_every_size_and_makes_a_profile_without_faults(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(timing, "NUM_QUICK_BATCHES", 1)
+    found = time_device(torch.device("cpu"), TINY, quick=True)
     assert {(each.m, each.n, each.k, each.batch) for each in found.products} == set(TINY.products)
-    assert {each.dtype for each in found.products} == {each.dtype for each in found.attention} == {"float32", "bfloat16"}
-    assert [each.nbytes for each in found.moved] == [4096, 65536]
-    assert {each.operation for each in found.computed} == set(RICH)
+    assert (
+        {each.dtype for each in found.products}
+        == {each.dtype for each in found.attention}
+        == {"float32", "bfloat16"}
+    )
+    assert [each.nbytes for each in found.memory] == [4096, 65536]
+    assert {each.operation for each in found.compute_heavy} == set(COMPUTE_HEAVY_OPS)
     assert 0 < found.call_s < 1e-2
-    assert len(found.slices) == timing.BATCH
+    assert len(found.slices) == timing.SLICES_PER_BATCH
     figures = {name: value for name, value in vars(found).items() if name != "slices"}
-    profile = Profile(VERSION, "", "cpu", "here", torch.__version__, 1, 1, 1 << 30, **figures)
-    assert not list(profile.faults())
-    assert profile.product_seconds(20, 20, 8) > 0
+    profile = DeviceProfile(VERSION, "", "cpu", "here", torch.__version__, 1, 1, 1 << 30, **figures)
+    assert not list(profile.diagnostics())
+    assert profile.matmul_seconds(20, 20, 8) > 0
 
 
 def test_the_usual_sizes_are_enough_for_a_law_and_a_gpu_has_larger_ones():
     for kind, quick in (("cpu", False), ("cpu", True), ("cuda", False)):
-        sizes = sizes_of(kind, quick=quick)
-        assert len(sizes.products) == len(set(sizes.products)) >= LEAST
-        assert len(sizes.attention) == len(set(sizes.attention)) >= LEAST
-        assert list(sizes.moved) == sorted(set(sizes.moved))
-    assert max(sizes_of("cuda").products) > max(sizes_of("cpu").products)
-    assert len(sizes_of("cpu", quick=True).products) < len(sizes_of("cpu").products)
+        sizes = bench_sizes(kind, quick=quick)
+        assert len(sizes.products) == len(set(sizes.products)) >= MIN_MEASUREMENTS
+        assert len(sizes.attention) == len(set(sizes.attention)) >= MIN_MEASUREMENTS
+        assert list(sizes.memory) == sorted(set(sizes.memory))
+    assert max(bench_sizes("cuda").products) > max(bench_sizes("cpu").products)
+    assert len(bench_sizes("cpu", quick=True).products) < len(bench_sizes("cpu").products)
 
 
 def test_spread_is_the_distance_of_the_quartiles_as_a_share():

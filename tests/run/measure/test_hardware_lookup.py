@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.plan.hardware.device_specs import devices
+from meshwright.plan.hardware.device_specs import known_devices
 from meshwright.plan.job.errors import PlanError
 from meshwright.planner.machine.efficiency import rates_of
-from meshwright.run.measure.hardware_lookup import linked, machine_of, profile_in
+from meshwright.run.measure.hardware_lookup import find_profile, read_machine, with_host_links
 from meshwright.run.measure.measured_files import write_profile
 from tests.plan.hardware.synthetic_device import profile
 
@@ -31,30 +31,32 @@ def written(folder: Path, text: str) -> str:
 
 def refused(folder: Path, text: str, count: int = 8) -> str:
     with pytest.raises(PlanError) as raised:
-        linked(machine_of(written(folder, text), count), "my.toml")
-    assert all(fault.fix for fault in raised.value.faults)
+        with_host_links(read_machine(written(folder, text), count), "my.toml")
+    assert all(fault.fix for fault in raised.value.diagnostics)
     return str(raised.value)
 
 
 def test_a_kind_is_found_by_its_name_and_another_one_is_refused_with_the_nearest():
-    assert machine_of("h100", 16).device.name == "H100"
+    assert read_machine("h100", 16).device.name == "H100"
     with pytest.raises(PlanError, match="did you mean 'MI300X'"):
-        machine_of("mi300", 16)
+        read_machine("mi300", 16)
 
 
 def test_a_device_that_nobody_knows_takes_a_few_lines(tmp_path: Path):
-    found = machine_of(written(tmp_path, OWN), 16)
+    found = read_machine(written(tmp_path, OWN), 16)
     assert (found.device.name, found.count, found.host) == ("X9", 16, 8)
     assert found.peak("bfloat16") == found.peak("float16") == 500e12
     assert (found.device.memory, found.device.memory_rate) == (64 * 2**30, 2e12)
     assert (found.device.link_rate, found.device.nic_rate) == (200e9, 25e9)
     assert found.rates == rates_of("")
-    assert linked(found, "my.toml") == linked(linked(found, "my.toml"), "my.toml")
+    assert with_host_links(found, "my.toml") == with_host_links(with_host_links(found, "my.toml"), "my.toml")
 
 
 def test_what_differs_from_a_kind_is_enough(tmp_path: Path):
-    found = machine_of(written(tmp_path, '[device]\nlike = "h100"\nnic_gb_s = 12.5\n[rates]\nproduct = 0.5\n'), 32)
-    plain = machine_of("h100", 32)
+    found = read_machine(
+        written(tmp_path, '[device]\nlike = "h100"\nnic_gb_s = 12.5\n[rates]\nproduct = 0.5\n'), 32
+    )
+    plain = read_machine("h100", 32)
     assert found.device.nic_rate == 12.5e9
     assert found.device.link_rate == plain.device.link_rate
     assert found.rates.product == 0.5
@@ -63,7 +65,7 @@ def test_what_differs_from_a_kind_is_enough(tmp_path: Path):
 
 
 def test_a_device_without_units_for_16_bits_computes_them_as_32(tmp_path: Path):
-    found = machine_of(written(tmp_path, OWN.replace("bfloat16 = 500", "float32 = 20")), 8)
+    found = read_machine(written(tmp_path, OWN.replace("bfloat16 = 500", "float32 = 20")), 8)
     assert found.peak("bfloat16") == found.peak("float32") == 20e12
 
 
@@ -73,7 +75,8 @@ def test_all_that_is_wrong_with_a_file_is_told_at_once(tmp_path: Path):
     assert "did you mean 'memory_gb" in told
     assert "did you mean 'rates'?" in told
     told = refused(
-        tmp_path, '[device]\nlike = "h1000"\ntflops = {bf16 = 5, float8 = 5e15}\nnic_gb_s = -1\n[rates]\nproducts = 1.0\n'
+        tmp_path,
+        '[device]\nlike = "h1000"\ntflops = {bf16 = 5, float8 = 5e15}\nnic_gb_s = -1\n[rates]\nproducts = 1.0\n',
     )
     wanted = [
         "'h1000' is no device",
@@ -102,33 +105,40 @@ def test_figures_are_judged_beside_values_of_another_type(tmp_path: Path):
     assert told.count("repair:") == len(wanted)
     told = refused(tmp_path, '[device]\nname = "X"\ntflops = {bfloat16 = "many"}\nmemory_gb = -1\n')
     assert "tflops: this key is missing" not in told
-    assert all(part in told for part in ("tflops.bfloat16: given", "memory_gb = -1", "per_host: this key is missing")), told
+    assert all(
+        part in told for part in ("tflops.bfloat16: given", "memory_gb = -1", "per_host: this key is missing")
+    ), told
     assert refused(tmp_path, "device = 3\n").count("repair:") == 1
 
 
 def test_keys_that_are_needed_are_named(tmp_path: Path):
     told = refused(tmp_path, '[device]\nname = "X9"\n')
-    assert all(f"device.{key}: this key is missing" in told for key in ("tflops", "memory_gb", "link_gb_s", "per_host"))
+    assert all(
+        f"device.{key}: this key is missing" in told
+        for key in ("tflops", "memory_gb", "link_gb_s", "per_host")
+    )
     assert 'like = "h100"' in told
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path):
     with pytest.raises(PlanError, match="there is no such file"):
-        machine_of(str(tmp_path / "none.toml"), 4)
+        read_machine(str(tmp_path / "none.toml"), 4)
     (tmp_path / "cluster.toml").write_text("per_host = 2\n")
     with pytest.raises(PlanError, match=r"no \[device\] table, nor did `bench device` write it"):
-        machine_of(str(tmp_path / "cluster.toml"), 4)
-    assert "measured.toml: there is no such file" in refused(tmp_path, '[device]\nmeasured = "measured.toml"\n')
+        read_machine(str(tmp_path / "cluster.toml"), 4)
+    assert "measured.toml: there is no such file" in refused(
+        tmp_path, '[device]\nmeasured = "measured.toml"\n'
+    )
 
 
 def test_what_was_measured_on_one_device_serves_for_many(tmp_path: Path):
     write_profile(profile("NVIDIA H100 80GB HBM3", "cuda", 600e12), tmp_path / "device.toml")
-    found = machine_of(str(tmp_path / "device.toml"), 64)
+    found = read_machine(str(tmp_path / "device.toml"), 64)
     assert (found.device.name, found.device.link_rate, found.host) == ("H100", 450e9, 8)
     assert found.rates.product < rates_of("H100").product
     assert found.rates.launch_s == pytest.approx(2e-6)
-    assert linked(found, "").count == 64
-    assert profile_in(str(tmp_path / "device.toml")) is not None
+    assert with_host_links(found, "").count == 64
+    assert find_profile(str(tmp_path / "device.toml")) is not None
 
 
 def test_a_kind_and_a_measurement_of_another_one_are_refused(tmp_path: Path):
@@ -140,19 +150,19 @@ def test_a_kind_and_a_measurement_of_another_one_are_refused(tmp_path: Path):
 def test_a_measured_device_of_which_no_link_is_known_stands_alone_or_says_what_is_missing(tmp_path: Path):
     path = tmp_path / "device.toml"
     write_profile(profile(), path)
-    alone = linked(machine_of(str(path), 1), str(path))
+    alone = with_host_links(read_machine(str(path), 1), str(path))
     assert (alone.host, alone.device.name, alone.device.memory) == (1, "Abacus 7", 32 << 30)
     with pytest.raises(PlanError) as raised:
-        linked(machine_of(str(path), 4), str(path))
+        with_host_links(read_machine(str(path), 4), str(path))
     assert "nothing is known of link_gb_s" in str(raised.value)
     assert "meshwright bench comm" in str(raised.value)
     text = '[device]\nmeasured = "device.toml"\nlink_gb_s = 10\nper_host = 2\n'
     assert "4 devices on hosts of 2, and nothing is known of nic_gb_s" in refused(tmp_path, text, 4)
-    described = linked(machine_of(written(tmp_path, text), 2), "my.toml")
+    described = with_host_links(read_machine(written(tmp_path, text), 2), "my.toml")
     assert described.device.link_rate == 10e9
-    assert described.device.flops == machine_of(str(path), 1).device.flops
-    assert profile_in(str(tmp_path / "my.toml")) == profile_in(str(path))
-    assert profile_in("h100") is None
+    assert described.device.flops == read_machine(str(path), 1).device.flops
+    assert find_profile(str(tmp_path / "my.toml")) == find_profile(str(path))
+    assert find_profile("h100") is None
 
 
 def test_shares_above_all_and_peaks_that_no_plan_uses_are_refused(tmp_path: Path):
@@ -164,7 +174,9 @@ def test_shares_above_all_and_peaks_that_no_plan_uses_are_refused(tmp_path: Path
 
 
 def test_a_figure_of_nothing_is_refused_and_not_taken_for_one_that_is_not_said(tmp_path: Path):
-    zeros = "".join(f"{key} = 0\n" for key in ("memory_gb", "memory_gb_s", "link_gb_s", "nic_gb_s", "per_host", "units"))
+    zeros = "".join(
+        f"{key} = 0\n" for key in ("memory_gb", "memory_gb_s", "link_gb_s", "nic_gb_s", "per_host", "units")
+    )
     told = refused(tmp_path, f'[device]\nlike = "h100"\n{zeros}')
     assert told.count("write a number above 0, or leave the key out") == 6
     told = refused(tmp_path, OWN.replace("link_gb_s = 200", "link_gb_s = 0"))
@@ -180,7 +192,10 @@ def test_a_figure_in_another_unit_is_refused_with_the_unit(tmp_path: Path):
 
 
 def test_rates_that_no_device_has_are_refused(tmp_path: Path):
-    told = refused(tmp_path, '[device]\nlike = "h100"\n[rates]\nattention_back = 100\ncrowd = 1e-9\nlatency_s = 30\nloss = 5e9\n')
+    told = refused(
+        tmp_path,
+        '[device]\nlike = "h100"\n[rates]\nattention_back = 100\ncrowd = 1e-9\nlatency_s = 30\nloss = 5e9\n',
+    )
     wanted = [
         "attention_back = 100",
         "write 0.01 to 5",
@@ -192,9 +207,11 @@ def test_rates_that_no_device_has_are_refused(tmp_path: Path):
 
 
 def test_rates_that_are_shipped_are_none_that_are_refused(tmp_path: Path):
-    for kind in ("", *(each.name for each in devices())):
+    for kind in ("", *(each.name for each in known_devices())):
         rates = "".join(f"{name} = {value}\n" for name, value in vars(rates_of(kind)).items())
-        assert machine_of(written(tmp_path, f'[device]\nlike = "h100"\n[rates]\n{rates}'), 8).rates == rates_of(kind)
+        assert read_machine(
+            written(tmp_path, f'[device]\nlike = "h100"\n[rates]\n{rates}'), 8
+        ).rates == rates_of(kind)
 
 
 def test_a_dtype_that_plans_do_not_have_is_not_taken_for_a_narrower_one(tmp_path: Path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.plan.hardware.stragglers import Stretch
+from meshwright.plan.hardware.stragglers import LagSample
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.measure.measured_files import read_profile, write_profile
 from tests.plan.hardware.synthetic_device import profile
@@ -13,18 +13,22 @@ from tests.plan.hardware.synthetic_device import profile
 
 def test_what_is_read_is_what_was_written(tmp_path: Path):
     path = tmp_path / "new" / "device.toml"
-    written = write_profile(replace(profile(), stretches=(Stretch(0.004, 0.05), Stretch(0.016, 0.04))), path)
+    written = write_profile(
+        replace(profile(), lag_samples=(LagSample(0.004, 0.05), LagSample(0.016, 0.04))), path
+    )
     assert read_profile(path) == written
-    assert written.stretches == (Stretch(0.004, 0.05), Stretch(0.016, 0.04))
+    assert written.lag_samples == (LagSample(0.004, 0.05), LagSample(0.016, 0.04))
     assert write_profile(written, path) == written
-    assert len(written.products) == len(profile().products)
-    assert written.product_seconds(100, 200, 300) == pytest.approx(profile().product_seconds(100, 200, 300), rel=0.01)
+    assert len(written.matmuls) == len(profile().matmuls)
+    assert written.matmul_seconds(100, 200, 300) == pytest.approx(
+        profile().matmul_seconds(100, 200, 300), rel=0.01
+    )
     assert '{m = 16, n = 64, k = 32, batch = 1, dtype = "float32", flops_per_s = ' in path.read_text()
 
 
 def test_a_profile_that_has_answered_is_written_as_one_that_has_not(tmp_path: Path):
     found = profile()
-    found.product_seconds(8, 8, 8)
+    found.matmul_seconds(8, 8, 8)
     assert write_profile(found, tmp_path / "a.toml") == write_profile(profile(), tmp_path / "b.toml")
 
 
@@ -32,16 +36,23 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path):
     path = tmp_path / "device.toml"
     write_profile(profile(), path)
     text = path.read_text()
-    path.write_text(text.replace("threads = 2", 'thread = 2\nranks_ = "x"').replace("memory = ", "memory = 0.5 # "))
+    path.write_text(
+        text.replace("threads = 2", 'thread = 2\nranks_ = "x"').replace("memory = ", "memory = 0.5 # ")
+    )
     with pytest.raises(PlanError) as raised:
         read_profile(path)
     told = str(raised.value)
-    assert all(part in told for part in ("'thread'", "did you mean 'threads'?", "threads: this key is missing", "memory"))
-    path.write_text(text.replace("call_s = 2e-06", "call_s = -2.0").replace('kind = "cpu"', 'kind = "abacus"'))
+    assert all(
+        part in told
+        for part in ("'thread'", "did you mean 'threads'?", "threads: this key is missing", "memory")
+    )
+    path.write_text(
+        text.replace("call_s = 2e-06", "call_s = -2.0").replace('kind = "cpu"', 'kind = "abacus"')
+    )
     with pytest.raises(PlanError) as raised:
         read_profile(path)
-    assert len(raised.value.faults) == 2
-    assert all(fault.where.startswith(str(path)) for fault in raised.value.faults)
+    assert len(raised.value.diagnostics) == 2
+    assert all(fault.location.startswith(str(path)) for fault in raised.value.diagnostics)
 
 
 @pytest.mark.parametrize("text", [None, "", "version = ", "version = 1", b"\xff\xfe"])
@@ -51,7 +62,7 @@ def test_a_file_that_is_none_is_refused_with_a_repair(text: str | bytes | None, 
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(PlanError) as raised:
         read_profile(path)
-    assert all(fault.fix for fault in raised.value.faults)
+    assert all(fault.fix for fault in raised.value.diagnostics)
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path):

@@ -5,17 +5,35 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.plan.hardware.network_model import VERSION, Band, Cluster, Crowd, Fit, Link, Network, Series
+from meshwright.plan.hardware.network_model import (
+    VERSION,
+    AllReduceSeries,
+    Cluster,
+    FitError,
+    LinkCost,
+    NetworkModel,
+    RoundOverhead,
+    SizeBand,
+)
 from meshwright.plan.job.errors import PlanError
-from meshwright.run.measure.network_profile import read_cluster, this_machine, write_cluster
+from meshwright.run.measure.network_profile import describe_machine, read_cluster, write_cluster
 
-LINK = Link((Band(1024, 1e-5, 1e9), Band(0, 0.0, 1e15)))
-NETWORK = Network((Crowd(1, 1.5e-4), Crowd(2, 2.5e-4)), host=LINK, rank=LINK, added=LINK)
-MEASURED = (Series("ring", 2, (1024, 2048), (1e-4, 2e-4), (0.1, 0.05)), Series("hierarchical/2", 4, (1024,), (1.0,), (0.0,)))
-CLUSTER = Cluster(VERSION, "2026-01-01", 'a "machine"', "2.13", "gloo", 0, Fit(0.1, 0.05), NETWORK, MEASURED)
+LINK = LinkCost((SizeBand(1024, 1e-5, 1e9), SizeBand(0, 0.0, 1e15)))
+NETWORK = NetworkModel(
+    (RoundOverhead(1, 1.5e-4), RoundOverhead(2, 2.5e-4)), intra_host=LINK, busiest_rank=LINK, local_sum=LINK
+)
+MEASURED = (
+    AllReduceSeries("ring", 2, (1024, 2048), (1e-4, 2e-4), (0.1, 0.05)),
+    AllReduceSeries("hierarchical/2", 4, (1024,), (1.0,), (0.0,)),
+)
+CLUSTER = Cluster(
+    VERSION, "2026-01-01", 'a "machine"', "2.13", "gloo", 0, FitError(0.1, 0.05), NETWORK, MEASURED
+)
 
 
-@pytest.mark.parametrize("cluster", [CLUSTER, replace(CLUSTER, per_host=2, network=Network(between=LINK))])
+@pytest.mark.parametrize(
+    "cluster", [CLUSTER, replace(CLUSTER, ranks_per_host=2, network=NetworkModel(inter_host=LINK))]
+)
 def test_what_is_read_is_what_was_written(cluster: Cluster, tmp_path: Path):
     path = tmp_path / "new" / "cluster.toml"
     assert write_cluster(cluster, path) == cluster
@@ -23,9 +41,9 @@ def test_what_is_read_is_what_was_written(cluster: Cluster, tmp_path: Path):
 
 
 def test_figures_are_written_with_four_digits_and_read_so_by_whoever_wrote_them(tmp_path: Path):
-    exact = replace(CLUSTER, measured=(Series("ring", 2, (1024,), (1.23456e-4,), (0.1,)),))
+    exact = replace(CLUSTER, measurements=(AllReduceSeries("ring", 2, (1024,), (1.23456e-4,), (0.1,)),))
     written = write_cluster(exact, tmp_path / "cluster.toml")
-    assert written.measured[0].seconds == (1.235e-4,)
+    assert written.measurements[0].seconds == (1.235e-4,)
     assert written == read_cluster(tmp_path / "cluster.toml")
 
 
@@ -33,20 +51,32 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path):
     path = tmp_path / "cluster.toml"
     write_cluster(CLUSTER, path)
     text = path.read_text()
-    path.write_text(text.replace("per_host = 0", "per_hosts = 0\nranks = 3").replace('transport = "gloo"', "transport = 7"))
+    path.write_text(
+        text.replace("per_host = 0", "per_hosts = 0\nranks = 3").replace(
+            'transport = "gloo"', "transport = 7"
+        )
+    )
     with pytest.raises(PlanError) as raised:
         read_cluster(path)
     told = str(raised.value)
     assert all(
         part in told
-        for part in ("'per_hosts'", "did you mean 'per_host'?", "'ranks'", "per_host: this key is missing", "transport")
+        for part in (
+            "'per_hosts'",
+            "did you mean 'per_host'?",
+            "'ranks'",
+            "per_host: this key is missing",
+            "transport",
+        )
     )
-    path.write_text(text.replace("1e+09", "-5.0").replace('"ring"', '"rings"').replace("receiving = 2", "receiving = 1"))
+    path.write_text(
+        text.replace("1e+09", "-5.0").replace('"ring"', '"rings"').replace("receiving = 2", "receiving = 1")
+    )
     with pytest.raises(PlanError) as raised:
         read_cluster(path)
     told = str(raised.value)
     assert all(part in told for part in ("rate of -5.0", "did you mean 'ring'?", "crowds of [1, 1] ranks"))
-    assert all(fault.where.startswith((str(path), "measured")) for fault in raised.value.faults)
+    assert all(fault.location.startswith((str(path), "measured")) for fault in raised.value.diagnostics)
 
 
 @pytest.mark.parametrize("text", [None, "", "version = ", "version = 1", b"\xff\xfe"])
@@ -56,7 +86,7 @@ def test_a_file_that_is_none_is_refused_with_a_repair(text: str | bytes | None, 
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(PlanError) as raised:
         read_cluster(path)
-    assert all(fault.fix for fault in raised.value.faults)
+    assert all(fault.fix for fault in raised.value.diagnostics)
 
 
 def test_the_file_of_a_device_is_told_from_that_of_a_cluster(tmp_path: Path):
@@ -72,4 +102,4 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path):
 
 
 def test_a_machine_is_described_without_its_name():
-    assert "cores" in this_machine() or " x " in this_machine()
+    assert "cores" in describe_machine() or " x " in describe_machine()

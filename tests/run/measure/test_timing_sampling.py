@@ -2,27 +2,27 @@
 
 import torch
 
-from meshwright.run.measure.timing import Far, Watch, timed
+from meshwright.run.measure.timing import DeviceTimer, UncachedMemory, time_operations
 
 
 def test_an_operation_that_takes_too_long_and_all_that_are_larger_are_left_out():
     ran: list[int] = []
     took = {size: 10.0 if size >= 9 else 1e-6 for size in range(12)}
 
-    class Made(Watch):
+    class Made(DeviceTimer):
         def once(self, operation: object) -> float:
             return took[ran[-1]]
 
     cells = {size: (lambda size=size: ran.append(size)) for size in took}
-    found = timed(Made(torch.device("cpu"), 2, 1e-6), cells)
+    found = time_operations(Made(torch.device("cpu"), 2, 1e-6), cells)
     assert list(found) == list(range(9))
     assert all(len(samples) == 2 for samples in found.values())
     assert 10 not in ran
 
 
 def test_what_lies_far_off_comes_again_when_all_of_it_was_given_out():
-    far = Far(torch.device("cpu"), torch.float32, 30)
-    places = far.places((2, 3), (4,))
+    far = UncachedMemory(torch.device("cpu"), torch.float32, 30)
+    places = far.operands((2, 3), (4,))
     given = [next(places) for _ in range(4)]
     assert [tuple(piece.shape) for piece in given[0]] == [(2, 3), (4,)]
     pieces = [piece for pair in given[:3] for piece in pair]
@@ -33,8 +33,8 @@ def test_what_lies_far_off_comes_again_when_all_of_it_was_given_out():
 
 def test_a_sample_repeats_what_is_short_and_runs_once_what_is_long():
     ran: list[int] = []
-    watch = Watch(torch.device("cpu"), 1, 0.01)
-    watch.sample(lambda: ran.append(1), 0.001)
+    watch = DeviceTimer(torch.device("cpu"), 1, 0.01)
+    watch.time_sample(lambda: ran.append(1), 0.001)
     assert len(ran) == 10
-    watch.sample(lambda: ran.append(1), 5.0)
+    watch.time_sample(lambda: ran.append(1), 5.0)
     assert len(ran) == 11

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.plan.job.run_options import Run
+from meshwright.plan.job.run_options import RunConfig
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.single_device import ROLE
-from meshwright.run.data.feed import ExampleData, open_feed
+from meshwright.plan.step.single_device import FIRST_ROLE
+from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.run.telemetry import accounting as account_module
-from meshwright.run.telemetry.accounting import Account, rank_path
+from meshwright.run.telemetry.accounting import RankAccounting, accounting_path
 from meshwright.run.telemetry.trace import trace_path
-from meshwright.run.training.train_loop import train
+from meshwright.run.training.train_loop import train_loop
 from meshwright.testing.ranks import on_threads
 from tests.tiny_model import plan_of, player_of, reading_of, rows, tiny_job
 
@@ -26,11 +26,11 @@ def trained(folder: Path, ranks: int, **run: object) -> Plan:
     """A plan that `ranks` threads have trained in `folder`."""
     job = tiny_job()
     job = replace(job, train=replace(job.train, steps=STEPS))
-    plan = replace(plan_of(READING, ranks, job=job), run=Run(str(folder), save_every=2, **run))
+    plan = replace(plan_of(READING, ranks, job=job), run=RunConfig(str(folder), save_every=2, **run))
 
     def rank(world):
-        player, feed = player_of(READING, plan, world), open_feed(ExampleData(rows()), plan, world.rank)
-        train(player, plan, feed, world, lambda: False)
+        player, feed = player_of(READING, plan, world), open_feed(ExampleDataset(rows()), plan, world.rank)
+        train_loop(player, plan, feed, world, lambda: False)
         player.close()
 
     on_threads(rank, plan.mesh)
@@ -43,20 +43,23 @@ def plan(tmp_path_factory) -> Plan:
 
 
 def accounts(plan: Plan) -> list[dict]:
-    return [json.loads(rank_path(Path(plan.run.folder), rank).read_text()) for rank in range(plan.mesh.world)]
+    return [
+        json.loads(accounting_path(Path(plan.run.folder), rank).read_text())
+        for rank in range(plan.mesh.world_size)
+    ]
 
 
 def test_every_rank_says_what_it_used(plan):
     for rank, said in enumerate(accounts(plan)):
         assert (said["rank"], said["device"], said["steps"], said["last_step"]) == (rank, "cpu", STEPS, STEPS)
         assert all(said["seconds"][phase] > 0 for phase in ("data", "step", "save"))
-        assert said["memory"]["parameters"] == READING.anatomy.numel * 8
+        assert said["memory"]["parameters"] == READING.model_spec.numel * 8
         assert said["memory"]["peak"] > said["memory"]["parameters"]
 
 
 def test_the_ledger_has_what_the_program_says_for_every_action(plan):
     for said in accounts(plan):
-        for action in plan.program.actions(ROLE):
+        for action in plan.program.actions(FIRST_ROLE):
             if action.transfer is not None:
                 assert said["sent"][action.name] == pytest.approx(STEPS * action.transfer.nbytes * 2 * 2 / 3)
 
@@ -74,7 +77,7 @@ def test_lines_of_metrics_say_what_waiting_for_data_and_saving_took(plan):
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert all(0 < line["data_s"] < line["seconds"] for line in lines)
     assert [line["save_s"] > 0 for line in lines] == [False, False, True, False]
-    flops = 3 * sum(READING.anatomy.flops) * 12
+    flops = 3 * sum(READING.model_spec.flops) * 12
     assert all(line["flops_per_s"] == pytest.approx(flops / line["seconds"]) for line in lines)
     assert all(line["mfu"] is None for line in lines)
 
@@ -82,25 +85,29 @@ def test_lines_of_metrics_say_what_waiting_for_data_and_saving_took(plan):
 def test_a_run_that_is_not_traced_writes_no_trace(tmp_path):
     trained(tmp_path, 1)
     assert not (tmp_path / "trace").exists()
-    assert rank_path(tmp_path, 0).exists()
+    assert accounting_path(tmp_path, 0).exists()
 
 
 def test_mfu_is_a_share_of_the_peak_of_all_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(account_module, "peak_flops", lambda device, dtype: {"float64": 1e12}.get(dtype))
-    plan = replace(plan_of(READING, 3), run=Run(str(tmp_path)))
+    plan = replace(plan_of(READING, 3), run=RunConfig(str(tmp_path)))
 
     def speeds(world) -> tuple[float | None, float | None]:
-        return Account(player_of(READING, plan, world), plan, world, 1).speed(12, 0.5)
+        return RankAccounting(player_of(READING, plan, world), plan, world, 1).throughput(12, 0.5)
 
     for flops, mfu in on_threads(speeds, plan.mesh):
-        assert flops == 3 * sum(READING.anatomy.flops) * 12 / 0.5
+        assert flops == 3 * sum(READING.model_spec.flops) * 12 / 0.5
         assert mfu == pytest.approx(flops / 3e12)
 
 
 def test_with_tf32_there_is_no_peak(monkeypatch):
     monkeypatch.setattr(account_module, "device_name", lambda device: "NVIDIA H100 80GB HBM3")
     plan = plan_of(
-        READING, 1, job=replace(tiny_job(), precision=replace(tiny_job().precision, parameters="float32", compute="float32"))
+        READING,
+        1,
+        job=replace(
+            tiny_job(), precision=replace(tiny_job().precision, parameters="float32", compute="float32")
+        ),
     )
     assert account_module._peak(plan, torch.device("cpu")) == 67e12
     before = torch.get_float32_matmul_precision()

@@ -3,7 +3,7 @@
 import logging
 import warnings
 
-from meshwright.run.telemetry.logs import log_path, marks, rank_log, unheard
+from meshwright.run.telemetry.logs import log_path, log_sizes, rank_log, unshown_warnings
 
 logger = logging.getLogger("meshwright.somewhere")
 
@@ -59,20 +59,22 @@ def test_what_only_other_ranks_warned_of_is_told_once_with_its_log(tmp_path):
     for rank in range(3):
         with rank_log(tmp_path, rank):
             logger.warning("from an earlier start")
-    before = marks(tmp_path)
+    before = log_sizes(tmp_path)
     for rank in range(3):
         with rank_log(tmp_path, rank):
             logger.warning("all ranks see this")
             logger.info("nothing")
             if rank:
                 logger.warning("disk of this host is full")
-    assert unheard(tmp_path, before) == [f"rank 1, 2 warned: disk of this host is full  ({log_path(tmp_path, 1)})"]
+    assert unshown_warnings(tmp_path, before) == [
+        f"rank 1, 2 warned: disk of this host is full  ({log_path(tmp_path, 1)})"
+    ]
 
 
 def test_many_warnings_are_counted(tmp_path):
     with rank_log(tmp_path, 1):
         for number in range(8):
             logger.warning("warning %d", number)
-    said = unheard(tmp_path, {})
+    said = unshown_warnings(tmp_path, {})
     assert len(said) == 6
     assert said[-1] == f"and 3 more warnings, in {tmp_path / 'logs'}"

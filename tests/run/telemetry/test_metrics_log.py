@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.plan.job.errors import PlanError
-from meshwright.run.telemetry.metrics_log import Journal
+from meshwright.run.telemetry.metrics_log import MetricsLog
 
 
 def line(step: int, loss: float = 0.5, **others: object) -> dict:
@@ -16,7 +16,7 @@ def line(step: int, loss: float = 0.5, **others: object) -> dict:
 
 def written(folder: Path, *lines: dict) -> str:
     """What playing `lines` says about replays."""
-    journal = Journal(folder)
+    journal = MetricsLog(folder)
     for each in lines:
         journal.write(each)
     journal.close()
@@ -38,7 +38,9 @@ def test_steps_that_come_out_the_same_are_not_written_twice(tmp_path):
     said = written(tmp_path, line(2, seconds=9.0), line(3), line(4))
     assert said == "2 steps were played again from step 2: each equals its first playing to the last bit"
     assert steps(tmp_path) == [1, 2, 3, 4]
-    assert written(tmp_path, line(4)) == "step 4 was played again and equals its first playing to the last bit"
+    assert (
+        written(tmp_path, line(4)) == "step 4 was played again and equals its first playing to the last bit"
+    )
 
 
 @pytest.mark.parametrize("key", ["loss", "grad_norm", "tokens"])
@@ -59,7 +61,9 @@ def test_a_step_that_was_nan_and_is_nan_is_the_same(tmp_path):
 def test_an_evaluation_has_a_line_of_its_own_and_is_held_against_its_first(tmp_path):
     first = {"kind": "evaluation", "step": 2, "loss": 0.4, "perplexity": 1.5, "tokens": 64}
     written(tmp_path, line(1), line(2), first, line(3))
-    assert written(tmp_path, line(2), first, line(3)).startswith("2 steps were played again from step 2: each equals")
+    assert written(tmp_path, line(2), first, line(3)).startswith(
+        "2 steps were played again from step 2: each equals"
+    )
     assert steps(tmp_path) == [1, 2, 2, 3]
     said = written(tmp_path, line(2), {**first, "loss": 0.5})
     assert said == "the evaluation at step 2 was played again and differs: loss 0.4 then, 0.5 now"
@@ -76,15 +80,24 @@ def test_a_line_that_a_kill_cut_short_is_removed(tmp_path, cut):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"step": 2}', '{"step": 2, "kind": "odd"}', '{"step": 2, "kind": "evaluation"}', "\x00\x00", "NaN"]
+    "text",
+    [
+        "{",
+        "[]",
+        '{"step": 2}',
+        '{"step": 2, "kind": "odd"}',
+        '{"step": 2, "kind": "evaluation"}',
+        "\x00\x00",
+        "NaN",
+    ],
 )
 def test_a_whole_line_of_something_else_is_refused_with_its_place(tmp_path, text):
     written(tmp_path, line(1))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(text + "\n")
     with pytest.raises(PlanError) as caught:
-        Journal(tmp_path)
-    (fault,) = caught.value.faults
-    assert fault.where == f"{tmp_path / 'metrics.jsonl'}:2"
-    assert "is not one of metrics" in fault.what
+        MetricsLog(tmp_path)
+    (fault,) = caught.value.diagnostics
+    assert fault.location == f"{tmp_path / 'metrics.jsonl'}:2"
+    assert "is not one of metrics" in fault.problem
     assert "remove the line" in fault.fix

@@ -7,23 +7,23 @@ from dataclasses import replace
 
 import torch
 
-from meshwright.plan.job.run_options import Run
-from meshwright.plan.step.action import program_of
-from meshwright.plan.step.single_device import ROLE
-from meshwright.run.telemetry.run_info import write_about
+from meshwright.plan.job.run_options import RunConfig
+from meshwright.plan.step.action import program_from_dict
+from meshwright.plan.step.single_device import FIRST_ROLE
+from meshwright.run.telemetry.run_info import write_run_info
 from tests.tiny_model import plan_of, reading_of
 
 
 def test_about_holds_the_plan_its_program_versions_and_machine(tmp_path):
-    plan = replace(plan_of(reading_of(), 3), run=Run(str(tmp_path / "run")))
-    path = write_about(plan, {"model": "a model"}, {ROLE: {"parameters": 8}}, torch.device("cpu"))
+    plan = replace(plan_of(reading_of(), 3), run=RunConfig(str(tmp_path / "run")))
+    path = write_run_info(plan, {"model": "a model"}, {FIRST_ROLE: {"parameters": 8}}, torch.device("cpu"))
     said = json.loads(path.read_text())
     assert path == tmp_path / "run" / "about.json"
     assert (said["hash"], said["world"], said["sizes"]) == (plan.hash, 3, {"dp_replicate": 3})
-    assert (said["words"], said["held"]) == ({"model": "a model"}, {ROLE: {"parameters": 8}})
-    assert said["parts"] == [list(plan.anatomy.visits)]
-    assert [action.name for action in program_of(said["program"]).actions(ROLE)] == [
-        action.name for action in plan.program.actions(ROLE)
+    assert (said["words"], said["held"]) == ({"model": "a model"}, {FIRST_ROLE: {"parameters": 8}})
+    assert said["parts"] == [list(plan.model_spec.block_calls)]
+    assert [action.name for action in program_from_dict(said["program"]).actions(FIRST_ROLE)] == [
+        action.name for action in plan.program.actions(FIRST_ROLE)
     ]
     assert said["versions"]["torch"] == torch.__version__
     assert said["machine"]["device"] == "cpu"
@@ -31,8 +31,8 @@ def test_about_holds_the_plan_its_program_versions_and_machine(tmp_path):
 
 
 def test_about_names_no_host_and_no_user(tmp_path):
-    plan = replace(plan_of(reading_of(), 1), run=Run(str(tmp_path / "run")))
-    said = json.loads(write_about(plan, {}, {}, torch.device("cpu"), {"step_s": 2.0}).read_text())
+    plan = replace(plan_of(reading_of(), 1), run=RunConfig(str(tmp_path / "run")))
+    said = json.loads(write_run_info(plan, {}, {}, torch.device("cpu"), {"step_s": 2.0}).read_text())
     machine = said["machine"]
     assert said["predicted"] == {"step_s": 2.0}
     assert set(machine) == {"system", "processor", "cores", "memory", "device"}

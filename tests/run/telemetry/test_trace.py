@@ -6,24 +6,31 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.engine.runtime.step_profiler import GLUE, ISSUE, WAIT, Span
+from meshwright.engine.runtime.step_profiler import GLUE, ISSUE, WAIT, ProfilerSpan
 from meshwright.plan.step.action import Action, Transfer
-from meshwright.run.telemetry.trace import PARTS, Phase, Tracer, replace_file, split, trace_path
+from meshwright.run.telemetry.trace import (
+    STEP_PARTS,
+    LoopPhase,
+    StepTracer,
+    replace_file,
+    split_by_part,
+    trace_path,
+)
 
 CPU = torch.device("cpu")
 
 
 def run(folder: Path, num_traced: int, first: int, last: int, ended: int | None = None) -> dict:
     """Steps `first` + 1 up to `ended` of a run up to `last`, each with one action; what the trace holds ({}: no file)."""
-    tracer = Tracer(folder, 1, CPU, num_traced, first, last)
+    tracer = StepTracer(folder, 1, CPU, num_traced, first, last)
     for step in range(first + 1, (ended or last) + 1):
-        watch = tracer.watch(step)
-        tracer.note(step, Phase("data", 1.0, 1.5))
+        watch = tracer.start_step(step)
+        tracer.add_phase(step, LoopPhase("data", 1.0, 1.5))
         if watch is not None:
-            with watch.during("STEP()", "STEP", Action("STEP")):
+            with watch.record_span("STEP()", "STEP", Action("STEP")):
                 pass
-        tracer.note(step, Phase("step", 2.0, 3.0))
-        tracer.end(step)
+        tracer.add_phase(step, LoopPhase("step", 2.0, 3.0))
+        tracer.end_step(step)
     tracer.write()
     path = trace_path(folder, 1)
     return json.loads(path.read_text()) if path.exists() else {}
@@ -54,7 +61,9 @@ def test_a_run_that_ends_early_leaves_what_it_has_traced(tmp_path):
 
 def test_a_trace_is_in_the_format_of_chrome(tmp_path):
     document = run(tmp_path, 2, 0, 9)
-    names = {(event["name"], event["args"].get("name")) for event in document["traceEvents"] if event["ph"] == "M"}
+    names = {
+        (event["name"], event["args"].get("name")) for event in document["traceEvents"] if event["ph"] == "M"
+    }
     assert ("process_name", "rank 1") in names
     assert ("thread_name", "compute") in names
     for event in document["traceEvents"]:
@@ -65,46 +74,58 @@ def test_a_trace_is_in_the_format_of_chrome(tmp_path):
             assert isinstance(event["tid"], int)
     data = [event for event in document["traceEvents"] if event["name"] == "data"]
     assert [event["dur"] for event in data] == [pytest.approx(5e5)] * 2
-    assert [event["name"] for event in document["traceEvents"] if event.get("cat") == "step"] == ["step 2", "step 3"]
+    assert [event["name"] for event in document["traceEvents"] if event.get("cat") == "step"] == [
+        "step 2",
+        "step 3",
+    ]
 
 
 def test_messages_that_overlap_stand_on_rows_of_their_own(tmp_path):
-    tracer = Tracer(tmp_path, 0, CPU, 1, 0, 1)
-    watch = tracer.watch(1)
+    tracer = StepTracer(tmp_path, 0, CPU, 1, 0, 1)
+    watch = tracer.start_step(1)
     move = Transfer("all_reduce", ("dp_replicate",), 24, dtype="float64")
     for name in ("a", "b"):
-        watch.begin(f"REDUCE({name})", "REDUCE", "wire", Action("REDUCE", name, lane="wire", transfer=move))
-    watch.arrived("REDUCE(a)")
-    watch.arrived("REDUCE(b)")
-    watch.begin("REDUCE(c)", "REDUCE", "wire", Action("REDUCE", "c", lane="wire", transfer=move))
-    watch.arrived("REDUCE(c)")
-    tracer.end(1)
+        watch.begin_span(
+            f"REDUCE({name})", "REDUCE", "wire", Action("REDUCE", name, stream="wire", transfer=move)
+        )
+    watch.end_comm_span("REDUCE(a)")
+    watch.end_comm_span("REDUCE(b)")
+    watch.begin_span("REDUCE(c)", "REDUCE", "wire", Action("REDUCE", "c", stream="wire", transfer=move))
+    watch.end_comm_span("REDUCE(c)")
+    tracer.end_step(1)
     events = json.loads(trace_path(tmp_path, 0).read_text())["traceEvents"]
     rows = {event["name"]: event["tid"] for event in events if event["ph"] == "X"}
     assert rows == {"REDUCE(a)": 2, "REDUCE(b)": 3, "REDUCE(c)": 2}
     said = next(event["args"] for event in events if event["name"] == "REDUCE(b)")
-    assert (said["bytes"], said["collective"], said["subject"], said["axes"]) == (24, "all_reduce", "b", "dp_replicate")
+    assert (said["bytes"], said["collective"], said["subject"], said["axes"]) == (
+        24,
+        "all_reduce",
+        "b",
+        "dp_replicate",
+    )
 
 
 def test_every_moment_of_a_step_counts_once():
     """Forward 0-4 with a block 1-2 and a wait 2-3 in it; loss 4-5, backward 5-7, pack 7-7.5, issue, optimizer 8-9, of 0-10."""
     spans = [
-        Span("forward(0)", GLUE, "compute", 0.0, 4.0),
-        Span("F(a, 0)", "F", "compute", 1.0, 2.0),
-        Span("wait COUNT()", WAIT, "compute", 2.0, 3.0),
-        Span("COUNT()", "COUNT", "wire", 0.0, 9.5),
-        Span("LOSS(0)", "LOSS", "compute", 4.0, 5.0),
-        Span("B(a, 0)", "B", "compute", 5.0, 7.0),
-        Span("PACK(a)", "PACK", "compute", 7.0, 7.5),
-        Span("issue REDUCE(0)", ISSUE, "compute", 7.5, 7.75),
-        Span("STEP()", "STEP", "compute", 8.0, 9.0),
+        ProfilerSpan("forward(0)", GLUE, "compute", 0.0, 4.0),
+        ProfilerSpan("F(a, 0)", "F", "compute", 1.0, 2.0),
+        ProfilerSpan("wait TOKEN_COUNT()", WAIT, "compute", 2.0, 3.0),
+        ProfilerSpan("TOKEN_COUNT()", "TOKEN_COUNT", "wire", 0.0, 9.5),
+        ProfilerSpan("LOSS(0)", "LOSS", "compute", 4.0, 5.0),
+        ProfilerSpan("B(a, 0)", "B", "compute", 5.0, 7.0),
+        ProfilerSpan("PACK(a)", "PACK", "compute", 7.0, 7.5),
+        ProfilerSpan("issue REDUCE(0)", ISSUE, "compute", 7.5, 7.75),
+        ProfilerSpan("STEP()", "STEP", "compute", 8.0, 9.0),
     ]
-    found = split(spans, [Phase("data", -2.0, 0.0), Phase("step", 0.0, 10.0), Phase("save", 10.0, 13.0)])
+    found = split_by_part(
+        spans, [LoopPhase("data", -2.0, 0.0), LoopPhase("step", 0.0, 10.0), LoopPhase("save", 10.0, 13.0)]
+    )
     assert found == {
         **{"data": 2.0, "forward": 3.0, "backward": 3.0, "exposed communication": 1.0, "optimizer": 1.0},
         **{"evaluate": 0.0, "save": 3.0, "other": 2.0},
     }
-    assert tuple(found) == PARTS
+    assert tuple(found) == STEP_PARTS
 
 
 def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, caplog):
@@ -114,9 +135,9 @@ def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, caplog):
 
 
 def run_without_reading(folder: Path) -> dict:
-    tracer = Tracer(folder, 1, CPU, 1, 0, 1)
-    tracer.watch(1)
-    tracer.end(1)
+    tracer = StepTracer(folder, 1, CPU, 1, 0, 1)
+    tracer.start_step(1)
+    tracer.end_step(1)
     return {}
 
 

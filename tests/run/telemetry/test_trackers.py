@@ -9,14 +9,26 @@ from typing import Any
 import pytest
 
 from meshwright.plan.job.run_options import TRACKERS
-from meshwright.run.telemetry.trackers import ADAPTERS, MLflow, TensorBoard, Told, Trackio, Wandb, flattened
+from meshwright.run.telemetry.trackers import TRACKERS as ADAPTERS
+from meshwright.run.telemetry.trackers import (
+    MLflowTracker,
+    TensorBoardTracker,
+    TrackerRun,
+    TrackioTracker,
+    WandbTracker,
+    flatten_config,
+)
 
-CONFIG = {"train": {"steps": 3, "clip": 1.0}, "run": {"folder": "runs/one", "trackers": ["wandb"]}, "mesh": {}}
+CONFIG = {
+    "train": {"steps": 3, "clip": 1.0},
+    "run": {"folder": "runs/one", "trackers": ["wandb"]},
+    "mesh": {},
+}
 FLAT = {"train.steps": 3, "train.clip": 1.0, "run.folder": "runs/one", "run.trackers": "['wandb']"}
 
 
-def told(folder: Path, first: int = 0) -> Told:
-    return Told(folder, "one", "project", CONFIG, first)
+def told(folder: Path, first: int = 0) -> TrackerRun:
+    return TrackerRun(folder, "one", "project", CONFIG, first)
 
 
 class Recorded(ModuleType):
@@ -47,13 +59,13 @@ def test_every_name_of_the_core_has_an_adapter():
 
 
 def test_nested_tables_become_dotted_keys():
-    assert dict(flattened(CONFIG)) == FLAT
+    assert dict(flatten_config(CONFIG)) == FLAT
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of protobuf, inside tensorboard
 def test_tensorboard_holds_every_metric_at_its_step_and_the_config_as_hyperparameters(tmp_path):
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    tracker = TensorBoard(told(tmp_path))
+    tracker = TensorBoardTracker(told(tmp_path))
     for step in (1, 2, 3):
         tracker.log(step, {"train/loss": 1.0 / step, "train/lr": math.nan if step == 2 else 0.5})
     tracker.close()
@@ -76,23 +88,27 @@ def test_tensorboard_holds_every_metric_at_its_step_and_the_config_as_hyperparam
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_hides_the_steps_that_are_played_again(tmp_path):
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    first = TensorBoard(told(tmp_path))
+    first = TensorBoardTracker(told(tmp_path))
     for step in (1, 2, 3, 4):
         first.log(step, {"train/loss": 1.0})
     first.close()
-    again = TensorBoard(told(tmp_path, first=2))
+    again = TensorBoardTracker(told(tmp_path, first=2))
     again.log(3, {"train/loss": 2.0})
     again.close()
     found = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
-    assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+    assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [
+        (1, 1.0),
+        (2, 1.0),
+        (3, 2.0),
+    ]
 
 
 def test_wandb_gets_one_run_that_goes_on_after_a_resume(tmp_path, monkeypatch, calls):
     run = Recorded("run", calls)
     monkeypatch.setitem(sys.modules, "wandb", Recorded("wandb", calls, init=run))
     for first in (0, 3):
-        tracker = Wandb(told(tmp_path, first))
+        tracker = WandbTracker(told(tmp_path, first))
         tracker.log(first + 1, {"train/loss": 0.5})
         tracker.close()
     starts = [named for name, _, named in calls if name == "init"]
@@ -110,7 +126,7 @@ def test_wandb_gets_one_run_that_goes_on_after_a_resume(tmp_path, monkeypatch, c
 def test_trackio_gets_a_run_of_the_project_with_the_config(tmp_path, monkeypatch, calls):
     run = Recorded("run", calls)
     monkeypatch.setitem(sys.modules, "trackio", Recorded("trackio", calls, init=run))
-    tracker = Trackio(told(tmp_path))
+    tracker = TrackioTracker(told(tmp_path))
     tracker.log(7, {"train/loss": 0.5})
     tracker.close()
     assert calls == [
@@ -122,7 +138,9 @@ def test_trackio_gets_a_run_of_the_project_with_the_config(tmp_path, monkeypatch
 
 def fake_mlflow(calls: list[tuple], experiment: object) -> ModuleType:
     info = SimpleNamespace(info=SimpleNamespace(run_id="run-1"))
-    client = Recorded("client", calls, get_experiment_by_name=experiment, create_experiment="7", create_run=info)
+    client = Recorded(
+        "client", calls, get_experiment_by_name=experiment, create_experiment="7", create_run=info
+    )
     module = Recorded("mlflow", calls, MlflowClient=client)
     module.entities = SimpleNamespace(Param=lambda *words: words, Metric=lambda *words: words)
     return module
@@ -131,7 +149,7 @@ def fake_mlflow(calls: list[tuple], experiment: object) -> ModuleType:
 @pytest.mark.parametrize(("experiment", "used"), [(None, "7"), (SimpleNamespace(experiment_id="3"), "3")])
 def test_mlflow_gets_a_run_of_the_projects_experiment(tmp_path, monkeypatch, calls, experiment, used):
     monkeypatch.setitem(sys.modules, "mlflow", fake_mlflow(calls, experiment))
-    tracker = MLflow(told(tmp_path))
+    tracker = MLflowTracker(told(tmp_path))
     tracker.log(2, {"train/loss": 0.5, "train/grad_norm": math.nan})
     tracker.close()
     by_name = {name: (args, named) for name, args, named in calls if name != "log_batch"}
@@ -144,9 +162,9 @@ def test_mlflow_gets_a_run_of_the_projects_experiment(tmp_path, monkeypatch, cal
 
 def test_an_mlflow_run_goes_on_after_a_resume(tmp_path, monkeypatch, calls):
     monkeypatch.setitem(sys.modules, "mlflow", fake_mlflow(calls, None))
-    MLflow(told(tmp_path)).close()
+    MLflowTracker(told(tmp_path)).close()
     calls.clear()
-    MLflow(told(tmp_path, first=3)).close()
+    MLflowTracker(told(tmp_path, first=3)).close()
     assert [name for name, _, _ in calls] == ["MlflowClient", "update_run", "set_terminated"]
     assert calls[1][1:] == (("run-1",), {"status": "RUNNING"})
 
@@ -154,5 +172,7 @@ def test_an_mlflow_run_goes_on_after_a_resume(tmp_path, monkeypatch, calls):
 @pytest.mark.parametrize("name", TRACKERS)
 def test_a_package_that_is_not_there_is_named_with_its_extra(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(RuntimeError, match=rf"the package {name} cannot be imported .* pip install 'meshwright\[{name}\]'"):
+    with pytest.raises(
+        RuntimeError, match=rf"the package {name} cannot be imported .* pip install 'meshwright\[{name}\]'"
+    ):
         ADAPTERS[name](told(tmp_path))

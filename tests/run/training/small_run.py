@@ -9,22 +9,22 @@ from typing import Any
 import torch
 
 from meshwright.comm.collectives.group import World
-from meshwright.plan.job.data_source import DataSource
-from meshwright.plan.job.job import Evaluate, Guard, Optimizer, Precision
-from meshwright.plan.job.run_options import Run
+from meshwright.plan.job.data_source import DataConfig
+from meshwright.plan.job.job import EvalConfig, LossGuard, OptimizerConfig, PrecisionConfig
+from meshwright.plan.job.run_options import RunConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.strategy import Strategy
 from meshwright.run.checkpoint.directories import step_folder
-from meshwright.run.checkpoint.resume import CHECKPOINTS, resume
-from meshwright.run.data.eval_split import Evaluating, divided
-from meshwright.run.data.feed import ExampleData, open_feed
+from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER, resume
+from meshwright.run.data.eval_split import EvalSamples, split_held_out
+from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.run.telemetry.callbacks import Callback
-from meshwright.run.training.train_loop import Ended, train
+from meshwright.run.training.train_loop import TrainResult, train_loop
 from meshwright.testing.ranks import on_threads
 from tests.tiny_model import plan_of, player_of, reading_of, rows, tiny_job
 
 READING = reading_of(p=0.1)
-DATA = ExampleData(rows(31))
+DATA = ExampleDataset(rows(31))
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Course:
     ranks: int = 2
     steps: int = 12
     lr: float = 1e-2
-    evaluate: Evaluate = field(default_factory=lambda: Evaluate(hold_out=7, every=3))
-    guard: Guard = field(default_factory=Guard)
+    evaluate: EvalConfig = field(default_factory=lambda: EvalConfig(hold_out=7, every=3))
+    guard: LossGuard = field(default_factory=LossGuard)
     run: Mapping[str, Any] = field(default_factory=lambda: {"save_every": 4, "keep": 2})
     stop: Callable[[int, int], bool] = lambda rank, done: False
     change: Callable[[int, Any], None] = lambda rank, player: None
@@ -46,33 +46,37 @@ class Course:
 
     @property
     def plan(self) -> Plan:
-        parts = {"optimizer": Optimizer("adamw", lr=self.lr), "precision": Precision(), "data": DataSource("example")}
+        parts = {
+            "optimizer": OptimizerConfig("adamw", lr=self.lr),
+            "precision": PrecisionConfig(),
+            "data": DataConfig("example"),
+        }
         job = tiny_job(evaluate=self.evaluate, guard=self.guard, **parts)
         spec = replace(job.train, steps=self.steps, noise_scale=self.noise_scale)
         made = plan_of(READING, self.ranks, self.strategies, job=replace(job, train=spec))
-        return replace(made, run=Run(str(self.folder), **self.run))
+        return replace(made, run=RunConfig(str(self.folder), **self.run))
 
-    def play(self, step: int | None = None) -> list[Ended]:
+    def play(self, step: int | None = None) -> list[TrainResult]:
         """Resume and train to the end, as the command does."""
         plan = self.plan
 
-        def rank(world: World) -> Ended:
+        def rank(world: World) -> TrainResult:
             player = player_of(READING, plan, world)
             self.change(world.rank, player)
-            training, held = divided(DATA, plan.job.evaluate)
+            training, held = split_held_out(DATA, plan.job.evaluate)
             resumed = resume(player, plan, world, DATA.digest, step)
-            evaluating = None if held is None else Evaluating(held, plan, plan.data_index(world.rank))
+            evaluating = None if held is None else EvalSamples(held, plan, plan.data_index(world.rank))
             feed = open_feed(training, plan, world.rank)
             try:
-                return train(
+                return train_loop(
                     player,
                     plan,
                     feed,
                     world,
                     lambda: self.stop(world.rank, player.steps_done),
                     self.callbacks,
-                    evaluating=evaluating,
-                    so_far=resumed.so_far,
+                    eval_samples=evaluating,
+                    eval_history=resumed.eval_history,
                 )
             finally:
                 player.close()
@@ -87,13 +91,13 @@ class Course:
         return {step: line["loss"] for step, line in self.lines(kind).items()}
 
     def kept(self) -> list[int]:
-        return sorted(int(path.name[5:]) for path in (self.folder / CHECKPOINTS).glob("step-*"))
+        return sorted(int(path.name[5:]) for path in (self.folder / CHECKPOINTS_FOLDER).glob("step-*"))
 
     def best(self) -> dict[str, Any]:
-        return json.loads((self.folder / CHECKPOINTS / "best.json").read_text())
+        return json.loads((self.folder / CHECKPOINTS_FOLDER / "best.json").read_text())
 
     def at(self, step: int) -> Path:
-        return step_folder(self.folder / CHECKPOINTS, step)
+        return step_folder(self.folder / CHECKPOINTS_FOLDER, step)
 
 
 def rises(after: int) -> Callable[[int, Any], None]:

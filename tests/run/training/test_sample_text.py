@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from meshwright.run.data.tokenizer import codec_of
+from meshwright.run.data.tokenizer import make_tokenizer
 from meshwright.run.training.sample_text import sample_text
 from tests.run.data.corpora import tokenizer
 
@@ -39,11 +39,11 @@ def test_the_seed_decides_the_text():
 
 
 def test_a_tokenizer_turns_the_tokens_into_text(tmp_path):
-    codec = codec_of(tokenizer(tmp_path))
+    codec = make_tokenizer(tokenizer(tmp_path))
     (start,) = codec.encode(["a"])[0].tolist()
-    text = sample_text(Successor(), "a", 3, context=4, seed=0, codec=codec)
+    text = sample_text(Successor(), "a", 3, context=4, seed=0, tokenizer=codec)
     assert text == codec.decode([start, start + 1, start + 2, start + 3])
-    assert sample_text(Successor(), "", 1, context=4, seed=0, codec=codec).startswith("\n")
+    assert sample_text(Successor(), "", 1, context=4, seed=0, tokenizer=codec).startswith("\n")
 
 
 def test_an_empty_prompt_begins_a_line():

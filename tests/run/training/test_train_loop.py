@@ -10,20 +10,20 @@ import torch
 
 from meshwright.comm.backends.threads import ThreadGroup
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss import IGNORED
-from meshwright.model.analysis.analyze import Reading
-from meshwright.plan.job.data_source import DataSource
+from meshwright.engine.runtime.loss import IGNORE_INDEX
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.plan.job.data_source import DataConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Optimizer, Precision, Schedule
-from meshwright.plan.job.run_options import Run
+from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from meshwright.plan.job.run_options import RunConfig
 from meshwright.plan.plan import Plan
 from meshwright.run.checkpoint.directories import step_folder
-from meshwright.run.checkpoint.resume import CHECKPOINTS, Resumed, resume
-from meshwright.run.checkpoint.save_load import compare
-from meshwright.run.data.feed import ExampleData, open_feed
-from meshwright.run.launch.failure_record import Progress
-from meshwright.run.telemetry.callbacks import Callback, Line, Moment
-from meshwright.run.training.train_loop import Ended, save_run, train
+from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER, ResumeResult, resume
+from meshwright.run.checkpoint.save_load import compare_checkpoints
+from meshwright.run.data.feed import ExampleDataset, open_feed
+from meshwright.run.launch.failure_record import RankProgress
+from meshwright.run.telemetry.callbacks import Callback, CallbackEvent, StepRecord
+from meshwright.run.training.train_loop import TrainResult, save_run_checkpoint, train_loop
 from meshwright.testing.ranks import on_threads
 from tests.tiny_model import plan_of, player_of, reading_of, rows, tiny_job
 
@@ -41,57 +41,59 @@ class Course:
     epochs: int = 0
     save_every: int = 4
     lr: float = 1e-2
-    reading: Reading = READING
+    reading: AnalyzedModel = READING
     count: int = 24
     keep: int = 9
-    precision: Precision = field(default_factory=Precision)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     stop: Callable[[int, int], bool] = lambda rank, done: False
 
     @property
     def plan(self) -> Plan:
         job = tiny_job(
-            optimizer=Optimizer("adamw", lr=self.lr),
-            schedule=Schedule("cosine", warmup=2, floor=0.1),
+            optimizer=OptimizerConfig("adamw", lr=self.lr),
+            schedule=ScheduleConfig("cosine", warmup=2, floor=0.1),
             precision=self.precision,
-            data=DataSource("example", epochs=self.epochs),
+            data=DataConfig("example", epochs=self.epochs),
         )
         made = plan_of(self.reading, self.ranks, job=replace(job, train=replace(job.train, steps=STEPS)))
-        return replace(made, run=Run(str(self.folder), save_every=self.save_every, keep=self.keep))
+        return replace(made, run=RunConfig(str(self.folder), save_every=self.save_every, keep=self.keep))
 
-    def play(self, step: int | None = None) -> list[tuple[Resumed, Ended, list[Line]]]:
+    def play(self, step: int | None = None) -> list[tuple[ResumeResult, TrainResult, list[StepRecord]]]:
         """Resume (from `step`) and train to the end; what each rank got back, and the lines it was shown."""
-        data, plan = ExampleData(rows(self.count)), self.plan
+        data, plan = ExampleDataset(rows(self.count)), self.plan
 
-        def rank(world: World) -> tuple[Resumed, Ended, list[Line]]:
+        def rank(world: World) -> tuple[ResumeResult, TrainResult, list[StepRecord]]:
             player, lines = player_of(self.reading, plan, world), []
             resumed = resume(player, plan, world, data.digest, step)
             feed = open_feed(data, plan, world.rank)
-            ended = train(player, plan, feed, world, lambda: self.stop(world.rank, player.steps_done), (listing(lines),))
+            ended = train_loop(
+                player, plan, feed, world, lambda: self.stop(world.rank, player.steps_done), (listing(lines),)
+            )
             player.close()
             return resumed, ended, lines
 
         return on_threads(rank, plan.mesh)
 
     def kept(self) -> list[str]:
-        return sorted(path.name for path in (self.folder / CHECKPOINTS).iterdir())
+        return sorted(path.name for path in (self.folder / CHECKPOINTS_FOLDER).iterdir())
 
     def journal(self) -> dict[int, tuple[float, float, int]]:
         lines = [json.loads(text) for text in (self.folder / "metrics.jsonl").read_text().splitlines()]
         return {line["step"]: (line["loss"], line["grad_norm"], line["tokens"]) for line in lines}
 
 
-def listing(lines: list[Line]) -> Callback:
+def listing(lines: list[StepRecord]) -> Callback:
     """A callback that adds the line of each step to `lines`."""
 
-    def on_step_end(moment: Moment) -> None:
-        if moment.line is not None:
-            lines.append(moment.line)
+    def on_step_end(moment: CallbackEvent) -> None:
+        if moment.step_record is not None:
+            lines.append(moment.step_record)
 
     return Callback(on_step_end=on_step_end)
 
 
 def at(folder: Path, step: int) -> Path:
-    return step_folder(folder / CHECKPOINTS, step)
+    return step_folder(folder / CHECKPOINTS_FOLDER, step)
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +136,13 @@ def test_a_run_that_one_rank_asks_to_stop_stops_everywhere_and_goes_on_bit_for_b
         assert (resumed.step, resumed.notes[0]) == (last, f"resumed from step {last}")
         assert (ended.step, ended.stopped) == (STEPS, False)
     assert course.journal() == whole.journal()
-    assert compare(at(tmp_path, STEPS), at(whole.folder, STEPS)) == []
+    assert compare_checkpoints(at(tmp_path, STEPS), at(whole.folder, STEPS)) == []
 
 
 @pytest.mark.parametrize(("ranks", "told"), [(2, False), (3, True)])
-def test_sums_over_another_transport_are_said_where_more_than_two_ranks_add(tmp_path, monkeypatch, ranks, told):
+def test_sums_over_another_transport_are_said_where_more_than_two_ranks_add(
+    tmp_path, monkeypatch, ranks, told
+):
     Course(tmp_path, ranks=ranks, stop=lambda rank, done: done == 6).play()
     monkeypatch.setattr(ThreadGroup, "transport", "pigeons")
     (resumed, _, _), *_ = Course(tmp_path, ranks=ranks).play()
@@ -165,10 +169,14 @@ def test_finite_data_ends_the_run_with_a_short_batch(tmp_path, ranks):
     for _, ended, _ in course.play():
         assert (ended.step, ended.stopped) == (3, False)
     assert course.kept() == ["step-00000003"]
-    assert sum(tokens for _, _, tokens in course.journal().values()) == int((rows(31)["labels"] != -100).sum())
+    assert sum(tokens for _, _, tokens in course.journal().values()) == int(
+        (rows(31)["labels"] != -100).sum()
+    )
     alone = Course(tmp_path / "alone", ranks=1, epochs=1, count=31)
     alone.play()
-    assert all(course.journal()[step][0] == pytest.approx(alone.journal()[step][0], abs=1e-5) for step in (1, 2, 3))
+    assert all(
+        course.journal()[step][0] == pytest.approx(alone.journal()[step][0], abs=1e-5) for step in (1, 2, 3)
+    )
 
 
 def test_a_run_whose_data_changed_says_so(tmp_path):
@@ -180,8 +188,8 @@ def test_a_run_whose_data_changed_says_so(tmp_path):
 def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(tmp_path, whole):
     with pytest.raises(PlanError) as caught:
         whole.play(step=5)
-    (fault,) = caught.value.faults
-    assert fault.what == "there is no checkpoint of step 5"
+    (fault,) = caught.value.diagnostics
+    assert fault.problem == "there is no checkpoint of step 5"
     assert fault.fix == "choose one of: step-00000004, step-00000008, step-00000012"
 
 
@@ -191,7 +199,10 @@ def test_going_back_without_a_change_leaves_later_checkpoints_where_they_are(tmp
     before = {path: path.stat().st_mtime_ns for path in at(tmp_path, 8).iterdir()}
     (resumed, ended, _), _ = course.play(step=4)
     assert resumed.notes == ("resumed from step 4",)
-    assert str(ended.replay) == "8 steps were played again from step 5: each equals its first playing to the last bit"
+    assert (
+        str(ended.replay)
+        == "8 steps were played again from step 5: each equals its first playing to the last bit"
+    )
     assert {path: path.stat().st_mtime_ns for path in at(tmp_path, 8).iterdir()} == before
 
 
@@ -199,13 +210,15 @@ def test_going_back_to_another_course_replaces_no_checkpoint_silently(tmp_path):
     Course(tmp_path).play()
     other = Course(tmp_path, lr=0.3)
     (resumed, _, _), _ = other.play(step=4)
-    assert any(note.startswith("later checkpoints were set aside: step-00000008.aside-") for note in resumed.notes)
+    assert any(
+        note.startswith("later checkpoints were set aside: step-00000008.aside-") for note in resumed.notes
+    )
     aside = [name for name in other.kept() if ".aside-" in name]
     assert [name.split(".")[0] for name in aside] == ["step-00000008", "step-00000012"]
     moved = tmp_path / "looked at" / "step-00000008"
     moved.parent.mkdir()
-    (tmp_path / CHECKPOINTS / aside[0]).rename(moved)
-    assert compare(moved, at(tmp_path, 8)) != []
+    (tmp_path / CHECKPOINTS_FOLDER / aside[0]).rename(moved)
+    assert compare_checkpoints(moved, at(tmp_path, 8)) != []
     (again, _, _), _ = other.play()
     assert again.notes == ("resumed from step 12",), "the newest is of the new course"
 
@@ -224,13 +237,13 @@ def test_newer_checkpoints_of_another_model_are_passed_over(tmp_path):
 
 def test_a_failure_can_say_where_it_happened(tmp_path):
     course = Course(tmp_path, ranks=1, save_every=2)
-    data, progress, seen = ExampleData(rows()), Progress(), []
+    data, progress, seen = ExampleDataset(rows()), RankProgress(), []
 
     def rank(world: World) -> None:
         player = player_of(course.reading, course.plan, world)
         feed = open_feed(data, course.plan, 0)
         watch = Callback(on_step_end=lambda moment: seen.append((moment.step, progress.step, progress.phase)))
-        train(player, course.plan, feed, world, lambda: False, (watch,), progress)
+        train_loop(player, course.plan, feed, world, lambda: False, (watch,), progress)
         player.close()
 
     on_threads(rank, course.plan.mesh)
@@ -239,18 +252,20 @@ def test_a_failure_can_say_where_it_happened(tmp_path):
 
 
 def test_steps_whose_gradients_overflow_are_counted_and_a_resumed_run_knows_the_scale(tmp_path: Path):
-    precision = Precision("float16", "float16", "float16", master="float32", loss_scale=2.0**20, loss_scale_window=3)
+    precision = PrecisionConfig(
+        "float16", "float16", "float16", master="float32", loss_scale=2.0**20, loss_scale_window=3
+    )
     (_, ended, lines), (_, other, _) = Course(tmp_path / "whole", precision=precision).play()
     left_out = [line for line in lines if line.overflow]
-    assert ended.overflows == other.overflows == len(left_out) > 1
+    assert ended.num_overflows == other.num_overflows == len(left_out) > 1
     assert all(line.skipped for line in left_out)
-    assert ended.skipped == 0
+    assert ended.num_skipped == 0
     parts = Course(tmp_path / "parts", precision=precision)
     replace(parts, stop=lambda rank, done: done == 4).play()
     (resumed, _, later), _ = parts.play()
     assert [line.loss_scale for line in later] == [line.loss_scale for line in lines[resumed.step :]]
     assert parts.journal() == Course(tmp_path / "whole").journal()
-    assert compare(at(parts.folder, STEPS), at(tmp_path / "whole", STEPS)) == []
+    assert compare_checkpoints(at(parts.folder, STEPS), at(tmp_path / "whole", STEPS)) == []
 
 
 def test_a_checkpoint_names_its_plan_and_its_data(tmp_path):
@@ -258,7 +273,7 @@ def test_a_checkpoint_names_its_plan_and_its_data(tmp_path):
 
     def rank(world: World) -> Path:
         player = player_of(course.reading, course.plan, world)
-        place = save_run(player, course.plan, world, "d" * 64)
+        place = save_run_checkpoint(player, course.plan, world, "d" * 64)
         player.close()
         return place
 
@@ -272,21 +287,27 @@ def test_a_checkpoint_names_its_plan_and_its_data(tmp_path):
 def test_data_in_which_nothing_counts_ends_the_run_after_one_epoch_and_not_before(tmp_path: Path, valid: int):
     """Steps in which nothing counts are skipped and journalled; a single token in the whole data makes the loss defined."""
     course = Course(tmp_path, ranks=3)
-    labels = torch.full_like(rows()["labels"], IGNORED)
+    labels = torch.full_like(rows()["labels"], IGNORE_INDEX)
     labels[:valid, 0] = 1
-    data, plan = ExampleData({**rows(), "labels": labels}), course.plan
+    data, plan = ExampleDataset({**rows(), "labels": labels}), course.plan
 
-    def rank(world: World) -> Ended:
+    def rank(world: World) -> TrainResult:
         player = player_of(READING, plan, world)
         try:
-            return train(player, plan, open_feed(data, plan, world.rank), world, lambda: False)
+            return train_loop(player, plan, open_feed(data, plan, world.rank), world, lambda: False)
         finally:
             player.close()
 
     if valid:
         assert [ended.step for ended in on_threads(rank, plan.mesh)] == [STEPS] * 3
     else:
-        with pytest.raises(PlanError, match=r"(?s)nothing counts in any of the 24 samples, all played up to step 2.*-100"):
+        with pytest.raises(
+            PlanError, match=r"(?s)nothing counts in any of the 24 samples, all played up to step 2.*-100"
+        ):
             on_threads(rank, plan.mesh)
     skipped = [json.loads(text)["skipped"] for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert skipped == [True, True] if not valid else (sorted(set(skipped)) == [False, True] and len(skipped) == STEPS)
+    assert (
+        skipped == [True, True]
+        if not valid
+        else (sorted(set(skipped)) == [False, True] and len(skipped) == STEPS)
+    )

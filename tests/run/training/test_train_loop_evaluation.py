@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.plan.job.job import Evaluate
-from meshwright.run.checkpoint.resume import CHECKPOINTS
-from meshwright.run.checkpoint.save_load import compare, load
-from meshwright.run.data.eval_split import SoFar
-from meshwright.run.telemetry.callbacks import STOP, Callback, Moment
+from meshwright.plan.job.job import EvalConfig
+from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER
+from meshwright.run.checkpoint.save_load import compare_checkpoints, load_tensors
+from meshwright.run.data.eval_split import EvalHistory
+from meshwright.run.telemetry.callbacks import STOP, Callback, CallbackEvent
 from tests.run.training.small_run import Course, rises
 
 
@@ -24,10 +24,10 @@ def whole(tmp_path_factory) -> Course:
 def test_evaluations_come_every_few_steps_and_at_the_end(tmp_path):
     course = Course(tmp_path, steps=11)
     for ended in course.play():
-        assert (ended.step, ended.stopped, ended.reason) == (11, False, "")
+        assert (ended.step, ended.stopped, ended.stop_reason) == (11, False, "")
     assert list(course.lines("evaluation")) == [3, 6, 9, 11]
     assert course.lines("evaluation")[3].keys() == {"kind", "step", "loss", "perplexity", "tokens"}
-    rare = replace(course, folder=tmp_path / "rare", evaluate=Evaluate(hold_out=7, every=0))
+    rare = replace(course, folder=tmp_path / "rare", evaluate=EvalConfig(hold_out=7, every=0))
     rare.play()
     assert list(rare.lines("evaluation")) == [11]
     assert rare.losses() == course.losses(), "evaluations change no number of the training"
@@ -45,15 +45,15 @@ def test_another_number_of_ranks_evaluates_to_the_same(tmp_path, ranks):
 def test_the_best_checkpoint_stays_and_is_named(whole):
     assert whole.kept() == [6, 8, 12], "the newest two, and the best"
     assert whole.best() == {"step": 6, "folder": "step-00000006", "loss": 1.0}
-    _, meta = load(whole.at(12))
-    assert SoFar.of(meta["so_far"]).best_step == 6
+    _, meta = load_tensors(whole.at(12))
+    assert EvalHistory.from_saved(meta["so_far"]).best_step == 6
 
 
 def test_without_keep_best_no_checkpoint_more_is_saved(tmp_path):
     course = Course(tmp_path, change=rises(6), run={"save_every": 4, "keep": 2, "keep_best": False})
     course.play()
     assert course.kept() == [8, 12]
-    assert not (tmp_path / CHECKPOINTS / "best.json").exists()
+    assert not (tmp_path / CHECKPOINTS_FOLDER / "best.json").exists()
 
 
 @pytest.mark.parametrize("last", [2, 3, 5, 7, 9, 11])
@@ -62,9 +62,11 @@ def test_a_run_that_is_stopped_anywhere_evaluates_and_keeps_the_same(tmp_path, w
     for ended in course.play():
         assert (ended.step, ended.stopped) == (last, True)
     replace(course, stop=lambda rank, done: False).play()
-    assert course.losses("evaluation") == {step: loss for step, loss in whole.losses("evaluation").items() if step != last}
+    assert course.losses("evaluation") == {
+        step: loss for step, loss in whole.losses("evaluation").items() if step != last
+    }
     assert course.best() == whole.best()
-    assert compare(course.at(12), whole.at(12)) == []
+    assert compare_checkpoints(course.at(12), whole.at(12)) == []
 
 
 @pytest.mark.parametrize("gone", [6, 8, 12])
@@ -72,11 +74,11 @@ def test_a_kill_before_the_best_was_named_or_after_a_later_save_changes_nothing(
     """As if killed: everything from step `gone` on is lost, or the pointer was not yet written."""
     course = Course(tmp_path, change=rises(6))
     course.play()
-    (tmp_path / CHECKPOINTS / "best.json").unlink()
+    (tmp_path / CHECKPOINTS_FOLDER / "best.json").unlink()
     for step in (step for step in course.kept() if step > gone):
         course.at(step).rename(tmp_path / f"lost-{step}")
     (ended, *_) = course.play()
-    assert ended.so_far.best_step == 6
+    assert ended.eval_history.best_step == 6
     assert course.best() == whole.best()
     assert course.kept() == [6, 8, 12]
     assert str(ended.replay) == "" or "each equals" in str(ended.replay)
@@ -86,7 +88,9 @@ def test_an_evaluation_that_comes_out_differently_is_said(tmp_path):
     course = Course(tmp_path, change=rises(6))
     course.play()
     (ended, *_) = replace(course, change=rises(5)).play(step=8)
-    assert str(ended.replay) == "the evaluation at step 9 was played again and differs: loss 4.0 then, 5.0 now"
+    assert (
+        str(ended.replay) == "the evaluation at step 9 was played again and differs: loss 4.0 then, 5.0 now"
+    )
 
 
 def test_going_back_under_another_plan_forgets_a_best_that_was_set_aside(tmp_path):
@@ -100,14 +104,14 @@ def test_going_back_under_another_plan_forgets_a_best_that_was_set_aside(tmp_pat
 
 
 def test_patience_ends_the_run_on_all_ranks_and_again(tmp_path):
-    course = Course(tmp_path, ranks=3, change=rises(3), evaluate=Evaluate(hold_out=7, every=2, patience=2))
+    course = Course(tmp_path, ranks=3, change=rises(3), evaluate=EvalConfig(hold_out=7, every=2, patience=2))
     for ended in course.play():
         assert (ended.step, ended.stopped) == (6, False)
-        assert "2 evaluations brought no gain" in ended.reason
+        assert "2 evaluations brought no gain" in ended.stop_reason
         assert ended.checkpoint == course.at(6)
     for again in course.play():
         assert (again.step, again.loss, again.checkpoint) == (6, None, course.at(6))
-        assert "2 evaluations brought no gain" in again.reason
+        assert "2 evaluations brought no gain" in again.stop_reason
     longer = replace(course, evaluate=replace(course.evaluate, patience=9))
     assert {ended.step for ended in longer.play()} == {12}
 
@@ -115,10 +119,10 @@ def test_patience_ends_the_run_on_all_ranks_and_again(tmp_path):
 def test_callbacks_hear_of_evaluations_and_may_stop_the_run(tmp_path):
     heard: list[tuple[str, int, bool]] = []
 
-    def note(name: str) -> Callable[[Moment], None]:
-        return lambda moment: heard.append((name, moment.step, moment.best))
+    def note(name: str) -> Callable[[CallbackEvent], None]:
+        return lambda moment: heard.append((name, moment.step, moment.is_best))
 
-    def enough(moment: Moment) -> str | None:
+    def enough(moment: CallbackEvent) -> str | None:
         return STOP if moment.evaluation["loss"] < 2 else None
 
     names = ("on_train_begin", "on_step_end", "on_evaluate", "on_save", "on_train_end")
@@ -126,7 +130,10 @@ def test_callbacks_hear_of_evaluations_and_may_stop_the_run(tmp_path):
     course = Course(tmp_path, change=rises(6), callbacks=(spy, Callback(on_evaluate=enough)))
     for ended in course.play():
         assert (ended.step, ended.stopped) == (7, True)
-    assert [each for each in heard if each[0] == "on_evaluate"] == [("on_evaluate", 3, True), ("on_evaluate", 6, True)]
+    assert [each for each in heard if each[0] == "on_evaluate"] == [
+        ("on_evaluate", 3, True),
+        ("on_evaluate", 6, True),
+    ]
     assert [step for name, step, _ in heard if name == "on_save"] == [3, 4, 6, 7]
     assert heard[0][:2] == ("on_train_begin", 0)
     assert heard[-1][:2] == ("on_train_end", 7)
@@ -134,7 +141,7 @@ def test_callbacks_hear_of_evaluations_and_may_stop_the_run(tmp_path):
 
 
 def test_a_callback_that_raises_ends_the_run(tmp_path):
-    def fail(moment: Moment) -> None:
+    def fail(moment: CallbackEvent) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(Exception, match=r"ZeroDivisionError|rank 0") as caught:

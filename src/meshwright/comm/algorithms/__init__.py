@@ -16,7 +16,7 @@ from meshwright.comm.algorithms.reduce_broadcast import Root
 from meshwright.comm.algorithms.ring import Ring
 from meshwright.comm.algorithms.schedule import Algorithm
 from meshwright.comm.algorithms.tree import Tree
-from meshwright.plan.job.errors import PlanError, nearest
+from meshwright.plan.job.errors import PlanError, suggest_name
 
 BACKEND = Backend.name
 PLAIN = (Backend(), Naive(), Root(), Ring(), Parallel(), Halving(), Doubling(), Tree())
@@ -31,7 +31,9 @@ def named(name: str, where: str = "") -> Algorithm:
     stem, slash, number = name.partition("/")
     if stem == Hierarchical.name and number.isdecimal() and number.isascii() and int(number) > 0:
         return Hierarchical(int(number))
-    raise PlanError(f"there is no all_reduce algorithm '{name}'", fix=_meant(stem, slash, number), where=where)
+    raise PlanError(
+        f"there is no all_reduce algorithm '{name}'", fix=_meant(stem, slash, number), location=where
+    )
 
 
 def _meant(stem: str, slash: str, number: str) -> str:
@@ -39,7 +41,7 @@ def _meant(stem: str, slash: str, number: str) -> str:
         return "write hierarchical/G, where G is the number of ranks on each host: hierarchical/4"
     if slash and stem in ALGORITHMS:
         return f"write {stem} alone: only {Hierarchical.name} takes a number"
-    close = nearest(stem, (*ALGORITHMS, Hierarchical.name))
+    close = suggest_name(stem, (*ALGORITHMS, Hierarchical.name))
     if f"'{Hierarchical.name}'" in close:
         return f"did you mean '{Hierarchical.name}/{number or 'G'}'?"
     return close if "'" in close else f"choose one of: {', '.join(NAMES)}"

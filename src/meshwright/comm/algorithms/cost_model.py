@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.comm.algorithms.schedule import Algorithm, Round
-from meshwright.plan.hardware.network_model import Network
+from meshwright.plan.hardware.network_model import NetworkModel
 
 Messages = tuple[tuple[float, int], ...]  # the share of the tensor that one holds, and how many of them
 
@@ -40,28 +40,40 @@ class Demand:
     leaving: float
 
 
-def seconds(algorithm: Algorithm, size: int, nbytes: float, network: Network, per_host: int = 0) -> float:
+def seconds(
+    algorithm: Algorithm, size: int, nbytes: float, network: NetworkModel, per_host: int = 0
+) -> float:
     """The time of an all-reduce of `nbytes` among `size` ranks, `per_host` of them on each host (0: all on one)."""
-    return sum(count * _round(demand, nbytes, network) for demand, count in demands(algorithm, size, per_host))
+    return sum(
+        count * _round(demand, nbytes, network) for demand, count in demands(algorithm, size, per_host)
+    )
 
 
-def _round(demand: Demand, nbytes: float, network: Network) -> float:
-    between, inside = network.between, 0.0
+def _round(demand: Demand, nbytes: float, network: NetworkModel) -> float:
+    between, inside = network.inter_host, 0.0
     if demand.host:
-        if network.host is None or network.rank is None:
+        if network.intra_host is None or network.busiest_rank is None:
             if between is None:
                 raise ValueError("the network has no price at all; measure it: meshwright bench comm")
             inside = between.seconds(sum(share * count for share, count in demand.host) * nbytes)
         else:
-            inside = network.crowd_s(demand.receiving)
-            inside += sum(count * network.host.seconds(share * nbytes) for share, count in demand.host)
-            inside += sum(count * network.rank.seconds(share * nbytes) for share, count in demand.rank)
+            inside = network.round_overhead_s(demand.receiving)
+            inside += sum(count * network.intra_host.seconds(share * nbytes) for share, count in demand.host)
+            inside += sum(
+                count * network.busiest_rank.seconds(share * nbytes) for share, count in demand.rank
+            )
     outside = 0.0
-    if demand.leaving and network.host is not None and between is None:
-        raise ValueError("messages leave their host, and the network has no price for that; measure it across hosts: bench comm")
+    if demand.leaving and network.intra_host is not None and between is None:
+        raise ValueError(
+            "messages leave their host, and the network has no price for that; measure it across hosts: bench comm"
+        )
     if demand.leaving and between is not None:
         outside = between.seconds(demand.leaving * nbytes)
-    added = network.added.seconds(demand.added * nbytes) if network.added is not None and demand.added else 0.0
+    added = (
+        network.local_sum.seconds(demand.added * nbytes)
+        if network.local_sum is not None and demand.added
+        else 0.0
+    )
     return max(inside, outside) + added
 
 
@@ -102,8 +114,12 @@ class _Gathered:
         mine = Counter(len(parcel.pieces) for parcel in (*sent, *come))
         if host not in self.ranks or _total(mine) > _total(self.ranks[host][1]):
             self.ranks[host] = (index, mine)
-        self.out[host] += sum(len(parcel.pieces) for parcel in each.sends) - sum(len(parcel.pieces) for parcel in sent)
-        self.into[host] += sum(len(parcel.pieces) for parcel in each.receives) - sum(len(parcel.pieces) for parcel in come)
+        self.out[host] += sum(len(parcel.pieces) for parcel in each.sends) - sum(
+            len(parcel.pieces) for parcel in sent
+        )
+        self.into[host] += sum(len(parcel.pieces) for parcel in each.receives) - sum(
+            len(parcel.pieces) for parcel in come
+        )
         if each.adds:
             self.added = max(self.added, sum(len(parcel.pieces) for parcel in each.receives))
 

@@ -65,9 +65,14 @@ class Hierarchical(Algorithm):
             return 0
         hosts = size // self.per_host
         host, place = divmod(index, self.per_host)
-        own, right = length(numel, self.per_host, place), length(numel, self.per_host, (place + 1) % self.per_host)
+        own, right = (
+            length(numel, self.per_host, place),
+            length(numel, self.per_host, (place + 1) % self.per_host),
+        )
         kept = (length(numel, size, place * hosts + piece % hosts) for piece in (host, host + 1))
-        return 2 * numel - own - right + 2 * own - sum(kept)  # inside: all but what the ring keeps; across: of the own slice
+        return (
+            2 * numel - own - right + 2 * own - sum(kept)
+        )  # inside: all but what the ring keeps; across: of the own slice
 
     def seconds(self, size: int, nbytes: int, latency_s: float, bytes_per_s: float) -> float:
         return self.num_rounds(size) * latency_s + 2 * (size - 1) / size * nbytes / bytes_per_s
@@ -76,7 +81,11 @@ class Hierarchical(Algorithm):
         if size == 1 or (1 < self.per_host < size and size % self.per_host == 0):
             return None
         fitting = [f"{self.name}/{ranks}" for ranks in range(2, size) if size % ranks == 0]
-        fix = f"write {' or '.join(fitting)}, or ring" if fitting else f"write ring: {size} ranks have no hosts of equal size"
+        fix = (
+            f"write {' or '.join(fitting)}, or ring"
+            if fitting
+            else f"write ring: {size} ranks have no hosts of equal size"
+        )
         if self.per_host in (1, size):
             where = "inside a host" if self.per_host == 1 else "between hosts"
             return f"with {self.per_host} of {size} ranks on a host there is nothing to sum {where}", fix
@@ -87,6 +96,10 @@ def _turn(ring: list[int], at: int, parts: list[tuple[int, ...]], first: int, *,
     """One turn round `ring` (indices of ranks; this rank stands `at`): part `first` goes to the right, then the one before it."""
     num, right, left = len(ring), ring[(at + 1) % len(ring)], ring[at - 1]
     return [
-        Round((Parcel(right, parts[(first - step) % num]),), (Parcel(left, parts[(first - step - 1) % num]),), adds)
+        Round(
+            (Parcel(right, parts[(first - step) % num]),),
+            (Parcel(left, parts[(first - step - 1) % num]),),
+            adds,
+        )
         for step in range(num - 1)
     ]

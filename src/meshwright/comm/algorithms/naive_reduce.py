@@ -39,7 +39,10 @@ class Naive(Algorithm):
             return ()
         others = tuple(Parcel(other, WHOLE) for other in range(size) if other != index)
         as_root = Round(receives=others, adds=True, fresh=True)
-        return tuple(as_root if root == index else Round(sends=(Parcel(root, WHOLE),), fresh=True) for root in range(size))
+        return tuple(
+            as_root if root == index else Round(sends=(Parcel(root, WHOLE),), fresh=True)
+            for root in range(size)
+        )
 
     def num_rounds(self, size: int) -> int:
         return size if size > 1 else 0

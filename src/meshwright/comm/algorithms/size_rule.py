@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from meshwright.comm.algorithms import named
-from meshwright.plan.job.errors import Fault, PlanError, raise_faults
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 
 AUTO = "auto"
 UNITS = MappingProxyType({"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1})
@@ -37,7 +37,7 @@ class Rule:
     @classmethod
     def parse(cls, text: str, where: str = "") -> "Rule":
         """The rule that `text` says; str() of a rule says it again. Raises PlanError with all that is wrong in it."""
-        raise_faults(_faults(text, where))
+        raise_diagnostics(_faults(text, where))
         steps, last = _parts(text)
         found = [step for part in steps if (step := STEP.fullmatch(part)) is not None]
         return cls(last, tuple((_nbytes(step), step["name"]) for step in found))
@@ -52,7 +52,7 @@ class Rule:
         return next((name for most, name in self.steps if nbytes <= most), self.last)
 
 
-def faults(text: str, size: int, where: str) -> Iterator[Fault]:
+def faults(text: str, size: int, where: str) -> Iterator[Diagnostic]:
     """What is wrong with the rule `text` among `size` ranks: its words, or an algorithm that cannot run there."""
     found = tuple(_faults(text, where))
     yield from found
@@ -60,7 +60,7 @@ def faults(text: str, size: int, where: str) -> Iterator[Fault]:
         refusal = named(name).refusal(size)
         if refusal is not None:
             what, fix = refusal
-            yield Fault(f"{name}: {what}", fix, where)
+            yield Diagnostic(f"{name}: {what}", fix, where)
 
 
 def _parts(text: str) -> tuple[list[str], str]:
@@ -72,22 +72,28 @@ def _parts(text: str) -> tuple[list[str], str]:
     return ([*steps, last] if STEP.fullmatch(last) else steps), ""
 
 
-def _faults(text: str, where: str) -> Iterator[Fault]:
+def _faults(text: str, where: str) -> Iterator[Diagnostic]:
     steps, last = _parts(text)
     if last == AUTO and not steps:
         fix = 'run `meshwright bench comm`, then name its file: cluster = "cluster.toml"'
-        yield Fault("auto needs the measured cost of the links", fix, where)
+        yield Diagnostic("auto needs the measured cost of the links", fix, where)
         return
     if not last and not steps:
-        yield Fault(f"'{text}' is neither an algorithm nor a rule by message size", f"write {EXAMPLE}", where)
+        yield Diagnostic(
+            f"'{text}' is neither an algorithm nor a rule by message size", f"write {EXAMPLE}", where
+        )
     elif not last:
         fix = 'let it end with "else" and an algorithm, as in: doubling <= 64 KiB, else ring'
-        yield Fault(f"the rule '{text}' does not say what larger messages take", fix, where)
+        yield Diagnostic(f"the rule '{text}' does not say what larger messages take", fix, where)
     most = 0
     for part in steps:
         step = STEP.fullmatch(part)
         if step is None:
-            yield Fault(f"'{part}' in the rule '{text}' is no algorithm with a size", "write it so: tree <= 1 MiB", where)
+            yield Diagnostic(
+                f"'{part}' in the rule '{text}' is no algorithm with a size",
+                "write it so: tree <= 1 MiB",
+                where,
+            )
             continue
         yield from _step_faults(step, most, where)
         most = _nbytes(step) if step["unit"] in UNITS else most
@@ -95,23 +101,31 @@ def _faults(text: str, where: str) -> Iterator[Fault]:
         yield from _name_faults(last, where)
 
 
-def _step_faults(step: re.Match[str], most: int, where: str) -> Iterator[Fault]:
+def _step_faults(step: re.Match[str], most: int, where: str) -> Iterator[Diagnostic]:
     yield from _name_faults(step["name"], where)
     if step["unit"] not in UNITS:
-        yield Fault(f"'{step['unit']}' in '{step[0]}' is no unit of a size", f"choose one of: {', '.join(UNITS)}", where)
+        yield Diagnostic(
+            f"'{step['unit']}' in '{step[0]}' is no unit of a size",
+            f"choose one of: {', '.join(UNITS)}",
+            where,
+        )
     elif _nbytes(step) <= most:
         text = f"'{step[0]}' is never reached: messages of up to {_size(most)} are taken before it"
-        yield Fault(text, "write the sizes in rising order, each above 0", where)
+        yield Diagnostic(text, "write the sizes in rising order, each above 0", where)
 
 
-def _name_faults(name: str, where: str) -> Iterator[Fault]:
+def _name_faults(name: str, where: str) -> Iterator[Diagnostic]:
     if name == AUTO:
-        yield Fault("auto cannot be a part of a rule: it is a whole one, made from what was measured", "write auto alone", where)
+        yield Diagnostic(
+            "auto cannot be a part of a rule: it is a whole one, made from what was measured",
+            "write auto alone",
+            where,
+        )
         return
     try:
         named(name)
     except PlanError as error:
-        yield from (Fault(fault.what, fault.fix, where) for fault in error.faults)
+        yield from (Diagnostic(fault.problem, fault.fix, where) for fault in error.diagnostics)
 
 
 def _nbytes(step: re.Match[str]) -> int:

@@ -44,7 +44,9 @@ class Step:
     scratch: int
 
 
-def playing(algorithm: Algorithm, size: int, index: int, flat: torch.Tensor) -> Generator[tuple[Parcels, Parcels]]:
+def playing(
+    algorithm: Algorithm, size: int, index: int, flat: torch.Tensor
+) -> Generator[tuple[Parcels, Parcels]]:
     """One rank's part of an all-reduce of `flat`, in place: what to send and what to fill, to be done before it goes on.
 
     Call it where gradients are off. A round in which this rank has nothing to do yields two empty lists.
@@ -74,7 +76,9 @@ def play_all(algorithm: Algorithm, operands: Sequence[torch.Tensor]) -> None:
             for peer, landing in receives:
                 landing.copy_(sent.pop((peer, index)))
         if sent:
-            raise RuntimeError(f"{algorithm} among {size} ranks: nobody receives what {sorted(sent)} (from, to) send")
+            raise RuntimeError(
+                f"{algorithm} among {size} ranks: nobody receives what {sorted(sent)} (from, to) send"
+            )
 
 
 @lru_cache(maxsize=512)
@@ -82,7 +86,10 @@ def _steps(algorithm: Algorithm, size: int, index: int, numel: int) -> tuple[Ste
     cuts = [piece * numel // algorithm.num_pieces(size) for piece in range(algorithm.num_pieces(size) + 1)]
 
     def stretches(parcels: Iterable[Parcel]) -> tuple[Stretch, ...]:
-        found = [Stretch(parcel.peer, _runs([(cuts[piece], cuts[piece + 1]) for piece in parcel.pieces])) for parcel in parcels]
+        found = [
+            Stretch(parcel.peer, _runs([(cuts[piece], cuts[piece + 1]) for piece in parcel.pieces]))
+            for parcel in parcels
+        ]
         return tuple(stretch for stretch in found if stretch.numel)
 
     steps = []

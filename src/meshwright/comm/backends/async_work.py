@@ -80,7 +80,9 @@ class TorchWork(Work):
     `keep` are the tensors that the backend reads or fills: they live until the wait.
     """
 
-    def __init__(self, work: Issued, asked: Asked, keep: tuple[torch.Tensor, ...], finish: Callable[[], None] | None) -> None:
+    def __init__(
+        self, work: Issued, asked: Asked, keep: tuple[torch.Tensor, ...], finish: Callable[[], None] | None
+    ) -> None:
         self._work: Issued | None = work
         self._asked = asked
         self._keep = keep

@@ -86,7 +86,9 @@ class FakeGroup(Group):
         announce(self, "broadcast", tensor, action=action, source=source)
         return Done()
 
-    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = "") -> Work:
+    def scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = ""
+    ) -> Work:
         """Fill `output` with this rank's slice of `tensor`; without one, the absent source's, it is left as it is."""
         announce(self, "scatter", output, tensor, action=action, source=source)
         if tensor is not None:
@@ -94,7 +96,9 @@ class FakeGroup(Group):
                 output.view(-1).copy_(slices(tensor, self.size)[self.index])
         return Done()
 
-    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
+    def gather(
+        self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = ""
+    ) -> Work:
         """Fill `output`, where there is one, with copies of `tensor`."""
         announce(self, "gather", tensor, output, action=action, source=target)
         if output is not None:

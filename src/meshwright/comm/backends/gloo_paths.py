@@ -86,7 +86,9 @@ class Handed:
 
 
 @torch.no_grad()
-def hand_out(output: torch.Tensor, tensor: torch.Tensor, *, index: int, group: dist.ProcessGroup, async_op: bool) -> Handed:
+def hand_out(
+    output: torch.Tensor, tensor: torch.Tensor, *, index: int, group: dist.ProcessGroup, async_op: bool
+) -> Handed:
     """Start to fill flat `output` with every rank's flat `tensor`, in rank order; this rank's own is there at once."""
     pieces = slices(output, group.size())
     if pieces[index].data_ptr() != tensor.data_ptr():

@@ -39,13 +39,21 @@ class TorchGroup(Group):
     """The ranks along some axes, joined by a process group; `near` once it is known that all of them are on one host."""
 
     def __init__(
-        self, axes: tuple[str, ...], ranks: tuple[int, ...], joined: dist.ProcessGroup, world: World, lookout: Lookout
+        self,
+        axes: tuple[str, ...],
+        ranks: tuple[int, ...],
+        joined: dist.ProcessGroup,
+        world: World,
+        lookout: Lookout,
     ) -> None:
         self.axes = axes
         self.ranks = ranks
         self.index = ranks.index(world.rank)
         self.ledger = world.ledger
-        self._joined, self._there = joined, [sorted(ranks).index(rank) for rank in ranks]  # torch has its own order
+        self._joined, self._there = (
+            joined,
+            [sorted(ranks).index(rank) for rank in ranks],
+        )  # torch has its own order
         self.device = world.device
         self.lookout = lookout
         self.transport = dist.get_backend(joined)
@@ -53,7 +61,9 @@ class TorchGroup(Group):
         # groups over different axes may be the same ranks and share `joined`, while each has a lane of its own
         self._round = ROUND + sum(2 << AXES.index(axis) for axis in axes)
         self._sum = dist.AllreduceOptions()
-        if "asyncOp" in vars(dist.AllreduceOptions):  # newer torch: on a stream of the backend's own, as it always was
+        if "asyncOp" in vars(
+            dist.AllreduceOptions
+        ):  # newer torch: on a stream of the backend's own, as it always was
             self._sum.asyncOp = True
         self._all = dist.AllToAllOptions()
         if "asyncOp" in vars(dist.AllToAllOptions):
@@ -71,22 +81,36 @@ class TorchGroup(Group):
         """Break the connections, so that what is under way ends with an error, here and on the peers: gloo alone waits for it."""
         if self.on_gloo:
             peer = (self.index + 1) % self.size
-            with suppress(RuntimeError):  # a receive that is late makes gloo close every connection of the group
+            with suppress(
+                RuntimeError
+            ):  # a receive that is late makes gloo close every connection of the group
                 self._joined.recv([torch.empty(1)], peer, CUT).wait(timedelta(milliseconds=1))
 
     def send(self, tensor: torch.Tensor, *, target: int, action: str = "") -> Work:
         """Send `tensor` to the rank at index `target`."""
         call = announce(self, "send", tensor, action=action, source=target)
         if self.on_gloo:  # straight to the backend, as in `_summed`: the same way, 15 us shorter
-            return self._issue(call, lambda **how: self._joined.send([_flat(tensor)], self._there[target], OWN), keep=(tensor,))
-        return self._issue(call, partial(_pairwise, dist.isend, _flat(tensor), self.ranks[target]), keep=(tensor,))
+            return self._issue(
+                call,
+                lambda **how: self._joined.send([_flat(tensor)], self._there[target], OWN),
+                keep=(tensor,),
+            )
+        return self._issue(
+            call, partial(_pairwise, dist.isend, _flat(tensor), self.ranks[target]), keep=(tensor,)
+        )
 
     def receive(self, tensor: torch.Tensor, *, source: int, action: str = "") -> Work:
         """Fill `tensor` with what the rank at index `source` sends."""
         call = announce(self, "receive", tensor, action=action, source=source)
         if self.on_gloo:
-            return self._issue(call, lambda **how: self._joined.recv([_flat(tensor)], self._there[source], OWN), keep=(tensor,))
-        return self._issue(call, partial(_pairwise, dist.irecv, _flat(tensor), self.ranks[source]), keep=(tensor,))
+            return self._issue(
+                call,
+                lambda **how: self._joined.recv([_flat(tensor)], self._there[source], OWN),
+                keep=(tensor,),
+            )
+        return self._issue(
+            call, partial(_pairwise, dist.irecv, _flat(tensor), self.ranks[source]), keep=(tensor,)
+        )
 
     def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = BACKEND) -> Work:
         """Sum `tensor` over the group, in place.
@@ -112,24 +136,34 @@ class TorchGroup(Group):
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
         """Fill `output` (size x tensor.numel() elements) with every rank's `tensor`, in rank order."""
         call = announce(self, "all_gather", tensor, output, action=action)
-        how = partial(hand_out, index=self.index) if self.on_gloo and (self.near or self.size == 2) else _renamed("all_gather")
+        how = (
+            partial(hand_out, index=self.index)
+            if self.on_gloo and (self.near or self.size == 2)
+            else _renamed("all_gather")
+        )
         return self._issue(call, partial(how, _flat(output), _flat(tensor)), keep=(output, tensor))
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
         """Fill `output` with this rank's slice of the sum of `tensor` (size x output.numel() elements)."""
         call = announce(self, "reduce_scatter", tensor, output, action=action)
         if not self.on_gloo:
-            return self._issue(call, partial(_renamed("reduce_scatter"), _flat(output), _flat(tensor)), keep=(output, tensor))
+            return self._issue(
+                call, partial(_renamed("reduce_scatter"), _flat(output), _flat(tensor)), keep=(output, tensor)
+            )
 
         mine, pieces = self.index, slices(_flat(tensor), self.size)
-        alone = self.size == 2  # a pair sends the other's half alone: its own is not copied, and summed where it is
+        alone = (
+            self.size == 2
+        )  # a pair sends the other's half alone: its own is not copied, and summed where it is
         sent = pieces[1 - mine] if alone else _flat(tensor)
         split = [0, sent.numel()] if mine == 0 else [sent.numel(), 0]
         splits = {"output_split_sizes": split, "input_split_sizes": split} if alone else {}
 
         def issue(arrived: torch.Tensor) -> Work:
             start = partial(dist.all_to_all_single, arrived, sent, **splits)
-            finish = partial(sum_into, output, (pieces[mine], arrived) if alone else slices(arrived, self.size))
+            finish = partial(
+                sum_into, output, (pieces[mine], arrived) if alone else slices(arrived, self.size)
+            )
             return self._issue(call, start, keep=(tensor, arrived), finish=finish)
 
         return self._arrivals.receive(sent, issue)
@@ -137,7 +171,9 @@ class TorchGroup(Group):
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
         """Send slice i of `tensor` to rank i; slice i of `output` comes from rank i."""
         call = announce(self, "all_to_all", tensor, output, action=action)
-        return self._issue(call, partial(dist.all_to_all_single, _flat(output), _flat(tensor)), keep=(output, tensor))
+        return self._issue(
+            call, partial(dist.all_to_all_single, _flat(output), _flat(tensor)), keep=(output, tensor)
+        )
 
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, by: int = 1, action: str = "") -> Work:
         """Send `tensor` to the rank `by` places on, round the group; `output` comes from the rank as far behind."""
@@ -146,22 +182,30 @@ class TorchGroup(Group):
             return kept(output, tensor)
         flat, there, here = _flat(tensor), [0] * self.size, [0] * self.size
         there[(self.index + by) % self.size] = here[(self.index - by) % self.size] = flat.numel()
-        start = partial(dist.all_to_all_single, _flat(output), flat, here, there)  # NCCL too starts both sides of it together
+        start = partial(
+            dist.all_to_all_single, _flat(output), flat, here, there
+        )  # NCCL too starts both sides of it together
         return self._issue(call, start, keep=(output, tensor))
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
         """Overwrite `tensor` with that of the rank at index `source` of the group."""
         call = announce(self, "broadcast", tensor, action=action, source=source)
-        return self._issue(call, partial(dist.broadcast, _flat(tensor), src=self.ranks[source]), keep=(tensor,))
+        return self._issue(
+            call, partial(dist.broadcast, _flat(tensor), src=self.ranks[source]), keep=(tensor,)
+        )
 
-    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = "") -> Work:
+    def scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = ""
+    ) -> Work:
         """Fill `output` with this rank's slice of the source's `tensor` (size x output.numel() elements; None elsewhere)."""
         call = announce(self, "scatter", output, tensor, action=action, source=source)
         pieces = None if tensor is None else list(slices(_flat(tensor), self.size))
         start = partial(dist.scatter, _flat(output), pieces, src=self.ranks[source])
         return self._issue(call, start, keep=(output, *(pieces or ())))
 
-    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
+    def gather(
+        self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = ""
+    ) -> Work:
         """Fill the target's `output` (size x tensor.numel() elements; None elsewhere) with all ranks' `tensor`, in rank order."""
         call = announce(self, "gather", tensor, output, action=action, source=target)
         pieces = None if output is None else list(slices(_flat(output), self.size))
@@ -193,12 +237,18 @@ class TorchGroup(Group):
 
         def issue(arrived: torch.Tensor) -> Work:
             start = partial(self._exchanged, arrived, flat, split)
-            return self._issue(call, start, keep=(flat, arrived), finish=partial(sum_into, total, (flat, arrived)))
+            return self._issue(
+                call, start, keep=(flat, arrived), finish=partial(sum_into, total, (flat, arrived))
+            )
 
         return self._arrivals.receive(flat, issue)
 
-    def _exchanged(self, arrived: torch.Tensor, sent: torch.Tensor, split: list[int], **how: object) -> dist.Work:
-        return self._joined.alltoall_base(arrived, sent, split, split, self._all)  # straight to the backend, as above
+    def _exchanged(
+        self, arrived: torch.Tensor, sent: torch.Tensor, split: list[int], **how: object
+    ) -> dist.Work:
+        return self._joined.alltoall_base(
+            arrived, sent, split, split, self._all
+        )  # straight to the backend, as above
 
     def _play(self, call: Call, flat: torch.Tensor) -> Work:
         if flat.numel() == 0:
@@ -235,11 +285,19 @@ class TorchGroup(Group):
             asked.wait(work)
 
     def _started(self, sends: Parcels, receives: Parcels) -> list[dist.Work]:
-        if self.on_gloo:  # straight to the backend: batches and ranks of the world cost 0.1 ms more per round of Python
+        if (
+            self.on_gloo
+        ):  # straight to the backend: batches and ranks of the world cost 0.1 ms more per round of Python
             arriving = [self._joined.recv([tensor], peer, self._round) for peer, tensor in receives]
             return arriving + [self._joined.send([tensor], peer, self._round) for peer, tensor in sends]
-        ops = [dist.P2POp(dist.irecv, tensor, self.ranks[peer], self._joined, self._round) for peer, tensor in receives]
-        ops += [dist.P2POp(dist.isend, tensor, self.ranks[peer], self._joined, self._round) for peer, tensor in sends]
+        ops = [
+            dist.P2POp(dist.irecv, tensor, self.ranks[peer], self._joined, self._round)
+            for peer, tensor in receives
+        ]
+        ops += [
+            dist.P2POp(dist.isend, tensor, self.ranks[peer], self._joined, self._round)
+            for peer, tensor in sends
+        ]
         return dist.batch_isend_irecv(ops)  # NCCL starts them together, or they would wait for each other
 
     def _issue(
@@ -273,7 +331,12 @@ def _renamed(collective: str) -> Callable[..., dist.Work | None]:
 
 
 def _pairwise(
-    start: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int, *, group: dist.ProcessGroup, async_op: bool
+    start: Callable[..., dist.Work | None],
+    tensor: torch.Tensor,
+    peer: int,
+    *,
+    group: dist.ProcessGroup,
+    async_op: bool,
 ) -> dist.Work | None:
     return start(tensor, peer, group=group, tag=OWN)  # send and receive know no other way than async
 
@@ -282,4 +345,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() == 1 and not tensor.requires_grad and tensor.dtype in SUMMABLE:
         return tensor  # as it mostly is: 2 us less
     flat = tensor.detach().view(-1)
-    return flat if flat.dtype in SUMMABLE else flat.view(torch.uint8)  # what gloo does not know, int16 and float8 say, is moved
+    return (
+        flat if flat.dtype in SUMMABLE else flat.view(torch.uint8)
+    )  # what gloo does not know, int16 and float8 say, is moved

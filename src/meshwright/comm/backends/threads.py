@@ -32,7 +32,9 @@ from meshwright.comm.collectives.group import Group, Ledger, Work, World
 from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.sharding.mesh import Mesh
 
-Line = tuple[bool, tuple[int, ...]]  # whether one rank sends to another, and the ranks: what they issue there is numbered
+Line = tuple[
+    bool, tuple[int, ...]
+]  # whether one rank sends to another, and the ranks: what they issue there is numbered
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,10 @@ class ThreadHub:
             self._raise_failure(rank, call)
             if in_time:
                 self._fail(rank, f"rank {rank} waits for a rank that has ended.\n{self._table(meeting)}")
-            self._fail(rank, f"rank {rank} is stuck: nobody came within {self.timeout_s:g} s.\n{self._table(meeting)}")
+            self._fail(
+                rank,
+                f"rank {rank} is stuck: nobody came within {self.timeout_s:g} s.\n{self._table(meeting)}",
+            )
 
     def _raise_failure(self, rank: int, call: Call) -> None:
         if self._failure is not None:
@@ -179,10 +184,16 @@ class ThreadHub:
                 lines.append(f"  rank {rank}: {meeting.posts[rank].call}")
                 continue
             state = "ended without coming" if rank in self._left else "never came"
-            last = f"its last call was {self._last[rank]}" if rank in self._last else "it has called nothing yet"
+            last = (
+                f"its last call was {self._last[rank]}" if rank in self._last else "it has called nothing yet"
+            )
             lines.append(f"  rank {rank}: {state}; {last}")
-        elsewhere = [rank for rank in range(self.mesh.world) if rank not in meeting.ranks and rank in self._last]
-        lines += [f"  rank {rank} (not in this group): its last call was {self._last[rank]}" for rank in elsewhere]
+        elsewhere = [
+            rank for rank in range(self.mesh.world_size) if rank not in meeting.ranks and rank in self._last
+        ]
+        lines += [
+            f"  rank {rank} (not in this group): its last call was {self._last[rank]}" for rank in elsewhere
+        ]
         return "\n".join(lines)
 
 
@@ -223,9 +234,15 @@ def _results(call: Call, operands: list[torch.Tensor]) -> Iterable[torch.Tensor]
         case "all_gather" | "gather":
             return [torch.cat([operand.view(-1) for operand in operands])] * size
         case "reduce_scatter":
-            return (ordered_sum(pieces) for pieces in zip(*(slices(operand, size) for operand in operands), strict=True))
+            return (
+                ordered_sum(pieces)
+                for pieces in zip(*(slices(operand, size) for operand in operands), strict=True)
+            )
         case "all_to_all":
-            return (torch.cat(pieces) for pieces in zip(*(slices(operand, size) for operand in operands), strict=True))
+            return (
+                torch.cat(pieces)
+                for pieces in zip(*(slices(operand, size) for operand in operands), strict=True)
+            )
         case "shift":
             return [operands[(index - one) % size] for index in range(size)]
         case "broadcast":
@@ -280,7 +297,9 @@ class ThreadGroup(Group):
 
         Raises PlanError for an algorithm that is unknown, or cannot run in this group.
         """
-        return self._post(announce(self, "all_reduce", tensor, action=action, algorithm=algorithm), tensor, tensor)
+        return self._post(
+            announce(self, "all_reduce", tensor, action=action, algorithm=algorithm), tensor, tensor
+        )
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
         """Fill `output` (size x tensor.numel() elements) with every rank's `tensor`, in rank order."""
@@ -296,20 +315,28 @@ class ThreadGroup(Group):
 
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, by: int = 1, action: str = "") -> Work:
         """Send `tensor` to the rank `by` places on, round the group; `output` comes from the rank as far behind."""
-        return self._post(announce(self, "shift", tensor, output, action=action, source=by % self.size), tensor, output)
+        return self._post(
+            announce(self, "shift", tensor, output, action=action, source=by % self.size), tensor, output
+        )
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
         """Overwrite `tensor` with that of the rank at index `source` of the group."""
         return self._post(announce(self, "broadcast", tensor, action=action, source=source), tensor, tensor)
 
-    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = "") -> Work:
+    def scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = ""
+    ) -> Work:
         """Fill `output` with this rank's slice of the source's `tensor` (size x output.numel() elements; None elsewhere)."""
         call = announce(self, "scatter", output, tensor, action=action, source=source)
         return self._post(call, output if tensor is None else tensor, output)
 
-    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
+    def gather(
+        self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = ""
+    ) -> Work:
         """Fill the target's `output` (size x tensor.numel() elements; None elsewhere) with all ranks' `tensor`, in rank order."""
-        return self._post(announce(self, "gather", tensor, output, action=action, source=target), tensor, output)
+        return self._post(
+            announce(self, "gather", tensor, output, action=action, source=target), tensor, output
+        )
 
     def reduce(self, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
         """Sum `tensor` over the group in rank order, in place on the rank at index `target`."""
@@ -322,7 +349,9 @@ class ThreadGroup(Group):
         self._post(announce(self, "barrier", token, action=action), token, token).wait()
 
     def _post(self, call: Call, tensor: torch.Tensor, output: torch.Tensor | None) -> Work:
-        return ThreadWork(self._hub, self._rank, call, self._hub.post(self._rank, self, Post(call, tensor, output)))
+        return ThreadWork(
+            self._hub, self._rank, call, self._hub.post(self._rank, self, Post(call, tensor, output))
+        )
 
 
 class ThreadWorld(World):
@@ -343,7 +372,9 @@ class ThreadWorld(World):
         if key not in self._groups:
             ranks = some(self.mesh.peers(self.rank, along), among, self.rank)
             solo = len(ranks) == 1
-            self._groups[key] = FakeGroup(along, ranks, 0, self.ledger) if solo else ThreadGroup(along, ranks, self)
+            self._groups[key] = (
+                FakeGroup(along, ranks, 0, self.ledger) if solo else ThreadGroup(along, ranks, self)
+            )
             self._groups[key].among = key[1]
         return self._groups[key]
 

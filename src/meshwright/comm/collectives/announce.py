@@ -19,14 +19,17 @@ from meshwright.comm.algorithms import BACKEND, named
 from meshwright.comm.algorithms.schedule import least_and_most, sent_elements
 from meshwright.comm.collectives.deterministic_sum import SUMMABLE
 from meshwright.comm.collectives.group import Entry, Group
-from meshwright.plan.job.errors import Fault, PlanError, nearest, raise_faults
-from meshwright.plan.model_spec.model_spec import NBYTES, NBYTES_WHOLE
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, INTEGER_NBYTES
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.step.action import Transfer
 
-FROM_ONE, TO_ONE = ("broadcast", "scatter"), ("gather", "reduce")  # who sends: the one rank alone, or all but it
+FROM_ONE, TO_ONE = (
+    ("broadcast", "scatter"),
+    ("gather", "reduce"),
+)  # who sends: the one rank alone, or all but it
 PAIRWISE = ("send", "receive")
-WIDTHS = MappingProxyType({**NBYTES, **NBYTES_WHOLE})
+WIDTHS = MappingProxyType({**FLOAT_NBYTES, **INTEGER_NBYTES})
 SUMMING = ("all_reduce", "reduce_scatter", "reduce")
 
 
@@ -71,7 +74,16 @@ def announce(
     """
     given = None if output is None else (output.shape, output.dtype)
     call, entry, refusal = _announcement(
-        group.axes, group.size, group.index, collective, tensor.shape, tensor.dtype, given, action, source, algorithm
+        group.axes,
+        group.size,
+        group.index,
+        collective,
+        tensor.shape,
+        tensor.dtype,
+        given,
+        action,
+        source,
+        algorithm,
     )
     if refusal is None:
         refusal = _memory_refusal(group.index, group.size, collective, tensor, output)
@@ -125,7 +137,10 @@ def ordered_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
     Raises PlanError for an axis that no mesh has.
     """
     wanted = set(axes)
-    raise_faults(Fault(f"there is no axis '{axis}'", nearest(axis, AXES), "group") for axis in sorted(wanted - set(AXES)))
+    raise_diagnostics(
+        Diagnostic(f"there is no axis '{axis}'", suggest_name(axis, AXES), "group")
+        for axis in sorted(wanted - set(AXES))
+    )
     return tuple(axis for axis in AXES if axis in wanted)
 
 
@@ -153,7 +168,9 @@ def shown(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
 
 
-Refusal = Fault | str  # of an algorithm, as a plan's fault; of tensors, in words that end with the repair
+Refusal = (
+    Diagnostic | str
+)  # of an algorithm, as a plan's fault; of tensors, in words that end with the repair
 
 
 @lru_cache(maxsize=4096)
@@ -177,17 +194,21 @@ def _announcement(
     if refusal is not None or (collective == "shift" and not source):
         pass
     elif algorithm != BACKEND:
-        sent = float(sent_elements(named(algorithm), size, index, numel) * dtype.itemsize) if size > 1 else 0.0
+        sent = (
+            float(sent_elements(named(algorithm), size, index, numel) * dtype.itemsize) if size > 1 else 0.0
+        )
     elif collective not in (*FROM_ONE, *TO_ONE) or (source == index) == (collective in FROM_ONE):
         sent = sent_bytes(collective, nbytes, size)
     return call, Entry(action, collective, axes, size, nbytes, sent, algorithm, name), refusal
 
 
-def _refusal(call: Call, size: int, index: int, given: tuple[tuple[int, ...], torch.dtype] | None) -> Refusal | None:
+def _refusal(
+    call: Call, size: int, index: int, given: tuple[tuple[int, ...], torch.dtype] | None
+) -> Refusal | None:
     """Why the call cannot work among `size` ranks, seen from sizes and dtypes; `given` are the output's."""
     algorithm = None if call.algorithm == BACKEND else named(call.algorithm, call.action)
     if algorithm is not None and size > 1 and (impossible := algorithm.refusal(size)) is not None:
-        return Fault(*impossible)
+        return Diagnostic(*impossible)
     if call.source is not None and not 0 <= call.source < size:
         return f"the group has {size} ranks. Name a rank from 0 to {size - 1}, an index in the group"
     if call.collective in PAIRWISE and call.source == index:
@@ -207,14 +228,18 @@ def _refusal(call: Call, size: int, index: int, given: tuple[tuple[int, ...], to
     shape, dtype = given
     if dtype != call.dtype:
         return f"the output is {dtype}; needed is {call.dtype}. Make it with tensor.new_empty"
-    needed = {"reduce_scatter": numel // size, "all_to_all": numel, "shift": numel}.get(call.collective, numel * size)
+    needed = {"reduce_scatter": numel // size, "all_to_all": numel, "shift": numel}.get(
+        call.collective, numel * size
+    )
     if prod(shape) != needed:
         text = f"the output has {prod(shape)} elements; needed for {size} ranks are {needed}"
         return f"{text}. Make it with tensor.new_empty({needed})"
     return None
 
 
-def _memory_refusal(index: int, size: int, collective: str, tensor: torch.Tensor, output: torch.Tensor | None) -> str | None:
+def _memory_refusal(
+    index: int, size: int, collective: str, tensor: torch.Tensor, output: torch.Tensor | None
+) -> str | None:
     """Why the call cannot work in the memory of these tensors, whose sizes fit (see `Group`, "in place")."""
     if not tensor.is_contiguous() or not (output is None or output.is_contiguous()):
         return "a tensor is not contiguous; collectives move flat memory. Pass tensor.contiguous()"
@@ -231,8 +256,8 @@ def _memory_refusal(index: int, size: int, collective: str, tensor: torch.Tensor
 
 def _refused(group: Group, call: Call, refusal: Refusal) -> Exception:
     where = f"{call} over {' x '.join(group.axes)} (rank {group.ranks[group.index]} of ranks {shown(group.ranks)})"
-    if isinstance(refusal, Fault):
-        return PlanError(f"{where}: {refusal.what}", fix=refusal.fix, where=call.action)
+    if isinstance(refusal, Diagnostic):
+        return PlanError(f"{where}: {refusal.problem}", fix=refusal.fix, location=call.action)
     return ValueError(f"{where}: {refusal}")
 
 
@@ -242,7 +267,9 @@ def _check_device(call: Call, group: Group, tensor: torch.Tensor, output: torch.
     for each in (tensor, output):
         if each is None or each.device == group.device or call.collective == "barrier":
             continue
-        numbered = each.device.index is not None and group.device.index is not None  # "cpu" is cpu:0, "cuda" the current one
+        numbered = (
+            each.device.index is not None and group.device.index is not None
+        )  # "cpu" is cpu:0, "cuda" the current one
         if each.device.type != group.device.type or numbered:
             rank = group.ranks[group.index]
             here = f"this group (ranks {shown(group.ranks)}) works on {group.device}"

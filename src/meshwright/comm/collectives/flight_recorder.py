@@ -81,7 +81,17 @@ class Recent:
             frame = frame.f_back
         file, row = frame.f_code.co_filename, frame.f_lineno
         own = group.axes, group.among
-        key = (own, call.collective, call.shape, call.dtype, call.source, call.algorithm, call.action, file, row)
+        key = (
+            own,
+            call.collective,
+            call.shape,
+            call.dtype,
+            call.source,
+            call.algorithm,
+            call.action,
+            file,
+            row,
+        )
         text = self._texts.get(key)
         if text is None:
             if len(self._texts) >= KNOWN:
@@ -130,7 +140,9 @@ def _slots(memory: bytearray | mmap) -> Iterator[Issued]:
         if not order:
             continue
         try:
-            axes, what, action, place, pair, among = json.loads(memory[at + HEAD.size : at + HEAD.size + length])
+            axes, what, action, place, pair, among = json.loads(
+                memory[at + HEAD.size : at + HEAD.size + length]
+            )
         except ValueError:
             continue
         yield Issued(order, number, tuple(axes), what, action, place, tuple(pair), tuple(among))
@@ -144,4 +156,8 @@ def _text(group: "Group", call: "Call", place: str) -> bytes:
     what = str(call).removesuffix(f" for {call.action}").removesuffix(" (no action named)")
     short = [list(group.axes), what[:100], call.action[:40], place[-120:], pair, group.among]
     text = json.dumps(short).encode()
-    return text if len(text) <= LONGEST else json.dumps([*short[:1], what[:40], "", place[-40:], *short[4:]]).encode()[:LONGEST]
+    return (
+        text
+        if len(text) <= LONGEST
+        else json.dumps([*short[:1], what[:40], "", place[-40:], *short[4:]]).encode()[:LONGEST]
+    )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from meshwright.comm.collectives.flight_recorder import Recent
-from meshwright.plan.job.run_options import Phase
+from meshwright.plan.job.run_options import RunPhase
 from meshwright.plan.sharding.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Ledger:
     entries: list[Entry] = field(default_factory=list)
     sent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     recent: Recent = field(default_factory=Recent)
-    phase: Phase = "init"
+    phase: RunPhase = "init"
     step: int | None = None
     comparing: bool = False
     first_only: bool = False
@@ -188,11 +188,15 @@ class Group(ABC):
         """Overwrite `tensor` with that of the rank at index `source`."""
 
     @abstractmethod
-    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = "") -> Work:
+    def scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = ""
+    ) -> Work:
         """Fill `output` with this rank's slice of the source's `tensor` (size x output.numel() elements; None elsewhere)."""
 
     @abstractmethod
-    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
+    def gather(
+        self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = ""
+    ) -> Work:
         """Fill the target's `output` (size x tensor.numel() elements; None elsewhere) with all ranks' `tensor`, in rank order."""
 
     @abstractmethod

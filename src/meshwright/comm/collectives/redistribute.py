@@ -29,7 +29,7 @@ import torch
 
 from meshwright.comm.collectives.group import Group, Work
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.sharding.placement import COLLECTIVES, Place, S, move_name
+from meshwright.plan.sharding.placement import COLLECTIVES, Placement, S, redistribution_name
 
 Later = list[Callable[[], None]]
 Named = str | Callable[[], str]  # an action, or who tells which one is under way when a collective is issued
@@ -38,8 +38,8 @@ Named = str | Callable[[], str]  # an action, or who tells which one is under wa
 def move(
     tensor: torch.Tensor,
     group: Group,
-    src: Place,
-    dst: Place,
+    src: Placement,
+    dst: Placement,
     action: Named = "",
     meanwhile: Callable[[], None] | None = None,
 ) -> torch.Tensor:
@@ -76,8 +76,8 @@ class _Move(torch.autograd.Function):
         ctx: Any,
         tensor: torch.Tensor,
         group: Group,
-        src: Place,
-        dst: Place,
+        src: Placement,
+        dst: Placement,
         action: Named,
         meanwhile: Callable[[], None] | None,
     ) -> torch.Tensor:
@@ -106,9 +106,14 @@ def _name(action: Named) -> str:
 
 
 def _act(
-    tensor: torch.Tensor, group: Group, src: Place, dst: Place, action: str, meanwhile: Callable[[], None] | None
+    tensor: torch.Tensor,
+    group: Group,
+    src: Placement,
+    dst: Placement,
+    action: str,
+    meanwhile: Callable[[], None] | None,
 ) -> torch.Tensor:
-    act = move_name(src, dst)
+    act = redistribution_name(src, dst)
     if act not in COLLECTIVES and meanwhile is not None:
         meanwhile()
     # read only where the letter is S
@@ -125,7 +130,9 @@ def _act(
         case "all_to_all":
             return all_to_all(tensor, group, src_dim, dst_dim, action, meanwhile)
         case "slice":
-            return _stacked(tensor, group, dst_dim, action)[group.index].clone(memory_format=torch.contiguous_format)
+            return _stacked(tensor, group, dst_dim, action)[group.index].clone(
+                memory_format=torch.contiguous_format
+            )
         case "embed":
             return embed(tensor, group, src_dim)
         case "once":
@@ -136,7 +143,9 @@ def _act(
             )
 
 
-def all_reduce(tensor: torch.Tensor, group: Group, action: str = "", meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
+def all_reduce(
+    tensor: torch.Tensor, group: Group, action: str = "", meanwhile: Callable[[], None] | None = None
+) -> torch.Tensor:
     """The sum of all ranks' `tensor`; same shape, new memory."""
     total, work = group.summed(tensor, action=action)
     _ended(work, meanwhile)
@@ -144,7 +153,11 @@ def all_reduce(tensor: torch.Tensor, group: Group, action: str = "", meanwhile: 
 
 
 def all_gather(
-    tensor: torch.Tensor, group: Group, dim: int, action: str = "", meanwhile: Callable[[], None] | None = None
+    tensor: torch.Tensor,
+    group: Group,
+    dim: int,
+    action: str = "",
+    meanwhile: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """All ranks' `tensor` joined along `dim`: [.., s, ..] -> [.., size * s, ..], contiguous. One rank sends nothing."""
     if group.size == 1:
@@ -157,7 +170,11 @@ def all_gather(
 
 
 def reduce_scatter(
-    tensor: torch.Tensor, group: Group, dim: int, action: str = "", meanwhile: Callable[[], None] | None = None
+    tensor: torch.Tensor,
+    group: Group,
+    dim: int,
+    action: str = "",
+    meanwhile: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """This rank's slice along `dim` of the sum of all ranks' `tensor`: [.., size * s, ..] -> [.., s, ..], contiguous.
 
@@ -170,7 +187,12 @@ def reduce_scatter(
 
 
 def all_to_all(
-    tensor: torch.Tensor, group: Group, src: int, dst: int, action: str = "", meanwhile: Callable[[], None] | None = None
+    tensor: torch.Tensor,
+    group: Group,
+    src: int,
+    dst: int,
+    action: str = "",
+    meanwhile: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """The value sharded along dim `dst` instead of `src`: [.., a, .., size * b, ..] -> [.., size * a, .., b, ..].
 
@@ -201,8 +223,10 @@ def _stacked(tensor: torch.Tensor, group: Group, dim: int, action: str) -> torch
     if length % group.size:
         text = f"dim {dim} of a tensor of shape {list(tensor.shape)} has {length} elements"
         text += f", for {group.size} ranks along {' x '.join(group.axes)}"
-        fix = f"make it a multiple of {group.size}, or give these axes a number of ranks that divides {length}"
-        raise PlanError(f"{text}; needed are equal shards", fix=fix, where=action)
+        fix = (
+            f"make it a multiple of {group.size}, or give these axes a number of ranks that divides {length}"
+        )
+        raise PlanError(f"{text}; needed are equal shards", fix=fix, location=action)
     return tensor.unflatten(dim, (group.size, length // group.size)).movedim(dim, 0)
 
 
@@ -211,11 +235,11 @@ def _joined(stacked: torch.Tensor, dim: int) -> torch.Tensor:
     return moved.reshape(*moved.shape[:dim], moved.shape[dim] * moved.shape[dim + 1], *moved.shape[dim + 2 :])
 
 
-def _counted_from_front(place: Place, tensor: torch.Tensor, action: str) -> Place:
+def _counted_from_front(place: Placement, tensor: torch.Tensor, action: str) -> Placement:
     if place.dim is None:
         return place
     if not -tensor.ndim <= place.dim < tensor.ndim:
         text = f"{place} of a tensor of shape {list(tensor.shape)}, which has {tensor.ndim} dims"
         fix = f"name a dim from 0 to {tensor.ndim - 1}" if tensor.ndim else "keep a scalar whole: R or I"
-        raise PlanError(text, fix=fix, where=action)
+        raise PlanError(text, fix=fix, location=action)
     return S(place.dim % tensor.ndim)

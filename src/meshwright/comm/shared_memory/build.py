@@ -72,7 +72,9 @@ def _compiled(folder: Path) -> Path:
     """The library in `folder`. Raises Unavailable."""
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
-        raise Unavailable(f"there is no C compiler (looked for {', '.join(COMPILERS)}); install one, such as gcc")
+        raise Unavailable(
+            f"there is no C compiler (looked for {', '.join(COMPILERS)}); install one, such as gcc"
+        )
     found = Path(compiler).resolve()
     version = f"{found} {found.stat().st_size} {found.stat().st_mtime_ns}"  # asking it would start a process on every rank
     key = sha256("\n".join((version, _processor(), *FLAGS)).encode() + sources()).hexdigest()[:32]
@@ -93,7 +95,9 @@ def _compiled(folder: Path) -> Path:
 
 def _run(*command: str) -> None:
     try:
-        subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMPILE_S, check=True)
+        subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=COMPILE_S, check=True
+        )
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or error.stdout).strip().splitlines() or ["it said nothing"]
         raise Unavailable(f"{command[0]} failed: {lines[0]}") from error
@@ -122,4 +126,6 @@ def _cache_folder() -> Path:
         if private and os.access(place, os.W_OK):
             return place
     shown = " or ".join(map(str, places))
-    raise Unavailable(f"there is no private folder at {shown}; needed is one that only this user can read and write")
+    raise Unavailable(
+        f"there is no private folder at {shown}; needed is one that only this user can read and write"
+    )

@@ -58,9 +58,22 @@ TYPES = MappingProxyType({dtype: number for number, dtype in enumerate(SUMMABLE)
 class SharedWork(Work):
     """An operation, from its issue to its end. It is finished once, by whoever comes first: a caller, or the lane."""
 
-    __slots__ = ("_calls", "_group", "_lock", "_over", "call", "number", "operand", "order", "posted", "result")
+    __slots__ = (
+        "_calls",
+        "_group",
+        "_lock",
+        "_over",
+        "call",
+        "number",
+        "operand",
+        "order",
+        "posted",
+        "result",
+    )
 
-    def __init__(self, group: "SharedGroup", number: int, call: Call, operand: torch.Tensor, result: torch.Tensor) -> None:
+    def __init__(
+        self, group: "SharedGroup", number: int, call: Call, operand: torch.Tensor, result: torch.Tensor
+    ) -> None:
         self._group, self.number, self.call = group, number, call
         self.order = group.ledger.recent.order  # among all that this rank has announced
         self.operand, self.result = operand, result  # they live until the end
@@ -107,7 +120,9 @@ class SharedGroup(Group):
     def close(self) -> None:
         """Tell the others that this rank comes to nothing more; what is under way here ends with an error."""
         repair = "Wait for a collective before the world closes"
-        self._failure = self._failure or CollectiveError(f"the group was closed before this was over. {repair}")
+        self._failure = self._failure or CollectiveError(
+            f"the group was closed before this was over. {repair}"
+        )
         self._segment.leave()
         if self._lane is not None:
             self._lane.close()
@@ -156,12 +171,16 @@ class SharedGroup(Group):
         """Overwrite `tensor` with that of the rank at index `source` of the group."""
         return self._issue(announce(self, "broadcast", tensor, action=action, source=source), tensor, tensor)
 
-    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = "") -> Work:
+    def scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = ""
+    ) -> Work:
         """Fill `output` with this rank's slice of the source's `tensor` (size x output.numel() elements; None elsewhere)."""
         call = announce(self, "scatter", output, tensor, action=action, source=source)
         return self._issue(call, output if tensor is None else tensor, output)
 
-    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
+    def gather(
+        self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = ""
+    ) -> Work:
         """Fill the target's `output` (size x tensor.numel() elements; None elsewhere) with all ranks' `tensor`, in rank order."""
         call = announce(self, "gather", tensor, output, action=action, source=target)
         return self._issue(call, tensor, tensor if output is None else output)
@@ -181,13 +200,17 @@ class SharedGroup(Group):
         self._under_way.pop(work.number, None)
         filled = work.call.collective not in TO_ONE or work.call.source == self.index
         if filled and not work.result.is_inference():
-            increment_version(work.result)  # else autograd would not notice that a tensor it has saved was overwritten
+            increment_version(
+                work.result
+            )  # else autograd would not notice that a tensor it has saved was overwritten
 
     def _issue(self, call: Call, operand: torch.Tensor, result: torch.Tensor) -> Work:
         if operand.numel() == 0 and call.collective != "barrier":
             return Done()  # nothing to move, on any rank
         if self._failure is not None:
-            raise CollectiveError(f"{self._where(call)} is refused: an earlier one has failed") from self._failure
+            raise CollectiveError(
+                f"{self._where(call)} is refused: an earlier one has failed"
+            ) from self._failure
         with self._turn:
             work = SharedWork(self, self._issued, call, operand, result)
             self._issued += 1
@@ -241,7 +264,9 @@ class SharedGroup(Group):
                 self._failure = self._failure or error
                 raise
 
-    def _over(self, attempt: Callable[[int], int], work: SharedWork, waiting: Waiting, for_room: bool, wait_s: float) -> bool:
+    def _over(
+        self, attempt: Callable[[int], int], work: SharedWork, waiting: Waiting, for_room: bool, wait_s: float
+    ) -> bool:
         answer = attempt(int(wait_s * 1e9))
         if answer == DISAGREE:
             self._raise_disagreement(work, waiting)
@@ -260,7 +285,9 @@ class SharedGroup(Group):
             if index in lost:
                 why = f"connection closed by peer: rank {self.ranks[index]} {lost[index]}"
                 # by this cause others see that it is not this rank's own error
-                raise waiting.failed(f"{self._where(work.call)} did not complete: {why}") from RuntimeError(why)
+                raise waiting.failed(f"{self._where(work.call)} did not complete: {why}") from RuntimeError(
+                    why
+                )
 
     def _raise_disagreement(self, work: SharedWork, waiting: Waiting) -> None:
         names = {number: name for name, number in KINDS.items()}
@@ -271,11 +298,19 @@ class SharedGroup(Group):
                 lines.append(f"  rank {rank}: has not come")
                 continue
             kind, dtype, source, nbytes = said
-            elements = str(SUMMABLE[dtype]).removeprefix("torch.") if dtype < len(SUMMABLE) else "other elements"
-            one = f", to or from index {source}" if names[kind] in ("broadcast", "scatter", "gather", "reduce") else ""
+            elements = (
+                str(SUMMABLE[dtype]).removeprefix("torch.") if dtype < len(SUMMABLE) else "other elements"
+            )
+            one = (
+                f", to or from index {source}"
+                if names[kind] in ("broadcast", "scatter", "gather", "reduce")
+                else ""
+            )
             one = f", by {source}" if names[kind] == "shift" else one
             lines.append(f"  rank {rank}: {names[kind]} of {nbytes} bytes of {elements}{one}")
-        lines.append("  repair: Every rank must issue the same collectives, on the same tensors, in the same order")
+        lines.append(
+            "  repair: Every rank must issue the same collectives, on the same tensors, in the same order"
+        )
         raise waiting.failed("\n".join(lines))
 
     def _where(self, call: Call) -> str:

@@ -17,10 +17,12 @@ import torch.distributed as dist
 from meshwright.comm.shared_memory.build import Unavailable, load, sources
 from meshwright.comm.shared_memory.segment import MOST_RANKS, Segment, memory, opened
 from meshwright.comm.watchdog.host import Process, host_name
-from meshwright.plan.hardware.device_specs import cores
+from meshwright.plan.hardware.device_specs import available_cores
 
 SPIN_NS = 30_000  # a wake-up costs about as much; longer would only keep others from their work
-ABLE, HOST, SOURCE, NUMBER, STARTED, DESCRIPTOR, WORD = range(7)  # of an introduction; the rest of it is the word
+ABLE, HOST, SOURCE, NUMBER, STARTED, DESCRIPTOR, WORD = range(
+    7
+)  # of an introduction; the rest of it is the word
 WORDS = 4
 
 
@@ -66,7 +68,9 @@ def on_one_host(joined: dist.ProcessGroup, size: int) -> bool:
 
 def _introduction(able: bool, fd: int, word: torch.Tensor) -> torch.Tensor:
     own = Process.own() if able else Process(0, 0)
-    return torch.cat([torch.tensor([int(able), _host(), _digest(sources()), own.number, own.started, fd]), word])
+    return torch.cat(
+        [torch.tensor([int(able), _host(), _digest(sources()), own.number, own.started, fd]), word]
+    )
 
 
 def _introduced(joined: dist.ProcessGroup, size: int, own: torch.Tensor) -> list[torch.Tensor]:
@@ -85,10 +89,12 @@ def _raise_apart(everyone: Sequence[torch.Tensor], ranks: Sequence[int], why: st
         raise Apart("they run different versions of meshwright")
 
 
-def _mapped(joined: dist.ProcessGroup, everyone: Sequence[torch.Tensor], index: int, own_fd: int, num_on_host: int) -> Segment:
+def _mapped(
+    joined: dist.ProcessGroup, everyone: Sequence[torch.Tensor], index: int, own_fd: int, num_on_host: int
+) -> Segment:
     processes = [Process(int(each[NUMBER]), int(each[STARTED])) for each in everyone]
     word = everyone[0][WORD:].numpy().tobytes()
-    spin_ns = SPIN_NS if num_on_host <= cores() else 0
+    spin_ns = SPIN_NS if num_on_host <= available_cores() else 0
     segment, why = None, ""
     try:
         fd = own_fd if index == 0 else opened(processes[0], int(everyone[0][DESCRIPTOR]), word)
@@ -108,7 +114,9 @@ def _mapped(joined: dist.ProcessGroup, everyone: Sequence[torch.Tensor], index: 
 
 def _host() -> int:
     """Equal on two processes of one host."""
-    return _digest(host_name().encode() or secrets.token_bytes(16))  # one that cannot be known is a host of its own
+    return _digest(
+        host_name().encode() or secrets.token_bytes(16)
+    )  # one that cannot be known is a host of its own
 
 
 def _digest(data: bytes) -> int:

@@ -63,7 +63,9 @@ class Segment:
         self._unmapping = weakref.finalize(self, library.shared_unmap, self._here)
         self._unmapping.atexit = False  # pyrefly: ignore[missing-attribute]  a property that its declaration leaves out
 
-    def post(self, number: int, kind: int, dtype: int, source: int, operand: int, result: int, nbytes: int) -> bool:
+    def post(
+        self, number: int, kind: int, dtype: int, source: int, operand: int, result: int, nbytes: int
+    ) -> bool:
         """Come to operation `number`; False, and nothing is done, when its place is still in use.
 
         `operand` and `result` are addresses that stay valid until it is finished; `nbytes` is the operand's.
@@ -97,7 +99,9 @@ class Segment:
     def lost(self) -> dict[int, str]:
         """The indices of the ranks that come to nothing more, each with why."""
         left = {k: "has left" for k in range(self.size) if self._library.shared_has_left(self._here, k)}
-        return left | {k: "is gone: its process has ended" for k, each in enumerate(self._processes) if not each.runs}
+        return left | {
+            k: "is gone: its process has ended" for k, each in enumerate(self._processes) if not each.runs
+        }
 
     def leave(self) -> None:
         """Say that this rank comes to nothing more."""

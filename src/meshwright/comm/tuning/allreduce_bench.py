@@ -20,17 +20,22 @@ from time import perf_counter
 import torch
 
 from meshwright.comm.collectives.group import Group, World
-from meshwright.plan.hardware.network_model import Timing
+from meshwright.plan.hardware.network_model import AllReduceTiming
 from meshwright.plan.sharding.mesh import AXES
 
-MOST_REPEATS, ROW = 20, 8 << 20  # all-reduces of a sample: at most so many, and of at most so many bytes together
+MOST_REPEATS, ROW = (
+    20,
+    8 << 20,
+)  # all-reduces of a sample: at most so many, and of at most so many bytes together
 MOST_SWEEPS = 200
 ITEM = 4  # bytes of a float32
 
 Cell = tuple[str, int]  # an algorithm, and bytes
 
 
-def measure(world: World, algorithms: Sequence[str], sizes: Sequence[int], budget_s: float, *, least: int = 3) -> list[Timing]:
+def measure(
+    world: World, algorithms: Sequence[str], sizes: Sequence[int], budget_s: float, *, least: int = 3
+) -> list[AllReduceTiming]:
     """The time of every algorithm in `algorithms` at every size in `sizes` (bytes), over all ranks of `world`.
 
     All ranks call it, and all get the same. It lasts about `budget_s`, or as long as `least` samples of every cell take.
@@ -47,7 +52,11 @@ def measure(world: World, algorithms: Sequence[str], sizes: Sequence[int], budge
             samples[name, nbytes].append(_sample(group, operand, name, nbytes, repeats(nbytes)))
         spent = _agreed(group, operand, [repeats(cell[1]) * sum(samples[cell]) for cell in cells])
         share = budget_s / len(cells)
-        wanted = [cell for cell, took in zip(cells, spent, strict=True) if len(samples[cell]) < least or took < share]
+        wanted = [
+            cell
+            for cell, took in zip(cells, spent, strict=True)
+            if len(samples[cell]) < least or took < share
+        ]
         if not wanted:
             break
     slowest = iter(_agreed(group, operand, [took for cell in cells for took in samples[cell]]))
@@ -59,8 +68,8 @@ def repeats(nbytes: int) -> int:
     return max(1, min(MOST_REPEATS, ROW // nbytes))
 
 
-def _timing(ranks: int, cell: Cell, samples: list[float]) -> Timing:
-    return Timing(cell[0], ranks, cell[1], median(samples), spread_of(samples), tuple(samples))
+def _timing(ranks: int, cell: Cell, samples: list[float]) -> AllReduceTiming:
+    return AllReduceTiming(cell[0], ranks, cell[1], median(samples), spread_of(samples), tuple(samples))
 
 
 def spread_of(samples: Sequence[float]) -> float:

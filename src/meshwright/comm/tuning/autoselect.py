@@ -21,7 +21,7 @@ from meshwright.comm.algorithms.cost_model import seconds
 from meshwright.comm.algorithms.hierarchical import Hierarchical
 from meshwright.comm.algorithms.size_rule import Rule
 from meshwright.plan.hardware.network_model import Cluster
-from meshwright.plan.job.errors import size
+from meshwright.plan.job.errors import format_nbytes
 
 OCTAVES = 1.0  # how far apart, in doublings, two sizes still speak for each other
 SWITCH = log(1.05)
@@ -37,7 +37,10 @@ class Choice:
     measured: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        told = [f"{size(nbytes)} takes {_ms(took)}{_beside(name, usual)}" for nbytes, name, took, usual in self.steps]
+        told = [
+            f"{format_nbytes(nbytes)} takes {_ms(took)}{_beside(name, usual)}"
+            for nbytes, name, took, usual in self.steps
+        ]
         why = f", because {', '.join(told)}" if told else ""
         text = f"auto chose '{self.rule}' for {self.ranks} ranks{why}"
         if self.steps and self.ranks not in self.measured:
@@ -45,14 +48,16 @@ class Choice:
         return text
 
 
-def predicted(cluster: Cluster, algorithm: str, ranks: int, nbytes: float, per_host: int | None = None) -> float:
+def predicted(
+    cluster: Cluster, algorithm: str, ranks: int, nbytes: float, per_host: int | None = None
+) -> float:
     """The seconds that an all-reduce of `nbytes` among `ranks` ranks is to take, `per_host` of them on each host.
 
     Without `per_host`: as the cluster was measured. The backend is only known where it was measured with some number of ranks.
     """
-    per_host = cluster.per_host if per_host is None else per_host
+    per_host = cluster.ranks_per_host if per_host is None else per_host
     price = _price(cluster, algorithm, ranks, nbytes, per_host)
-    known = [series.ranks for series in cluster.measured if series.algorithm == algorithm]
+    known = [series.ranks for series in cluster.measurements if series.algorithm == algorithm]
     nearest = min(known, key=lambda each: (abs(log(each / ranks)), each), default=0)
     if not nearest or (nearest != ranks and algorithm != BACKEND):
         return price
@@ -64,7 +69,7 @@ def predicted(cluster: Cluster, algorithm: str, ranks: int, nbytes: float, per_h
     for measured, took in zip(series.nbytes, series.seconds, strict=True):
         near = exp(-0.5 * (log2(measured / inside) / OCTAVES) ** 2)
         weight += near
-        total += near * log(took / _price(cluster, algorithm, nearest, measured, cluster.per_host))
+        total += near * log(took / _price(cluster, algorithm, nearest, measured, cluster.ranks_per_host))
     return price * exp(total / weight)
 
 
@@ -78,14 +83,18 @@ def choose(cluster: Cluster, ranks: int, per_host: int | None = None) -> Choice:
     ends = [place for place, name in enumerate(path) if place + 1 == len(path) or path[place + 1] != name]
     usual = costs.get(BACKEND)
     steps = tuple((sizes[at], path[at], costs[path[at]][at], usual[at] if usual else None) for at in ends)
-    return Choice(Rule(path[-1], tuple((sizes[at], path[at]) for at in ends[:-1])), ranks, steps, cluster.ranks)
+    return Choice(
+        Rule(path[-1], tuple((sizes[at], path[at]) for at in ends[:-1])), ranks, steps, cluster.ranks
+    )
 
 
 def candidates(cluster: Cluster, ranks: int, per_host: int | None = None) -> list[str]:
     """The algorithms that can run among `ranks` ranks, and of which it can be said what they take."""
-    per_host = cluster.per_host if per_host is None else per_host
-    measured = any(series.algorithm == BACKEND for series in cluster.measured)
-    found = [str(each) for each in PLAIN if (str(each) != BACKEND or measured) and each.refusal(ranks) is None]
+    per_host = cluster.ranks_per_host if per_host is None else per_host
+    measured = any(series.algorithm == BACKEND for series in cluster.measurements)
+    found = [
+        str(each) for each in PLAIN if (str(each) != BACKEND or measured) and each.refusal(ranks) is None
+    ]
     if per_host and Hierarchical(per_host).refusal(ranks) is None and ranks > 1:
         found.append(str(Hierarchical(per_host)))
     return found
@@ -102,7 +111,10 @@ def cheapest(costs: dict[str, list[float]], switch: float = SWITCH) -> list[str]
     for place in range(1, len(costs[names[0]])):
         best = min(names, key=lambda name: total[name])
         came = {name: name if total[name] <= total[best] + switch else best for name in names}
-        total = {name: total[came[name]] + (switch if came[name] != name else 0.0) + log(costs[name][place]) for name in names}
+        total = {
+            name: total[came[name]] + (switch if came[name] != name else 0.0) + log(costs[name][place])
+            for name in names
+        }
         back.append(came)
     path = [min(names, key=lambda name: total[name])]
     for came in reversed(back):

@@ -23,36 +23,55 @@ from scipy.optimize import nnls
 from meshwright.comm.algorithms import BACKEND, named
 from meshwright.comm.algorithms.cost_model import Demand, demands
 from meshwright.comm.tuning.autoselect import predicted
-from meshwright.plan.hardware.network_model import Band, Cluster, Crowd, Fit, Link, Network, Series, Timing
+from meshwright.plan.hardware.network_model import (
+    AllReduceSeries,
+    AllReduceTiming,
+    Cluster,
+    FitError,
+    LinkCost,
+    NetworkModel,
+    RoundOverhead,
+    SizeBand,
+)
 
 BOUNDS = (16 << 10, 256 << 10, 4 << 20, 0)  # 0: the last band is open
 FASTEST = 1e15  # bytes per second, where a byte costs nothing that could be measured
 PARTS = ("host", "rank", "added", "between")
-FIXED = ("host", "between")  # the parts with a latency of their own; the crowd of a round is that of the others
+FIXED = (
+    "host",
+    "between",
+)  # the parts with a latency of their own; the crowd of a round is that of the others
 
 Feature = tuple[str, int, str]  # a part or "crowd", the band or the number of ranks, "latency" or "bytes"
 
 
-def fitted(timings: Iterable[Timing], per_host: int = 0) -> Network:
+def fitted(timings: Iterable[AllReduceTiming], per_host: int = 0) -> NetworkModel:
     """The network whose prices come nearest to `timings`, measured with `per_host` ranks on each host (0: all on one).
 
     Raises ValueError when no algorithm but the backend was measured.
     """
     cells = [cell for cell in timings if cell.algorithm != BACKEND]
     if not cells:
-        raise ValueError("only the backend was measured, whose rounds are not known; measure other algorithms too")
+        raise ValueError(
+            "only the backend was measured, whose rounds are not known; measure other algorithms too"
+        )
     asked = [_features(cell, per_host) for cell in cells]
     columns = sorted({feature for each in asked for feature in each})
     matrix = np.array(
-        [[each.get(feature, 0.0) / cell.seconds for feature in columns] for each, cell in zip(asked, cells, strict=True)]
+        [
+            [each.get(feature, 0.0) / cell.seconds for feature in columns]
+            for each, cell in zip(asked, cells, strict=True)
+        ]
     )
     figures = dict(zip(columns, nonnegative(matrix, np.ones(len(cells))), strict=True))
-    crowds = tuple(Crowd(number, float(value)) for (part, number, _), value in figures.items() if part == "crowd")
+    crowds = tuple(
+        RoundOverhead(number, float(value)) for (part, number, _), value in figures.items() if part == "crowd"
+    )
     links = {part: _link(part, figures) for part in PARTS}
-    return Network(crowds, **links)
+    return NetworkModel(crowds, **links)
 
 
-def with_errors(cluster: Cluster, timings: Sequence[Timing]) -> Cluster:
+def with_errors(cluster: Cluster, timings: Sequence[AllReduceTiming]) -> Cluster:
     """`cluster` with `timings` as what was measured, the network fitted to them, and how well that predicts.
 
     The errors are those of a fit to every other size, judged on the sizes between.
@@ -60,21 +79,21 @@ def with_errors(cluster: Cluster, timings: Sequence[Timing]) -> Cluster:
     sizes = sorted({cell.nbytes for cell in timings})
     kept = [cell for cell in timings if cell.nbytes in sizes[::2]]
     other = [cell for cell in timings if cell.nbytes not in sizes[::2]]
-    half = replace(cluster, network=fitted(kept, cluster.per_host), measured=series_of(kept))
+    half = replace(cluster, network=fitted(kept, cluster.ranks_per_host), measurements=series_of(kept))
     plain = [cell for cell in other if cell.algorithm != BACKEND]
-    model = median(_error(half.without_measured(), cell) for cell in plain)
+    model = median(_error(half.without_measurements(), cell) for cell in plain)
     corrected = median(_error(half, cell) for cell in other)
-    whole = replace(cluster, network=fitted(timings, cluster.per_host), measured=series_of(timings))
-    return replace(whole, fit=Fit(round(model, 4), round(corrected, 4)))
+    whole = replace(cluster, network=fitted(timings, cluster.ranks_per_host), measurements=series_of(timings))
+    return replace(whole, fit_error=FitError(round(model, 4), round(corrected, 4)))
 
 
-def series_of(timings: Iterable[Timing]) -> tuple[Series, ...]:
+def series_of(timings: Iterable[AllReduceTiming]) -> tuple[AllReduceSeries, ...]:
     """`timings` as one series per algorithm and number of ranks."""
-    cells: dict[tuple[int, str], list[Timing]] = {}
+    cells: dict[tuple[int, str], list[AllReduceTiming]] = {}
     for cell in sorted(timings, key=lambda cell: cell.nbytes):
         cells.setdefault((cell.ranks, cell.algorithm), []).append(cell)
     return tuple(
-        Series(
+        AllReduceSeries(
             name,
             ranks,
             tuple(cell.nbytes for cell in found),
@@ -87,11 +106,13 @@ def series_of(timings: Iterable[Timing]) -> tuple[Series, ...]:
 
 def nonnegative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     """The x >= 0 with the least |`matrix` x - `target`|."""
-    scale = np.maximum(matrix.max(0), 1e-300)  # columns of one size: bytes and rounds differ by many powers of ten
+    scale = np.maximum(
+        matrix.max(0), 1e-300
+    )  # columns of one size: bytes and rounds differ by many powers of ten
     return nnls(matrix / scale, target)[0] / scale
 
 
-def _features(cell: Timing, per_host: int) -> dict[Feature, float]:
+def _features(cell: AllReduceTiming, per_host: int) -> dict[Feature, float]:
     """How often the rounds of a cell ask for each figure of the network."""
     asked: dict[Feature, float] = {}
     for demand, count in demands(named(cell.algorithm), cell.ranks, min(per_host, cell.ranks)):
@@ -102,7 +123,9 @@ def _features(cell: Timing, per_host: int) -> dict[Feature, float]:
 
 def _asked(demand: Demand, nbytes: int) -> list[tuple[Feature, float]]:
     found: list[tuple[Feature, float]] = []
-    messages: dict[str, list[tuple[float, float]]] = {"added": [(demand.added * nbytes, 1)] if demand.added else []}
+    messages: dict[str, list[tuple[float, float]]] = {
+        "added": [(demand.added * nbytes, 1)] if demand.added else []
+    }
     if demand.leaving:
         messages["between"] = [(demand.leaving * nbytes, 1)]
     else:
@@ -121,17 +144,19 @@ def _band(nbytes: float) -> int:
     return next(number for number, bound in enumerate(BOUNDS) if nbytes <= (bound or inf))
 
 
-def _link(part: str, figures: dict[Feature, float]) -> Link | None:
+def _link(part: str, figures: dict[Feature, float]) -> LinkCost | None:
     numbers = sorted(band for name, band, kind in figures if (name, kind) == (part, "bytes"))
     bands = []
     for band in numbers:
         slowness, latency = figures[part, band, "bytes"], figures.get((part, band, "latency"), 0.0)
         upto = 0 if band == numbers[-1] else BOUNDS[band]
-        bands.append(Band(upto, float(latency), float(min(FASTEST, 1 / slowness)) if slowness > 0 else FASTEST))
-    return Link(tuple(bands)) if bands else None
+        bands.append(
+            SizeBand(upto, float(latency), float(min(FASTEST, 1 / slowness)) if slowness > 0 else FASTEST)
+        )
+    return LinkCost(tuple(bands)) if bands else None
 
 
-def _error(cluster: Cluster, cell: Timing) -> float:
+def _error(cluster: Cluster, cell: AllReduceTiming) -> float:
     """The relative error of a prediction; as far below as above counts the same."""
     guess = predicted(cluster, cell.algorithm, cell.ranks, cell.nbytes)
     return exp(abs(log(guess / cell.seconds))) - 1
@@ -151,8 +176,14 @@ def textbook(cluster: Cluster, ranks: int) -> Textbook:
 
     Raises ValueError when nothing but the backend was measured among so many.
     """
-    found = [series for series in cluster.measured if series.ranks == ranks and series.algorithm != BACKEND]
-    cells = [(named(each.algorithm), *cell) for each in found for cell in zip(each.nbytes, each.seconds, strict=True)]
+    found = [
+        series for series in cluster.measurements if series.ranks == ranks and series.algorithm != BACKEND
+    ]
+    cells = [
+        (named(each.algorithm), *cell)
+        for each in found
+        for cell in zip(each.nbytes, each.seconds, strict=True)
+    ]
     if not cells:
         raise ValueError(f"no algorithm but the backend was measured among {ranks} ranks; measure them too")
     rows = [
@@ -165,7 +196,7 @@ def textbook(cluster: Cluster, ranks: int) -> Textbook:
     return Textbook(float(latency), rate, median(exp(abs(log(max(guess, 1e-9)))) - 1 for guess in guesses))
 
 
-def banded(nbytes: Sequence[int], took: Sequence[float], num_bands: int) -> Link:
+def banded(nbytes: Sequence[int], took: Sequence[float], num_bands: int) -> LinkCost:
     """The link whose cost comes nearest to one series of times, in `num_bands` bands of about equally many sizes.
 
     `nbytes` rise. A band is fitted to its own sizes and to one on either side, so that neighbouring bands nearly meet. With
@@ -179,5 +210,7 @@ def banded(nbytes: Sequence[int], took: Sequence[float], num_bands: int) -> Link
         rows = np.array([[1 / took[at], nbytes[at] / took[at]] for at in near])
         latency, slowness = nonnegative(rows, np.ones(len(rows)))
         upto = 0 if end == len(nbytes) else nbytes[end - 1]
-        bands.append(Band(upto, float(latency), float(min(FASTEST, 1 / slowness)) if slowness > 0 else FASTEST))
-    return Link(tuple(bands))
+        bands.append(
+            SizeBand(upto, float(latency), float(min(FASTEST, 1 / slowness)) if slowness > 0 else FASTEST)
+        )
+    return LinkCost(tuple(bands))

@@ -57,7 +57,11 @@ def _disagreement(group: Group, call: Call) -> CollectiveError:
         ranks = [rank for rank, other in zip(group.ranks, texts, strict=True) if other == text]
         lines.append(f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} issued {text}")
     odd = ", ".join(str(rank) for rank, text in zip(group.ranks, texts, strict=True) if text != usual)
-    lines.append(f"  the odd one out: rank {odd}" if clear else "  which of them is wrong, the ranks cannot say")
-    lines.append("  repair: every rank must issue the same collectives, on tensors of one shape and dtype, in the same order")
+    lines.append(
+        f"  the odd one out: rank {odd}" if clear else "  which of them is wrong, the ranks cannot say"
+    )
+    lines.append(
+        "  repair: every rank must issue the same collectives, on tensors of one shape and dtype, in the same order"
+    )
     report = "\n".join(lines)
-    return CollectiveError(report, report=report, speaks=group.index == 0)
+    return CollectiveError(report, report=report, is_reporter=group.index == 0)

@@ -66,7 +66,9 @@ def blame(statements: Mapping[int, Statement], mesh: Mesh) -> Blame:
     if any(each.missing for each in unmet):
         return _blame_circle([each for each in unmet if each.missing])
     text = "every rank that answers has come, and asks for the same; the backend or the network did not do its part"
-    repair = "look at the backend's own words below, and at the network between the hosts (`meshwright doctor`)"
+    repair = (
+        "look at the backend's own words below, and at the network between the hosts (`meshwright doctor`)"
+    )
     return Blame(text, (), repair + "; if ranks are only slow, raise the limits in [run.limits]")
 
 
@@ -85,7 +87,9 @@ def _unmet(statements: Mapping[int, Statement], mesh: Mesh) -> Iterator[Unmet]:
             found.setdefault(key, []).append((each, issued))
     for (_, number, ranks), waiters in found.items():
         _, issued = waiters[0]
-        missing = tuple(rank for rank in ranks if rank in statements and _count(statements[rank], issued) < number)
+        missing = tuple(
+            rank for rank in ranks if rank in statements and _count(statements[rank], issued) < number
+        )
         waiting = tuple(sorted(each.rank for each, _ in waiters))
         yield Unmet(issued, waiting, missing, max(each.seconds(mine) for each, mine in waiters))
 
@@ -107,7 +111,9 @@ def _parted(statements: Mapping[int, Statement], mesh: Mesh) -> dict[int, Issued
     for each in statements.values():
         for issued in each.recent:
             if not issued.pair:  # a send and its receive differ by nature
-                calls.setdefault((_ranks_of(issued, each.rank, mesh), issued.axes, issued.number), {})[each.rank] = issued
+                calls.setdefault((_ranks_of(issued, each.rank, mesh), issued.axes, issued.number), {})[
+                    each.rank
+                ] = issued
     odd = [issued for issued in calls.values() if len({str(each) for each in issued.values()}) > 1]
     return min(odd, key=lambda issued: min(each.order for each in issued.values())) if odd else None
 
@@ -120,7 +126,9 @@ def _blame_left(left: list[Statement], unmet: list[Unmet]) -> Blame:
     exits = first.error.startswith(("SystemExit", "its script ended"))
     repair = "a rank must not end while the others go on: let all of them leave at the same step"
     return Blame(
-        text, (first.rank,), repair if exits else f"repair the error of rank {first.rank}; the others only waited for it"
+        text,
+        (first.rank,),
+        repair if exits else f"repair the error of rank {first.rank}; the others only waited for it",
     )
 
 
@@ -150,8 +158,13 @@ def _blame_parted(parted: Mapping[int, Issued], gone: list[Statement]) -> Blame:
         else "which of them is wrong, the ranks cannot say"
     )
     lines.append(f"  {verdict}")
-    lines += [f"  rank {each.rank}: its process is gone; a backend may abort on a message of another size" for each in gone]
-    repair = "every rank must issue the same collectives, on tensors of one shape and dtype, in the same order"
+    lines += [
+        f"  rank {each.rank}: its process is gone; a backend may abort on a message of another size"
+        for each in gone
+    ]
+    repair = (
+        "every rank must issue the same collectives, on tensors of one shape and dtype, in the same order"
+    )
     return Blame("\n".join(lines), odd, repair)
 
 
@@ -177,14 +190,18 @@ def _missed(unmet: Unmet) -> str:
 
 def _waits(unmet: Unmet) -> str:
     """Who waits for whom in what."""
-    waiting = f"{_said(unmet.waiting)} wait{'s' if len(unmet.waiting) == 1 else ''} for {_said(unmet.missing)}"
+    waiting = (
+        f"{_said(unmet.waiting)} wait{'s' if len(unmet.waiting) == 1 else ''} for {_said(unmet.missing)}"
+    )
     return f"{waiting} in {unmet.issued}, number {unmet.issued.number} over {_over(unmet.issued)}, from {unmet.issued.place}"
 
 
 def _blame_circle(unmet: list[Unmet]) -> Blame:
     lines = ["the ranks wait for each other in a circle:", *(f"  {_waits(each)}" for each in unmet)]
     ranks = tuple(sorted({rank for each in unmet for rank in (*each.waiting, *each.missing)}))
-    return Blame("\n".join(lines), ranks, "issue the collectives of different groups in the same order on every rank")
+    return Blame(
+        "\n".join(lines), ranks, "issue the collectives of different groups in the same order on every rank"
+    )
 
 
 def _whereabouts(statement: Statement) -> str:
@@ -197,7 +214,11 @@ def _whereabouts(statement: Statement) -> str:
         text += f"\n  it is at {place}" if place else ""
     else:
         foreign = statement.foreign()
-        inside = f"in torch.distributed.{foreign}, which the run did not ask for" if foreign else "in no collective"
+        inside = (
+            f"in torch.distributed.{foreign}, which the run did not ask for"
+            if foreign
+            else "in no collective"
+        )
         text = f"rank {rank} is{_doing(statement)} at {place or 'a place unknown'} ({inside})"
     return text + _last(statement) + _stack(statement.stack)
 
@@ -242,12 +263,17 @@ def _over(issued: Issued) -> str:
 
 def _said(ranks: Iterable[int]) -> str:
     listed = sorted(ranks)
-    text = ", ".join(map(str, listed[:SHOWN_RANKS])) + (f", ... ({len(listed)} in all)" if len(listed) > SHOWN_RANKS else "")
+    text = ", ".join(map(str, listed[:SHOWN_RANKS])) + (
+        f", ... ({len(listed)} in all)" if len(listed) > SHOWN_RANKS else ""
+    )
     return f"rank {text}" if len(listed) == 1 else f"ranks {text}"
 
 
 def _stack(stack: Iterable[Frame]) -> str:
-    shown = list(dropwhile(lambda frame: is_library(frame[0]), stack))[-SHOWN_FRAMES:] or list(stack)[-SHOWN_FRAMES:]
+    shown = (
+        list(dropwhile(lambda frame: is_library(frame[0]), stack))[-SHOWN_FRAMES:]
+        or list(stack)[-SHOWN_FRAMES:]
+    )
     if not shown:
         return ""
     lines = "".join(f'\n    File "{file}", line {row}, in {function}' for file, row, function in shown)

@@ -46,7 +46,10 @@ def host_name() -> str:
     """A name that two processes share when one can see the other under /proc; "" where that cannot be known."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        spaces = os.readlink("/proc/self/ns/pid"), os.readlink("/proc/thread-self/ns/net")  # with another network: another host
+        spaces = (
+            os.readlink("/proc/self/ns/pid"),
+            os.readlink("/proc/thread-self/ns/net"),
+        )  # with another network: another host
         return boot + "".join(spaces)
     return ""
 

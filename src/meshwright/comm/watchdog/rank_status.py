@@ -75,10 +75,15 @@ class Statement:
         said = json.loads(text)
         recent = tuple(
             Issued(order, number, tuple(axes), what, action, place, tuple(pair), tuple(among))
-            for order, number, axes, what, action, place, pair, among in (each.values() for each in said.pop("recent"))
+            for order, number, axes, what, action, place, pair, among in (
+                each.values() for each in said.pop("recent")
+            )
         )
         waits = tuple(Wait(**each) for each in said.pop("waits"))
-        return cls(**said | {"recent": recent, "waits": waits, "stack": tuple((f, n, w) for f, n, w in said["stack"])})
+        return cls(
+            **said
+            | {"recent": recent, "waits": waits, "stack": tuple((f, n, w) for f, n, w in said["stack"])}
+        )
 
     def waited_for(self) -> Issued | None:
         """The collective that this rank waits for, the oldest if there are several."""
@@ -95,7 +100,9 @@ class Statement:
 
     def numbered(self, line: tuple[object, ...], number: int) -> Issued | None:
         """The `number`-th collective of `line`, if it is still in the ring."""
-        return next((issued for issued in self.recent if issued.line == line and issued.number == number), None)
+        return next(
+            (issued for issued in self.recent if issued.line == line and issued.number == number), None
+        )
 
     def place(self) -> str:
         """Where it stands, as `file:line in function`: the innermost line of the user's own code, else of other code."""

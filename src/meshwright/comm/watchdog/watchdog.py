@@ -46,8 +46,8 @@ from meshwright.comm.watchdog.hang_report import blame
 from meshwright.comm.watchdog.host import host_name
 from meshwright.comm.watchdog.rank_status import Birth, Birthmark, Statement, Wait, main_stack, trace_of
 from meshwright.comm.watchdog.store_client import Room, Silent
-from meshwright.plan.job.errors import PEER_WORDS, CollectiveError
-from meshwright.plan.job.run_options import Limits
+from meshwright.plan.job.errors import PEER_LOST_PATTERN, CollectiveError
+from meshwright.plan.job.run_options import WaitLimits
 from meshwright.plan.sharding.mesh import Mesh
 
 SLICE_S = 0.25  # how long a body may wait before it asks `check`
@@ -69,7 +69,9 @@ class Lookout:
 
     abandon: Callable[[], None]
 
-    def __init__(self, store: dist.Store | None, mesh: Mesh, rank: int, ledger: Ledger, limits: Limits) -> None:
+    def __init__(
+        self, store: dist.Store | None, mesh: Mesh, rank: int, ledger: Ledger, limits: WaitLimits
+    ) -> None:
         self.limits, self.abandon = limits, _stay
         self._mesh, self._rank, self._ledger = mesh, rank, ledger
         self._store = None if store is None else Room.of(store, rank)
@@ -80,7 +82,7 @@ class Lookout:
         self._saying = threading.Lock()
         self._said: Statement | None = None
         self._mark: Birthmark | None = None
-        if self._store is not None and mesh.world > 1:
+        if self._store is not None and mesh.world_size > 1:
             self._mark = Birthmark(ledger.recent.share())
             self._store.set(f"born/{rank}", json.dumps(asdict(self._mark.birth)))
             self._thread = threading.Thread(target=self._serve, daemon=True, name="lookout")
@@ -103,7 +105,7 @@ class Lookout:
 
     def limit_s(self) -> float:
         """How long one wait may last in the present phase."""
-        return self.limits.of(self._ledger.phase)
+        return self.limits.for_phase(self._ledger.phase)
 
     def leave(self, error: BaseException | None = None) -> None:
         """Tell the others that this rank issues nothing more, and why; they stop waiting at once if there is an `error`."""
@@ -138,12 +140,14 @@ class Lookout:
             with suppress(RuntimeError):
                 self._store.set("alarm", str(self._rank))
             statements |= self._gather()
-        elif self._mesh.world > 1:
+        elif self._mesh.world_size > 1:
             repair = "make the world with meshwright.comm.world.rendezvous, or initialise torch.distributed with a store"
-            return CollectiveError(f"{cause}. The other ranks cannot be asked: this world knows no store; {repair}")
+            return CollectiveError(
+                f"{cause}. The other ranks cannot be asked: this world knows no store; {repair}"
+            )
         verdict = blame(statements, self._mesh)
         speaker = min((rank for rank, each in statements.items() if each.waits), default=self._rank)
-        return CollectiveError(f"{verdict}\n{cause}", report=str(verdict), speaks=speaker == self._rank)
+        return CollectiveError(f"{verdict}\n{cause}", report=str(verdict), is_reporter=speaker == self._rank)
 
     def _serve(self) -> None:
         while not self._over.wait(self._pause_s()):
@@ -162,14 +166,18 @@ class Lookout:
 
     def _pause_s(self) -> float:
         """Until the next look; shorter while the ranks of a small job come together, so that an early death is seen too."""
-        coming = len(self._births) < self._mesh.world <= NEIGHBOURS
-        return POLL_S if coming else LOOK_S * max(1.0, self._mesh.world / RANKS_PER_LOOK)
+        coming = len(self._births) < self._mesh.world_size <= NEIGHBOURS
+        return POLL_S if coming else LOOK_S * max(1.0, self._mesh.world_size / RANKS_PER_LOOK)
 
     def _meet(self) -> None:
         """Learn how the others can be looked at, as far as they have come; open the rings of those on this host."""
-        if self._store is None or len(self._births) == self._mesh.world or self._mesh.world > RANKS_PER_LOOK:
+        if (
+            self._store is None
+            or len(self._births) == self._mesh.world_size
+            or self._mesh.world_size > RANKS_PER_LOOK
+        ):
             return
-        for rank in range(self._mesh.world):
+        for rank in range(self._mesh.world_size):
             if rank not in self._births and self._store.check([f"born/{rank}"]):
                 birth = Birth(**json.loads(self._store.get(f"born/{rank}")))
                 self._births[rank] = birth
@@ -183,7 +191,9 @@ class Lookout:
         waits = tuple(Wait(order, now - since) for order, since in list(self._waits.values()))
         ledger = self._ledger
         recent, stack = tuple(ledger.recent.issued()), main_stack()
-        return Statement(self._rank, "answers", ledger.phase, ledger.step, recent, waits, stack, at=time.time())
+        return Statement(
+            self._rank, "answers", ledger.phase, ledger.step, recent, waits, stack, at=time.time()
+        )
 
     def _say(self) -> Statement:
         """What this rank says: made, and told the others, once, because what it does after the alarm is of no interest."""
@@ -199,7 +209,7 @@ class Lookout:
         """The statements of all other ranks: what they say, or what can be seen of those that do not answer."""
         found: dict[int, Statement] = {}
         start = time.monotonic()
-        missing = [rank for rank in range(self._mesh.world) if rank != self._rank]
+        missing = [rank for rank in range(self._mesh.world_size) if rank != self._rank]
         while missing and time.monotonic() - start < ANSWER_S:
             for rank in list(missing):
                 heard = self._heard(rank)
@@ -242,7 +252,11 @@ class Lookout:
     def _ended(self) -> None:
         """Runs when the interpreter ends while this is open: a script that ended by itself, or by an error."""
         error = vars(sys).get("last_value")
-        self.leave(error if isinstance(error, BaseException) else SystemExit("its script ended while the world was open"))
+        self.leave(
+            error
+            if isinstance(error, BaseException)
+            else SystemExit("its script ended while the world was open")
+        )
         self.close()
 
 
@@ -259,7 +273,9 @@ class Waiting:
         self._lookout._waits[self._thread] = (self._order, self._since)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._lookout._waits.pop(self._thread, None)
 
     @property
@@ -270,9 +286,13 @@ class Waiting:
     def check(self) -> None:
         """Return when it is fine to go on waiting. Raises CollectiveError when the limit is reached, or a rank has failed."""
         if self.left_s <= 0:
-            raise self._lookout.report(f"rank {self._lookout._rank} gave up after {time.monotonic() - self._since:.1f} s")
+            raise self._lookout.report(
+                f"rank {self._lookout._rank} gave up after {time.monotonic() - self._since:.1f} s"
+            )
         if self._lookout._alarmed.is_set():
-            raise self._lookout.report(f"rank {self._lookout._rank} stopped waiting: another rank failed, or gave up")
+            raise self._lookout.report(
+                f"rank {self._lookout._rank} stopped waiting: another rank failed, or gave up"
+            )
 
     def failed(self, cause: str) -> CollectiveError:
         """What to raise when the backend itself gives up; `cause` is its own word."""
@@ -293,7 +313,9 @@ def is_consequence(error: BaseException) -> bool:
     """Whether `error` only follows from the failure of another rank."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, CollectiveError | dist.DistError) or (type(cause) is RuntimeError and PEER_WORDS.search(str(cause))):
+        if isinstance(cause, CollectiveError | dist.DistError) or (
+            type(cause) is RuntimeError and PEER_LOST_PATTERN.search(str(cause))
+        ):
             return True
         cause = cause.__cause__
     return False

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.commands.search.constraints import order_of
+from meshwright.commands.search.constraints import schedule_costs
 from meshwright.parallel import STRATEGIES
-from meshwright.plan.hardware.device_specs import Device, find_device
-from meshwright.plan.job.errors import Fault, PlanError, gathered
+from meshwright.plan.hardware.device_specs import DeviceSpec, find_device
+from meshwright.plan.job.errors import Diagnostic, PlanError, collect_diagnostics
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Transfer
 from meshwright.planner.analytic.model_shape import Shape
@@ -23,95 +23,136 @@ from meshwright.planner.machine.from_run import Learnt, taught
 from meshwright.planner.machine.machine import Machine
 from meshwright.planner.program_cost.network_time import ByRates
 from meshwright.planner.search.max_fit import MOST_DEVICES
-from meshwright.run.config.config_file import Request, read_request
-from meshwright.run.measure.hardware_lookup import linked, machine_of, profile_in
+from meshwright.run.config.config_file import PlanRequest, read_request
+from meshwright.run.measure.hardware_lookup import find_profile, read_machine, with_host_links
 from meshwright.run.measure.network_profile import read_cluster
-from meshwright.run.measure.past_run import Message, Past, past
+from meshwright.run.measure.past_run import PreviousRun, TimedCollective, read_previous_run
 
-PLAN = "plan.toml"
+PLAN_FILE = "plan.toml"
 WHERE = "--calibrate-from"
-SKETCHED = ("batch", "replicate", "zero", "line", "sequence", "vocabulary", "ring", "ulysses", "hybrid", "pipeline", "recompute")
-LEAST = 1 << 16  # bytes of a message whose rate says something of a link
+MODELED_STRATEGIES = (
+    "batch",
+    "replicate",
+    "zero",
+    "line",
+    "sequence",
+    "vocabulary",
+    "ring",
+    "ulysses",
+    "hybrid",
+    "pipeline",
+    "recompute",
+)
+MIN_MESSAGE_NBYTES = 1 << 16  # bytes of a message whose rate says something of a link
 
 
-Shapes = Callable[[str, int], Shape]
+ShapeLookup = Callable[[str, int], Shape]
 
 
-def machine_for(
-    hardware: str, count: int, cluster: str, run: str, shapes: Shapes, *, more: bool = False
+def search_machine(
+    hardware: str, count: int, cluster: str, run: str, shape_lookup: ShapeLookup, *, for_max_fit: bool = False
 ) -> tuple[Machine, list[str]]:
     """`count` devices of what `hardware` names, and in words what was taken from where; with `more`, there may be more of them.
 
     `cluster` and `run` are paths of a cluster.toml and of a run, "": none. `shapes` gives the sizes of a model by its source and
     the tokens of a row. Raises PlanError for what is not known, or does not fit.
     """
-    faults: list[Fault] = []
-    found = gathered(faults, machine_of, hardware, MOST_DEVICES if more else count)
-    links = gathered(faults, read_cluster, Path(cluster)) if cluster else None
-    was = gathered(faults, past, Path(run)) if run else None
+    faults: list[Diagnostic] = []
+    found = collect_diagnostics(faults, read_machine, hardware, MOST_DEVICES if for_max_fit else count)
+    links = collect_diagnostics(faults, read_cluster, Path(cluster)) if cluster else None
+    was = collect_diagnostics(faults, read_previous_run, Path(run)) if run else None
     if found is None or faults:
-        raise PlanError.of(faults)
+        raise PlanError.from_diagnostics(faults)
     notes: list[str] = []
     if links is not None:
         found, said = with_cluster(found, links)
         notes += said
-    found = linked(found, hardware)
-    profile = profile_in(hardware)
+    found = with_host_links(found, hardware)
+    profile = find_profile(hardware)
     if profile is not None and profile.kind == "cpu" and count > 1:
-        beside = f", of which {profile.ranks} were at work at once" if profile.ranks > 1 else ", measured alone"
+        beside = (
+            f", of which {profile.ranks} were at work at once" if profile.ranks > 1 else ", measured alone"
+        )
         notes.append(
             f"a device is {profile.threads} threads of {profile.device}{beside}: ranks of a host need as many cores each"
         )
     if was is not None:
-        learnt = learn(Path(run), was, found, shapes)
+        learnt = calibrate_from_run(Path(run), was, found, shape_lookup)
         notes.append(f"learnt from {learnt}")
         found = taught(found, learnt)
         if found.rates.product > 1:
-            text = f"products would reach {100 * found.rates.product:.0f} % of the peak of {found.device.name}"
-            notes.append(f"{text}: the run was on faster hardware, or the device was measured while it was busy")
+            text = (
+                f"products would reach {100 * found.rates.product:.0f} % of the peak of {found.device.name}"
+            )
+            notes.append(
+                f"{text}: the run was on faster hardware, or the device was measured while it was busy"
+            )
     return replace(found, count=count), notes
 
 
-def learn(folder: Path, was: Past, given: Machine, shapes: Shapes) -> Learnt:
+def calibrate_from_run(
+    folder: Path, previous: PreviousRun, base_machine: Machine, shape_lookup: ShapeLookup
+) -> Learnt:
     """How much longer than planned on `given` the run in `folder`, as it `was`, computed and sent.
 
     Raises PlanError when it computed on another device, or has a plan that is not sketched.
     """
-    if not _is(given.device, was.device):
-        text = f"the run computed on {was.device}, and the plan is for {given.device.name}"
+    if not _is(base_machine.device, previous.device):
+        text = f"the run computed on {previous.device}, and the plan is for {base_machine.device.name}"
         fix = "name a run on such a device, or plan for the device of the run; a [device] table says with `like` or `measured`"
-        raise PlanError(text, fix=f"{fix} which kind it is", where=WHERE)
-    path = folder / PLAN
+        raise PlanError(text, fix=f"{fix} which kind it is", location=WHERE)
+    path = folder / PLAN_FILE
     if not path.is_file():
-        raise PlanError(f"there is no {PLAN} in {folder}", fix="name the folder of a run of `meshwright train`", where=WHERE)
+        raise PlanError(
+            f"there is no {PLAN_FILE} in {folder}",
+            fix="name the folder of a run of `meshwright train`",
+            location=WHERE,
+        )
     request = read_request(path, (), STRATEGIES)
     mesh = Mesh.infer(request.mesh)
-    layout = layout_of(request, mesh)
-    shape = shapes(request.job.model.source, request.job.data.sequence)
-    machine = replace(given, count=mesh.world, per_host=min(given.host, mesh.world))
+    layout = parallel_config_of(request, mesh)
+    shape = shape_lookup(request.job.model.source, request.job.data.sequence)
+    machine = replace(base_machine, count=mesh.world_size, per_host=min(base_machine.host, mesh.world_size))
     planned = step(shape, layout, machine)
-    if was.computed_s is None:
-        factor = was.step_s / planned.seconds
-        return Learnt(str(folder), was.steps, factor, factor if mesh.world > 1 else None, apart=mesh.world == 1)
-    computing = was.computed_s / (planned.compute + planned.optimizer + planned.fixed)
-    return Learnt(str(folder), was.steps, computing, _sending(was, mesh, machine), apart=True, between=mesh.world > given.host)
+    if previous.compute_s is None:
+        factor = previous.step_s / planned.seconds
+        return Learnt(
+            str(folder),
+            previous.num_steps,
+            factor,
+            factor if mesh.world_size > 1 else None,
+            apart=mesh.world_size == 1,
+        )
+    computing = previous.compute_s / (planned.compute + planned.optimizer + planned.fixed)
+    return Learnt(
+        str(folder),
+        previous.num_steps,
+        computing,
+        _sending(previous, mesh, machine),
+        apart=True,
+        between=mesh.world_size > base_machine.host,
+    )
 
 
-def layout_of(request: Request, mesh: Mesh) -> Layout:
+def parallel_config_of(request: PlanRequest, mesh: Mesh) -> Layout:
     """The layout that a plan's mesh and strategies are, as a search would sketch it. Raises PlanError where it would not."""
     fields = {strategy.name: strategy.as_dict() for strategy in request.strategies or ()}
     faults = [
-        Fault(f"the run has '{name}', which plans that are chosen do not have", "learn from a run without it", WHERE)
+        Diagnostic(
+            f"the run has '{name}', which plans that are chosen do not have",
+            "learn from a run without it",
+            WHERE,
+        )
         for name in fields
-        if name not in SKETCHED
+        if name not in MODELED_STRATEGIES
     ]
     pipeline, zero = fields.get("pipeline", {}), fields.get("zero", {})
-    order = order_of(pipeline.get("schedule", "1f1b"))
+    order = schedule_costs(pipeline.get("schedule", "1f1b"))
     if order is None:
         text = f"the run's schedule is '{pipeline['schedule']}', which plans that are chosen do not have"
-        faults.append(Fault(text, "learn from a run with 1f1b", WHERE))
+        faults.append(Diagnostic(text, "learn from a run with 1f1b", WHERE))
     if faults or order is None:
-        raise PlanError.of(faults)
+        raise PlanError.from_diagnostics(faults)
     dp, batch = mesh.size("dp_replicate") * mesh.size("dp_shard"), request.job.train.batch
     rows = request.micro_batch or batch // dp
     grouped = bool(zero) and mesh.size("dp_replicate") > 1 and mesh.size("dp_shard") > 1
@@ -133,23 +174,25 @@ def layout_of(request: Request, mesh: Mesh) -> Layout:
     )
 
 
-def _is(device: Device, called: str) -> bool:
+def _is(device: DeviceSpec, called: str) -> bool:
     """Whether a driver calls the kind of `device` so; names do not tell: H200 is a part of GH200, and people give their own."""
     known = find_device(called)
     if known is None:
         return device.pattern == re.escape(called)
-    bare = device.pattern == re.escape(device.name)  # a table without `like` and `measured`: its name is all that tells
+    bare = device.pattern == re.escape(
+        device.name
+    )  # a table without `like` and `measured`: its name is all that tells
     return known == find_device(device.name) if bare else known.pattern == device.pattern
 
 
-def _sending(was: Past, mesh: Mesh, machine: Machine) -> float | None:
+def _sending(was: PreviousRun, mesh: Mesh, machine: Machine) -> float | None:
     """How many times as long as planned the messages of a run took; None where it sent none that says something of a link."""
     wire = ByRates(machine)
-    found = [(each, mesh.peers(0, each.axes)) for each in was.messages]
-    large = [(each, ranks) for each, ranks in found if len(ranks) > 1 and each.nbytes >= LEAST]
+    found = [(each, mesh.peers(0, each.axes)) for each in was.collectives]
+    large = [(each, ranks) for each, ranks in found if len(ranks) > 1 and each.nbytes >= MIN_MESSAGE_NBYTES]
     planned = sum(wire.seconds(_transfer(each), ranks) for each, ranks in large)
     return sum(each.seconds for each, _ in large) / planned if planned else None
 
 
-def _transfer(message: Message) -> Transfer:
+def _transfer(message: TimedCollective) -> Transfer:
     return Transfer(message.collective, message.axes, int(message.nbytes))

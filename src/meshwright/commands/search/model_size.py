@@ -14,13 +14,13 @@ from torch import nn
 
 from meshwright.model.hf.hub import is_hub_id
 from meshwright.model.hf.metadata import config_of
-from meshwright.model.loading.loader import config_behind, load_model
-from meshwright.plan.job.data_source import ModelSource
-from meshwright.plan.job.errors import Fault, PlanError, raise_faults
+from meshwright.model.loading.loader import load_model, read_source_config
+from meshwright.plan.job.data_source import ModelConfig
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 from meshwright.planner.analytic.model_shape import FORM, Shape, parse_shape
 
 # what configs of transformers call sizes; those of families with other names say which theirs are (attribute_map)
-THEIRS = {
+HF_CONFIG_KEYS = {
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",
     "heads": "num_attention_heads",
@@ -28,13 +28,18 @@ THEIRS = {
     "sequence": "max_position_embeddings",
 }
 
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # what configs call their number
-PADDED = 2  # rows that some families put before the first position
-OFF = 0.1  # of its weights: a model that has so many more or fewer than its sizes say is no decoder of equal layers
+EXPERT_KEYS = (
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+)  # what configs call their number
+MAX_PADDING_ROWS = 2  # rows that some families put before the first position
+PARAM_TOLERANCE = 0.1  # of its weights: a model that has so many more or fewer than its sizes say is no decoder of equal layers
 
 
 @dataclass(frozen=True)
-class Sized:
+class ModelSize:
     """The sizes of a model; of a config also the weights that it has as `matrices` (0: not known), and how it attends.
 
     `positions` are those it has learnt (0: none), `windowed` of its layers see `window` tokens; `both`: each token sees those
@@ -42,38 +47,42 @@ class Sized:
     """
 
     shape: Shape
-    matrices: int = 0
-    positions: int = 0
-    window: int = 0
-    windowed: int = 0
-    both: bool = False
+    num_matrix_params: int = 0
+    max_positions: int = 0
+    attention_window: int = 0
+    num_windowed_layers: int = 0
+    is_bidirectional: bool = False
 
 
-def shape_of(model: str, sequence: int) -> Shape:
+def model_shape(model: str, sequence: int) -> Shape:
     """The sizes of `model`; `sequence` 0: what it says itself."""
-    return sized(model, sequence).shape
+    return model_size(model, sequence).shape
 
 
-def sized(model: str, sequence: int) -> Sized:
+def model_size(model: str, sequence: int) -> ModelSize:
     """What is known of `model`: its sizes, of a config more; with rows of `sequence` tokens (0: what it says itself)."""
-    known = Sized(parse_shape(model)) if is_shape(model) else _of_config(model, sequence)
+    known = ModelSize(parse_shape(model)) if is_shape_text(model) else _of_config(model, sequence)
     return replace(known, shape=replace(known.shape, sequence=sequence)) if sequence else known
 
 
-def unlike(known: Sized) -> Iterator[str]:
+def size_warnings(size: ModelSize) -> Iterator[str]:
     """In what a model differs from the decoder that it is priced as, where it does."""
-    shape, matrices, full = known.shape, known.matrices, "it is priced as if each token saw all before it"
-    if known.windowed and known.window < shape.sequence:
-        text = f"{known.windowed} of {shape.layers} layers attend to {known.window:,} tokens of rows of {shape.sequence:,}"
+    shape, matrices, full = (
+        size.shape,
+        size.num_matrix_params,
+        "it is priced as if each token saw all before it",
+    )
+    if size.num_windowed_layers and size.attention_window < shape.sequence:
+        text = f"{size.num_windowed_layers} of {shape.layers} layers attend to {size.attention_window:,} tokens of rows of {shape.sequence:,}"
         yield f"{text}: {full}, so expect less than these seconds."
-    if known.both:
+    if size.is_bidirectional:
         yield f"Attention goes both ways: {full}, so expect attention to take up to twice as long."
-    if matrices and abs(shape.numel / matrices - 1) > OFF:
+    if matrices and abs(shape.numel / matrices - 1) > PARAM_TOLERANCE:
         text = f"The model has {matrices / 1e9:.3g} B weights, and a decoder of its sizes {shape.numel / 1e9:.3g} B"
         yield f"{text}: it is priced as the latter, so expect seconds and bytes to be off by as much."
 
 
-def is_shape(model: str) -> bool:
+def is_shape_text(model: str) -> bool:
     """Whether it is sizes in words, not a file or a repository."""
     words = model.replace(":", " ").replace("=", " ").replace(",", " ").lower().split()
     return "layers" in words and len(words) > 1 and not Path(model).exists()
@@ -85,31 +94,39 @@ def _learnt(module: Any, positions: object) -> int:
     if not isinstance(positions, int):
         return 0
     for each in module.modules():
-        if isinstance(each, nn.Embedding) and each is not words and 0 <= each.num_embeddings - positions <= PADDED:
-            before = 0 if each.padding_idx is None else each.padding_idx + 1  # rows of the table that stand for no position
+        if (
+            isinstance(each, nn.Embedding)
+            and each is not words
+            and 0 <= each.num_embeddings - positions <= MAX_PADDING_ROWS
+        ):
+            before = (
+                0 if each.padding_idx is None else each.padding_idx + 1
+            )  # rows of the table that stand for no position
             return min(positions, each.num_embeddings - before)
     return 0
 
 
-def _of_config(source: str, sequence: int) -> Sized:
+def _of_config(source: str, sequence: int) -> ModelSize:
     """What is known of the model of a config."""
-    raise_faults(_nowhere(source))
-    config = config_behind(ModelSource(source))
+    raise_diagnostics(_nowhere(source))
+    config = read_source_config(ModelConfig(source))
     if config is not None:
-        raise_faults(_unsearched(source, config))  # to make a model of many experts, which is refused, takes minutes
-    loaded = load_model(ModelSource(source), seed=0)
-    module = loaded.blueprint.instance()
+        raise_diagnostics(
+            _unsearched(source, config)
+        )  # to make a model of many experts, which is refused, takes minutes
+    loaded = load_model(ModelConfig(source), seed=0)
+    module = loaded.deferred_init.instantiate()
     config = config_of(module)
     if config is None:
         text = f"{source} makes a model without a config: its sizes are not known"
-        raise PlanError(text, fix=f"say them: {FORM}", where="MODEL")
-    raise_faults([*_unsearched(source, config), *_unsized(source, config, sequence)])
+        raise PlanError(text, fix=f"say them: {FORM}", location="MODEL")
+    raise_diagnostics([*_unsearched(source, config), *_unsized(source, config, sequence)])
     said, sizes = config.to_dict(), _sizes(config)
     positions = _learnt(module, sizes["sequence"])
     if 0 < positions < sequence:
         text = f"{source} has learnt {positions} positions, and rows of {sequence} tokens are asked for"
         fix = f"--sequence {positions} at most, or say more in the config: max_position_embeddings"
-        raise PlanError(text, fix=fix, where="--sequence")
+        raise PlanError(text, fix=fix, location="--sequence")
     if sequence:
         sizes["sequence"] = sequence
     plain = Shape(
@@ -118,12 +135,14 @@ def _of_config(source: str, sequence: int) -> Sized:
         **_beside(said),
         tied=bool(said.get("tie_word_embeddings")),
     )
-    matrices = sum(prod(entry.shape) for entry in loaded.blueprint.logical.values() if len(entry.shape) > 1)
+    matrices = sum(
+        prod(entry.shape) for entry in loaded.deferred_init.logical_params.values() if len(entry.shape) > 1
+    )
     head = said.get("head_dim") if plain.heads > 0 else 0
     wide = [plain, replace(plain, head=head)] if isinstance(head, int) and head != plain.width else [plain]
     both = [replace(each, gated=gated) for each in wide for gated in (False, True)]
     shape = min(both, key=lambda shape: abs(shape.numel - matrices))
-    return Sized(shape, matrices, positions, *_windows(said, shape.layers), _both_ways(module, said))
+    return ModelSize(shape, matrices, positions, *_windows(said, shape.layers), _both_ways(module, said))
 
 
 def _windows(said: Mapping[str, Any], layers: int) -> tuple[int, int]:
@@ -141,48 +160,62 @@ def _both_ways(module: nn.Module, said: Mapping[str, Any]) -> bool:
     return masked or any(vars(each).get("is_causal") is False for each in module.modules())
 
 
-def _unsearched(source: str, config: Any) -> Iterator[Fault]:
+def _unsearched(source: str, config: Any) -> Iterator[Diagnostic]:
     """That a config is of a model that is no decoder of equal layers."""
     exists = "a plan that exists is counted from its own program"
     if config.is_encoder_decoder:
-        yield Fault(f"{source} is an encoder and a decoder, which are not searched yet", f"take a decoder; {exists}", "MODEL")
+        yield Diagnostic(
+            f"{source} is an encoder and a decoder, which are not searched yet",
+            f"take a decoder; {exists}",
+            "MODEL",
+        )
     experts = _experts(config.to_dict())
     if experts > 1:
         text = f"{source} has {experts} experts in a layer, which are not searched yet"
-        yield Fault(text, f"take a model without experts; {exists}", "MODEL")
+        yield Diagnostic(text, f"take a model without experts; {exists}", "MODEL")
 
 
-def _unsized(source: str, config: Any, sequence: int) -> Iterator[Fault]:
+def _unsized(source: str, config: Any, sequence: int) -> Iterator[Diagnostic]:
     """The sizes that a config does not say, where they are not given."""
     sizes = _sizes(config) | ({"sequence": sequence} if sequence else {})
-    lacking = [theirs for ours, theirs in THEIRS.items() if not isinstance(sizes[ours], int)]
+    lacking = [theirs for ours, theirs in HF_CONFIG_KEYS.items() if not isinstance(sizes[ours], int)]
     text = config.get_text_config()
     if lacking and text is not config:
-        parts = ", ".join(name for name, part in config.to_dict().items() if isinstance(part, dict) and "model_type" in part)
+        parts = ", ".join(
+            name for name, part in config.to_dict().items() if isinstance(part, dict) and "model_type" in part
+        )
         told = f"{source} is a model of several parts ({parts}), which are not searched yet"
         inner = _sizes(text) | _beside(text.to_dict()) | ({"sequence": sequence} if sequence else {})
         said = " ".join(f"{name} {size}" for name, size in inner.items() if isinstance(size, int) and size)
         said += " tied" if text.to_dict().get("tie_word_embeddings") else ""
-        yield Fault(told, f'plan the one that reads text alone, by its sizes: "{Path(source).stem}: {said}"', "MODEL")
-    elif lacking == [THEIRS["sequence"]]:
+        yield Diagnostic(
+            told, f'plan the one that reads text alone, by its sizes: "{Path(source).stem}: {said}"', "MODEL"
+        )
+    elif lacking == [HF_CONFIG_KEYS["sequence"]]:
         told = f"the config of {source} does not say how long rows are ({lacking[0]})"
-        yield Fault(told, "say it: --sequence 2048", "--sequence")
+        yield Diagnostic(told, "say it: --sequence 2048", "--sequence")
     elif lacking:
-        yield Fault(f"the config of {source} does not say {', '.join(lacking)}", f"say the sizes in words: {FORM}", "MODEL")
+        yield Diagnostic(
+            f"the config of {source} does not say {', '.join(lacking)}",
+            f"say the sizes in words: {FORM}",
+            "MODEL",
+        )
 
 
-def _nowhere(source: str) -> Iterator[Fault]:
+def _nowhere(source: str) -> Iterator[Diagnostic]:
     """That nothing is called `source`: no path, no factory in a file, and no repository."""
     if not Path(source).exists() and ".py" not in source and not is_hub_id(source):
         text = f"there is no file or folder '{source}', and no sizes are said"
         fix = f"say sizes in words: {FORM}; or name a folder with config.json, a .json file, file.py:factory"
-        yield Fault(text, f"{fix}, or a hub id (ORG/NAME)", "MODEL")
+        yield Diagnostic(text, f"{fix}, or a hub id (ORG/NAME)", "MODEL")
 
 
 def _sizes(config: Any) -> dict[str, Any]:
     """The sizes in our words; None where the config does not say one."""
     said = config.to_dict()
-    return {ours: said.get(config.attribute_map.get(theirs, theirs)) for ours, theirs in THEIRS.items()}
+    return {
+        ours: said.get(config.attribute_map.get(theirs, theirs)) for ours, theirs in HF_CONFIG_KEYS.items()
+    }
 
 
 def _beside(said: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,5 +226,5 @@ def _beside(said: Mapping[str, Any]) -> dict[str, Any]:
 
 def _experts(said: Mapping[str, Any]) -> int:
     """The most experts that a config, or one that lies in it (text_config, ffn_config), has in a layer."""
-    own = [said[name] for name in EXPERTS if isinstance(said.get(name), int)]
+    own = [said[name] for name in EXPERT_KEYS if isinstance(said.get(name), int)]
     return max([0, *own, *(_experts(each) for each in said.values() if isinstance(each, dict))])

@@ -7,67 +7,75 @@ is drawn too.
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.commands.search.search import Chosen
-from meshwright.parallel.pipeline.schedules.registry import schedule_of
-from meshwright.parallel.pipeline.schedules.schedule import Costs, planned, play
+from meshwright.commands.search.search import SearchOutcome
+from meshwright.parallel.pipeline.schedules.registry import find_schedule
+from meshwright.parallel.pipeline.schedules.schedule import StageCosts, schedule_spans, simulate
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.step.simulator import Rows
+from meshwright.plan.step.simulator import SpansByRank
 from meshwright.planner.analytic.step_time import Both, handover, parts
 from meshwright.planner.search.request import Wish
 from meshwright.planner.search.search import Candidate, search
 from meshwright.report.search.pareto import choice_page
 from meshwright.report.search.search_result import reasons
 
-SHARES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25, 0.15)  # of a device's memory
-KEPT = 30  # of each
-ROUNDS = 2  # micro-batches that are drawn, in units of pp
+MEMORY_FRACTIONS = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25, 0.15)  # of a device's memory
+MAX_CANDIDATES = 30  # of each
+NUM_ROUNDS = 2  # micro-batches that are drawn, in units of pp
 
 
-def write_plot(chosen: Chosen, path: Path) -> None:
+def write_plot(outcome: SearchOutcome, path: Path) -> None:
     """Write the page. Raises PlanError when the file cannot be written."""
-    best = chosen.found.best[0]
-    rows = turns(chosen.wish, best) if best.layout.pp > 1 and not best.dealt else []
-    why = reasons(chosen.wish, chosen.found, chosen.beside)
-    text = choice_page(chosen.wish, layouts(chosen), rows, why)
+    best = outcome.result.best[0]
+    rows = winner_timeline(outcome.request, best) if best.layout.pp > 1 and not best.dealt else []
+    why = reasons(outcome.request, outcome.result, outcome.comparison)
+    text = choice_page(outcome.request, plotted_candidates(outcome), rows, why)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         fix = "name a file in a folder that can be written to: --plot FILE.html"
-        raise PlanError(f"the plot cannot be written: {error.strerror}", fix=fix, where=str(path)) from error
+        raise PlanError(
+            f"the plot cannot be written: {error.strerror}", fix=fix, location=str(path)
+        ) from error
 
 
-def layouts(chosen: Chosen) -> list[Candidate]:
+def plotted_candidates(outcome: SearchOutcome) -> list[Candidate]:
     """What was chosen, and more that fits in less memory; the fastest first, each once."""
-    wish, found = chosen.wish, list(chosen.found.best)
-    for share in SHARES if not any(each.dealt for each in found) else ():
+    wish, found = outcome.request, list(outcome.result.best)
+    for share in MEMORY_FRACTIONS if not any(each.dealt for each in found) else ():
         device = replace(wish.machine.device, memory=wish.machine.device.memory * share)
-        found += search(replace(wish, machine=replace(wish.machine, device=device)), KEPT).best
+        found += search(replace(wish, machine=replace(wish.machine, device=device)), MAX_CANDIDATES).best
     seen: dict[tuple[object, ...], Candidate] = {}
     for each in found:
         seen.setdefault((each.layout, each.schedule, each.dealt), each)
     return sorted(seen.values(), key=lambda each: each.seconds)
 
 
-def turns(wish: Wish, best: Candidate) -> Rows:
+def winner_timeline(request: Wish, best: Candidate) -> SpansByRank:
     """The first micro-batches of a step under `best`: its schedule played on paper, with seconds from the sketch."""
-    layout, schedule = best.layout, schedule_of(best.schedule)
+    layout, schedule = best.layout, find_schedule(best.schedule)
     if schedule is None:
-        raise ValueError(f"a layout was chosen with a schedule that is none: '{best.schedule}'; repair verbs/fixing.py")
+        raise ValueError(
+            f"a layout was chosen with a schedule that is none: '{best.schedule}'; repair verbs/fixing.py"
+        )
     count = layout.pp * layout.chunks
-    made = parts(wish.shape, layout, wish.machine)
+    made = parts(request.shape, layout, request.machine)
     one = made.layer + made.met
     again = one.forward if layout.reruns == "layers" else 0.0
-    per = wish.shape.layers / count
+    per = request.shape.layers / count
     costs = [Both(per * one.forward, per * (one.backward + again)) for _ in range(count)]
     costs[0] += made.first
     costs[-1] += made.last
     # the busiest rank takes what the sketch says, gathers and the host's pace included
-    lying = schedule.stages(layout.pp, layout.chunks)
-    busy = [sum(costs[stage.part].all for stage in lying if stage.rank == rank) for rank in range(layout.pp)]
-    scale = (best.step.compute + best.step.tensor) / layout.micros / max(busy) * (2 if layout.order.both else 1)
+    lying = schedule.virtual_stages(layout.pp, layout.chunks)
+    busy = [
+        sum(costs[stage.stage].all for stage in lying if stage.pp_rank == rank) for rank in range(layout.pp)
+    ]
+    scale = (
+        (best.step.compute + best.step.tensor) / layout.micros / max(busy) * (2 if layout.order.both else 1)
+    )
     halves = [scale * each.backward / 2 for each in costs]
-    sent = handover(wish.shape, layout, wish.machine)
-    priced = Costs([scale * each.forward for each in costs], halves, halves, transfer=sent)
-    micros = int(min(layout.micros, max(8, ROUNDS * layout.pp)))
-    order = schedule.make(layout.pp, micros, layout.chunks, priced)
-    return planned(play(order, priced), priced)
+    sent = handover(request.shape, layout, request.machine)
+    priced = StageCosts([scale * each.forward for each in costs], halves, halves, transfer=sent)
+    micros = int(min(layout.micros, max(8, NUM_ROUNDS * layout.pp)))
+    order = schedule.build(layout.pp, micros, layout.chunks, priced)
+    return schedule_spans(simulate(order, priced), priced)

@@ -19,14 +19,20 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import nn
 
-from meshwright.commands.search.constraints import base_of, fixed
-from meshwright.commands.search.machine import machine_for
-from meshwright.commands.search.model_size import is_shape, shape_of, sized, unlike
-from meshwright.commands.search.no_result import nothing
-from meshwright.commands.search.to_config import config_tables, unwritten
+from meshwright.commands.search.constraints import base_config, parse_constraints
+from meshwright.commands.search.machine import search_machine
+from meshwright.commands.search.model_size import is_shape_text, model_shape, model_size, size_warnings
+from meshwright.commands.search.no_result import no_result_error
+from meshwright.commands.search.to_config import config_tables, unwritten_notes
 from meshwright.model.loading.loader import load_model
-from meshwright.plan.job.data_source import ModelSource
-from meshwright.plan.job.errors import Fault, PlanError, gathered, nearest, raise_faults
+from meshwright.plan.job.data_source import ModelConfig
+from meshwright.plan.job.errors import (
+    Diagnostic,
+    PlanError,
+    collect_diagnostics,
+    raise_diagnostics,
+    suggest_name,
+)
 from meshwright.planner.analytic.step_time import step
 from meshwright.planner.machine.machine import Machine
 from meshwright.planner.search.heterogeneous import alone, search_unlike, weakest
@@ -38,7 +44,7 @@ from meshwright.report.search.search_result import Beside, Budget, choice_dict, 
 
 
 @dataclass(frozen=True)
-class Asked:
+class SearchOptions:
     """What the command was told: a model, devices, the rows of a step, what is fixed, and the limit that is looked for."""
 
     model: str
@@ -46,112 +52,147 @@ class Asked:
     hardware: str
     batch: int
     sequence: int = 0
-    fixed: tuple[str, ...] = ()
-    keep: int = 8
+    constraints: tuple[str, ...] = ()
+    num_kept: int = 8
     budget: Budget = field(default_factory=Budget)
-    fit: str = ""
+    max_fit: str = ""
     cluster: str = ""
-    run: str = ""
+    calibration_run: str = ""
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SearchOutcome:
     """What a search was asked, and what it found: of a limit, at it. `beside` is what the winner is compared with.
 
     `notes` say what of the machine was measured, and learnt.
     """
 
-    asked: Asked
-    wish: Wish
-    found: Found
-    beside: Beside
-    limit: Limit | None = None
+    options: SearchOptions
+    request: Wish
+    result: Found
+    comparison: Beside
+    max_fit: Limit | None = None
     notes: tuple[str, ...] = ()
 
 
-def choose(asked: Asked) -> Chosen:
+def run_search(options: SearchOptions) -> SearchOutcome:
     """The layouts that are best for what was `asked`, or the limit.
 
     Raises PlanError for a model, a device or an axis that is not understood, and where nothing fits: what is missing, and what
     comes nearest.
     """
-    faults: list[Fault] = []
-    model = gathered(faults, sized, asked.model, asked.sequence)
-    kinds, notes = machines(asked, faults)
+    faults: list[Diagnostic] = []
+    model = collect_diagnostics(faults, model_size, options.model, options.sequence)
+    kinds, notes = find_machines(options, faults)
     known = not faults
-    given = fixed(asked.fixed, faults)
-    if asked.fit and asked.fit not in LIMITS:
-        faults.append(Fault(f"no limit is called '{asked.fit}'", nearest(asked.fit, LIMITS), "--fit"))
+    given = parse_constraints(options.constraints, faults)
+    if options.max_fit and options.max_fit not in LIMITS:
+        faults.append(
+            Diagnostic(
+                f"no limit is called '{options.max_fit}'", suggest_name(options.max_fit, LIMITS), "--fit"
+            )
+        )
     if model is None or not known:  # without a model and devices nothing can contradict itself
-        raise PlanError.of(faults)
-    notes = (*notes, *unlike(model))
+        raise PlanError.from_diagnostics(faults)
+    notes = (*notes, *size_warnings(model))
     one = kinds[0] if len(kinds) == 1 else weakest(kinds)
-    wish = given.of(Wish(model.shape, one, asked.batch, longest=model.positions, base=base_of(one.device.flops)))
-    raise_faults([*faults, *_free(wish, asked.fit).faults()])
-    if asked.fit:
-        return replace(_limited(asked, wish, kinds), notes=notes)
-    found = search_unlike(wish, kinds, asked.keep) if len(kinds) > 1 else search(wish, asked.keep)
+    wish = given.apply(
+        Wish(model.shape, one, options.batch, longest=model.max_positions, base=base_config(one.device.flops))
+    )
+    raise_diagnostics([*faults, *_free(wish, options.max_fit).faults()])
+    if options.max_fit:
+        return replace(_limited(options, wish, kinds), notes=notes)
+    found = search_unlike(wish, kinds, options.num_kept) if len(kinds) > 1 else search(wish, options.num_kept)
     if not found.best:
-        raise nothing(wish, found)
-    return Chosen(asked, wish, found, _beside(wish, kinds, found), notes=notes)
+        raise no_result_error(wish, found)
+    return SearchOutcome(options, wish, found, _beside(wish, kinds, found), notes=notes)
 
 
-def machines(asked: Asked, faults: list[Fault]) -> tuple[list[Machine], tuple[str, ...]]:
+def find_machines(
+    options: SearchOptions, diagnostics: list[Diagnostic]
+) -> tuple[list[Machine], tuple[str, ...]]:
     """The devices of each kind, "h100" or "h100:32,a100:32", and what was measured or learnt of them, in words.
 
     `faults` learns of all that is not known, and of numbers that contradict each other.
     """
-    words = [word.strip().partition(":") for word in asked.hardware.split(",")]
+    words = [word.strip().partition(":") for word in options.hardware.split(",")]
     if len(words) == 1 and not words[0][1]:
-        make = partial(machine_for, more=asked.fit == "devices")
-        one = gathered(faults, make, words[0][0], asked.devices or 1, asked.cluster, asked.run, shape_of)
+        make = partial(search_machine, for_max_fit=options.max_fit == "devices")
+        one = collect_diagnostics(
+            diagnostics,
+            make,
+            words[0][0],
+            options.devices or 1,
+            options.cluster,
+            options.calibration_run,
+            model_shape,
+        )
         return ([one[0]], tuple(one[1])) if one else ([], ())
     lacking = [kind for kind, _, count in words if not count.isdecimal() or int(count) < 1]
     if lacking:
-        text = f"how many devices are {' and '.join(lacking)}? '{asked.hardware}' does not say"
-        faults.append(Fault(text, "say it of each kind: --hardware h100:32,a100:32", "--hardware"))
+        text = f"how many devices are {' and '.join(lacking)}? '{options.hardware}' does not say"
+        diagnostics.append(Diagnostic(text, "say it of each kind: --hardware h100:32,a100:32", "--hardware"))
         words = [(kind, "", "1") for kind, _, _ in words]
     total = sum(int(count) for _, _, count in words)
-    if not lacking and asked.devices not in (0, total):
-        text = f"--devices {asked.devices}, and {asked.hardware} are {total}"
-        faults.append(Fault(text, "leave --devices away, or make the two equal", "--devices"))
-    if asked.fit and len(words) > 1:
-        faults.append(Fault(f"--fit {asked.fit} on several kinds of devices", "look for the limit of one kind", "--fit"))
-    for flag, file in (("--cluster", asked.cluster), ("--calibrate-from", asked.run)):
+    if not lacking and options.devices not in (0, total):
+        text = f"--devices {options.devices}, and {options.hardware} are {total}"
+        diagnostics.append(Diagnostic(text, "leave --devices away, or make the two equal", "--devices"))
+    if options.max_fit and len(words) > 1:
+        diagnostics.append(
+            Diagnostic(
+                f"--fit {options.max_fit} on several kinds of devices",
+                "look for the limit of one kind",
+                "--fit",
+            )
+        )
+    for flag, file in (("--cluster", options.cluster), ("--calibrate-from", options.calibration_run)):
         if file and len(words) > 1:
-            faults.append(
-                Fault(f"{flag} {file} on several kinds of devices", "leave it away: it says one machine's figures", flag)
+            diagnostics.append(
+                Diagnostic(
+                    f"{flag} {file} on several kinds of devices",
+                    "leave it away: it says one machine's figures",
+                    flag,
+                )
             )
     single = len(words) == 1
-    files = (asked.cluster, asked.run) if single else ("", "")
-    make = partial(machine_for, more=single and asked.fit == "devices")
-    made = [gathered(faults, make, kind, int(count), *files, shape_of) for kind, _, count in words]
+    files = (options.cluster, options.calibration_run) if single else ("", "")
+    make = partial(search_machine, for_max_fit=single and options.max_fit == "devices")
+    made = [
+        collect_diagnostics(diagnostics, make, kind, int(count), *files, model_shape)
+        for kind, _, count in words
+    ]
     found = [each for each in made if each is not None]
     return [each for each, _ in found], tuple(note for _, notes in found for note in notes)
 
 
-def view(chosen: Chosen) -> RenderableType:
+def search_view(outcome: SearchOutcome) -> RenderableType:
     """The scenario in words, the ranked layouts, why the first one wins, and what stops the others."""
-    shown = choice_view(chosen.wish, chosen.found, chosen.asked.budget, chosen.beside)
-    notes = [Text(line) for line in chosen.notes]
-    notes += [Text(line, style="yellow") for line in unwritten(chosen.found.best[0], _blocks(chosen))]
-    return Group(*([limit_view(chosen.limit), ""] if chosen.limit else []), shown, *notes)
+    shown = choice_view(outcome.request, outcome.result, outcome.options.budget, outcome.comparison)
+    notes = [Text(line) for line in outcome.notes]
+    notes += [
+        Text(line, style="yellow") for line in unwritten_notes(outcome.result.best[0], _blocks(outcome))
+    ]
+    return Group(*([limit_view(outcome.max_fit), ""] if outcome.max_fit else []), shown, *notes)
 
 
-def as_dict(chosen: Chosen) -> dict[str, Any]:
+def outcome_as_dict(outcome: SearchOutcome) -> dict[str, Any]:
     """The same as plain values."""
-    said = choice_dict(chosen.wish, chosen.found, chosen.asked.budget, chosen.beside)
-    return said | {"notes": list(chosen.notes)} | ({"limit": limit_dict(chosen.limit)} if chosen.limit else {})
+    said = choice_dict(outcome.request, outcome.result, outcome.options.budget, outcome.comparison)
+    return (
+        said
+        | {"notes": list(outcome.notes)}
+        | ({"limit": limit_dict(outcome.max_fit)} if outcome.max_fit else {})
+    )
 
 
-def write_config(chosen: Chosen, path: Path) -> None:
+def write_config(outcome: SearchOutcome, path: Path) -> None:
     """Write the winner as a config. Raises PlanError when the file cannot be written."""
-    _write(path, tomli_w.dumps(config_of_choice(chosen)), "--out")
+    _write(path, tomli_w.dumps(winner_config(outcome)), "--out")
 
 
-def write_dict(chosen: Chosen, path: Path) -> None:
+def write_json(outcome: SearchOutcome, path: Path) -> None:
     """Write all that is known of the choice as JSON. Raises PlanError when the file cannot be written."""
-    _write(path, json.dumps(as_dict(chosen), indent=1) + "\n", "--json")
+    _write(path, json.dumps(outcome_as_dict(outcome), indent=1) + "\n", "--json")
 
 
 def _write(path: Path, text: str, flag: str) -> None:
@@ -159,14 +200,14 @@ def _write(path: Path, text: str, flag: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         fix = f"name a file in a folder that can be written to: {flag}"
-        raise PlanError(f"it cannot be written: {error.strerror}", fix=fix, where=str(path)) from error
+        raise PlanError(f"it cannot be written: {error.strerror}", fix=fix, location=str(path)) from error
 
 
-def config_of_choice(chosen: Chosen) -> dict[str, Any]:
+def winner_config(outcome: SearchOutcome) -> dict[str, Any]:
     """The winner as the tables of a config: [model] where it is one that can be built, [mesh], [[strategies]], [train]."""
-    model = "" if is_shape(chosen.asked.model) else _wherever(chosen.asked.model)
-    best, wish = chosen.found.best[0], chosen.wish
-    return config_tables(model, wish.batch, wish.shape.sequence, best, _blocks(chosen))
+    model = "" if is_shape_text(outcome.options.model) else _wherever(outcome.options.model)
+    best, wish = outcome.result.best[0], outcome.request
+    return config_tables(model, wish.batch, wish.shape.sequence, best, _blocks(outcome))
 
 
 def _wherever(source: str) -> str:
@@ -175,44 +216,67 @@ def _wherever(source: str) -> str:
     return f"{Path(path).resolve()}{colon}{name}" if Path(path).exists() else source
 
 
-def _free(wish: Wish, fit: str) -> Wish:
+def _free(request: Wish, fit: str) -> Wish:
     """`wish` without what a limit will say."""
     if fit == "batch":
-        return replace(wish, batch=wish.machine.count * wish.fixed.get("micro", 1))
+        return replace(request, batch=request.machine.count * request.fixed.get("micro", 1))
     if fit == "devices":
-        return replace(wish, fixed={word: size for word, size in wish.fixed.items() if word not in ("tp", "pp", "cp", "dp")})
-    return wish
+        return replace(
+            request,
+            fixed={
+                word: size for word, size in request.fixed.items() if word not in ("tp", "pp", "cp", "dp")
+            },
+        )
+    return request
 
 
-def _limited(asked: Asked, wish: Wish, kinds: Sequence[Machine]) -> Chosen:
-    found = limit(wish, asked.fit, asked.keep)
+def _limited(options: SearchOptions, request: Wish, kinds: Sequence[Machine]) -> SearchOutcome:
+    found = limit(request, options.max_fit, options.num_kept)
     if found is None or not found.found.best:
-        least = {"batch": "one row", "sequence": "a row of 64 tokens", "layers": "one layer", "devices": "131,072 devices"}
-        text = f"{wish.shape.name}: not even {least[asked.fit]} is enough of {wish.machine.device.name} as it is fixed"
-        raise PlanError(text, fix="fix less, or take devices with more memory", where="--fit")
+        least = {
+            "batch": "one row",
+            "sequence": "a row of 64 tokens",
+            "layers": "one layer",
+            "devices": "131,072 devices",
+        }
+        text = f"{request.shape.name}: not even {least[options.max_fit]} is enough of {request.machine.device.name} as it is fixed"
+        raise PlanError(text, fix="fix less, or take devices with more memory", location="--fit")
     one = [replace(kinds[0], count=found.wish.machine.count)]
-    return Chosen(asked, found.wish, found.found, _beside(found.wish, one, found.found), found)
+    return SearchOutcome(options, found.wish, found.found, _beside(found.wish, one, found.found), found)
 
 
-def _beside(wish: Wish, kinds: Sequence[Machine], found: Found) -> Beside:
+def _beside(request: Wish, kinds: Sequence[Machine], found: Found) -> Beside:
     """What the winner is compared with: the fastest if memory were no limit, copies inside hosts, each kind of device alone."""
     best = found.best[0]
-    endless = replace(wish.machine, device=replace(wish.machine.device, memory=inf))
+    endless = replace(request.machine, device=replace(request.machine.device, memory=inf))
     faster = 0.999 * best.seconds
-    roomy = next(iter(search(replace(wish, machine=endless), 1, below=faster).best), None) if len(kinds) == 1 else None
+    roomy = (
+        next(iter(search(replace(request, machine=endless), 1, below=faster).best), None)
+        if len(kinds) == 1
+        else None
+    )
     turned: float | None = None
-    if best.layout.tp > 1 and best.layout.sharers > 1 and wish.machine.count > wish.machine.host and not best.dealt:
+    if (
+        best.layout.tp > 1
+        and best.layout.sharers > 1
+        and request.machine.count > request.machine.host
+        and not best.dealt
+    ):
         other = replace(best.layout, outside=not best.layout.outside)
-        turned = step(wish.shape, other, wish.machine).seconds
-    each = tuple(alone(wish, kinds)) if len(kinds) > 1 else ()
+        turned = step(request.shape, other, request.machine).seconds
+    each = tuple(alone(request, kinds)) if len(kinds) > 1 else ()
     return Beside(tuple(kinds), roomy, turned, each)
 
 
-def _blocks(chosen: Chosen) -> list[str]:
+def _blocks(outcome: SearchOutcome) -> list[str]:
     """The names of the model's layers, in order, where they are asked for: by cuts of unequal parts."""
-    if not chosen.found.best[0].dealt or is_shape(chosen.asked.model):
+    if not outcome.result.best[0].dealt or is_shape_text(outcome.options.model):
         return []
-    model = load_model(ModelSource(chosen.asked.model), seed=0).blueprint.instance()
+    model = load_model(ModelConfig(outcome.options.model), seed=0).deferred_init.instantiate()
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    fitting = [name for name in lists if len(list(model.get_submodule(name).children())) == chosen.wish.shape.layers]
-    return [f"{fitting[0]}.{number}" for number in range(chosen.wish.shape.layers)] if fitting else []
+    fitting = [
+        name
+        for name in lists
+        if len(list(model.get_submodule(name).children())) == outcome.request.shape.layers
+    ]
+    return [f"{fitting[0]}.{number}" for number in range(outcome.request.shape.layers)] if fitting else []

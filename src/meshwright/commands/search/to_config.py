@@ -12,7 +12,9 @@ from meshwright.planner.analytic.parallel_config import Layout
 from meshwright.planner.search.search import Candidate
 
 
-def config_tables(model: str, batch: int, sequence: int, best: Candidate, layers: Sequence[str]) -> dict[str, Any]:
+def config_tables(
+    model: str, batch: int, sequence: int, best: Candidate, layers: Sequence[str]
+) -> dict[str, Any]:
     """The tables of a config; `model` "": none is named. `layers` are the names of the model's blocks, for unequal parts."""
     named = {"model": {"source": model}} if model else {}
     dtype = best.layout.dtype
@@ -28,7 +30,7 @@ def config_tables(model: str, batch: int, sequence: int, best: Candidate, layers
     }
 
 
-def unwritten(best: Candidate, layers: Sequence[str]) -> Iterator[str]:
+def unwritten_notes(best: Candidate, layers: Sequence[str]) -> Iterator[str]:
     """What the config of `best` does not say, in words."""
     if best.layout.outside:
         yield "A mesh lays tensor ranks side by side: that copies stand inside hosts is not written; start ranks in that order."
@@ -42,7 +44,13 @@ def unwritten(best: Candidate, layers: Sequence[str]) -> Iterator[str]:
 
 def _mesh(layout: Layout) -> Iterator[tuple[str, int]]:
     outer, inner = _copies(layout)
-    sizes = ("pp", layout.pp), ("dp_replicate", outer), ("dp_shard", inner), ("cp", layout.cp), ("tp", layout.tp)
+    sizes = (
+        ("pp", layout.pp),
+        ("dp_replicate", outer),
+        ("dp_shard", inner),
+        ("cp", layout.cp),
+        ("tp", layout.tp),
+    )
     for axis, size in sizes:
         if size > 1:
             yield axis, size

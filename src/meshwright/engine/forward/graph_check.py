@@ -13,58 +13,80 @@ from typing import Any
 
 import torch
 
-from meshwright.engine.runtime.state import State
-from meshwright.model.blocks.driver import Visit
-from meshwright.model.blocks.graph_check import pieces, refuse_divided
-from meshwright.model.tensors.pytree import tensors
+from meshwright.engine.runtime.state import RankState
+from meshwright.model.blocks.driver import BlockCall
+from meshwright.model.blocks.graph_check import check_auxiliary_loss, split_graph
+from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import LEAN
+from meshwright.plan.step.single_device import CHECKPOINTED_FORWARD
 
 
-def cuts_blocks(plan: Plan) -> bool:
+def needs_graph_cuts(plan: Plan) -> bool:
     """Whether the graph of a forward is cut at the borders of blocks; a part is one where its backwards stand side by side."""
     actions = plan.actions
     kinds = {action.kind for action in actions}
     if (
-        plan.mesh.extent(plan.space.summed_axes) > 1
-        or LEAN in kinds
+        plan.mesh.group_size(plan.sharding.grad_sum_axes) > 1
+        or CHECKPOINTED_FORWARD in kinds
         or "B" not in kinds
-        or any(action.inner for action in actions)
+        or any(action.inner_transfers for action in actions)
     ):
         return True
-    if not plan.space.stages:
+    if not plan.sharding.block_calls_by_pp_rank:
         backwards = [i for i, action in enumerate(actions) if action.kind == "B"]
         return backwards[-1] - backwards[0] >= len(backwards)
-    return plan.space.anatomy.in_place or "I" in kinds or _interrupted(plan, actions)
+    return plan.sharding.model_spec.writes_in_place or "I" in kinds or _interrupted(plan, actions)
 
 
 def _interrupted(plan: Plan, actions: tuple[Action, ...]) -> bool:
     """Whether anything else stands within the backwards of a part for one micro-batch, or a part is left out."""
-    at = {(action.subject, action.micro): i for i, action in enumerate(actions) if action.kind == "B"}
-    mine = [part.visits for part in plan.space.parts if part.visits[0] in plan.space.anatomy.visits]
+    at = {(action.subject, action.microbatch): i for i, action in enumerate(actions) if action.kind == "B"}
+    mine = [
+        part.block_calls
+        for part in plan.sharding.stages
+        if part.block_calls[0] in plan.sharding.model_spec.block_calls
+    ]
     micros = {micro for _, micro in at}
-    spans = [(at.get((visits[-1], micro)), at.get((visits[0], micro)), len(visits)) for visits in mine for micro in micros]
-    return any(last is not None and first is not None and first - last >= length for last, first, length in spans)
+    spans = [
+        (at.get((visits[-1], micro)), at.get((visits[0], micro)), len(visits))
+        for visits in mine
+        for micro in micros
+    ]
+    return any(
+        last is not None and first is not None and first - last >= length for last, first, length in spans
+    )
 
 
-def check_paths(plan: Plan, state: State, loss: torch.Tensor, micro: int, outputs: Any, closing: Visit, *, cut: bool) -> None:
+def check_gradient_paths(
+    plan: Plan,
+    state: RankState,
+    loss: torch.Tensor,
+    microbatch: int,
+    outputs: Any,
+    final_glue: BlockCall,
+    *,
+    is_graph_cut: bool,
+) -> None:
     """Raise PlanError for a loss that is no scalar, and for paths from it to a parameter that go round the borders of blocks.
 
     Where the graph is not `cut` there is one backward, and no border that a path could go round.
     """
     if loss.shape != ():
         text = f"the loss has the shape {list(loss.shape)}; needed is a scalar, the sum over what counts"
-        raise PlanError(text, fix="return total.sum() from Loss.total", where="loss")
-    if not cut:
+        raise PlanError(text, fix="return total.sum() from Loss.total", location="loss")
+    if not is_graph_cut:
         return
-    subject = state.subject
-    found = pieces(state.passes[micro], closing)
-    found.refuse_unknown(subject.trainable, {weight.name: weight.visits for weight in subject.anatomy.weights})
-    handed = {id(tensor) for tensor in tensors(outputs)}
+    subject = state.trained_module
+    found = split_graph(state.forward_passes[microbatch], final_glue)
+    found.check_param_users(
+        subject.trainable_parameters,
+        {weight.name: weight.block_calls for weight in subject.model_spec.params},
+    )
+    handed = {id(tensor) for tensor in tree_tensors(outputs)}
     used = {name for action in plan.actions if action.kind == "LOSS" for name in action.tensors}
     unknown = {name: p for name, p in subject.parameters.items() if id(p) not in handed and name not in used}
-    found.refuse_loss(loss, unknown)
-    parts = plan.mesh.extent(plan.space.summed_axes) * plan.num_micro
-    refuse_divided(loss, outputs, state.passes[micro], closing, parts)
+    found.check_loss(loss, unknown)
+    parts = plan.mesh.group_size(plan.sharding.grad_sum_axes) * plan.num_microbatches
+    check_auxiliary_loss(loss, outputs, state.forward_passes[microbatch], final_glue, parts)

@@ -26,47 +26,57 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from meshwright.engine.runtime.state import State
-from meshwright.model.blocks.driver import Drive
-from meshwright.model.hf.output_capture import marks
-from meshwright.model.pipeline.forward_graph import Place
-from meshwright.model.tensors.fake_cache import caches, forget_in
-from meshwright.model.tensors.function_modes import is_plain
-from meshwright.model.tensors.pytree import leaves, mapped, swap, tensors
+from meshwright.engine.runtime.state import RankState
+from meshwright.model.blocks.driver import ForwardDriver
+from meshwright.model.hf.output_capture import capture_marks
+from meshwright.model.pipeline.forward_graph import ValueRef
+from meshwright.model.tensors.fake_cache import clear_caches_with_fakes, lru_caches
+from meshwright.model.tensors.function_modes import is_constant
+from meshwright.model.tensors.pytree import map_leaves, replace_tensors, tree_tensors, value_leaves
 from meshwright.model.trial.trial import depends_on_values
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.plan import Plan
 
-DTYPES = (
+BROADCAST_DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
-DIMS = 9  # of a tensor, at most
+MAX_DIMS = 9  # of a tensor, at most
 
 
-class Abreast:
+class LockstepForward:
     """One rank, whose drive calls blocks as said above while `forwards` lasts; where it has the whole model, as ever."""
 
-    def __init__(self, plan: Plan, state: State, drive: Drive) -> None:
-        self._state, self._drive = state, drive
-        self._sliced = any(plan.mesh.size(axis) > 1 for axis in plan.space.stream.axes("S"))
+    def __init__(self, plan: Plan, state: RankState, driver: ForwardDriver) -> None:
+        self._state, self._drive = state, driver
+        self._sliced = any(plan.mesh.size(axis) > 1 for axis in plan.sharding.residual_layout.axes_with("S"))
         self._owners: dict[str, int] = {}
-        for index, stage in reversed(list(enumerate(plan.space.stages))):  # of several that have a block the first one runs it
+        for index, stage in reversed(
+            list(enumerate(plan.sharding.block_calls_by_pp_rank))
+        ):  # of several that have a block the first one runs it
             self._owners |= {block_of(visit): index for visit in stage}
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)  # one for good: a cache may live on
-        self._caches = caches(state.subject.module)
+        self._caches = lru_caches(state.trained_module.module)
         self._blanks: dict[str, list[dict[str, Any]]] = {}
-        self._cut = {name: home.weight.shape for home in plan.space.logical if home.cut for name in home.weight.names}
-        self._divided = {state.subject.module.get_submodule(call.name) for call in plan.space.anatomy.calls}
+        self._cut = {
+            name: home.param.shape
+            for home in plan.sharding.logical_param_shardings
+            if home.sliced_dims
+            for name in home.param.names
+        }
+        self._divided = {
+            state.trained_module.module.get_submodule(call.name)
+            for call in plan.sharding.model_spec.layer_calls
+        }
 
     @contextmanager
-    def forwards(self, action: str) -> Iterator[None]:
+    def run_in_lockstep(self, action: str) -> Iterator[None]:
         """Meanwhile forwards of the module are run by all ranks of the pipeline; what is sent is for `action`."""
         if not self._owners:
             yield
             return
-        with self._drive.guided(partial(self._block, action)):
+        with self._drive.use_interceptor(partial(self._block, action)):
             yield
 
     def _block(self, action: str, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -74,13 +84,17 @@ class Abreast:
         group, owner = self._state.world.group(("pp",)), self._owners.get(name)
         if owner is None:  # no part of the forward that is trained: every rank has it as it was made
             return run(*args, **kwargs)
-        capturing, given = marks(), tensors((args, kwargs))
+        capturing, given = capture_marks(), tree_tensors((args, kwargs))
         mine = owner == group.index
         outputs = run(*args, **kwargs) if mine else self._shown(name, run, args, kwargs)
-        added = [mark.added for mark in capturing]
-        found = tensors([outputs, *added])
+        added = [mark.added_tensors for mark in capturing]
+        found = tree_tensors([outputs, *added])
         named = f"{action}({name})"
-        header = _described(name, found, given) if mine else torch.empty(len(found), 2 + DIMS, dtype=torch.int64)
+        header = (
+            _described(name, found, given)
+            if mine
+            else torch.empty(len(found), 2 + MAX_DIMS, dtype=torch.int64)
+        )
         header = header.to(self._state.world.device)
         if not found:
             return outputs
@@ -89,7 +103,11 @@ class Abreast:
         for tensor, (kind, ndim, *dims) in zip(found, header.tolist(), strict=True):
             real = tensor
             if kind >= 0:
-                real = tensor.contiguous() if mine else torch.empty(dims[:ndim], dtype=DTYPES[kind], device=header.device)
+                real = (
+                    tensor.contiguous()
+                    if mine
+                    else torch.empty(dims[:ndim], dtype=BROADCAST_DTYPES[kind], device=header.device)
+                )
                 group.broadcast(real, source=owner, action=named).wait()
             elif not mine:
                 real = given[-1 - kind]
@@ -97,18 +115,24 @@ class Abreast:
         if mine:
             return outputs
         for mark, each in zip(capturing, added, strict=True):
-            mark.replace(swap(each, new))
-        return swap(outputs, new)
+            mark.replace(replace_tensors(each, new))
+        return replace_tensors(outputs, new)
 
     def _shown(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a block of another rank gives out, without numbers."""
         if self._sliced:
             return self._foretold(name, (args, kwargs), "takes in slices of the stream", None)
-        reals = {id(tensor): tensor for tensor in tensors((args, kwargs)) if not isinstance(tensor, FakeTensor)}
+        reals = {
+            id(tensor): tensor
+            for tensor in tree_tensors((args, kwargs))
+            if not isinstance(tensor, FakeTensor)
+        }
         fakes = {key: self._mode.from_tensor(tensor) for key, tensor in reals.items()}
         back = {id(fake): reals[key] for key, fake in fakes.items()}
-        before = [(mark, mark.found[:]) for mark in marks()]
-        given = swap((args, kwargs), fakes)  # in place: what the block writes into lists and dicts stays
+        before = [(mark, mark.captured[:]) for mark in capture_marks()]
+        given = replace_tensors(
+            (args, kwargs), fakes
+        )  # in place: what the block writes into lists and dicts stays
         try:
             with self._mode, self._blank(name):
                 return run(*given[0], **given[1])
@@ -116,12 +140,12 @@ class Abreast:
             if not depends_on_values(error):
                 raise
             for mark, found in before:
-                mark.found[:] = found
+                mark.captured[:] = found
             why = f"looks at numbers that another rank has ({type(error).__name__})"
-            return self._foretold(name, swap(given, back), why, error)
+            return self._foretold(name, replace_tensors(given, back), why, error)
         finally:
-            swap(given, back)
-            forget_in(self._caches)
+            replace_tensors(given, back)
+            clear_caches_with_fakes(self._caches)
 
     @contextmanager
     def _blank(self, name: str) -> Iterator[None]:
@@ -129,10 +153,12 @@ class Abreast:
 
         They are whole, as what the modules hold is that of the model; but for modules that blocks of this rank have too.
         """
-        modules = list(self._state.subject.blocks[name].named_modules(prefix=name))
+        modules = list(self._state.trained_module.blocks[name].named_modules(prefix=name))
         places = [place for _, module in modules for place in (module._parameters, module._buffers)]
         if name not in self._blanks:
-            named = [(at, {} if module in self._divided else self._cut) for at, module in modules for _ in range(2)]
+            named = [
+                (at, {} if module in self._divided else self._cut) for at, module in modules for _ in range(2)
+            ]
             with self._mode:
                 self._blanks[name] = [
                     {key: self._like(each, whole.get(f"{at}.{key}")) for key, each in place.items()}
@@ -154,26 +180,39 @@ class Abreast:
 
     def _foretold(self, name: str, given: Any, why: str, error: Exception | None) -> Any:
         """What a block gives out, by the trial run. Raises PlanError where it is given things that it may change."""
-        odd = [type(leaf).__name__ for leaf in leaves(given) if not is_plain(leaf) and not isinstance(leaf, torch.Tensor)]
-        if odd or self._state.subject.courses is None:
+        odd = [
+            type(leaf).__name__
+            for leaf in value_leaves(given)
+            if not is_constant(leaf) and not isinstance(leaf, torch.Tensor)
+        ]
+        if odd or self._state.trained_module.forward_graphs is None:
             what = f"and is given a {odd[0]}" if odd else "and nothing is known of its outputs"
             text = f"the block '{name}' {why}, {what}"
             raise PlanError(
-                text, fix="pass use_cache=False, or call the model under a plan without a pipeline", where="model"
+                text,
+                fix="pass use_cache=False, or call the model under a plan without a pipeline",
+                location="model",
             ) from error
-        inputs = self._state.loss.inputs(self._state.subject.stand_in)
-        with ThreadPoolExecutor(1) as elsewhere:  # a forward is under way in this thread, with modes and collectors of its own
-            course = elsewhere.submit(partial(self._state.subject.courses.of, inputs, training=False)).result()
+        inputs = self._state.loss.model_inputs(self._state.trained_module.dummy_batch)
+        with ThreadPoolExecutor(
+            1
+        ) as elsewhere:  # a forward is under way in this thread, with modes and collectors of its own
+            course = elsewhere.submit(
+                partial(self._state.trained_module.forward_graphs.get, inputs, training=False)
+            ).result()
         stub = course.stubs[name]
-        for mark in marks():
-            mark.found.extend(
-                mapped(added, _placed) for channel, listed in stub.captured if channel == mark.channel for added in listed
+        for mark in capture_marks():
+            mark.captured.extend(
+                map_leaves(added, _placed)
+                for channel, listed in stub.captured
+                if channel == mark.channel
+                for added in listed
             )
-        return mapped(stub.outputs, _placed)
+        return map_leaves(stub.outputs, _placed)
 
 
 def _placed(leaf: Any) -> Any:
-    return torch.empty(0) if type(leaf) is Place else leaf
+    return torch.empty(0) if type(leaf) is ValueRef else leaf
 
 
 def _described(name: str, found: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -183,6 +222,17 @@ def _described(name: str, found: Sequence[torch.Tensor], given: Sequence[torch.T
     for tensor in found:
         if isinstance(tensor, FakeTensor):
             text = f"the block '{name}' computes with tensors that another rank has: they came to it by way of an object"
-            raise PlanError(text, fix="hand them over as arguments of the block, bare or in tuples and lists", where="model")
-        rows.append([places.get(id(tensor), DTYPES.index(tensor.dtype)), tensor.ndim, *tensor.shape, *[0] * (DIMS - tensor.ndim)])
-    return torch.tensor(rows, dtype=torch.int64).view(-1, 2 + DIMS)
+            raise PlanError(
+                text,
+                fix="hand them over as arguments of the block, bare or in tuples and lists",
+                location="model",
+            )
+        rows.append(
+            [
+                places.get(id(tensor), BROADCAST_DTYPES.index(tensor.dtype)),
+                tensor.ndim,
+                *tensor.shape,
+                *[0] * (MAX_DIMS - tensor.ndim),
+            ]
+        )
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 2 + MAX_DIMS)

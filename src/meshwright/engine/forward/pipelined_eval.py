@@ -24,104 +24,123 @@ from typing import Any
 import torch
 
 from meshwright.comm.collectives.group import Work
-from meshwright.engine.forward.sequence_sharding import AllTokens
-from meshwright.engine.runtime.comm_groups import way
+from meshwright.engine.forward.sequence_sharding import FullSequenceRunner
+from meshwright.engine.runtime.comm_groups import p2p_group
 from meshwright.engine.runtime.loss import Batch
-from meshwright.engine.runtime.state import State
-from meshwright.model.blocks.driver import Drive
-from meshwright.model.pipeline.forward_graph import Course
-from meshwright.model.pipeline.stage_forward import run
+from meshwright.engine.runtime.state import RankState
+from meshwright.model.blocks.driver import ForwardDriver
+from meshwright.model.pipeline.forward_graph import ForwardGraph
+from meshwright.model.pipeline.stage_forward import run_stage
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_of
-from meshwright.plan.model_spec.stage_boundaries import Hop, Part, hops
+from meshwright.plan.model_spec.stage_boundaries import StageSpec, StageTransfer, stage_transfers
 from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.sharding_plan import Space
-from meshwright.plan.sharding.stage_values import Crossed
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.stage_values import StageValueShards
 
-AHEAD = 1  # turns for which receives are posted before they come
+RECV_PREFETCH = 1  # turns for which receives are posted before they come
 
 
 @dataclass(frozen=True)
-class Micro:
+class EvalMicrobatch:
     """One micro-batch that is evaluated; one that is not `real` stands in and weighs nothing."""
 
     batch: Batch
-    real: bool
+    has_samples: bool
 
 
 @dataclass
-class _Forward:
+class _PipelinedForward:
     """One that is under way: what goes in, its parts and the hops between them, values as they came, and what is to come."""
 
-    micro: Micro
+    microbatch: EvalMicrobatch
     inputs: Mapping[str, torch.Tensor]
-    course: Course
-    parts: tuple[Part, ...]
-    hops: Sequence[Hop]
-    crossed: Crossed
-    came: dict[str, torch.Tensor] = field(default_factory=dict)
-    coming: dict[Hop, Work] = field(default_factory=dict)
+    forward_graph: ForwardGraph
+    stages: tuple[StageSpec, ...]
+    transfers: Sequence[StageTransfer]
+    value_shapes: StageValueShards
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    recvs: dict[StageTransfer, Work] = field(default_factory=dict)
 
     @property
-    def rows(self) -> int:
+    def num_samples(self) -> int:
         """How many it has."""
         return len(next(iter(self.inputs.values())))
 
 
-def owners(space: Space) -> tuple[int, ...]:
+def stage_ranks(space: ShardingPlan) -> tuple[int, ...]:
     """For every part of the model the index along pp of the rank that runs it outside of steps."""
     found = list[int]()
-    for part in space.parts:
-        able = [index for index, stage in enumerate(space.stages) if part.visits[0] in stage]
+    for part in space.stages:
+        able = [
+            index for index, stage in enumerate(space.block_calls_by_pp_rank) if part.block_calls[0] in stage
+        ]
         found.append(min(able, key=lambda index: (found.count(index), index)))
     return tuple(found)
 
 
-def turns(parts: Sequence[int], each: int, begins: Callable[[int], bool]) -> Iterator[tuple[int, int]]:
+def rank_schedule(
+    stages: Sequence[int], max_stages_per_rank: int, has_forward: Callable[[int], bool]
+) -> Iterator[tuple[int, int]]:
     """The turns of a rank with these `parts`, where no rank has more than `each`: the part, and the number of the forward.
 
     `begins(number)` tells whether there is one of that number.
     """
-    for time in count() if parts else ():
-        if time >= parts[-1] and not begins((time - parts[-1]) // each):
+    for time in count() if stages else ():
+        if time >= stages[-1] and not has_forward((time - stages[-1]) // max_stages_per_rank):
             return
-        for part in parts:
-            number, rest = divmod(time - part, each)
-            if not rest and number >= 0 and begins(number):
+        for part in stages:
+            number, rest = divmod(time - part, max_stages_per_rank)
+            if not rest and number >= 0 and has_forward(number):
                 yield part, number
 
 
-class Relay:
+class PipelinedEvaluation:
     """The forwards of one rank's parts on one micro-batch after the other, and the values between them; sent for `action`."""
 
-    def __init__(self, plan: Plan, state: State, drive: Drive, dealing: AllTokens, micros: Iterator[Micro], action: str) -> None:
-        if state.subject.courses is None:
+    def __init__(
+        self,
+        plan: Plan,
+        state: RankState,
+        driver: ForwardDriver,
+        sequence_runner: FullSequenceRunner,
+        microbatches: Iterator[EvalMicrobatch],
+        action: str,
+    ) -> None:
+        if state.trained_module.forward_graphs is None:
             raise RuntimeError("a plan has stages, and nothing is known of the courses of its model")
-        self._space, self._state, self._drive, self._action = plan.space, state, drive, action
-        self._courses, self._compute = state.subject.courses, getattr(torch, plan.job.precision.compute)
-        self._micros, self._dealing = micros, dealing
-        self._ranks, self._group = owners(plan.space), state.world.group(("pp",))
-        self._planned = tuple(value for part in plan.space.parts for value in part.gives)
+        self._space, self._state, self._drive, self._action = plan.sharding, state, driver, action
+        self._courses, self._compute = (
+            state.trained_module.forward_graphs,
+            getattr(torch, plan.job.precision.compute),
+        )
+        self._micros, self._dealing = microbatches, sequence_runner
+        self._ranks, self._group = stage_ranks(plan.sharding), state.world.group(("pp",))
+        self._planned = tuple(value for part in plan.sharding.stages for value in part.outputs)
         self._round = max(map(self._ranks.count, self._ranks))
-        self._forwards: dict[int, _Forward] = {}
+        self._forwards: dict[int, _PipelinedForward] = {}
         self._begun, self._over = 0, False
         self._sending: list[tuple[int, Work, torch.Tensor]] = []  # with the turn at which it is due
 
-    def outputs(self) -> Iterator[tuple[Micro, Any]]:
+    def outputs(self) -> Iterator[tuple[EvalMicrobatch, Any]]:
         """Each micro-batch with the model's outputs, on the rank that runs the last part; on others nothing comes."""
-        arriving = {peer: self._sent_by(peer) for peer in range(self._group.size) if peer != self._group.index}
+        arriving = {
+            peer: self._sent_by(peer) for peer in range(self._group.size) if peer != self._group.index
+        }
         ahead: deque[tuple[int, int]] = deque()
         for part, number in self._turns(self._group.index):
             self._expect(part, number, arriving)
             ahead.append((part, number))
-            if len(ahead) > AHEAD:
+            if len(ahead) > RECV_PREFETCH:
                 yield from self._run(*ahead.popleft())
         while ahead:
             yield from self._run(*ahead.popleft())
         self._settle(None)
 
     def _turns(self, rank: int) -> Iterator[tuple[int, int]]:
-        return turns([part for part, owner in enumerate(self._ranks) if owner == rank], self._round, self._begin)
+        return rank_schedule(
+            [part for part, owner in enumerate(self._ranks) if owner == rank], self._round, self._begin
+        )
 
     def _begin(self, number: int) -> bool:
         """Have the forward `number` begun; False where there are not so many."""
@@ -134,76 +153,107 @@ class Relay:
                 self._begun += 1
         return number < self._begun
 
-    def _forward(self, micro: Micro) -> _Forward:
-        inputs = self._state.loss.inputs(micro.batch)
-        course = self._courses.of(inputs, self._compute, training=False, dealt=self._space.deal is not None)
-        parts = course.borders.parts(self._space.cuts)
-        for part, stage in zip(parts, (self._space.stages[rank] for rank in self._ranks), strict=True):
-            missing = {block_of(visit) for visit in part.visits}.difference(map(block_of, stage))
+    def _forward(self, micro: EvalMicrobatch) -> _PipelinedForward:
+        inputs = self._state.loss.model_inputs(micro.batch)
+        course = self._courses.get(
+            inputs, self._compute, training=False, sequence_sharded=self._space.sequence_sharding is not None
+        )
+        parts = course.boundaries.stages(self._space.split_points)
+        for part, stage in zip(
+            parts, (self._space.block_calls_by_pp_rank[rank] for rank in self._ranks), strict=True
+        ):
+            missing = {block_of(visit) for visit in part.block_calls}.difference(map(block_of, stage))
             if missing:
-                text = f"in an evaluation the forward calls '{min(missing)}' in the part that begins with '{part.visits[0]}'"
+                text = f"in an evaluation the forward calls '{min(missing)}' in the part that begins with '{part.block_calls[0]}'"
                 fix = "call each block in the same place as in training, or choose cuts so that both places are in one part"
-                raise PlanError(f"{text}, and the rank of that has not its weights", fix=fix, where="model")
+                raise PlanError(
+                    f"{text}, and the rank of that has not its weights", fix=fix, location="model"
+                )
         # which of them go in slices is known of rows of the plan's length
-        crossed = Crossed(self._space, (*self._planned, *(value for part in parts for value in part.gives)))
-        return _Forward(micro, inputs, course, parts, list(hops(parts, self._ranks)), crossed)
+        crossed = StageValueShards(
+            self._space, (*self._planned, *(value for part in parts for value in part.outputs))
+        )
+        return _PipelinedForward(
+            micro, inputs, course, parts, list(stage_transfers(parts, self._ranks)), crossed
+        )
 
-    def _sent_by(self, peer: int) -> Iterator[tuple[int, Hop]]:
+    def _sent_by(self, peer: int) -> Iterator[tuple[int, StageTransfer]]:
         """What `peer` sends to this rank, in its order."""
         for part, number in self._turns(peer):
             forward = self._forwards.get(number)  # where this rank is done with it, nothing comes any more
-            for hop in forward.hops if forward is not None else ():
+            for hop in forward.transfers if forward is not None else ():
                 if hop.source == part and self._ranks[hop.target] == self._group.index:
                     yield number, hop
 
-    def _expect(self, part: int, number: int, arriving: Mapping[int, Iterator[tuple[int, Hop]]]) -> None:
+    def _expect(
+        self, part: int, number: int, arriving: Mapping[int, Iterator[tuple[int, StageTransfer]]]
+    ) -> None:
         """Post the receives of what a part takes, and of all that its senders send before."""
         for hop in self._into(part, number):
-            while hop not in self._forwards[number].coming:
+            while hop not in self._forwards[number].recvs:
                 other, earlier = next(arriving[self._ranks[hop.source]])
                 self._receive(self._forwards[other], earlier)
 
-    def _into(self, part: int, number: int) -> list[Hop]:
+    def _into(self, part: int, number: int) -> list[StageTransfer]:
         """What is sent to `part`, which lies here, by other ranks."""
-        found = (hop for hop in self._forwards[number].hops if hop.target == part)
+        found = (hop for hop in self._forwards[number].transfers if hop.target == part)
         return [hop for hop in found if self._ranks[hop.source] != self._group.index]
 
-    def _receive(self, forward: _Forward, hop: Hop) -> None:
-        tensor = torch.empty(self._shape(forward, hop), dtype=getattr(torch, hop.value.dtype), device=self._state.world.device)
-        forward.came[hop.value.name] = tensor
-        group, peer = way(self._state.world, ("pp",), self._ranks[hop.source], sends=False)
-        forward.coming[hop] = group.receive(tensor, source=peer, action=self._named(hop))
+    def _receive(self, forward: _PipelinedForward, hop: StageTransfer) -> None:
+        tensor = torch.empty(
+            self._shape(forward, hop), dtype=getattr(torch, hop.value.dtype), device=self._state.world.device
+        )
+        forward.values[hop.value.name] = tensor
+        group, peer = p2p_group(self._state.world, ("pp",), self._ranks[hop.source], is_sender=False)
+        forward.recvs[hop] = group.receive(tensor, source=peer, action=self._named(hop))
 
-    def _run(self, part: int, number: int) -> Iterator[tuple[Micro, Any]]:
+    def _run(self, part: int, number: int) -> Iterator[tuple[EvalMicrobatch, Any]]:
         """Run a part when what it takes has come, and send what others take."""
         forward, now = self._forwards[number], self._round * number + part
         self._settle(now - self._round)
         for hop in self._into(part, number):
-            forward.coming[hop].wait()
-        mine, module = forward.parts[part], self._state.subject.module
-        given = {value.name: forward.came[value.name] for value in mine.takes}
-        device, how = self._state.world.device, {"reach": lambda visit: None, "looks": forward.crossed.looks}
-        with self._dealing.during(forward.micro.batch):
+            forward.recvs[hop].wait()
+        mine, module = forward.stages[part], self._state.trained_module.module
+        given = {value.name: forward.values[value.name] for value in mine.inputs}
+        device, how = (
+            self._state.world.device,
+            {"before_block": lambda visit: None, "glue_shape": forward.value_shapes.glue_shape},
+        )
+        with self._dealing.forward_context(forward.microbatch.batch):
             call = partial(module, **forward.inputs)
-            ran = run(call, self._drive, forward.course, mine, forward.rows, given, device, dealt=self._dealing.parts(), **how)
-        forward.came |= ran.given
-        for hop in forward.hops:
+            ran = run_stage(
+                call,
+                self._drive,
+                forward.forward_graph,
+                mine,
+                forward.num_samples,
+                given,
+                device,
+                sharded_forward=self._dealing.sharded_forward(),
+                **how,
+            )
+        forward.values |= ran.sent_values
+        for hop in forward.transfers:
             target = self._ranks[hop.target]
             if hop.source == part and target != self._group.index:
                 self._send(forward, hop, self._round * number + hop.target)
         if all(owner != self._group.index for owner in self._ranks[part + 1 :]):
             del self._forwards[number]
-        if mine.last:
-            yield forward.micro, ran.outputs
+        if mine.is_last:
+            yield forward.microbatch, ran.outputs
 
-    def _send(self, forward: _Forward, hop: Hop, due: int) -> None:
-        tensor, shape = forward.came[hop.value.name].contiguous(), self._shape(forward, hop)
+    def _send(self, forward: _PipelinedForward, hop: StageTransfer, due: int) -> None:
+        tensor, shape = forward.values[hop.value.name].contiguous(), self._shape(forward, hop)
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tuple(tensor.shape) != shape or dtype != hop.value.dtype:
             said = f"{hop.value.dtype} {list(shape)}, and is {dtype} {list(tensor.shape)}"
             text = f"in an evaluation the value '{hop.value}' crosses between parts, which the trial run showed as {said}"
-            raise PlanError(text, fix="let the forward give out the same shapes and dtypes as in the trial run", where="model")
-        group, peer = way(self._state.world, ("pp",), self._ranks[hop.target], sends=True)
+            raise PlanError(
+                text,
+                fix="let the forward give out the same shapes and dtypes as in the trial run",
+                location="model",
+            )
+        group, peer = p2p_group(self._state.world, ("pp",), self._ranks[hop.target], is_sender=True)
         work = group.send(tensor, target=peer, action=self._named(hop))
         self._sending.append((due, work, tensor))
 
@@ -215,8 +265,8 @@ class Relay:
         if late:
             self._sending = [each for each in self._sending if time is not None and each[0] >= time]
 
-    def _shape(self, forward: _Forward, hop: Hop) -> tuple[int, ...]:
-        return forward.crossed.shape(hop.value, forward.rows)
+    def _shape(self, forward: _PipelinedForward, hop: StageTransfer) -> tuple[int, ...]:
+        return forward.value_shapes.local_shape(hop.value, forward.num_samples)
 
-    def _named(self, hop: Hop) -> str:
-        return f"{self._action}({hop.subject(back=False)})"
+    def _named(self, hop: StageTransfer) -> str:
+        return f"{self._action}({hop.subject(backward=False)})"

@@ -27,25 +27,27 @@ from typing import Any, ClassVar
 
 import torch
 
-from meshwright.engine.optim.rule import Rule, computed_in
-from meshwright.plan.sharding.flat_param import Grain
+from meshwright.engine.optim.rule import PerParamOptimizer, get_compute_dtype
+from meshwright.plan.sharding.flat_param import ShardAlignment
 
-TINY, SMALLEST, DECAY = 1e-30, 1e-3, -0.8  # epsilon 1, epsilon 2 and the exponent of the paper
+SQUARE_EPS, MIN_RMS, DECAY_EXPONENT = 1e-30, 1e-3, -0.8  # epsilon 1, epsilon 2 and the exponent of the paper
 
 
-class Adafactor(Rule):
+class Adafactor(PerParamOptimizer):
     """Adafactor over `groups`, with steps relative to the size of each parameter."""
 
-    grain: ClassVar[Grain] = "matrix"
+    shard_alignment: ClassVar[ShardAlignment] = "matrix"
 
     def __init__(self, groups: Any, lr: float = 1e-2) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
 
-    def update(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        gradient = gradient.to(computed_in(parameter))
+    def update_param(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        gradient = gradient.to(get_compute_dtype(parameter))
         state["step"] = state.get("step", 0) + 1
-        fresh = state["step"] ** DECAY
-        squares = gradient.square().add_(TINY)
+        fresh = state["step"] ** DECAY_EXPONENT
+        squares = gradient.square().add_(SQUARE_EPS)
         if gradient.ndim > 1:
             rows, columns = (
                 _averaged(state, "rows", squares.mean(-1), fresh),
@@ -54,9 +56,9 @@ class Adafactor(Rule):
             usual = (rows / rows.mean(-1, keepdim=True))[..., :, None] * columns[..., None, :]
         else:
             usual = _averaged(state, "squares", squares, fresh)
-        update = gradient * usual.clamp(min=TINY).rsqrt()
+        update = gradient * usual.clamp(min=SQUARE_EPS).rsqrt()
         update /= _rms(update).clamp(min=1.0)
-        length = group["lr"] * _rms(parameter.to(update.dtype)).clamp(min=SMALLEST)
+        length = group["lr"] * _rms(parameter.to(update.dtype)).clamp(min=MIN_RMS)
         parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_((update * length).to(parameter.dtype))
 
 

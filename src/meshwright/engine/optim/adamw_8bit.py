@@ -28,73 +28,85 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
-from meshwright.engine.optim.adamw_bf16 import adamw
-from meshwright.engine.optim.rule import Rule, computed_in
-from meshwright.plan.sharding.flat_param import BLOCK, Grain
+from meshwright.engine.optim.adamw_bf16 import adamw_update
+from meshwright.engine.optim.rule import PerParamOptimizer, get_compute_dtype
+from meshwright.plan.sharding.flat_param import QUANT_BLOCK_NUMEL, ShardAlignment
 
-DECADES = 7  # the numbers of a block reach from 1 down to 10**-7
+NUM_DECADES = 7  # the numbers of a block reach from 1 down to 10**-7
 
 
-class BlockAdamW(Rule):
+class AdamW8bit(PerParamOptimizer):
     """AdamW over `groups` with moments of 8 bits, in blocks of 256 elements of the flattened parameter."""
 
-    grain: ClassVar[Grain] = "block"
-    by_block: ClassVar[frozenset[str]] = frozenset({"exp_avg_scale", "exp_avg_sq_scale"})
+    shard_alignment: ClassVar[ShardAlignment] = "block"
+    blockwise_state_keys: ClassVar[frozenset[str]] = frozenset({"exp_avg_scale", "exp_avg_sq_scale"})
 
-    def __init__(self, groups: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8) -> None:
+    def __init__(
+        self, groups: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8
+    ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._numbers = {"exp_avg": numbers(signed=True), "exp_avg_sq": numbers(signed=False)}
+        self._numbers = {
+            "exp_avg": quantization_levels(signed=True),
+            "exp_avg_sq": quantization_levels(signed=False),
+        }
         self._there: dict[tuple[str, torch.device, torch.dtype], torch.Tensor] = {}
 
-    def update(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        dtype = computed_in(parameter)
+    def update_param(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        dtype = get_compute_dtype(parameter)
         if not state:
             state["step"] = 0
             moments = {key: torch.zeros_like(parameter, dtype=dtype) for key in self._numbers}
         else:
-            moments = {key: dequantised(state[key], state[f"{key}_scale"], self._of(key, parameter)) for key in self._numbers}
+            moments = {
+                key: dequantize_blocks(state[key], state[f"{key}_scale"], self._of(key, parameter))
+                for key in self._numbers
+            }
         state["step"] += 1
-        adamw(parameter, gradient.to(dtype), moments["exp_avg"], moments["exp_avg_sq"], state["step"], group)
+        adamw_update(
+            parameter, gradient.to(dtype), moments["exp_avg"], moments["exp_avg_sq"], state["step"], group
+        )
         for key, moment in moments.items():
-            state[key], state[f"{key}_scale"] = quantised(moment, self._of(key, parameter))
+            state[key], state[f"{key}_scale"] = quantize_blocks(moment, self._of(key, parameter))
 
     def _of(self, key: str, parameter: torch.Tensor) -> torch.Tensor:
         """The 256 numbers of that moment, where and in what `parameter` is computed."""
-        place = (key, parameter.device, computed_in(parameter))
+        place = (key, parameter.device, get_compute_dtype(parameter))
         if place not in self._there:
             self._there[place] = self._numbers[key].to(*place[1:])
         return self._there[place]
 
 
-def numbers(*, signed: bool) -> torch.Tensor:
+def quantization_levels(*, signed: bool) -> torch.Tensor:
     """The 256 numbers that a code stands for, float64, ascending, the last one 1: per decade twice as many as in the one below.
 
     Signed ones are zero and the same on both sides of it; the others begin at 10**-7.
     """
-    found = [1.0, 0.0 if signed else 10.0**-DECADES]
-    for decade in range(DECADES):
+    found = [1.0, 0.0 if signed else 10.0**-NUM_DECADES]
+    for decade in range(NUM_DECADES):
         count = 2 ** (decade + (not signed))
         edges = torch.linspace(0.1, 1.0, count + 1, dtype=torch.float64)
-        middles = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade + 1 - DECADES)).tolist()
+        middles = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade + 1 - NUM_DECADES)).tolist()
         found += [*middles, *(-middle for middle in middles if signed)]
     return torch.tensor(sorted(found), dtype=torch.float64)
 
 
-def quantised(moment: torch.Tensor, known: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_blocks(moment: torch.Tensor, levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes of `moment` (uint8, of its shape) by the ascending numbers `known`, and a float32 scale per block."""
     blocks = _blocks(moment.reshape(-1))
     scales = blocks.abs().amax(dim=1).float()
     divisors = torch.where(scales > 0, scales, 1.0).to(blocks.dtype)
-    codes = torch.bucketize(blocks / divisors[:, None], (known[1:] + known[:-1]) / 2)
+    codes = torch.bucketize(blocks / divisors[:, None], (levels[1:] + levels[:-1]) / 2)
     return codes.view(-1)[: moment.numel()].view(moment.shape).to(torch.uint8), scales
 
 
-def dequantised(codes: torch.Tensor, scales: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+def dequantize_blocks(codes: torch.Tensor, scales: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
     """What `quantised` was given, up to rounding, in the dtype of `known`."""
-    values = _blocks(known[codes.reshape(-1).int()]) * scales.to(known.dtype)[:, None]
+    values = _blocks(levels[codes.reshape(-1).int()]) * scales.to(levels.dtype)[:, None]
     return values.view(-1)[: codes.numel()].view(codes.shape)
 
 
 def _blocks(flat: torch.Tensor) -> torch.Tensor:
     """`flat` as rows of 256 elements, the last one filled up with zeros."""
-    return F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    return F.pad(flat, (0, -len(flat) % QUANT_BLOCK_NUMEL)).view(-1, QUANT_BLOCK_NUMEL)

@@ -26,14 +26,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from meshwright.engine.optim.rule import Rule, computed_in
-from meshwright.plan.sharding.flat_param import Grain
+from meshwright.engine.optim.rule import PerParamOptimizer, get_compute_dtype
+from meshwright.plan.sharding.flat_param import ShardAlignment
 
 
-class LeanAdamW(Rule):
+class AdamWBF16(PerParamOptimizer):
     """AdamW over `groups` with its moments kept in `moments`."""
 
-    grain: ClassVar[Grain] = "element"
+    shard_alignment: ClassVar[ShardAlignment] = "element"
 
     def __init__(
         self,
@@ -41,36 +41,38 @@ class LeanAdamW(Rule):
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
-        moments: torch.dtype = torch.bfloat16,
+        state_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self.keeps = moments
+        self.state_dtype = state_dtype
 
-    def update(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update_param(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         if not state:
             state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=self.keeps)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.keeps)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype)
         state["step"] += 1
-        dtype = computed_in(parameter)
+        dtype = get_compute_dtype(parameter)
         first, second = state["exp_avg"].to(dtype), state["exp_avg_sq"].to(dtype)
-        adamw(parameter, gradient.to(dtype), first, second, state["step"], group)
+        adamw_update(parameter, gradient.to(dtype), first, second, state["step"], group)
         state["exp_avg"].copy_(first)
         state["exp_avg_sq"].copy_(second)
 
 
-def adamw(
+def adamw_update(
     parameter: torch.Tensor,
     gradient: torch.Tensor,
-    first: torch.Tensor,
-    second: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
     step: int,
     group: dict[str, Any],
 ) -> None:
     """Change `parameter` and its two moments in place by step number `step` (from 1) of AdamW; all are of one shape."""
     (beta1, beta2), lr = group["betas"], group["lr"]
-    first.lerp_(gradient, 1 - beta1)
-    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    usual = second.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
-    update = (first / usual).mul_(lr / (1 - beta1**step))
+    exp_avg.lerp_(gradient, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    usual = exp_avg_sq.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+    update = (exp_avg / usual).mul_(lr / (1 - beta1**step))
     parameter.mul_(1 - lr * group["weight_decay"]).sub_(update.to(parameter.dtype))

@@ -20,25 +20,31 @@ from typing import Any, ClassVar
 
 import torch
 
-from meshwright.engine.optim.rule import Rule, computed_in
-from meshwright.plan.sharding.flat_param import Grain
+from meshwright.engine.optim.rule import PerParamOptimizer, get_compute_dtype
+from meshwright.plan.sharding.flat_param import ShardAlignment
 
 
-class Lion(Rule):
+class Lion(PerParamOptimizer):
     """Lion over `groups`; the moment is kept in `moments` (None: in the parameter's dtype)."""
 
-    grain: ClassVar[Grain] = "element"
+    shard_alignment: ClassVar[ShardAlignment] = "element"
 
     def __init__(
-        self, groups: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), moments: torch.dtype | None = None
+        self,
+        groups: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
-        self.keeps = moments
+        self.state_dtype = state_dtype
 
-    def update(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update_param(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         if "exp_avg" not in state:
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=self.keeps)
-        (beta1, beta2), lr, dtype = group["betas"], group["lr"], computed_in(parameter)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
+        (beta1, beta2), lr, dtype = group["betas"], group["lr"], get_compute_dtype(parameter)
         kept, gradient = state["exp_avg"], gradient.to(dtype)
         moment = kept.to(dtype)
         direction = moment.lerp(gradient, 1 - beta1).sign_()

@@ -27,49 +27,58 @@ from typing import Any, ClassVar
 
 import torch
 
-from meshwright.engine.optim.rule import Rule, computed_in
+from meshwright.engine.optim.rule import PerParamOptimizer, get_compute_dtype
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.sharding.flat_param import Grain
+from meshwright.plan.sharding.flat_param import ShardAlignment
 
-POLYNOMIAL, ROUNDS = (3.4445, -4.7750, 2.0315), 5
-AS_LARGE = 0.2  # root mean square of a usual update of AdamW
+NEWTON_SCHULZ_COEFFICIENTS, NUM_NEWTON_SCHULZ_STEPS = (3.4445, -4.7750, 2.0315), 5
+UPDATE_RMS = 0.2  # root mean square of a usual update of AdamW
 
 
-class Muon(Rule):
+class Muon(PerParamOptimizer):
     """Muon over `groups`, all of whose parameters are whole matrices.
 
     Raises PlanError for a parameter that is none, such as a piece of one.
     """
 
-    grain: ClassVar[Grain] = "matrix"
+    shard_alignment: ClassVar[ShardAlignment] = "matrix"
 
     def __init__(self, groups: Any, lr: float = 1e-3, momentum: float = 0.95) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
-        odd = [tuple(parameter.shape) for group in self.param_groups for parameter in group["params"] if parameter.ndim != 2]
+        odd = [
+            tuple(parameter.shape)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.ndim != 2
+        ]
         if odd:
             text = f"Muon got a parameter of shape {odd[0]}; needed are whole matrices"
             fix = 'let it step 2-D weights only, and shards keep them whole: set it in the job, optimizer.name = "muon"'
-            raise PlanError(text, fix=fix, where="optimizer")
+            raise PlanError(text, fix=fix, location="optimizer")
 
-    def update(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update_param(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)
         lr, mu = group["lr"], group["momentum"]
         state["momentum"].lerp_(gradient, 1 - mu)
         ahead = gradient.lerp(state["momentum"], mu)
-        update = orthogonal(ahead).to(parameter.dtype)
-        parameter.mul_(1 - lr * group["weight_decay"]).sub_(update, alpha=lr * AS_LARGE * max(parameter.shape) ** 0.5)
+        update = orthogonalize(ahead).to(parameter.dtype)
+        parameter.mul_(1 - lr * group["weight_decay"]).sub_(
+            update, alpha=lr * UPDATE_RMS * max(parameter.shape) ** 0.5
+        )
 
 
-def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     """About the nearest orthogonal matrix to `matrix`: its singular vectors with singular values between 0.7 and 1.2."""
-    dtype = torch.bfloat16 if matrix.is_cuda and matrix.dtype != torch.float64 else computed_in(matrix)
+    dtype = torch.bfloat16 if matrix.is_cuda and matrix.dtype != torch.float64 else get_compute_dtype(matrix)
     upright = matrix.shape[0] > matrix.shape[1]
     x = matrix.to(dtype)
     x = x / (x.norm() + 1e-7)
     x = x.T if upright else x  # the products are then of the smaller side
-    a, b, c = POLYNOMIAL
-    for _ in range(ROUNDS):
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
+    for _ in range(NUM_NEWTON_SCHULZ_STEPS):
         square = x @ x.T
         x = a * x + (b * square + c * square @ square) @ x
     return x.T if upright else x

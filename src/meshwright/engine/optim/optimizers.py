@@ -20,29 +20,31 @@ import torch
 from torch import nn
 
 from meshwright.engine.optim.adafactor import Adafactor
-from meshwright.engine.optim.adamw_8bit import BlockAdamW
-from meshwright.engine.optim.adamw_bf16 import LeanAdamW
+from meshwright.engine.optim.adamw_8bit import AdamW8bit
+from meshwright.engine.optim.adamw_bf16 import AdamWBF16
 from meshwright.engine.optim.lion import Lion
 from meshwright.engine.optim.muon import Muon
-from meshwright.engine.optim.rule import Grains, check_grains
+from meshwright.engine.optim.rule import ShardAlignments, check_shard_alignments
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Optimizer, RuleName, Schedule
-from meshwright.plan.model_spec.model_spec import Weight
-from meshwright.plan.optimizer_spec import group_of, stepping_of
+from meshwright.plan.job.job import OptimizerConfig, OptimizerName, ScheduleConfig
+from meshwright.plan.model_spec.model_spec import ParamSpec
+from meshwright.plan.optimizer_spec import matching_group, param_optimizer
 
 
-def made(rule: RuleName, momentum: float, spec: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def make_optimizer(
+    rule: OptimizerName, momentum: float, config: OptimizerConfig, groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
     """`rule` over `groups`, which say their learning rates and weight decays; all else is as `spec` has it."""
-    lr, betas, eps = spec.lr, spec.betas, spec.eps
+    lr, betas, eps = config.lr, config.betas, config.eps
     match rule:
         case "sgd":
             return torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=True)
         case "adamw":
             return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
         case "adamw_bf16":
-            return LeanAdamW(groups, lr, betas, eps)
+            return AdamWBF16(groups, lr, betas, eps)
         case "adamw_8bit":
-            return BlockAdamW(groups, lr, betas, eps)
+            return AdamW8bit(groups, lr, betas, eps)
         case "lion":
             return Lion(groups, lr, betas)
         case "lion_bf16":
@@ -53,55 +55,63 @@ def made(rule: RuleName, momentum: float, spec: Optimizer, groups: list[dict[str
             return Muon(groups, lr, momentum)
 
 
-Groups = list[dict[str, Any]]
-Numbers = dict[str, int | float]
-Weights = Mapping[str, Weight]
+OptimizerParamGroups = list[dict[str, Any]]
+OptimizerNumbers = dict[str, int | float]
+ParamSpecs = Mapping[str, ParamSpec]
 Optimizers = tuple[torch.optim.Optimizer, ...]
-MakeOptimizer = Callable[[Groups], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
-Stepper = tuple[RuleName, float]  # which rule steps a parameter, and its momentum
+OptimizerFactory = Callable[[OptimizerParamGroups], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
+RuleKey = tuple[OptimizerName, float]  # which rule steps a parameter, and its momentum
 
 
-def parameter_groups(spec: Optimizer, parameters: Mapping[str, nn.Parameter], weights: Weights | None = None) -> Groups:
+def make_param_groups(
+    config: OptimizerConfig, parameters: Mapping[str, nn.Parameter], param_specs: ParamSpecs | None = None
+) -> OptimizerParamGroups:
     """Groups of parameters with equal learning rate and weight decay, for torch.optim.
 
     `parameters` are those stepped on this rank, `weights` all that are trained, by logical name; without them, nothing is known
     of a parameter but its shape. Which rule steps it, and how fast, is said in core/rules.py. Raises PlanError for patterns that
     match nothing.
     """
-    return [group for groups in _by_stepper(spec, parameters, weights).values() for group in groups]
+    return [group for groups in _by_stepper(config, parameters, param_specs).values() for group in groups]
 
 
-def _by_stepper(spec: Optimizer, parameters: Mapping[str, nn.Parameter], weights: Weights | None) -> dict[Stepper, Groups]:
-    weights = weights or {name: Weight(name, tuple(parameter.shape), ()) for name, parameter in parameters.items()}
-    groups: dict[tuple[Stepper, float, float], dict[str, Any]] = {}
+def _by_stepper(
+    spec: OptimizerConfig, parameters: Mapping[str, nn.Parameter], weights: ParamSpecs | None
+) -> dict[RuleKey, OptimizerParamGroups]:
+    weights = weights or {
+        name: ParamSpec(name, tuple(parameter.shape), ()) for name, parameter in parameters.items()
+    }
+    groups: dict[tuple[RuleKey, float, float], dict[str, Any]] = {}
     unused = {group.pattern for group in spec.groups}
     for name, weight in weights.items():
-        found, said = stepping_of(spec, weight), group_of(spec, name)
+        found, said = param_optimizer(spec, weight), matching_group(spec, name)
         if said is not None:
             unused.discard(said.pattern)
-        stepper, lr, decay = (found.rule, found.momentum), found.lr, found.weight_decay
+        stepper, lr, decay = (found.optimizer, found.momentum), found.lr, found.weight_decay
         group = groups.setdefault((stepper, lr, decay), {"params": [], "lr": lr, "weight_decay": decay})
-        if name in parameters:  # groups are the same on every rank, also where one has no piece of their weights
+        if (
+            name in parameters
+        ):  # groups are the same on every rank, also where one has no piece of their weights
             group["params"].append(parameters[name])
     if unused:
-        text = (
-            f"the patterns {', '.join(sorted(unused))} match no trainable parameter (or an earlier pattern takes all of theirs)"
-        )
+        text = f"the patterns {', '.join(sorted(unused))} match no trainable parameter (or an earlier pattern takes all of theirs)"
         raise PlanError(
-            text, fix=f"write patterns such as '*.weight'; a name here is '{next(iter(weights))}'", where="optimizer.groups"
+            text,
+            fix=f"write patterns such as '*.weight'; a name here is '{next(iter(weights))}'",
+            location="optimizer.groups",
         )
-    by_stepper: dict[Stepper, Groups] = {}
+    by_stepper: dict[RuleKey, OptimizerParamGroups] = {}
     for (stepper, _, _), group in groups.items():
         by_stepper.setdefault(stepper, []).append(group)
     return by_stepper
 
 
 def make_optimizers(
-    spec: Optimizer,
+    config: OptimizerConfig,
     parameters: Mapping[str, nn.Parameter],
-    make: MakeOptimizer | None = None,
-    weights: Weights | None = None,
-    grains: Grains | None = None,
+    optimizer_factory: OptimizerFactory | None = None,
+    param_specs: ParamSpecs | None = None,
+    shard_alignments: ShardAlignments | None = None,
 ) -> Optimizers:
     """The optimizers that together step all of `parameters`: what `make` makes, else what `spec` names.
 
@@ -109,24 +119,28 @@ def make_optimizers(
     `make` leaves parameters out, takes one twice, or makes an optimizer that cannot bear such cuts, and when `spec` names another
     optimizer for some group and `make` is there to decide.
     """
-    if make is None:
-        steppers = _by_stepper(spec, parameters, weights).items()
-        return tuple(made(rule, momentum, spec, groups) for (rule, momentum), groups in steppers)
-    named = [group.pattern for group in spec.groups if group.name is not None]
+    if optimizer_factory is None:
+        steppers = _by_stepper(config, parameters, param_specs).items()
+        return tuple(make_optimizer(rule, momentum, config, groups) for (rule, momentum), groups in steppers)
+    named = [group.pattern for group in config.groups if group.name is not None]
     if named:
         text = f"the groups {', '.join(named)} name an optimizer, and one that was passed makes its own"
-        raise PlanError(text, fix="remove `name` from the groups, or pass no optimizer", where="optimizer.groups")
-    given = make(parameter_groups(spec, parameters, weights))
+        raise PlanError(
+            text, fix="remove `name` from the groups, or pass no optimizer", location="optimizer.groups"
+        )
+    given = optimizer_factory(make_param_groups(config, parameters, param_specs))
     optimizers = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given)
     check_optimizers(optimizers, parameters)
-    check_grains(optimizers, parameters, grains or {})
+    check_shard_alignments(optimizers, parameters, shard_alignments or {})
     return optimizers
 
 
-def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
+def check_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]
+) -> None:
     """Raise PlanError unless `optimizers` together hold each of `parameters` once, and nothing else."""
     names = {id(parameter): name for name, parameter in parameters.items()}
-    held = [id(parameter) for group in groups_of(optimizers) for parameter in group["params"]]
+    held = [id(parameter) for group in all_param_groups(optimizers) for parameter in group["params"]]
     missing = [name for key, name in names.items() if key not in held]
     twice = [names[key] for key, count in Counter(held).items() if count > 1 and key in names]
     if missing or twice or len(held) > len(names):
@@ -135,32 +149,36 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], parameters: Ma
         text += f", and holds {len(set(held).difference(names))} others"
         text += f"; {len(twice)} are held by two optimizers ({twice[0]}...)" if twice else ""
         fix = "make it from the groups that it is given, optimizer=lambda groups: torch.optim.Adagrad(groups), all of them"
-        raise PlanError(text, fix=fix, where="optimizer")
+        raise PlanError(text, fix=fix, location="optimizer")
 
 
-def groups_of(optimizers: Sequence[torch.optim.Optimizer]) -> Groups:
+def all_param_groups(optimizers: Sequence[torch.optim.Optimizer]) -> OptimizerParamGroups:
     """The groups of all `optimizers`, in order; the very dicts that they use."""
     return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
-def group_numbers(optimizers: Sequence[torch.optim.Optimizer]) -> Numbers:
+def param_group_numbers(optimizers: Sequence[torch.optim.Optimizer]) -> OptimizerNumbers:
     """The numbers in the optimizers' groups as `group.index/key`, but for the learning rate, which follows the schedule."""
     return {
         f"group.{i}/{key}": value
-        for i, group in enumerate(groups_of(optimizers))
+        for i, group in enumerate(all_param_groups(optimizers))
         for key, value in group.items()
         if isinstance(value, (int, float)) and key != "lr"
     }
 
 
-def state_tensors(
-    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter], initial: Numbers
+def local_optimizer_state(
+    optimizers: Sequence[torch.optim.Optimizer],
+    parameters: Mapping[str, nn.Parameter],
+    initial: OptimizerNumbers,
 ) -> dict[str, torch.Tensor]:
     """The optimizers' state by `key/logical name`, and the numbers of its groups that differ from `initial`.
 
     A Python number becomes a 0-dim tensor, and its kind is noted at the key. Raises PlanError for state that is neither.
     """
-    found: dict[str, Any] = {name: value for name, value in group_numbers(optimizers).items() if initial.get(name) != value}
+    found: dict[str, Any] = {
+        name: value for name, value in param_group_numbers(optimizers).items() if initial.get(name) != value
+    }
     for name, parameter in parameters.items():
         for optimizer in optimizers:
             held = optimizer.state.get(parameter, {})
@@ -168,18 +186,25 @@ def state_tensors(
     return dict(_as_tensor(*item) for item in found.items())
 
 
-def restore_state(
-    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter], saved: Mapping[str, torch.Tensor]
+def load_local_optimizer_state(
+    optimizers: Sequence[torch.optim.Optimizer],
+    parameters: Mapping[str, nn.Parameter],
+    state_dict: Mapping[str, torch.Tensor],
 ) -> None:
     """Replace the optimizers' state by copies of `saved` (as `state_tensors` gave it), on each parameter's device.
 
     Raises PlanError for state of a parameter that is not among `parameters`.
     """
-    owners = {id(p): optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    groups = groups_of(optimizers)
+    owners = {
+        id(p): optimizer
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    groups = all_param_groups(optimizers)
     for optimizer in optimizers:
         optimizer.state.clear()
-    for entry, tensor in saved.items():
+    for entry, tensor in state_dict.items():
         key, _, name = entry.partition("/")
         key, _, kind = key.partition(":")
         if key.startswith("group."):
@@ -187,7 +212,11 @@ def restore_state(
             continue
         if name not in parameters:
             fix = "train the same parameters as the run that saved it, or load into a new run folder"
-            raise PlanError(f"the checkpoint holds '{key}' of {name}, which is not trained here", fix=fix, where="optimizer")
+            raise PlanError(
+                f"the checkpoint holds '{key}' of {name}, which is not trained here",
+                fix=fix,
+                location="optimizer",
+            )
         optimizer = owners[id(parameters[name])]
         # torch keeps step counters on the CPU, unless a kernel reads them
         on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
@@ -203,22 +232,31 @@ def _as_tensor(entry: str, value: Any) -> tuple[str, torch.Tensor]:
     kind = type(value).__name__
     if kind not in dtypes:
         text = f"the optimizer keeps a {kind} as '{key}' of {name}; what can be saved are tensors and numbers"
-        raise PlanError(text, fix="use an optimizer whose state is tensors by parameter", where="optimizer")
+        raise PlanError(
+            text, fix="use an optimizer whose state is tensors by parameter", location="optimizer"
+        )
     return f"{key}:{kind}/{name}", torch.tensor(value, dtype=dtypes[kind])
 
 
-def scale_in_step(
-    optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], norm: torch.Tensor, limit: float
+def clip_in_step(
+    optimizers: Sequence[torch.optim.Optimizer],
+    parameters: Sequence[nn.Parameter],
+    norm: torch.Tensor,
+    max_norm: float,
 ) -> None:
     """Have the gradients (of total `norm`) scaled down to `limit`, as torch.nn.utils.clip_grad_norm_ does."""
-    if not _divide_while_reading(optimizers, parameters, (norm + 1e-6) / limit):
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    if not _divide_while_reading(optimizers, parameters, (norm + 1e-6) / max_norm):
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
 
-def divide_in_step(optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], divisor: float) -> None:
+def divide_in_step(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], divisor: float
+) -> None:
     """Have the gradients of `parameters` divided by `divisor` before they are stepped."""
     if not _divide_while_reading(optimizers, parameters, torch.tensor(divisor)):
-        torch._foreach_div_([parameter.grad for parameter in parameters if parameter.grad is not None], divisor)
+        torch._foreach_div_(
+            [parameter.grad for parameter in parameters if parameter.grad is not None], divisor
+        )
 
 
 def _divide_while_reading(
@@ -230,21 +268,25 @@ def _divide_while_reading(
     gradients less, 8 of 440 ms on a 25 M model. It takes that factor in float32, which float64 gradients cannot use.
     """
     known = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # others may not look at it
-    fused = all(type(optimizer) in known for optimizer in optimizers) and all(g.get("fused") for g in groups_of(optimizers))
+    fused = all(type(optimizer) in known for optimizer in optimizers) and all(
+        g.get("fused") for g in all_param_groups(optimizers)
+    )
     if fused and all(parameter.dtype != torch.float64 for parameter in parameters):
         for optimizer in optimizers:
-            vars(optimizer)["grad_scale"] = divisor.float().to(parameters[0].device) if parameters else divisor.float()
+            vars(optimizer)["grad_scale"] = (
+                divisor.float().to(parameters[0].device) if parameters else divisor.float()
+            )
         return True
     return False
 
 
-def forget_scale(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def clear_grad_scale(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Let the next step take its gradients as they are."""
     for optimizer in optimizers:
         vars(optimizer).pop("grad_scale", None)
 
 
-def factor(schedule: Schedule, step: int, steps: int) -> float:
+def lr_factor(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
     """The factor of the base learning rate at `step` (0 for the first) of a run of `steps` steps.
 
     Warm-up rises linearly and reaches 1 at step `warmup`; the last step of cosine and wsd takes `floor`.
@@ -252,9 +294,9 @@ def factor(schedule: Schedule, step: int, steps: int) -> float:
     if step < schedule.warmup:
         return (step + 1) / (schedule.warmup + 1)
     if schedule.name == "cosine":
-        done = (step - schedule.warmup) / max(1, steps - 1 - schedule.warmup)
+        done = (step - schedule.warmup) / max(1, num_steps - 1 - schedule.warmup)
         return schedule.floor + (1 - schedule.floor) * 0.5 * (1 + cos(pi * min(1.0, done)))
-    into_decay = step - (steps - schedule.decay) + 1
+    into_decay = step - (num_steps - schedule.decay) + 1
     if schedule.name == "wsd" and schedule.decay and into_decay > 0:
         return 1 - (1 - schedule.floor) * min(1.0, into_decay / schedule.decay)
     return 1.0

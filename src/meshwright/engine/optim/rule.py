@@ -33,16 +33,18 @@ from torch import nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.optimizer_spec import FINENESS
-from meshwright.plan.sharding.flat_param import Grain
+from meshwright.plan.optimizer_spec import ALIGNMENTS_BY_SIZE
+from meshwright.plan.sharding.flat_param import ShardAlignment
 
 
-class Rule(torch.optim.Optimizer, ABC):
+class PerParamOptimizer(torch.optim.Optimizer, ABC):
     """An optimizer that steps each parameter by itself: `update`."""
 
-    grain: ClassVar[Grain]
-    by_block: ClassVar[frozenset[str]] = frozenset()
-    keeps: torch.dtype | None = None  # the dtype of its moments, whatever is stepped; None: they follow that
+    shard_alignment: ClassVar[ShardAlignment]
+    blockwise_state_keys: ClassVar[frozenset[str]] = frozenset()
+    state_dtype: torch.dtype | None = (
+        None  # the dtype of its moments, whatever is stepped; None: they follow that
+    )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  torch has two overloads
@@ -54,59 +56,72 @@ class Rule(torch.optim.Optimizer, ABC):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self.update(parameter, parameter.grad, self.state[parameter], group)
+                    self.update_param(parameter, parameter.grad, self.state[parameter], group)
         return loss
 
     @abstractmethod
-    def update(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update_param(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         """Change `parameter` and `state`, which is empty before the first step, in place.
 
         `group` holds lr, weight_decay and what else the rule needs.
         """
 
 
-def computed_in(parameter: torch.Tensor) -> torch.dtype:
+def get_compute_dtype(parameter: torch.Tensor) -> torch.dtype:
     """The dtype in which moments are computed, whatever they are kept in: at least float32."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-Grains = Mapping[str, Grain]
-ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, Rprop, ASGD)
+ShardAlignments = Mapping[str, ShardAlignment]
+ELEMENTWISE_OPTIMIZERS = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, Rprop, ASGD)
 
 
-def grain_needed(optimizer: torch.optim.Optimizer) -> Grain | None:
+def required_shard_alignment(optimizer: torch.optim.Optimizer) -> ShardAlignment | None:
     """The grain that the class of `optimizer` declares, or that is known of torch's own; None: nobody knows."""
     kind = type(optimizer)
     declared = next((vars(each)["grain"] for each in kind.__mro__ if "grain" in vars(each)), None)
-    if declared is not None and declared not in FINENESS:
+    if declared is not None and declared not in ALIGNMENTS_BY_SIZE:
         text = f"{kind.__name__} declares grain = {declared!r}"
-        raise PlanError(text, fix=f"declare one of {', '.join(FINENESS)}", where="optimizer")
-    return "element" if declared is None and kind in ELEMENTWISE else declared
+        raise PlanError(text, fix=f"declare one of {', '.join(ALIGNMENTS_BY_SIZE)}", location="optimizer")
+    return "element" if declared is None and kind in ELEMENTWISE_OPTIMIZERS else declared
 
 
-def keys_by_block(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+def get_blockwise_state_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     """The keys of its state that hold one element per block."""
     kind = type(optimizer)
     return frozenset(next((vars(each)["by_block"] for each in kind.__mro__ if "by_block" in vars(each)), ()))
 
 
-def check_grains(optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter], grains: Grains) -> None:
+def check_shard_alignments(
+    optimizers: Sequence[torch.optim.Optimizer],
+    parameters: Mapping[str, nn.Parameter],
+    shard_alignments: ShardAlignments,
+) -> None:
     """Raise PlanError where an optimizer steps a weight that is cut more finely than it bears; `grains` are those of the cuts."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     for optimizer in optimizers:
-        needed, kind = grain_needed(optimizer), type(optimizer).__name__
+        needed, kind = required_shard_alignment(optimizer), type(optimizer).__name__
         mine = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-        cut = next((name for name in mine if name in grains and _too_fine(grains[name], needed)), None)
+        cut = next(
+            (name for name in mine if name in shard_alignments and _too_fine(shard_alignments[name], needed)),
+            None,
+        )
         if cut is not None:
-            known = f"needs the grain '{needed}'" if needed else "does not say whether it may see a part of a weight"
-            text = f"{kind} {known}, and the plan cuts {cut} by {grains[cut]}"
+            known = (
+                f"needs the grain '{needed}'"
+                if needed
+                else "does not say whether it may see a part of a weight"
+            )
+            text = f"{kind} {known}, and the plan cuts {cut} by {shard_alignments[cut]}"
             fix = (
                 f'if it computes every element by itself, say so: class {kind}: grain = "element"; else have whole weights on '
                 'each rank ("replicate" in place of "zero"), or on one: optimizer.name = "adafactor" cuts so, whoever steps them'
             )
-            raise PlanError(text, fix=fix, where="optimizer")
+            raise PlanError(text, fix=fix, location="optimizer")
 
 
-def _too_fine(cut: Grain, needed: Grain | None) -> bool:
+def _too_fine(cut: ShardAlignment, needed: ShardAlignment | None) -> bool:
     """Whether cuts at the grain `cut` are finer than `needed`; of an optimizer that says nothing, it may be whole weights."""
-    return FINENESS.index(cut) < FINENESS.index(needed or "matrix")
+    return ALIGNMENTS_BY_SIZE.index(cut) < ALIGNMENTS_BY_SIZE.index(needed or "matrix")

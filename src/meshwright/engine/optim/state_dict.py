@@ -15,28 +15,32 @@ from math import prod
 import torch
 from torch import nn
 
-from meshwright.engine.optim.optimizers import Numbers, restore_state, state_tensors
-from meshwright.engine.optim.rule import Rule, keys_by_block
-from meshwright.engine.params.flat_params import Store
-from meshwright.engine.runtime.state import Subject
-from meshwright.model.tensors.lazy_tensors import OnDemand, shape_of
+from meshwright.engine.optim.optimizers import (
+    OptimizerNumbers,
+    load_local_optimizer_state,
+    local_optimizer_state,
+)
+from meshwright.engine.optim.rule import PerParamOptimizer, get_blockwise_state_keys
+from meshwright.engine.params.flat_params import FlatParams
+from meshwright.engine.runtime.state import TrainedModule
+from meshwright.model.tensors.lazy_tensors import LazyTensors, tensor_shape
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.dim_split import Span
+from meshwright.plan.model_spec.dim_split import DimRanges
 from meshwright.plan.model_spec.model_spec import block_of
-from meshwright.plan.sharding.flat_param import BLOCK, Piece
+from meshwright.plan.sharding.flat_param import QUANT_BLOCK_NUMEL, ParamShard
 
 
 @dataclass(frozen=True)
-class Share:
+class TensorShard:
     """The elements from `begin` on of a flattened tensor of `shape`; `values` is flat. One of shape () is all of a number.
 
     With `spans`, it is a part of what those leave of the tensor: of a slice.
     """
 
     values: torch.Tensor
-    begin: int
+    start: int
     shape: tuple[int, ...]
-    spans: tuple[Span, ...] = ()
+    spans: tuple[DimRanges, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -44,33 +48,45 @@ class Share:
         return self.values.dtype
 
 
-Saved = torch.Tensor | Share
+SavedTensor = torch.Tensor | TensorShard
 
 
-def model_tensors(subject: Subject, store: Store) -> dict[str, Saved]:
+def model_state_dict(trained_module: TrainedModule, flat_params: FlatParams) -> dict[str, SavedTensor]:
     """The parameters and persistent buffers, as this rank holds them."""
-    found: dict[str, Saved] = {}
-    owned = store.owners.steps
-    for weight in subject.anatomy.weights:
-        name, piece, spans = weight.name, store.piece(weight.name), store.slices.spans(weight.name)
-        if name in store.owners.names:
+    found: dict[str, SavedTensor] = {}
+    owned = flat_params.matrix_owners.optimizer_params
+    for weight in trained_module.model_spec.params:
+        name, piece, spans = (
+            weight.name,
+            flat_params.param_shard(weight.name),
+            flat_params.param_slices.spans(weight.name),
+        )
+        if name in flat_params.matrix_owners.param_names:
             found |= {f"model/{name}": _all_of(owned[name])} if name in owned else {}
-        elif piece is not None and name in store.told:  # beside slices, copies of a shard may end elsewhere
-            found[f"model/{name}"] = Share(store.stored(piece), piece.begin, weight.shape, spans)
-        elif not store.holds(name):
-            value = store.masters.value(name, subject.parameters[name])
-            found[f"model/{name}"] = Share(value.reshape(-1), 0, weight.shape, spans) if spans else value
-    return found | {f"buffer/{name}": buffer for name, buffer in persistent_buffers(subject.module)}
+        elif (
+            piece is not None and name in flat_params.reported_param_names
+        ):  # beside slices, copies of a shard may end elsewhere
+            found[f"model/{name}"] = TensorShard(
+                flat_params.shard_values(piece), piece.begin, weight.shape, spans
+            )
+        elif not flat_params.is_flattened(name):
+            value = flat_params.master_weights.exact_value(name, trained_module.parameters[name])
+            found[f"model/{name}"] = (
+                TensorShard(value.reshape(-1), 0, weight.shape, spans) if spans else value
+            )
+    return found | {f"buffer/{name}": buffer for name, buffer in persistent_buffers(trained_module.module)}
 
 
-def of_part(saved: Mapping[str, Saved], subject: Subject) -> dict[str, Saved]:
+def filter_stage_state(
+    state_dict: Mapping[str, SavedTensor], trained_module: TrainedModule
+) -> dict[str, SavedTensor]:
     """`saved`; of a rank that runs a part of the model, what belongs to that: others hold the rest, and write it."""
-    if not subject.elsewhere:
-        return dict(saved)
-    own = {block_of(visit) for visit in subject.anatomy.visits}
-    foreign = tuple(f"buffer/{block}." for block in subject.blocks if block not in own)
-    found: dict[str, Saved] = {}
-    for name, value in saved.items():
+    if not trained_module.remote_param_names:
+        return dict(state_dict)
+    own = {block_of(visit) for visit in trained_module.model_spec.block_calls}
+    foreign = tuple(f"buffer/{block}." for block in trained_module.blocks if block not in own)
+    found: dict[str, SavedTensor] = {}
+    for name, value in state_dict.items():
         kind, _, entry = name.partition("/")
         alone = kind in ("model", "buffer") or (kind == "optimizer" and not entry.startswith("group."))
         if not name.startswith(foreign):
@@ -78,59 +94,72 @@ def of_part(saved: Mapping[str, Saved], subject: Subject) -> dict[str, Saved]:
     return found
 
 
-def moments(optimizers: Sequence[torch.optim.Optimizer], subject: Subject, store: Store, numbers: Numbers) -> dict[str, Saved]:
+def optimizer_state_dict(
+    optimizers: Sequence[torch.optim.Optimizer],
+    trained_module: TrainedModule,
+    flat_params: FlatParams,
+    numbers: OptimizerNumbers,
+) -> dict[str, SavedTensor]:
     """The state of the optimizers, as this rank holds it, and the `numbers` of their groups that have changed."""
-    found: dict[str, Saved] = {}
-    shapes = {weight.name: weight.shape for weight in subject.anatomy.weights}
-    owned, by_block = store.owned(), _by_block(optimizers)
-    for entry, value in state_tensors(optimizers, owned, numbers).items():
+    found: dict[str, SavedTensor] = {}
+    shapes = {weight.name: weight.shape for weight in trained_module.model_spec.params}
+    owned, by_block = flat_params.optimizer_params(), _by_block(optimizers)
+    for entry, value in local_optimizer_state(optimizers, owned, numbers).items():
         key, _, name = entry.partition("/")
-        piece, spans = store.piece(name), store.slices.spans(name)
-        if piece is not None and name not in store.told:
+        piece, spans = flat_params.param_shard(name), flat_params.param_slices.spans(name)
+        if piece is not None and name not in flat_params.reported_param_names:
             continue
-        if name in store.owners.names:
+        if name in flat_params.matrix_owners.param_names:
             found[f"optimizer/{entry}"] = _all_of(value)
         elif spans and not entry.startswith("group.") and value.ndim:
             found[f"optimizer/{entry}"] = _share(entry, value, piece, owned[name], shapes[name], spans)
         elif piece is None or entry.startswith("group."):
             found[f"optimizer/{entry}"] = value
         elif key in by_block[id(owned[name])]:
-            num_blocks = -(-subject.parameters[name].numel() // BLOCK)
-            found[f"optimizer/{entry}"] = Share(value, piece.begin // BLOCK, (num_blocks,))
+            num_blocks = -(-trained_module.parameters[name].numel() // QUANT_BLOCK_NUMEL)
+            found[f"optimizer/{entry}"] = TensorShard(value, piece.begin // QUANT_BLOCK_NUMEL, (num_blocks,))
         else:
             found[f"optimizer/{entry}"] = _share(entry, value, piece, owned[name], shapes[name])
     return found
 
 
-def restore_model(subject: Subject, store: Store, saved: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype]:
+def load_model_state(
+    trained_module: TrainedModule, flat_params: FlatParams, state_dict: Mapping[str, torch.Tensor]
+) -> dict[str, torch.dtype]:
     """Take up the parameters and buffers of `saved`, whole tensors by full name, each cast to its dtypes here.
 
     Those of which nothing is kept are not read. Returns the dtypes that the others were saved in, by logical name.
     """
     dtypes: dict[str, torch.dtype] = {}
     with torch.no_grad():
-        for name, parameter in subject.parameters.items():
-            if store.holds(name) and not store.keeps(name):
+        for name, parameter in trained_module.parameters.items():
+            if flat_params.is_flattened(name) and not flat_params.stores_locally(name):
                 continue
-            whole = saved[f"model/{name}"] if name in store.owners.steps else None
-            mine = store.slices.read(name, saved, f"model/{name}") if whole is None else store.slices.mine(name, whole)
+            whole = (
+                state_dict[f"model/{name}"] if name in flat_params.matrix_owners.optimizer_params else None
+            )
+            mine = (
+                flat_params.param_slices.load_slice(name, state_dict, f"model/{name}")
+                if whole is None
+                else flat_params.param_slices.local_slice(name, whole)
+            )
             dtypes[name] = mine.dtype
-            if store.holds(name):
-                store.take(name, mine)
+            if flat_params.is_flattened(name):
+                flat_params.load_values(name, mine)
             else:
-                store.masters.take(name, parameter, mine)
+                flat_params.master_weights.load_values(name, parameter, mine)
             if whole is not None:
-                store.owners.take(name, whole)
-        for name, buffer in persistent_buffers(subject.module):
-            buffer.copy_(saved[f"buffer/{name}"])
+                flat_params.matrix_owners.load_values(name, whole)
+        for name, buffer in persistent_buffers(trained_module.module):
+            buffer.copy_(state_dict[f"buffer/{name}"])
     return dtypes
 
 
-def restore_moments(
+def load_optimizer_state(
     optimizers: Sequence[torch.optim.Optimizer],
-    subject: Subject,
-    store: Store,
-    saved: Mapping[str, torch.Tensor],
+    trained_module: TrainedModule,
+    flat_params: FlatParams,
+    state_dict: Mapping[str, torch.Tensor],
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
     """Take up the state of the optimizers from `saved`, whole tensors by name, as far as this rank steps what it belongs to.
@@ -139,67 +168,80 @@ def restore_moments(
     tensor at a time is read. Raises PlanError for state of a parameter that is not trained.
     """
 
-    owned, by_block = store.owned(), _by_block(optimizers)
-    shapes = {weight.name: weight.shape for weight in subject.anatomy.weights}
-    alike = {id(p) for each in optimizers if _follows(each) for group in each.param_groups for p in group["params"]}
+    owned, by_block = flat_params.optimizer_params(), _by_block(optimizers)
+    shapes = {weight.name: weight.shape for weight in trained_module.model_spec.params}
+    alike = {
+        id(p) for each in optimizers if _follows(each) for group in each.param_groups for p in group["params"]
+    }
 
     def part(entry: str) -> torch.Tensor:
         key, _, name = entry.partition("/")
-        piece, counts = store.piece(name), key.partition(":")[0] == "step" or name not in owned
-        cut = not counts and name not in store.owners.steps and bool(store.slices.spans(name))
-        sliced = cut and shape_of(saved, entry) == shapes[name]
-        tensor = store.slices.read(name, saved, entry) if sliced else saved[entry]
+        piece, counts = flat_params.param_shard(name), key.partition(":")[0] == "step" or name not in owned
+        cut = (
+            not counts
+            and name not in flat_params.matrix_owners.optimizer_params
+            and bool(flat_params.param_slices.spans(name))
+        )
+        sliced = cut and tensor_shape(state_dict, entry) == shapes[name]
+        tensor = flat_params.param_slices.load_slice(name, state_dict, entry) if sliced else state_dict[entry]
         by_element = sliced or (not counts and tensor.shape == shapes[name])
         if by_element and id(owned[name]) in alike and tensor.dtype == dtypes.get(name):
             tensor = tensor.to(owned[name].dtype)
-        if name not in owned or name in store.owners.steps or piece is None:  # what is not trained here is refused below
+        if (
+            name not in owned or name in flat_params.matrix_owners.optimizer_params or piece is None
+        ):  # what is not trained here is refused below
             return tensor
         if key in by_block[id(owned[name])]:
-            return tensor[piece.begin // BLOCK : -(-piece.end // BLOCK)]
+            return tensor[piece.begin // QUANT_BLOCK_NUMEL : -(-piece.end // QUANT_BLOCK_NUMEL)]
         return tensor.reshape(-1)[piece.begin : piece.end].view(owned[name].shape) if by_element else tensor
 
-    names = ((entry, entry.partition("/")[2]) for entry in saved)
-    mine = [entry for entry, name in names if name in owned or name not in {*subject.trainable, *subject.elsewhere}]
-    restore_state(optimizers, owned, OnDemand(mine, part))
+    names = ((entry, entry.partition("/")[2]) for entry in state_dict)
+    mine = [
+        entry
+        for entry, name in names
+        if name in owned
+        or name not in {*trained_module.trainable_parameters, *trained_module.remote_param_names}
+    ]
+    load_local_optimizer_state(optimizers, owned, LazyTensors(mine, part))
 
 
 def _share(
     entry: str,
     value: torch.Tensor,
-    piece: Piece | None,
+    piece: ParamShard | None,
     stepped: torch.Tensor,
     shape: tuple[int, ...],
-    spans: tuple[Span, ...] = (),
-) -> Share:
+    spans: tuple[DimRanges, ...] = (),
+) -> TensorShard:
     """State of a part of a weight of `shape`, which the optimizer sees as `stepped`: by element, or a number, or all of anything.
 
     The part is a piece, or a slice (`spans`), or a piece of one. Raises PlanError for what belongs to a part and is neither.
     """
     begin = 0 if piece is None else piece.begin
     if value.ndim and value.shape == stepped.shape:
-        return Share(value.reshape(-1), begin, shape, spans)
+        return TensorShard(value.reshape(-1), begin, shape, spans)
     if value.ndim and (spans or stepped.numel() < prod(shape)):
         which = f"elements {begin} to {begin + stepped.numel()} of a {'slice of a ' if spans else ''}weight"
         text = f"the optimizer keeps '{entry}' of shape {list(value.shape)} for {which}"
         fix = "keep one number, or one per element; or have no weight cut: optimizer.name = 'adafactor' cuts none"
-        raise PlanError(text, fix=fix, where="optimizer")
+        raise PlanError(text, fix=fix, location="optimizer")
     return _all_of(value)
 
 
-def _all_of(value: torch.Tensor) -> Share:
+def _all_of(value: torch.Tensor) -> TensorShard:
     """All of `value`, which not every rank has."""
-    return Share(value.detach().reshape(-1), 0, tuple(value.shape))
+    return TensorShard(value.detach().reshape(-1), 0, tuple(value.shape))
 
 
 def _follows(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its moments have the dtype of what it steps."""
-    return not isinstance(optimizer, Rule) or optimizer.keeps is None
+    return not isinstance(optimizer, PerParamOptimizer) or optimizer.state_dtype is None
 
 
 def _by_block(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, frozenset[str]]:
     """By the id of each parameter, the keys of its state that hold one element per block."""
     return {
-        id(parameter): keys_by_block(optimizer)
+        id(parameter): get_blockwise_state_keys(optimizer)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]

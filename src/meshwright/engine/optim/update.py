@@ -12,41 +12,58 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from meshwright.engine.optim.optimizers import Optimizers, divide_in_step, forget_scale, scale_in_step
-from meshwright.engine.optim.rule import Rule
-from meshwright.engine.params.flat_param import Stepped
-from meshwright.engine.params.flat_params import Store
-from meshwright.engine.runtime.mixed_precision import LossScale, refuse_other_dtypes, total_norm
-from meshwright.engine.runtime.state import State
+from meshwright.engine.optim.optimizers import Optimizers, clear_grad_scale, clip_in_step, divide_in_step
+from meshwright.engine.optim.rule import PerParamOptimizer
+from meshwright.engine.params.flat_param import UpdateGroup
+from meshwright.engine.params.flat_params import FlatParams
+from meshwright.engine.runtime.mixed_precision import LossScale, check_dtypes_match_plan, total_norm
+from meshwright.engine.runtime.state import RankState
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
 
 
-class Update:
+class OptimizerUpdate:
     """One rank's optimizers over what `store` holds; `made` tells that the caller made them."""
 
-    def __init__(self, plan: Plan, state: State, store: Store, optimizers: Optimizers, *, made: bool) -> None:
-        precision = plan.job.precision.resolved
-        self.scale = LossScale(precision) if precision.scales_loss else None
-        self._plan, self._state, self._store, self._optimizers, self._made = plan, state, store, optimizers, made
-        self._stepped, self._casts = store.owned(), precision.gradients != precision.master
+    def __init__(
+        self,
+        plan: Plan,
+        state: RankState,
+        flat_params: FlatParams,
+        optimizers: Optimizers,
+        *,
+        is_user_made: bool,
+    ) -> None:
+        precision = plan.job.precision.effective
+        self.loss_scale = LossScale(precision) if precision.scales_loss else None
+        self._plan, self._state, self._store, self._optimizers, self._made = (
+            plan,
+            state,
+            flat_params,
+            optimizers,
+            is_user_made,
+        )
+        self._stepped, self._casts = flat_params.optimizer_params(), precision.gradients != precision.master
         self._rounds = precision.master != precision.parameters
         clips = (action for action in plan.actions if action.kind == "CLIP")
-        self._meant = {clip.name: [self._stepped[name] for name in clip.tensors if name in self._stepped] for clip in clips}
+        self._meant = {
+            clip.name: [self._stepped[name] for name in clip.tensors if name in self._stepped]
+            for clip in clips
+        }
         self._divisor, self._checked = 1.0, False
-        self._apart = bool(plan.space.norm_axes)  # no rank knows the norm: NORM adds it up
+        self._apart = bool(plan.sharding.grad_norm_axes)  # no rank knows the norm: GLOBAL_NORM adds it up
         self._buffer = torch.empty(0)
-        self.versions = store.masters.versions
+        self.weight_stash = flat_params.master_weights.weight_stash
 
     @property
-    def factor(self) -> float:
+    def loss_scale_value(self) -> float:
         """What the loss is multiplied by before backward."""
-        return 1.0 if self.scale is None else self.scale.value
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     @property
     def nbytes(self) -> int:
         """The bytes of the memory that gradients are cast into, and of old versions of weights."""
-        return self._buffer.nbytes + self.versions.nbytes
+        return self._buffer.nbytes + self.weight_stash.nbytes
 
     def clip(self, action: Action) -> None:
         """Take the norm of the gradients; have STEP divide them by the loss scale, and clip them to `train.clip`."""
@@ -55,24 +72,28 @@ class Update:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         norm = self._store.total_norm if self._apart else total_norm(list(self._gradients(parameters)))
-        self._state.grad_norm = true = norm.item() / self.factor
+        self._state.grad_norm = true = norm.item() / self.loss_scale_value
         limit = self._plan.job.train.clip
         clips = bool(limit) and not true + 1e-6 <= limit  # as torch.nn.utils.clip_grad_norm_ has it
-        self._divisor = self.factor * ((true + 1e-6) / limit if clips else 1.0)
-        if clips and self.scale is None and not self._casts:
-            scale_in_step(self._optimizers, parameters, norm, limit)
-        elif self.scale is not None and not self._casts:
+        self._divisor = self.loss_scale_value * ((true + 1e-6) / limit if clips else 1.0)
+        if clips and self.loss_scale is None and not self._casts:
+            clip_in_step(self._optimizers, parameters, norm, limit)
+        elif self.loss_scale is not None and not self._casts:
             divide_in_step(self._optimizers, parameters, self._divisor)
 
     def step(self) -> None:
         """Let the optimizers step, and bring the weights up to date with what was stepped."""
-        self._store.masters.hand_over()
-        bundles = list(self._store.bundles()) if self._casts or self._rounds or not self._checked else []
+        self._store.master_weights.assign_alias_grads()
+        bundles = (
+            list(self._store.update_groups()) if self._casts or self._rounds or not self._checked else []
+        )
         if not self._casts:
             self._step_all()
         elif not self._buffer.numel():
             sizes = [sum(parameter.numel() for parameter in bundle.parameters) for bundle in bundles]
-            like = next((bundle.parameters[0].detach() for bundle in bundles if bundle.parameters), self._buffer)
+            like = next(
+                (bundle.parameters[0].detach() for bundle in bundles if bundle.parameters), self._buffer
+            )
             self._buffer = like.new_empty(sum(sizes) if self._made else max(sizes, default=0))
         for bundle in (_joined(bundles),) if self._casts and self._made else bundles:
             if self._casts:
@@ -82,16 +103,21 @@ class Update:
                     parameter.grad = None
             bundle.finish()
         if not self._checked:
-            refuse_other_dtypes(self._plan, self._live(bundles))
+            check_dtypes_match_plan(self._plan, self._live(bundles))
             self._checked = True
 
-    def forget(self) -> None:
+    def clear_grad_scale(self) -> None:
         """Let the next step take its gradients as they are."""
-        forget_scale(self._optimizers)
+        clear_grad_scale(self._optimizers)
 
     def _gradients(self, parameters: list[nn.Parameter]) -> Iterator[torch.Tensor]:
         if self._casts:
-            yield from (grad for bundle in self._store.bundles() for grad in bundle.gradients if grad is not None)
+            yield from (
+                grad
+                for bundle in self._store.update_groups()
+                for grad in bundle.gradients
+                if grad is not None
+            )
         else:
             yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
 
@@ -99,20 +125,22 @@ class Update:
         for optimizer in self._optimizers:
             optimizer.step()
 
-    def _cast(self, bundle: Stepped) -> None:
+    def _cast(self, bundle: UpdateGroup) -> None:
         """Give the parameters of `bundle` their gradients in their own dtype, divided as CLIP said."""
         at = 0
         for parameter, gradient in zip(bundle.parameters, bundle.gradients, strict=True):
             place = self._buffer[at : at + parameter.numel()].view(parameter.shape)
-            parameter.grad = place.zero_() if gradient is None else place.copy_(gradient.view(parameter.shape))
+            parameter.grad = (
+                place.zero_() if gradient is None else place.copy_(gradient.view(parameter.shape))
+            )
             at += parameter.numel()
         if self._divisor != 1.0:
             self._buffer[:at].div_(self._divisor)
 
-    def _live(self, bundles: Iterable[Stepped]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    def _live(self, bundles: Iterable[UpdateGroup]) -> Iterator[tuple[str, str, torch.Tensor]]:
         """All that a step has left in memory, as (role, name, tensor)."""
         names = {id(parameter): name for name, parameter in self._stepped.items()}
-        for name, weight in self._state.subject.trainable.items():
+        for name, weight in self._state.trained_module.trainable_parameters.items():
             yield "parameters", name, weight
         for bundle in bundles:
             for parameter, gradient in zip(bundle.parameters, bundle.gradients, strict=True):
@@ -121,16 +149,20 @@ class Update:
                 if gradient is not None:
                     yield "gradients", name, gradient
                 for optimizer in () if self._made else self._optimizers:
-                    if isinstance(optimizer, Rule):  # its moments have dtypes and shapes of their own: core/rules.py
+                    if isinstance(
+                        optimizer, PerParamOptimizer
+                    ):  # its moments have dtypes and shapes of their own: core/rules.py
                         continue
                     kept = optimizer.state.get(parameter, {}).values()
                     alike = (
-                        each for each in kept if isinstance(each, torch.Tensor) and each.shape == parameter.shape and each.ndim
+                        each
+                        for each in kept
+                        if isinstance(each, torch.Tensor) and each.shape == parameter.shape and each.ndim
                     )
                     yield from (("moments", name, each) for each in alike if each.is_floating_point())
 
 
-def _joined(bundles: list[Stepped]) -> Stepped:
+def _joined(bundles: list[UpdateGroup]) -> UpdateGroup:
     """All of `bundles` as one."""
 
     def finish() -> None:
@@ -138,4 +170,6 @@ def _joined(bundles: list[Stepped]) -> Stepped:
             bundle.finish()
 
     parameters = tuple(parameter for bundle in bundles for parameter in bundle.parameters)
-    return Stepped(parameters, tuple(gradient for bundle in bundles for gradient in bundle.gradients), finish)
+    return UpdateGroup(
+        parameters, tuple(gradient for bundle in bundles for gradient in bundle.gradients), finish
+    )

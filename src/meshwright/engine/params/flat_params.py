@@ -15,109 +15,137 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from meshwright.engine.params.flat_param import Held, Masters, Stepped
-from meshwright.engine.params.matrix_owners import Owners
-from meshwright.engine.params.param_slices import Slices
+from meshwright.engine.params.flat_param import FlatParam, MasterWeights, UpdateGroup
+from meshwright.engine.params.matrix_owners import MatrixOwners
+from meshwright.engine.params.param_slices import ParamSlices
 from meshwright.engine.runtime.mixed_precision import total_norm
-from meshwright.engine.runtime.state import State
+from meshwright.engine.runtime.state import RankState
 from meshwright.plan.model_spec.model_spec import ROOT, block_of
 from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.flat_param import Arena, Piece
+from meshwright.plan.sharding.flat_param import FlatParamSpec, ParamShard
 from meshwright.plan.step.action import Action
 
 
-class Store:
+class FlatParams:
     """The arenas of one rank, filled from the values that the model's parameters have."""
 
-    def __init__(self, plan: Plan, state: State) -> None:
-        self._plan, self._state, self.slices = plan, state, Slices(plan, state.world)
-        self._of: dict[str, Held] = {}  # by weight
-        self.owners = Owners(plan, state, self._of)
-        self.slices.cut(state.subject)
+    def __init__(self, plan: Plan, state: RankState) -> None:
+        self._plan, self._state, self.param_slices = plan, state, ParamSlices(plan, state.world)
+        self._of: dict[str, FlatParam] = {}  # by weight
+        self.matrix_owners = MatrixOwners(plan, state, self._of)
+        self.param_slices.slice_params(state.trained_module)
         roles = {role: getattr(torch, dtype) for role, dtype in plan.job.precision.roles.items()}
-        self._dtype, self._wire, self._kept, self._master = (roles[r] for r in ("parameters", "reduce", "gradients", "master"))
-        self._like = next(iter(state.subject.parameters.values()))  # buffers are of its kind: on its device, fake where it is
+        self._dtype, self._wire, self._kept, self._master = (
+            roles[r] for r in ("parameters", "reduce", "gradients", "master")
+        )
+        self._like = next(
+            iter(state.trained_module.parameters.values())
+        )  # buffers are of its kind: on its device, fake where it is
         self._buffers: dict[str, torch.Tensor] = {}
-        self.arenas: dict[str, Held] = {}
-        self.squared = torch.zeros(1, dtype=torch.float64)  # the norm's, of this rank's shards or of all
-        taken = {action.tensors[0]: action.takes for action in plan.actions if action.kind == "UNSHARD"}
-        self._homes = {home.weight.name: home for home in plan.space.homes}
+        self.by_param_group: dict[str, FlatParam] = {}
+        self.grad_sqnorm = torch.zeros(1, dtype=torch.float64)  # the norm's, of this rank's shards or of all
+        taken = {action.tensors[0]: action.allocations for action in plan.actions if action.kind == "UNSHARD"}
+        self._homes = {home.param.name: home for home in plan.sharding.param_shardings}
         coordinate = plan.mesh.coordinate(state.world.rank)
-        self._first, self.told = frozenset(plan.space.held_first(coordinate)), frozenset(plan.space.told_first(coordinate))
-        for name, arena in plan.space.arenas().items():
-            first = arena.weights[0][0]
-            flat = self._homes[first].in_shards
-            held = self._stored_flat(arena, taken[first][0].name, taken[first][0].nbytes) if flat else self._stored_whole(arena)
-            self.arenas[name] = held
-            self._of |= dict.fromkeys((weight for weight, _, _ in arena.weights), held)
-            if self._homes[first].weight.trainable and first not in self.owners.names:
-                held.steps = {p.name: nn.Parameter(held.value(p).detach().view(self._stepped_as(p))) for p in held.pieces}
-        self.masters = Masters(plan, state, self._of.keys() | self.owners.names)
-        sums = [action for action in plan.actions if action.kind in ("REDUCE", "ADD")]
-        self._in_place = not any(action.kind == "ADD" or action.takes for action in sums)  # gradients stay where they are summed
+        self._first, self.reported_param_names = (
+            frozenset(plan.sharding.params_counted_in_norm(coordinate)),
+            frozenset(plan.sharding.params_counted_in_sum(coordinate)),
+        )
+        for name, arena in plan.sharding.flat_param_specs().items():
+            first = arena.params[0][0]
+            flat = self._homes[first].is_stored_sharded
+            held = (
+                self._stored_flat(arena, taken[first][0].name, taken[first][0].nbytes)
+                if flat
+                else self._stored_whole(arena)
+            )
+            self.by_param_group[name] = held
+            self._of |= dict.fromkeys((weight for weight, _, _ in arena.params), held)
+            if self._homes[first].param.trainable and first not in self.matrix_owners.param_names:
+                held.optimizer_params = {
+                    p.name: nn.Parameter(held.shard_values(p).detach().view(self._stepped_as(p)))
+                    for p in held.param_shards
+                }
+        self.master_weights = MasterWeights(plan, state, self._of.keys() | self.matrix_owners.param_names)
+        sums = [action for action in plan.actions if action.kind in ("REDUCE", "ACCUMULATE")]
+        self._in_place = not any(
+            action.kind == "ACCUMULATE" or action.allocations for action in sums
+        )  # gradients stay where they are summed
         packs = (action for action in plan.actions if action.kind == "PACK")
-        self._gathering = {hold.name for action in packs for hold in action.takes}  # buffers that gradients are packed into
+        self._gathering = {
+            hold.name for action in packs for hold in action.allocations
+        }  # buffers that gradients are packed into
         self._packed: dict[str, torch.Tensor] = {}  # what is under way, by the name of its PACK
 
-    def owned(self) -> dict[str, nn.Parameter]:
+    def optimizer_params(self) -> dict[str, nn.Parameter]:
         """What the optimizer steps on this rank, by logical name: pieces of what is cut, and whole parameters."""
-        found, apart = {}, self.masters.stepped | self.owners.steps
-        for name in self._state.subject.trainable:
+        found, apart = {}, self.master_weights.optimizer_params | self.matrix_owners.optimizer_params
+        for name in self._state.trained_module.trainable_parameters:
             if name in apart:
                 found[name] = apart[name]
-            elif name in self._of and name in self._of[name].steps:
-                found[name] = self._of[name].steps[name]
+            elif name in self._of and name in self._of[name].optimizer_params:
+                found[name] = self._of[name].optimizer_params[name]
         return found
 
-    def bundles(self) -> Iterator[Stepped]:
+    def update_groups(self) -> Iterator[UpdateGroup]:
         """What is stepped on this rank, one bundle after the other, with the gradients that the last backward and REDUCE left."""
-        yield from (held.bundle(held.gradient) for held in self.arenas.values() if held.gradient is not None and held.steps)
-        yield from self.masters.bundles()
-        yield from self.owners.bundles()
+        yield from (
+            held.update_group(held.gradient)
+            for held in self.by_param_group.values()
+            if held.gradient is not None and held.optimizer_params
+        )
+        yield from self.master_weights.update_groups()
+        yield from self.matrix_owners.update_groups()
 
     @property
-    def together(self) -> bool:
+    def forward_is_collective(self) -> bool:
         """Whether a forward needs all ranks: some weights are kept in shards or slices alone."""
-        return bool(self.slices) or any(held.flat for held in self.arenas.values())
+        return bool(self.param_slices) or any(held.is_sharded for held in self.by_param_group.values())
 
-    def holds(self, name: str) -> bool:
+    def is_flattened(self, name: str) -> bool:
         """Whether the weight `name` lies in an arena."""
         return name in self._of
 
-    def piece(self, name: str) -> Piece | None:
+    def param_shard(self, name: str) -> ParamShard | None:
         """What this rank has of the weight `name` in its shard; None where that is nothing, or the weight lies in no arena."""
         held = self._of.get(name)
-        return None if held is None else next((piece for piece in held.pieces if piece.name == name), None)
+        return (
+            None if held is None else next((piece for piece in held.param_shards if piece.name == name), None)
+        )
 
-    def keeps(self, name: str) -> bool:
+    def stores_locally(self, name: str) -> bool:
         """Whether anything of the weight `name`, which lies in an arena, is kept on this rank between its uses."""
-        return not self._of[name].flat or self.piece(name) is not None
+        return not self._of[name].is_sharded or self.param_shard(name) is not None
 
-    def stored(self, piece: Piece) -> torch.Tensor:
+    def shard_values(self, param_shard: ParamShard) -> torch.Tensor:
         """The values of a piece, flat: its master's, where it has one."""
-        return self._of[piece.name].value(piece)
+        return self._of[param_shard.name].shard_values(param_shard)
 
-    def take(self, name: str, values: torch.Tensor) -> None:
+    def load_values(self, name: str, values: torch.Tensor) -> None:
         """Take up what this rank has of the weight `name`: its piece, and all of that where it is stored whole."""
-        held, piece = self._of[name], self.piece(name)
+        held, piece = self._of[name], self.param_shard(name)
         if piece is not None:
-            held.take(piece, values)
-        if not held.flat:
+            held.load_values(piece, values)
+        if not held.is_sharded:
             held.views[name].copy_(values)
 
     def unshard(self, action: Action) -> None:
         """Start gathering a bundle from its shards."""
         held = self._of[action.tensors[0]]
-        self._state.works[action.name] = held.group.all_gather(held.whole, held.shard, action=action.name)
+        self._state.works[action.name] = held.group.all_gather(
+            held.full_tensor, held.shard, action=action.name
+        )
 
     def pack(self, action: Action) -> bool:
         """Put the gradients of a bundle into the places of its arena; False when it lies in none."""
         held = self._of.get(action.tensors[0])
         if held is None:
             return False
-        flat = self._buffer(action.takes[0].name, action.takes[0].nbytes, self._wire)[: held.arena.numel]
-        parameters, end = self._state.subject.parameters, 0
-        for name, numel, start in sorted(held.arena.weights, key=lambda each: each[2]):
+        flat = self._buffer(action.allocations[0].name, action.allocations[0].nbytes, self._wire)[
+            : held.spec.numel
+        ]
+        parameters, end = self._state.trained_module.parameters, 0
+        for name, numel, start in sorted(held.spec.params, key=lambda each: each[2]):
             flat[end:start].zero_()
             end = start + numel
             parameter, place = parameters[name], flat[start:end]
@@ -129,7 +157,7 @@ class Store:
         flat[end:].zero_()
         self._packed[action.name] = flat
         if self._in_place and held.gradient is None:  # the buffer is the bundle's for good
-            self._take_gradient(held, flat[held.mine])
+            self._take_gradient(held, flat[held.shard_slice])
         return True
 
     def reduce(self, action: Action) -> None:
@@ -142,140 +170,176 @@ class Store:
             work = group.all_reduce(self._gradient(held), action=action.name)
         else:
             flat = self._packed_by(action)
-            direct = bool(action.takes) and self._wire == self._kept
-            output = self._gradient(held) if direct else flat[held.mine]
+            direct = bool(action.allocations) and self._wire == self._kept
+            output = self._gradient(held) if direct else flat[held.shard_slice]
             work = group.reduce_scatter(output, flat, action=action.name)
         self._state.works[action.name] = work
 
-    def add(self, action: Action) -> None:
+    def accumulate(self, action: Action) -> None:
         """Add the shard of one micro-batch to the sum of those before it."""
         held = self._of[action.tensors[0]]
-        mine = self._packed_by(action)[held.mine]
+        mine = self._packed_by(action)[held.shard_slice]
         gradient = self._gradient(held)
-        gradient.copy_(mine) if action.takes else gradient.add_(mine)  # the first is there when it takes room
+        gradient.copy_(mine) if action.allocations else gradient.add_(
+            mine
+        )  # the first is there when it takes room
 
     def _packed_by(self, action: Action) -> torch.Tensor:
         """The buffer into which the gradients that `action` goes on with were packed."""
         return self._packed[replace(action, kind="PACK").name]
 
-    def square(self) -> None:
-        """Take the squared norm of the gradients that this rank is the first to hold; NORM adds it up."""
-        mine = [part for held in self.arenas.values() if held.gradient is not None for part in self._counted(held, held.gradient)]
-        whole = (p for name, p in self._state.subject.trainable.items() if name not in self._of and name in self._first)
+    def compute_sqnorm(self) -> None:
+        """Take the squared norm of the gradients that this rank is the first to hold; GLOBAL_NORM adds it up."""
+        mine = [
+            part
+            for held in self.by_param_group.values()
+            if held.gradient is not None
+            for part in self._counted(held, held.gradient)
+        ]
+        whole = (
+            p
+            for name, p in self._state.trained_module.trainable_parameters.items()
+            if name not in self._of and name in self._first
+        )
         mine += [parameter.grad for parameter in whole if parameter.grad is not None]
-        self.squared = total_norm(mine).double().square().view(1) if mine else torch.zeros_like(self.squared)
+        self.grad_sqnorm = (
+            total_norm(mine).double().square().view(1) if mine else torch.zeros_like(self.grad_sqnorm)
+        )
 
-    def _counted(self, held: Held, gradient: torch.Tensor) -> list[torch.Tensor]:
+    def _counted(self, held: FlatParam, gradient: torch.Tensor) -> list[torch.Tensor]:
         """The parts of the shard `gradient` that count here; all of it, mostly."""
-        if all(name in self._first for name, _, _ in held.arena.weights):
+        if all(name in self._first for name, _, _ in held.spec.params):
             return [gradient]
-        return [gradient[piece.at : piece.at + piece.numel] for piece in held.pieces if piece.name in self._first]
+        return [
+            gradient[piece.shard_offset : piece.shard_offset + piece.numel]
+            for piece in held.param_shards
+            if piece.name in self._first
+        ]
 
     @property
     def total_norm(self) -> torch.Tensor:
-        """The norm of all gradients, when NORM has ended."""
-        return self.squared.sqrt()[0]
+        """The norm of all gradients, when GLOBAL_NORM has ended."""
+        return self.grad_sqnorm.sqrt()[0]
 
-    def refresh(self, action: str) -> None:
+    def refresh_unsharded(self, action: str) -> None:
         """Bring weights up to date that stay whole: those stored so, and for a while those of the root; all ranks take part."""
-        for held in self.arenas.values():
-            if not held.flat or ROOT in held.visits:
-                held.group.all_gather(held.whole, held.shard, action=action).wait()
+        for held in self.by_param_group.values():
+            if not held.is_sharded or ROOT in held.block_calls:
+                held.group.all_gather(held.full_tensor, held.shard, action=action).wait()
 
-    def fetch(self, block: str, action: str) -> None:
+    def unshard_block(self, block: str, action: str) -> None:
         """Have the weights whole that a visit of `block` uses, but for the root's; all ranks take part."""
-        for held in self.arenas.values():
-            if held.flat and ROOT not in held.visits and any(block_of(visit) == block for visit in held.visits):
-                held.group.all_gather(held.whole, held.shard, action=action).wait()
+        for held in self.by_param_group.values():
+            if (
+                held.is_sharded
+                and ROOT not in held.block_calls
+                and any(block_of(visit) == block for visit in held.block_calls)
+            ):
+                held.group.all_gather(held.full_tensor, held.shard, action=action).wait()
 
-    def values(self, action: str, *, exact: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def full_values(self, action: str, *, use_masters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Every logical parameter with its present value, one bundle after the other; all ranks take part.
 
         What is stored flat is gathered into memory of its own. `exact`: what has a master is that, but for what an owner steps.
         """
-        for name, parameter in self._state.subject.parameters.items():
+        for name, parameter in self._state.trained_module.parameters.items():
             if name not in self._of:
-                value = self.masters.value(name, parameter) if exact else parameter.detach()
-                yield name, self.slices.whole(name, value, action)
-        for held in self.arenas.values():
-            yield from self._gathered(held, held.stepped if exact else held.shard, action)
+                value = (
+                    self.master_weights.exact_value(name, parameter) if use_masters else parameter.detach()
+                )
+                yield name, self.param_slices.gather_full(name, value, action)
+        for held in self.by_param_group.values():
+            yield from self._gathered(held, held.optimizer_tensor if use_masters else held.shard, action)
 
-    def gradients(self, action: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """The summed gradient of every logical parameter that is trained, likewise; NORM has ended."""
-        for name, parameter in self._state.subject.trainable.items():
+    def full_gradients(self, action: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """The summed gradient of every logical parameter that is trained, likewise; GLOBAL_NORM has ended."""
+        for name, parameter in self._state.trained_module.trainable_parameters.items():
             if name not in self._of:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                yield name, self.slices.whole(name, gradient, action)
-        for held in self.arenas.values():
+                yield name, self.param_slices.gather_full(name, gradient, action)
+        for held in self.by_param_group.values():
             if held.gradient is not None:
                 yield from self._gathered(held, held.gradient, action)
 
-    def _gathered(self, held: Held, shard: torch.Tensor, action: str) -> Iterator[tuple[str, torch.Tensor]]:
-        whole = shard.new_empty(held.arena.numel)
+    def _gathered(
+        self, held: FlatParam, shard: torch.Tensor, action: str
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        whole = shard.new_empty(held.spec.numel)
         held.group.all_gather(whole, shard, action=action).wait()
-        for name, numel, start in held.arena.weights:
-            yield name, self.slices.whole(name, whole[start : start + numel].view(held.views[name].shape), action)
+        for name, numel, start in held.spec.params:
+            yield (
+                name,
+                self.param_slices.gather_full(
+                    name, whole[start : start + numel].view(held.views[name].shape), action
+                ),
+            )
 
-    def _stored_whole(self, arena: Arena) -> Held:
+    def _stored_whole(self, arena: FlatParamSpec) -> FlatParam:
         whole = self._like.new_zeros(arena.numel, dtype=self._dtype)
         held = self._with_master(self._held(arena, whole))
-        pieces = {piece.name: piece for piece in held.pieces}
+        pieces = {piece.name: piece for piece in held.param_shards}
         for name, view in held.views.items():
             values = self._initial(name)
             with torch.no_grad():
                 view.copy_(values)
                 if name in pieces:
-                    held.take(pieces[name], values)
-            self._state.subject.parameters[name].data = view
+                    held.load_values(pieces[name], values)
+            self._state.trained_module.parameters[name].data = view
         return held
 
-    def _stored_flat(self, arena: Arena, buffer: str, nbytes: int) -> Held:
-        dtype = self._state.subject.parameters[arena.weights[0][0]].dtype
+    def _stored_flat(self, arena: FlatParamSpec, buffer: str, nbytes: int) -> FlatParam:
+        dtype = self._state.trained_module.parameters[arena.params[0][0]].dtype
         held = self._held(arena, self._buffer(buffer, nbytes, dtype)[: arena.numel])
-        held.shard, held.flat = self._like.new_zeros(arena.shard, dtype=dtype), True
-        held, parameters = self._with_master(held), self._state.subject.parameters
+        held.shard, held.is_sharded = self._like.new_zeros(arena.shard_numel, dtype=dtype), True
+        held, parameters = self._with_master(held), self._state.trained_module.parameters
         with torch.no_grad():
-            for piece in held.pieces:
-                held.take(piece, self._initial(piece.name))
+            for piece in held.param_shards:
+                held.load_values(piece, self._initial(piece.name))
         for name, view in held.views.items():
             parameters[name].data = view
         return held
 
     def _initial(self, name: str) -> torch.Tensor:
-        blank = self._state.subject.blank
-        return blank[name] if name in blank else self._state.subject.parameters[name].detach()
+        blank = self._state.trained_module.initial_values
+        return blank[name] if name in blank else self._state.trained_module.parameters[name].detach()
 
-    def _held(self, arena: Arena, whole: torch.Tensor) -> Held:
-        group, shapes = self._state.world.group(arena.axes), self._state.subject.parameters
-        views = {name: whole[start : start + numel].view(shapes[name].shape) for name, numel, start in arena.weights}
-        held = Held(arena, group, whole, whole, views, self._homes[arena.weights[0][0]].weight.visits)
-        held.shard = whole[held.mine]
+    def _held(self, arena: FlatParamSpec, whole: torch.Tensor) -> FlatParam:
+        group, shapes = self._state.world.group(arena.axes), self._state.trained_module.parameters
+        views = {
+            name: whole[start : start + numel].view(shapes[name].shape) for name, numel, start in arena.params
+        }
+        held = FlatParam(arena, group, whole, whole, views, self._homes[arena.params[0][0]].param.block_calls)
+        held.shard = whole[held.shard_slice]
         return held
 
-    def _with_master(self, held: Held) -> Held:
-        first = held.arena.weights[0][0]
-        if self._master != self._dtype and self._homes[first].weight.trainable and first not in self.owners.names:
-            held.master = held.shard.new_zeros(held.arena.shard, dtype=self._master)
+    def _with_master(self, held: FlatParam) -> FlatParam:
+        first = held.spec.params[0][0]
+        if (
+            self._master != self._dtype
+            and self._homes[first].param.trainable
+            and first not in self.matrix_owners.param_names
+        ):
+            held.master = held.shard.new_zeros(held.spec.shard_numel, dtype=self._master)
         return held
 
-    def _stepped_as(self, piece: Piece) -> tuple[int, ...]:
+    def _stepped_as(self, piece: ParamShard) -> tuple[int, ...]:
         """The shape in which the optimizer sees a piece: flat, but for weights that are never cut."""
         home = self._homes[piece.name]
-        return home.weight.shape if home.grain == "matrix" else (piece.numel,)
+        return home.param.shape if home.shard_alignment == "matrix" else (piece.numel,)
 
-    def _gradient(self, held: Held) -> torch.Tensor:
+    def _gradient(self, held: FlatParam) -> torch.Tensor:
         gradient = held.gradient
         if gradient is None:
-            gradient = held.shard.new_empty(held.arena.shard, dtype=self._kept)
+            gradient = held.shard.new_empty(held.spec.shard_numel, dtype=self._kept)
             self._take_gradient(held, gradient)
         return gradient
 
     @staticmethod
-    def _take_gradient(held: Held, gradient: torch.Tensor) -> None:
+    def _take_gradient(held: FlatParam, gradient: torch.Tensor) -> None:
         held.gradient = gradient
-        if gradient.dtype == held.stepped.dtype:  # else it is cast when it is read
-            for piece in held.pieces if held.steps else ():
-                held.steps[piece.name].grad = held.place(gradient, piece)
+        if gradient.dtype == held.optimizer_tensor.dtype:  # else it is cast when it is read
+            for piece in held.param_shards if held.optimizer_params else ():
+                held.optimizer_params[piece.name].grad = held.shard_view(gradient, piece)
 
     def _buffer(self, name: str, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         """The buffer of that name, made at its first use, as elements of `dtype`; it stays, and may serve others in turn."""
@@ -283,17 +347,22 @@ class Store:
             self._buffers[name] = self._like.detach().new_empty(nbytes, dtype=torch.uint8)
         return self._buffers[name][: nbytes - nbytes % dtype.itemsize].view(dtype)
 
-    def sizes(self) -> dict[str, int]:
+    def memory_by_category(self) -> dict[str, int]:
         """Bytes by category: weights (shards, or wholes that hold them), masters, summed gradients, buffers.
 
         A buffer in which gradients stay is one of gradients.
         """
-        held, sizes = self.arenas.values(), {name: buffer.nbytes for name, buffer in self._buffers.items()}
+        held, sizes = (
+            self.by_param_group.values(),
+            {name: buffer.nbytes for name, buffer in self._buffers.items()},
+        )
         kept = sum(0 if each.gradient is None or self._in_place else each.gradient.nbytes for each in held)
         stays = sum(sizes.pop(name) for name in list(sizes) if self._in_place and name in self._gathering)
         return {
-            "parameters": sum((each.shard if each.flat else each.whole).nbytes for each in held),
-            "master": sum(each.nbytes_of_master for each in held) + self.masters.nbytes + self.owners.nbytes,
+            "parameters": sum((each.shard if each.is_sharded else each.full_tensor).nbytes for each in held),
+            "master": sum(each.master_nbytes for each in held)
+            + self.master_weights.nbytes
+            + self.matrix_owners.nbytes,
             "gradients": kept + stays,
             "buffers": sum(sizes.values()),
         }

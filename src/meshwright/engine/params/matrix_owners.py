@@ -1,9 +1,9 @@
-"""BRING and HAND: the whole weights that this rank steps of those of which it has slices (core/owners.py).
+"""GATHER_GRAD and SCATTER_PARAM: the whole weights that this rank steps of those of which it has slices (core/owners.py).
 
     slice of the summed gradient --gather--> whole gradient --optimizer--> whole weight --scatter--> slice of the weight
 
 An owner keeps the whole weight, in the dtype that is stepped: it is the master, and the slices are that, rounded. What travels
-back is rounded before it is sent. Whole gradients come with BRING and go with HAND.
+back is rounded before it is sent. Whole gradients come with GATHER_GRAD and go with SCATTER_PARAM.
 """
 
 from collections import defaultdict
@@ -13,24 +13,24 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshwright.engine.params.flat_param import Held, Stepped
-from meshwright.engine.params.param_slices import put
-from meshwright.engine.runtime.state import State
-from meshwright.model.tensor_parallel.slice_plan import taken
-from meshwright.plan.model_spec.dim_split import Span
+from meshwright.engine.params.flat_param import FlatParam, UpdateGroup
+from meshwright.engine.params.param_slices import copy_slice_into
+from meshwright.engine.runtime.state import RankState
+from meshwright.model.tensor_parallel.slice_plan import slice_dims
+from meshwright.plan.model_spec.dim_split import DimRanges
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
-from meshwright.plan.step.matrix_owners import Parcel, coordinate_of, parcels
+from meshwright.plan.step.matrix_owners import MatrixParcel, matrix_parcels, owner_coordinate
 from meshwright.plan.strategy import Handler
 
 
 @dataclass(frozen=True)
-class _Slice:
+class _ParamSlice:
     """What one rank has of a weight."""
 
     shape: tuple[int, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[DimRanges, ...]
 
     @property
     def numel(self) -> int:
@@ -38,55 +38,64 @@ class _Slice:
         return torch.Size(self.shape).numel()
 
 
-class Owners:
+class MatrixOwners:
     """What this rank owns, made while the values of `state.subject` are still whole; `held` are the arenas, by weight."""
 
-    def __init__(self, plan: Plan, state: State, held: Mapping[str, Held]) -> None:
-        self._state, self._held = state, held
+    def __init__(self, plan: Plan, state: RankState, flat_params: Mapping[str, FlatParam]) -> None:
+        self._state, self._held = state, flat_params
         roles = {role: getattr(torch, dtype) for role, dtype in plan.job.precision.roles.items()}
         self._sent, self._back, stepped = roles["gradients"], roles["parameters"], roles["master"]
         self._casts = self._sent != stepped
-        self._parcels: dict[str, list[tuple[Parcel, tuple[str, ...]]]] = defaultdict(list)  # by bundle; the names sent here
-        self._slices: dict[tuple[str, ...], list[dict[str, _Slice]]] = {}  # by axes, of every rank along them
-        self._like = next(iter(state.subject.parameters.values())).detach().new_empty(0)  # no memory: shards come and go
+        self._parcels: dict[str, list[tuple[MatrixParcel, tuple[str, ...]]]] = defaultdict(
+            list
+        )  # by bundle; the names sent here
+        self._slices: dict[
+            tuple[str, ...], list[dict[str, _ParamSlice]]
+        ] = {}  # by axes, of every rank along them
+        self._like = (
+            next(iter(state.trained_module.parameters.values())).detach().new_empty(0)
+        )  # no memory: shards come and go
         self._gradients: dict[str, torch.Tensor] = {}
-        self.names: set[str] = set()
-        self.steps: dict[str, nn.Parameter] = {}
+        self.param_names: set[str] = set()
+        self.optimizer_params: dict[str, nn.Parameter] = {}
         self._mine: dict[str, list[str]] = defaultdict(list)  # what is stepped here, by bundle
-        for parcel in parcels(plan.space):
-            names = parcel.names[_index(plan.mesh, state.world.rank, parcel.shards)]
-            self._parcels[parcel.bundle].append((parcel, names))
-            self.names |= {name for each in parcel.names for name in each}
+        for parcel in matrix_parcels(plan.sharding):
+            names = parcel.names_by_shard[_index(plan.mesh, state.world.rank, parcel.shard_axes)]
+            self._parcels[parcel.param_group].append((parcel, names))
+            self.param_names |= {name for each in parcel.names_by_shard for name in each}
             if parcel.axes not in self._slices:
-                ranks = range(plan.mesh.extent(parcel.axes))
+                ranks = range(plan.mesh.group_size(parcel.axes))
                 self._slices[parcel.axes] = [dict(_slices(plan, parcel.axes, index)) for index in ranks]
             if _index(plan.mesh, state.world.rank, parcel.axes) == parcel.owner:
-                self._mine[parcel.bundle] += names
+                self._mine[parcel.param_group] += names
         for name in (name for names in self._mine.values() for name in names):
-            blank = state.subject.blank
-            value = blank[name] if name in blank else state.subject.parameters[name].detach()
-            self.steps[name] = nn.Parameter(value.to(stepped, copy=True))
-        self.handlers: dict[str, Handler] = {"BRING": self.bring, "HAND": self.hand}
+            blank = state.trained_module.initial_values
+            value = blank[name] if name in blank else state.trained_module.parameters[name].detach()
+            self.optimizer_params[name] = nn.Parameter(value.to(stepped, copy=True))
+        self.handlers: dict[str, Handler] = {
+            "GATHER_GRAD": self.gather_grads,
+            "SCATTER_PARAM": self.scatter_params,
+        }
 
     @property
     def nbytes(self) -> int:
         """The bytes of the whole weights."""
-        return sum(weight.nbytes for weight in self.steps.values())
+        return sum(weight.nbytes for weight in self.optimizer_params.values())
 
-    def bundles(self) -> Iterator[Stepped]:
-        """What is stepped, one bundle after the other, with the gradients that the last BRING has left."""
+    def update_groups(self) -> Iterator[UpdateGroup]:
+        """What is stepped, one bundle after the other, with the gradients that the last GATHER_GRAD has left."""
         for names in self._mine.values():
             gradients = tuple(self._gradients.get(name) for name in names)
-            yield Stepped(tuple(self.steps[name] for name in names), gradients, _nothing)
+            yield UpdateGroup(tuple(self.optimizer_params[name] for name in names), gradients, _nothing)
 
     @torch.no_grad()
-    def take(self, name: str, values: torch.Tensor) -> None:
+    def load_values(self, name: str, values: torch.Tensor) -> None:
         """Have the whole weight `name` be `values`, if it is owned here."""
-        if name in self.steps:
-            self.steps[name].copy_(values)
+        if name in self.optimizer_params:
+            self.optimizer_params[name].copy_(values)
 
     @torch.no_grad()
-    def bring(self, action: Action) -> None:
+    def gather_grads(self, action: Action) -> None:
         """Bring the slices of the summed gradients of a bundle together, each on the owner of its weight."""
         for parcel, names in self._parcels[action.subject]:
             group, held = self._state.world.group(parcel.axes), self._slices[parcel.axes]
@@ -99,24 +108,24 @@ class Owners:
             arrived = sent.new_empty(group.size * parcel.numel) if group.index == parcel.owner else None
             group.gather(arrived, sent, target=parcel.owner, action=action.name).wait()
             if arrived is not None:
-                self._gradients |= {name: sent.new_empty(self.steps[name].shape) for name in names}
+                self._gradients |= {name: sent.new_empty(self.optimizer_params[name].shape) for name in names}
                 for name, each, part in self._parts(parcel, names, arrived):
-                    put(self._gradients[name], each.spans, part)
+                    copy_slice_into(self._gradients[name], each.spans, part)
         for name in () if self._casts else self._mine[action.subject]:
-            self.steps[name].grad = self._gradients[name]
+            self.optimizer_params[name].grad = self._gradients[name]
 
     @torch.no_grad()
-    def hand(self, action: Action) -> None:
+    def scatter_params(self, action: Action) -> None:
         """Hand out the slices of what this rank steps of a bundle, and take those of what others step."""
         for name in self._mine[action.subject]:
-            self.steps[name].grad = None
+            self.optimizer_params[name].grad = None
             self._gradients.pop(name, None)
         for parcel, names in self._parcels[action.subject]:
             group, sent = self._state.world.group(parcel.axes), None
             if group.index == parcel.owner:
                 sent = self._like.new_zeros(group.size * parcel.numel, dtype=self._back)
                 for name, each, part in self._parts(parcel, names, sent):
-                    part.copy_(taken(self.steps[name], each.spans))
+                    part.copy_(slice_dims(self.optimizer_params[name], each.spans))
             mine, at = self._like.new_empty(parcel.numel, dtype=self._back), 0
             group.scatter(mine, sent, source=parcel.owner, action=action.name).wait()
             for name in names:
@@ -127,14 +136,20 @@ class Owners:
     def _summed(self, name: str) -> torch.Tensor | None:
         """This rank's slice of the summed gradient of a weight; None where that is zero."""
         held = self._held.get(name)
-        return self._state.subject.parameters[name].grad if held is None else held.summed(name)
+        return self._state.trained_module.parameters[name].grad if held is None else held.param_gradient(name)
 
     def _place(self, name: str) -> torch.Tensor:
         """Where this rank keeps its slice of a weight."""
         held = self._held.get(name)
-        return self._state.subject.parameters[name].data if held is None else held.value(held.piece(name))
+        return (
+            self._state.trained_module.parameters[name].data
+            if held is None
+            else held.shard_values(held.param_shard(name))
+        )
 
-    def _parts(self, parcel: Parcel, names: tuple[str, ...], flat: torch.Tensor) -> Iterator[tuple[str, _Slice, torch.Tensor]]:
+    def _parts(
+        self, parcel: MatrixParcel, names: tuple[str, ...], flat: torch.Tensor
+    ) -> Iterator[tuple[str, _ParamSlice, torch.Tensor]]:
         """The slices of `names` in `flat`, which holds those of every rank, one after the other."""
         for index, held in enumerate(self._slices[parcel.axes]):
             at = index * parcel.numel
@@ -144,13 +159,18 @@ class Owners:
                 at += each.numel
 
 
-def _slices(plan: Plan, axes: tuple[str, ...], index: int) -> Iterator[tuple[str, _Slice]]:
+def _slices(plan: Plan, axes: tuple[str, ...], index: int) -> Iterator[tuple[str, _ParamSlice]]:
     """What the rank at `index` along `axes` has of each weight that has an owner among them."""
-    coordinate, logical = coordinate_of(plan.space, axes, index), plan.space.whole or plan.space
-    local = {home.weight.name: home.weight.shape for home in logical.at(coordinate).homes}
-    for home in (home for home in logical.homes if home.apart == axes and home.weight.name in local):
-        spans = tuple(side.span for side in logical.sides(home, coordinate))
-        yield home.weight.name, _Slice(local[home.weight.name], spans)
+    coordinate, logical = (
+        owner_coordinate(plan.sharding, axes, index),
+        plan.sharding.all_ranks or plan.sharding,
+    )
+    local = {home.param.name: home.param.shape for home in logical.at_coordinate(coordinate).param_shardings}
+    for home in (
+        home for home in logical.param_shardings if home.owner_axes == axes and home.param.name in local
+    ):
+        spans = tuple(side.dim_ranges for side in logical.dim_shards(home, coordinate))
+        yield home.param.name, _ParamSlice(local[home.param.name], spans)
 
 
 def _index(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> int:
@@ -158,4 +178,4 @@ def _index(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> int:
 
 
 def _nothing() -> None:
-    """HAND brings the slices up to date."""
+    """SCATTER_PARAM brings the slices up to date."""

@@ -9,51 +9,55 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from meshwright.engine.params.flat_params import Store
-from meshwright.engine.runtime.state import Subject
-from meshwright.model.blocks.driver import Drive
+from meshwright.engine.params.flat_params import FlatParams
+from meshwright.engine.runtime.state import TrainedModule
+from meshwright.model.blocks.driver import ForwardDriver
 from meshwright.plan.model_spec.model_spec import block_of
 
-Fetch = Callable[[str], None]  # has the weights of a block whole
+UnshardFn = Callable[[str], None]  # has the weights of a block whole
 
 
 @contextmanager
-def whole(subject: Subject, store: Store, drive: Drive, action: str) -> Iterator[None]:
+def summon_full_params(
+    trained_module: TrainedModule, flat_params: FlatParams, driver: ForwardDriver, action: str
+) -> Iterator[None]:
     """Forwards of the module find their weights meanwhile, which are sent for `action`; all ranks run as many forwards."""
-    store.refresh(action)
-    if not store.together:
+    flat_params.refresh_unsharded(action)
+    if not flat_params.forward_is_collective:
         yield
         return
-    fetch = partial(store.fetch, action=action)
-    if subject.elsewhere:
-        with drive.fetching(fetch):
+    fetch = partial(flat_params.unshard_block, action=action)
+    if trained_module.remote_param_names:
+        with driver.use_pre_block_hook(fetch):
             yield
         return
-    order = _Order(fetch)
+    order = _UnshardOrder(fetch)
     hooks = (
-        subject.module.register_forward_pre_hook(lambda *_: order.begin(subject.anatomy.visits)),
-        subject.module.register_forward_hook(lambda *_: order.end()),
+        trained_module.module.register_forward_pre_hook(
+            lambda *_: order.begin(trained_module.model_spec.block_calls)
+        ),
+        trained_module.module.register_forward_hook(lambda *_: order.end()),
     )
     with ExitStack() as stack:
         for hook in hooks:
             stack.callback(hook.remove)
-        stack.enter_context(drive.fetching(order.reach))
+        stack.enter_context(driver.use_pre_block_hook(order.reach))
         yield
 
 
 @contextmanager
-def in_order(visits: Sequence[str], fetch: Fetch) -> Iterator[Fetch]:
+def unshard_in_order(block_calls: Sequence[str], unshard_block: UnshardFn) -> Iterator[UnshardFn]:
     """What to call before a visit of `visits`: all up to it are fetched for; in the end, those that are left are."""
-    order = _Order(fetch)
-    order.begin(visits)
+    order = _UnshardOrder(unshard_block)
+    order.begin(block_calls)
     yield order.reach
     order.end()
 
 
-class _Order:
+class _UnshardOrder:
     """The visits of one pass for which nothing has been fetched yet."""
 
-    def __init__(self, fetch: Fetch) -> None:
+    def __init__(self, fetch: UnshardFn) -> None:
         self._fetch = fetch
         self._left: list[str] = []
 

@@ -19,32 +19,36 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.step.single_device import role_of
 
-Place = tuple[tuple[str, ...], tuple[int, ...]]  # axes, and the indices of those among the ranks there
+GroupKey = tuple[tuple[str, ...], tuple[int, ...]]  # axes, and the indices of those among the ranks there
 
 
-def meet(plan: Plan, world: World) -> None:
+def create_groups(plan: Plan, world: World) -> None:
     """Have `world` make every group that any rank of `plan` needs in a step; all ranks call this, with the lists of all."""
-    moves = (move for _, actions in plan.program.roles for action in actions for move in action.moves)
-    found = {(tuple(axis for axis in AXES if axis in move.axes), among) for move in moves for among in move.parties(plan.mesh)}
+    moves = (move for _, actions in plan.program.roles for action in actions for move in action.transfers)
+    found = {
+        (tuple(axis for axis in AXES if axis in move.axes), among)
+        for move in moves
+        for among in move.member_groups(plan.mesh)
+    }
     if world.directed:
         found |= set(_ways(plan))
     for axes, among in sorted(found):
         world.group(axes, among)
 
 
-def way(world: World, axes: tuple[str, ...], peer: int, *, sends: bool) -> tuple[Group, int]:
+def p2p_group(world: World, axes: tuple[str, ...], peer: int, *, is_sender: bool) -> tuple[Group, int]:
     """The group in which this rank sends to that at index `peer` along `axes`, or receives; its index there."""
     group = world.group(axes)
     if not world.directed:
         return group, peer
-    pair = (group.index, peer) if sends else (peer, group.index)
-    return world.group(axes, pair), int(sends)
+    pair = (group.index, peer) if is_sender else (peer, group.index)
+    return world.group(axes, pair), int(is_sender)
 
 
-def _ways(plan: Plan) -> Iterator[Place]:
+def _ways(plan: Plan) -> Iterator[GroupKey]:
     """Source and target of all that a rank sends to one other alone."""
     index = {role_of({"pp": place}): place for place in range(plan.mesh.pp)}
     for role, actions in plan.program.roles:
         for action in actions:
-            if action.lane == "send" and action.transfer is not None and action.transfer.peer is not None:
+            if action.stream == "send" and action.transfer is not None and action.transfer.peer is not None:
                 yield action.transfer.axes, (index[role], action.transfer.peer)

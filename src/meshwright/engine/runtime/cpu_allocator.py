@@ -16,20 +16,20 @@ import ctypes
 import platform
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-MOST_MMAP = 32 * 2**20  # the largest that glibc takes
-NEVER = -1
+MAX_MMAP_THRESHOLD = 32 * 2**20  # the largest that glibc takes
+NEVER_TRIM = -1
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Give all free memory of the heap to the kernel, this once."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def keep_heap() -> bool:
+def retain_heap() -> bool:
     """Have freed memory stay with this process; False where the C library is not glibc. A second call does nothing more."""
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
     # both: one of them alone would end glibc's own adjusting of the other
-    return bool(mallopt(M_MMAP_THRESHOLD, MOST_MMAP)) and bool(mallopt(M_TRIM_THRESHOLD, NEVER))
+    return bool(mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD)) and bool(mallopt(M_TRIM_THRESHOLD, NEVER_TRIM))

@@ -33,29 +33,33 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from meshwright.model.blocks.loss_inputs import Judge
+from meshwright.model.blocks.loss_inputs import LossSpec
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.chunked_loss import PIECE
+from meshwright.plan.step.chunked_loss import MAX_CHUNK_NUMEL
 
-NUMBERS = 2  # of each token, that ranks tell each other; with label smoothing one more
+NUM_TOKEN_STATS = 2  # of each token, that ranks tell each other; with label smoothing one more
 
 
 @dataclass(frozen=True)
-class Words:
+class VocabShard:
     """Which words this rank has the logits of: `count` from `first` on, of `total`.
 
     `told(numbers)` are the `numbers` of all ranks, (ranks, *their shape), in the order of the words; no gradient passes.
     """
 
-    first: int
-    count: int
-    total: int
-    told: Callable[[torch.Tensor], torch.Tensor]
+    start: int
+    size: int
+    vocab_size: int
+    all_gather: Callable[[torch.Tensor], torch.Tensor]
 
 
-def cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, words: Words, smoothing: float = 0.0
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    vocab_shard: VocabShard,
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """The sum over tokens of weight times cross-entropy: a scalar, the same on every rank. Differentiable.
 
@@ -70,20 +74,25 @@ def cross_entropy(
     labels = labels.masked_fill(~counts, 0)
     if labels.numel() and labels.device.type == "cpu":  # elsewhere it would stop the device to look
         least, most = int(labels.min()), int(labels.max())
-        if least < 0 or most >= words.total:
-            text = f"labels from {least} to {most}, and the model has {words.total} words, numbered from 0"
-            raise PlanError(text, fix="correct the labels; -100 leaves a token out", where="batch.labels")
-    return _CrossEntropy.apply(logits, labels, weights, words, smoothing)
+        if least < 0 or most >= vocab_shard.vocab_size:
+            text = f"labels from {least} to {most}, and the model has {vocab_shard.vocab_size} words, numbered from 0"
+            raise PlanError(text, fix="correct the labels; -100 leaves a token out", location="batch.labels")
+    return _CrossEntropy.apply(logits, labels, weights, vocab_shard, label_smoothing)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, words: Words, smoothing: float
+        ctx: Any,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor,
+        words: VocabShard,
+        smoothing: float,
     ) -> torch.Tensor:
         here, places = _places(labels, words)
         sums = torch.zeros(
-            (NUMBERS + (smoothing > 0), len(logits)),
+            (NUM_TOKEN_STATS + (smoothing > 0), len(logits)),
             dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32,
             device=logits.device,
         )
@@ -94,11 +103,11 @@ class _CrossEntropy(torch.autograd.Function):
                 sums[2, some] = piece.sum(1)
             sums[0, some] = piece.logsumexp(1)
             del piece  # or the next one is made beside it
-        told = words.told(sums)
+        told = words.all_gather(sums)
         log_sum, others = told[:, 0].logsumexp(0), told[:, 1:].sum(0)
         each = log_sum - (1 - smoothing) * others[0]
         if smoothing:
-            each -= smoothing / words.total * others[1]
+            each -= smoothing / words.vocab_size * others[1]
         weights = weights.to(each.dtype)
         ctx.save_for_backward(logits, labels, weights, log_sum)
         ctx.words, ctx.smoothing = words, smoothing
@@ -121,27 +130,27 @@ class _CrossEntropy(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
-def _places(labels: torch.Tensor, words: Words) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(labels: torch.Tensor, words: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
     """Whether each label is among the words here, and at which place; 0 where it is not."""
-    places = labels - words.first
-    here = (places >= 0) & (places < words.count)
+    places = labels - words.start
+    here = (places >= 0) & (places < words.size)
     return here, places.masked_fill(~here, 0)
 
 
 def _pieces(logits: torch.Tensor) -> Iterator[slice]:
     """Some tokens after others, so that a piece of their logits has about PIECE elements."""
-    size = max(1, PIECE // max(1, logits.shape[1]))
+    size = max(1, MAX_CHUNK_NUMEL // max(1, logits.shape[1]))
     yield from (slice(first, first + size) for first in range(0, len(logits), size))
 
 
 Batch = Mapping[str, torch.Tensor]
-IGNORED = -100  # the label of a token that does not count
-WEIGHTS = "loss_weights"
-SAME = "pass the same loss to read(...) and to build(...) or verify(...)"
+IGNORE_INDEX = -100  # the label of a token that does not count
+LOSS_WEIGHTS_KEY = "loss_weights"
+SAME_LOSS_FIX = "pass the same loss to read(...) and to build(...) or verify(...)"
 
 
 @dataclass(frozen=True)
-class Split:
+class VocabParallelLoss:
     """How a loss is taken on logits of some words.
 
     `logits(outputs)` are those that it takes, words along the last dim; `total(outputs, batch, words)` is the sum that
@@ -150,8 +159,8 @@ class Split:
     """
 
     logits: Callable[[Any], torch.Tensor]
-    total: Callable[[Any, Batch, Words], torch.Tensor]
-    numbers: int
+    total: Callable[[Any, Batch, VocabShard], torch.Tensor]
+    num_token_stats: int
 
 
 @dataclass(frozen=True)
@@ -169,22 +178,28 @@ class Loss:
     total: Callable[[Any, Batch], torch.Tensor]
     count: Callable[[Batch], torch.Tensor]
     targets: tuple[str, ...] = ("labels",)
-    tokens: Callable[[Batch], torch.Tensor | None] = lambda batch: None
+    count_tokens: Callable[[Batch], torch.Tensor | None] = lambda batch: None
     whole_batch: bool = False
-    split: Split | None = None
-    by_token: bool = False
-    per_token: bool = False
+    vocab_parallel: VocabParallelLoss | None = None
+    is_token_sum: bool = False
+    is_token_nll: bool = False
 
-    def within(self, wrap: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]) -> "Loss":
+    def wrap_total(
+        self, wrap: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]
+    ) -> "Loss":
         """This loss with its totals as `wrap` changes them."""
-        split = None if self.split is None else replace(self.split, total=wrap(self.split.total))
-        return replace(self, total=wrap(self.total), split=split)
+        split = (
+            None
+            if self.vocab_parallel is None
+            else replace(self.vocab_parallel, total=wrap(self.vocab_parallel.total))
+        )
+        return replace(self, total=wrap(self.total), vocab_parallel=split)
 
-    def inputs(self, batch: Batch) -> Batch:
+    def model_inputs(self, batch: Batch) -> Batch:
         """What of `batch` is passed to the model: all but the targets."""
         return {key: value for key, value in batch.items() if key not in self.targets}
 
-    def counted(self, batch: Batch) -> tuple[float, float]:
+    def count_weight_and_tokens(self, batch: Batch) -> tuple[float, float]:
         """What these rows weigh, and how many tokens they are.
 
         Raises PlanError for a weight below 0 or not finite, and when `count` asks for a key that the batch does not have.
@@ -194,11 +209,11 @@ class Loss:
         except KeyError as error:
             text = f"Loss.count reads {error} of the batch, which holds {', '.join(batch) or 'nothing'}"
             fix = "give the batch that key, or pass a loss of your own: Model(loss=...)"
-            raise PlanError(text, fix=fix, where="loss") from error
+            raise PlanError(text, fix=fix, location="loss") from error
         if not 0 <= weight < inf:
             text = f"the rows of this step weigh {weight}; needed is a number from 0 up"
-            raise PlanError(text, fix="correct Loss.count, or the loss_weights of the batch", where="loss")
-        tokens = self.tokens(batch)
+            raise PlanError(text, fix="correct Loss.count, or the loss_weights of the batch", location="loss")
+        tokens = self.count_tokens(batch)
         return weight, weight if tokens is None else float(tokens)
 
 
@@ -216,42 +231,62 @@ def token_cross_entropy(label_smoothing: float = 0.0) -> Loss:
     """
     if not 0 <= label_smoothing <= 1:
         text = f"label_smoothing = {label_smoothing}"
-        raise PlanError(text, fix="write a number from 0, the label alone, to 1, all words alike", where="loss")
+        raise PlanError(
+            text, fix="write a number from 0, the label alone, to 1, all words alike", location="loss"
+        )
     smooth = label_smoothing > 0
-    split = Split(logits_of, partial(_split_total, smoothing=label_smoothing), NUMBERS + smooth)
+    split = VocabParallelLoss(
+        get_logits, partial(_split_total, smoothing=label_smoothing), NUM_TOKEN_STATS + smooth
+    )
     total = partial(_token_total, smoothing=label_smoothing)
-    targets = ("labels", WEIGHTS)
-    return Loss(total, _token_count, targets, _tokens_if_weighted, split=split, by_token=True, per_token=not smooth)
+    targets = ("labels", LOSS_WEIGHTS_KEY)
+    return Loss(
+        total,
+        _token_count,
+        targets,
+        _tokens_if_weighted,
+        vocab_parallel=split,
+        is_token_sum=True,
+        is_token_nll=not smooth,
+    )
 
 
 def check_loss(plan: Plan, loss: Loss) -> None:
     """Raise PlanError when `loss` is not of the kind that `plan` was made for."""
-    if loss.whole_batch != plan.anatomy.whole_batch:
+    if loss.whole_batch != plan.model_spec.needs_global_batch:
         kinds = {True: "one of the whole batch", False: "a sum over rows"}
-        text = f"the loss is {kinds[loss.whole_batch]}, and the plan was made for {kinds[plan.anatomy.whole_batch]}"
-        raise PlanError(text, fix=SAME, where="loss")
-    logits = plan.anatomy.logits
-    if plan.space.logits.places and logits is not None and (loss.split is None or loss.split.numbers != logits.numbers):
-        what = "needs whole logits" if loss.split is None else f"tells {loss.split.numbers} numbers of a token"
-        text = f"the loss {what}, and the plan divides them by words and has {logits.numbers} numbers of a token told"
-        raise PlanError(text, fix=SAME, where="loss")
+        text = f"the loss is {kinds[loss.whole_batch]}, and the plan was made for {kinds[plan.model_spec.needs_global_batch]}"
+        raise PlanError(text, fix=SAME_LOSS_FIX, location="loss")
+    logits = plan.model_spec.logits
+    if (
+        plan.sharding.logits_layout.placements
+        and logits is not None
+        and (loss.vocab_parallel is None or loss.vocab_parallel.num_token_stats != logits.num_reduced_values)
+    ):
+        what = (
+            "needs whole logits"
+            if loss.vocab_parallel is None
+            else f"tells {loss.vocab_parallel.num_token_stats} numbers of a token"
+        )
+        text = f"the loss {what}, and the plan divides them by words and has {logits.num_reduced_values} numbers of a token told"
+        raise PlanError(text, fix=SAME_LOSS_FIX, location="loss")
 
 
-def nothing_counts(where: str) -> PlanError:
+def empty_loss_error(where: str) -> PlanError:
     """What to raise when no row counts anywhere; `where` says of what, "of the 12 samples"."""
     fix = "check how labels are made: -100 leaves a token out, and so does a loss weight of 0"
-    return PlanError(f"nothing counts in any {where}: the loss is undefined", fix=fix, where="data")
+    return PlanError(f"nothing counts in any {where}: the loss is undefined", fix=fix, location="data")
 
 
-def judge_of(loss: Loss) -> Judge:
+def make_loss_spec(loss: Loss) -> LossSpec:
     """`loss` as the reading of a model tries it out."""
-    if loss.split is None:
-        return Judge(loss.total, loss.targets, loss.whole_batch, by_token=loss.by_token)
-    split = loss.split.logits, loss.split.numbers
-    return Judge(loss.total, loss.targets, loss.whole_batch, *split, by_token=loss.by_token)
+    if loss.vocab_parallel is None:
+        return LossSpec(loss.total, loss.targets, loss.whole_batch, is_token_sum=loss.is_token_sum)
+    split = loss.vocab_parallel.logits, loss.vocab_parallel.num_token_stats
+    return LossSpec(loss.total, loss.targets, loss.whole_batch, *split, is_token_sum=loss.is_token_sum)
 
 
-def logits_of(outputs: Any) -> torch.Tensor:
+def get_logits(outputs: Any) -> torch.Tensor:
     """The logits among a model's outputs: the tensor itself, the first of a tuple, or `.logits`."""
     if isinstance(outputs, torch.Tensor):
         return outputs
@@ -261,41 +296,45 @@ def logits_of(outputs: Any) -> torch.Tensor:
 
 
 def _token_total(outputs: Any, batch: Batch, smoothing: float) -> torch.Tensor:
-    logits = logits_of(outputs)
+    logits = get_logits(outputs)
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     flat, labels = logits.reshape(-1, logits.shape[-1]), batch["labels"].reshape(-1)
-    taken = partial(F.cross_entropy, flat, labels, ignore_index=IGNORED, label_smoothing=smoothing)
-    if WEIGHTS in batch:
+    taken = partial(F.cross_entropy, flat, labels, ignore_index=IGNORE_INDEX, label_smoothing=smoothing)
+    if LOSS_WEIGHTS_KEY in batch:
         each = taken(reduction="none")
         return (each * _weights(batch).reshape(-1).to(each.dtype)).sum()
     return taken(reduction="sum")
 
 
-def _split_total(outputs: Any, batch: Batch, words: Words, smoothing: float) -> torch.Tensor:
-    logits, labels = logits_of(outputs), batch["labels"].reshape(-1)
-    weights = _weights(batch) if WEIGHTS in batch else (batch["labels"] != IGNORED)
-    return cross_entropy(logits.reshape(-1, logits.shape[-1]), labels, weights.reshape(-1), words, smoothing)
+def _split_total(outputs: Any, batch: Batch, words: VocabShard, smoothing: float) -> torch.Tensor:
+    logits, labels = get_logits(outputs), batch["labels"].reshape(-1)
+    weights = _weights(batch) if LOSS_WEIGHTS_KEY in batch else (batch["labels"] != IGNORE_INDEX)
+    return vocab_parallel_cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), labels, weights.reshape(-1), words, smoothing
+    )
 
 
 def _token_count(batch: Batch) -> torch.Tensor:
-    if WEIGHTS not in batch:
-        return (batch["labels"] != IGNORED).sum()
+    if LOSS_WEIGHTS_KEY not in batch:
+        return (batch["labels"] != IGNORE_INDEX).sum()
     weights = _weights(batch)
     if (weights < 0).any():
         text = f"loss_weights from {weights.min().item():g} up; a weight below 0 would train towards a higher loss"
-        raise PlanError(text, fix="give weights from 0 up; 0 leaves a token out", where="batch.loss_weights")
+        raise PlanError(
+            text, fix="give weights from 0 up; 0 leaves a token out", location="batch.loss_weights"
+        )
     return weights.double().sum()
 
 
 def _tokens_if_weighted(batch: Batch) -> torch.Tensor | None:
-    return (batch["labels"] != IGNORED).sum() if WEIGHTS in batch else None
+    return (batch["labels"] != IGNORE_INDEX).sum() if LOSS_WEIGHTS_KEY in batch else None
 
 
 def _weights(batch: Batch) -> torch.Tensor:
     """The weights of the labels that count, and 0 for the others. Raises PlanError when they do not fit the labels."""
-    labels, weights = batch["labels"], batch[WEIGHTS]
+    labels, weights = batch["labels"], batch[LOSS_WEIGHTS_KEY]
     if weights.shape != labels.shape:
         text = f"loss_weights of shape {list(weights.shape)} beside labels of shape {list(labels.shape)}"
-        raise PlanError(text, fix="give one weight per label: (rows, tokens)", where="batch.loss_weights")
-    return torch.where(labels != IGNORED, weights, 0)
+        raise PlanError(text, fix="give one weight per label: (rows, tokens)", location="batch.loss_weights")
+    return torch.where(labels != IGNORE_INDEX, weights, 0)

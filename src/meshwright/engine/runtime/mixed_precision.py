@@ -40,23 +40,23 @@ from math import isfinite
 import torch
 
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.precision import HALVES, Precision
+from meshwright.plan.job.precision import HALF_DTYPES, PrecisionConfig
 from meshwright.plan.plan import Plan
 
 logger = logging.getLogger(__name__)
 
-NARROW = (torch.bfloat16, torch.float16)
-LEAST, MOST = 1.0, 2.0**100  # what a scale may be
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+MIN_LOSS_SCALE, MAX_LOSS_SCALE = 1.0, 2.0**100  # what a scale may be
 
 
 class LossScale:
     """What the loss is multiplied by: `value` for the next backward. Every rank judges alike, from the norm that all share."""
 
-    def __init__(self, precision: Precision) -> None:
+    def __init__(self, precision: PrecisionConfig) -> None:
         self.value = precision.loss_scale
         self._window, self._good = precision.loss_scale_window, 0
 
-    def overflowed(self, norm: float, step: int) -> bool:
+    def update_on_overflow(self, norm: float, step: int) -> bool:
         """Whether a step with this gradient norm must be left out; moves the scale.
 
         Raises PlanError when gradients overflow without any scaling: no smaller scale helps.
@@ -64,53 +64,60 @@ class LossScale:
         if isfinite(norm):
             self._good += 1
             if self._good >= self._window:
-                self.value, self._good = min(MOST, 2 * self.value), 0
+                self.value, self._good = min(MAX_LOSS_SCALE, 2 * self.value), 0
             return False
         self._good = 0
-        if self.value <= LEAST:
+        if self.value <= MIN_LOSS_SCALE:
             text = f"the gradients overflow float16 at a loss scale of {self.value:g}: they are not finite by themselves"
             fix = 'use compute = "bfloat16", whose range is that of float32; or lower optimizer.lr, and look at the samples'
-            raise PlanError(text, fix=fix, where=f"step {step}")
-        self.value = max(LEAST, self.value / 2)
+            raise PlanError(text, fix=fix, location=f"step {step}")
+        self.value = max(MIN_LOSS_SCALE, self.value / 2)
         return True
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, torch.Tensor]:
         """What must be saved: the scale, and the good steps since it moved last."""
         return {"value": torch.tensor(self.value, dtype=torch.float64), "good": torch.tensor(self._good)}
 
-    def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Take up what `tensors` gave; without it, go on as it is."""
-        if "value" in saved:
-            self.value, self._good = saved["value"].item(), int(saved["good"].item())
+        if "value" in state_dict:
+            self.value, self._good = state_dict["value"].item(), int(state_dict["good"].item())
 
 
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norm over all of `tensors`, 0-dim; that of half types is taken in float32, where their squares have room."""
-    if not any(tensor.dtype in NARROW for tensor in tensors):
+    if not any(tensor.dtype in HALF_DTYPES for tensor in tensors):
         return torch.nn.utils.get_total_norm(tensors)
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each, dtype=torch.float32) for each in tensors]))
+    return torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(each, dtype=torch.float32) for each in tensors])
+    )
 
 
-def refuse_unable(precision: Precision, device: torch.device) -> None:
+def check_dtype_support(precision: PrecisionConfig, device: torch.device) -> None:
     """Raise PlanError unless `device` can multiply in the dtypes of `precision`, forward and backward."""
-    for dtype in sorted({precision.parameters, precision.compute} & set(HALVES)):
+    for dtype in sorted({precision.parameters, precision.compute} & set(HALF_DTYPES)):
         try:
             x = torch.ones(2, 2, dtype=getattr(torch, dtype), device=device, requires_grad=True)
             (x @ x).sum().backward()
         except RuntimeError as error:
             text = f"the device {device} cannot compute in {dtype}: {str(error).splitlines()[0]}"
-            raise PlanError(text, fix='set parameters and compute to "float32"', where="precision.compute") from error
+            raise PlanError(
+                text, fix='set parameters and compute to "float32"', location="precision.compute"
+            ) from error
     if device.type == "cpu" and precision.scales_loss:
         logger.warning(
-            "float16 on %s is right and slow: up to 70 times slower than float32 or bfloat16 where no instruction has it", device
+            "float16 on %s is right and slow: up to 70 times slower than float32 or bfloat16 where no instruction has it",
+            device,
         )
 
 
-def refuse_other_dtypes(plan: Plan, live: Iterable[tuple[str, str, torch.Tensor]]) -> None:
+def check_dtypes_match_plan(plan: Plan, tensors: Iterable[tuple[str, str, torch.Tensor]]) -> None:
     """Raise RuntimeError unless each of `live` (role, name, tensor) has the dtype that the plan says."""
     roles = plan.job.precision.roles
-    for role, name, tensor in live:
+    for role, name, tensor in tensors:
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype != roles[role]:
             text = f"the {role} of {name} are {dtype} in memory, and the plan says {roles[role]}"
-            raise RuntimeError(f"{text}; this is a bug: report the plan, and train without precision.{role} meanwhile")
+            raise RuntimeError(
+                f"{text}; this is a bug: report the plan, and train without precision.{role} meanwhile"
+            )

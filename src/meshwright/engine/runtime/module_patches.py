@@ -10,33 +10,33 @@ from typing import Any
 
 from torch import nn
 
-Around = Callable[..., Any]  # called with what the module computes, then with its arguments
+ForwardWrapper = Callable[..., Any]  # called with what the module computes, then with its arguments
 
 
-class Sockets:
+class ModulePatches:
     """The replaced forwards of one module's parts."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._own: list[tuple[nn.Module, Any]] = []
-        self._wraps: list[tuple[nn.Module, Around]] = []
+        self._wraps: list[tuple[nn.Module, ForwardWrapper]] = []
 
-    def fill(self, name: str, forward: Callable[..., Any]) -> None:
+    def replace_forward(self, name: str, forward: Callable[..., Any]) -> None:
         """Have the module `name` compute `forward(module, *its arguments)`."""
         module = self._module.get_submodule(name)
         self._put(module, partial(forward, module))
 
-    def wrap(self, name: str, around: Around) -> None:
+    def wrap_forward(self, name: str, wrapper: ForwardWrapper) -> None:
         """Have the module `name` compute `around(what it computes, *its arguments)`, from `close` on."""
-        self._wraps.append((self._module.get_submodule(name), around))
+        self._wraps.append((self._module.get_submodule(name), wrapper))
 
-    def close(self) -> None:
+    def apply_wrappers(self) -> None:
         """All has been filled: wrap what is to be wrapped."""
         for module, around in self._wraps:
             self._put(module, partial(around, module.forward))
         self._wraps.clear()
 
-    def empty(self) -> None:
+    def restore_forwards(self) -> None:
         """Give the modules their own forwards back."""
         for module, own in reversed(self._own):
             module.__dict__.pop("forward", None)

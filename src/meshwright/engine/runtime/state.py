@@ -17,15 +17,15 @@ from torch import nn
 
 from meshwright.comm.collectives.group import Work, World
 from meshwright.engine.runtime.loss import Batch, Loss
-from meshwright.engine.runtime.loss_guard import Spike
-from meshwright.model.analysis.pipeline_trial import Courses
-from meshwright.model.blocks.driver import Pass, Visit
-from meshwright.model.sequence_analysis.runtime_check import Alike
-from meshwright.plan.model_spec.model_spec import Anatomy
+from meshwright.engine.runtime.loss_guard import LossSpike
+from meshwright.model.analysis.pipeline_trial import ForwardGraphCache
+from meshwright.model.blocks.driver import BlockCall, ForwardPass
+from meshwright.model.sequence_analysis.runtime_check import SequenceShardCheck
+from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.step.action import Action
 
 
-def carriers(actions: Sequence[Action]) -> dict[str, Action]:
+def bucket_actions(actions: Sequence[Action]) -> dict[str, Action]:
     """For each PACK, by name, the action behind it that is the first to move what it packs: it names the bucket."""
     found: dict[str, Action] = {}
     moving: dict[str, Action] = {}
@@ -37,23 +37,25 @@ def carriers(actions: Sequence[Action]) -> dict[str, Action]:
     return found
 
 
-class Bucket:
+class GradBucket:
     """One flat buffer of `dtype`, and a view of it per parameter, by logical name."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
         self.parameters = dict(parameters)
-        first = next(iter(self.parameters.values()))  # the buffer is of its kind: on its device, and fake where it is fake
-        self.flat = first.new_empty(sum(p.numel() for p in self.parameters.values()), dtype=dtype)
+        first = next(
+            iter(self.parameters.values())
+        )  # the buffer is of its kind: on its device, and fake where it is fake
+        self.buffer = first.new_empty(sum(p.numel() for p in self.parameters.values()), dtype=dtype)
         self.views: dict[str, torch.Tensor] = {}
         start = 0
         for name, parameter in self.parameters.items():
-            self.views[name] = self.flat[start : start + parameter.numel()].view(parameter.shape)
+            self.views[name] = self.buffer[start : start + parameter.numel()].view(parameter.shape)
             start += parameter.numel()
 
-    def stretch(self, names: Sequence[str]) -> torch.Tensor:
+    def flat_gradients(self, names: Sequence[str]) -> torch.Tensor:
         """The gradients of `names`, which follow each other here, as one flat tensor."""
-        start = self.views[names[0]].storage_offset() - self.flat.storage_offset()
-        return self.flat[start : start + sum(self.views[name].numel() for name in names)]
+        start = self.views[names[0]].storage_offset() - self.buffer.storage_offset()
+        return self.buffer[start : start + sum(self.views[name].numel() for name in names)]
 
     def pack(self, names: Iterable[str]) -> None:
         """Copy the gradients of `names` in; a parameter that backward did not reach has a gradient of zero."""
@@ -90,9 +92,9 @@ class Metrics:
     grad_norm: float
     lr: float
     tokens: int
-    stop: bool = False
-    skipped: bool = False
-    spike: Spike | None = None
+    stop_requested: bool = False
+    is_skipped: bool = False
+    spike: LossSpike | None = None
     samples: int = 0
     noise_scale: float | None = None
     overflow: bool = False
@@ -100,7 +102,7 @@ class Metrics:
 
 
 @dataclass
-class Subject:
+class TrainedModule:
     """The model as the engine holds it: the user's module, its blocks, its logical parameters, and one example row.
 
     `blank` are the initial values, made when asked for, of parameters that have a shape and no memory: an arena gives it.
@@ -111,74 +113,87 @@ class Subject:
     module: nn.Module
     blocks: Mapping[str, nn.Module]
     parameters: dict[str, nn.Parameter]
-    anatomy: Anatomy
-    stand_in: Batch
-    blank: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    courses: Courses | None = None
-    alike: Alike | None = None
-    elsewhere: frozenset[str] = frozenset()
+    model_spec: ModelSpec
+    dummy_batch: Batch
+    initial_values: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    forward_graphs: ForwardGraphCache | None = None
+    sequence_check: SequenceShardCheck | None = None
+    remote_param_names: frozenset[str] = frozenset()
 
-    def within(self, anatomy: Anatomy) -> "Subject":
+    def restrict_to(self, model_spec: ModelSpec) -> "TrainedModule":
         """What a rank holds of it that runs the visits of `anatomy` alone; the module lets go of all other weights."""
-        mine = {weight.name: self.parameters[weight.name] for weight in anatomy.weights}
+        mine = {weight.name: self.parameters[weight.name] for weight in model_spec.params}
         for name in self.parameters.keys() - mine.keys():  # shapes stay, and the memory goes
             foreign = self.parameters[name]
             foreign.data = foreign.detach().new_zeros(()).expand(foreign.shape)
-        return replace(self, parameters=mine, anatomy=anatomy, elsewhere=frozenset(self.parameters.keys() - mine.keys()))
+        return replace(
+            self,
+            parameters=mine,
+            model_spec=model_spec,
+            remote_param_names=frozenset(self.parameters.keys() - mine.keys()),
+        )
 
     @property
-    def trainable(self) -> dict[str, nn.Parameter]:
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """The logical parameters that receive gradients."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
 
 @dataclass
-class State:
+class RankState:
     """One rank: its model, its place in the world, and what the current step has produced so far."""
 
-    subject: Subject
+    trained_module: TrainedModule
     world: World
     loss: Loss
-    micros: list[Batch] = field(default_factory=list)
-    num_real: int = 0  # micro-batches with rows; those behind them only stand in
-    num_rows: int = 0  # the rows in them
-    weights: list[float] = field(default_factory=list)  # what counts in each of the real micro-batches
-    tally: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    header: torch.Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
-    passes: dict[int, Pass] = field(default_factory=dict)
-    closings: dict[int, tuple[Any, Visit]] = field(default_factory=dict)
-    buckets: dict[str, Bucket] = field(default_factory=dict)
+    microbatches: list[Batch] = field(default_factory=list)
+    num_real_microbatches: int = 0  # micro-batches with rows; those behind them only stand in
+    num_samples: int = 0  # the rows in them
+    microbatch_weights: list[float] = field(
+        default_factory=list
+    )  # what counts in each of the real micro-batches
+    loss_sum: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    step_totals: torch.Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
+    forward_passes: dict[int, ForwardPass] = field(default_factory=dict)
+    final_glue: dict[int, tuple[Any, BlockCall]] = field(default_factory=dict)
+    buckets: dict[str, GradBucket] = field(default_factory=dict)
     works: dict[str, Work] = field(default_factory=dict)
     grad_norm: float = 0.0
-    seed: float = 1.0  # what the loss is multiplied by before its backward
-    acting: str = ""  # the action under way: what collectives inside of a block are booked under
-    squares: dict[str, torch.Tensor] = field(default_factory=dict)  # squared norms of gradients before they are summed
+    loss_factor: float = 1.0  # what the loss is multiplied by before its backward
+    current_action: str = ""  # the action under way: what collectives inside of a block are booked under
+    local_sqnorms: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # squared norms of gradients before they are summed
     noise_scale: float | None = None
-    norm: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))  # as it travels to other ranks
+    grad_norm_tensor: torch.Tensor = field(
+        default_factory=lambda: torch.zeros(1, dtype=torch.float64)
+    )  # as it travels to other ranks
 
-    def begin(self, micros: list[Batch], num_real: int) -> None:
+    def begin_step(self, microbatches: list[Batch], num_real_microbatches: int) -> None:
         """Forget the last step, which may have failed, and take these micro-batches, of which so many hold rows."""
-        self.forget()
-        self.micros, self.num_real = micros, num_real
-        self.tally = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        self.clear_step()
+        self.microbatches, self.num_real_microbatches = microbatches, num_real_microbatches
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
 
-    def forget(self) -> None:
+    def clear_step(self) -> None:
         """Let go of the rows, activations and messages of a step; its header and tally stay."""
-        self.micros = []
-        self.passes.clear()
-        self.closings.clear()
+        self.microbatches = []
+        self.forward_passes.clear()
+        self.final_glue.clear()
         self.works.clear()
-        self.squares.clear()
+        self.local_sqnorms.clear()
 
-    def packed(self, names: Sequence[str]) -> torch.Tensor:
+    def packed_gradients(self, names: Sequence[str]) -> torch.Tensor:
         """The stretch of a bucket in which the gradients of `names` lie."""
-        return next(bucket for bucket in self.buckets.values() if names[0] in bucket.views).stretch(names)
+        return next(bucket for bucket in self.buckets.values() if names[0] in bucket.views).flat_gradients(
+            names
+        )
 
-    def tensor(self, subject: str) -> torch.Tensor:
+    def action_tensor(self, subject: str) -> torch.Tensor:
         """The flat tensor that an action on `subject` moves: a bucket, or one parameter's gradient."""
         if subject in self.buckets:
-            return self.buckets[subject].flat
-        parameter = self.subject.parameters[subject]
+            return self.buckets[subject].buffer
+        parameter = self.trained_module.parameters[subject]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad

@@ -17,7 +17,7 @@ is divided by the part's own count c, the whole by the count C of the step; part
     |G_small|^2 = sum c/C |G_part|^2 / sum c/C        B_small = B_big (sum c/C) / (number of parts with c > 0)
 
 For tokens this is unbiased with tokens as the unit of noise, told in samples of the step's mean length. With gradients h
-already divided by C, as the engine has them, c/C |G_part|^2 = |h|^2 C/c. That, c/C, and 1 are the three numbers of NOISE.
+already divided by C, as the engine has them, c/C |G_part|^2 = |h|^2 C/c. That, c/C, and 1 are the three numbers of REDUCE_SQNORM.
 
 One step's estimates are noisy themselves, |G|^2 may even be negative. So both are smoothed, each by an exponential average
 over about 100 steps, before their ratio is taken. (No correction for the start of the averages: it would cancel in the ratio.)
@@ -38,90 +38,121 @@ from math import isfinite
 import torch
 
 from meshwright.engine.runtime.mixed_precision import total_norm
-from meshwright.engine.runtime.state import State
-from meshwright.engine.step.actions import Acts
+from meshwright.engine.runtime.state import RankState
+from meshwright.engine.step.actions import ActionHandlers
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Handler
 
-DECAY = 0.99  # of the averages, per step
+AVERAGE_DECAY = 0.99  # of the averages, per step
 
 
-class Noise:
-    """One rank's part in it: handlers of MEASURE, NOISE and ESTIMATE, and the two averages that last."""
+class GradientNoiseScale:
+    """One rank's part in it: handlers of GRAD_SQNORM, REDUCE_SQNORM and NOISE_SCALE, and the two averages that last."""
 
-    def __init__(self, plan: Plan, state: State, acts: Acts) -> None:
-        self.handlers: dict[str, Handler] = {"MEASURE": self.measure, "NOISE": self.add_up, "ESTIMATE": self.estimate}
-        self._state, self._acts = state, acts
+    def __init__(self, plan: Plan, state: RankState, action_handlers: ActionHandlers) -> None:
+        self.handlers: dict[str, Handler] = {
+            "GRAD_SQNORM": self.compute_grad_sqnorm,
+            "REDUCE_SQNORM": self.reduce_sqnorm,
+            "NOISE_SCALE": self.update_noise_scale,
+        }
+        self._state, self._acts = state, action_handlers
         self._used = plan.job.train.noise_scale
-        self._num_parts = plan.num_micro if plan.num_data > 1 else 1  # micro-batches behind a gradient that is measured once
-        self._part = {action.name: action.micro for action in plan.actions if action.kind == "MEASURE"}
+        self._num_parts = (
+            plan.num_microbatches if plan.num_data > 1 else 1
+        )  # micro-batches behind a gradient that is measured once
+        self._part = {
+            action.name: action.microbatch for action in plan.actions if action.kind == "GRAD_SQNORM"
+        }
         lists = (actions for _, actions in plan.program.roles)  # a rank may have no weight that is trained
-        self._micros = sorted({action.micro for each in lists for action in each if action.kind == "MEASURE"}, key=str)
+        self._micros = sorted(
+            {action.microbatch for each in lists for action in each if action.kind == "GRAD_SQNORM"}, key=str
+        )
         coordinate = plan.mesh.coordinate(state.world.rank)
-        self._counted = frozenset(plan.space.told_first(coordinate))
-        self._tells = not any(coordinate[axis] for axis in plan.space.weight_axes)  # those with other weights say it for all
+        self._counted = frozenset(plan.sharding.params_counted_in_sum(coordinate))
+        self._tells = not any(
+            coordinate[axis] for axis in plan.sharding.model_parallel_axes
+        )  # those with other weights say it for all
         self._message = torch.zeros(3, dtype=torch.float64)
         self._averages = torch.zeros(2, dtype=torch.float64)
 
-    def measure(self, action: Action) -> None:
+    def compute_grad_sqnorm(self, action: Action) -> None:
         """Take the squared norm of the gradients of `action.tensors`, as they are on this rank alone."""
-        parameters = (self._state.subject.parameters[name] for name in action.tensors if name in self._counted)
+        parameters = (
+            self._state.trained_module.parameters[name] for name in action.tensors if name in self._counted
+        )
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = total_norm(grads) if grads else torch.zeros(())
-        self._state.squares[action.name] = norm.double().to(self._state.world.device) ** 2
+        self._state.local_sqnorms[action.name] = norm.double().to(self._state.world.device) ** 2
 
-    def add_up(self, action: Action) -> None:
+    def reduce_sqnorm(self, action: Action) -> None:
         """Start adding up over the ranks: this part's c/C |G_part|^2, its share c/C of the batch, and that it is one part.
 
         Where each micro-batch was measured by itself, the rank has as many parts.
         """
         squares: dict[int | None, list[torch.Tensor]] = defaultdict(list)
-        for name, square in self._state.squares.items():
+        for name, square in self._state.local_sqnorms.items():
             squares[self._part[name]].append(square)
-        count, weights = self._acts.totals()[0] or 1.0, self._state.weights
-        behind = {micro: weights[: self._num_parts] if micro is None else weights[micro : micro + 1] for micro in self._micros}
+        count, weights = self._acts.step_totals()[0] or 1.0, self._state.microbatch_weights
+        behind = {
+            micro: weights[: self._num_parts] if micro is None else weights[micro : micro + 1]
+            for micro in self._micros
+        }
         shares = {micro: sum(counted) / count for micro, counted in behind.items()}
         none = torch.zeros((), dtype=torch.float64, device=self._state.world.device)
-        total = torch.stack([sum(squares[micro], none) / (share or 1.0) for micro, share in shares.items()]).sum()
+        total = torch.stack(
+            [sum(squares[micro], none) / (share or 1.0) for micro, share in shares.items()]
+        ).sum()
         told = shares if self._tells else {}
         known = [sum(told.values(), 0.0), float(sum(share > 0 for share in told.values()))]
-        total = total / self._acts.update.factor**2
-        self._message = torch.cat([total.view(1), torch.tensor(known, dtype=torch.float64, device=total.device)])
-        self._acts.start(action, self._message)
+        total = total / self._acts.update.loss_scale_value**2
+        self._message = torch.cat(
+            [total.view(1), torch.tensor(known, dtype=torch.float64, device=total.device)]
+        )
+        self._acts.start_collective(action, self._message)
 
-    def estimate(self, action: Action) -> None:
+    def update_noise_scale(self, action: Action) -> None:
         """Take this step's estimates of |G|^2 and S into the averages, and say their ratio in the metrics."""
         squares, share, parts = (number.item() for number in self._message)
-        rows = self._acts.totals()[2]
+        rows = self._acts.step_totals()[2]
         if share and self._acts.spike is None and not self._acts.overflow:
-            found = estimates(squares / share, rows * share / parts, self._state.grad_norm**2, rows)
+            found = estimate_signal_and_noise(
+                squares / share, rows * share / parts, self._state.grad_norm**2, rows
+            )
             if found is not None:
-                self._averages = DECAY * self._averages + (1 - DECAY) * torch.tensor(found, dtype=torch.float64)
-        self._state.noise_scale = ratio(*self._averages.tolist())
+                self._averages = AVERAGE_DECAY * self._averages + (1 - AVERAGE_DECAY) * torch.tensor(
+                    found, dtype=torch.float64
+                )
+        self._state.noise_scale = simple_noise_scale(*self._averages.tolist())
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, torch.Tensor]:
         """What must be saved: the averages of |G|^2 and S, as (2,) in float64; nothing where they are not taken."""
         return {"averages": self._averages} if self._used else {}
 
-    def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Take up what `tensors` gave; without it, start anew."""
-        self._averages = saved["averages"].cpu().clone() if "averages" in saved else torch.zeros_like(self._averages)
+        self._averages = (
+            state_dict["averages"].cpu().clone()
+            if "averages" in state_dict
+            else torch.zeros_like(self._averages)
+        )
 
 
-def estimates(small: float, num_small: float, big: float, num_big: float) -> tuple[float, float] | None:
+def estimate_signal_and_noise(
+    small_sqnorm: float, small_batch: float, big_sqnorm: float, big_batch: float
+) -> tuple[float, float] | None:
     """|G|^2 and S, from the squared norms `small` and `big` of mean gradients over so many samples.
 
     None where the two sizes are one, or a norm is not finite.
     """
-    if not num_small < num_big or not isfinite(small) or not isfinite(big):
+    if not small_batch < big_batch or not isfinite(small_sqnorm) or not isfinite(big_sqnorm):
         return None
     return (
-        (num_big * big - num_small * small) / (num_big - num_small),
-        (small - big) / (1 / num_small - 1 / num_big),
+        (big_batch * big_sqnorm - small_batch * small_sqnorm) / (big_batch - small_batch),
+        (small_sqnorm - big_sqnorm) / (1 / small_batch - 1 / big_batch),
     )
 
 
-def ratio(square: float, variance: float) -> float | None:
+def simple_noise_scale(grad_sqnorm: float, variance: float) -> float | None:
     """B_simple in samples; None where one of the averages is below 0, or the gradient is 0: then it is not known yet."""
-    return variance / square if square > 0 and variance >= 0 else None
+    return variance / grad_sqnorm if grad_sqnorm > 0 and variance >= 0 else None

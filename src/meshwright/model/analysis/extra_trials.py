@@ -11,117 +11,156 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.model.blocks.discovery import WHOLE
-from meshwright.model.blocks.loss_inputs import Judge
-from meshwright.model.hf.config import use_experts_on_trial
-from meshwright.model.loading.meta_init import Blueprint
-from meshwright.model.rng.dropout_mode import trial
-from meshwright.model.rng.sites import Dice
-from meshwright.model.sequence_analysis.analysis import MORE, Ready, Trial, tokens_of
-from meshwright.model.tensor_parallel.joint_sums import Summands
-from meshwright.model.tensor_parallel.residual_stream import followed
-from meshwright.model.tensor_parallel.slice_plan import Proposal
-from meshwright.model.trial.divisible_layers import Propose
-from meshwright.model.trial.slice_trial import tried
-from meshwright.model.trial.trial import PROBE_BATCH, depends_on_values, fake_copy
-from meshwright.plan.model_spec.layer_calls import Number
-from meshwright.plan.model_spec.model_spec import Anatomy
-from meshwright.plan.model_spec.sequence_info import Tokens
+from meshwright.model.blocks.discovery import WHOLE_MODEL
+from meshwright.model.blocks.loss_inputs import LossSpec
+from meshwright.model.hf.config import use_batched_experts
+from meshwright.model.loading.meta_init import DeferredInit
+from meshwright.model.rng.dropout_mode import record_draw_sites
+from meshwright.model.rng.sites import StatelessRNG
+from meshwright.model.sequence_analysis.analysis import (
+    LARGER_BATCH_SIZE,
+    SequenceTrial,
+    TrialFactory,
+    analyze_sequence,
+)
+from meshwright.model.tensor_parallel.joint_sums import JointSums
+from meshwright.model.tensor_parallel.residual_stream import trace_residual_stream
+from meshwright.model.tensor_parallel.slice_plan import SplitProposal
+from meshwright.model.trial.divisible_layers import ProposeSplits
+from meshwright.model.trial.slice_trial import try_on_slices
+from meshwright.model.trial.trial import PROBE_BATCH, depends_on_values, make_fake
+from meshwright.plan.model_spec.layer_calls import SizeAttribute
+from meshwright.plan.model_spec.model_spec import ModelSpec
+from meshwright.plan.model_spec.sequence_info import SequenceInfo
 
 Example = Mapping[str, torch.Tensor]
 
 
-def tried_on(
-    plan: Blueprint, names: tuple[str, ...], inputs: Example, propose: Propose
-) -> tuple[Proposal, tuple[Number, ...], tuple[str, ...]]:
+def try_splits_on_slices(
+    deferred_init: DeferredInit, block_names: tuple[str, ...], inputs: Example, propose: ProposeSplits
+) -> tuple[SplitProposal, tuple[SizeAttribute, ...], tuple[str, ...]]:
     """What runs on slices of what is proposed."""
-    mode, dice = FakeTensorMode(allow_non_fake_inputs=True), Dice(seed=0)
+    mode, dice = FakeTensorMode(allow_non_fake_inputs=True), StatelessRNG(seed=0)
 
     def made() -> nn.Module:
-        module = on_trial(plan)
-        fake_copy(module, mode)
+        module = make_trial_module(deferred_init)
+        make_fake(module, mode)
         return module
 
     @contextmanager
     def ready(module: nn.Module) -> Iterator[Callable[[], object]]:
-        rows = {key: mode.from_tensor(rows_of(value, PROBE_BATCH)) for key, value in inputs.items()}
-        with mode, trial(dice, PROBE_BATCH):
+        rows = {key: mode.from_tensor(repeat_samples(value, PROBE_BATCH)) for key, value in inputs.items()}
+        with mode, record_draw_sites(dice, PROBE_BATCH):
             yield lambda: module(**rows)
 
-    return tried(propose, made, ready, () if names == (WHOLE,) else names)
+    return try_on_slices(propose, made, ready, () if block_names == (WHOLE_MODEL,) else block_names)
 
 
-def streamed(anatomy: Anatomy, plan: Blueprint, names: tuple[str, ...], inputs: Example) -> Anatomy:
+def add_residual_stream(
+    model_spec: ModelSpec, deferred_init: DeferredInit, block_names: tuple[str, ...], inputs: Example
+) -> ModelSpec:
     """`anatomy` with the way of the stream and the sums that layers end in, where there are pairs of layers on it.
 
     That is what a second trial shows that knows them.
 
     Of a model whose forward looks at values, nothing is found.
     """
-    if not any(call.role == "columns" for call in anatomy.calls):
-        return anatomy
-    mode, dice, summands = FakeTensorMode(allow_non_fake_inputs=True), Dice(seed=0), Summands()
-    module = on_trial(plan)
-    fake_copy(module, mode)
+    if not any(call.role == "columns" for call in model_spec.layer_calls):
+        return model_spec
+    mode, dice, summands = FakeTensorMode(allow_non_fake_inputs=True), StatelessRNG(seed=0), JointSums()
+    module = make_trial_module(deferred_init)
+    make_fake(module, mode)
     try:
-        rows = {key: mode.from_tensor(rows_of(value, PROBE_BATCH)) for key, value in inputs.items()}
-        with mode, trial(dice, PROBE_BATCH):
-            blocks, forward = blocks_of(module, names), lambda: module(**rows)
-            summing = [call.name for call in anatomy.calls if call.role == "rows"]
-            with summands.watching(module, blocks, summing):
-                calls, passages = followed(module, blocks, anatomy.calls, dice.enter, forward, in_place=anatomy.in_place)
+        rows = {key: mode.from_tensor(repeat_samples(value, PROBE_BATCH)) for key, value in inputs.items()}
+        with mode, record_draw_sites(dice, PROBE_BATCH):
+            blocks, forward = get_blocks(module, block_names), lambda: module(**rows)
+            summing = [call.name for call in model_spec.layer_calls if call.role == "rows"]
+            with summands.follow_layers(module, blocks, summing):
+                calls, passages = trace_residual_stream(
+                    module,
+                    blocks,
+                    model_spec.layer_calls,
+                    dice.enter_block,
+                    forward,
+                    writes_in_place=model_spec.writes_in_place,
+                )
     except Exception as error:
         if not depends_on_values(error):
             raise
-        return anatomy
-    return replace(anatomy, calls=summands.marked(calls), passages=passages)
+        return model_spec
+    return replace(model_spec, layer_calls=summands.mark_calls(calls), residual_flows=passages)
 
 
-def dealt(
-    visits: tuple[str, ...], plan: Blueprint, names: tuple[str, ...], inputs: Example, targets: Example, judge: Judge | None
-) -> Tokens | None:
+def find_sequence_info(
+    block_calls: tuple[str, ...],
+    deferred_init: DeferredInit,
+    block_names: tuple[str, ...],
+    inputs: Example,
+    targets: Example,
+    loss_spec: LossSpec | None,
+) -> SequenceInfo | None:
     """What the model does with tokens (core/tokens.py), where its inputs have any.
 
     What glue computes of rows alone, positions and masks, has values: whether there is a mask at all may depend on them.
     """
-    return tokens_of(inputs, targets, visits, plan.instance(), ready_on(plan, names), judge)
+    return analyze_sequence(
+        inputs,
+        targets,
+        block_calls,
+        deferred_init.instantiate(),
+        make_trial_factory(deferred_init, block_names),
+        loss_spec,
+    )
 
 
-def ready_on(plan: Blueprint, names: tuple[str, ...]) -> Ready:
+def make_trial_factory(deferred_init: DeferredInit, block_names: tuple[str, ...]) -> TrialFactory:
     """What makes trials of the model; the rows in them are real."""
-    dice = Dice(seed=0)
+    dice = StatelessRNG(seed=0)
 
     @contextmanager
-    def ready(batch: Example, rows: int) -> Iterator[Trial]:
-        mode, module, wide = FakeTensorMode(allow_non_fake_inputs=True), on_trial(plan), rows == MORE
-        fake_copy(module, mode, (lambda name: plan.made_in(name, torch.float64)) if wide else None)
-        with trial(dice, rows):
-            some = {key: rows_of(value, rows) for key, value in batch.items()}
-            some = {key: value.double() if wide and value.is_floating_point() else value for key, value in some.items()}
-            yield Trial(module, blocks_of(module, names), dice.enter, some, mode)
+    def ready(batch: Example, rows: int) -> Iterator[SequenceTrial]:
+        mode, module, wide = (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            make_trial_module(deferred_init),
+            rows == LARGER_BATCH_SIZE,
+        )
+        make_fake(
+            module, mode, (lambda name: deferred_init.init_dtype(name, torch.float64)) if wide else None
+        )
+        with record_draw_sites(dice, rows):
+            some = {key: repeat_samples(value, rows) for key, value in batch.items()}
+            some = {
+                key: value.double() if wide and value.is_floating_point() else value
+                for key, value in some.items()
+            }
+            yield SequenceTrial(module, get_blocks(module, block_names), dice.enter_block, some, mode)
 
     return ready
 
 
-def on_trial(plan: Blueprint) -> nn.Module:
+def make_trial_module(deferred_init: DeferredInit) -> nn.Module:
     """A module on blank parameters, in training mode, that fake tensors can pass."""
-    module = in_training(plan.instance())
-    use_experts_on_trial(module)  # the grouped product takes no fake float32, and says so on the terminal
+    module = set_training_mode(deferred_init.instantiate())
+    use_batched_experts(module)  # the grouped product takes no fake float32, and says so on the terminal
     return module
 
 
-def rows_of(value: torch.Tensor, batch: int) -> torch.Tensor:
+def repeat_samples(value: torch.Tensor, num_samples: int) -> torch.Tensor:
     """`batch` rows like those of `value`."""
-    repeats = -(-batch // len(value))
-    rows = value.detach().repeat(repeats, *[1] * (value.ndim - 1))[:batch]
+    repeats = -(-num_samples // len(value))
+    rows = value.detach().repeat(repeats, *[1] * (value.ndim - 1))[:num_samples]
     return rows.requires_grad_(value.requires_grad)
 
 
-def blocks_of(module: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
+def get_blocks(module: nn.Module, block_names: tuple[str, ...]) -> dict[str, nn.Module]:
     """The blocks of `module` by name."""
-    return {WHOLE: module} if names == (WHOLE,) else {name: module.get_submodule(name) for name in names}
+    return (
+        {WHOLE_MODEL: module}
+        if block_names == (WHOLE_MODEL,)
+        else {name: module.get_submodule(name) for name in block_names}
+    )
 
 
-def in_training(module: nn.Module) -> nn.Module:
+def set_training_mode(module: nn.Module) -> nn.Module:
     """`module`, in training mode unless it came so: then what it set itself stays."""
     return module if module.training else module.train()

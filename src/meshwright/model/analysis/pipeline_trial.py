@@ -17,31 +17,31 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.model.analysis.analyze import OTHER_BATCH, Reading
-from meshwright.model.pipeline.forward_graph import Course, Record, course
-from meshwright.model.pipeline.liveness import record
-from meshwright.model.rng.dropout_mode import trial
-from meshwright.model.rng.sites import Dice
-from meshwright.model.sequence_parallel.hf_attention import plug
-from meshwright.model.sequence_parallel.sharded_forward import OnlyRank
-from meshwright.model.tensors.fake_cache import forget_fakes
+from meshwright.model.analysis.analyze import SECOND_BATCH_SIZE, AnalyzedModel
+from meshwright.model.pipeline.forward_graph import ForwardGraph, ForwardRecord, build_forward_graph
+from meshwright.model.pipeline.liveness import record_forward
+from meshwright.model.rng.dropout_mode import record_draw_sites
+from meshwright.model.rng.sites import StatelessRNG
+from meshwright.model.sequence_parallel.hf_attention import patch_attention
+from meshwright.model.sequence_parallel.sharded_forward import SingleRankForward
+from meshwright.model.tensors.fake_cache import clear_fake_caches
 from meshwright.model.trial.trial import PROBE_BATCH, depends_on_values
 from meshwright.plan.job.errors import PlanError
 
-MOST = 256  # courses that are kept: that of 32 layers takes some 0.2 MB, and to learn it again as long as some steps
+MAX_FORWARD_GRAPHS = 256  # courses that are kept: that of 32 layers takes some 0.2 MB, and to learn it again as long as some steps
 Inputs = Mapping[str, torch.Tensor]
-Kind = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+InputSignature = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
 
-def learn(
-    reading: Reading,
+def trace_forward_graph(
+    analyzed: AnalyzedModel,
     inputs: Inputs,
     dtype: torch.dtype = torch.float32,
     *,
     training: bool = True,
-    compute: torch.dtype | None = None,
-    dealt: bool = False,
-) -> Course:
+    compute_dtype: torch.dtype | None = None,
+    sequence_sharded: bool = False,
+) -> ForwardGraph:
     """The course of the forward of the model of `reading` on rows like those of `inputs`, in training or in an evaluation.
 
     Parameters are in `dtype`, products compute in `compute` (None: as the parameters are). What counts as used of the outputs is
@@ -49,112 +49,148 @@ def learn(
     which values a rank has its own. Raises PlanError for a forward that takes another way on another number of rows; what the
     forward itself raises passes.
     """
-    rows = PROBE_BATCH, OTHER_BATCH
+    rows = PROBE_BATCH, SECOND_BATCH_SIZE
     mode: FakeTensorMode | None = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        few, more = (_record(reading, inputs, each, dtype, mode, training, compute) for each in rows)
+        few, more = (
+            _record_forward(analyzed, inputs, each, dtype, mode, training, compute_dtype) for each in rows
+        )
     except Exception as error:
         if not depends_on_values(error):
             raise
         mode = None
-        few, more = (_record(reading, inputs, each, dtype, mode, training, compute) for each in rows)
-    own = OnlyRank.of(reading.tokens, inputs) if dealt else None
-    third = None if own is None else _record(reading, inputs, rows[0], dtype, mode, training, compute, own)
-    return course(few, more, rows, third)
+        few, more = (
+            _record_forward(analyzed, inputs, each, dtype, mode, training, compute_dtype) for each in rows
+        )
+    own = SingleRankForward.for_inputs(analyzed.sequence_info, inputs) if sequence_sharded else None
+    third = (
+        None
+        if own is None
+        else _record_forward(analyzed, inputs, rows[0], dtype, mode, training, compute_dtype, own)
+    )
+    return build_forward_graph(few, more, rows, third)
 
 
-def bordered(
-    reading: Reading, dtype: torch.dtype = torch.float32, compute: torch.dtype | None = None, *, dealt: bool = False
-) -> Reading:
+def add_stage_boundaries(
+    analyzed: AnalyzedModel,
+    dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype | None = None,
+    *,
+    sequence_sharded: bool = False,
+) -> AnalyzedModel:
     """`reading` with the borders in its anatomy: the values between its blocks, in training on rows like those of its example.
 
     With `dealt`, of which of them a rank has its own tokens.
     """
-    inputs = {column.name: reading.example[column.name] for column in reading.anatomy.inputs}
-    borders = courses_of(reading, dtype).of(inputs, compute, dealt=dealt).borders
-    return replace(reading, anatomy=replace(reading.anatomy, borders=borders))
+    inputs = {column.name: analyzed.example[column.name] for column in analyzed.model_spec.inputs}
+    borders = (
+        get_forward_graphs(analyzed, dtype)
+        .get(inputs, compute_dtype, sequence_sharded=sequence_sharded)
+        .boundaries
+    )
+    return replace(analyzed, model_spec=replace(analyzed.model_spec, stage_boundaries=borders))
 
 
-def courses_of(reading: Reading, dtype: torch.dtype) -> "Courses":
+def get_forward_graphs(analyzed: AnalyzedModel, dtype: torch.dtype) -> "ForwardGraphCache":
     """The courses of the model of `reading` with parameters in `dtype`: the same for all who ask, so each is learnt once."""
-    return reading.courses.setdefault(dtype, Courses(reading, dtype))
+    return analyzed.forward_graphs.setdefault(dtype, ForwardGraphCache(analyzed, dtype))
 
 
 @dataclass
-class Courses:
+class ForwardGraphCache:
     """The courses of a model by the shape of its inputs, each learnt when it is first asked for; threads may share them.
 
     Of more than `most` the one goes that nobody has asked for longest, so a run whose rows have any length does not grow.
     """
 
-    reading: Reading
+    analyzed: AnalyzedModel
     dtype: torch.dtype = torch.float32
-    most: int = MOST
-    _known: dict[tuple[Kind, bool, torch.dtype | None, bool], Course] = field(default_factory=dict)
-    _learning: Lock = field(default_factory=Lock, repr=False, compare=False)
+    max_graphs: int = MAX_FORWARD_GRAPHS
+    _graphs: dict[tuple[InputSignature, bool, torch.dtype | None, bool], ForwardGraph] = field(
+        default_factory=dict
+    )
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
-    def of(self, inputs: Inputs, compute: torch.dtype | None = None, *, training: bool = True, dealt: bool = False) -> Course:
+    def get(
+        self,
+        inputs: Inputs,
+        compute_dtype: torch.dtype | None = None,
+        *,
+        training: bool = True,
+        sequence_sharded: bool = False,
+    ) -> ForwardGraph:
         """The course of a forward on `inputs`, of any number of rows, whose products compute in `compute`, as in `learn`."""
         kind = tuple((key, tuple(value.shape[1:]), value.dtype) for key, value in inputs.items())
-        compute = None if compute == self.dtype else compute
-        key = kind, training, compute, dealt
-        with self._learning:
-            known = self._known.pop(key, None)
+        compute_dtype = None if compute_dtype == self.dtype else compute_dtype
+        key = kind, training, compute_dtype, sequence_sharded
+        with self._lock:
+            known = self._graphs.pop(key, None)
             if known is None:
-                known = learn(self.reading, inputs, self.dtype, training=training, compute=compute, dealt=dealt)
-                while len(self._known) >= self.most:
-                    del self._known[next(iter(self._known))]
-            self._known[key] = known  # behind all others: it was asked for last
+                known = trace_forward_graph(
+                    self.analyzed,
+                    inputs,
+                    self.dtype,
+                    training=training,
+                    compute_dtype=compute_dtype,
+                    sequence_sharded=sequence_sharded,
+                )
+                while len(self._graphs) >= self.max_graphs:
+                    del self._graphs[next(iter(self._graphs))]
+            self._graphs[key] = known  # behind all others: it was asked for last
             return known
 
 
-def _record(
-    reading: Reading,
+def _record_forward(
+    reading: AnalyzedModel,
     inputs: Inputs,
     rows: int,
     dtype: torch.dtype,
     mode: FakeTensorMode | None,
     training: bool,
     compute: torch.dtype | None,
-    dealt: OnlyRank | None = None,
-) -> Record:
+    dealt: SingleRankForward | None = None,
+) -> ForwardRecord:
     """What one forward on so many rows shows; on real tensors without a `mode`.
 
     With `dealt` it runs as on ranks with some of the tokens: glue on real ones, as it was looked through (model/passing.py).
     """
-    module, blocks, _ = reading.make("cpu", dtype, mode)
-    some = {key: _rows(value, rows, dtype) for key, value in inputs.items()}
+    module, blocks, _ = reading.make_module("cpu", dtype, mode)
+    some = {key: _make_samples(value, rows, dtype) for key, value in inputs.items()}
     fakes: AbstractContextManager = nullcontext()
     if mode is not None and dealt is None:
         some, fakes = {key: mode.from_tensor(value) for key, value in some.items()}, mode
     elif mode is not None:
         for block in blocks.values():
-            block.forward = partial(_within, mode, block.forward)
+            block.forward = partial(_run_in_mode, mode, block.forward)
     if dealt is not None:
-        plug(module, lambda queries, keys: None)
+        patch_attention(module, lambda queries, keys: None)
     casting = torch.autocast("cpu", dtype=compute, enabled=compute not in (None, dtype), cache_enabled=False)
-    dice = Dice(seed=0)
-    used = {place for place, column in enumerate(reading.anatomy.outputs) if column.used}
+    dice = StatelessRNG(seed=0)
+    used = {place for place, column in enumerate(reading.model_spec.outputs) if column.used_by_loss}
     try:
-        with fakes, trial(dice, rows), torch.set_grad_enabled(training), casting:
-            call, drawn = partial(module, **some), lambda: dice.count
+        with fakes, record_draw_sites(dice, rows), torch.set_grad_enabled(training), casting:
+            call, drawn = partial(module, **some), lambda: dice.num_draws
             before = {key: value._version for key, value in some.items()}
-            found = record(module if training else module.eval(), blocks, call, dice.enter, drawn, used, dealt)
+            found = record_forward(
+                module if training else module.eval(), blocks, call, dice.enter_block, drawn, used, dealt
+            )
     finally:
-        forget_fakes(module)
+        clear_fake_caches(module)
     for key, value in some.items():
         if value._version != before[key]:
             text = f"the forward writes into its input '{key}', and every part that a rank runs would do so again"
-            raise PlanError(text, fix=f"begin the forward with {key} = {key}.clone()", where="model")
+            raise PlanError(text, fix=f"begin the forward with {key} = {key}.clone()", location="model")
     return found
 
 
-def _within(mode: FakeTensorMode, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _run_in_mode(mode: FakeTensorMode, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     with mode:
         return forward(*args, **kwargs)
 
 
-def _rows(value: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
+def _make_samples(value: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
     """`rows` rows like those of `value`, on the CPU; floating ones in `dtype`."""
-    few = value.detach()[: min(rows, len(value))].to("cpu", dtype if value.is_floating_point() else value.dtype)
+    few = value.detach()[: min(rows, len(value))].to(
+        "cpu", dtype if value.is_floating_point() else value.dtype
+    )
     return few.repeat(-(-rows // len(few)), *[1] * (few.ndim - 1))[:rows]

@@ -11,46 +11,56 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from meshwright.model.analysis.analyze import Reading
-from meshwright.model.blocks.batch_coupling import buffer_faults, split_faults, table_faults
-from meshwright.model.blocks.inplace_writes import unseen_faults
-from meshwright.model.blocks.user_checkpointing import rerun_faults
-from meshwright.plan.job.errors import Fault, raise_faults
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.blocks.batch_coupling import buffer_diagnostics, norm_diagnostics, table_diagnostics
+from meshwright.model.blocks.inplace_writes import untracked_write_diagnostics
+from meshwright.model.blocks.user_checkpointing import user_checkpoint_diagnostics
+from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.model_spec import Anatomy
+from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.plan import Plan
 
-EXAMPLE = "example"  # data that comes with the model, not from a file
+EXAMPLE_SOURCE = "example"  # data that comes with the model, not from a file
 
 
-def completed(job: Job, anatomy: Anatomy) -> Job:
+def complete_job(job: Job, model_spec: ModelSpec) -> Job:
     """`job` with a name for the model and for the data where it has none.
 
     Raises PlanError when `job` freezes or loads what the model of `anatomy` trains or draws from the seed.
     """
-    raise_faults(_ignored(job, anatomy))
-    model = job.model if job.model.source else replace(job.model, source=anatomy.name)
-    data = job.data if job.data.source or job.data.mixture else replace(job.data, source=EXAMPLE)
+    raise_diagnostics(_ignored_settings(job, model_spec))
+    model = job.model if job.model.source else replace(job.model, source=model_spec.name)
+    data = job.data if job.data.source or job.data.mixture else replace(job.data, source=EXAMPLE_SOURCE)
     return replace(job, model=model, data=data)
 
 
-def _ignored(job: Job, anatomy: Anatomy) -> Iterator[Fault]:
-    trained = {name for weight in anatomy.weights if weight.trainable for name in weight.names}
+def _ignored_settings(job: Job, anatomy: ModelSpec) -> Iterator[Diagnostic]:
+    trained = {name for weight in anatomy.params if weight.trainable for name in weight.names}
     for pattern in job.model.frozen:
         found = sorted(name for name in trained if fnmatchcase(name, pattern))
         if found:
             text = f"'{pattern}' is to be frozen, and the model that was read trains {found[0]}"
             fix = "call requires_grad_(False) on it before read(), or in the factory that read() calls"
-            yield Fault(text, fix, "model.frozen")
-    if job.model.weights and anatomy.origin is None:
+            yield Diagnostic(text, fix, "model.frozen")
+    if job.model.weights and anatomy.pretrained_source is None:
         text = f"weights = '{job.model.weights}', and the model that was read has its values from elsewhere"
-        yield Fault(text, "pass them to read(..., weights=...)", "model.weights")
+        yield Diagnostic(text, "pass them to read(..., weights=...)", "model.weights")
 
 
-def refuse_model(plan: Plan, reading: Reading) -> None:
+def check_plan_for_model(plan: Plan, analyzed: AnalyzedModel) -> None:
     """Raise PlanError with everything that the model of `reading` does and ranks of `plan` cannot do as one device does it."""
-    module = reading.blueprint.instance()
-    faults = [*split_faults(plan, module), *table_faults(plan, module, reading.tables), *rerun_faults(plan)]
-    raise_faults([*faults, *buffer_faults(plan, module, reading.stateful), *unseen_faults(plan, reading.unseen)])
-    if plan.space.deal is not None and plan.anatomy.tokens is not None:
-        reading.alike.check(plan.anatomy.tokens, plan.space.deal, {})
+    module = analyzed.deferred_init.instantiate()
+    faults = [
+        *norm_diagnostics(plan, module),
+        *table_diagnostics(plan, module, analyzed.table_uses),
+        *user_checkpoint_diagnostics(plan),
+    ]
+    raise_diagnostics(
+        [
+            *faults,
+            *buffer_diagnostics(plan, module, analyzed.written_buffers),
+            *untracked_write_diagnostics(plan, analyzed.untracked_write_lines),
+        ]
+    )
+    if plan.sharding.sequence_sharding is not None and plan.model_spec.sequence_info is not None:
+        analyzed.shard_check.check(plan.model_spec.sequence_info, plan.sharding.sequence_sharding, {})

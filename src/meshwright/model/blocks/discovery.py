@@ -19,10 +19,10 @@ from itertools import combinations
 
 from torch import nn
 
-from meshwright.model.hf.peft import wraps
-from meshwright.plan.job.errors import Fault, nearest, raise_faults
+from meshwright.model.hf.peft import is_adapter_layer
+from meshwright.plan.job.errors import Diagnostic, raise_diagnostics, suggest_name
 
-WHOLE = "(model)"
+WHOLE_MODEL = "(model)"
 _CHAINS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -33,9 +33,9 @@ def find_blocks(module: nn.Module, declared: Sequence[str] = ()) -> dict[str, nn
     the same module.
     """
     if declared:
-        return _declared(module, declared)
+        return _declared_blocks(module, declared)
     if not _holds_chain(module):
-        return {WHOLE: module}
+        return {WHOLE_MODEL: module}
     found: dict[str, nn.Module] = {}
     for name, block in _walk("", module):
         if not any(block is other for other in found.values()):
@@ -43,7 +43,7 @@ def find_blocks(module: nn.Module, declared: Sequence[str] = ()) -> dict[str, nn
     return found
 
 
-def owners(module: nn.Module, blocks: dict[str, nn.Module]) -> dict[int, list[str]]:
+def param_owners(module: nn.Module, blocks: dict[str, nn.Module]) -> dict[int, list[str]]:
     """For each parameter (by id), the names of the blocks that contain it; parameters outside all blocks are absent."""
     held: dict[int, list[str]] = {}
     for name, block in blocks.items():
@@ -66,21 +66,25 @@ def _walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _holds_chain(module: nn.Module) -> bool:
     """Whether `module` is a chain, or has one inside; the dicts in which a layer keeps its adapters are none."""
-    if wraps(module):
+    if is_adapter_layer(module):
         return False
-    return (isinstance(module, _CHAINS) and _has_parameters(module)) or any(map(_holds_chain, module.children()))
+    return (isinstance(module, _CHAINS) and _has_parameters(module)) or any(
+        map(_holds_chain, module.children())
+    )
 
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _declared(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    if tuple(names) == (WHOLE,):
-        return {WHOLE: module}
+def _declared_blocks(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    if tuple(names) == (WHOLE_MODEL,):
+        return {WHOLE_MODEL: module}
     known = {name: inner for name, inner in module.named_modules(remove_duplicate=False) if name}
     faults = [
-        Fault(f"the model has no module '{name}'", nearest(name, [*known, WHOLE]), "model.blocks")
+        Diagnostic(
+            f"the model has no module '{name}'", suggest_name(name, [*known, WHOLE_MODEL]), "model.blocks"
+        )
         for name in names
         if name not in known
     ]
@@ -90,6 +94,6 @@ def _declared(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
             outer, inner = (first, second) if inside else (second, first)
             how = "is the same module as" if known[first] is known[second] else "lies inside"
             text = f"'{inner}' {how} '{outer}', and both are declared as blocks"
-            faults.append(Fault(text, "declare one of the two", "model.blocks"))
-    raise_faults(faults)
+            faults.append(Diagnostic(text, "declare one of the two", "model.blocks"))
+    raise_diagnostics(faults)
     return {name: known[name] for name in names}

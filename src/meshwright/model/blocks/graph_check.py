@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
-from meshwright.model.blocks.driver import LARGER, Pass, Visit
+from meshwright.model.blocks.driver import LARGER_BLOCK_FIX, BlockCall, ForwardPass
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import ROOT
 
-REPAIR = f"pass that tensor as an argument, return it among the outputs, or {LARGER}"
+BOUNDARY_FIX = f"pass that tensor as an argument, return it among the outputs, or {LARGER_BLOCK_FIX}"
 Node = Any  # torch.autograd.graph.Node, whose attributes depend on the operation
 
 
 @dataclass(frozen=True)
-class Pieces:
+class GraphPieces:
     """The graph of one forward: the piece of each node, and the pieces that use each leaf, by the leaf's id.
 
     A piece is a visit, or ROOT for glue.
@@ -34,7 +34,9 @@ class Pieces:
     owner: Mapping[Node, str]
     users: Mapping[int, set[str]]
 
-    def refuse_unknown(self, leaves: Mapping[str, torch.Tensor], known: Mapping[str, Iterable[str]]) -> None:
+    def check_param_users(
+        self, leaves: Mapping[str, torch.Tensor], known: Mapping[str, Iterable[str]]
+    ) -> None:
         """Raise PlanError when a visit uses one of `leaves` that it is not `known` to use; ROOT allows every use."""
         for name, leaf in leaves.items():
             unknown = self.users.get(id(leaf), set()).difference(known[name])
@@ -42,89 +44,102 @@ class Pieces:
                 piece = min(unknown)
                 where = "the glue between blocks uses" if piece == ROOT else f"the block '{piece}' uses"
                 text = f"{where} the parameter {name}, which it did not in the trial run"
-                fix = f"let every forward take the same way from each parameter, or {LARGER}"
-                raise PlanError(text, fix=fix, where="model")
+                fix = f"let every forward take the same way from each parameter, or {LARGER_BLOCK_FIX}"
+                raise PlanError(text, fix=fix, location="model")
 
-    def refuse_loss(self, loss: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> None:
+    def check_loss(self, loss: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> None:
         """Raise PlanError when the loss reaches one of `leaves`, or a piece, by another way than the model's outputs."""
         names = {id(leaf): name for name, leaf in leaves.items()}
-        for node in behind([loss.grad_fn] if loss.grad_fn is not None else []):
-            if is_leaf(node) and id(node.variable) in names:
+        for node in backward_nodes([loss.grad_fn] if loss.grad_fn is not None else []):
+            if is_leaf_node(node) and id(node.variable) in names:
                 text = f"the loss reaches the parameter {names[id(node.variable)]} directly, not by the model's outputs"
-                raise PlanError(text, fix="compute with it inside the model, and return the result", where="loss")
+                raise PlanError(
+                    text, fix="compute with it inside the model, and return the result", location="loss"
+                )
             if node in self.owner:
-                raise _round(self.owner[node], "the loss")
+                raise _bypass_error(self.owner[node], "the loss")
 
 
-def refuse_divided(loss: torch.Tensor, outputs: Any, passed: Pass, closing: Visit, parts: int) -> None:
+def check_auxiliary_loss(
+    loss: torch.Tensor, outputs: Any, forward_pass: ForwardPass, final_call: BlockCall, num_parts: int
+) -> None:
     """Raise PlanError when the batch is played in several `parts` and the loss uses an auxiliary loss of the model's own.
 
     Such a scalar (outputs.aux_loss) is made inside the model from what was captured in its blocks: products of means over
     the samples of this part, which do not add up to those of the whole batch.
     """
-    if parts == 1 or not passed.side or loss.grad_fn is None:
+    if num_parts == 1 or not forward_pass.side_channels or loss.grad_fn is None:
         return
-    used = {id(node.variable) for node in behind([loss.grad_fn]) if is_leaf(node)}
-    for edge, leaf in closing.glue:
+    used = {id(node.variable) for node in backward_nodes([loss.grad_fn]) if is_leaf_node(node)}
+    for edge, leaf in final_call.glue:
         if leaf.dim() or id(leaf) not in used:
             continue
-        channels = {passed.side.get(id(node.variable)) for node in behind([edge.node]) if is_leaf(node)} - {None}
+        channels = {
+            forward_pass.side_channels.get(id(node.variable))
+            for node in backward_nodes([edge.node])
+            if is_leaf_node(node)
+        } - {None}
         if channels:
-            name = next((f"outputs.{key}" for key, value in _items(outputs) if value is leaf), "a scalar of the outputs")
-            made = f"from the {', '.join(map(str, channels))} of one part of the batch"
-            text = f"the loss adds {name}, which the model computes {made}; this plan plays the batch in {parts} parts"
-            text = f"{text}, and an auxiliary loss is defined on the whole of it"
-            fix = (
-                "leave it out; add a sum over tokens of outputs.router_logits instead (a z-loss); or train on one device at once"
+            name = next(
+                (f"outputs.{key}" for key, value in _items(outputs) if value is leaf),
+                "a scalar of the outputs",
             )
-            raise PlanError(text, fix=fix, where="loss")
+            made = f"from the {', '.join(map(str, channels))} of one part of the batch"
+            text = f"the loss adds {name}, which the model computes {made}; this plan plays the batch in {num_parts} parts"
+            text = f"{text}, and an auxiliary loss is defined on the whole of it"
+            fix = "leave it out; add a sum over tokens of outputs.router_logits instead (a z-loss); or train on one device at once"
+            raise PlanError(text, fix=fix, location="loss")
 
 
 def _items(outputs: Any) -> Iterable[tuple[Any, Any]]:
     return outputs.items() if isinstance(outputs, dict) else ()
 
 
-def pieces(passed: Pass, closing: Visit) -> Pieces:
+def split_graph(forward_pass: ForwardPass, final_call: BlockCall) -> GraphPieces:
     """The pieces of a forward that has ended. Raises PlanError for a tensor that goes round the border of a block."""
     owner: dict[Node, str] = {}
     users: dict[int, set[str]] = defaultdict(set)
-    for visit in passed.visits.values():
-        for node in behind(tensor.grad_fn for tensor, _ in visit.outputs):
-            if is_leaf(node):
+    for visit in forward_pass.block_calls.values():
+        for node in backward_nodes(tensor.grad_fn for tensor, _ in visit.outputs):
+            if is_leaf_node(node):
                 users[id(node.variable)].add(visit.name)
             elif owner.setdefault(node, visit.name) != visit.name:
-                raise _round(owner[node], f"the block '{visit.name}'")
-    for node in behind(edge.node for visit in (*passed.visits.values(), closing) for edge, _ in visit.glue):
-        if is_leaf(node):
+                raise _bypass_error(owner[node], f"the block '{visit.name}'")
+    for node in backward_nodes(
+        edge.node for visit in (*forward_pass.block_calls.values(), final_call) for edge, _ in visit.glue
+    ):
+        if is_leaf_node(node):
             users[id(node.variable)].add(ROOT)
         elif owner.setdefault(node, ROOT) != ROOT:
-            raise _round(owner[node], "the glue between blocks")
-    return Pieces(owner, users)
+            raise _bypass_error(owner[node], "the glue between blocks")
+    return GraphPieces(owner, users)
 
 
-def behind(roots: Iterable[Node]) -> Iterator[Node]:
+def backward_nodes(roots: Iterable[Node]) -> Iterator[Node]:
     """The nodes from `roots` back to the leaves, each once."""
     todo = list(dict.fromkeys(roots))
     known = set(todo)
     while todo:
         node = todo.pop()
         yield node
-        following = [source for source, _ in node.next_functions if source is not None and source not in known]
+        following = [
+            source for source, _ in node.next_functions if source is not None and source not in known
+        ]
         known.update(following)
         todo.extend(dict.fromkeys(following))
 
 
-def is_leaf(node: Node) -> bool:
+def is_leaf_node(node: Node) -> bool:
     """Whether `node` writes into a leaf, which is then `node.variable`."""
     return node.name() == "torch::autograd::AccumulateGrad"
 
 
-def leaf_names(tensor: torch.Tensor, names: Mapping[int, str]) -> set[str | None]:
+def reachable_leaf_names(tensor: torch.Tensor, names: Mapping[int, str]) -> set[str | None]:
     """The names of the leaves, by id, to which the graph of `tensor` leads; None among them for others."""
-    return {names.get(id(node.variable)) for node in behind([tensor.grad_fn]) if is_leaf(node)}
+    return {names.get(id(node.variable)) for node in backward_nodes([tensor.grad_fn]) if is_leaf_node(node)}
 
 
-def _round(piece: str, where: str) -> PlanError:
+def _bypass_error(piece: str, where: str) -> PlanError:
     block = "the glue between blocks" if piece == ROOT else f"the block '{piece}'"
     text = f"a tensor goes round the border of {block}: it meets {where} other than by arguments and outputs"
-    return PlanError(text, fix=REPAIR, where="model")
+    return PlanError(text, fix=BOUNDARY_FIX, location="model")

@@ -10,37 +10,41 @@ from collections.abc import Iterator
 
 import torch
 
-from meshwright.plan.job.errors import Fault
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.single_device import FORWARDS
+from meshwright.plan.step.single_device import FORWARD_KINDS
 
-CHECKPOINTING = "torch.utils.checkpoint"
-REPAIR = (
+CHECKPOINT_MODULE = "torch.utils.checkpoint"
+USER_CHECKPOINT_FIX = (
     "turn the model's own checkpointing off (in transformers: activation_checkpointing_disable()), and add the strategy"
     " 'recompute'"
 )
 
 
-def checkpointed() -> bool:
+def in_user_checkpoint() -> bool:
     """Whether what runs now runs once more in backward, by the model's own doing: torch.utils.checkpoint, of either kind."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None and hooks[0].__module__ == CHECKPOINTING:
+    if hooks is not None and hooks[0].__module__ == CHECKPOINT_MODULE:
         return True
     if torch.is_grad_enabled():
         return False
     frame = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__") != CHECKPOINTING:
+    while frame is not None and frame.f_globals.get("__name__") != CHECKPOINT_MODULE:
         frame = frame.f_back
     return frame is not None
 
 
-def rerun_faults(plan: Plan) -> Iterator[Fault]:
+def user_checkpoint_diagnostics(plan: Plan) -> Iterator[Diagnostic]:
     """Blocks that the model runs again by itself, and in which ranks of `plan` meet."""
-    actions = [action for _, listed in plan.program.roles for action in listed if action.kind in FORWARDS]
-    meeting = {action.subject for action in actions if any(not move.between for move in action.inner)}
-    found = [visit for visit in plan.anatomy.reruns if visit in meeting]
+    actions = [
+        action for _, listed in plan.program.roles for action in listed if action.kind in FORWARD_KINDS
+    ]
+    meeting = {
+        action.subject for action in actions if any(not move.in_glue for move in action.inner_transfers)
+    }
+    found = [visit for visit in plan.model_spec.user_checkpointed_calls if visit in meeting]
     if found:
         more = f" and {len(found) - 1} more blocks" if len(found) > 1 else ""
-        text = f"the model runs '{found[0]}'{more} again in backward ({CHECKPOINTING}),"
+        text = f"the model runs '{found[0]}'{more} again in backward ({CHECKPOINT_MODULE}),"
         text += " and ranks would send once more what they send there"
-        yield Fault(text, REPAIR, "model")
+        yield Diagnostic(text, USER_CHECKPOINT_FIX, "model")

@@ -25,7 +25,7 @@ import transformers
 from torch import nn
 
 from meshwright.model.hf.metadata import config_of
-from meshwright.plan.job.errors import Fault, PlanError, nearest, raise_faults
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 
 
 def repository_factory(
@@ -35,11 +35,15 @@ def repository_factory(
 
     Raises PlanError when the code cannot be imported, lacks the architecture, or refuses the config.
     """
-    named = {str(reference).rpartition(".")[2]: str(reference) for reference in auto_map.values() if isinstance(reference, str)}
+    named = {
+        str(reference).rpartition(".")[2]: str(reference)
+        for reference in auto_map.values()
+        if isinstance(reference, str)
+    }
     architecture = next(iter(raw.get("architectures") or ()), "")
     if architecture not in named:
         text = f"auto_map names {', '.join(named) or 'no class'}, and the architecture is '{architecture}'"
-        raise PlanError(text, fix="name in architectures a class that auto_map has", where=WHERE)
+        raise PlanError(text, fix="name in architectures a class that auto_map has", location=CONFIG_KEY)
     fetched = import_module("transformers.dynamic_module_utils").get_class_from_dynamic_module
     try:
         if "AutoConfig" in auto_map:
@@ -50,26 +54,30 @@ def repository_factory(
         config = config_class.from_dict({**raw, **overrides, "auto_map": dict(auto_map)})
     except Exception as error:  # the code is of others, and so are its errors
         text = f"the code of the repository in {folder} fails: {type(error).__name__}: {error}"
-        raise PlanError(text, fix="install what it needs, or choose another commit: model.revision", where=WHERE) from error
+        raise PlanError(
+            text, fix="install what it needs, or choose another commit: model.revision", location=CONFIG_KEY
+        ) from error
     if "use_cache" in config.to_dict():
         config.use_cache = False
     return lambda: model_class(copy.deepcopy(config))
 
 
-WHERE = "model.source"
-FIXED = ("model_type", "architectures", "transformers_version", "dtype", "use_cache")
-PER_LAYER = ("layer_types", "mlp_layer_types")
+CONFIG_KEY = "model.source"
+FIXED_FIELDS = ("model_type", "architectures", "transformers_version", "dtype", "use_cache")
+PER_LAYER_FIELDS = ("layer_types", "mlp_layer_types")
 
 
 @dataclass(frozen=True)
 class TextLimits:
     """The number of tokens in the vocabulary and the longest sample; None where the model does not say."""
 
-    vocabulary: int | None = None
-    positions: int | None = None
+    vocab_size: int | None = None
+    max_positions: int | None = None
 
 
-def config_factory(source: str, overrides: Mapping[str, Any], *, trusted: bool = False) -> Callable[[], nn.Module]:
+def config_factory(
+    source: str, overrides: Mapping[str, Any], *, trust_remote_code: bool = False
+) -> Callable[[], nn.Module]:
     """The function that constructs the model of the config at `source`, a .json file or a folder with config.json.
 
     The class is the one that `architectures` names first; without that field, the causal language model of the type.
@@ -78,11 +86,11 @@ def config_factory(source: str, overrides: Mapping[str, Any], *, trusted: bool =
     Raises PlanError for a file that is missing, unreadable or of no known model type, for an unknown architecture, and
     for overrides that the config does not have or refuses.
     """
-    raw = _read(Path(source))
+    raw = _read_json(Path(source))
     foreign = raw.pop("auto_map", None)
-    if trusted and isinstance(foreign, dict):
+    if trust_remote_code and isinstance(foreign, dict):
         return repository_factory(Path(source), raw, foreign, overrides)
-    config = _stated(source, raw, foreign, overrides)
+    config = _build_config(source, raw, foreign, overrides)
     for part in (config, config.get_text_config()):
         if "use_cache" in part.to_dict():
             part.use_cache = False
@@ -91,14 +99,14 @@ def config_factory(source: str, overrides: Mapping[str, Any], *, trusted: bool =
         return lambda: transformers.AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False
         )
-    architecture = _architecture(names[0], raw["model_type"])
+    architecture = _find_architecture(names[0], raw["model_type"])
     return lambda: architecture(copy.deepcopy(config))
 
 
 def read_config(source: str) -> Any:
     """The config at `source`, of which no model is made, nor code from its folder run. Raises PlanError as `config_factory`."""
-    raw = _read(Path(source))
-    return _stated(source, raw, raw.pop("auto_map", None), {})
+    raw = _read_json(Path(source))
+    return _build_config(source, raw, raw.pop("auto_map", None), {})
 
 
 def text_limits(module: nn.Module) -> TextLimits:
@@ -108,49 +116,65 @@ def text_limits(module: nn.Module) -> TextLimits:
         return TextLimits()
     config = config.get_text_config()
     said = config.to_dict()
-    sizes = [said.get(config.attribute_map.get(name, name)) for name in ("vocab_size", "max_position_embeddings")]
+    sizes = [
+        said.get(config.attribute_map.get(name, name)) for name in ("vocab_size", "max_position_embeddings")
+    ]
     return TextLimits(*(size if isinstance(size, int) and size > 0 else None for size in sizes))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         fix = "give a folder that holds config.json, a .json file, or file.py:factory"
-        raise PlanError(f"there is no file {path}", fix=fix, where=WHERE)
+        raise PlanError(f"there is no file {path}", fix=fix, location=CONFIG_KEY)
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PlanError(
-            f"{path} cannot be read as JSON: {error}", fix="repair the file, or download it again", where=WHERE
+            f"{path} cannot be read as JSON: {error}",
+            fix="repair the file, or download it again",
+            location=CONFIG_KEY,
         ) from error
     if not isinstance(raw, dict):
         raise PlanError(
-            f"{path} holds a {type(raw).__name__}; a config is an object", fix="give a transformers config.json", where=WHERE
+            f"{path} holds a {type(raw).__name__}; a config is an object",
+            fix="give a transformers config.json",
+            location=CONFIG_KEY,
         )
     return {name: value for name, value in raw.items() if name not in ("dtype", "torch_dtype")}
 
 
-def _stated(source: str, raw: dict[str, Any], foreign: object, overrides: Mapping[str, Any]) -> Any:
+def _build_config(source: str, raw: dict[str, Any], foreign: object, overrides: Mapping[str, Any]) -> Any:
     """The config that `raw` and `overrides` say; `foreign` is the code that its repository brings."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
-        raise PlanError(f"{source} has no model_type", fix='add the field model_type, for example "llama"', where=WHERE)
+        raise PlanError(
+            f"{source} has no model_type",
+            fix='add the field model_type, for example "llama"',
+            location=CONFIG_KEY,
+        )
     if model_type not in transformers.CONFIG_MAPPING and foreign:
         text = f"the model type '{model_type}' is not known to transformers; its repository brings code for it, which is not run"
         fix = "look at it, then set model.trust_remote_code = true and model.revision to its commit, or use file.py:factory"
-        raise PlanError(text, fix=fix, where=WHERE)
+        raise PlanError(text, fix=fix, location=CONFIG_KEY)
     if model_type not in transformers.CONFIG_MAPPING:
-        fix = nearest(model_type, transformers.CONFIG_MAPPING)
-        raise PlanError(f"the model type '{model_type}' is not known to transformers", fix=fix, where=WHERE)
+        fix = suggest_name(model_type, transformers.CONFIG_MAPPING)
+        raise PlanError(
+            f"the model type '{model_type}' is not known to transformers", fix=fix, location=CONFIG_KEY
+        )
     config_class = transformers.CONFIG_MAPPING[model_type]
-    config = _config(config_class, raw, {})
-    return _config(config_class, raw, _known(overrides, config)) if overrides else config
+    config = _make_config(config_class, raw, {})
+    return _make_config(config_class, raw, _check_overrides(overrides, config)) if overrides else config
 
 
-def _known(overrides: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    known = (set(config.to_dict()) | set(config.attribute_map)).difference(FIXED)
-    raise_faults(
-        Fault(f"a {config.model_type} config has no field '{name}' to override", nearest(name, known), f"model.overrides.{name}")
+def _check_overrides(overrides: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    known = (set(config.to_dict()) | set(config.attribute_map)).difference(FIXED_FIELDS)
+    raise_diagnostics(
+        Diagnostic(
+            f"a {config.model_type} config has no field '{name}' to override",
+            suggest_name(name, known),
+            f"model.overrides.{name}",
+        )
         for name in overrides
         if name not in known
     )
@@ -163,39 +187,41 @@ def is_quantised(module: nn.Module) -> bool:
     return config is not None and config.to_dict().get("quantization_config") is not None
 
 
-def use_plain_experts(module: nn.Module) -> None:
+def use_eager_experts(module: nn.Module) -> None:
     """Have a transformers mixture of experts loop over its experts: the grouped product has no float64 kernel."""
     if config_of(module) is not None:
         cast(Any, module).set_experts_implementation("eager")
 
 
-def use_experts_on_trial(module: nn.Module) -> None:
+def use_batched_experts(module: nn.Module) -> None:
     """Have a transformers mixture of experts gather weights by token: no value is looked at, so fake tensors can pass."""
     if config_of(module) is not None:
         cast(Any, module).set_experts_implementation("batched_mm")
 
 
-def _config(config_class: Any, raw: dict[str, Any], overrides: dict[str, Any]) -> Any:
+def _make_config(config_class: Any, raw: dict[str, Any], overrides: dict[str, Any]) -> Any:
     aliases = [alias for alias, field in config_class.attribute_map.items() if field in overrides]
     fields = {name: value for name, value in raw.items() if name not in aliases} | overrides
     depth = overrides.get(config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
-    for name in PER_LAYER:  # a list with one word per layer must follow the number of layers
+    for name in PER_LAYER_FIELDS:  # a list with one word per layer must follow the number of layers
         if isinstance(depth, int) and name not in overrides and isinstance(fields.get(name), list):
             words = fields.pop(name)
             fields |= {name: words[:depth]} if depth <= len(words) else {}
     try:
-        with _no_word_on_special_tokens():
+        with _silence_special_tokens():
             return config_class.from_dict(fields)
     except Exception as error:  # transformers raises a dozen kinds for values it refuses
         given = f" with {overrides}" if overrides else ""
         fix = "change the field that the message names; overrides must fit each other (heads divide the width...)"
         raise PlanError(
-            f"transformers refuses the config{given}: {error}", fix=fix, where="model.overrides" if overrides else WHERE
+            f"transformers refuses the config{given}: {error}",
+            fix=fix,
+            location="model.overrides" if overrides else CONFIG_KEY,
         ) from error
 
 
 @contextmanager
-def _no_word_on_special_tokens() -> Iterator[None]:
+def _silence_special_tokens() -> Iterator[None]:
     """Keep transformers from warning that bos or eos lie outside of the vocabulary: they act in generation, not in training."""
     logger = logging.getLogger(transformers.configuration_utils.__name__)
 
@@ -209,10 +235,19 @@ def _no_word_on_special_tokens() -> Iterator[None]:
         logger.removeFilter(other)
 
 
-def _architecture(name: str, model_type: str) -> type[nn.Module]:
+def _find_architecture(name: str, model_type: str) -> type[nn.Module]:
     stem = model_type.replace("_", "").replace("-", "")
-    kin = {word for word in dir(transformers) if word.lower().startswith(stem) and ("For" in word or word.endswith("Model"))}
+    kin = {
+        word
+        for word in dir(transformers)
+        if word.lower().startswith(stem) and ("For" in word or word.endswith("Model"))
+    }
     if name not in dir(transformers):
-        fix = nearest(name, kin) + " (only classes of transformers itself are built; code from a repository is not run)"
-        raise PlanError(f"the architecture '{name}' is not known to transformers", fix=fix, where=WHERE)
+        fix = (
+            suggest_name(name, kin)
+            + " (only classes of transformers itself are built; code from a repository is not run)"
+        )
+        raise PlanError(
+            f"the architecture '{name}' is not known to transformers", fix=fix, location=CONFIG_KEY
+        )
     return getattr(transformers, name)

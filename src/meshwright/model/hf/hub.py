@@ -15,45 +15,58 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 
-from meshwright.plan.job.data_source import ModelSource
+from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-COMMIT = re.compile(r"[0-9a-f]{40}")
-PATHS = (".json", ".py", ".toml", ".safetensors", ".bin", ".pt")
-SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
-WEIGHTS = ("*.safetensors",)
-CODE = ("*.py",)
+COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
+PATH_SUFFIXES = (".json", ".py", ".toml", ".safetensors", ".bin", ".pt")
+CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
+WEIGHT_PATTERNS = ("*.safetensors",)
+CODE_PATTERNS = ("*.py",)
 
 
 def is_hub_id(name: str) -> bool:
     """Whether `name` can only be a repository of the hub: ORG/NAME, and no path on this machine."""
     path = Path(name)
-    return bool(HUB_ID.fullmatch(name)) and path.suffix not in PATHS and not path.exists() and not path.parent.is_dir()
+    return (
+        bool(HUB_ID.fullmatch(name))
+        and path.suffix not in PATH_SUFFIXES
+        and not path.exists()
+        and not path.parent.is_dir()
+    )
 
 
-def located(name: str, source: ModelSource, where: str) -> Path:
+def resolve_path(name: str, source: ModelConfig, where: str) -> Path:
     """The path `name`, or the folder of its snapshot when it is a hub id.
 
     Raises PlanError when the hub does not give it and the cache does not have it.
     """
     if not is_hub_id(name):
         return Path(name)
-    wanted = [*SMALL, *(WEIGHTS if name == source.weights else ()), *(CODE if source.trust_remote_code else ())]
+    wanted = [
+        *CONFIG_PATTERNS,
+        *(WEIGHT_PATTERNS if name == source.weights else ()),
+        *(CODE_PATTERNS if source.trust_remote_code else ()),
+    ]
     try:
         folder = snapshot_download(
-            name, revision=source.revision or None, allow_patterns=wanted, ignore_patterns=["*/*"], library_name="meshwright"
+            name,
+            revision=source.revision or None,
+            allow_patterns=wanted,
+            ignore_patterns=["*/*"],
+            library_name="meshwright",
         )
     except (OSError, ValueError, HfHubHTTPError) as error:
         at = f" at '{source.revision}'" if source.revision else ""
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         text = f"there is no path '{name}' here, and as a hub id{at} it cannot be fetched: {reason}"
         fix = "check the path or the id; private repositories need `hf auth login`; offline, set HF_HOME to a cache that holds it"
-        raise PlanError(text, fix=fix, where=where) from error
+        raise PlanError(text, fix=fix, location=where) from error
     return Path(folder)
 
 
-def pinned(source: ModelSource) -> ModelSource:
+def pin_revision(source: ModelConfig) -> ModelConfig:
     """`source` with the commit as its revision, where it names a hub id; otherwise as it is.
 
     Raises PlanError for a revision of nothing, for two repositories under one revision, for code that is no hub id's, and
@@ -64,15 +77,19 @@ def pinned(source: ModelSource) -> ModelSource:
         if source.trust_remote_code:
             text = f"trust_remote_code with '{source.source}', which is no hub id: a folder has no commit to hold its code still"
             fix = "name the hub id, or build the model in a file of your own: model.source = file.py:factory"
-            raise PlanError(text, fix=fix, where="model.trust_remote_code")
+            raise PlanError(text, fix=fix, location="model.trust_remote_code")
         if source.revision:
             text = f"the revision '{source.revision}', and neither model.source nor model.weights is a hub id (ORG/NAME)"
-            raise PlanError(text, fix="remove model.revision, or name a hub id that is no path here", where="model.revision")
+            raise PlanError(
+                text,
+                fix="remove model.revision, or name a hub id that is no path here",
+                location="model.revision",
+            )
         return source
     if len(ids) > 1:
         text = f"two repositories, {ids[1]} and {ids[0]}, under one revision"
-        raise PlanError(text, fix="leave out model.source: it is then model.weights", where="model.source")
-    if COMMIT.fullmatch(source.revision):
+        raise PlanError(text, fix="leave out model.source: it is then model.weights", location="model.source")
+    if COMMIT_HASH.fullmatch(source.revision):
         return source
-    folder = located(ids[0], source, "model.weights" if ids[0] == source.weights else "model.source")
-    return replace(source, revision=folder.name) if COMMIT.fullmatch(folder.name) else source
+    folder = resolve_path(ids[0], source, "model.weights" if ids[0] == source.weights else "model.source")
+    return replace(source, revision=folder.name) if COMMIT_HASH.fullmatch(folder.name) else source

@@ -12,7 +12,7 @@ from torch import nn
 from meshwright.model.hf.peft import is_adapted
 
 # transformers' words for a split, and the roles that they are here; a word of a later version is shown as it is
-STYLES = {
+TP_STYLE_ROLES = {
     "colwise": "columns",
     "colwise_gather_output": "columns",
     "colwise_rep": "columns",
@@ -32,18 +32,18 @@ STYLES = {
 }
 
 
-def is_pretrained(module: nn.Module) -> bool:
+def is_transformers_model(module: nn.Module) -> bool:
     """Whether `module` is a model of transformers."""
     return "PreTrainedModel" in {kind.__name__ for kind in type(module).__mro__}
 
 
 def config_of(module: nn.Module) -> Any:
     """The transformers config that `module`, or its base if it is adapted, carries; None for other modules."""
-    config = vars(_bare(module)).get("config")
+    config = vars(_unwrap_adapters(module)).get("config")
     return config if "PreTrainedConfig" in {kind.__name__ for kind in type(config).__mro__} else None
 
 
-def declared_styles(module: nn.Module) -> dict[str, str]:
+def declared_roles(module: nn.Module) -> dict[str, str]:
     """The roles that the models inside `module` declare, by pattern of full names; outer models come first.
 
     A pattern of a config belongs to the base model; on the model with a head round it, it names nothing and does no harm.
@@ -51,32 +51,39 @@ def declared_styles(module: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, inner in module.named_modules():
         config = config_of(inner)
-        if config is None or not is_pretrained(inner):
+        if config is None or not is_transformers_model(inner):
             continue
         prefix = f"{name}." if name else ""
-        for plan in (_of_class(type(inner), "_tp_plan"), _of_class(type(config), "base_model_tp_plan")):
+        for plan in (
+            _class_mapping(type(inner), "_tp_plan"),
+            _class_mapping(type(config), "base_model_tp_plan"),
+        ):
             for pattern, style in plan.items():
-                found.setdefault(f"{prefix}{pattern}", STYLES.get(style, style))
+                found.setdefault(f"{prefix}{pattern}", TP_STYLE_ROLES.get(style, style))
     return found
 
 
-def head_of(module: nn.Module) -> nn.Module | None:
+def output_head(module: nn.Module) -> nn.Module | None:
     """The module that makes logits, if the model says which one it is."""
-    bare: Any = _bare(module)
-    return bare.get_output_embeddings() if is_pretrained(bare) else None
+    bare: Any = _unwrap_adapters(module)
+    return bare.get_output_embeddings() if is_transformers_model(bare) else None
 
 
-def attention_of(module: nn.Module) -> str:
+def attention_implementation(module: nn.Module) -> str:
     """How the model attends: the name of transformers' implementation, if it can be exchanged there; else ""."""
     config = config_of(module)
-    kinds = {type(inner) for inner in module.modules() if is_pretrained(inner)}
+    kinds = {type(inner) for inner in module.modules() if is_transformers_model(inner)}
     exchanged = any(kind._supports_attention_backend for kind in cast(Any, kinds))
     return str(config._attn_implementation) if config is not None and exchanged else ""
 
 
-def instead(module: nn.Module, name: str) -> str:
+def sdpa_advice(module: nn.Module, module_name: str) -> str:
     """How the part `name` of `module`, which multiplies queries with keys itself, would come to attend by torch's function."""
-    inner = [each for at, each in module.named_modules() if is_pretrained(each) and (not at or f"{name}.".startswith(f"{at}."))]
+    inner = [
+        each
+        for at, each in module.named_modules()
+        if is_transformers_model(each) and (not at or f"{module_name}.".startswith(f"{at}."))
+    ]
     if not inner:
         return "call F.scaled_dot_product_attention"
     kind: Any = next(each for each in type(inner[-1]).__mro__ if each.__module__.startswith("transformers."))
@@ -87,11 +94,11 @@ def instead(module: nn.Module, name: str) -> str:
     return "set attn_implementation = 'sdpa' in its config"
 
 
-def _bare(module: nn.Module) -> nn.Module:
+def _unwrap_adapters(module: nn.Module) -> nn.Module:
     """The model inside the wrapper that holds adapters."""
     return cast(Any, module).get_base_model() if is_adapted(module) else module
 
 
-def _of_class(kind: type, name: str) -> Mapping[str, str]:
+def _class_mapping(kind: type, name: str) -> Mapping[str, str]:
     found = next((vars(base)[name] for base in kind.__mro__ if vars(base).get(name)), None)
     return found if isinstance(found, Mapping) else {}

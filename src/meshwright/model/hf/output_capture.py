@@ -21,67 +21,69 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-Blank = dict[str, Any]
-HOME, COLLECTOR = "transformers.utils.output_capturing", "_active_collector"
+CaptureLists = dict[str, Any]
+CAPTURE_MODULE, COLLECTOR_NAME = "transformers.utils.output_capturing", "_active_collector"
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class CaptureMark:
     """A list that is being filled: its channel ("router_logits"), the list, and how long it was."""
 
     channel: str
-    found: list[Any]
+    captured: list[Any]
     length: int
 
     @property
-    def added(self) -> list[Any]:
+    def added_tensors(self) -> list[Any]:
         """What was added since, in a list of its own."""
-        return self.found[self.length :]
+        return self.captured[self.length :]
 
-    def replace(self, added: list[Any]) -> None:
+    def replace(self, tensors: list[Any]) -> None:
         """Put `added` where what was added stands."""
-        self.found[self.length :] = added
+        self.captured[self.length :] = tensors
 
 
-def marks() -> tuple[Mark, ...]:
+def capture_marks() -> tuple[CaptureMark, ...]:
     """A mark in every list that transformers is filling on this thread; none when nothing is captured."""
-    lists = _filled()
-    return tuple(_marks(lists)) if lists else ()
+    lists = _active_lists()
+    return tuple(_list_marks(lists)) if lists else ()
 
 
-def blank() -> Blank | None:
+def empty_capture_lists() -> CaptureLists | None:
     """What transformers is filling on this thread, with lists as long that hold nothing; None when nothing is captured."""
-    lists = _filled()
+    lists = _active_lists()
     if not lists:
         return None
-    return {channel: [None] * len(found) if isinstance(found, list) else found for channel, found in lists.items()}
+    return {
+        channel: [None] * len(found) if isinstance(found, list) else found for channel, found in lists.items()
+    }
 
 
 @contextmanager
-def collecting(into: Blank | None) -> Iterator[tuple[Mark, ...]]:
+def capture_into(lists: CaptureLists | None) -> Iterator[tuple[CaptureMark, ...]]:
     """Have transformers fill `into` meanwhile, and nothing else; None: it captures nothing. Marks tell what was added."""
     collector = _collector()
     if collector is None:
         yield ()
         return
-    before = collector.set(into)
+    before = collector.set(lists)
     try:
-        yield tuple(_marks(into or {}))
+        yield tuple(_list_marks(lists or {}))
     finally:
         collector.reset(before)
 
 
 def _collector() -> Any:
-    home = sys.modules.get(HOME)
-    return None if home is None else vars(home).get(COLLECTOR)
+    home = sys.modules.get(CAPTURE_MODULE)
+    return None if home is None else vars(home).get(COLLECTOR_NAME)
 
 
-def _filled() -> dict[str, Any] | None:
+def _active_lists() -> dict[str, Any] | None:
     collector = _collector()
     return None if collector is None else collector.get()
 
 
-def _marks(lists: dict[str, Any]) -> Iterator[Mark]:
+def _list_marks(lists: dict[str, Any]) -> Iterator[CaptureMark]:
     for channel, found in lists.items():
         if isinstance(found, list):  # the collector also holds which layers were asked for
-            yield Mark(channel, found, len(found))
+            yield CaptureMark(channel, found, len(found))

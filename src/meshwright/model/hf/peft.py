@@ -20,8 +20,8 @@ from torch import nn
 from meshwright.plan.job.errors import PlanError
 
 PACKAGE = "peft"
-INSTALL = "pip install 'meshwright[adapters]'"
-WRAPPERS = {"BaseTunerLayer", "AuxiliaryTrainingWrapper"}
+INSTALL_PEFT = "pip install 'meshwright[adapters]'"
+WRAPPER_CLASSES = {"BaseTunerLayer", "AuxiliaryTrainingWrapper"}
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -29,12 +29,12 @@ def is_adapted(module: nn.Module) -> bool:
     return "PeftModel" in {kind.__name__ for kind in type(module).__mro__}
 
 
-def wraps(module: nn.Module) -> bool:
+def is_adapter_layer(module: nn.Module) -> bool:
     """Whether `module` is a layer with its adapter, or with a trained copy of it: a whole, though it holds dicts of modules."""
-    return not WRAPPERS.isdisjoint(kind.__name__ for kind in type(module).__mro__)
+    return not WRAPPER_CLASSES.isdisjoint(kind.__name__ for kind in type(module).__mro__)
 
 
-def base_of(module: nn.Module) -> tuple[nn.Module, dict[str, str]]:
+def unload_adapters(module: nn.Module) -> tuple[nn.Module, dict[str, str]]:
     """The base of an adapted `module`, which is used up, and the name in it of every parameter and buffer that it has.
 
     Names are those of the adapted model, all of a tie; the name in the base is the first one there. A trained copy of a part
@@ -57,18 +57,20 @@ def base_of(module: nn.Module) -> tuple[nn.Module, dict[str, str]]:
     return base, found
 
 
-def peft() -> Any:
+def import_peft() -> Any:
     """The package peft. Raises PlanError, which names the extra, where it is not installed."""
     try:
         return import_module(PACKAGE)
     except ImportError as error:
-        raise PlanError(f"the package {PACKAGE} cannot be imported ({error})", fix=INSTALL, where="model") from error
+        raise PlanError(
+            f"the package {PACKAGE} cannot be imported ({error})", fix=INSTALL_PEFT, location="model"
+        ) from error
 
 
-def repair(error: BaseException, otherwise: str) -> str:
+def suggest_fix(error: BaseException, default: str) -> str:
     """How to repair what a user's own code raised: by installing peft, if that is what it lacks, else `otherwise`."""
     lacks = isinstance(error, ModuleNotFoundError) and error.name == PACKAGE
-    return INSTALL if lacks else otherwise
+    return INSTALL_PEFT if lacks else default
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -79,7 +81,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _copies(module: nn.Module) -> Iterator[tuple[str, str]]:
     """The name of each tensor of a part that is kept aside, with that of its trained copy."""
     for path, part in module.named_modules():
-        copies = part._modules.get("modules_to_save") if wraps(part) else None
+        copies = part._modules.get("modules_to_save") if is_adapter_layer(part) else None
         if copies is not None:
             for adapter, copy in copies.named_children():
                 for leaf, _ in _tensors(copy):

@@ -12,35 +12,39 @@ from typing import Any
 from meshwright.plan.job.errors import PlanError
 
 
-def check_vocabulary(path: Path, size: int | None) -> None:
+def check_tokenizer(path: Path, vocab_size: int | None) -> None:
     """Raise PlanError when the tokenizer in the folder `path` has ids from `size`, the number of tokens of the model, on."""
-    largest = largest_token(path)
-    if size is not None and largest is not None and largest >= size:
-        text = f"the tokenizer in {path} has ids up to {largest}, and the model has {size} tokens, numbered from 0"
+    largest = largest_token_id(path)
+    if vocab_size is not None and largest is not None and largest >= vocab_size:
+        text = f"the tokenizer in {path} has ids up to {largest}, and the model has {vocab_size} tokens, numbered from 0"
         fix = "give weights and tokenizer of one model, or start a larger embedding: model.overrides.vocab_size and model.skip"
-        raise PlanError(text, fix=fix, where="model.weights")
+        raise PlanError(text, fix=fix, location="model.weights")
 
 
-def largest_token(path: Path) -> int | None:
+def largest_token_id(path: Path) -> int | None:
     """The largest id that the tokenizer in the folder `path` gives; None when there is none that says its ids.
 
     Raises PlanError for a file that is not JSON.
     """
-    for name, ids in (("tokenizer.json", _ids), ("vocab.json", _values)):
+    for name, ids in (("tokenizer.json", _ids), ("vocab.json", _id_values)):
         if (path / name).is_file():
             try:
                 return max(ids(json.loads((path / name).read_text(encoding="utf-8"))), default=None)
             except (OSError, ValueError, TypeError, AttributeError) as error:
                 text = f"{path / name} cannot be read: {error}"
-                raise PlanError(text, fix="download it again, or remove it", where="model.weights") from error
+                raise PlanError(
+                    text, fix="download it again, or remove it", location="model.weights"
+                ) from error
     return None
 
 
 def _ids(tokenizer: dict[str, Any]) -> list[int]:
     vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
-    own = range(len(vocabulary)) if isinstance(vocabulary, list) else _values(vocabulary)  # a list says ids by position
+    own = (
+        range(len(vocabulary)) if isinstance(vocabulary, list) else _id_values(vocabulary)
+    )  # a list says ids by position
     return [*own, *(token["id"] for token in tokenizer.get("added_tokens") or ())]
 
 
-def _values(vocabulary: dict[str, int]) -> list[int]:
+def _id_values(vocabulary: dict[str, int]) -> list[int]:
     return [token for token in vocabulary.values() if isinstance(token, int)]

@@ -36,22 +36,27 @@ from math import prod
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.model.tensors.counter_rng import fill_normal_, fill_truncated_normal_, fill_uniform_, key
-from meshwright.model.tensors.pytree import storage_of
+from meshwright.model.tensors.counter_rng import (
+    derive_key,
+    fill_normal_,
+    fill_truncated_normal_,
+    fill_uniform_,
+)
+from meshwright.model.tensors.pytree import storage_id
 
-aten = torch.ops.aten
-OVERWRITES = (
-    aten.normal_.default,
-    aten.uniform_.default,
-    aten.zero_.default,
-    aten.fill_.Scalar,
-    aten.fill_.Tensor,
-    aten.copy_.default,
+rows_aten = torch.ops.aten
+OVERWRITING_OPS = (
+    rows_aten.normal_.default,
+    rows_aten.uniform_.default,
+    rows_aten.zero_.default,
+    rows_aten.fill_.Scalar,
+    rows_aten.fill_.Tensor,
+    rows_aten.copy_.default,
 )
 
 
 @dataclass(frozen=True)
-class Window:
+class StorageWindow:
     """Some elements of a storage, as a strided tensor."""
 
     storage: int
@@ -60,23 +65,23 @@ class Window:
     offset: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Window":
+    def from_tensor(cls, tensor: torch.Tensor) -> "StorageWindow":
         """Where the elements of `tensor` lie."""
-        return cls(storage_of(tensor), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        return cls(storage_id(tensor), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 @dataclass(frozen=True)
-class Origin:
+class StorageOrigin:
     """A storage before its first entry: blank (undefined), or `value`, which broadcasts to the shape of `window`."""
 
     numel: int
     dtype: torch.dtype
-    window: Window
+    window: StorageWindow
     value: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
-class Entry:
+class TapeEntry:
     """One operation: its arguments with tensors as windows, and the windows of the tensors that it made."""
 
     op: Callable[..., object]
@@ -84,39 +89,39 @@ class Entry:
     kwargs: dict[str, object]
     reads: frozenset[int]
     writes: frozenset[int]
-    made: tuple[Window | None, ...] = ()
-    forgets: int | None = None  # the storage that is overwritten as a whole
+    results: tuple[StorageWindow | None, ...] = ()
+    overwritten_storage: int | None = None  # the storage that is overwritten as a whole
 
 
-class Tape:
+class InitTape:
     """Entries in order, and the storages that they are about."""
 
     def __init__(self) -> None:
-        self.origins: dict[int, Origin] = {}
-        self.entries: list[Entry] = []
+        self.origins: dict[int, StorageOrigin] = {}
+        self.entries: list[TapeEntry] = []
         self._writers: dict[int, list[int]] = defaultdict(list)
         self._keys: dict[int, tuple[str, int]] = {}
         self._alive: list[torch.Tensor] = []  # a freed storage would give its number to the next one
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies on a storage of this tape."""
-        return tensor.layout == torch.strided and storage_of(tensor) in self.origins
+        return tensor.layout == torch.strided and storage_id(tensor) in self.origins
 
-    def begin(self, tensor: torch.Tensor, value: torch.Tensor | None = None) -> Window:
+    def add_storage(self, tensor: torch.Tensor, value: torch.Tensor | None = None) -> StorageWindow:
         """Take the storage of the meta `tensor` onto the tape, blank or with a value; return where `tensor` lies on it."""
-        window = Window.of(tensor)
+        window = StorageWindow.from_tensor(tensor)
         numel = tensor.untyped_storage().nbytes() // tensor.element_size()
-        self.origins[window.storage] = Origin(numel, tensor.dtype, window, value)
+        self.origins[window.storage] = StorageOrigin(numel, tensor.dtype, window, value)
         self._alive.append(tensor.data)
         return window
 
-    def append(self, entry: Entry) -> None:
+    def append(self, entry: TapeEntry) -> None:
         """Write down one operation."""
         for storage in entry.writes:
             self._writers[storage].append(len(self.entries))
         self.entries.append(entry)
 
-    def recipe(self, storage: int) -> list[int]:
+    def required_entries(self, storage: int) -> list[int]:
         """The numbers of the entries that the final content of `storage` depends on, in order."""
         found: set[int] = set()
         seen: set[tuple[int, int]] = set()
@@ -130,7 +135,7 @@ class Tape:
                 entry = self.entries[number]
                 found.add(number)
                 todo += [(other, number) for other in entry.reads | entry.writes if other != wanted]
-                if entry.forgets == wanted:
+                if entry.overwritten_storage == wanted:
                     break
         return sorted(found)
 
@@ -141,142 +146,180 @@ class Tape:
     def name_random_entries(self, storages: Iterable[tuple[str, int]]) -> None:
         """Give every random entry its key words: the first of the (name, storage) pairs that needs it, and an ordinal."""
         for name, storage in storages:
-            mine = [n for n in self.recipe(storage) if self.entries[n].op in RANDOM and n not in self._keys]
+            mine = [
+                n
+                for n in self.required_entries(storage)
+                if self.entries[n].op in RANDOM_OPS and n not in self._keys
+            ]
             self._keys.update({number: (name, ordinal) for ordinal, number in enumerate(mine)})
 
-    def key_of(self, number: int, seed: int) -> int:
+    def random_key(self, number: int, seed: int) -> int:
         """The key by which the random entry of that number is drawn."""
-        return key(seed, "initial", *self._keys[number])
+        return derive_key(seed, "initial", *self._keys[number])
 
-    def replay(self, window: Window, seed: int, device: torch.device) -> torch.Tensor:
+    def replay(self, window: StorageWindow, seed: int, device: torch.device) -> torch.Tensor:
         """A real tensor with the content that the constructor gave to `window`; contiguous, on `device`.
 
         A floating element that nothing ever wrote is NaN.
         """
         flats: dict[int, torch.Tensor] = {}
         with torch.no_grad():
-            for number in self.recipe(window.storage):
-                self._play(number, flats, seed, device)
-            return self._real(window, flats, device).contiguous()
+            for number in self.required_entries(window.storage):
+                self._replay_entry(number, flats, seed, device)
+            return self._real_tensor(window, flats, device).contiguous()
 
-    def _play(self, number: int, flats: dict[int, torch.Tensor], seed: int, device: torch.device) -> None:
+    def _replay_entry(
+        self, number: int, flats: dict[int, torch.Tensor], seed: int, device: torch.device
+    ) -> None:
         entry = self.entries[number]
 
         def real(leaf: object) -> object:
-            if isinstance(leaf, Window):
-                return self._real(leaf, flats, device)
+            if isinstance(leaf, StorageWindow):
+                return self._real_tensor(leaf, flats, device)
             if isinstance(leaf, torch.Tensor):
                 return leaf if leaf.dim() == 0 else leaf.to(device)
             return device if isinstance(leaf, torch.device) else leaf
 
         args, kwargs = tree_map(real, (entry.args, entry.kwargs))
-        if entry.op in RANDOM:
-            target = self._real(entry.made[0], flats, device) if entry.made and entry.made[0] else args[0]
-            RANDOM[entry.op](target, self.key_of(number, seed), *args[1:], **kwargs)
+        if entry.op in RANDOM_OPS:
+            target = (
+                self._real_tensor(entry.results[0], flats, device)
+                if entry.results and entry.results[0]
+                else args[0]
+            )
+            RANDOM_OPS[entry.op](target, self.random_key(number, seed), *args[1:], **kwargs)
             return
         results = [leaf for leaf in tree_leaves(entry.op(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
-        for window, result in zip(entry.made, results, strict=False):
-            if window is not None:  # a meta result and a real one may differ in stride: what counts is the window
-                self._real(window, flats, device).copy_(result)
+        for window, result in zip(entry.results, results, strict=False):
+            if (
+                window is not None
+            ):  # a meta result and a real one may differ in stride: what counts is the window
+                self._real_tensor(window, flats, device).copy_(result)
 
-    def _real(self, window: Window, flats: dict[int, torch.Tensor], device: torch.device) -> torch.Tensor:
+    def _real_tensor(
+        self, window: StorageWindow, flats: dict[int, torch.Tensor], device: torch.device
+    ) -> torch.Tensor:
         if window.storage not in flats:
             origin = self.origins[window.storage]
             blank = torch.nan if origin.dtype.is_floating_point or origin.dtype.is_complex else 0
             flat = torch.full((origin.numel,), blank, dtype=origin.dtype, device=device)
             if origin.value is not None:
-                flat.as_strided(origin.window.size, origin.window.stride, origin.window.offset).copy_(origin.value)
+                flat.as_strided(origin.window.size, origin.window.stride, origin.window.offset).copy_(
+                    origin.value
+                )
             flats[window.storage] = flat
         return flats[window.storage].as_strided(window.size, window.stride, window.offset)
 
 
 def truncated_normal_(tensor: torch.Tensor, mean: float, std: float, low: float, high: float) -> torch.Tensor:
     """Stands on a tape for torch.nn.init.trunc_normal_; never called, because `RANDOM` names its replay."""
-    raise NotImplementedError("a truncated normal entry is played by Tape.replay; it cannot be called by itself")
+    raise NotImplementedError(
+        "a truncated normal entry is played by Tape.replay; it cannot be called by itself"
+    )
 
 
-def _play_normal(
+def _replay_normal(
     target: torch.Tensor, key: int, mean: float = 0.0, std: float = 1.0, *, start: int = 0, **unused: object
 ) -> None:
     fill_normal_(target, key, mean, std, start=start)
 
 
-def _play_uniform(
+def _replay_uniform(
     target: torch.Tensor, key: int, low: float = 0.0, high: float = 1.0, *, start: int = 0, **unused: object
 ) -> None:
     fill_uniform_(target, key, low, high, start=start)
 
 
 # what may stand on a tape as a random entry, and how it is played; keyword arguments are a generator, dtype, device...
-RANDOM: dict[Callable[..., object], Callable[..., None]] = {
-    aten.normal_.default: _play_normal,
-    aten.uniform_.default: _play_uniform,
-    aten.rand_like.default: _play_uniform,
-    aten.randn_like.default: _play_normal,
+RANDOM_OPS: dict[Callable[..., object], Callable[..., None]] = {
+    rows_aten.normal_.default: _replay_normal,
+    rows_aten.uniform_.default: _replay_uniform,
+    rows_aten.rand_like.default: _replay_uniform,
+    rows_aten.randn_like.default: _replay_normal,
     truncated_normal_: fill_truncated_normal_,
 }
 
 
-FILLS = (aten.zero_.default, aten.fill_.Scalar)
+FILL_OPS = (rows_aten.zero_.default, rows_aten.fill_.Scalar)
 
 
-def replay_rows(tape: Tape, window: Window, seed: int, device: torch.device, rows: range) -> torch.Tensor | None:
+def replay_rows(
+    tape: InitTape, window: StorageWindow, seed: int, device: torch.device, rows: range
+) -> torch.Tensor | None:
     """The `rows` along dim 0 of what `tape.replay` gives, contiguous; None where they cannot be made without the rest."""
-    origin, recipe = tape.origins[window.storage], tape.recipe(window.storage)
-    if not _dense(window) or not all(_alone(tape.entries[number], window.storage) for number in recipe):
+    origin, recipe = tape.origins[window.storage], tape.required_entries(window.storage)
+    if not _is_contiguous(window) or not all(
+        _is_elementwise_in_place(tape.entries[number], window.storage) for number in recipe
+    ):
         return None
     length = prod(window.size[1:])
     first, end = (window.offset + row * length for row in (rows.start, rows.stop))
-    flat = _begun(origin, first, end, device)
+    flat = _initial_elements(origin, first, end, device)
     if flat is None:
         return None
     with torch.no_grad():
         for number in recipe:
             entry = tape.entries[number]
-            target = _target(entry)
+            target = _target_window(entry)
             low, high = max(first, target.offset), min(end, target.offset + prod(target.size))
             if low >= high:
                 continue
             part = flat[low - first : high - first]
-            if entry.op in RANDOM:
-                RANDOM[entry.op](part, tape.key_of(number, seed), *entry.args[1:], **entry.kwargs, start=low - target.offset)
+            if entry.op in RANDOM_OPS:
+                RANDOM_OPS[entry.op](
+                    part,
+                    tape.random_key(number, seed),
+                    *entry.args[1:],
+                    **entry.kwargs,
+                    start=low - target.offset,
+                )
             else:
                 entry.op(part, *entry.args[1:], **entry.kwargs)
     return flat.view(len(rows), *window.size[1:])
 
 
-def _target(entry: Entry) -> Window:
+def _target_window(entry: TapeEntry) -> StorageWindow:
     """The window that an operation in place writes."""
-    if not entry.args or not isinstance(entry.args[0], Window):
+    if not entry.args or not isinstance(entry.args[0], StorageWindow):
         raise TypeError(f"{entry.op} writes no window; it cannot be played on some rows: use Tape.replay")
     return entry.args[0]
 
 
-def _alone(entry: Entry, storage: int) -> bool:
+def _is_elementwise_in_place(entry: TapeEntry, storage: int) -> bool:
     """Whether `entry` changes each element of one dense window of `storage` by itself, in place, and looks at nothing else."""
     op, others = entry.op, (*entry.args[1:], *entry.kwargs.values())
-    by_itself = op in RANDOM or op in FILLS
+    by_itself = op in RANDOM_OPS or op in FILL_OPS
     if isinstance(op, torch._ops.OpOverload):
         by_itself |= torch.Tag.pointwise in op.tags and op._schema.name.endswith("_")
-    plain = not any(isinstance(other, Window) or (isinstance(other, torch.Tensor) and other.dim()) for other in others)
+    plain = not any(
+        isinstance(other, StorageWindow) or (isinstance(other, torch.Tensor) and other.dim())
+        for other in others
+    )
     written = entry.args[0] if entry.args else None
-    dense = isinstance(written, Window) and _dense(written) and written.storage == storage
-    return by_itself and plain and dense and not any(entry.made)
+    dense = isinstance(written, StorageWindow) and _is_contiguous(written) and written.storage == storage
+    return by_itself and plain and dense and not any(entry.results)
 
 
-def _begun(origin: Origin, first: int, end: int, device: torch.device) -> torch.Tensor | None:
+def _initial_elements(
+    origin: StorageOrigin, first: int, end: int, device: torch.device
+) -> torch.Tensor | None:
     """The elements from `first` to `end` of a storage before its first entry."""
     blank = torch.nan if origin.dtype.is_floating_point or origin.dtype.is_complex else 0
     flat = torch.full((end - first,), blank, dtype=origin.dtype, device=device)
     if origin.value is not None:
         value, window = origin.value, origin.window
-        if not _dense(window) or prod(window.size) != origin.numel or value.shape != window.size or not value.is_contiguous():
+        if (
+            not _is_contiguous(window)
+            or prod(window.size) != origin.numel
+            or value.shape != window.size
+            or not value.is_contiguous()
+        ):
             return None
         flat.copy_(value.view(-1)[first:end])
     return flat
 
 
-def _dense(window: Window) -> bool:
+def _is_contiguous(window: StorageWindow) -> bool:
     """Whether its elements lie one behind the other, in order."""
     step = 1
     for size, stride in zip(reversed(window.size), reversed(window.stride), strict=True):

@@ -25,78 +25,84 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from meshwright.model.hf.metadata import is_pretrained
+from meshwright.model.hf.metadata import is_transformers_model
 
 if TYPE_CHECKING:
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-OLD_BUFFERS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+LEGACY_BUFFERS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
 
 
 @dataclass(frozen=True)
-class Conversion:
+class KeyConversion:
     """Tensors that are turned into others together: `sources`, in order, each with the pattern that it matched.
 
     Without a `converter` the one source is renamed to `first`. `renamings` apply to the names of the results.
     """
 
-    first: str
+    target: str
     sources: tuple[tuple[str, str], ...]
     converter: "WeightConverter | None" = None
     renamings: "tuple[WeightRenaming, ...]" = ()
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def source_names(self) -> tuple[str, ...]:
         """The names of the sources."""
         return tuple(name for _, name in self.sources)
 
     @property
-    def stacks(self) -> bool:
+    def stacks_rows(self) -> bool:
         """Whether row i of the result is made of the i-th source of each pattern, so that rows can be had alone."""
         if self.converter is None or len(self.converter.target_patterns) > 1:
             return False
-        words = _words()
+        words = _transformers_loading()
         head, *tail = self.converter.operations
         within = all(
-            (isinstance(op, words.Concatenate) and op.dim > 0) or (isinstance(op, words.Transpose) and min(op.dim0, op.dim1) > 0)
+            (isinstance(op, words.Concatenate) and op.dim > 0)
+            or (isinstance(op, words.Transpose) and min(op.dim0, op.dim1) > 0)
             for op in tail
         )
         return isinstance(head, words.MergeModulelist) and head.dim == 0 and within
 
-    def rows(self, rows: range) -> "Conversion":
+    def select_rows(self, rows: range) -> "KeyConversion":
         """This conversion of only those sources that `rows` of its result are made of; see `stacks`."""
         by_pattern: dict[str, list[str]] = {}
         for pattern, name in self.sources:
             by_pattern.setdefault(pattern, []).append(name)
-        kept = tuple((pattern, name) for pattern, names in by_pattern.items() for name in names[rows.start : rows.stop])
-        return Conversion(self.first, kept, self.converter, self.renamings)
+        kept = tuple(
+            (pattern, name) for pattern, names in by_pattern.items() for name in names[rows.start : rows.stop]
+        )
+        return KeyConversion(self.target, kept, self.converter, self.renamings)
 
-    def apply(self, module: nn.Module, tensor: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+    def apply(self, module: nn.Module, read_tensor: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
         """The results by name, made of `tensor(name)` for each source. `module` is asked for its config and shapes."""
         if self.converter is None:
-            return {self.first: tensor(self.sources[0][1])}
+            return {self.target: read_tensor(self.sources[0][1])}
         converter: Any = copy.deepcopy(self.converter)
         for pattern, name in self.sources:
-            converter.add_tensor(self.first, name, pattern, tensor(name))
-        made = converter.convert(self.first, model=module, config=module.config)
+            converter.add_tensor(self.target, name, pattern, read_tensor(name))
+        made = converter.convert(self.target, model=module, config=module.config)
         whole = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-        return {_words().apply_renamings(name, list(self.renamings)): value for name, value in whole.items()}
+        return {
+            _transformers_loading().apply_renamings(name, list(self.renamings)): value
+            for name, value in whole.items()
+        }
 
 
-def loading(module: nn.Module, stored: Iterable[str]) -> tuple[list[Conversion], list[str]]:
+def load_conversions(module: nn.Module, stored_names: Iterable[str]) -> tuple[list[KeyConversion], list[str]]:
     """The conversions from `stored` names to names of `module`'s state, and the stored names that lead nowhere."""
-    if not is_pretrained(module):
+    if not is_transformers_model(module):
         expected = module.state_dict()
-        names = list(stored)
-        plain = [Conversion(name, ((name, name),)) for name in names if name in expected]
+        names = list(stored_names)
+        plain = [KeyConversion(name, ((name, name),)) for name in names if name in expected]
         return plain, [name for name in names if name not in expected]
     pretrained: Any = module
     expected, prefix = pretrained.state_dict(), pretrained.base_model_prefix
-    transforms, words = _table(pretrained), _words()
+    transforms, words = _conversion_mapping(pretrained), _transformers_loading()
     renamings = [each for each in transforms if isinstance(each, words.WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, words.WeightConverter)]
-    groups, unknown = _Groups(converters), []
-    for name in sorted(stored, key=words.dot_natural_key):
+    groups, unknown = _ConversionGroups(converters), []
+    for name in sorted(stored_names, key=words.dot_natural_key):
         target, pattern = words.rename_source_key(name, renamings, converters, prefix, expected)
         if target not in expected and name in expected:
             target, pattern = words.rename_source_key(name, [], [], prefix, expected)
@@ -105,18 +111,20 @@ def loading(module: nn.Module, stored: Iterable[str]) -> tuple[list[Conversion],
     return groups.conversions(()), unknown
 
 
-def saving(module: nn.Module, names: Iterable[str]) -> list[Conversion]:
+def save_conversions(module: nn.Module, names: Iterable[str]) -> list[KeyConversion]:
     """The conversions from `names` of `module`'s state to the names under which transformers stores them."""
-    if not is_pretrained(module):
-        return [Conversion(name, ((name, name),)) for name in names]
+    if not is_transformers_model(module):
+        return [KeyConversion(name, ((name, name),)) for name in names]
     pretrained: Any = module
-    words = _words()
-    transforms = _table(pretrained, add_legacy=False)
+    words = _transformers_loading()
+    transforms = _conversion_mapping(pretrained, add_legacy=False)
     # A prefix that was dropped on loading is not put back: nobody knows whether it was there.
-    backward = [each.reverse_transform() for each in reversed(transforms) if not isinstance(each, words.PrefixChange)]
+    backward = [
+        each.reverse_transform() for each in reversed(transforms) if not isinstance(each, words.PrefixChange)
+    ]
     renamings = [each for each in backward if isinstance(each, words.WeightRenaming)]
     converters = [each for each in backward if isinstance(each, words.WeightConverter)]
-    groups = _Groups(converters)
+    groups = _ConversionGroups(converters)
     for name in sorted(names, key=words.dot_natural_key):
         target, pattern = words.apply_converters(name, converters)
         if pattern is None:
@@ -125,27 +133,33 @@ def saving(module: nn.Module, names: Iterable[str]) -> list[Conversion]:
     return groups.conversions(tuple(renamings))
 
 
-def ignored(module: nn.Module) -> tuple[re.Pattern[str] | None, re.Pattern[str] | None]:
+def ignored_patterns(module: nn.Module) -> tuple[re.Pattern[str] | None, re.Pattern[str] | None]:
     """Which names transformers lets a file leave out, and which it lets a file hold without a use; None: no such name.
 
     A buffer that is computed (a rotary table, a causal mask) was stored by older versions; it is not read.
     """
     computed = {name for name, _ in module.named_buffers()} - module.state_dict().keys()
     patterns = {rf"(^|\.){re.escape(name)}$" for name in computed}
-    patterns |= {pattern for end, pattern in OLD_BUFFERS.items() if any(name.endswith(end) for name, _ in module.named_buffers())}
+    patterns |= {
+        pattern
+        for end, pattern in LEGACY_BUFFERS.items()
+        if any(name.endswith(end) for name, _ in module.named_buffers())
+    }
     absent: set[str] = set()
-    if is_pretrained(module):
+    if is_transformers_model(module):
         pretrained: Any = module
         absent |= set(pretrained._keys_to_ignore_on_load_missing or ())
         patterns |= set(pretrained._keys_to_ignore_on_load_unexpected or ())
-    return _any(absent), _any(patterns)
+    return _any_pattern(absent), _any_pattern(patterns)
 
 
-class _Groups:
+class _ConversionGroups:
     """Sources gathered by the first name of what they become."""
 
     def __init__(self, converters: "list[WeightConverter]") -> None:
-        self._by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        self._by_pattern = {
+            pattern: converter for converter in converters for pattern in converter.source_patterns
+        }
         self._groups: dict[str, tuple[WeightConverter | None, list[tuple[str, str]]]] = {}
 
     def add(self, target: str, name: str, pattern: str | None) -> bool:
@@ -157,22 +171,22 @@ class _Groups:
         sources.append((pattern or name, name))
         return True
 
-    def conversions(self, renamings: "tuple[WeightRenaming, ...]") -> list[Conversion]:
+    def conversions(self, renamings: "tuple[WeightRenaming, ...]") -> list[KeyConversion]:
         return [
-            Conversion(first, tuple(sources), converter, renamings if converter is not None else ())
+            KeyConversion(first, tuple(sources), converter, renamings if converter is not None else ())
             for first, (converter, sources) in self._groups.items()
         ]
 
 
-def _words() -> Any:
+def _transformers_loading() -> Any:
     """The part of transformers that renames and converts; imported on first use, which takes a second."""
     return import_module("transformers.core_model_loading")
 
 
-def _table(module: Any, **how: bool) -> list[Any]:
+def _conversion_mapping(module: Any, **how: bool) -> list[Any]:
     return import_module("transformers.conversion_mapping").get_model_conversion_mapping(module, **how)
 
 
-def _any(patterns: Iterable[str]) -> re.Pattern[str] | None:
+def _any_pattern(patterns: Iterable[str]) -> re.Pattern[str] | None:
     joined = "|".join(f"({pattern})" for pattern in sorted(patterns))
     return re.compile(joined) if joined else None

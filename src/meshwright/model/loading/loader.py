@@ -25,16 +25,16 @@ import torch
 from torch import nn
 
 from meshwright.model.hf.config import config_factory, is_quantised, read_config, text_limits
-from meshwright.model.hf.hub import is_hub_id, located
-from meshwright.model.hf.peft import base_of, is_adapted, repair
-from meshwright.model.hf.tokenizer_check import check_vocabulary
-from meshwright.model.loading.meta_init import Blueprint, blueprint, logical_names
+from meshwright.model.hf.hub import is_hub_id, resolve_path
+from meshwright.model.hf.peft import is_adapted, suggest_fix, unload_adapters
+from meshwright.model.hf.tokenizer_check import check_tokenizer
+from meshwright.model.loading.meta_init import DeferredInit, defer_init, logical_names
 from meshwright.model.loading.pretrained import find_weights
-from meshwright.model.tensor_parallel.layer_roles import check_roles, find_sockets
-from meshwright.plan.job.data_source import ModelSource
-from meshwright.plan.job.errors import Fault, PlanError, nearest, raise_faults
+from meshwright.model.tensor_parallel.layer_roles import check_roles, find_layer_roles
+from meshwright.plan.job.data_source import ModelConfig
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 
-WHERE = "model.source"
+SOURCE_KEY = "model.source"
 
 
 @dataclass(frozen=True)
@@ -50,81 +50,93 @@ class Model:
     example: Mapping[str, torch.Tensor] | None = None
     blocks: Sequence[str] | None = None
     loss: object | None = None
-    sockets: Mapping[str, str] | None = None
+    layer_roles: Mapping[str, str] | None = None
     callbacks: Sequence[object] = ()
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model ready to be planned: its blueprint, and what its factory said about it."""
 
     name: str
-    blueprint: Blueprint
+    deferred_init: DeferredInit
     example: dict[str, torch.Tensor] | None = None
     blocks: tuple[str, ...] | None = None
     loss: object | None = None
-    sockets: dict[str, str] | None = None
+    layer_roles: dict[str, str] | None = None
     callbacks: tuple[object, ...] = ()
 
 
-def load_model(source: ModelSource, seed: int) -> Loaded:
+def load_model(source: ModelConfig, seed: int) -> LoadedModel:
     """The model that `source` names, built without holding it, with the initial values of its weights or of `seed`.
 
     Raises PlanError for a source that is missing or cannot be read, a factory that is missing, raises (its own error
     is the cause) or returns something else, a model whose construction cannot be recorded, and weights that do not fit.
     """
-    loaded = _described(source, seed)
+    loaded = _load_architecture(source, seed)
     if not source.weights:
         return loaded
-    return with_weights(loaded, located(source.weights, source, "model.weights"), source.skip)
+    return with_weights(loaded, resolve_path(source.weights, source, "model.weights"), source.skip)
 
 
-def config_behind(source: ModelSource) -> Any:
+def read_source_config(source: ModelConfig) -> Any:
     """The transformers config that `source` names, of which no model is made: a quick look; None for a file with a factory.
 
     Raises PlanError for one that is missing or cannot be read.
     """
     if source.source.endswith(".py") or source.source.rpartition(":")[0].endswith(".py"):
         return None
-    return read_config(str(located(source.source, source, WHERE)))
+    return read_config(str(resolve_path(source.source, source, SOURCE_KEY)))
 
 
-def with_weights(loaded: Loaded, path: Path, skip: Sequence[str] = ()) -> Loaded:
+def with_weights(loaded: LoadedModel, path: Path, skip: Sequence[str] = ()) -> LoadedModel:
     """`loaded` with the weights in `path`, a folder or a safetensors file, as its initial values; of an adapted model, its base.
 
     Names that match a pattern of `skip` are not loaded. Raises PlanError when the weights, or the tokenizer that lies
     beside them, do not fit the model.
     """
-    module, names = loaded.blueprint.instance(), None
+    module, names = loaded.deferred_init.instantiate(), None
     if is_adapted(module):
-        module, names = base_of(module)
+        module, names = unload_adapters(module)
     if is_quantised(module):
         text = f"the config of '{loaded.name}' says that its weights are quantised (quantization_config)"
-        raise PlanError(text, fix="give weights in floating point, and a config without that field", where="model.weights")
+        raise PlanError(
+            text,
+            fix="give weights in floating point, and a config without that field",
+            location="model.weights",
+        )
     weights = find_weights(path, module, logical_names(module), skip)
-    weights = weights if names is None else weights.under(names)
-    check_vocabulary(path, text_limits(module).vocabulary)
-    return replace(loaded, blueprint=loaded.blueprint.with_weights(weights))
+    weights = weights if names is None else weights.rename(names)
+    check_tokenizer(path, text_limits(module).vocab_size)
+    return replace(loaded, deferred_init=loaded.deferred_init.with_weights(weights))
 
 
-def _described(source: ModelSource, seed: int) -> Loaded:
+def _load_architecture(source: ModelConfig, seed: int) -> LoadedModel:
     path, separator, function = source.source.rpartition(":")
     if separator and path.endswith(".py"):
         if source.overrides:
             what = f"overrides ({', '.join(source.overrides)}) with a factory; they replace fields of a transformers config"
-            raise PlanError(what, fix="set these values in the factory, and remove model.overrides", where="model.overrides")
-        return load_factory(_factory(Path(path), function), seed, name=function, frozen=source.frozen)
+            raise PlanError(
+                what,
+                fix="set these values in the factory, and remove model.overrides",
+                location="model.overrides",
+            )
+        return load_factory(_import_factory(Path(path), function), seed, name=function, frozen=source.frozen)
     if source.source.endswith(".py"):
         fix = f"write {source.source}:NAME, where NAME is a function without arguments that returns the model"
-        raise PlanError(f"{source.source} names a file and no factory", fix=fix, where=WHERE)
+        raise PlanError(f"{source.source} names a file and no factory", fix=fix, location=SOURCE_KEY)
     path = Path(source.source)
-    name = path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
-    folder = located(source.source, source, WHERE) if is_hub_id(source.source) else source.source
-    factory = config_factory(str(folder), source.overrides, trusted=source.trust_remote_code)
+    name = (
+        path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
+    )
+    folder = resolve_path(source.source, source, SOURCE_KEY) if is_hub_id(source.source) else source.source
+    factory = config_factory(str(folder), source.overrides, trust_remote_code=source.trust_remote_code)
     return load_factory(factory, seed, name=name, frozen=source.frozen)
 
 
-def load_factory(factory: Callable[[], nn.Module | Model], seed: int, name: str, frozen: Sequence[str] = ()) -> Loaded:
+def load_factory(
+    factory: Callable[[], nn.Module | Model], seed: int, name: str, frozen: Sequence[str] = ()
+) -> LoadedModel:
     """The model that `factory` returns when it is called inside the blueprint, with the initial values of `seed`.
 
     Parameters whose name, or tied name, matches a pattern of `frozen` are not trained.
@@ -132,18 +144,18 @@ def load_factory(factory: Callable[[], nn.Module | Model], seed: int, name: str,
     returned: list[Model] = []
 
     def build() -> nn.Module:
-        returned.append(_model(_called(factory, name), name))
+        returned.append(_check_model(_call_factory(factory, name), name))
         freeze(returned[0].module, frozen)
         return returned[0].module
 
-    drawn = blueprint(build, seed)
+    drawn = defer_init(build, seed)
     model = returned[0]
     example = None if model.example is None else dict(model.example)
     blocks = None if model.blocks is None else tuple(model.blocks)
-    sockets = None if model.sockets is None else dict(model.sockets)
+    sockets = None if model.layer_roles is None else dict(model.layer_roles)
     if sockets:
-        find_sockets(drawn.instance(), sockets)  # refuses patterns that name nothing
-    return Loaded(name, drawn, example, blocks, model.loss, sockets, tuple(model.callbacks))
+        find_layer_roles(drawn.instantiate(), sockets)  # refuses patterns that name nothing
+    return LoadedModel(name, drawn, example, blocks, model.loss, sockets, tuple(model.callbacks))
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
@@ -154,7 +166,10 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
     named = dict(module.named_parameters(remove_duplicate=False))
     unused = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in named)]
     where = "model.frozen"
-    raise_faults(Fault(f"'{each}' matches no parameter of the model", _nearest_name(each, named), where) for each in unused)
+    raise_diagnostics(
+        Diagnostic(f"'{each}' matches no parameter of the model", _nearest_name(each, named), where)
+        for each in unused
+    )
     for name, parameter in named.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             parameter.requires_grad_(False)
@@ -168,32 +183,44 @@ def _nearest_name(pattern: str, names: Iterable[str]) -> str:
     return f"{meant}a name here is '{names[0] if names else ''}'; 'part.*' matches all below a part"
 
 
-def _called(factory: Callable[[], nn.Module | Model], name: str) -> object:
+def _call_factory(factory: Callable[[], nn.Module | Model], name: str) -> object:
     try:
         return factory()
     except PlanError:
         raise
     except Exception as error:
-        fix = repair(error, "repair the construction (the traceback above is its own); it must work without arguments")
-        raise PlanError(f"constructing '{name}' raised {type(error).__name__}: {error}", fix=fix, where=WHERE) from error
+        fix = suggest_fix(
+            error, "repair the construction (the traceback above is its own); it must work without arguments"
+        )
+        raise PlanError(
+            f"constructing '{name}' raised {type(error).__name__}: {error}", fix=fix, location=SOURCE_KEY
+        ) from error
 
 
-def _model(value: object, name: str) -> Model:
+def _check_model(value: object, name: str) -> Model:
     model = Model(value) if isinstance(value, nn.Module) else value
     fix = "return an nn.Module, or meshwright.Model(module=..., example=..., blocks=[...], loss=...)"
     if not isinstance(model, Model) or not isinstance(model.module, nn.Module):
         inner = (
-            f"a Model whose module is {model.module!r}" if isinstance(model, Model) else f"a value of type {type(value).__name__}"
+            f"a Model whose module is {model.module!r}"
+            if isinstance(model, Model)
+            else f"a value of type {type(value).__name__}"
         )
-        raise PlanError(f"the factory '{name}' returned {inner}", fix=fix, where=WHERE)
+        raise PlanError(f"the factory '{name}' returned {inner}", fix=fix, location=SOURCE_KEY)
     if model.example is not None and not _is_batch(model.example):
         raise PlanError(
-            f"the example of '{name}' is not a dict of tensors by name", fix="write example={'x': tensor}", where=WHERE
+            f"the example of '{name}' is not a dict of tensors by name",
+            fix="write example={'x': tensor}",
+            location=SOURCE_KEY,
         )
     if isinstance(model.blocks, str) or not all(isinstance(block, str) for block in model.blocks or ()):
-        raise PlanError(f"the blocks of '{name}' are {model.blocks!r}", fix="write blocks=['layers.0', 'layers.1']", where=WHERE)
-    if model.sockets is not None:
-        check_roles(model.sockets)
+        raise PlanError(
+            f"the blocks of '{name}' are {model.blocks!r}",
+            fix="write blocks=['layers.0', 'layers.1']",
+            location=SOURCE_KEY,
+        )
+    if model.layer_roles is not None:
+        check_roles(model.layer_roles)
     return model
 
 
@@ -203,41 +230,61 @@ def _is_batch(example: object) -> bool:
     )
 
 
-def _factory(path: Path, function: str) -> Callable[[], nn.Module | Model]:
+def _import_factory(path: Path, function: str) -> Callable[[], nn.Module | Model]:
     if not path.is_file():
-        raise PlanError(f"there is no file {path}", fix="give the path of a Python file: file.py:factory", where=WHERE)
-    with _beside(path):
-        module = _imported(path)
+        raise PlanError(
+            f"there is no file {path}",
+            fix="give the path of a Python file: file.py:factory",
+            location=SOURCE_KEY,
+        )
+    with _folder_on_path(path):
+        module = _import_file(path)
     if not callable(vars(module).get(function)):
-        own = [name for name, value in vars(module).items() if isfunction(value) and value.__module__ == module.__name__]
-        fix = nearest(function, own) if own else "define a function without arguments that returns the model"
-        raise PlanError(f"{path} has no function '{function}'", fix=fix, where=WHERE)
+        own = [
+            name
+            for name, value in vars(module).items()
+            if isfunction(value) and value.__module__ == module.__name__
+        ]
+        fix = (
+            suggest_name(function, own)
+            if own
+            else "define a function without arguments that returns the model"
+        )
+        raise PlanError(f"{path} has no function '{function}'", fix=fix, location=SOURCE_KEY)
 
     def factory() -> nn.Module | Model:
-        with _beside(path):  # the factory may import its neighbours when it is called
+        with _folder_on_path(path):  # the factory may import its neighbours when it is called
             return vars(module)[function]()
 
     return factory
 
 
-def _imported(path: Path) -> ModuleType:
+def _import_file(path: Path) -> ModuleType:
     name = f"_meshwright_model_{blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise PlanError(f"{path} cannot be imported", fix="give the path of a Python file: file.py:factory", where=WHERE)
+        raise PlanError(
+            f"{path} cannot be imported",
+            fix="give the path of a Python file: file.py:factory",
+            location=SOURCE_KEY,
+        )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up the module that they are defined in
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        fix = repair(error, "repair the file (the traceback above is its own); it must import without side effects")
-        raise PlanError(f"importing {path} raised {type(error).__name__}: {error}", fix=fix, where=WHERE) from error
+        fix = suggest_fix(
+            error, "repair the file (the traceback above is its own); it must import without side effects"
+        )
+        raise PlanError(
+            f"importing {path} raised {type(error).__name__}: {error}", fix=fix, location=SOURCE_KEY
+        ) from error
     return module
 
 
 @contextmanager
-def _beside(path: Path) -> Iterator[None]:
+def _folder_on_path(path: Path) -> Iterator[None]:
     """The file's folder leads the import path, as when the file is run."""
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)

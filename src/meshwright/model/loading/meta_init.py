@@ -28,19 +28,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from meshwright.model.loading.init_recorder import is_meta, recording
-from meshwright.model.loading.init_tape import Tape, Window, replay_rows
-from meshwright.model.tensors.fake_cache import forget_fakes
-from meshwright.model.tensors.pytree import storage_of
-from meshwright.plan.job.errors import Fault, PlanError, nearest, raise_faults
-from meshwright.plan.model_spec.model_spec import Origin
+from meshwright.model.loading.init_recorder import is_meta, record_init
+from meshwright.model.loading.init_tape import InitTape, StorageWindow, replay_rows
+from meshwright.model.tensors.fake_cache import clear_fake_caches
+from meshwright.model.tensors.pytree import storage_id
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
+from meshwright.plan.model_spec.model_spec import PretrainedSource
 
 if TYPE_CHECKING:
-    from meshwright.model.loading.pretrained import Weights
+    from meshwright.model.loading.pretrained import PretrainedWeights
 
 
 @dataclass(frozen=True)
-class Logical:
+class LogicalParam:
     """A logical parameter: shape and dtype as the constructor made it, whether it is trained, and its tied names."""
 
     shape: tuple[int, ...]
@@ -49,94 +49,111 @@ class Logical:
     aliases: tuple[str, ...] = ()
 
 
-def blueprint(build: Callable[[], nn.Module], seed: int) -> "Blueprint":
+def defer_init(build: Callable[[], nn.Module], seed: int) -> "DeferredInit":
     """The blueprint of the model that `build` constructs; `build` is called once.
 
     Raises PlanError, naming every parameter concerned, when a parameter is never initialised, is filled in a way that
     cannot be replayed, or shares memory with another without being the same object, when a buffer is computed from a
     parameter, and for a module compiled by TorchScript. What `build` itself raises passes through.
     """
-    with recording(seed) as tape:
+    with record_init(seed) as tape:
         module = build()
-        raise_faults(_scripted(module))
+        raise_diagnostics(_script_diagnostics(module))
         for owner in module.modules():  # those that were put in place without registration
             for name, param in owner._parameters.items():
                 if param is not None and not tape.holds(param):
                     owner.register_parameter(name, param)
     names = logical_names(module)
     params = {first: module.get_parameter(first) for first in names}
-    raise_faults(_faults(module, params, tape))
-    tape.name_random_entries((name, storage_of(param)) for name, param in params.items())
-    logical = {name: Logical(tuple(param.shape), param.dtype, param.requires_grad, names[name]) for name, param in params.items()}
-    return Blueprint(module, logical, {name: Window.of(param) for name, param in params.items()}, tape, seed)
+    raise_diagnostics(_init_diagnostics(module, params, tape))
+    tape.name_random_entries((name, storage_id(param)) for name, param in params.items())
+    logical = {
+        name: LogicalParam(tuple(param.shape), param.dtype, param.requires_grad, names[name])
+        for name, param in params.items()
+    }
+    return DeferredInit(
+        module,
+        logical,
+        {name: StorageWindow.from_tensor(param) for name, param in params.items()},
+        tape,
+        seed,
+    )
 
 
-class Blueprint:
+class DeferredInit:
     """What `blueprint` returns: `logical` parameters by name, copies of the module, and initial values on demand."""
 
     def __init__(
         self,
         module: nn.Module,
-        logical: dict[str, Logical],
-        windows: dict[str, Window],
-        tape: Tape,
+        logical_params: dict[str, LogicalParam],
+        windows: dict[str, StorageWindow],
+        tape: InitTape,
         seed: int,
-        weights: "Weights | None" = None,
+        weights: "PretrainedWeights | None" = None,
     ) -> None:
-        self.logical = logical
+        self.logical_params = logical_params
         self._weights = weights
         self._module = module
         self._windows = windows
         self._tape = tape
         self._seed = seed
-        self._first = {alias: name for name, entry in logical.items() for alias in (name, *entry.aliases)}
-        self._trained_in = {entry.dtype for entry in logical.values() if entry.requires_grad}
+        self._first_names = {
+            alias: name for name, entry in logical_params.items() for alias in (name, *entry.aliases)
+        }
+        self._trained_dtypes = {entry.dtype for entry in logical_params.values() if entry.requires_grad}
 
     @property
-    def origin(self) -> Origin | None:
+    def weights_origin(self) -> PretrainedSource | None:
         """Where initial values are stored; None when all are drawn from the seed."""
         return None if self._weights is None else self._weights.origin
 
-    def with_weights(self, weights: "Weights") -> "Blueprint":
+    def with_weights(self, weights: "PretrainedWeights") -> "DeferredInit":
         """This blueprint with the stored values of `weights` as initial values, as far as they go.
 
         Raises PlanError for parameters that are not stored and were computed from others that are: from values now replaced.
         """
-        raise_faults(self._stale(weights))
-        module = self.instance()
+        raise_diagnostics(self._stale_diagnostics(weights))
+        module = self.instantiate()
         for path, owner in module.named_modules():
             for leaf, buffer in owner._buffers.items():
                 name = f"{path}.{leaf}" if path else leaf
                 if buffer is not None and name in weights:
                     owner._buffers[leaf] = weights.read(name, buffer.dtype)
-        return Blueprint(module, self.logical, self._windows, self._tape, self._seed, weights)
+        return DeferredInit(module, self.logical_params, self._windows, self._tape, self._seed, weights)
 
     def keeps_dtype(self, name: str) -> bool:
         """Whether the parameter `name` has the dtype that its constructor gave it, whatever that of the job.
 
         So has one that is not floating, and a frozen one in another dtype than all that are trained: it was made so on purpose.
         """
-        entry = self.logical[self._first_name(name)]
-        apart = not entry.requires_grad and bool(self._trained_in) and entry.dtype not in self._trained_in
+        entry = self.logical_params[self._first_name(name)]
+        apart = (
+            not entry.requires_grad and bool(self._trained_dtypes) and entry.dtype not in self._trained_dtypes
+        )
         return apart or not entry.dtype.is_floating_point
 
-    def made_in(self, name: str, dtype: torch.dtype) -> torch.dtype:
+    def init_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """What the parameter `name` is made in by a job of `dtype`; in float64, a comparison, all floats are that."""
-        own = self.logical[self._first_name(name)].dtype
+        own = self.logical_params[self._first_name(name)].dtype
         widened = dtype == torch.float64 and own.is_floating_point
         return own if self.keeps_dtype(name) and not widened else dtype
 
-    def instance(self) -> nn.Module:
+    def instantiate(self) -> nn.Module:
         """A fresh copy of the module: meta parameters, ties kept, buffers of its own with their values."""
         try:
             return copy.deepcopy(self._module)
         except (TypeError, RuntimeError) as error:
             what = f"a {type(self._module).__name__} cannot be copied ({error}), and every rank needs a copy"
             fix = "keep open files, locks and computed tensors out of the module's attributes, or define __deepcopy__"
-            raise PlanError(what, fix=fix, where="model") from error
+            raise PlanError(what, fix=fix, location="model") from error
 
-    def value(
-        self, name: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", rows: range | None = None
+    def initial_value(
+        self,
+        name: str,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        rows: range | None = None,
     ) -> torch.Tensor:
         """The initial value of the parameter `name` (or of its alias), whole or its `rows` along dim 0, on `device`.
 
@@ -145,19 +162,25 @@ class Blueprint:
 
         Raises PlanError when the recipe leaves a NaN: an element that was never written, or a faulty initialisation.
         """
-        first, dtype = self._first_name(name), self.made_in(name, dtype)
+        first, dtype = self._first_name(name), self.init_dtype(name, dtype)
         if self._weights is not None and first in self._weights:
             return self._weights.read(first, dtype, device, rows)
-        value = self._drawn(first, torch.device(device), rows)
+        value = self._draw(first, torch.device(device), rows)
         if not value.is_floating_point():
             return value
         value = value.to(torch.float32)
-        if value.numel() and bool(value.min().isnan()):  # the minimum carries a NaN on, without a mask as large as the weight
+        if value.numel() and bool(
+            value.min().isnan()
+        ):  # the minimum carries a NaN on, without a mask as large as the weight
             fix = "initialise every element, for example with torch.nn.init"
-            raise PlanError("the initial value holds NaN: elements that were never written, or 0/0", fix=fix, where=first)
+            raise PlanError(
+                "the initial value holds NaN: elements that were never written, or 0/0",
+                fix=fix,
+                location=first,
+            )
         return value.to(dtype)
 
-    def _drawn(self, first: str, device: torch.device, rows: range | None) -> torch.Tensor:
+    def _draw(self, first: str, device: torch.device, rows: range | None) -> torch.Tensor:
         window = self._windows[first]
         some = None if rows is None else replay_rows(self._tape, window, self._seed, device, rows)
         if some is not None:
@@ -172,7 +195,7 @@ class Blueprint:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        blank: Container[str] = (),
+        without_values: Container[str] = (),
     ) -> None:
         """Replace meta parameters of `module` (an instance) by real ones with their initial values, one at a time.
 
@@ -183,14 +206,16 @@ class Blueprint:
 
         Raises PlanError for a name that is neither a parameter nor a submodule.
         """
-        forget_fakes(module)
+        clear_fake_caches(module)
         wanted, owners = self._resolve(module, names)
         for first in wanted:
-            entry = self.logical[first]
-            if first in blank:
-                value = torch.zeros((), dtype=self.made_in(first, dtype), device=device).expand(entry.shape)
+            entry = self.logical_params[first]
+            if first in without_values:
+                value = torch.zeros((), dtype=self.init_dtype(first, dtype), device=device).expand(
+                    entry.shape
+                )
             else:
-                value = self.value(first, dtype, device)
+                value = self.initial_value(first, dtype, device)
             param = nn.Parameter(value, requires_grad=entry.requires_grad)
             for alias in (first, *entry.aliases):
                 path, _, leaf = alias.rpartition(".")
@@ -203,7 +228,7 @@ class Blueprint:
 
     def _resolve(self, module: nn.Module, names: Iterable[str] | None) -> tuple[list[str], list[nn.Module]]:
         if names is None:
-            return list(self.logical), list(module.modules())
+            return list(self.logical_params), list(module.modules())
         submodules = dict(module.named_modules(remove_duplicate=False))
         wanted: list[str] = []
         owners: list[nn.Module] = []
@@ -211,26 +236,32 @@ class Blueprint:
             if name in submodules:
                 owners += submodules[name].modules()
                 prefix = f"{name}." if name else ""
-                wanted += [first for alias, first in self._first.items() if alias.startswith(prefix)]
+                wanted += [first for alias, first in self._first_names.items() if alias.startswith(prefix)]
             else:
                 wanted.append(self._first_name(name))
         return list(dict.fromkeys(wanted)), owners
 
-    def _stale(self, weights: "Weights") -> Iterator[Fault]:
+    def _stale_diagnostics(self, weights: "PretrainedWeights") -> Iterator[Diagnostic]:
         names = {window.storage: name for name, window in self._windows.items()}
         for name, window in self._windows.items():
             if name not in weights:
-                read = {storage for n in self._tape.recipe(window.storage) for storage in self._tape.entries[n].reads}
+                read = {
+                    storage
+                    for n in self._tape.required_entries(window.storage)
+                    for storage in self._tape.entries[n].reads
+                }
                 sources = sorted(names[storage] for storage in read if names.get(storage, name) in weights)
                 if sources:
                     text = f"its initial value is computed from {sources[0]}, which is loaded from weights afterwards"
                     fix = "initialise it without looking at others (no DoRA, no PiSSA), or store it with them: model.weights"
-                    yield Fault(text, fix, name)
+                    yield Diagnostic(text, fix, name)
 
     def _first_name(self, name: str) -> str:
-        if name not in self._first:
-            raise PlanError(f"there is no parameter '{name}'", fix=nearest(name, self._first), where="model")
-        return self._first[name]
+        if name not in self._first_names:
+            raise PlanError(
+                f"there is no parameter '{name}'", fix=suggest_name(name, self._first_names), location="model"
+            )
+        return self._first_names[name]
 
 
 def logical_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -241,28 +272,32 @@ def logical_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
     return {first: tuple(aliases) for first, *aliases in by_object.values()}
 
 
-def _scripted(module: nn.Module) -> Iterator[Fault]:
+def _script_diagnostics(module: nn.Module) -> Iterator[Diagnostic]:
     inside: set[int] = set()
     for name, inner in module.named_modules():
         if isinstance(inner, torch.jit.ScriptModule) and id(inner) not in inside:
             inside.update(id(part) for part in inner.modules())
-            text = (
-                f"the module is compiled by TorchScript ({inner.original_name}): its parameters and its forward are out of reach"
+            text = f"the module is compiled by TorchScript ({inner.original_name}): its parameters and its forward are out of reach"
+            yield Diagnostic(
+                text, "use the module itself, without torch.jit.script or torch.jit.trace", name or "model"
             )
-            yield Fault(text, "use the module itself, without torch.jit.script or torch.jit.trace", name or "model")
 
 
-def _faults(module: nn.Module, params: dict[str, nn.Parameter], tape: Tape) -> Iterator[Fault]:
+def _init_diagnostics(
+    module: nn.Module, params: dict[str, nn.Parameter], tape: InitTape
+) -> Iterator[Diagnostic]:
     owner_of: dict[int, str] = {}
     for name, param in params.items():
-        other = owner_of.setdefault(storage_of(param), name)
+        other = owner_of.setdefault(storage_id(param), name)
         if other != name:
             fix = f"tie them as one object: module.{name} = module.{other}"
-            yield Fault(f"shares its memory with {other} but is another nn.Parameter", fix, name)
-        if tape.is_blank(storage_of(param)) and param.numel():
+            yield Diagnostic(f"shares its memory with {other} but is another nn.Parameter", fix, name)
+        if tape.is_blank(storage_id(param)) and param.numel():
             text = f"the parameter of shape {tuple(param.shape)} is never initialised: it would hold whatever memory holds"
-            yield Fault(text, "fill it in the constructor, for example with torch.nn.init.normal_", name)
+            yield Diagnostic(text, "fill it in the constructor, for example with torch.nn.init.normal_", name)
     for name, buffer in module.named_buffers():
         if is_meta(buffer):
             text = "the buffer is computed from a parameter, which has no value during construction"
-            yield Fault(text, "compute it in the first forward, or make it a parameter that is not trained", name)
+            yield Diagnostic(
+                text, "compute it in the first forward, or make it a parameter that is not trained", name
+            )

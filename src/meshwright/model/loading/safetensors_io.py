@@ -21,31 +21,31 @@ from typing import Any, BinaryIO
 
 import torch
 
-from meshwright.plan.job.errors import Fault, PlanError, raise_faults
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 
-WHERE = "model.weights"
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-NUMBERED = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
-PLAIN_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,199}")  # no separator, drive, ".." or hidden file fits
+WEIGHTS_KEY = "model.weights"
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+SHARD_FILE = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+PLAIN_FILE_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,199}")  # no separator, drive, ".." or hidden file fits
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
-PIECE = 1 << 24  # bytes read at a time
-SAMPLE = 64  # bytes of each tensor that go into the digest
+READ_NBYTES = 1 << 24  # bytes read at a time
+DIGEST_NBYTES = 64  # bytes of each tensor that go into the digest
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
 }
-AGAIN = "download or write the file again"
+DOWNLOAD_FIX = "download or write the file again"
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor of a file: its dtype, its shape, and the byte at which it begins."""
 
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
+    begin_byte: int
 
     @property
     def nbytes(self) -> int:
@@ -53,34 +53,36 @@ class Stored:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def look(path: Path) -> dict[str, Stored]:
+def list_tensors(path: Path) -> dict[str, StoredTensor]:
     """Every tensor in `path` (a safetensors file, or a folder with such), by the name that it is stored under.
 
     Raises PlanError, for all files at once, when one is missing, damaged, or holds a name that another holds too.
     """
-    files, listed = _files(path)
-    found: dict[str, Stored] = {}
-    faults: list[Fault] = []
+    files, listed = _find_files(path)
+    found: dict[str, StoredTensor] = {}
+    faults: list[Diagnostic] = []
     for file in files:
         try:
             tensors = read_header(file)
         except PlanError as error:
-            faults += error.faults
+            faults += error.diagnostics
             continue
         twice = sorted(found.keys() & tensors)
         if twice:
-            text = f"{file.name} holds {len(twice)} tensors that another file holds too: {shown(twice)}"
-            faults.append(Fault(text, "keep one of the files", WHERE))
+            text = (
+                f"{file.name} holds {len(twice)} tensors that another file holds too: {format_names(twice)}"
+            )
+            faults.append(Diagnostic(text, "keep one of the files", WEIGHTS_KEY))
         found |= tensors
     absent = sorted(name for name, file in listed.items() if file in files and name not in found)
     if absent and not faults:
-        text = f"{INDEX} names {len(absent)} tensors that its files do not hold: {shown(absent)}"
-        faults.append(Fault(text, "download the index and the files of one version", WHERE))
-    raise_faults(faults)
+        text = f"{INDEX_FILE} names {len(absent)} tensors that its files do not hold: {format_names(absent)}"
+        faults.append(Diagnostic(text, "download the index and the files of one version", WEIGHTS_KEY))
+    raise_diagnostics(faults)
     return found
 
 
-def read_header(file: Path) -> dict[str, Stored]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors that the header of `file` names. Raises PlanError for a file that is not what the format says."""
     try:
         nbytes = file.stat().st_size
@@ -91,18 +93,22 @@ def read_header(file: Path) -> dict[str, Stored]:
             text = opened.read(length) if fits else b""
         header = json.loads(text) if fits else None
     except (OSError, ValueError) as error:
-        raise PlanError(f"{file} cannot be read: {error}", fix=AGAIN, where=WHERE) from error
+        raise PlanError(f"{file} cannot be read: {error}", fix=DOWNLOAD_FIX, location=WEIGHTS_KEY) from error
     if first == b"version ":
         fix = "fetch the file itself: git lfs pull"
-        raise PlanError(f"{file} is a pointer of git-lfs, not the file", fix=fix, where=WHERE)
+        raise PlanError(f"{file} is a pointer of git-lfs, not the file", fix=fix, location=WEIGHTS_KEY)
     if not isinstance(header, dict):
-        raise PlanError(f"{file} is no safetensors file, or ends early", fix=AGAIN, where=WHERE)
+        raise PlanError(
+            f"{file} is no safetensors file, or ends early", fix=DOWNLOAD_FIX, location=WEIGHTS_KEY
+        )
     begin = 8 + length
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    return {name: _stored(file, name, entry, begin, nbytes - begin) for name, entry in entries.items()}
+    return {name: _parse_entry(file, name, entry, begin, nbytes - begin) for name, entry in entries.items()}
 
 
-def read(stored: Stored, dtype: torch.dtype, device: torch.device | str = "cpu", rows: range | None = None) -> torch.Tensor:
+def read_tensor(
+    stored: StoredTensor, dtype: torch.dtype, device: torch.device | str = "cpu", rows: range | None = None
+) -> torch.Tensor:
     """The tensor of `stored`, or only its `rows` along dim 0, in `dtype` on `device`; PIECE bytes are held besides it.
 
     Raises PlanError when the file ends before the tensor does.
@@ -114,96 +120,108 @@ def read(stored: Stored, dtype: torch.dtype, device: torch.device | str = "cpu",
     first = 0 if rows is None else rows.start * prod(stored.shape[1:])
     done = 0
     with stored.file.open("rb", buffering=0) as file:
-        for piece in _pieces(file, stored.start + first * width, flat.numel() * width, stored.file):
+        for piece in _read_pieces(file, stored.begin_byte + first * width, flat.numel() * width, stored.file):
             part = torch.frombuffer(piece, dtype=stored.dtype)
             flat[done : done + len(part)].copy_(part)
             done += len(part)
     return whole
 
 
-def same(one: Stored, other: Stored) -> bool:
+def equal_tensors(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether two stored tensors are equal to the last bit."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     with one.file.open("rb", buffering=0) as a, other.file.open("rb", buffering=0) as b:
-        pairs = zip(_pieces(a, one.start, one.nbytes, one.file), _pieces(b, other.start, other.nbytes, other.file), strict=True)
+        pairs = zip(
+            _read_pieces(a, one.begin_byte, one.nbytes, one.file),
+            _read_pieces(b, other.begin_byte, other.nbytes, other.file),
+            strict=True,
+        )
         return all(mine == theirs for mine, theirs in pairs)
 
 
-def digest(tensors: Mapping[str, Stored]) -> str:
+def weights_digest(tensors: Mapping[str, StoredTensor]) -> str:
     """64 hex digits that name the contents: names, dtypes, shapes, and SAMPLE bytes from the middle of each tensor.
 
     Two models of one architecture differ in these bytes; hashing all of them would take as long as loading.
     """
     said = sha256()
-    for name in sorted(tensors, key=lambda name: (str(tensors[name].file), tensors[name].start, name)):
+    for name in sorted(tensors, key=lambda name: (str(tensors[name].file), tensors[name].begin_byte, name)):
         stored = tensors[name]
         said.update(f"{name} {stored.dtype} {stored.shape}\n".encode())
         middle = stored.nbytes // 2
         with stored.file.open("rb", buffering=0) as file:
-            file.seek(stored.start + middle)
-            said.update(file.read(min(SAMPLE, stored.nbytes - middle)))
+            file.seek(stored.begin_byte + middle)
+            said.update(file.read(min(DIGEST_NBYTES, stored.nbytes - middle)))
     return said.hexdigest()
 
 
-def shown(names: Iterable[str], most: int = 8) -> str:
+def format_names(names: Iterable[str], max_names: int = 8) -> str:
     """`names` in words, cut after `most`."""
     names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return ", ".join(names[:max_names]) + more
 
 
-def _pieces(file: BinaryIO, start: int, nbytes: int, path: Path) -> Iterator[bytearray]:
+def _read_pieces(file: BinaryIO, start: int, nbytes: int, path: Path) -> Iterator[bytearray]:
     file.seek(start)
-    piece = bytearray(min(PIECE, nbytes))
-    for begin in range(0, nbytes, PIECE):
+    piece = bytearray(min(READ_NBYTES, nbytes))
+    for begin in range(0, nbytes, READ_NBYTES):
         if nbytes - begin < len(piece):
             piece = bytearray(nbytes - begin)
         done, view = 0, memoryview(piece)
         while done < len(piece):
             count = file.readinto(view[done:])  # type: ignore[attr-defined]
             if not count:
-                raise PlanError(f"{path} ends early", fix=AGAIN, where=WHERE)
+                raise PlanError(f"{path} ends early", fix=DOWNLOAD_FIX, location=WEIGHTS_KEY)
             done += count
         yield piece
 
 
-def _stored(file: Path, name: str, entry: Any, begin: int, available: int) -> Stored:
+def _parse_entry(file: Path, name: str, entry: Any, begin: int, available: int) -> StoredTensor:
     def refuse(what: str) -> PlanError:
-        return PlanError(f"{file}: the tensor {name[:200]!r} {what}", fix=AGAIN, where=WHERE)
+        return PlanError(f"{file}: the tensor {name[:200]!r} {what}", fix=DOWNLOAD_FIX, location=WEIGHTS_KEY)
 
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise refuse("has no dtype, shape and offsets")
     shape, offsets = entry["shape"], entry["data_offsets"]
-    if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
+    if not _is_size_list(shape) or not _is_size_list(offsets) or len(offsets) != 2:
         raise refuse("has a shape or offsets that are no whole numbers")
     if entry["dtype"] not in DTYPES:
         fix = f"store it as one of {', '.join(DTYPES)}; packed and quantised weights must be unpacked first"
-        raise PlanError(f"{file}: the tensor {name[:200]!r} is of dtype {str(entry['dtype'])[:50]}", fix=fix, where=WHERE)
+        raise PlanError(
+            f"{file}: the tensor {name[:200]!r} is of dtype {str(entry['dtype'])[:50]}",
+            fix=fix,
+            location=WEIGHTS_KEY,
+        )
     dtype = DTYPES[entry["dtype"]]
     if offsets[1] - offsets[0] != prod(shape) * dtype.itemsize or offsets[1] > available:
         raise refuse(f"of shape {shape} does not fit into the bytes {offsets} of {available}")
-    return Stored(file, dtype, tuple(shape), begin + offsets[0])
+    return StoredTensor(file, dtype, tuple(shape), begin + offsets[0])
 
 
-def _sizes(value: object) -> bool:
+def _is_size_list(value: object) -> bool:
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 60 for size in value)
 
 
-def _files(path: Path) -> tuple[list[Path], dict[str, Path]]:
+def _find_files(path: Path) -> tuple[list[Path], dict[str, Path]]:
     """The files to look into, and, where there is an index, the file in which it says that each tensor is."""
     if path.is_file():
         if path.suffix == ".safetensors":
             return [path], {}
-        raise _nothing(path, [path.name] if path.suffix in (".bin", ".pt", ".pth") else [])
+        raise _no_weights_error(path, [path.name] if path.suffix in (".bin", ".pt", ".pth") else [])
     if not path.is_dir():
         fix = "give a folder with safetensors, a .safetensors file, or a hub id (ORG/NAME)"
-        raise PlanError(f"there is no folder {path}", fix=fix, where=WHERE)
-    if (path / INDEX).is_file():
-        return _indexed(path)
-    if (path / SINGLE).is_file():
-        return [path / SINGLE], {}
-    numbered = {found.name: match for found in sorted(path.glob("*.safetensors")) if (match := NUMBERED.fullmatch(found.name))}
+        raise PlanError(f"there is no folder {path}", fix=fix, location=WEIGHTS_KEY)
+    if (path / INDEX_FILE).is_file():
+        return _files_of_index(path)
+    if (path / SINGLE_FILE).is_file():
+        return [path / SINGLE_FILE], {}
+    numbered = {
+        found.name: match
+        for found in sorted(path.glob("*.safetensors"))
+        if (match := SHARD_FILE.fullmatch(found.name))
+    }
     if numbered:
         total = int(next(iter(numbered.values()))[2])
         wanted = [f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)]
@@ -212,18 +230,24 @@ def _files(path: Path) -> tuple[list[Path], dict[str, Path]]:
     others = sorted(found.name for found in path.glob("*.safetensors"))
     if len(others) == 1:
         return [path / others[0]], {}
-    raise _nothing(path, sorted(found.name for kind in ("*.bin", "*.pt", "*.pth") for found in path.glob(kind)))
+    raise _no_weights_error(
+        path, sorted(found.name for kind in ("*.bin", "*.pt", "*.pth") for found in path.glob(kind))
+    )
 
 
-def _indexed(path: Path) -> tuple[list[Path], dict[str, Path]]:
+def _files_of_index(path: Path) -> tuple[list[Path], dict[str, Path]]:
     try:
-        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+        index = json.loads((path / INDEX_FILE).read_text(encoding="utf-8"))
         listed = index["weight_map"].items() if isinstance(index, dict) else ()
-        names = {name: file for name, file in listed if isinstance(file, str) and PLAIN_NAME.fullmatch(file)}
+        names = {
+            name: file for name, file in listed if isinstance(file, str) and PLAIN_FILE_NAME.fullmatch(file)
+        }
         if len(names) < len(listed) or not names:
             raise ValueError("its weight_map must give a plain file name for each tensor")
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise PlanError(f"{path / INDEX} cannot be read: {error}", fix=AGAIN, where=WHERE) from error
+        raise PlanError(
+            f"{path / INDEX_FILE} cannot be read: {error}", fix=DOWNLOAD_FIX, location=WEIGHTS_KEY
+        ) from error
     files = sorted(set(names.values()))
     _refuse_absent([name for name in files if not (path / name).is_file()], path)
     return [path / name for name in files], {name: path / file for name, file in names.items()}
@@ -231,12 +255,20 @@ def _indexed(path: Path) -> tuple[list[Path], dict[str, Path]]:
 
 def _refuse_absent(absent: list[str], path: Path) -> None:
     if absent:
-        text = f"{len(absent)} files of the weights are not in {path}: {shown(absent)}"
-        raise PlanError(text, fix="download them too, into the same folder", where=WHERE)
+        text = f"{len(absent)} files of the weights are not in {path}: {format_names(absent)}"
+        raise PlanError(text, fix="download them too, into the same folder", location=WEIGHTS_KEY)
 
 
-def _nothing(path: Path, pickles: list[str]) -> PlanError:
+def _no_weights_error(path: Path, pickles: list[str]) -> PlanError:
     if pickles:
-        text = f"{path} holds no safetensors, but {shown(pickles)}: a pickle, which can run code when it is read"
-        return PlanError(text, fix=f"convert it first: meshwright convert {pickles[0]} model.safetensors", where=WHERE)
-    return PlanError(f"{path} holds no {SINGLE} and no {INDEX}", fix="give the folder that holds the weights", where=WHERE)
+        text = f"{path} holds no safetensors, but {format_names(pickles)}: a pickle, which can run code when it is read"
+        return PlanError(
+            text,
+            fix=f"convert it first: meshwright convert {pickles[0]} model.safetensors",
+            location=WEIGHTS_KEY,
+        )
+    return PlanError(
+        f"{path} holds no {SINGLE_FILE} and no {INDEX_FILE}",
+        fix="give the folder that holds the weights",
+        location=WEIGHTS_KEY,
+    )

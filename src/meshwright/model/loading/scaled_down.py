@@ -13,9 +13,9 @@ from meshwright.model.loading.loader import load_model
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job
 
-LAYERS, HEADS, HEAD_WIDTH, EXPERTS, SEQUENCE = 2, 4, 16, 4, 48
+NUM_LAYERS, NUM_HEADS, HEAD_WIDTH, NUM_EXPERTS, SEQUENCE_LENGTH = 2, 4, 16, 4, 48
 # Each size under all its names; transformers' own aliases (n_layer, d_model...) come on top.
-NAMES = {
+SIZE_FIELDS = {
     "layers": ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"),
     "heads": ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads"),
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
@@ -31,7 +31,7 @@ NAMES = {
 }
 
 
-def shrunk(job: Job) -> Job:
+def scale_down(job: Job) -> Job:
     """`job` with a model of 2 layers, at most 4 heads of width 16, on samples of at most 48 tokens; the rest stays, and so
     does the length of conversations.
 
@@ -40,28 +40,34 @@ def shrunk(job: Job) -> Job:
     """
     if ".py" in job.model.source:
         fix = "write a second factory with smaller sizes, and verify that"
-        raise PlanError("a model from a factory cannot be scaled down", fix=fix, where="--shrink")
-    config: Any = load_model(job.model, job.train.seed).blueprint.instance().config
+        raise PlanError("a model from a factory cannot be scaled down", fix=fix, location="--shrink")
+    config: Any = load_model(job.model, job.train.seed).deferred_init.instantiate().config
     fields = config.to_dict()
     now = fields | {alias: fields.get(name) for alias, name in config.attribute_map.items()}
     sizes = dict(_sizes(now))
-    known = {name: sizes[size] for size, names in NAMES.items() for name in names if _is_size(now.get(name))}
+    known = {
+        name: sizes[size] for size, names in SIZE_FIELDS.items() for name in names if _is_size(now.get(name))
+    }
     if "hidden_size" not in known or "num_hidden_layers" not in known:
         text = f"a {config.model_type} config does not hold its sizes under the names that scaling down knows"
-        raise PlanError(text, fix="write a smaller config, and verify that", where="--shrink")
-    talks = [part.chat for part in (job.data, *job.data.mixture) if part.chat]  # cut short, they would hold no answer
-    data = job.data if talks else replace(job.data, sequence=min(job.data.sequence, SEQUENCE))
-    small = replace(job.model, overrides={**job.model.overrides, **known}, weights="", skip=())  # whose weights fit no more
+        raise PlanError(text, fix="write a smaller config, and verify that", location="--shrink")
+    talks = [
+        part.chat for part in (job.data, *job.data.mixture) if part.chat
+    ]  # cut short, they would hold no answer
+    data = job.data if talks else replace(job.data, sequence=min(job.data.sequence, SEQUENCE_LENGTH))
+    small = replace(
+        job.model, overrides={**job.model.overrides, **known}, weights="", skip=()
+    )  # whose weights fit no more
     return replace(job, model=small, data=data)
 
 
 def _sizes(now: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    num_heads = next((now[name] for name in NAMES["heads"] if _is_size(now.get(name))), HEADS)
-    num_kv_heads = next((now[name] for name in NAMES["kv_heads"] if _is_size(now.get(name))), num_heads)
-    heads = min(HEADS, num_heads)
+    num_heads = next((now[name] for name in SIZE_FIELDS["heads"] if _is_size(now.get(name))), NUM_HEADS)
+    num_kv_heads = next((now[name] for name in SIZE_FIELDS["kv_heads"] if _is_size(now.get(name))), num_heads)
+    heads = min(NUM_HEADS, num_heads)
     head_width = _head_width(now, num_heads)
     width = heads * head_width
-    yield "layers", LAYERS
+    yield "layers", NUM_LAYERS
     yield "heads", heads
     yield "kv_heads", max(1, heads // max(1, num_heads // num_kv_heads))
     yield "width", width
@@ -70,7 +76,7 @@ def _sizes(now: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     yield "head_width", head_width
     yield "rotary", head_width // 2
     yield "rank", head_width
-    yield "experts", EXPERTS
+    yield "experts", NUM_EXPERTS
     yield "chosen", 1 if now.get("num_experts_per_tok") == 1 or "n_group" in now else 2
     yield "projected", width if now.get("word_embed_proj_dim") == now.get("hidden_size") else width // 2
 

@@ -13,19 +13,38 @@ from typing import Any
 
 import torch
 
-from meshwright.model.blocks.user_checkpointing import CHECKPOINTING, REPAIR, checkpointed
-from meshwright.model.pipeline.forward_graph import Course, Op, Place
-from meshwright.model.tensors.function_modes import BY_SHAPE, READS, SHAPED_AS, title, where
-from meshwright.model.tensors.placeholder import Foreign, foreign, foreigns, natively
-from meshwright.model.tensors.pytree import leaves, mapped, swap, tensors
+from meshwright.model.blocks.user_checkpointing import (
+    CHECKPOINT_MODULE,
+    USER_CHECKPOINT_FIX,
+    in_user_checkpoint,
+)
+from meshwright.model.pipeline.forward_graph import ForwardGraph, GlueOp, ValueRef
+from meshwright.model.tensors.function_modes import (
+    SHAPE_FROM_SECOND_ARG,
+    SHAPE_ONLY_FACTORIES,
+    VALUE_READS,
+    caller_line,
+    function_title,
+)
+from meshwright.model.tensors.placeholder import (
+    PlaceholderTensor,
+    call_without_override,
+    find_placeholders,
+    make_placeholder,
+)
+from meshwright.model.tensors.pytree import map_leaves, replace_tensors, tree_tensors, value_leaves
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.stage_boundaries import Part
+from meshwright.plan.model_spec.stage_boundaries import StageSpec
 
-Looks = Callable[[tuple[int, ...]], tuple[int, ...]]  # of the shape that a value has in the whole model, that which glue sees
-ANOTHER_WAY = "let every forward take the way of the trial run, whatever the data are; or leave the model whole"
+GlueShape = Callable[
+    [tuple[int, ...]], tuple[int, ...]
+]  # of the shape that a value has in the whole model, that which glue sees
+CONTROL_FLOW_FIX = (
+    "let every forward take the way of the trial run, whatever the data are; or leave the model whole"
+)
 
 
-class Standing:
+class PlaceholderEnv:
     """The values of other parts in a run of `part` on so many `rows`; `payload` holds what was received for them, by name.
 
     Glue that can be computed is, by `call(func, args, kwargs)`; it sees values of other parts in the shape that `looks` says.
@@ -33,158 +52,190 @@ class Standing:
 
     def __init__(
         self,
-        course: Course,
-        part: Part,
-        rows: int,
+        forward_graph: ForwardGraph,
+        stage: StageSpec,
+        num_samples: int,
         device: torch.device,
-        payload: dict[str, torch.Tensor],
-        call: Callable[[Any, Any, Any], Any],
-        looks: Looks,
+        received_values: dict[str, torch.Tensor],
+        call_func: Callable[[Any, Any, Any], Any],
+        glue_shape: GlueShape,
     ) -> None:
-        self.payload, self.call, self._looks = payload, call, looks
-        self._course, self._part, self._rows, self._device = course, part, rows, device
-        self._bearers: dict[str, torch.Tensor] = {}  # what the model holds for a value
-        self._real: dict[int, str] = {}  # tensors that every part makes, by id, into which another part wrote values: the name
-        self._begun = False
-        self._visit = ""
-        self._ops: Sequence[Op] = ()
-        self._number = 0
+        self.received_values, self.call_func, self._glue_shape = received_values, call_func, glue_shape
+        self._forward_graph, self._stage, self._num_samples, self._device = (
+            forward_graph,
+            stage,
+            num_samples,
+            device,
+        )
+        self._tensors: dict[str, torch.Tensor] = {}  # what the model holds for a value
+        self._written_tensors: dict[
+            int, str
+        ] = {}  # tensors that every part makes, by id, into which another part wrote values: the name
+        self._stage_begun = False
+        self._block_call = ""
+        self._ops: Sequence[GlueOp] = ()
+        self._op_index = 0
 
-    def reach(self, visit: str, *, begun: bool) -> None:
+    def begin_block_call(self, block_call: str, *, stage_begun: bool) -> None:
         """The forward reaches `visit`; the part has `begun`, or this belongs to an earlier one."""
-        self._visit, self._begun = visit, begun
-        self._ops, self._number = self._course.ops[visit], 0
+        self._block_call, self._stage_begun = block_call, stage_begun
+        self._ops, self._op_index = self._forward_graph.ops[block_call], 0
 
-    def ended(self) -> None:
+    def finish(self) -> None:
         """The forward has ended."""
-        self._visit = ""
-        self.payload.clear()
-        self._bearers.clear()
-        self._real.clear()
+        self._block_call = ""
+        self.received_values.clear()
+        self._tensors.clear()
+        self._written_tensors.clear()
 
-    def operation(self, func: Any) -> Op | None:
+    def match_op(self, func: Any) -> GlueOp | None:
         """The next operation of the course behind this visit, where `func` is that."""
-        found = self._number < len(self._ops) and self._ops[self._number].func == title(func)
-        return self._ops[self._number] if found else None
+        found = self._op_index < len(self._ops) and self._ops[self._op_index].func_name == function_title(
+            func
+        )
+        return self._ops[self._op_index] if found else None
 
-    def operated(self) -> None:
+    def advance_op(self) -> None:
         """That operation has been done."""
-        self._number += 1
+        self._op_index += 1
 
-    def filled(self, template: Any, given: Any) -> Any:
+    def fill_template(self, template: Any, given: Any) -> Any:
         """What a visit or an operation, which was given `given`, would have given out."""
-        return self._leaf(given, template) if type(template) is Place else mapped(template, partial(self._leaf, given))
+        return (
+            self._fill_leaf(given, template)
+            if type(template) is ValueRef
+            else map_leaves(template, partial(self._fill_leaf, given))
+        )
 
-    def _leaf(self, given: Any, leaf: Any) -> Any:
-        if type(leaf) is not Place:
+    def _fill_leaf(self, given: Any, leaf: Any) -> Any:
+        if type(leaf) is not ValueRef:
             return leaf
         if not leaf.name:
-            return leaves(given)[leaf.given]
-        if leaf.name not in self._bearers:
-            seen, shape = self._course.seen[leaf.name], self._looks(self._course.shape(leaf.name, self._rows))
-            needed = seen.needed and torch.is_grad_enabled()
-            self._bearers[leaf.name] = foreign(leaf.name, self, shape, seen.dtype, self._device, needed=needed)
-        return self._bearers[leaf.name]
+            return value_leaves(given)[leaf.input_index]
+        if leaf.name not in self._tensors:
+            seen, shape = (
+                self._forward_graph.values[leaf.name],
+                self._glue_shape(self._forward_graph.shape(leaf.name, self._num_samples)),
+            )
+            needed = seen.needs_grad and torch.is_grad_enabled()
+            self._tensors[leaf.name] = make_placeholder(
+                leaf.name, self, shape, seen.dtype, self._device, needs_grad=needed
+            )
+        return self._tensors[leaf.name]
 
-    def among(self, value: Any) -> dict[int, str]:
+    def foreign_values(self, value: Any) -> dict[int, str]:
         """The values of other parts among the tensors in `value`: their names, by id."""
         found: dict[int, str] = {}
-        for each in tensors(value):
-            if type(each) is Foreign:
-                found[id(each)] = each.value
-            elif self._real and id(each) in self._real:
-                found[id(each)] = self._real[id(each)]
+        for each in tree_tensors(value):
+            if type(each) is PlaceholderTensor:
+                found[id(each)] = each.value_name
+            elif self._written_tensors and id(each) in self._written_tensors:
+                found[id(each)] = self._written_tensors[id(each)]
         return found
 
-    def real(self, given: Any, who: str) -> Any:
+    def replace_all_foreign(self, given: Any, consumer: str) -> Any:
         """`given` with what was received in place of values of other parts. Raises PlanError for one that was not.
 
         And where a block that takes one runs again in backward, by the model's own doing: that run would be given the value anew.
         """
-        found = self.among(given)
-        if found and checkpointed():
+        found = self.foreign_values(given)
+        if found and in_user_checkpoint():
             name = min(found.values())
-            text = f"{who} '{name}', which comes from another part, and runs again in backward ({CHECKPOINTING})"
-            raise PlanError(text, fix=REPAIR, where="model")
+            text = f"{consumer} '{name}', which comes from another part, and runs again in backward ({CHECKPOINT_MODULE})"
+            raise PlanError(text, fix=USER_CHECKPOINT_FIX, location="model")
         for name in found.values():
-            if name not in self.payload:
-                raise self._not_received(name, who)
-        return self._swapped(given, found)
+            if name not in self.received_values:
+                raise self._not_received_error(name, consumer)
+        return self._replace(given, found)
 
-    def known(self, value: Any) -> Any:
+    def replace_received(self, value: Any) -> Any:
         """`value` with what was received in place of values of other parts, where something was."""
-        return self._swapped(value, {key: name for key, name in self.among(value).items() if name in self.payload})
+        return self._replace(
+            value,
+            {key: name for key, name in self.foreign_values(value).items() if name in self.received_values},
+        )
 
-    def _swapped(self, value: Any, found: Mapping[int, str]) -> Any:
-        return swap(value, {key: self.payload[name] for key, name in found.items()}) if found else value
+    def _replace(self, value: Any, found: Mapping[int, str]) -> Any:
+        return (
+            replace_tensors(value, {key: self.received_values[name] for key, name in found.items()})
+            if found
+            else value
+        )
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The outcome of `func` on arguments among which there is a value of another part."""
-        if func.__name__ in SHAPED_AS and isinstance(args[1], Foreign):
-            args = (args[0], self._blank(args[1]))
-        found = self.among((args, kwargs))
+        if func.__name__ in SHAPE_FROM_SECOND_ARG and isinstance(args[1], PlaceholderTensor):
+            args = (args[0], self._shape_only_tensor(args[1]))
+        found = self.foreign_values((args, kwargs))
         if not found:
-            return self.call(func, args, kwargs)
-        ready = all(name in self.payload for name in found.values())
-        op = None if self._begun else self.operation(func)
+            return self.call_func(func, args, kwargs)
+        ready = all(name in self.received_values for name in found.values())
+        op = None if self._stage_begun else self.match_op(func)
         if op is not None:
-            return self._foretold(op, func, (args, kwargs), ready=ready)
-        if ready and (self._begun or func.__name__ in READS):
-            args, kwargs = self.known((args, kwargs))
-            return self.call(func, args, kwargs)
-        if func.__name__ in BY_SHAPE:
-            args, kwargs = swap((args, kwargs), {id(each): self._blank(each) for each in foreigns((args, kwargs))})
-            return self.call(func, args, kwargs)
-        if func.__name__ in READS:
-            raise self.unknown(title(func), min(found.values()))
-        outcome = natively(func, args, kwargs)
-        if self._real and tensors(outcome):  # a Foreign would have said so itself
-            raise self.unknown(title(func), min(found.values()))
+            return self._emulate_op(op, func, (args, kwargs), ready=ready)
+        if ready and (self._stage_begun or func.__name__ in VALUE_READS):
+            args, kwargs = self.replace_received((args, kwargs))
+            return self.call_func(func, args, kwargs)
+        if func.__name__ in SHAPE_ONLY_FACTORIES:
+            args, kwargs = replace_tensors(
+                (args, kwargs),
+                {id(each): self._shape_only_tensor(each) for each in find_placeholders((args, kwargs))},
+            )
+            return self.call_func(func, args, kwargs)
+        if func.__name__ in VALUE_READS:
+            raise self.missing_value_error(function_title(func), min(found.values()))
+        outcome = call_without_override(func, args, kwargs)
+        if self._written_tensors and tree_tensors(outcome):  # a Foreign would have said so itself
+            raise self.missing_value_error(function_title(func), min(found.values()))
         return outcome
 
-    def _blank(self, like: Foreign) -> torch.Tensor:
+    def _shape_only_tensor(self, like: PlaceholderTensor) -> torch.Tensor:
         """A tensor like that on memory of one element: for those who look at its shape."""
         return torch.empty((), dtype=like.dtype, device=self._device).expand(like.shape)
 
-    def _foretold(self, op: Op, func: Any, given: Any, *, ready: bool) -> Any:
+    def _emulate_op(self, op: GlueOp, func: Any, given: Any, *, ready: bool) -> Any:
         """What `op`, which belongs to another part, gives; a view of what was received is made of that."""
-        self.operated()
-        for old, new in op.renamed:
-            self.rename(old, new)
-        for number, name in op.became:
-            self._bearers[name] = leaves(given)[number]
-            self._real[id(self._bearers[name])] = name
-        outcome = self.filled(op.outcome, given)
-        if ready and any(place.name and self._course.base(place.name) for place in op.places):
-            args, kwargs = self.known(given)
-            made = tensors(self.call(func, args, kwargs))
-            self.payload |= {place.name: tensor for place, tensor in zip(op.places, made, strict=True)}
+        self.advance_op()
+        for old, new in op.renamed_values:
+            self.rename_value(old, new)
+        for number, name in op.written_inputs:
+            self._tensors[name] = value_leaves(given)[number]
+            self._written_tensors[id(self._tensors[name])] = name
+        outcome = self.fill_template(op.result, given)
+        if ready and any(place.name and self._forward_graph.base_of(place.name) for place in op.value_refs):
+            args, kwargs = self.replace_received(given)
+            made = tree_tensors(self.call_func(func, args, kwargs))
+            self.received_values |= {
+                place.name: tensor for place, tensor in zip(op.value_refs, made, strict=True)
+            }
         return outcome
 
-    def rename(self, old: str, new: str) -> None:
+    def rename_value(self, old: str, new: str) -> None:
         """The tensor that was the value `old` is `new` from here on: somebody writes into it."""
-        if old in self._bearers:
-            bearer = self._bearers[new] = self._bearers.pop(old)
-            if isinstance(bearer, Foreign):
-                bearer.value = new
+        if old in self._tensors:
+            bearer = self._tensors[new] = self._tensors.pop(old)
+            if isinstance(bearer, PlaceholderTensor):
+                bearer.value_name = new
             else:
-                self._real[id(bearer)] = new
-            if self._begun and old in self.payload:
-                self.payload[new] = self.payload[old]
+                self._written_tensors[id(bearer)] = new
+            if self._stage_begun and old in self.received_values:
+                self.received_values[new] = self.received_values[old]
 
-    def unknown(self, what: str, name: str) -> Exception:
+    def missing_value_error(self, computation: str, name: str) -> Exception:
         """The error for `what`, a computation that needs the numbers of the value `name`."""
-        if not self._visit:
-            return self._not_received(name, f"behind the forward, {what} (at {where()}) takes")
-        glue = f"the glue behind '{self._visit}' computes {what} (at {where()}) with"
-        if self._begun:
-            return self._not_received(name, glue)
+        if not self._block_call:
+            return self._not_received_error(
+                name, f"behind the forward, {computation} (at {caller_line()}) takes"
+            )
+        glue = f"the glue behind '{self._block_call}' computes {computation} (at {caller_line()}) with"
+        if self._stage_begun:
+            return self._not_received_error(name, glue)
         text = f"{glue} '{name}', which it did not in the trial run"
-        return PlanError(text, fix=ANOTHER_WAY, where="model")
+        return PlanError(text, fix=CONTROL_FLOW_FIX, location="model")
 
-    def _not_received(self, name: str, who: str) -> PlanError:
-        seen, first = self._course.seen[name], self._part.visits[0]
-        value = f"'{name}'" + (f" ({seen.op} at {seen.where})" if seen.op else "")
-        text = f"{who} the value {value}, made behind '{seen.made}', which the part that begins with '{first}' did not receive"
-        fix = f"hand it over from the part of '{seen.made}', or begin the part with '{seen.made}'"
-        return PlanError(text, fix=fix, where="received")
+    def _not_received_error(self, name: str, who: str) -> PlanError:
+        seen, first = self._forward_graph.values[name], self._stage.block_calls[0]
+        value = f"'{name}'" + (f" ({seen.op} at {seen.source_line})" if seen.op else "")
+        text = f"{who} the value {value}, made behind '{seen.producer}', which the part that begins with '{first}' did not receive"
+        fix = f"hand it over from the part of '{seen.producer}', or begin the part with '{seen.producer}'"
+        return PlanError(text, fix=fix, location="received")

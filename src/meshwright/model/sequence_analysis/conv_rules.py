@@ -15,159 +15,222 @@ from dataclasses import dataclass, replace
 import torch
 
 from meshwright.model.sequence_analysis import token_rules
-from meshwright.model.sequence_analysis.token_dims import factors, spread
-from meshwright.model.sequence_analysis.token_rules import OWN, Along, Step
-from meshwright.model.sequence_parallel.conv_call import Convolution
-from meshwright.model.tensors.op_tables import ALIKE, ELEMENTWISE, reads
-from meshwright.plan.model_spec.sequence_info import Convolve
+from meshwright.model.sequence_analysis.token_dims import indexed_dims, prime_factors
+from meshwright.model.sequence_analysis.token_rules import SHARDED, TokenLayout, TokenOp
+from meshwright.model.sequence_parallel.conv_call import Conv1dArguments
+from meshwright.model.tensors.op_tables import CONSTANT_LIKE, ELEMENTWISE, reads_values
+from meshwright.plan.model_spec.sequence_info import ConvSpec
 
-PADS = "pads tokens"
-KEEPS = "keeps some of the tokens (copy): build the model with use_cache=False, if that is a cache"
-LONGER = "convolves tokens into more than there are, which are not cut at once: y[..., :tokens]"
-_AS_IT_IS = frozenset(("contiguous", "clone", "detach", "to", "type", "type_as", "float", "double", "half", "bfloat16"))
-_TURNS = frozenset(("transpose", "swapaxes", "swapdims", "permute", "mT"))
-_ELEMENTWISE = ELEMENTWISE - ALIKE - {"dropout", "rand_like"}  # those draw by the place of an element among all
+PADS_TOKENS = "pads tokens"
+CACHES_TOKENS = "keeps some of the tokens (copy): build the model with use_cache=False, if that is a cache"
+EXTRA_CONV_OUTPUTS = "convolves tokens into more than there are, which are not cut at once: y[..., :tokens]"
+_COPIES = frozenset(
+    ("contiguous", "clone", "detach", "to", "type", "type_as", "float", "double", "half", "bfloat16")
+)
+_TRANSPOSES = frozenset(("transpose", "swapaxes", "swapdims", "permute", "mT"))
+_ELEMENTWISE = (
+    ELEMENTWISE - CONSTANT_LIKE - {"dropout", "rand_like"}
+)  # those draw by the place of an element among all
 
 
 @dataclass(frozen=True)
-class Around(Along):
+class PaddedTokens(TokenLayout):
     """Tokens along the dim that is number `back` from behind, with so many elements `before` and `after` them; zeros, if `empty`.
 
     `made` says why that cannot be computed with.
     """
 
-    back: int = 1
-    before: int = 0
-    after: int = 0
-    empty: bool = False
+    dim_from_end: int = 1
+    num_before: int = 0
+    num_after: int = 0
+    is_zero_padded: bool = False
 
 
-def followed(step: Step) -> str:
+def propagate_op(op: TokenOp) -> str:
     """Note in `step.held` how what it has made has tokens, with whatever stands around them. Returns why nobody knows."""
-    found = {each: known for each in step.given if isinstance(known := step.held.get(each), Around)}
+    found = {
+        each: known for each in op.operands if isinstance(known := op.token_layouts.get(each), PaddedTokens)
+    }
     if not found:
-        if step.name == "copy" and step.of("part"):
-            return KEEPS
-        return "" if step.name == "pad" and _pads(step) else token_rules.followed(step)
-    if not step.made and step.name != "setitem" and not reads(step.name):
+        if op.name == "copy" and op.operands_of_kind("part"):
+            return CACHES_TOKENS
+        return "" if op.name == "pad" and _propagate_pad(op) else token_rules.propagate_tokens(op)
+    if not op.results and op.name != "setitem" and not reads_values(op.name):
         return ""  # it asks for a shape
     tensor, known = next(iter(found.items()))
-    if step.name == "getitem" and tensor is step.args[0]:
-        return _cut(step, known)
-    if step.name in _TURNS:
-        return _keep(step, replace(known, back=_turned(step, tensor.ndim, known.back)))
-    if step.name in _AS_IT_IS:
-        return _keep(step, known)
-    written = any(each is step.made[0] for each in step.given) if step.made else True
-    beside = all(_beside(step, each, known) for each in step.given)
-    if step.name in _ELEMENTWISE and beside and not (written and any(each.empty for each in found.values())):
-        return _keep(step, replace(known, empty=False))
-    return f"{known.made} ({step.name})"
+    if op.name == "getitem" and tensor is op.args[0]:
+        return _propagate_slice(op, known)
+    if op.name in _TRANSPOSES:
+        return _propagate_unchanged(
+            op, replace(known, dim_from_end=_transposed_dim(op, tensor.ndim, known.dim_from_end))
+        )
+    if op.name in _COPIES:
+        return _propagate_unchanged(op, known)
+    written = any(each is op.results[0] for each in op.operands) if op.results else True
+    beside = all(_has_same_padding(op, each, known) for each in op.operands)
+    if (
+        op.name in _ELEMENTWISE
+        and beside
+        and not (written and any(each.is_zero_padded for each in found.values()))
+    ):
+        return _propagate_unchanged(op, replace(known, is_zero_padded=False))
+    return f"{known.origin} ({op.name})"
 
 
-def convolution(step: Step) -> tuple[str, Convolve]:
+def analyze_convolution(op: TokenOp) -> tuple[str, ConvSpec]:
     """Why a call of F.conv1d cannot be answered; "": it can. With what is to be known of it, but for where it is.
 
     Its `tokens` are as many as there are in the trial.
     """
-    given, nothing = Convolution(*step.args, **step.kwargs), Convolve("", "")
-    known = step.held.get(given.input)
-    alone = given.input.ndim == 3 and step.dims(given.input) == (0,)  # each token is a row of its own
+    given, nothing = Conv1dArguments(*op.args, **op.kwargs), ConvSpec("", "")
+    known = op.token_layouts.get(given.input)
+    alone = given.input.ndim == 3 and op.token_dims(given.input) == (0,)  # each token is a row of its own
     if known is None or known.kind not in ("own", "around") or (known.kind == "own" and alone):
-        return token_rules.followed(step), nothing
-    if any(each is not None and each in step.held for each in (given.weight, given.bias)):
+        return token_rules.propagate_tokens(op), nothing
+    if any(each is not None and each in op.token_layouts for each in (given.weight, given.bias)):
         return "convolves tokens with a kernel that is made of them (conv1d)", nothing
-    frame = known if isinstance(known, Around) else _bare(step, given.input)
-    left = frame.before + given.padded[0]
-    behind = left + frame.after + given.padded[1] - given.reach
-    why = _unlike(step, given, known, frame)
+    frame = known if isinstance(known, PaddedTokens) else _without_padding(op, given.input)
+    left = frame.num_before + given.padding_sizes[0]
+    behind = left + frame.num_after + given.padding_sizes[1] - given.kernel_reach
+    why = _unsupported_convolution(op, given, known, frame)
     if not why and behind < 0:
         why = f"convolves tokens into fewer: {-behind} zeros are missing around them (conv1d)"
-    if not why and left > given.reach:
+    if not why and left > given.kernel_reach:
         why = "convolves tokens of which more stand behind than its kernel reaches over (conv1d)"
     if why:
         return why, nothing
-    for each in step.made:
-        step.held[each] = Around("around", made=LONGER, after=behind) if behind else OWN
-    said = {"before": frame.before, "after": frame.after, "behind": behind, "needed": given.input.requires_grad}
-    tokens, width = given.input.shape[-1] - frame.before - frame.after, given.input.shape[-2]
-    return "", replace(nothing, tokens=tokens, width=width, left=left, right=given.reach - left, **said)
+    for each in op.results:
+        op.token_layouts[each] = (
+            PaddedTokens("around", origin=EXTRA_CONV_OUTPUTS, num_after=behind) if behind else SHARDED
+        )
+    said = {
+        "pad_before": frame.num_before,
+        "pad_after": frame.num_after,
+        "num_extra_outputs": behind,
+        "needs_grad": given.input.requires_grad,
+    }
+    tokens, width = given.input.shape[-1] - frame.num_before - frame.num_after, given.input.shape[-2]
+    return "", replace(
+        nothing,
+        num_tokens=tokens,
+        token_numel=width,
+        left_halo=left,
+        right_halo=given.kernel_reach - left,
+        **said,
+    )
 
 
-def _bare(step: Step, tensor: torch.Tensor) -> Around:
+def _without_padding(step: TokenOp, tensor: torch.Tensor) -> PaddedTokens:
     """Tokens with nothing around them."""
-    return Around("around", back=tensor.ndim - step.dims(tensor)[0], empty=True)
+    return PaddedTokens("around", dim_from_end=tensor.ndim - step.token_dims(tensor)[0], is_zero_padded=True)
 
 
-def _unlike(step: Step, given: Convolution, known: Along, frame: Around) -> str:
+def _unsupported_convolution(
+    step: TokenOp, given: Conv1dArguments, known: TokenLayout, frame: PaddedTokens
+) -> str:
     """Why a convolution is not over tokens, or is none that is known."""
-    if frame.back == 2:
+    if frame.dim_from_end == 2:
         return "sums over tokens (conv1d)"
-    tokens = given.input.shape[-1] - frame.before - frame.after
-    if frame.back != 1 or known.behind != 1 or tokens not in factors(step.length):
+    tokens = given.input.shape[-1] - frame.num_before - frame.num_after
+    if (
+        frame.dim_from_end != 1
+        or known.numel_per_token != 1
+        or tokens not in prime_factors(step.prime_product)
+    ):
         return "computes 'conv1d' along tokens"
-    if not frame.empty:
-        return f"{frame.made} (conv1d)"
-    return f"convolves tokens in steps of {given.step} (conv1d)" if given.step != 1 else ""
+    if not frame.is_zero_padded:
+        return f"{frame.origin} (conv1d)"
+    return f"convolves tokens in steps of {given.stride_size} (conv1d)" if given.stride_size != 1 else ""
 
 
-def _pads(step: Step) -> bool:
+def _propagate_pad(step: TokenOp) -> bool:
     """Whether zeros are put around tokens."""
     tensor = step.argument(0, "input")
-    known = step.held.get(tensor)
-    if known is None or known.kind != "own" or known.behind != 1:
+    known = step.token_layouts.get(tensor)
+    if known is None or known.kind != "own" or known.numel_per_token != 1:
         return False
-    back = _bare(step, tensor).back
+    back = _without_padding(step, tensor).dim_from_end
     pads = list(step.argument(1, "pad"))[2 * back - 2 : 2 * back]
     mode, value = step.argument(2, "mode", default="constant"), step.argument(3, "value")
-    if not any(pads) or min(pads) < 0 or mode != "constant" or value or tensor.shape[-back] not in factors(step.length):
+    if (
+        not any(pads)
+        or min(pads) < 0
+        or mode != "constant"
+        or value
+        or tensor.shape[-back] not in prime_factors(step.prime_product)
+    ):
         return False
-    for each in step.made:
-        step.held[each] = Around("around", made=PADS, back=back, before=pads[0], after=pads[1], empty=True)
+    for each in step.results:
+        step.token_layouts[each] = PaddedTokens(
+            "around",
+            origin=PADS_TOKENS,
+            dim_from_end=back,
+            num_before=pads[0],
+            num_after=pads[1],
+            is_zero_padded=True,
+        )
     return True
 
 
-def _cut(step: Step, known: Around) -> str:
+def _propagate_slice(step: TokenOp, known: PaddedTokens) -> str:
     """What stands around tokens is cut off, or left alone."""
     tensor, index = step.args[:2]
     parts = index if isinstance(index, tuple) else (index,)
-    at, size = tensor.ndim - known.back, tensor.shape[-known.back]
-    own = range(size)[known.before : size - known.after]
+    at, size = tensor.ndim - known.dim_from_end, tensor.shape[-known.dim_from_end]
+    own = range(size)[known.num_before : size - known.num_after]
     if not all(each is None or each is Ellipsis or type(each) in (slice, int) for each in parts):
-        return f"{known.made} ({step.name})"
-    taken = [range(size)[each] for dim, each in spread(parts, tensor.ndim) if dim == at]
+        return f"{known.origin} ({step.name})"
+    taken = [range(size)[each] for dim, each in indexed_dims(parts, tensor.ndim) if dim == at]
     if taken == [own]:
-        step.held.update(dict.fromkeys(step.made, OWN))
+        step.token_layouts.update(dict.fromkeys(step.results, SHARDED))
         return ""
     if taken in ([], [range(size)]) and not any(each is None or type(each) is int for each in parts):
-        return _keep(step, known)
-    return f"{known.made} ({step.name})"
+        return _propagate_unchanged(step, known)
+    return f"{known.origin} ({step.name})"
 
 
-def _keep(step: Step, known: Around) -> str:
+def _propagate_unchanged(step: TokenOp, known: PaddedTokens) -> str:
     """What is made has as much around its tokens."""
-    size = next(each.shape[-was.back] for each in step.given if isinstance(was := step.held.get(each), Around))
-    if any(each.ndim < known.back or each.shape[-known.back] != size for each in step.made):
-        return f"{known.made} ({step.name})"
-    step.held.update(dict.fromkeys(step.made, known))
+    size = next(
+        each.shape[-was.dim_from_end]
+        for each in step.operands
+        if isinstance(was := step.token_layouts.get(each), PaddedTokens)
+    )
+    if any(
+        each.ndim < known.dim_from_end or each.shape[-known.dim_from_end] != size for each in step.results
+    ):
+        return f"{known.origin} ({step.name})"
+    step.token_layouts.update(dict.fromkeys(step.results, known))
     return ""
 
 
-def _turned(step: Step, ndim: int, back: int) -> int:
+def _transposed_dim(step: TokenOp, ndim: int, back: int) -> int:
     """Where tokens stand behind a change of dims, counted from behind."""
     at = ndim - back
     if step.name == "permute":
         said = step.argument(1, "dims")
         order = said if isinstance(said, (tuple, list)) else step.args[1:]
         return ndim - [each % ndim for each in order].index(at)
-    dims = (-2, -1) if step.name == "mT" else [step.argument(place, f"dim{place - 1}", f"axis{place - 1}") for place in (1, 2)]
+    dims = (
+        (-2, -1)
+        if step.name == "mT"
+        else [step.argument(place, f"dim{place - 1}", f"axis{place - 1}") for place in (1, 2)]
+    )
     one, two = (each % ndim for each in dims)
     return ndim - (two if at == one else one if at == two else at)
 
 
-def _beside(step: Step, each: torch.Tensor, known: Around) -> bool:
+def _has_same_padding(step: TokenOp, each: torch.Tensor, known: PaddedTokens) -> bool:
     """Whether `each` has as much around its tokens, at the same place, or none at all."""
-    mine = step.held.get(each)
-    if isinstance(mine, Around):
-        return (mine.back, mine.before, mine.after) == (known.back, known.before, known.after)
-    return mine is None and not step.dims(each) and (each.ndim < known.back or each.shape[-known.back] == 1)
+    mine = step.token_layouts.get(each)
+    if isinstance(mine, PaddedTokens):
+        return (mine.dim_from_end, mine.num_before, mine.num_after) == (
+            known.dim_from_end,
+            known.num_before,
+            known.num_after,
+        )
+    return (
+        mine is None
+        and not step.token_dims(each)
+        and (each.ndim < known.dim_from_end or each.shape[-known.dim_from_end] == 1)
+    )

@@ -21,19 +21,30 @@ from typing import Any
 
 import torch
 
-from meshwright.model.sequence_analysis.token_dims import factors, has_tokens, prime_in
-from meshwright.model.tensors.op_tables import ALIKE, ELEMENTWISE
-from meshwright.model.tensors.pytree import leaves
+from meshwright.model.sequence_analysis.token_dims import find_prime, has_tokens, prime_factors
+from meshwright.model.tensors.op_tables import CONSTANT_LIKE, ELEMENTWISE
+from meshwright.model.tensors.pytree import value_leaves
 from meshwright.model.trial.trial import PROBE_BATCH
 
-CHECKPOINT = "torch.utils.checkpoint, which runs it again in backward: leave that to the strategy 'recompute'"
-_FILLED = {"full": 1, "full_like": 1, "new_full": 2, "fill": 1}  # where the value stands; sizes are told by shapes
-_MADE = frozenset(("tensor", "as_tensor", "asarray", "new_tensor", "scalar_tensor", "scaled_dot_product_attention"))
-_WITH_NUMBERS = (ELEMENTWISE - ALIKE) | _MADE | {"softmax", "log_softmax", "layer_norm", "rms_norm"}
+USER_CHECKPOINT = (
+    "torch.utils.checkpoint, which runs it again in backward: leave that to the strategy 'recompute'"
+)
+_FILL_VALUE_POSITIONS = {
+    "full": 1,
+    "full_like": 1,
+    "new_full": 2,
+    "fill": 1,
+}  # where the value stands; sizes are told by shapes
+_NUMBER_FACTORIES = frozenset(
+    ("tensor", "as_tensor", "asarray", "new_tensor", "scalar_tensor", "scaled_dot_product_attention")
+)
+_WITH_NUMBERS = (
+    (ELEMENTWISE - CONSTANT_LIKE) | _NUMBER_FACTORIES | {"softmax", "log_softmax", "layer_norm", "rms_norm"}
+)
 
 
 @dataclass(frozen=True)
-class Computed:
+class ComputedOp:
     """One operation of a block: within which module, its name, the numbers that it was given."""
 
     module: str
@@ -41,97 +52,122 @@ class Computed:
     numbers: tuple[str, ...]
 
     @classmethod
-    def of(cls, module: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Computed":
+    def from_call(
+        cls, module: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> "ComputedOp":
         """The operation `name` on these."""
-        if name in _FILLED:
-            given: list[Any] = [*args[_FILLED[name] :][:1], *(kwargs[key] for key in ("fill_value", "value") if key in kwargs)]
+        if name in _FILL_VALUE_POSITIONS:
+            given: list[Any] = [
+                *args[_FILL_VALUE_POSITIONS[name] :][:1],
+                *(kwargs[key] for key in ("fill_value", "value") if key in kwargs),
+            ]
         else:
-            given = leaves((args, dict(kwargs))) if name in _WITH_NUMBERS else []
+            given = value_leaves((args, dict(kwargs))) if name in _WITH_NUMBERS else []
         return cls(module, name, tuple(repr(each) for each in given if type(each) in (int, float, complex)))
 
 
-def run_again() -> str:
+def recompute_reason() -> str:
     """Why what runs now cannot have some of the tokens, in a trial: it runs once more in backward, unseen; "": it does not."""
     if not torch.is_grad_enabled():
-        return f"runs without gradients: torch.no_grad, or {CHECKPOINT}"
-    return f"runs in {CHECKPOINT}" if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None else ""
+        return f"runs without gradients: torch.no_grad, or {USER_CHECKPOINT}"
+    return (
+        f"runs in {USER_CHECKPOINT}"
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        else ""
+    )
 
 
-def unlike(mine: Sequence[Computed], other: Sequence[Computed], length: str) -> str:
+def length_dependence(ops: Sequence[ComputedOp], other_ops: Sequence[ComputedOp], length: str) -> str:
     """Why a visit that computes `mine`, and `other` on rows of so many tokens, must know how many there are; "": it need not."""
-    for one, two in zip(mine, other, strict=False):
+    for one, two in zip(ops, other_ops, strict=False):
         if one.name != two.name:
             return f"{one.module} computes '{two.name}' on rows of {length} tokens where it else computes '{one.name}'"
         if one.numbers != two.numbers:
             return f"{one.module} computes with the number of tokens ({one.name})"
-    return "" if len(mine) == len(other) else f"{mine[-1].module} computes more or less on rows of {length} tokens than else"
+    return (
+        ""
+        if len(ops) == len(other_ops)
+        else f"{ops[-1].module} computes more or less on rows of {length} tokens than else"
+    )
 
 
-Spare = Callable[[int, Collection[int]], int]  # a prime near a number, which is none of those in use
+NextPrime = Callable[[int, Collection[int]], int]  # a prime near a number, which is none of those in use
 
 
-class Sizes:
+class TrialLengths:
     """The primes of a trial on `batch` rows.
 
     `rows` are those of inputs, each with the length that it stands for; `spare` gives more.
     """
 
-    def __init__(self, rows: Mapping[int, int], spare: Spare, batch: int = PROBE_BATCH) -> None:
-        self.planned, self.batch = dict(rows), batch
-        self.within = dict[int, int]()  # by how many glue sees
-        self._spare = spare
+    def __init__(
+        self, planned_lengths: Mapping[int, int], next_prime: NextPrime, num_samples: int = PROBE_BATCH
+    ) -> None:
+        self.planned_lengths, self.num_samples = dict(planned_lengths), num_samples
+        self.inner_primes = dict[int, int]()  # by how many glue sees
+        self._next_prime = next_prime
 
     @property
-    def product(self) -> int:
+    def prime_product(self) -> int:
         """All primes in use."""
-        return prod(self.planned)
+        return prod(self.planned_lengths)
 
     @property
-    def rows(self) -> str:
+    def description(self) -> str:
         """How long the rows are, in words."""
-        return " and ".join(map(str, self.planned))
+        return " and ".join(map(str, self.planned_lengths))
 
     @property
-    def given(self) -> list[int]:
+    def input_lengths(self) -> list[int]:
         """How long the rows of inputs are in the plan."""
-        return [planned for prime, planned in self.planned.items() if prime not in self.within.values()]
+        return [
+            planned
+            for prime, planned in self.planned_lengths.items()
+            if prime not in self.inner_primes.values()
+        ]
 
-    def begin(self, count: int) -> None:
+    def start_tokens(self, count: int) -> None:
         """From here on, `count` in glue are tokens too."""
-        if count not in self.within:
-            if has_tokens(count, prod(self.planned)):
-                raise RuntimeError(f"{count} tokens that begin within, and those of rows, are not told from each other")
-            prime = self._spare(count, {*self.planned, *self.within, count})
-            self.within[count], self.planned[prime] = prime, count
+        if count not in self.inner_primes:
+            if has_tokens(count, prod(self.planned_lengths)):
+                raise RuntimeError(
+                    f"{count} tokens that begin within, and those of rows, are not told from each other"
+                )
+            prime = self._next_prime(count, {*self.planned_lengths, *self.inner_primes, count})
+            self.inner_primes[count], self.planned_lengths[prime] = prime, count
 
-    def in_glue(self, prime: int) -> int:
+    def glue_length(self, prime: int) -> int:
         """How many tokens glue sees of rows that have `prime` in blocks."""
-        return next((count for count, inside in self.within.items() if inside == prime), prime)
+        return next((count for count, inside in self.inner_primes.items() if inside == prime), prime)
 
-    def planned_in(self, size: int) -> int:
+    def planned_length(self, size: int) -> int:
         """How many tokens they have in the plan whose dim in a block has this size; 0: several, or none."""
-        return self.planned.get(prime_in(size, self.product), 0)
+        return self.planned_lengths.get(find_prime(size, self.prime_product), 0)
 
-    def count(self, shape: Sequence[int]) -> int:
+    def planned_numel(self, shape: Sequence[int]) -> int:
         """The elements of a tensor in a block, in the plan."""
-        return prod(map(self._true, shape))
+        return prod(map(self._planned_size, shape))
 
-    def inward(self, tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    def resize_for_block(self, tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
         """A tensor of glue with as many tokens along `dims` as blocks are given."""
-        return _resized(tensor, {dim: self.within[tensor.shape[dim]] for dim in dims})
+        return _resize(tensor, {dim: self.inner_primes[tensor.shape[dim]] for dim in dims})
 
-    def outward(self, tensor: torch.Tensor) -> torch.Tensor:
+    def resize_for_glue(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that a block gives out with as many tokens as glue sees."""
-        sizes = {dim: self.in_glue(size) for dim, size in enumerate(tensor.shape) if size in self.within.values()}
-        return _resized(tensor, sizes)
+        sizes = {
+            dim: self.glue_length(size)
+            for dim, size in enumerate(tensor.shape)
+            if size in self.inner_primes.values()
+        }
+        return _resize(tensor, sizes)
 
-    def _true(self, size: int) -> int:
-        for prime in factors(self.product):
-            size = size // prime * self.planned[prime] if size % prime == 0 else size
+    def _planned_size(self, size: int) -> int:
+        for prime in prime_factors(self.prime_product):
+            size = size // prime * self.planned_lengths[prime] if size % prime == 0 else size
         return size
 
 
-def _resized(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
+def _resize(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
     with torch._C.DisableTorchFunction():
         for dim, size in sizes.items():
             tensor = tensor.index_select(dim, torch.arange(size) % tensor.shape[dim])

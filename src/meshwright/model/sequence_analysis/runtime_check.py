@@ -25,173 +25,225 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.model.sequence_analysis.analysis import Example, Ready, cut_to
-from meshwright.model.sequence_analysis.lengths import Computed, unlike
-from meshwright.model.sequence_analysis.token_dims import LONGEST
-from meshwright.model.sequence_parallel.attention_call import Asked, Attending
-from meshwright.model.sequence_parallel.conv_call import Convolved, Convolving
-from meshwright.model.sequence_parallel.hf_attention import plug
-from meshwright.model.sequence_parallel.sharded_forward import Dealt, Lengths
-from meshwright.model.sequence_parallel.token_shard import Share
-from meshwright.model.tensor_parallel.layer_roles import find_sockets
-from meshwright.model.tensors.function_modes import Glue, title
-from meshwright.model.trial.slice_trial import quiet
+from meshwright.model.sequence_analysis.analysis import Example, TrialFactory, resize_sequence
+from meshwright.model.sequence_analysis.lengths import ComputedOp, length_dependence
+from meshwright.model.sequence_analysis.token_dims import MAX_TRIAL_LENGTH
+from meshwright.model.sequence_parallel.attention_call import AttentionMode, ShardedAttentionCall
+from meshwright.model.sequence_parallel.conv_call import Conv1dMode, ShardedConv1dCall
+from meshwright.model.sequence_parallel.hf_attention import patch_attention
+from meshwright.model.sequence_parallel.sharded_forward import SequenceLengths, ShardedForward
+from meshwright.model.sequence_parallel.token_shard import TokenShard
+from meshwright.model.tensor_parallel.layer_roles import find_layer_roles
+from meshwright.model.tensors.function_modes import InterceptMode, function_title
+from meshwright.model.trial.slice_trial import silence_fake_errors
 from meshwright.model.trial.trial import PROBE_BATCH
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.model_spec import visit_of
-from meshwright.plan.model_spec.sequence_info import Deal, Tokens
+from meshwright.plan.model_spec.model_spec import block_call_name
+from meshwright.plan.model_spec.sequence_info import SequenceInfo, SequenceSharding
 
-Course = Mapping[str, list[Computed]]  # what each visit computes, in order
+OpsByBlockCall = Mapping[str, list[ComputedOp]]  # what each visit computes, in order
 
 
 @dataclass
-class Alike:
+class SequenceShardCheck:
     """The blocks of a model, tried on rows like those of `inputs` of the lengths that somebody has; threads may share it.
 
     `ready` gives a trial of the model.
     """
 
     inputs: Example
-    ready: Ready
-    _least: dict[int, int] = field(default_factory=dict)  # by length in the plan: the fewest tokens on which they were alike
-    _most: dict[int, int] = field(default_factory=dict)
-    _course: Course = field(default_factory=dict)  # that on fewest
-    _looking: Lock = field(default_factory=Lock, repr=False, compare=False)
+    make_trial: TrialFactory
+    _fewest_tokens: dict[int, int] = field(
+        default_factory=dict
+    )  # by length in the plan: the fewest tokens on which they were alike
+    _most_tokens: dict[int, int] = field(default_factory=dict)
+    _ops: OpsByBlockCall = field(default_factory=dict)  # that on fewest
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
-    def check(self, tokens: Tokens, deal: Deal, lengths: Mapping[int, int]) -> None:
+    def check(
+        self, sequence_info: SequenceInfo, sequence_sharding: SequenceSharding, lengths: Mapping[int, int]
+    ) -> None:
         """Raise PlanError where ranks to which `deal` gives tokens compute something else than one device.
 
         `lengths` says how many tokens rows have, by how many they have in the plan, where some are known.
         """
-        lengths = {tokens.count_in(key): tokens.count_in(key) for key in tokens.inputs} | dict(lengths)
-        if not lengths or any(passing.mixes for passing in tokens.visits):
+        lengths = {
+            sequence_info.num_tokens_in(key): sequence_info.num_tokens_in(key) for key in sequence_info.inputs
+        } | dict(lengths)
+        if not lengths or any(passing.not_sequence_parallel for passing in sequence_info.block_calls):
             return
-        if max(lengths.values()) > LONGEST and any(each.masked for each in tokens.attends):
+        if max(lengths.values()) > MAX_TRIAL_LENGTH and any(
+            each.has_mask for each in sequence_info.attention_calls
+        ):
             return
-        ranks = range(deal.ranks)
-        few = min(ranks, key=lambda index: sum(deal.run(length, index) for length in lengths.values()))
-        least = {planned: deal.run(length, few) for planned, length in lengths.items()}
-        with self._looking:
-            fewer = any(count < self._least.get(planned, count + 1) for planned, count in least.items())
-            course = self._tried(tokens, lengths, partial(_some, deal, few)) if fewer else self._course
-            _compare(self._course, course, lengths)
-            if any(length > self._most.get(planned, 0) for planned, length in lengths.items()):
-                _compare(course, self._tried(tokens, lengths, _all), lengths)
-                self._most |= lengths
+        ranks = range(sequence_sharding.num_ranks)
+        few = min(
+            ranks,
+            key=lambda index: sum(
+                sequence_sharding.num_padded_tokens(length, index) for length in lengths.values()
+            ),
+        )
+        least = {
+            planned: sequence_sharding.num_padded_tokens(length, few) for planned, length in lengths.items()
+        }
+        with self._lock:
+            fewer = any(
+                count < self._fewest_tokens.get(planned, count + 1) for planned, count in least.items()
+            )
+            course = (
+                self._trace_in_thread(sequence_info, lengths, partial(_rank_shard, sequence_sharding, few))
+                if fewer
+                else self._ops
+            )
+            _compare_ops(self._ops, course, lengths)
+            if any(length > self._most_tokens.get(planned, 0) for planned, length in lengths.items()):
+                _compare_ops(course, self._trace_in_thread(sequence_info, lengths, _full_shard), lengths)
+                self._most_tokens |= lengths
             if fewer:
-                self._course = course
-                self._least |= least
+                self._ops = course
+                self._fewest_tokens |= least
 
-    def _tried(self, tokens: Tokens, lengths: Mapping[int, int], share: Callable[[int], Share]) -> Course:
+    def _trace_in_thread(
+        self, tokens: SequenceInfo, lengths: Mapping[int, int], share: Callable[[int], TokenShard]
+    ) -> OpsByBlockCall:
         """What blocks compute on rows of so many tokens, of which a rank has a share; on a thread where nothing is active."""
         with ThreadPoolExecutor(1) as apart:
-            return apart.submit(self._run, tokens, lengths, share).result()
+            return apart.submit(self._trace, tokens, lengths, share).result()
 
-    def _run(self, tokens: Tokens, lengths: Mapping[int, int], share: Callable[[int], Share]) -> Course:
-        rows = {key: cut_to(value, lengths) for key, value in self.inputs.items()}
+    def _trace(
+        self, tokens: SequenceInfo, lengths: Mapping[int, int], share: Callable[[int], TokenShard]
+    ) -> OpsByBlockCall:
+        rows = {key: resize_sequence(value, lengths) for key, value in self.inputs.items()}
         try:
-            with quiet(), self.ready(rows, PROBE_BATCH) as run:
-                forward = _Forward(tokens, Lengths.read(share, tokens, run.rows), run.enter, run.mode)
-                with forward.of(run.module, run.blocks):
+            with silence_fake_errors(), self.make_trial(rows, PROBE_BATCH) as run:
+                forward = _OpRecorder(
+                    tokens,
+                    SequenceLengths.from_inputs(share, tokens, run.batch),
+                    run.on_block_call,
+                    run.fake_mode,
+                )
+                with forward.record_ops(run.module, run.blocks):
                     run.module(**run.rows)
         except PlanError:
             raise
         except Exception as error:
             words = " and ".join(map(str, lengths.values()))
             text = f"it does not run on rows of {words} tokens: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise PlanError(text, fix="give it rows that it takes, or set mesh.cp = 1", where="model") from error
-        return forward.course
+            raise PlanError(
+                text, fix="give it rows that it takes, or set mesh.cp = 1", location="model"
+            ) from error
+        return forward.ops
 
 
-class _Forward(Dealt):
+class _OpRecorder(ShardedForward):
     """A forward on fake tensors as on a rank, that notes what blocks compute."""
 
-    def __init__(self, tokens: Tokens, lengths: Lengths, enter: Callable[[str], None], mode: FakeTensorMode) -> None:
-        super().__init__(tokens, lengths)
-        self.course: dict[str, list[Computed]] = {}
-        self._enter, self._mode = enter, mode
+    def __init__(
+        self,
+        sequence_info: SequenceInfo,
+        lengths: SequenceLengths,
+        enter: Callable[[str], None],
+        mode: FakeTensorMode,
+    ) -> None:
+        super().__init__(sequence_info, lengths)
+        self.ops: dict[str, list[ComputedOp]] = {}
+        self._on_block_call, self._fake_mode = enter, mode
         self._calls: dict[str, int] = {}
-        self._visit, self._aside = "", 0
+        self._block_call, self._num_open_experts = "", 0
 
-    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self._visit and not self._aside:
-            name = title(func).removesuffix(" of").strip("_")
-            self.course.setdefault(self._visit, []).append(Computed.of(self._visit, name, args, kwargs))
+    def _record_op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._block_call and not self._num_open_experts:
+            name = function_title(func).removesuffix(" of").strip("_")
+            self.ops.setdefault(self._block_call, []).append(
+                ComputedOp.from_call(self._block_call, name, args, kwargs)
+            )
         return func(*args, **kwargs)
 
     @contextmanager
-    def of(self, module: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+    def record_ops(self, module: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
         """Meanwhile the blocks of `module` run as on the rank; what experts do is their own."""
-        asks = lambda: self._runs.get(self._visit, 0) > 0  # noqa: E731  what a name would say twice
-        plugged = plug(module, lambda queries, keys: self.coming(self._visit) if asks() else None, self._apart)
+        asks = lambda: self._num_sharded_tokens.get(self._block_call, 0) > 0  # noqa: E731  what a name would say twice
+        plugged = patch_attention(
+            module,
+            lambda queries, keys: self.next_attention_shards(self._block_call) if asks() else None,
+            self._pause,
+        )
         for name, block in blocks.items():
-            block.forward = partial(self._block, name, block.forward)
-        for socket in find_sockets(module):
+            block.forward = partial(self._run_block, name, block.forward)
+        for socket in find_layer_roles(module):
             if socket.kind == "experts":
                 experts = module.get_submodule(socket.name)
-                experts.forward = partial(self._experts, experts.forward)
+                experts.forward = partial(self._run_experts, experts.forward)
         with ExitStack() as stack:
-            stack.callback(plugged.out)
-            stack.enter_context(Attending(_answer, lambda: self.asked(self._visit), asks))
-            stack.enter_context(Convolving(_beside, lambda: self.convolving(self._visit) if asks() else None, self._apart))
-            stack.enter_context(Glue(self._hear))
+            stack.callback(plugged.restore)
+            stack.enter_context(
+                AttentionMode(_empty_attention, lambda: self.take_attention_shards(self._block_call), asks)
+            )
+            stack.enter_context(
+                Conv1dMode(
+                    _empty_convolution,
+                    lambda: self.take_convolution(self._block_call) if asks() else None,
+                    self._pause,
+                )
+            )
+            stack.enter_context(InterceptMode(self._record_op))
             yield
 
-    def _block(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if self._visit or not torch.is_grad_enabled():
+    def _run_block(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self._block_call or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         count = self._calls[name] = self._calls.get(name, 0) + 1
-        visit = visit_of(name, count)
-        args, kwargs = self.enter(visit, (args, kwargs))
-        self._enter(visit)
-        self._visit = visit
+        visit = block_call_name(name, count)
+        args, kwargs = self.enter_block(visit, (args, kwargs))
+        self._on_block_call(visit)
+        self._block_call = visit
         try:
-            with self._mode:
+            with self._fake_mode:
                 outputs = forward(*args, **kwargs)
         finally:
-            self._visit = ""
-        return self.leave(outputs)
+            self._block_call = ""
+        return self.leave_block(outputs)
 
-    def _experts(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        with self._apart():
+    def _run_experts(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        with self._pause():
             return forward(*args, **kwargs)
 
     @contextmanager
-    def _apart(self) -> Iterator[None]:
-        self._aside += 1
+    def _pause(self) -> Iterator[None]:
+        self._num_open_experts += 1
         try:
             yield
         finally:
-            self._aside -= 1
+            self._num_open_experts -= 1
 
 
-def _compare(course: Course, found: Course, lengths: Mapping[int, int]) -> None:
+def _compare_ops(course: OpsByBlockCall, found: OpsByBlockCall, lengths: Mapping[int, int]) -> None:
     """Raise PlanError where what was `found` on rows of these lengths is not the course."""
     words = " and ".join(map(str, lengths.values()))
     for visit, mine in course.items():
-        why = unlike(mine, found.get(visit, []), words)
+        why = length_dependence(mine, found.get(visit, []), words)
         if why:
             fix = f"let it compute the same on {words} tokens as on fewer; or set mesh.cp = 1, and as many ranks for dp_shard"
-            raise PlanError(f"a block cannot run on some of the tokens: {why}", fix=fix, where="model")
+            raise PlanError(f"a block cannot run on some of the tokens: {why}", fix=fix, location="model")
 
 
-def _answer(asked: Asked) -> torch.Tensor:
+def _empty_attention(asked: ShardedAttentionCall) -> torch.Tensor:
     return asked.query.new_empty((*asked.query.shape[:-1], asked.value.shape[-1]))
 
 
-def _beside(convolved: Convolved) -> torch.Tensor:
-    own, weight = convolved.own, convolved.given.weight
+def _empty_convolution(convolved: ShardedConv1dCall) -> torch.Tensor:
+    own, weight = convolved.local_input, convolved.arguments.weight
     return own.new_empty((*own.shape[:-2], weight.shape[0], own.shape[-1]))
 
 
-def _all(length: int) -> Share:
-    return Share(length, ((0, length),))
+def _full_shard(length: int) -> TokenShard:
+    return TokenShard(length, ((0, length),))
 
 
-def _some(deal: Deal, index: int, length: int) -> Share:
-    return Share(length, deal.spans(length, index), partial(_brought, length))
+def _rank_shard(deal: SequenceSharding, index: int, length: int) -> TokenShard:
+    return TokenShard(length, deal.token_ranges(length, index), partial(_tile_to_length, length))
 
 
-def _brought(length: int, local: torch.Tensor, dim: int) -> torch.Tensor:
+def _tile_to_length(length: int, local: torch.Tensor, dim: int) -> torch.Tensor:
     """As many tokens as one device has."""
     return local.index_select(dim, torch.arange(length) % local.shape[dim])

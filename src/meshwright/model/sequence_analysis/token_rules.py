@@ -28,69 +28,71 @@ from typing import Any, Literal
 
 import torch
 
-from meshwright.model.sequence_analysis.token_dims import factors, has_tokens, plain, prime_in
+from meshwright.model.sequence_analysis.token_dims import find_prime, has_tokens, keeps_dims, prime_factors
 from meshwright.model.tensors.op_tables import (
-    APART,
     ARITHMETIC,
     BROADCAST,
-    CONSTANT,
+    CONSTANT_FACTORIES,
     CONVOLUTIONS,
-    DIMS,
+    DIM_ARGUMENT,
+    DIM_MOVES,
     ELEMENTWISE,
+    IDEMPOTENT_REDUCTIONS,
     LOOKUPS,
-    MOVES,
     NORMS,
     RECURRENT,
-    SAME,
-    VIEWS,
-    reads,
+    RESHAPES,
+    SPLITS,
+    reads_values,
 )
-from meshwright.model.tensors.pytree import tensors
+from meshwright.model.tensors.pytree import tree_tensors
 
-_PRODUCTS = {"matmul": 0, "mm": 0, "bmm": 0, "mv": 0, "rmatmul": 0, "addmm": 1, "baddbmm": 1, "linear": 0}
-ATTENDS = "attends by itself"
-PAIRS = f"{ATTENDS} ({{0}})"
-SUMS = "sums over tokens ({0})"
+_FIRST_FACTOR = {"matmul": 0, "mm": 0, "bmm": 0, "mv": 0, "rmatmul": 0, "addmm": 1, "baddbmm": 1, "linear": 0}
+ATTENDS_WITHOUT_SDPA = "attends by itself"
+PAIRS_TOKENS = f"{ATTENDS_WITHOUT_SDPA} ({{0}})"
+SUMS_TOKENS = "sums over tokens ({0})"
 
 
-def contracts(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int) -> str | None:
+def check_product(
+    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], prime_product: int
+) -> str | None:
     """Why the product `name` does not treat each token by itself; "": it does, None: it is no product that is known.
 
     Tokens are along dims whose size `length` tells (model/primes.py).
     """
     if name == "einsum":
-        return _einsum(args, length)
-    if name not in _PRODUCTS:
+        return _check_einsum(args, prime_product)
+    if name not in _FIRST_FACTOR:
         return None
-    first = _PRODUCTS[name]
+    first = _FIRST_FACTOR[name]
     given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
     left, right = given[first : first + 2]
     if name == "rmatmul":
         left, right = right, left
     if name == "linear":
         right = right.mT if right.ndim == 2 else right
-    if first and any(has_tokens(size, length) for size in given[0].shape) and given[0].ndim < 2:
+    if first and any(has_tokens(size, prime_product) for size in given[0].shape) and given[0].ndim < 2:
         return f"adds a tensor of tokens along another dim ({name})"
-    return _product(name, left, right, length)
+    return _check_matmul(name, left, right, prime_product)
 
 
-def _product(name: str, left: torch.Tensor, right: torch.Tensor, length: int) -> str:
+def _check_matmul(name: str, left: torch.Tensor, right: torch.Tensor, length: int) -> str:
     """Of [.., m, k] @ [.., k, n]."""
-    mine, theirs = _behind(left, length), _behind(right, length)
+    mine, theirs = _token_dims_from_end(left, length), _token_dims_from_end(right, length)
     summed = 1 if left.ndim else 0, 2 if right.ndim > 1 else 1
     if summed[0] in mine or summed[1] in theirs:
-        return SUMS.format(name)
+        return SUMS_TOKENS.format(name)
     if mine and theirs and (mine != theirs or min(mine) < 3):
-        return PAIRS.format(name)
+        return PAIRS_TOKENS.format(name)
     return ""
 
 
-def _behind(tensor: torch.Tensor, length: int) -> set[int]:
+def _token_dims_from_end(tensor: torch.Tensor, length: int) -> set[int]:
     """The dims of tokens, counted from behind."""
     return {tensor.ndim - dim for dim, size in enumerate(tensor.shape) if has_tokens(size, length)}
 
 
-def _einsum(args: tuple[Any, ...], length: int) -> str | None:
+def _check_einsum(args: tuple[Any, ...], length: int) -> str | None:
     """Of a product by letters: tokens have one, and what is made has that too."""
     if not args or not isinstance(args[0], str):
         return None
@@ -101,240 +103,278 @@ def _einsum(args: tuple[Any, ...], length: int) -> str | None:
         before, dots, after = word.partition("...")
         spread = tensor.ndim - len(before) - len(after)
         named = [*before, *(f".{spread - i}" for i in range(spread if dots else 0)), *after]
-        letters |= {letter for letter, size in zip(named, tensor.shape, strict=True) if has_tokens(size, length)}
+        letters |= {
+            letter for letter, size in zip(named, tensor.shape, strict=True) if has_tokens(size, length)
+        }
     if any(letter not in gives and not letter.startswith(".") for letter in letters) or "->" not in args[0]:
-        return SUMS.format("einsum")
-    return PAIRS.format("einsum") if len(letters) > 1 else ""
+        return SUMS_TOKENS.format("einsum")
+    return PAIRS_TOKENS.format("einsum") if len(letters) > 1 else ""
 
 
-Kind = Literal["own", "mask", "keys", "same", "made", "part", "around"]
-PART = "takes some of the tokens (indexing)"
-MADE_INSIDE = "makes positions or a mask inside of the block ({0}): give them to it, or declare smaller blocks"
+TokenKind = Literal["own", "mask", "keys", "same", "made", "part", "around"]
+PARTIAL_TOKENS = "takes some of the tokens (indexing)"
+MADE_IN_BLOCK = (
+    "makes positions or a mask inside of the block ({0}): give them to it, or declare smaller blocks"
+)
 
 
 @dataclass(frozen=True)
-class Along:
+class TokenLayout:
     """How a tensor has tokens. `behind`: so many elements behind each within that dim; `made`: by which operation."""
 
-    kind: Kind
-    behind: int = 1
-    made: str = ""
+    kind: TokenKind
+    numel_per_token: int = 1
+    origin: str = ""
 
 
-OWN = Along("own")
-JOINS = ("cat", "concat")
-Held = MutableMapping[torch.Tensor, Along]
+SHARDED = TokenLayout("own")
+CAT_OPS = ("cat", "concat")
+TokenLayouts = MutableMapping[torch.Tensor, TokenLayout]
 
 
 @dataclass(frozen=True)
-class Step:
+class TokenOp:
     """One operation: its name, what it was given and has made, how tensors have tokens, and how many there are."""
 
     name: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    made: Sequence[torch.Tensor]
-    held: Held
-    length: int
+    results: Sequence[torch.Tensor]
+    token_layouts: TokenLayouts
+    prime_product: int
 
-    def dims(self, tensor: torch.Tensor) -> tuple[int, ...]:
+    def token_dims(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """Those of `tensor` that have to do with tokens."""
-        return token_dims(tensor, self.length)
+        return find_token_dims(tensor, self.prime_product)
 
-    def of(self, kind: Kind) -> list[torch.Tensor]:
+    def operands_of_kind(self, kind: TokenKind) -> list[torch.Tensor]:
         """What it was given of a `kind`."""
-        return [each for each in self.given if each in self.held and self.held[each].kind == kind]
+        return [
+            each
+            for each in self.operands
+            if each in self.token_layouts and self.token_layouts[each].kind == kind
+        ]
 
     @property
-    def given(self) -> list[torch.Tensor]:
+    def operands(self) -> list[torch.Tensor]:
         """The tensors that it was given."""
-        return tensors((self.args, dict(self.kwargs)))
+        return tree_tensors((self.args, dict(self.kwargs)))
 
-    def argument(self, place: int, *names: str, default: Any = None) -> Any:
+    def argument(self, position: int, *names: str, default: Any = None) -> Any:
         """What was given at a place, or by one of the names."""
         found = [self.kwargs[name] for name in names if name in self.kwargs]
-        return found[0] if found else self.args[place] if len(self.args) > place else default
+        return found[0] if found else self.args[position] if len(self.args) > position else default
 
 
-def token_dims(tensor: torch.Tensor, length: int) -> tuple[int, ...]:
+def find_token_dims(tensor: torch.Tensor, prime_product: int) -> tuple[int, ...]:
     """The dims of `tensor` whose size `length`, a prime or several (model/primes.py), tells."""
-    return tuple(dim for dim, size in enumerate(tensor.shape) if has_tokens(size, length))
+    return tuple(dim for dim, size in enumerate(tensor.shape) if has_tokens(size, prime_product))
 
 
-def followed(step: Step) -> str:
+def propagate_tokens(op: TokenOp) -> str:
     """Note in `step.held` how what it has made has tokens. Returns why it does not treat each by itself; "": it does."""
-    if not step.made and step.name != "setitem" and not reads(step.name):
+    if not op.results and op.name != "setitem" and not reads_values(op.name):
         return ""  # it asks for a shape
-    lost = [each for each in step.given if each not in step.held and step.dims(each)]
+    lost = [each for each in op.operands if each not in op.token_layouts and op.token_dims(each)]
     if lost:
-        return f"computes '{step.name}' with tokens that it was not given: put into an attribute, or made by code out of sight"
-    for each in step.of("part"):
-        return step.held[each].made
-    own, masks = step.of("own"), step.of("mask") + step.of("keys")
+        return f"computes '{op.name}' with tokens that it was not given: put into an attribute, or made by code out of sight"
+    for each in op.operands_of_kind("part"):
+        return op.token_layouts[each].origin
+    own, masks = op.operands_of_kind("own"), op.operands_of_kind("mask") + op.operands_of_kind("keys")
     if not own and not masks:
-        _apart(step)
+        _propagate_without_tokens(op)
         return ""
-    for each in step.of("made"):
-        return MADE_INSIDE.format(step.held[each].made)
-    if not step.made and step.name != "setitem":
-        return f"reads values of tokens ({step.name})"
-    why, behind = _on_masks(step, own) if masks else ("", 1) if not own else _on_own(step, own)
-    if why == PART and step.name != "setitem":
-        step.held.update({each: Along("part", made=why) for each in step.made})
+    for each in op.operands_of_kind("made"):
+        return MADE_IN_BLOCK.format(op.token_layouts[each].origin)
+    if not op.results and op.name != "setitem":
+        return f"reads values of tokens ({op.name})"
+    why, behind = _check_masks(op, own) if masks else ("", 1) if not own else _check_sharded(op, own)
+    if why == PARTIAL_TOKENS and op.name != "setitem":
+        op.token_layouts.update({each: TokenLayout("part", origin=why) for each in op.results})
         return ""
     if why:
         return why
-    for each in [*step.made, *step.args[:1]] if step.name == "setitem" else step.made:
-        dims = step.dims(each)
+    for each in [*op.results, *op.args[:1]] if op.name == "setitem" else op.results:
+        dims = op.token_dims(each)
         if masks and dims:
-            step.held[each] = Along("mask" if len(dims) > 1 else "keys")
+            op.token_layouts[each] = TokenLayout("mask" if len(dims) > 1 else "keys")
         elif len(dims) > 1:
-            return f"pairs tokens with tokens ({step.name})"
+            return f"pairs tokens with tokens ({op.name})"
         elif dims:
-            step.held[each] = Along("own", behind)
+            op.token_layouts[each] = TokenLayout("own", behind)
     return ""
 
 
-def _apart(step: Step) -> None:
+def _propagate_without_tokens(step: TokenOp) -> None:
     """What is made of no token of the block's: the same for each, or from the length."""
-    before = [step.held[each] for each in step.given if each in step.held]
+    before = [step.token_layouts[each] for each in step.operands if each in step.token_layouts]
     tall = [each for each in before if each.kind == "made"]
-    constant = step.name in CONSTANT or (step.name in BROADCAST and not before)
-    constant = constant or (bool(before) and not tall and step.name in ELEMENTWISE | VIEWS | MOVES)
-    if step.name == "setitem" and before and not plain(step.args[1], step.dims(step.args[0]), step.args[0].ndim):
-        step.held[step.args[0]] = Along("made", made=step.name)
-    for each in step.made:
-        if step.dims(each) and constant:
-            step.held[each] = Along("same")
-        elif before and not tall and not step.dims(each) and step.name in APART | {"getitem"}:
-            step.held[each] = Along("part", made=PART)  # a view, into which somebody may write
-        elif step.dims(each) or tall or (before and step.name not in CONSTANT | SAME):  # a sum of ones tells how many there are
-            step.held[each] = Along("made", made=tall[0].made if tall else step.name)
+    constant = step.name in CONSTANT_FACTORIES or (step.name in BROADCAST and not before)
+    constant = constant or (bool(before) and not tall and step.name in ELEMENTWISE | RESHAPES | DIM_MOVES)
+    if (
+        step.name == "setitem"
+        and before
+        and not keeps_dims(step.args[1], step.token_dims(step.args[0]), step.args[0].ndim)
+    ):
+        step.token_layouts[step.args[0]] = TokenLayout("made", origin=step.name)
+    for each in step.results:
+        if step.token_dims(each) and constant:
+            step.token_layouts[each] = TokenLayout("same")
+        elif before and not tall and not step.token_dims(each) and step.name in SPLITS | {"getitem"}:
+            step.token_layouts[each] = TokenLayout(
+                "part", origin=PARTIAL_TOKENS
+            )  # a view, into which somebody may write
+        elif (
+            step.token_dims(each)
+            or tall
+            or (before and step.name not in CONSTANT_FACTORIES | IDEMPOTENT_REDUCTIONS)
+        ):  # a sum of ones tells how many there are
+            step.token_layouts[each] = TokenLayout("made", origin=tall[0].origin if tall else step.name)
 
 
-def _on_masks(step: Step, own: Sequence[torch.Tensor]) -> tuple[str, int]:
+def _check_masks(step: TokenOp, own: Sequence[torch.Tensor]) -> tuple[str, int]:
     """Why masks are not masks any more."""
     if own:
-        why = contracts(step.name, step.args, step.kwargs, step.length)
+        why = check_product(step.name, step.args, step.kwargs, step.prime_product)
         return why or f"computes '{step.name}' of tokens and of a mask", 1
-    if step.name not in ELEMENTWISE | VIEWS | BROADCAST | {"getitem", "unsqueeze", "squeeze"}:
+    if step.name not in ELEMENTWISE | RESHAPES | BROADCAST | {"getitem", "unsqueeze", "squeeze"}:
         return f"computes '{step.name}' with a mask", 1
-    if step.name == "getitem" and not plain(step.args[1], step.dims(step.args[0]), step.args[0].ndim):
+    if step.name == "getitem" and not keeps_dims(
+        step.args[1], step.token_dims(step.args[0]), step.args[0].ndim
+    ):
         return "cuts its mask to the number of its own tokens", 1
-    for each in step.made:
-        dims, last = step.dims(each), each.ndim - 1
-        known = dims in ((last - 1, last), (last,)) and all(each.shape[dim] in factors(step.length) for dim in dims)
+    for each in step.results:
+        dims, last = step.token_dims(each), each.ndim - 1
+        known = dims in ((last - 1, last), (last,)) and all(
+            each.shape[dim] in prime_factors(step.prime_product) for dim in dims
+        )
         if not known:
             return f"turns its mask round ({step.name})", 1
     return "", 1
 
 
-def _on_own(step: Step, own: Sequence[torch.Tensor]) -> tuple[str, int]:
+def _check_sharded(step: TokenOp, own: Sequence[torch.Tensor]) -> tuple[str, int]:
     """Why the operation does not treat each token by itself, and how many elements stand behind each in what it makes."""
-    name, behind = step.name, step.held[own[0]].behind
-    if name in VIEWS:
-        return _viewed(step, own[0])
+    name, behind = step.name, step.token_layouts[own[0]].numel_per_token
+    if name in RESHAPES:
+        return _check_view(step, own[0])
     if name in ELEMENTWISE:
-        return _counted(step) or _aligned(step), behind
+        return _check_length_arithmetic(step) or _check_aligned(step), behind
     if name == "squeeze" and len(step.args) + len(step.kwargs) == 1:
         return "squeezes whatever has size 1, which may be the tokens of a rank", behind
-    if name in MOVES or name == "one_hot":
+    if name in DIM_MOVES or name == "one_hot":
         return "", behind
     if name == "embedding":
-        return ("looks up in a table of tokens" if any(step.argument(1, "weight") is each for each in own) else ""), behind
+        return (
+            "looks up in a table of tokens" if any(step.argument(1, "weight") is each for each in own) else ""
+        ), behind
     if name in ("layer_norm", "rms_norm"):
         over = len(step.argument(1, "normalized_shape"))
-        return (f"takes {name} over tokens" if step.dims(own[0])[0] >= own[0].ndim - over else ""), behind
+        return (
+            f"takes {name} over tokens" if step.token_dims(own[0])[0] >= own[0].ndim - over else ""
+        ), behind
     if name in ("getitem", "setitem"):
-        return _indexed(step), step.held[own[0]].behind
-    if name in DIMS:
-        return _over(step, own), behind
+        return _check_indexing(step), step.token_layouts[own[0]].numel_per_token
+    if name in DIM_ARGUMENT:
+        return _check_reduction(step, own), behind
     if name == "pad":
         padded = list(step.argument(1, "pad"))
-        dim = own[0].ndim - 1 - step.dims(own[0])[0]
+        dim = own[0].ndim - 1 - step.token_dims(own[0])[0]
         return ("pads tokens" if any(padded[2 * dim : 2 * dim + 2]) else ""), behind
     if name in ("repeat", "tile"):
-        back = -_back(step, own[0])
-        return ("repeats tokens" if step.made[0].shape[back] != own[0].shape[back] else ""), behind
+        back = -_dim_from_end(step, own[0])
+        return ("repeats tokens" if step.results[0].shape[back] != own[0].shape[back] else ""), behind
     if name in CONVOLUTIONS | NORMS:
-        batched = step.dims(own[0]) == (0,) and name != "batch_norm"
+        batched = step.token_dims(own[0]) == (0,) and name != "batch_norm"
         return ("" if batched else f"computes '{name}' along tokens"), behind
     if name in RECURRENT:
         return f"carries a state from token to token ({name})", 1
     if name == "multi_head_attention_forward":
-        return PAIRS.format("nn.MultiheadAttention"), 1
-    why = contracts(name, step.args, step.kwargs, step.length)
+        return PAIRS_TOKENS.format("nn.MultiheadAttention"), 1
+    why = check_product(name, step.args, step.kwargs, step.prime_product)
     return (f"computes '{name}' with tokens, of which nothing is known" if why is None else why), behind
 
 
-def _back(step: Step, tensor: torch.Tensor) -> int:
+def _dim_from_end(step: TokenOp, tensor: torch.Tensor) -> int:
     """Where the tokens of `tensor` stand, counted from behind."""
-    return tensor.ndim - step.dims(tensor)[0]
+    return tensor.ndim - step.token_dims(tensor)[0]
 
 
-def _aligned(step: Step, given: Sequence[torch.Tensor] | None = None) -> str:
+def _check_aligned(step: TokenOp, given: Sequence[torch.Tensor] | None = None) -> str:
     """Why what is given does not have the same tokens along the same dim."""
-    own = [each for each in step.given if step.dims(each)] if given is None else given
-    places = {(_back(step, each), each.shape[step.dims(each)[0]]) for each in own}
-    behind = {step.held[each].behind for each in own if step.held[each].kind == "own"}
+    own = [each for each in step.operands if step.token_dims(each)] if given is None else given
+    places = {(_dim_from_end(step, each), each.shape[step.token_dims(each)[0]]) for each in own}
+    behind = {
+        step.token_layouts[each].numel_per_token for each in own if step.token_layouts[each].kind == "own"
+    }
     return f"pairs tokens with tokens ({step.name})" if len(places) > 1 or len(behind) > 1 else ""
 
 
-def _counted(step: Step) -> str:
+def _check_length_arithmetic(step: TokenOp) -> str:
     """Whether a number that it computes with is how many tokens there are, or what people make of that."""
-    made_of = [made for n in factors(step.length) for made in (n, 1 / n, n**0.5, n**-0.5, log(n))]
+    made_of = [
+        made for n in prime_factors(step.prime_product) for made in (n, 1 / n, n**0.5, n**-0.5, log(n))
+    ]
     numbers = [each for each in (*step.args, *step.kwargs.values()) if type(each) in (int, float)]
     counted = step.name in ARITHMETIC and any(isclose(each, number) for each in numbers for number in made_of)
     return f"computes with the number of tokens ({step.name})" if counted else ""
 
 
-def _viewed(step: Step, tensor: torch.Tensor) -> tuple[str, int]:
+def _check_view(step: TokenOp, tensor: torch.Tensor) -> tuple[str, int]:
     """A view keeps tokens apart where as many elements lie behind each in one of its dims."""
-    (dim,), made = step.dims(tensor), step.made[0]
-    inner = step.held[tensor].behind * prod(tensor.shape[dim + 1 :])
-    found = step.dims(made)
+    (dim,), made = step.token_dims(tensor), step.results[0]
+    inner = step.token_layouts[tensor].numel_per_token * prod(tensor.shape[dim + 1 :])
+    found = step.token_dims(made)
     if len(found) == 1:
         after = prod(made.shape[found[0] + 1 :])
-        own = prime_in(tensor.shape[dim], step.length)
+        own = find_prime(tensor.shape[dim], step.prime_product)
         if own and inner % after == 0 and made.shape[found[0]] % (own * (inner // after)) == 0:
             return "", inner // after
     return f"moves elements from token to token ({step.name})", 1
 
 
-def _over(step: Step, own: Sequence[torch.Tensor]) -> str:
+def _check_reduction(step: TokenOp, own: Sequence[torch.Tensor]) -> str:
     """Why an operation over dims does not leave tokens alone."""
-    if step.name in JOINS and sum(each.numel() > 0 for each in step.given) == 1:  # with an empty cache of keys
+    if (
+        step.name in CAT_OPS and sum(each.numel() > 0 for each in step.operands) == 1
+    ):  # with an empty cache of keys
         return ""
-    place, default = DIMS[step.name]
+    place, default = DIM_ARGUMENT[step.name]
     first = step.argument(0, "input", "tensors")
-    if isinstance(first, torch.Tensor) and first not in step.held:  # rows of a table, by what tokens say
-        return _aligned(step, own) if step.name in LOOKUPS else f"adds tokens up in a table ({step.name})"
+    if (
+        isinstance(first, torch.Tensor) and first not in step.token_layouts
+    ):  # rows of a table, by what tokens say
+        return (
+            _check_aligned(step, own) if step.name in LOOKUPS else f"adds tokens up in a table ({step.name})"
+        )
     over = step.argument(place, "dim", "dims", "axis", default=default)
     if isinstance(over, torch.Tensor):  # the larger one of two
-        return _aligned(step)
+        return _check_aligned(step)
     over = tuple(over) if isinstance(over, (tuple, list)) else (over,)
     if step.name == "flip" and not isinstance(step.argument(1, "dims"), (tuple, list)):
         over = step.args[1:]
     ndim = own[0].ndim + (step.name == "stack")
-    (dim,) = step.dims(own[0])
+    (dim,) = step.token_dims(own[0])
     if step.name == "stack":
-        return _aligned(step)
-    if not over or any(each is None or type(each) is bool or each % ndim == dim for each in over):  # x.var(False): over all
-        return "takes tokens apart" if step.name in APART else f"takes {step.name} over tokens"
-    return _aligned(step)
+        return _check_aligned(step)
+    if not over or any(
+        each is None or type(each) is bool or each % ndim == dim for each in over
+    ):  # x.var(False): over all
+        return "takes tokens apart" if step.name in SPLITS else f"takes {step.name} over tokens"
+    return _check_aligned(step)
 
 
-def _indexed(step: Step) -> str:
+def _check_indexing(step: TokenOp) -> str:
     """Why indexing does not leave tokens alone: those of a table may be looked up, tokens themselves may not."""
     tensor, index = step.args[0], step.args[1]
-    if tensor not in step.held or step.held[tensor].kind == "same":
-        if step.name == "setitem" and tensor not in step.held:
+    if tensor not in step.token_layouts or step.token_layouts[tensor].kind == "same":
+        if step.name == "setitem" and tensor not in step.token_layouts:
             return "writes tokens into a table"
-        if step.name == "setitem" and not plain(index, step.dims(tensor), tensor.ndim):
+        if step.name == "setitem" and not keeps_dims(index, step.token_dims(tensor), tensor.ndim):
             return "writes into some of the tokens"
-        return _aligned(step, [each for each in tensors((index,)) if each in step.held])
-    if tensors((index,)):
+        return _check_aligned(step, [each for each in tree_tensors((index,)) if each in step.token_layouts])
+    if tree_tensors((index,)):
         return f"takes tokens by an index ({step.name})"
-    if not plain(index, step.dims(tensor), tensor.ndim, tensor.shape[step.dims(tensor)[0]]):
-        return PART
+    if not keeps_dims(index, step.token_dims(tensor), tensor.ndim, tensor.shape[step.token_dims(tensor)[0]]):
+        return PARTIAL_TOKENS
     return ""

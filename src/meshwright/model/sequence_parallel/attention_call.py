@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from meshwright.model.sequence_parallel.token_shard import Share
-from meshwright.plan.model_spec.sequence_info import LEAST, Mask
+from meshwright.model.sequence_parallel.token_shard import TokenShard
+from meshwright.plan.model_spec.sequence_info import MIN_TOKENS, AttentionMaskSpec
 
 
 @dataclass(frozen=True)
-class Attention:
+class SDPAArguments:
     """The arguments of F.scaled_dot_product_attention, by its names: `Attention(*args, **kwargs)`."""
 
     query: torch.Tensor
@@ -36,7 +36,7 @@ class Attention:
     enable_gqa: bool = False
 
     @property
-    def factor(self) -> float:
+    def score_scale(self) -> float:
         """What scores are multiplied by."""
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
@@ -47,25 +47,25 @@ class Attention:
         return tuple(each for each in given if each is not None)
 
 
-PARTS = "superposed_of"  # the attribute of a mask that was made of two
+BIAS_AND_MASK = "superposed_of"  # the attribute of a mask that was made of two
 
 
-def superposed(bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def combine_bias_and_mask(bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """A bias, less what a mask forbids; `parts` tells both."""
     if mask is None:
         return bias
     made = torch.where(mask, bias, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
-    vars(made)[PARTS] = bias, mask
+    vars(made)[BIAS_AND_MASK] = bias, mask
     return made
 
 
-def parts(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+def split_bias_and_mask(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The bias, and the mask, of which `superposed` has made this one; None of any other."""
-    return vars(mask).get(PARTS)
+    return vars(mask).get(BIAS_AND_MASK)
 
 
 @dataclass(frozen=True)
-class Asked:
+class ShardedAttentionCall:
     """One call of attention. `queries` and `keys` say which tokens this rank has of both; `scale` is that of the scores.
 
     Where glue has made the mask, for all heads alike, `together` are its rows of the queries of all ranks that exchange heads
@@ -76,62 +76,73 @@ class Asked:
     key: torch.Tensor
     value: torch.Tensor
     mask: torch.Tensor | None
-    dropout: float
-    causal: bool
+    dropout_p: float
+    is_causal: bool
     scale: float
-    queries: Share
-    keys: Share
-    together: torch.Tensor | None = None
+    query_shard: TokenShard
+    key_shard: TokenShard
+    group_mask_rows: torch.Tensor | None = None
     bias: torch.Tensor | None = None
 
 
-def mask_of(mask: torch.Tensor | None) -> Mask | None:
+def describe_mask(mask: torch.Tensor | None) -> AttentionMaskSpec | None:
     """What the plan needs to know of a mask, [.., queries, keys]."""
     if mask is None:
         return None
     rows, heads, queries = (size > 1 for size in (*[1] * (4 - mask.ndim), *mask.shape)[-4:-1])
-    return Mask(rows, heads, queries, adds=mask.dtype != torch.bool, needed=mask.requires_grad)
+    return AttentionMaskSpec(
+        rows, heads, queries, is_additive=mask.dtype != torch.bool, needs_grad=mask.requires_grad
+    )
 
 
-Answer = Callable[[Asked], torch.Tensor]  # [.., heads, own queries, width of values]
+AttentionImpl = Callable[[ShardedAttentionCall], torch.Tensor]  # [.., heads, own queries, width of values]
 
 
-class Attending(TorchFunctionMode):
+class AttentionMode(TorchFunctionMode):
     """While active, attention within blocks, as `inside()` tells, is `answer`; `shares()` are queries and keys of the call."""
 
-    def __init__(self, answer: Answer, shares: Callable[[], tuple[Share, Share]], inside: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        attention_impl: AttentionImpl,
+        next_shards: Callable[[], tuple[TokenShard, TokenShard]],
+        is_in_block: Callable[[], bool],
+    ) -> None:
         super().__init__()
-        self._answer, self._shares, self._inside = answer, shares, inside
+        self._attention_impl, self._next_shards, self._is_in_block = attention_impl, next_shards, is_in_block
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention or not self._inside():
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not F.scaled_dot_product_attention or not self._is_in_block():
             return func(*args, **(kwargs or {}))
-        return self._asked(Attention(*args, **(kwargs or {})))
+        return self._call_impl(SDPAArguments(*args, **(kwargs or {})))
 
-    def _asked(self, given: Attention) -> torch.Tensor:
-        queries, keys = self._shares()
+    def _call_impl(self, given: SDPAArguments) -> torch.Tensor:
+        queries, keys = self._next_shards()
         query, key, value, mask = given.query, given.key, given.value, given.attn_mask
-        bias, together = _made_of(mask, queries)
-        idle = max(0, LEAST - queries.count)
+        bias, together = _split_mask(mask, queries)
+        idle = max(0, MIN_TOKENS - queries.num_tokens)
         if idle:  # what stands in attends to nothing
-            query = query[..., : queries.count, :]
-            mask, bias = (_first(each, queries.count) for each in (mask, bias))
-        if keys.count < LEAST:  # and nobody to it
-            key, value = key[..., : keys.count, :], value[..., : keys.count, :]
-        said = given.dropout_p, given.is_causal, given.factor, queries, keys, together, bias
-        made = self._answer(Asked(query, key, value, mask, *said))
+            query = query[..., : queries.num_tokens, :]
+            mask, bias = (_first_queries(each, queries.num_tokens) for each in (mask, bias))
+        if keys.num_tokens < MIN_TOKENS:  # and nobody to it
+            key, value = key[..., : keys.num_tokens, :], value[..., : keys.num_tokens, :]
+        said = given.dropout_p, given.is_causal, given.score_scale, queries, keys, together, bias
+        made = self._attention_impl(ShardedAttentionCall(query, key, value, mask, *said))
         return F.pad(made, (0, 0, 0, idle)) if idle else made
 
 
-def _made_of(mask: torch.Tensor | None, queries: Share) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _split_mask(
+    mask: torch.Tensor | None, queries: TokenShard
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The `bias` of a mask, and `together`, as `Asked` has them."""
     if mask is None:
         return None, None
-    bias, known = parts(mask) or (None, mask)
+    bias, known = split_bias_and_mask(mask) or (None, mask)
     by_head = known.ndim > 2 and known.shape[-3] > 1  # ranks may have some of them
-    together = None if by_head else queries.rows_together(known)
+    together = None if by_head else queries.group_mask_rows(known)
     return (None if together is None else bias), together
 
 
-def _first(mask: torch.Tensor | None, count: int) -> torch.Tensor | None:
+def _first_queries(mask: torch.Tensor | None, count: int) -> torch.Tensor | None:
     return mask[..., :count, :] if mask is not None and mask.shape[-2] > 1 else mask

@@ -20,15 +20,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch.overrides import TorchFunctionMode
 
-from meshwright.model.sequence_parallel.token_shard import Share
+from meshwright.model.sequence_parallel.token_shard import TokenShard
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.sequence_info import LEAST, Convolve
+from meshwright.plan.model_spec.sequence_info import MIN_TOKENS, ConvSpec
 
-FIX = "let the block convolve as often, and as far, on every batch; or set mesh.cp = 1"
+CONV_FIX = "let the block convolve as often, and as far, on every batch; or set mesh.cp = 1"
 
 
 @dataclass(frozen=True)
-class Convolution:
+class Conv1dArguments:
     """The arguments of F.conv1d, by its names: `Convolution(*args, **kwargs)`."""
 
     input: torch.Tensor
@@ -40,41 +40,41 @@ class Convolution:
     groups: int = 1
 
     @property
-    def reach(self) -> int:
+    def kernel_reach(self) -> int:
         """How many elements behind the first the kernel takes in."""
-        return (self.weight.shape[-1] - 1) * _single(self.dilation)
+        return (self.weight.shape[-1] - 1) * _first_value(self.dilation)
 
     @property
-    def padded(self) -> tuple[int, int]:
+    def padding_sizes(self) -> tuple[int, int]:
         """How many zeros it puts before its input, and after it."""
         if isinstance(self.padding, str):
-            total = self.reach if self.padding == "same" else 0
+            total = self.kernel_reach if self.padding == "same" else 0
             return total // 2, total - total // 2
-        return (_single(self.padding),) * 2
+        return (_first_value(self.padding),) * 2
 
     @property
-    def step(self) -> int:
+    def stride_size(self) -> int:
         """Its stride."""
-        return _single(self.stride)
+        return _first_value(self.stride)
 
 
 @dataclass(frozen=True)
-class Convolved:
+class ShardedConv1dCall:
     """One convolution over tokens: `own`, [.., width, tokens], are those of `share` that are run here, nothing around them."""
 
-    own: torch.Tensor
-    given: Convolution
-    known: Convolve
-    share: Share
+    local_input: torch.Tensor
+    arguments: Conv1dArguments
+    conv_spec: ConvSpec
+    token_shard: TokenShard
 
 
-Beside = Callable[[Convolved], torch.Tensor]  # [.., channels, tokens that are run here]
+Conv1dImpl = Callable[[ShardedConv1dCall], torch.Tensor]  # [.., channels, tokens that are run here]
 
 
-Told = tuple[str, Sequence[Convolve], int, Callable[[int, int], Share]]
+Conv1dContext = tuple[str, Sequence[ConvSpec], int, Callable[[int, int], TokenShard]]
 
 
-class Convolving(TorchFunctionMode):
+class Conv1dMode(TorchFunctionMode):
     """While active, convolutions over tokens within blocks are `answer`, asked for `aside()`.
 
     `told()` is the visit that runs, its convolutions in order, the number of the one that comes now, and who says which tokens
@@ -82,36 +82,65 @@ class Convolving(TorchFunctionMode):
     """
 
     def __init__(
-        self, answer: Beside, told: Callable[[], Told | None], aside: Callable[[], AbstractContextManager[object]]
+        self,
+        conv_impl: Conv1dImpl,
+        next_call: Callable[[], Conv1dContext | None],
+        suspend_modes: Callable[[], AbstractContextManager[object]],
     ) -> None:
         super().__init__()
-        self._answer, self._told, self._aside = answer, told, aside
+        self._conv_impl, self._next_call, self._suspend_modes = conv_impl, next_call, suspend_modes
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        told = self._told() if func is F.conv1d else None
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        told = self._next_call() if func is F.conv1d else None
         if told is None:
             return func(*args, **(kwargs or {}))
         visit, mine, number, shares = told
         if number >= len(mine):
             text = f"it convolves {number + 1} times, and in the trial run {len(mine)} times"
-            raise PlanError(text, fix=FIX, where=visit)
+            raise PlanError(text, fix=CONV_FIX, location=visit)
         known = mine[number]
-        with self._aside():  # the mode of another forward may stand behind this one, and would be asked next
-            if not known.reach:
+        with (
+            self._suspend_modes()
+        ):  # the mode of another forward may stand behind this one, and would be asked next
+            if not known.halo:
                 return func(*args, **(kwargs or {}))
-            return self._asked(known, Convolution(*args, **(kwargs or {})), shares(known.tokens, known.tokens))
+            return self._call_impl(
+                known, Conv1dArguments(*args, **(kwargs or {})), shares(known.num_tokens, known.num_tokens)
+            )
 
-    def _asked(self, known: Convolve, given: Convolution, share: Share) -> torch.Tensor:
-        run, size = max(LEAST, share.count), tuple(given.input.shape[-2:])
-        behind = known.before + known.after + sum(given.padded) - given.reach
-        found = (size, given.step, given.reach, known.before + given.padded[0], behind)
-        if found != ((known.width, known.before + run + known.after), 1, known.reach, known.left, known.behind):
-            text = f"'{known.module}' convolves {list(size)} with a kernel that reaches over {given.reach}"
-            wanted = f"{run} tokens of width {known.width} here, with {known.before} zeros before and {known.after} after them"
-            raise PlanError(f"{text}; the trial run says {wanted}, and a reach of {known.reach}", fix=FIX, where=known.visit)
-        made = self._answer(Convolved(given.input.narrow(-1, known.before, run), given, known, share))
-        return F.pad(made, (0, known.behind), value=1.0) if known.behind else made  # of ones, no function that is cut is infinite
+    def _call_impl(self, known: ConvSpec, given: Conv1dArguments, share: TokenShard) -> torch.Tensor:
+        run, size = max(MIN_TOKENS, share.num_tokens), tuple(given.input.shape[-2:])
+        behind = known.pad_before + known.pad_after + sum(given.padding_sizes) - given.kernel_reach
+        found = (
+            size,
+            given.stride_size,
+            given.kernel_reach,
+            known.pad_before + given.padding_sizes[0],
+            behind,
+        )
+        if found != (
+            (known.token_numel, known.pad_before + run + known.pad_after),
+            1,
+            known.halo,
+            known.left_halo,
+            known.num_extra_outputs,
+        ):
+            text = f"'{known.module}' convolves {list(size)} with a kernel that reaches over {given.kernel_reach}"
+            wanted = f"{run} tokens of width {known.token_numel} here, with {known.pad_before} zeros before and {known.pad_after} after them"
+            raise PlanError(
+                f"{text}; the trial run says {wanted}, and a reach of {known.halo}",
+                fix=CONV_FIX,
+                location=known.block_call,
+            )
+        made = self._conv_impl(
+            ShardedConv1dCall(given.input.narrow(-1, known.pad_before, run), given, known, share)
+        )
+        return (
+            F.pad(made, (0, known.num_extra_outputs), value=1.0) if known.num_extra_outputs else made
+        )  # of ones, no function that is cut is infinite
 
 
-def _single(value: int | Sequence[int]) -> int:
+def _first_value(value: int | Sequence[int]) -> int:
     return value if isinstance(value, int) else value[0]

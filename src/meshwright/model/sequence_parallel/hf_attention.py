@@ -28,54 +28,69 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 import transformers
 from torch import nn
 
-from meshwright.model.hf.metadata import is_pretrained
-from meshwright.model.sequence_parallel.attention_call import superposed
-from meshwright.model.sequence_parallel.token_shard import Share
+from meshwright.model.hf.metadata import is_transformers_model
+from meshwright.model.sequence_parallel.attention_call import combine_bias_and_mask
+from meshwright.model.sequence_parallel.token_shard import TokenShard
 from meshwright.plan.job.errors import PlanError
 
-NAME = "meshwright"  # of `attended`, in transformers' tables
-PLAIN = ("sdpa", "eager")  # both compute the same
-ASKS = re.compile(r"""["']sdpa["']""")  # code that asks for the name of the function itself takes another way for another name
-MAKES = "has_relative_attention_bias"  # whether a module asks for a bias, or makes zeros itself
-UNPLUGGED = ("softcap", "s_aux", "cache")  # what other functions of transformers know besides
+ATTENTION_NAME = "meshwright"  # of `attended`, in transformers' tables
+SUPPORTED_ATTENTION = ("sdpa", "eager")  # both compute the same
+SDPA_IN_CODE = re.compile(
+    r"""["']sdpa["']"""
+)  # code that asks for the name of the function itself takes another way for another name
+BIAS_FLAG = "has_relative_attention_bias"  # whether a module asks for a bias, or makes zeros itself
+UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "cache")  # what other functions of transformers know besides
 
-Shares = Callable[[int, int], tuple[Share, Share] | None]  # of so many queries and keys, which are here; None: all
-Told = Callable[[torch.Tensor], object]  # hears of a bias: own queries, all keys
-Aside = Callable[[], AbstractContextManager[object]]  # round the making of it
+GetShards = Callable[
+    [int, int], tuple[TokenShard, TokenShard] | None
+]  # of so many queries and keys, which are here; None: all
+BiasCallback = Callable[[torch.Tensor], object]  # hears of a bias: own queries, all keys
+SuspendModes = Callable[[], AbstractContextManager[object]]  # round the making of it
 
 
 @dataclass(frozen=True)
-class Plugged:
+class PatchedAttention:
     """What was plugged in: the modules, and what stood there."""
 
-    before: tuple[tuple[nn.Module, Mapping[str, Any]], ...]
+    saved_attributes: tuple[tuple[nn.Module, Mapping[str, Any]], ...]
 
-    def out(self) -> None:
+    def restore(self) -> None:
         """Leave the modules as they were."""
-        for module, values in self.before:
+        for module, values in self.saved_attributes:
             module.__dict__.pop("compute_bias", None)
             module.__dict__.update(values)
 
 
-def plug(module: nn.Module, shares: Shares, aside: Aside = nullcontext, told: Told = id) -> Plugged:
+def patch_attention(
+    module: nn.Module,
+    get_shards: GetShards,
+    suspend_modes: SuspendModes = nullcontext,
+    on_bias: BiasCallback = id,
+) -> PatchedAttention:
     """Have the parts of `module` that are transformers' attend by `attended`, with biases for the tokens that are here."""
-    copies = _configs(module)
+    copies = _patched_configs(module)
     before = list[tuple[nn.Module, Mapping[str, Any]]]()
     for each in module.modules():
         part, said = cast(Any, each), vars(each)
         old = {"config": said["config"]} if id(said.get("config")) in copies else {}
-        old |= {name: said[name] for name in ("compute_bias", MAKES) if name in said and _biased(part)}
-        if old or _biased(part):
+        old |= {
+            name: said[name]
+            for name in ("compute_bias", BIAS_FLAG)
+            if name in said and _has_relative_bias(part)
+        }
+        if old or _has_relative_bias(part):
             before.append((part, old))
         if "config" in old:
             part.config = copies[id(old["config"])]
-        if _biased(part):
-            part.compute_bias = partial(_rows, part, part.compute_bias, (shares, aside, told))
-            part.has_relative_attention_bias = part.has_relative_attention_bias or _across(part)
-    return Plugged(tuple(before))
+        if _has_relative_bias(part):
+            part.compute_bias = partial(
+                _sharded_bias, part, part.compute_bias, (get_shards, suspend_modes, on_bias)
+            )
+            part.has_relative_attention_bias = part.has_relative_attention_bias or _is_cross_attention(part)
+    return PatchedAttention(tuple(before))
 
 
-def attended(
+def sharded_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -91,25 +106,39 @@ def attended(
 
     Raises PlanError for what torch's function does not know.
     """
-    for name in UNPLUGGED:
+    for name in UNSUPPORTED_ARGUMENTS:
         if more.get(name) is not None:
             text = f"attention takes '{name}', which F.scaled_dot_product_attention does not know"
-            raise PlanError(text, fix="set mesh.cp = 1: no technique deals the tokens of this model", where="model")
-    causal = (_causal(module) if is_causal is None else is_causal) and attention_mask is None
+            raise PlanError(
+                text, fix="set mesh.cp = 1: no technique deals the tokens of this model", location="model"
+            )
+    causal = (_is_causal(module) if is_causal is None else is_causal) and attention_mask is None
     mask = attention_mask
-    if position_bias is not None and not _across(module):
-        if causal and not _biased(module):
-            text = "attention is causal by a flag, and adds a bias that somebody makes for its queries and keys"
-            raise PlanError(text, fix="give it a causal mask; or set mesh.cp = 1", where="model")
-        mask, causal = superposed(position_bias, attention_mask), False  # a bias of `_rows` is causal itself
+    if position_bias is not None and not _is_cross_attention(module):
+        if causal and not _has_relative_bias(module):
+            text = (
+                "attention is causal by a flag, and adds a bias that somebody makes for its queries and keys"
+            )
+            raise PlanError(text, fix="give it a causal mask; or set mesh.cp = 1", location="model")
+        mask, causal = (
+            combine_bias_and_mask(position_bias, attention_mask),
+            False,
+        )  # a bias of `_rows` is causal itself
     grouped = query.shape[1] != key.shape[1]
     made = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scaling, enable_gqa=grouped
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scaling,
+        enable_gqa=grouped,
     )
     return made.transpose(1, 2).contiguous(), None
 
 
-def _causal(module: nn.Module) -> bool:
+def _is_causal(module: nn.Module) -> bool:
     """What the module says of itself; transformers takes one that says nothing as causal."""
     try:
         return bool(module.is_causal)
@@ -117,14 +146,14 @@ def _causal(module: nn.Module) -> bool:
         return True
 
 
-def _biased(module: nn.Module) -> bool:
+def _has_relative_bias(module: nn.Module) -> bool:
     """Whether the module attends as T5's do."""
-    known = {MAKES, "is_decoder", "is_causal", "n_heads"} <= vars(module).keys()
-    return known and type(module).__module__.startswith("transformers.") and _by_offset(type(module))
+    known = {BIAS_FLAG, "is_decoder", "is_causal", "n_heads"} <= vars(module).keys()
+    return known and type(module).__module__.startswith("transformers.") and _takes_offset(type(module))
 
 
 @cache
-def _by_offset(kind: type[Any]) -> bool:
+def _takes_offset(kind: type[Any]) -> bool:
     """Whether modules of a kind make their bias for so many queries and keys, of which the first may stand anywhere."""
     made = inspect.getattr_static(kind, "compute_bias", None)
     return made is not None and list(inspect.signature(made).parameters)[1:] == [
@@ -132,15 +161,15 @@ def _by_offset(kind: type[Any]) -> bool:
     ]
 
 
-def _across(module: nn.Module) -> bool:
+def _is_cross_attention(module: nn.Module) -> bool:
     """Whether a module of T5's attends to an encoder: its bias is zeros."""
-    return _biased(module) and bool(module.is_decoder) and not module.is_causal
+    return _has_relative_bias(module) and bool(module.is_decoder) and not module.is_causal
 
 
-def _rows(
+def _sharded_bias(
     module: Any,
     whole: Callable[..., torch.Tensor],
-    ways: tuple[Shares, Aside, Told],
+    ways: tuple[GetShards, SuspendModes, BiasCallback],
     query_length: int,
     key_length: int,
     **more: Any,
@@ -148,11 +177,11 @@ def _rows(
     """The bias of own queries and all keys, [1, heads, own, all]; a causal module's forbids what comes behind."""
     shares, aside, told = ways
     here = shares(query_length, key_length)
-    if here is None and not _across(module):
+    if here is None and not _is_cross_attention(module):
         return whole(query_length, key_length, **more)
     length = key_length if here is None else here[1].length
-    if here is None or _across(module):
-        bias = _zeros(module).expand(1, module.n_heads, query_length, length)
+    if here is None or _is_cross_attention(module):
+        bias = _zero_scalar(module).expand(1, module.n_heads, query_length, length)
         told(bias)
         return bias
     share = here[0]
@@ -167,7 +196,7 @@ def _rows(
     return bias
 
 
-def _zeros(module: nn.Module) -> torch.Tensor:
+def _zero_scalar(module: nn.Module) -> torch.Tensor:
     """One number in the dtype of queries, for a bias that takes no memory."""
     weight = next(module.parameters())
     kind = weight.device.type
@@ -175,7 +204,7 @@ def _zeros(module: nn.Module) -> torch.Tensor:
     return torch.zeros((), dtype=dtype, device=weight.device)
 
 
-def _configs(module: nn.Module) -> dict[int, Any]:
+def _patched_configs(module: nn.Module) -> dict[int, Any]:
     """Copies of the configs that parts of `module` hold, which name `attended`, by identity of what they stand for.
 
     What one config holds of another is a copy too. A config stays as it is where a model that holds it asks for the name itself.
@@ -186,17 +215,22 @@ def _configs(module: nn.Module) -> dict[int, Any]:
         config = vars(part).get("config")
         if config is not None and type(config).__module__.startswith("transformers."):
             found[id(config)] = config
-            if is_pretrained(part):
+            if is_transformers_model(part):
                 holders.setdefault(id(config), []).append(type(part))
-    named = [each for each in found if found[each]._attn_implementation in PLAIN and all(map(_pluggable, holders.get(each, [])))]
+    named = [
+        each
+        for each in found
+        if found[each]._attn_implementation in SUPPORTED_ATTENTION
+        and all(map(_pluggable, holders.get(each, [])))
+    ]
     named = [each for each in named if each in holders and not found[each].output_attentions]
     if not named:
         return {}
-    _register()
+    _register_attention()
     memo: dict[int, Any] = {}
     copies = {each: copy.deepcopy(config, memo) for each, config in found.items()}
     for each in named:
-        copies[each]._attn_implementation_internal = NAME
+        copies[each]._attn_implementation_internal = ATTENTION_NAME
     return copies
 
 
@@ -205,11 +239,13 @@ def _pluggable(kind: type[Any]) -> bool:
     """Whether models of a kind can do with torch's function, and look it up by the name in their config."""
     known: Any = next(each for each in kind.__mro__ if each.__module__.startswith("transformers."))
     code = inspect.getsource(sys.modules[known.__module__])
-    return bool(kind._supports_sdpa and known._can_set_attn_implementation()) and not ASKS.search(code)
+    return bool(kind._supports_sdpa and known._can_set_attn_implementation()) and not SDPA_IN_CODE.search(
+        code
+    )
 
 
-def _register() -> None:
+def _register_attention() -> None:
     """Have transformers know `attended` by its name; masks are made as for torch's function."""
     masks = transformers.masking_utils
-    transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.register(NAME, attended)
-    masks.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, masks.sdpa_mask)
+    transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, sharded_attention)
+    masks.ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, masks.sdpa_mask)

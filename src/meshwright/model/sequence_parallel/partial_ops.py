@@ -12,20 +12,30 @@ from typing import Any
 
 import torch
 
-from meshwright.model.tensors.token_slices import positions
-from meshwright.plan.model_spec.sequence_info import Span
+from meshwright.model.tensors.token_slices import span_positions
+from meshwright.plan.model_spec.sequence_info import TokenRange
 
-SUMS = ("sum", "mean")
-WHOLE = (torch.int64, torch.int32)
+SUM_OPS = ("sum", "mean")
+INDEX_DTYPES = (torch.int64, torch.int32)
 
 
-def summed(name: str, tensor: Any, dim: Any = None, keepdim: Any = False, **more: Any) -> Any:
+def partial_sum(name: str, tensor: Any, dim: Any = None, keepdim: Any = False, **more: Any) -> Any:
     """The `sum` or `mean` of an Apart over its tokens; None where it is not over them, or is asked for in another way."""
-    dims = tuple(range(tensor.ndim)) if dim is None or dim == () else dim if isinstance(dim, (tuple, list)) else (dim,)
+    dims = (
+        tuple(range(tensor.ndim))
+        if dim is None or dim == ()
+        else dim
+        if isinstance(dim, (tuple, list))
+        else (dim,)
+    )
     plain = all(type(each) is int for each in dims) and type(keepdim) is bool and not more
-    if not plain or not tensor.dtype.is_floating_point or tensor.along not in (each % tensor.ndim for each in dims):
+    if (
+        not plain
+        or not tensor.dtype.is_floating_point
+        or tensor.along not in (each % tensor.ndim for each in dims)
+    ):
         return None
-    local, share = tensor.local, tensor.share
+    local, share = tensor.local_tensor, tensor.share
     own = local.narrow(tensor.along, 0, share.count)  # behind them stand-ins may run
     total = own.sum(dims, keepdim=keepdim, dtype=torch.promote_types(local.dtype, torch.float32))
     if name == "mean":  # before they are added: a sum of many may leave a narrow dtype
@@ -33,44 +43,44 @@ def summed(name: str, tensor: Any, dim: Any = None, keepdim: Any = False, **more
     return share.add(total).to(local.dtype)
 
 
-def picked(tensor: Any, index: Any) -> Any:
+def partial_index(tensor: Any, index: Any) -> Any:
     """An Apart at an `index` by which all ranks know the places of the tokens that it takes, a few; None for any other."""
-    found = _by_dim(index if isinstance(index, tuple) else (index,), tensor.ndim)
+    found = _index_by_dim(index if isinstance(index, tuple) else (index,), tensor.ndim)
     if found is None or not tensor.dtype.is_floating_point or tensor.along not in found:
         return None
     at, share = found[tensor.along], tensor.share
     if isinstance(at, torch.Tensor):
-        return _looked_up(tensor, found, at)
+        return _index_by_tensor(tensor, found, at)
     places = range(share.length)[at]
     if isinstance(places, range) and len(places) != 1:
         return None
-    place = _place(share.spans, places[0] if isinstance(places, range) else places)
+    place = _local_position(share.spans, places[0] if isinstance(places, range) else places)
     mine = slice(place or 0, (place or 0) + 1) if isinstance(at, slice) else place or 0
-    part = tensor.local[_rebuilt(found, tensor.along, mine)]
+    part = tensor.local_tensor[_rebuild_index(found, tensor.along, mine)]
     if place is None:  # no product with 0: what stands there may be no number
         part = part.masked_fill(torch.ones((), dtype=torch.bool, device=part.device), 0)
     return share.add(part)
 
 
-def _looked_up(tensor: Any, found: dict[int, Any], at: torch.Tensor) -> Any:
+def _index_by_tensor(tensor: Any, found: dict[int, Any], at: torch.Tensor) -> Any:
     """What this rank has of the tokens that an index of whole numbers takes, amid zeros, and the sum of that."""
     share, along = tensor.share, tensor.along
-    places = torch.tensor(positions(share.spans), dtype=torch.int64)
+    places = torch.tensor(span_positions(share.spans), dtype=torch.int64)
     where = torch.zeros(share.length, dtype=torch.int64)
     here = torch.zeros(share.length, dtype=torch.bool)
     where[places], here[places] = torch.arange(len(places)), True
     where, here = where.to(at.device), here.to(at.device)
     form = [1] * tensor.ndim
     form[along] = share.length
-    mine = here.view(form).expand(tensor.shape)[_rebuilt(found, along, at)]
-    part = tensor.local[_rebuilt(found, along, where[at])]
+    mine = here.view(form).expand(tensor.shape)[_rebuild_index(found, along, at)]
+    part = tensor.local_tensor[_rebuild_index(found, along, where[at])]
     return share.add(part.masked_fill(~mine, 0))
 
 
-def _by_dim(index: tuple[Any, ...], ndim: int) -> dict[int, Any] | None:
+def _index_by_dim(index: tuple[Any, ...], ndim: int) -> dict[int, Any] | None:
     """What an index says of each dim, and of new ones under numbers below 0; None where it is none of places alone."""
     plain = all(each is None or each is Ellipsis or type(each) in (int, slice) for each in index)
-    if not plain and not all(type(each) in (int, slice) or _places(each) for each in index):
+    if not plain and not all(type(each) in (int, slice) or _is_integer_index(each) for each in index):
         return None
     if Ellipsis in [each for each in index if not isinstance(each, torch.Tensor)]:
         at = next(number for number, each in enumerate(index) if each is Ellipsis)
@@ -87,16 +97,16 @@ def _by_dim(index: tuple[Any, ...], ndim: int) -> dict[int, Any] | None:
     return found
 
 
-def _places(each: Any) -> bool:
-    return isinstance(each, torch.Tensor) and each.dtype in WHOLE
+def _is_integer_index(each: Any) -> bool:
+    return isinstance(each, torch.Tensor) and each.dtype in INDEX_DTYPES
 
 
-def _rebuilt(found: dict[int, Any], along: int, at: Any) -> tuple[Any, ...]:
+def _rebuild_index(found: dict[int, Any], along: int, at: Any) -> tuple[Any, ...]:
     """The index again, with another entry for tokens."""
     return tuple(at if dim == along else each for dim, each in found.items())
 
 
-def _place(spans: tuple[Span, ...], position: int) -> int | None:
+def _local_position(spans: tuple[TokenRange, ...], position: int) -> int | None:
     """Where the token at a `position` stands among those in `spans`; None where it does not."""
     before = 0
     for begin, end in spans:

@@ -22,33 +22,41 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from meshwright.model.tensors.pytree import storage_of, tensors
-from meshwright.plan.model_spec.layer_calls import Call
+from meshwright.model.tensors.pytree import storage_id, tree_tensors
+from meshwright.plan.model_spec.layer_calls import LayerCall
 
 aten: Any = torch.ops.aten
-ADDITIONS = (aten.add.Tensor, aten.add_.Tensor)
-UNSEEING = (torch.ops.prim.device.default,)  # what tells nothing of values
-AS_IS = (aten.alias, aten.view, aten._unsafe_view, aten.clone)  # where the shape stays: the same summands
-Parts = frozenset[int]
+ADD_OPS = (aten.add.Tensor, aten.add_.Tensor)
+METADATA_OPS = (torch.ops.prim.device.default,)  # what tells nothing of values
+COPY_OPS = (aten.alias, aten.view, aten._unsafe_view, aten.clone)  # where the shape stays: the same summands
+SummandIds = frozenset[int]
 
 
-class Summands(TorchDispatchMode):
+class JointSums(TorchDispatchMode):
     """Follows what layers give out through additions (`watching`), and tells which of them end in one sum (`marked`)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._uses: list[tuple[str, int]] = []  # layers, each with the number of the block's call in which it ran
-        self._parts: Any = WeakTensorKeyDictionary()  # of a tensor, the uses that it has as summands
-        self._seen: dict[Parts, None] = {}  # what was looked at, in order
-        self._depth, self._block = 0, 0
+        self._uses: list[
+            tuple[str, int]
+        ] = []  # layers, each with the number of the block's call in which it ran
+        self._summands: Any = WeakTensorKeyDictionary()  # of a tensor, the uses that it has as summands
+        self._read_together: dict[SummandIds, None] = {}  # what was looked at, in order
+        self._num_open_blocks, self._block = 0, 0
 
     @contextmanager
-    def watching(self, module: nn.Module, blocks: Mapping[str, nn.Module], layers: Iterable[str]) -> Iterator[None]:
+    def follow_layers(
+        self, module: nn.Module, blocks: Mapping[str, nn.Module], layers: Iterable[str]
+    ) -> Iterator[None]:
         """Meanwhile, what `layers` of `module` give out is followed to the ends of its `blocks`."""
-        handles = [block.register_forward_pre_hook(self._begun) for block in blocks.values()]
-        handles += [block.register_forward_hook(self._ended) for block in blocks.values()]
+        handles = [block.register_forward_pre_hook(self._before_block) for block in blocks.values()]
+        handles += [block.register_forward_hook(self._after_block) for block in blocks.values()]
         for name in dict.fromkeys(layers):  # before hooks of others change what comes out
-            handles.append(module.get_submodule(name).register_forward_hook(partial(self._given_out, name), prepend=True))
+            handles.append(
+                module.get_submodule(name).register_forward_hook(
+                    partial(self._after_layer, name), prepend=True
+                )
+            )
         try:
             with self:
                 yield
@@ -56,64 +64,66 @@ class Summands(TorchDispatchMode):
             for handle in handles:
                 handle.remove()
 
-    def marked(self, calls: Sequence[Call]) -> tuple[Call, ...]:
+    def mark_calls(self, calls: Sequence[LayerCall]) -> tuple[LayerCall, ...]:
         """`calls`, those that end in one sum with its number."""
         names = [name for name, _ in self._uses]
-        alike: dict[tuple[int, Parts], list[str]] = {}
+        alike: dict[tuple[int, SummandIds], list[str]] = {}
         for use, (name, block) in enumerate(self._uses):
-            seen = frozenset(number for number, parts in enumerate(self._seen) if use in parts)
+            seen = frozenset(number for number, parts in enumerate(self._read_together) if use in parts)
             once = names.count(name) == sum(call.name == name for call in calls) == 1
             if once and seen:
                 alike.setdefault((block, seen), []).append(name)
         sums = [layers for layers in alike.values() if len(layers) > 1]
         numbers = {name: number for number, layers in enumerate(sums, 1) for name in layers}
-        return tuple(replace(call, sum=numbers.get(call.name, 0)) for call in calls)
+        return tuple(replace(call, sum_id=numbers.get(call.name, 0)) for call in calls)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if self._parts:
+        if self._summands:
             self._follow(func, args, kwargs or {}, out)
         return out
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        given = [tensor for tensor in tensors((args, kwargs)) if tensor in self._parts]
-        if not given or func in UNSEEING:
+        given = [tensor for tensor in tree_tensors((args, kwargs)) if tensor in self._summands]
+        if not given or func in METADATA_OPS:
             return
-        parts = [self._parts[tensor] for tensor in given]
-        plain = torch.is_grad_enabled() and all(_alike(tensor, out) for tensor in given)
-        if plain and func in ADDITIONS and kwargs.get("alpha", 1) == 1 and self._adds(func, args, parts):
-            self._parts[out] = frozenset().union(*parts)
-        elif plain and func._overloadpacket in AS_IS:
-            self._parts[out] = parts[0]
+        parts = [self._summands[tensor] for tensor in given]
+        plain = torch.is_grad_enabled() and all(_same_shape_and_dtype(tensor, out) for tensor in given)
+        if plain and func in ADD_OPS and kwargs.get("alpha", 1) == 1 and self._adds(func, args, parts):
+            self._summands[out] = frozenset().union(*parts)
+        elif plain and func._overloadpacket in COPY_OPS:
+            self._summands[out] = parts[0]
         else:
-            self._seen |= dict.fromkeys(parts)
+            self._read_together |= dict.fromkeys(parts)
 
-    def _adds(self, func: Any, args: tuple[Any, ...], parts: Sequence[Parts]) -> bool:
+    def _adds(self, func: Any, args: tuple[Any, ...], parts: Sequence[SummandIds]) -> bool:
         """Whether every summand is one of the result once, and nobody else holds what is written into."""
         if len(frozenset().union(*parts)) < sum(map(len, parts)):
             return False
         if func is aten.add.Tensor:
             return True
         into = args[0]
-        others = (tensor for tensor in self._parts if tensor is not into)
-        return into in self._parts and not any(storage_of(tensor) == storage_of(into) for tensor in others)
+        others = (tensor for tensor in self._summands if tensor is not into)
+        return into in self._summands and not any(storage_id(tensor) == storage_id(into) for tensor in others)
 
-    def _given_out(self, name: str, layer: nn.Module, args: tuple[Any, ...], out: object) -> None:
-        if isinstance(out, torch.Tensor) and torch.is_grad_enabled() and self._depth:
-            self._parts[out] = frozenset({len(self._uses)})
+    def _after_layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], out: object) -> None:
+        if isinstance(out, torch.Tensor) and torch.is_grad_enabled() and self._num_open_blocks:
+            self._summands[out] = frozenset({len(self._uses)})
             self._uses.append((name, self._block))
 
-    def _begun(self, block: nn.Module, args: tuple[Any, ...]) -> None:
-        self._depth += 1
-        self._block += self._depth == 1
+    def _before_block(self, block: nn.Module, args: tuple[Any, ...]) -> None:
+        self._num_open_blocks += 1
+        self._block += self._num_open_blocks == 1
 
-    def _ended(self, block: nn.Module, args: tuple[Any, ...], out: object) -> None:
+    def _after_block(self, block: nn.Module, args: tuple[Any, ...], out: object) -> None:
         """What is still there at the end of a block is in somebody's hands."""
-        self._depth -= 1
-        if not self._depth:
-            self._seen |= dict.fromkeys(self._parts.values())
-            self._parts = WeakTensorKeyDictionary()
+        self._num_open_blocks -= 1
+        if not self._num_open_blocks:
+            self._read_together |= dict.fromkeys(self._summands.values())
+            self._summands = WeakTensorKeyDictionary()
 
 
-def _alike(tensor: torch.Tensor, out: object) -> bool:
+def _same_shape_and_dtype(tensor: torch.Tensor, out: object) -> bool:
     return isinstance(out, torch.Tensor) and out.shape == tensor.shape and out.dtype == tensor.dtype

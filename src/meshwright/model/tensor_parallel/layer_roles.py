@@ -25,13 +25,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from meshwright.model.hf.metadata import declared_styles, head_of
-from meshwright.plan.job.errors import Fault, PlanError, nearest, raise_faults
+from meshwright.model.hf.metadata import declared_roles, output_head
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 
 ROLES = ("columns", "rows", "packed columns", "packed rows", "vocabulary", "experts", "latent", "replicated")
-BY_USER, BY_MODEL, BY_KIND = "declared by you", "declared by the model", "by its kind"
-WHERE = "model.sockets"
-NUMBERED = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+DECLARED_BY_USER, DECLARED_BY_MODEL, KNOWN_BY_KIND = "declared by you", "declared by the model", "by its kind"
+ROLES_KEY = "model.sockets"
+LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 _ROUTERS = re.compile(r"(Router|TopK|Gate|Gating)\w*$")
 _KINDS: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str], ...] = (
     (nn.Linear, "linear"),
@@ -43,7 +43,7 @@ _KINDS: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str], ...] = 
 
 
 @dataclass(frozen=True)
-class Socket:
+class LayerRole:
     """One module with weights of its own: its kind, the shape of its largest weight, elements, role ("": unknown), and source."""
 
     name: str
@@ -56,26 +56,26 @@ class Socket:
     @property
     def pattern(self) -> str:
         """The name with "*" for every number: equal for the same place in every layer."""
-        return NUMBERED.sub("*", self.name)
+        return LAYER_NUMBER.sub("*", self.name)
 
 
-def find_sockets(module: nn.Module, declared: Mapping[str, str] | None = None) -> tuple[Socket, ...]:
+def find_layer_roles(module: nn.Module, declared: Mapping[str, str] | None = None) -> tuple[LayerRole, ...]:
     """The sockets of `module` in module order; `declared` maps patterns to roles, and wins over what the model declares.
 
     Raises PlanError for a declared role that is none, and for a pattern that names nothing with weights.
     """
-    asked, head = dict(declared or {}), head_of(module)
-    styles = declared_styles(module)
+    asked, head = dict(declared or {}), output_head(module)
+    styles = declared_roles(module)
     found = []
     for name, owner in module.named_modules():
         own = {leaf: weight for leaf, weight in owner._parameters.items() if weight is not None}
         if own:
             kind = "head" if owner is head else _kind(owner)
-            role, source = _role(name, list(own), kind, asked, styles)
+            role, source = _find_role(name, list(own), kind, asked, styles)
             largest = max(own.values(), key=lambda weight: (weight.dim(), weight.numel()))
             numel = sum(weight.numel() for weight in own.values())
-            found.append(Socket(name, kind, tuple(largest.shape), numel, role, source))
-    _check(asked, module)
+            found.append(LayerRole(name, kind, tuple(largest.shape), numel, role, source))
+    _check_patterns(asked, module)
     return tuple(found)
 
 
@@ -84,28 +84,34 @@ def hidden_matrices(module: nn.Module) -> frozenset[str]:
 
     The head is what the model declares as such, else its last linear layer. A weight that one of these shares is not inside.
     """
-    sockets = find_sockets(module)
+    sockets = find_layer_roles(module)
     linears = [socket.name for socket in sockets if socket.kind == "linear"]
     ends = {socket.name for socket in sockets if socket.kind in ("embedding", "head")}
-    ends |= set(linears[-1:]) if head_of(module) is None else set()
-    inside = [socket.name for socket in sockets if socket.kind in ("linear", "attention", "router") and socket.name not in ends]
+    ends |= set(linears[-1:]) if output_head(module) is None else set()
+    inside = [
+        socket.name
+        for socket in sockets
+        if socket.kind in ("linear", "attention", "router") and socket.name not in ends
+    ]
     shared = {id(weight) for name in ends for weight in module.get_submodule(name)._parameters.values()}
     return frozenset(
-        _joined(name, leaf)
+        _param_name(name, leaf)
         for name in inside
         for leaf, weight in module.get_submodule(name)._parameters.items()
         if weight is not None and weight.dim() == 2 and id(weight) not in shared
     )
 
 
-def layer_roles(module: nn.Module, declared: Mapping[str, str] | None = None) -> dict[str, str]:
+def find_traced_roles(module: nn.Module, declared: Mapping[str, str] | None = None) -> dict[str, str]:
     """The role of each layer that can be divided, by module name (core.anatomy.Call): pairs as declared, all else by its kind.
 
     Without a head that the model declares, its last linear layer may be one.
     """
     by_kind = {"embedding": "table", "head": "head", "norm": "norm"}
-    roles, sockets = {}, find_sockets(module, declared)
-    linears = [socket.name for socket in sockets if socket.kind == "linear"] if head_of(module) is None else []
+    roles, sockets = {}, find_layer_roles(module, declared)
+    linears = (
+        [socket.name for socket in sockets if socket.kind == "linear"] if output_head(module) is None else []
+    )
     for socket in sockets:
         if socket.kind == "linear" and socket.role in ("columns", "rows"):
             roles[socket.name] = socket.role
@@ -132,45 +138,60 @@ def _kind(owner: nn.Module) -> str:
     return "norm" if "Norm" in name and deepest == 1 else "weights"
 
 
-def _role(name: str, leaves: list[str], kind: str, asked: Mapping[str, str], styles: Mapping[str, str]) -> tuple[str, str]:
-    for roles, source in ((asked, BY_USER), (styles, BY_MODEL)):
-        whole = next((role for pattern, role in roles.items() if matches(pattern, name)), None)
-        parts = {leaf: role for leaf in leaves for pattern, role in roles.items() if matches(pattern, _joined(name, leaf))}
+def _find_role(
+    name: str, leaves: list[str], kind: str, asked: Mapping[str, str], styles: Mapping[str, str]
+) -> tuple[str, str]:
+    for roles, source in ((asked, DECLARED_BY_USER), (styles, DECLARED_BY_MODEL)):
+        whole = next((role for pattern, role in roles.items() if matches_pattern(pattern, name)), None)
+        parts = {
+            leaf: role
+            for leaf in leaves
+            for pattern, role in roles.items()
+            if matches_pattern(pattern, _param_name(name, leaf))
+        }
         if kind == "experts" and parts:
             return ", ".join(f"{leaf} {role}" for leaf, role in parts.items()), source
         if whole is not None or parts:
             return whole or next(iter(parts.values())), source
-    return ("replicated", BY_KIND) if kind in ("norm", "router") else ("", "")
+    return ("replicated", KNOWN_BY_KIND) if kind in ("norm", "router") else ("", "")
 
 
-def matches(pattern: str, name: str) -> bool:
+def matches_pattern(pattern: str, name: str) -> bool:
     """Whether `pattern`, in which a "*" stands for one part between dots, is `name`."""
     given, parts = pattern.split("."), name.split(".")
-    return len(given) == len(parts) and all(mine in ("*", part) for mine, part in zip(given, parts, strict=True))
+    return len(given) == len(parts) and all(
+        mine in ("*", part) for mine, part in zip(given, parts, strict=True)
+    )
 
 
 def check_roles(declared: object) -> None:
     """Raise PlanError unless `declared` is a mapping from patterns to roles."""
     if not isinstance(declared, Mapping) or not all(isinstance(key, str) for key in declared):
         text = f"the sockets are {declared!r}; needed are patterns of module names with a role each"
-        raise PlanError(text, fix='write sockets={"layers.*.up": "columns", "layers.*.down": "rows"}', where=WHERE)
-    raise_faults(
-        Fault(f"'{pattern}' has the role {role!r}", nearest(str(role), ROLES), WHERE)
+        raise PlanError(
+            text, fix='write sockets={"layers.*.up": "columns", "layers.*.down": "rows"}', location=ROLES_KEY
+        )
+    raise_diagnostics(
+        Diagnostic(f"'{pattern}' has the role {role!r}", suggest_name(str(role), ROLES), ROLES_KEY)
         for pattern, role in declared.items()
         if role not in ROLES
     )
 
 
-def _check(asked: Mapping[str, str], module: nn.Module) -> None:
+def _check_patterns(asked: Mapping[str, str], module: nn.Module) -> None:
     weights = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     names = dict.fromkeys([*weights, *(name.rpartition(".")[0] for name in weights)])
-    patterns = {NUMBERED.sub("*", name) for name in names if name}
-    raise_faults(
-        Fault(f"'{pattern}' names no module or parameter with weights", nearest(pattern, patterns), WHERE)
+    patterns = {LAYER_NUMBER.sub("*", name) for name in names if name}
+    raise_diagnostics(
+        Diagnostic(
+            f"'{pattern}' names no module or parameter with weights",
+            suggest_name(pattern, patterns),
+            ROLES_KEY,
+        )
         for pattern in asked
-        if not any(matches(pattern, name) for name in names)
+        if not any(matches_pattern(pattern, name) for name in names)
     )
 
 
-def _joined(name: str, leaf: str) -> str:
+def _param_name(name: str, leaf: str) -> str:
     return f"{name}.{leaf}" if name else leaf

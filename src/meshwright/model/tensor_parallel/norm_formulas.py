@@ -12,62 +12,72 @@ from itertools import product
 import torch
 from torch import nn
 
-from meshwright.plan.model_spec.layer_calls import Formula
+from meshwright.plan.model_spec.layer_calls import NormFormula
 
-EPSILONS = ("eps", "variance_epsilon", "epsilon")
+EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 TOLERANCE = 1e-4  # of float32 sums over some thousand elements
 
 
-def formula_of(layer: nn.Module) -> Formula | None:
+def find_norm_formula(layer: nn.Module) -> NormFormula | None:
     """The formula of `layer`, a norm with a weight over the last dim; None where it follows neither."""
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    eps = [value for key, value in vars(layer).items() if key in EPSILONS and (value is None or isinstance(value, float))]
-    if weight is None or weight.dim() != 1 or len(eps) != 1 or layer._buffers:  # who has buffers keeps count of what it sees
+    eps = [
+        value
+        for key, value in vars(layer).items()
+        if key in EPS_NAMES and (value is None or isinstance(value, float))
+    ]
+    if (
+        weight is None or weight.dim() != 1 or len(eps) != 1 or layer._buffers
+    ):  # who has buffers keeps count of what it sees
         return None
     width, generator = len(weight), torch.Generator().manual_seed(0)
     x = torch.randn(4, width, generator=generator) + 0.3
     x = torch.cat((x, x * 1e-3))
     held = {"weight": torch.rand(width, generator=generator) + 0.5}
     held |= {} if bias is None else {"bias": torch.randn(width, generator=generator)}
-    y = _tried(layer, held, x)
+    y = _run_norm(layer, held, x)
     for centred, offset in product((False, True), (0.0, 1.0)):
-        formula = Formula(centred, eps[0], offset, width)
-        mine = applied(formula, x, statistics(formula, x), held["weight"], held.get("bias"))
+        formula = NormFormula(centred, eps[0], offset, width)
+        mine = apply_norm(formula, x, norm_statistics(formula, x), held["weight"], held.get("bias"))
         if y is not None and y.shape == mine.shape and torch.allclose(y, mine, TOLERANCE, TOLERANCE):
             return formula
     return None
 
 
-def statistics(formula: Formula, x: torch.Tensor) -> torch.Tensor:
+def norm_statistics(formula: NormFormula, x: torch.Tensor) -> torch.Tensor:
     """Those of the rows of `x` [..., width]: [..., formula.statistics]."""
-    if formula.centred:
+    if formula.subtracts_mean:
         return torch.stack((x.mean(-1), x.var(-1, unbiased=False)), -1)
     return x.square().mean(-1, keepdim=True)
 
 
-def joined(formula: Formula, slices: torch.Tensor) -> torch.Tensor:
+def combine_statistics(formula: NormFormula, slices: torch.Tensor) -> torch.Tensor:
     """The statistics of whole rows, of those of their slices, which are of one size: [..., slices * k] -> [..., k]."""
-    each = slices.unflatten(-1, (-1, formula.statistics))
+    each = slices.unflatten(-1, (-1, formula.num_statistics))
     whole = each.mean(-2)
-    if not formula.centred:
+    if not formula.subtracts_mean:
         return whole
     apart = (each[..., 0] - whole[..., :1]).square().mean(-1)
     return torch.stack((whole[..., 0], whole[..., 1] + apart), -1)
 
 
-def applied(
-    formula: Formula, x: torch.Tensor, known: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+def apply_norm(
+    formula: NormFormula,
+    x: torch.Tensor,
+    statistics: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """What the norm gives out for `x`, rows or slices of rows whose statistics are `known`; weight and bias likewise."""
     eps = torch.finfo(x.dtype).eps if formula.eps is None else formula.eps
-    x = x - known[..., :1] if formula.centred else x
-    y = x * torch.rsqrt(known[..., -1:] + eps)
+    x = x - statistics[..., :1] if formula.subtracts_mean else x
+    y = x * torch.rsqrt(statistics[..., -1:] + eps)
     if weight is not None:
-        y = y * (weight + formula.offset if formula.offset else weight)
+        y = y * (weight + formula.weight_offset if formula.weight_offset else weight)
     return y if bias is None else y + bias
 
 
-def _tried(layer: nn.Module, held: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor | None:
+def _run_norm(layer: nn.Module, held: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor | None:
     """What `layer` makes of `x` with the parameters `held`; None where it takes in something else, or more."""
     before = dict(layer._parameters)
     try:

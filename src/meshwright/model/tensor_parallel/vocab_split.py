@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.model.blocks.loss_inputs import Judge
-from meshwright.model.tensors.pytree import storage_of, tensors
-from meshwright.plan.model_spec.layer_calls import Logits
+from meshwright.model.blocks.loss_inputs import LossSpec
+from meshwright.model.tensors.pytree import storage_id, tree_tensors
+from meshwright.plan.model_spec.layer_calls import LogitsSpec
 
 aten = torch.ops.aten
-CHANGES_SHAPE = (
+SHAPE_OPS = (
     aten.detach,
     aten.alias,
     aten.view,
@@ -37,15 +37,15 @@ CHANGES_SHAPE = (
     aten.expand,
     aten.lift_fresh,
 )
-SAME = (aten.detach, aten.alias, aten.view, aten._unsafe_view, aten.lift_fresh)
-SCALES = (aten.mul, aten.div, aten.mul_, aten.div_)
-LOOKS_UP = (aten.embedding, *SCALES, *CHANGES_SHAPE)
+ALIAS_OPS = (aten.detach, aten.alias, aten.view, aten._unsafe_view, aten.lift_fresh)
+SCALE_OPS = (aten.mul, aten.div, aten.mul_, aten.div_)
+LOOKUP_OPS = (aten.embedding, *SCALE_OPS, *SHAPE_OPS)
 
 
-BY_WIDTH = {"table": "lookup", "head": "logits"}  # the roles of those that cannot be divided by words
+UNSHARDED_ROLES = {"table": "lookup", "head": "logits"}  # the roles of those that cannot be divided by words
 
 
-class Followed(TorchDispatchMode):
+class VocabFlow(TorchDispatchMode):
     """Notes, while active, who uses the weights of `layers`, roles by name, and what becomes of the outputs of heads.
 
     `elsewhere` are the layers whose weights are used beside them, `spoiled` says of a layer what cannot be done in parts,
@@ -55,105 +55,138 @@ class Followed(TorchDispatchMode):
     def __init__(self, module: nn.Module, layers: Mapping[str, str]) -> None:
         super().__init__()
         self._roles = dict(layers)
-        self._inside: list[str] = []
-        self._marked: dict[int, tuple[torch.Tensor, str]] = {}  # by storage; the tensor keeps its address its own
+        self._open_layers: list[str] = []
+        self._logits: dict[
+            int, tuple[torch.Tensor, str]
+        ] = {}  # by storage; the tensor keeps its address its own
         self._owners: dict[int, set[str]] = {}
-        self.elsewhere: set[str] = set()
-        self.spoiled: dict[str, str] = {}
-        self.changed: dict[str, str] = {}
+        self.used_elsewhere: set[str] = set()
+        self.not_shardable: dict[str, str] = {}
+        self.logits_modified_by: dict[str, str] = {}
         for name in layers:
             for weight in module.get_submodule(name).parameters(recurse=False):
-                self._owners.setdefault(storage_of(weight), set()).add(name)
+                self._owners.setdefault(storage_id(weight), set()).add(name)
 
-    def enter(self, name: str) -> None:
+    def enter_layer(self, name: str) -> None:
         """The layer `name` begins."""
-        self._inside.append(name)
+        self._open_layers.append(name)
 
-    def leave(self, name: str, output: Any) -> None:
+    def leave_layer(self, name: str, output: Any) -> None:
         """It has given `output`."""
-        self._inside.remove(name)
+        self._open_layers.remove(name)
         if self._roles[name] == "head" and isinstance(output, torch.Tensor):
-            self._marked[storage_of(output)] = output, name
+            self._logits[storage_id(output)] = output, name
 
-    def comes_from(self, tensor: torch.Tensor) -> str:
+    def find_head(self, tensor: torch.Tensor) -> str:
         """The head whose words are along the last dim of `tensor`; "" where it is of none."""
-        return self._marked[storage_of(tensor)][1] if storage_of(tensor) in self._marked else ""
+        return self._logits[storage_id(tensor)][1] if storage_id(tensor) in self._logits else ""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if not tensors(out):
+        if not tree_tensors(out):
             return out
-        given = [tensor for tensor in tensors((args, kwargs or {})) if tensor.layout == torch.strided]
-        self._used(given)
+        given = [tensor for tensor in tree_tensors((args, kwargs or {})) if tensor.layout == torch.strided]
+        self._note_weight_use(given)
         name = func._overloadpacket.__name__
-        if self._inside and self._roles[self._inside[-1]] == "table":
-            alone = func._overloadpacket in LOOKS_UP and sum(tensor.requires_grad for tensor in given) < 2
-            self.spoiled |= {} if alone else {self._inside[-1]: f"{name} follows the look-up"}
-        heads = {self.comes_from(tensor) for tensor in given} - {""}
-        if heads and not self._by_itself(func, args, given, out):
-            self.spoiled |= dict.fromkeys(heads - set(self.spoiled), f"{name} looks at all words of a token at once")
+        if self._open_layers and self._roles[self._open_layers[-1]] == "table":
+            alone = func._overloadpacket in LOOKUP_OPS and sum(tensor.requires_grad for tensor in given) < 2
+            self.not_shardable |= {} if alone else {self._open_layers[-1]: f"{name} follows the look-up"}
+        heads = {self.find_head(tensor) for tensor in given} - {""}
+        if heads and not self._is_elementwise(func, args, given, out):
+            self.not_shardable |= dict.fromkeys(
+                heads - set(self.not_shardable), f"{name} looks at all words of a token at once"
+            )
         elif heads:
-            if func._overloadpacket not in SAME or any(each.shape != given[0].shape for each in tensors(out)):
-                self.changed = dict.fromkeys(heads, name) | self.changed
-            self._marked |= {storage_of(each): (each, min(heads)) for each in tensors(out)}
+            if func._overloadpacket not in ALIAS_OPS or any(
+                each.shape != given[0].shape for each in tree_tensors(out)
+            ):
+                self.logits_modified_by = dict.fromkeys(heads, name) | self.logits_modified_by
+            self._logits |= {storage_id(each): (each, min(heads)) for each in tree_tensors(out)}
         return out
 
-    def _used(self, given: Sequence[torch.Tensor]) -> None:
+    def _note_weight_use(self, given: Sequence[torch.Tensor]) -> None:
         for tensor in given:
-            owners = self._owners.get(storage_of(tensor), set())
-            if owners and owners.isdisjoint(self._inside):
-                self.elsewhere |= owners
+            owners = self._owners.get(storage_id(tensor), set())
+            if owners and owners.isdisjoint(self._open_layers):
+                self.used_elsewhere |= owners
 
-    def _by_itself(self, func: Any, args: tuple[Any, ...], given: Sequence[torch.Tensor], out: Any) -> bool:
+    def _is_elementwise(
+        self, func: Any, args: tuple[Any, ...], given: Sequence[torch.Tensor], out: Any
+    ) -> bool:
         """Whether every logit among `given` is changed by itself, and words stay along the last dim.
 
         What is trained would get a gradient that adds up over words.
         """
-        marked = [tensor for tensor in given if self.comes_from(tensor)]
+        marked = [tensor for tensor in given if self.find_head(tensor)]
         widths = {tensor.shape[-1] for tensor in marked if tensor.ndim}
-        if len(widths) != 1 or any(each.ndim == 0 or each.shape[-1] not in widths for each in tensors(out)):
+        if len(widths) != 1 or any(
+            each.ndim == 0 or each.shape[-1] not in widths for each in tree_tensors(out)
+        ):
             return False
-        if func._overloadpacket in CHANGES_SHAPE:
+        if func._overloadpacket in SHAPE_OPS:
             return True
-        others = [tensor for tensor in given if not self.comes_from(tensor)]
+        others = [tensor for tensor in given if not self.find_head(tensor)]
         alike = all((each.ndim == 0 or each.shape[-1] == 1) and not each.requires_grad for each in others)
         return torch.Tag.pointwise in func.tags and alike
 
 
 @dataclass(frozen=True)
-class Found:
+class VocabSplit:
     """The `roles` of layers; of the weights of tables and heads that cannot be divided by words, why; and the logits."""
 
     roles: dict[str, str]
-    whole: dict[str, str]
-    logits: Logits | None
+    not_shardable: dict[str, str]
+    logits: LogitsSpec | None
 
 
-def divisible(
-    module: nn.Module, roles: Mapping[str, str], judge: Judge | None, followed: Followed, uses: Sequence[str], outputs: Any
-) -> Found:
+def find_vocab_splits(
+    module: nn.Module,
+    roles: Mapping[str, str],
+    loss_spec: LossSpec | None,
+    vocab_flow: VocabFlow,
+    called_layers: Sequence[str],
+    outputs: Any,
+) -> VocabSplit:
     """What is left of `roles`, by layer, when tables and heads stay whole that cannot be divided.
 
     `followed` is what the trial showed, `uses` are the layers that it called, in order, `outputs` what it gave.
     """
-    taken = None if judge is None or judge.logits is None else _logits(judge, outputs)
+    taken = None if loss_spec is None or loss_spec.logits is None else _loss_logits(loss_spec, outputs)
     heads = [name for name, role in roles.items() if role == "head"]
     tables = [name for name, role in roles.items() if role == "table"]
-    whys = {name: why for name in heads if (why := _head_stays(module, followed, uses, name, taken))}
+    whys = {
+        name: why
+        for name in heads
+        if (why := _why_head_unsharded(module, vocab_flow, called_layers, name, taken))
+    }
     widths = {len(weight) for name in heads if (weight := _weight(module, name)) is not None}
-    whys |= {name: why for name in tables if (why := _table_stays(module, followed, name, widths))}
-    whys |= {name: f"tied to {other}: {whys[other]}" for name, other in _tied(module, (*tables, *heads), whys)}
-    kept = {**roles, **{name: "" if "max_norm" in why else BY_WIDTH[roles[name]] for name, why in whys.items()}}
-    whole = {f"{name}.{leaf}": why for name, why in whys.items() for leaf in module.get_submodule(name)._parameters}
+    whys |= {name: why for name in tables if (why := _why_table_unsharded(module, vocab_flow, name, widths))}
+    whys |= {
+        name: f"tied to {other}: {whys[other]}"
+        for name, other in _tied_to_unsharded(module, (*tables, *heads), whys)
+    }
+    kept = {
+        **roles,
+        **{name: "" if "max_norm" in why else UNSHARDED_ROLES[roles[name]] for name, why in whys.items()},
+    }
+    whole = {
+        f"{name}.{leaf}": why for name, why in whys.items() for leaf in module.get_submodule(name)._parameters
+    }
     head = next((name for name in heads if name not in whys), None)
-    if head is None or taken is None or judge is None:
-        return Found(kept, whole, None)
-    words, rows, changed = taken.shape[-1], len(taken), followed.changed.get(head, "")
+    if head is None or taken is None or loss_spec is None:
+        return VocabSplit(kept, whole, None)
+    words, rows, changed = taken.shape[-1], len(taken), vocab_flow.logits_modified_by.get(head, "")
     weight = next(name for name, each in module.named_parameters() if each is _weight(module, head))
-    return Found(kept, whole, Logits(head, weight, words, taken.numel() // words // rows, judge.numbers, changed))
+    return VocabSplit(
+        kept,
+        whole,
+        LogitsSpec(head, weight, words, taken.numel() // words // rows, loss_spec.num_token_stats, changed),
+    )
 
 
-def _logits(judge: Judge, outputs: Any) -> torch.Tensor | None:
+def _loss_logits(judge: LossSpec, outputs: Any) -> torch.Tensor | None:
     """What the loss takes of `outputs`; None where there is none in them."""
     try:
         found = judge.logits(outputs) if judge.logits is not None else None
@@ -162,7 +195,9 @@ def _logits(judge: Judge, outputs: Any) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) and found.ndim > 1 and found.numel() else None
 
 
-def _head_stays(module: nn.Module, followed: Followed, uses: Sequence[str], name: str, taken: torch.Tensor | None) -> str:
+def _why_head_unsharded(
+    module: nn.Module, followed: VocabFlow, uses: Sequence[str], name: str, taken: torch.Tensor | None
+) -> str:
     """Why the head stays whole; "" if it need not."""
     layer = module.get_submodule(name)
     if taken is None:
@@ -171,12 +206,12 @@ def _head_stays(module: nn.Module, followed: Followed, uses: Sequence[str], name
         return f"a forward calls it {uses.count(name)} times"
     if type(layer).forward is not nn.Linear.forward:
         return f"{type(layer).__name__} computes in a way of its own"
-    if name in followed.spoiled or followed.comes_from(taken) != name:
-        return followed.spoiled.get(name, "the loss takes other tensors than what it gives out")
-    return "its weight is used elsewhere too" if name in followed.elsewhere else ""
+    if name in followed.not_shardable or followed.find_head(taken) != name:
+        return followed.not_shardable.get(name, "the loss takes other tensors than what it gives out")
+    return "its weight is used elsewhere too" if name in followed.used_elsewhere else ""
 
 
-def _table_stays(module: nn.Module, followed: Followed, name: str, words: set[int]) -> str:
+def _why_table_unsharded(module: nn.Module, followed: VocabFlow, name: str, words: set[int]) -> str:
     """Why the table stays whole; "" if it need not."""
     layer = module.get_submodule(name)
     if not isinstance(layer, nn.Embedding) or layer.num_embeddings not in words:
@@ -184,12 +219,14 @@ def _table_stays(module: nn.Module, followed: Followed, name: str, words: set[in
     asked = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if vars(layer)[key]]
     if asked:
         return f"{asked[0]} looks at more than the rows of one rank"
-    if name in followed.spoiled:
-        return followed.spoiled[name]
-    return "its weight is used elsewhere too" if name in followed.elsewhere else ""
+    if name in followed.not_shardable:
+        return followed.not_shardable[name]
+    return "its weight is used elsewhere too" if name in followed.used_elsewhere else ""
 
 
-def _tied(module: nn.Module, names: Sequence[str], whole: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _tied_to_unsharded(
+    module: nn.Module, names: Sequence[str], whole: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
     """Of `names` those that share a weight with one that stays whole, and which."""
     stays = {id(weight): name for name in whole if (weight := _weight(module, name)) is not None}
     for name in names:

@@ -27,24 +27,26 @@ from math import erf, nextafter, sqrt
 
 import torch
 
-CHUNK = 1 << 16  # elements at once: 0.5 MB of int64 stays in cache; 1 M elements at once took 1.7 times as long
-GOLDEN = 0x9E3779B97F4A7C15
-HALF = 1 << 63
+CHUNK_NUMEL = (
+    1 << 16
+)  # elements at once: 0.5 MB of int64 stays in cache; 1 M elements at once took 1.7 times as long
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+TWO_POW_63 = 1 << 63
 
 
-def key(seed: int, *words: int | str) -> int:
+def derive_key(seed: int, *labels: int | str) -> int:
     """A 64-bit key; different words, or the same words divided differently, give unrelated keys."""
     digest = blake2b(digest_size=8)
-    for word in (seed, *words):
+    for word in (seed, *labels):
         text = f"{type(word).__name__}:{word}".encode()
         digest.update(len(text).to_bytes(4, "little") + text)
     return int.from_bytes(digest.digest(), "little")
 
 
-def bits(key: int | torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def random_bits(key: int | torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """64 random bits (int64) for every element of `index` (int64); a key of int64 elements broadcasts against it."""
     start = _signed(key) if isinstance(key, int) else key
-    z = (index + 1).mul_(_signed(GOLDEN)) + start
+    z = (index + 1).mul_(_signed(GOLDEN_GAMMA)) + start
     z = _shifted_xor(z, 30).mul_(_signed(0xBF58476D1CE4E5B9))
     z = _shifted_xor(z, 27).mul_(_signed(0x94D049BB133111EB))
     return _shifted_xor(z, 31)
@@ -55,21 +57,27 @@ def top53(bits: torch.Tensor) -> torch.Tensor:
     return (bits >> 11) & ((1 << 53) - 1)
 
 
-def uniform(key: int, start: int, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+def uniform(
+    key: int, start: int, count: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """`count` numbers in [0, 1): those at the logical indices start, start + 1, ..."""
     out = torch.empty(count, dtype=dtype, device=device)
     fill_uniform_(out, key, start=start)
     return out
 
 
-def normal(key: int, start: int, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+def normal(
+    key: int, start: int, count: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """`count` standard normal numbers: those at the logical indices start, start + 1, ..."""
     out = torch.empty(count, dtype=dtype, device=device)
     fill_normal_(out, key, start=start)
     return out
 
 
-def fill_uniform_(tensor: torch.Tensor, key: int, low: float = 0.0, high: float = 1.0, *, start: int = 0) -> None:
+def fill_uniform_(
+    tensor: torch.Tensor, key: int, low: float = 0.0, high: float = 1.0, *, start: int = 0
+) -> None:
     """Fill `tensor` with numbers in [low, high), by logical index.
 
     `start` is the logical index of the first element. Rows r, r + 1, ... of a larger tensor are made alone with
@@ -78,35 +86,44 @@ def fill_uniform_(tensor: torch.Tensor, key: int, low: float = 0.0, high: float 
     below = _largest_below(high, low, tensor.dtype)
 
     def values(first: int, count: int) -> torch.Tensor:
-        u = _top(key, first, count, tensor.device).double().mul_(2.0**-53)
+        u = _random_top53(key, first, count, tensor.device).double().mul_(2.0**-53)
         return u.mul_(high - low).add_(low).clamp_(max=below)
 
     _fill(tensor, start, values)
 
 
-def fill_normal_(tensor: torch.Tensor, key: int, mean: float = 0.0, std: float = 1.0, *, start: int = 0) -> None:
+def fill_normal_(
+    tensor: torch.Tensor, key: int, mean: float = 0.0, std: float = 1.0, *, start: int = 0
+) -> None:
     """Fill `tensor` with normal numbers, by logical index; `start` as in `fill_uniform_`."""
 
     def values(first: int, count: int) -> torch.Tensor:
         # in integers, because 2 k + 1 has 54 bits and only the centred number fits a float64 exactly
-        odd = _top(key, first, count, tensor.device).mul_(2).add_(1 - (1 << 53))
+        odd = _random_top53(key, first, count, tensor.device).mul_(2).add_(1 - (1 << 53))
         return odd.double().mul_(2.0**-53).erfinv_().mul_(std * sqrt(2)).add_(mean)
 
     _fill(tensor, start, values)
 
 
 def fill_truncated_normal_(
-    tensor: torch.Tensor, key: int, mean: float = 0.0, std: float = 1.0, low: float = -2.0, high: float = 2.0, *, start: int = 0
+    tensor: torch.Tensor,
+    key: int,
+    mean: float = 0.0,
+    std: float = 1.0,
+    low: float = -2.0,
+    high: float = 2.0,
+    *,
+    start: int = 0,
 ) -> None:
     """Fill `tensor` with normal numbers cut to [low, high] (absolute, not in units of std), by logical index.
 
     The inverse of the distribution function maps one uniform number to one value, so nothing is rejected and the
     index stays the place. Bounds further than 8 std from the mean do not cut.
     """
-    from_p, to_p = (_distribution((bound - mean) / std) for bound in (low, high))
+    from_p, to_p = (_normal_cdf((bound - mean) / std) for bound in (low, high))
 
     def values(first: int, count: int) -> torch.Tensor:
-        u = _top(key, first, count, tensor.device).double().add_(0.5).mul_(2.0**-53)
+        u = _random_top53(key, first, count, tensor.device).double().add_(0.5).mul_(2.0**-53)
         x = u.mul_(2 * (to_p - from_p)).add_(2 * from_p - 1)
         return x.erfinv_().clamp_(-6, 6).mul_(std * sqrt(2)).add_(mean).clamp_(low, high)
 
@@ -117,18 +134,18 @@ def _fill(tensor: torch.Tensor, start: int, values: Callable[[int, int], torch.T
     with torch.no_grad():
         if tensor.is_contiguous():
             flat = tensor.view(-1)
-            for first in range(0, flat.numel(), CHUNK):
-                part = flat[first : first + CHUNK]
+            for first in range(0, flat.numel(), CHUNK_NUMEL):
+                part = flat[first : first + CHUNK_NUMEL]
                 part.copy_(values(start + first, part.numel()))
-        elif tensor.numel() <= CHUNK:
+        elif tensor.numel() <= CHUNK_NUMEL:
             tensor.copy_(values(start, tensor.numel()).view(tensor.shape))
         else:
             for i, row in enumerate(tensor.unbind(0)):
                 _fill(row, start + i * row.numel(), values)
 
 
-def _top(key: int, first: int, count: int, device: torch.device) -> torch.Tensor:
-    return top53(bits(key, torch.arange(first, first + count, dtype=torch.int64, device=device)))
+def _random_top53(key: int, first: int, count: int, device: torch.device) -> torch.Tensor:
+    return top53(random_bits(key, torch.arange(first, first + count, dtype=torch.int64, device=device)))
 
 
 def _shifted_xor(z: torch.Tensor, shift: int) -> torch.Tensor:
@@ -137,10 +154,10 @@ def _shifted_xor(z: torch.Tensor, shift: int) -> torch.Tensor:
 
 
 def _signed(word: int) -> int:
-    return (word + HALF) % (2 * HALF) - HALF
+    return (word + TWO_POW_63) % (2 * TWO_POW_63) - TWO_POW_63
 
 
-def _distribution(x: float) -> float:
+def _normal_cdf(x: float) -> float:
     return (1 + erf(x / sqrt(2))) / 2
 
 

@@ -17,44 +17,53 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from meshwright.model.tensors.pytree import tensors
+from meshwright.model.tensors.pytree import tree_tensors
 
-Cache = functools._lru_cache_wrapper
+LRUCache = functools._lru_cache_wrapper
 
 
-def forget_fakes(module: nn.Module) -> None:
+def clear_fake_caches(module: nn.Module) -> None:
     """Empty the caches of the code of `module` that hold fake tensors."""
-    forget_in(caches(module))
+    clear_caches_with_fakes(lru_caches(module))
 
 
-def caches(module: nn.Module) -> tuple[Cache, ...]:
+def lru_caches(module: nn.Module) -> tuple[LRUCache, ...]:
     """Those of the classes of `module`, and of the files where these are written: for who forgets often."""
-    found = {id(cache): cache for kind in {type(each) for each in module.modules()} for cache in _caches(kind)}
+    found = {
+        id(cache): cache
+        for kind in {type(each) for each in module.modules()}
+        for cache in _class_caches(kind)
+    }
     return tuple(found.values())
 
 
-def forget_in(found: Iterable[Cache]) -> None:
+def clear_caches_with_fakes(caches: Iterable[LRUCache]) -> None:
     """Empty those of the caches that hold fake tensors."""
-    for cache in found:
-        if any(isinstance(tensor, FakeTensor) for tensor in tensors(_held(cache))):
+    for cache in caches:
+        if any(isinstance(tensor, FakeTensor) for tensor in tree_tensors(_cached_values(cache))):
             cache.cache_clear()
 
 
-def _held(cache: Cache) -> list[Any]:
+def _cached_values(cache: LRUCache) -> list[Any]:
     """What `cache` has given out and keeps: one without a limit has it in a dict."""
     found = gc.get_referents(cache)
     return [*found, *(value for each in found if type(each) is dict for value in each.values())]
 
 
 @functools.cache
-def _caches(kind: type) -> tuple[Cache, ...]:
+def _class_caches(kind: type) -> tuple[LRUCache, ...]:
     own = [each for each in kind.__mro__ if each.__module__ != nn.Module.__module__ and each is not object]
     files = [vars(sys.modules[each.__module__]) for each in own if each.__module__ in sys.modules]
-    found = [cache for names in (*map(vars, own), *files) for value in list(names.values()) for cache in _behind(value)]
+    found = [
+        cache
+        for names in (*map(vars, own), *files)
+        for value in list(names.values())
+        for cache in _unwrap_caches(value)
+    ]
     return tuple({id(cache): cache for cache in found}.values())
 
 
-def _behind(value: Any) -> Iterator[Cache]:
+def _unwrap_caches(value: Any) -> Iterator[LRUCache]:
     """The cache that `value` is, or that a function of such a cache holds: bare, as a method, or wrapped once more."""
     if isinstance(value, (staticmethod, classmethod)):
         value = value.__func__

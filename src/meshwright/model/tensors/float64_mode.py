@@ -18,37 +18,48 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-CREATE = frozenset({torch.zeros, torch.ones, torch.empty, torch.full, torch.rand, torch.eye, torch.linspace, torch.tensor})
+FACTORY_FUNCTIONS = frozenset(
+    {torch.zeros, torch.ones, torch.empty, torch.full, torch.rand, torch.eye, torch.linspace, torch.tensor}
+)
 
 
-class Wide(TorchFunctionMode):
+class Float64Mode(TorchFunctionMode):
     """While active (`with`), what torch functions on this thread would make in float32 they make in float64."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.Tensor.float:
             return args[0].double()
-        args = tuple(map(_widened, args))
-        kwargs = {name: _widened(value) for name, value in kwargs.items()} if kwargs else {}
+        args = tuple(map(_widen_dtype, args))
+        kwargs = {name: _widen_dtype(value) for name, value in kwargs.items()} if kwargs else {}
         if func is torch.full and isinstance(args[-1] if len(args) > 1 else kwargs.get("fill_value"), float):
-            kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.float64}  # the lowest number of float64 is none of float32
+            kwargs = {
+                **kwargs,
+                "dtype": kwargs.get("dtype") or torch.float64,
+            }  # the lowest number of float64 is none of float32
         made = func(*args, **kwargs)
-        return made.double() if func in CREATE and made.dtype == torch.float32 and not made.requires_grad else made
+        return (
+            made.double()
+            if func in FACTORY_FUNCTIONS and made.dtype == torch.float32 and not made.requires_grad
+            else made
+        )
 
 
-def widen(module: nn.Module) -> None:
+def run_in_float64(module: nn.Module) -> None:
     """Have `module` run its forward in this mode, in place."""
-    module.forward = widened(module.forward)
+    module.forward = in_float64(module.forward)
 
 
-def widened(function: Callable[..., Any]) -> Callable[..., Any]:
+def in_float64(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, run in this mode."""
-    return partial(_call, function)
+    return partial(_call_in_float64, function)
 
 
-def _call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    with Wide():
+def _call_in_float64(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with Float64Mode():
         return function(*args, **kwargs)
 
 
-def _widened(value: Any) -> Any:
+def _widen_dtype(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value

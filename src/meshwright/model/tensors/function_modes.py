@@ -8,60 +8,90 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.model.tensors.pytree import tensors
+from meshwright.model.tensors.pytree import tree_tensors
 
-TO_PYTHON = ("__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__", "__contains__")
-READS = frozenset((*TO_PYTHON, "item", "tolist", "numpy", "is_nonzero", "equal", "allclose"))
-BY_SHAPE = frozenset(
-    ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
+PYTHON_CONVERSIONS = (
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+    "__complex__",
+    "__array__",
+    "__contains__",
 )
-DRAW = "set the layer drop to 0 where it is one (in transformers' configs: layerdrop, encoder_layerdrop, decoder_layerdrop)"
-DRAW += ", or draw them in front of the first block, or inside one"
-SHAPED_AS = frozenset(("expand_as", "view_as", "reshape_as"))  # of their second argument, they look at nothing but the shape
+VALUE_READS = frozenset((*PYTHON_CONVERSIONS, "item", "tolist", "numpy", "is_nonzero", "equal", "allclose"))
+SHAPE_ONLY_FACTORIES = frozenset(
+    (
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "new_tensor",
+    )
+)
+RANDOM_GLUE_FIX = "set the layer drop to 0 where it is one (in transformers' configs: layerdrop, encoder_layerdrop, decoder_layerdrop)"
+RANDOM_GLUE_FIX += ", or draw them in front of the first block, or inside one"
+SHAPE_FROM_SECOND_ARG = frozenset(
+    ("expand_as", "view_as", "reshape_as")
+)  # of their second argument, they look at nothing but the shape
 
 
-def title(func: Any) -> str:
+def function_title(func: Any) -> str:
     """The name of a function of torch as a mode is told it; of a property of tensors, that of the property."""
     return f"{func.__self__.__name__} of" if func.__name__ == "__get__" else func.__name__
 
 
-def where() -> str:
+def caller_line() -> str:
     """The line of the model's code that calls, as file:line."""
     frame = sys._getframe(1)
-    while frame is not None and ("/torch/" in frame.f_code.co_filename or "/meshwright/model/" in frame.f_code.co_filename):
+    while frame is not None and (
+        "/torch/" in frame.f_code.co_filename or "/meshwright/model/" in frame.f_code.co_filename
+    ):
         frame = frame.f_back
     return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}" if frame is not None else "?"
 
 
-def is_plain(leaf: Any) -> bool:
+def is_constant(leaf: Any) -> bool:
     """Whether a leaf is no tensor and no object: it is the same in every run."""
-    return leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type))
+    return leaf is None or isinstance(
+        leaf, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
+    )
 
 
-def plainly(func: Any, args: Any, kwargs: Any) -> Any:
+def call_unchanged(func: Any, args: Any, kwargs: Any) -> Any:
     """What `func` gives."""
     return func(*args, **kwargs)
 
 
-class Glue(TorchFunctionMode):
+class InterceptMode(TorchFunctionMode):
     """While active, and not `quiet`, what is called is what `hear(func, args, kwargs)` makes of it."""
 
-    def __init__(self, hear: Callable[[Any, Any, Any], Any]) -> None:
+    def __init__(self, intercept: Callable[[Any, Any, Any], Any]) -> None:
         super().__init__()
-        self.quiet, self._hear = False, hear
+        self.paused, self._intercept = False, intercept
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {})) if self.quiet else self._hear(func, args, kwargs or {})
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {})) if self.paused else self._intercept(func, args, kwargs or {})
 
 
-class Reads(TorchDispatchMode):
+class ValueReadMode(TorchDispatchMode):
     """Notes whether an operation reads a number, or makes a tensor whose shape depends on one."""
 
-    reads = False
+    reads_values = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         looks = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
-        if looks and func.overloadpacket is torch.ops.aten.index:  # only masks make its shape depend on values
-            looks = any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors(args[1:]))
-        self.reads = self.reads or looks
+        if (
+            looks and func.overloadpacket is torch.ops.aten.index
+        ):  # only masks make its shape depend on values
+            looks = any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tree_tensors(args[1:]))
+        self.reads_values = self.reads_values or looks
         return func(*args, **(kwargs or {}))

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 
-class Alias(torch.autograd.Function):
+class GradAlias(torch.autograd.Function):
     """`values` as a tensor that is no leaf, whose gradient is that of `leaf`: glue or a block may then write into it in place."""
 
     @staticmethod
@@ -17,13 +17,13 @@ class Alias(torch.autograd.Function):
         return grad, None
 
 
-def another(tensor: torch.Tensor) -> torch.Tensor:
+def make_alias(tensor: torch.Tensor) -> torch.Tensor:
     """The same values, known by an identity of its own."""
     with torch._C.DisableTorchFunction():
-        return Alias.apply(tensor, tensor) if tensor.requires_grad else tensor.detach()
+        return GradAlias.apply(tensor, tensor) if tensor.requires_grad else tensor.detach()
 
 
-def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
+def aliased_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """The leaf that `tensor` stands for; a tensor that is no alias, itself."""
     node: Any = tensor.grad_fn
     if node is None or node.name() != "AliasBackward":

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 
 
-class OnDemand(Mapping[str, torch.Tensor]):
+class LazyTensors(Mapping[str, torch.Tensor]):
     """The tensors that `make(name)` gives for each of `names`.
 
     `some(name, rows)`, if given, makes rows without the rest, and `shape(name)` tells of a tensor that is not made.
@@ -18,20 +18,29 @@ class OnDemand(Mapping[str, torch.Tensor]):
         self,
         names: Iterable[str],
         make: Callable[[str], torch.Tensor],
-        some: Callable[[str, range], torch.Tensor] | None = None,
-        shape: Callable[[str], tuple[int, ...]] | None = None,
+        make_rows: Callable[[str, range], torch.Tensor] | None = None,
+        shape_of: Callable[[str], tuple[int, ...]] | None = None,
     ) -> None:
-        self._names, self._make, self._some, self._shape = dict.fromkeys(names), make, some, shape
+        self._names, self._make, self._make_rows, self._shape_of = (
+            dict.fromkeys(names),
+            make,
+            make_rows,
+            shape_of,
+        )
 
     def rows(self, name: str, rows: range) -> torch.Tensor:
         """The `rows` of the tensor `name` along dim 0."""
-        if self._some is None or name not in self._names:
+        if self._make_rows is None or name not in self._names:
             return self[name][rows.start : rows.stop]
-        return self._some(name, rows)
+        return self._make_rows(name, rows)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of the tensor `name`."""
-        return tuple(self[name].shape) if self._shape is None or name not in self._names else self._shape(name)
+        return (
+            tuple(self[name].shape)
+            if self._shape_of is None or name not in self._names
+            else self._shape_of(name)
+        )
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._names:
@@ -48,22 +57,26 @@ class OnDemand(Mapping[str, torch.Tensor]):
         return len(self._names)
 
 
-def under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> OnDemand:
+def strip_prefix(prefix: str, tensors: Mapping[str, torch.Tensor]) -> LazyTensors:
     """What `tensors` has under `prefix`, by the rest of its name."""
     names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
-    return OnDemand(
+    return LazyTensors(
         names,
         lambda name: tensors[prefix + name],
-        lambda name, rows: rows_of(tensors, prefix + name, rows),
-        lambda name: shape_of(tensors, prefix + name),
+        lambda name, rows: read_rows(tensors, prefix + name, rows),
+        lambda name: tensor_shape(tensors, prefix + name),
     )
 
 
-def rows_of(tensors: Mapping[str, torch.Tensor], name: str, rows: range) -> torch.Tensor:
+def read_rows(tensors: Mapping[str, torch.Tensor], name: str, rows: range) -> torch.Tensor:
     """The `rows` along dim 0 of the tensor `name` in `tensors`; the others are not made where that can be avoided."""
-    return tensors.rows(name, rows) if isinstance(tensors, OnDemand) else tensors[name][rows.start : rows.stop]
+    return (
+        tensors.rows(name, rows)
+        if isinstance(tensors, LazyTensors)
+        else tensors[name][rows.start : rows.stop]
+    )
 
 
-def shape_of(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[int, ...]:
+def tensor_shape(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[int, ...]:
     """The shape of the tensor `name` in `tensors`; it is not made where that can be avoided."""
-    return tensors.shape(name) if isinstance(tensors, OnDemand) else tuple(tensors[name].shape)
+    return tensors.shape(name) if isinstance(tensors, LazyTensors) else tuple(tensors[name].shape)

@@ -11,33 +11,33 @@ from typing import Any, Protocol
 
 import torch
 
-from meshwright.model.tensors.pytree import tensors
+from meshwright.model.tensors.pytree import tree_tensors
 
 
-class Knows(Protocol):
+class PlaceholderHandler(Protocol):
     """A run of a part: what is to be done where somebody computes with a Foreign of it."""
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The outcome of `func` on arguments among which there is a Foreign."""
 
-    def unknown(self, what: str, name: str) -> Exception:
+    def missing_value_error(self, computation: str, name: str) -> Exception:
         """The error for `what`, a computation that needs the numbers of the value `name`."""
 
 
-class Foreign(torch.Tensor):
+class PlaceholderTensor(torch.Tensor):
     """The value of that name in a forward, which `run` runs a part of, without its numbers."""
 
-    value: str
-    run: Knows
-    needed: bool
+    value_name: str
+    handler: PlaceholderHandler
+    needs_grad: bool
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
         """Whether the value needs a gradient: autograd itself knows nothing of it."""
-        return self.needed
+        return self.needs_grad
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"Foreign({self.value!r})"
+        return f"Foreign({self.value_name!r})"
 
     def __format__(self, format_spec: str) -> str:
         return repr(self)
@@ -45,32 +45,40 @@ class Foreign(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = foreigns((args, kwargs))
+        found = find_placeholders((args, kwargs))
         if not found:  # a property that torch asks for with the tensor somewhere else
-            return natively(func, args, kwargs)
-        return found[0].run.compute(func, args, kwargs)
+            return call_without_override(func, args, kwargs)
+        return found[0].handler.compute(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out `func`
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        one = foreigns((args, kwargs or {}))[0]
-        raise one.run.unknown(func.overloadpacket.__name__, one.value)
+        one = find_placeholders((args, kwargs or {}))[0]
+        raise one.handler.missing_value_error(func.overloadpacket.__name__, one.value_name)
 
 
-def foreign(name: str, run: Knows, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, needed: bool) -> Foreign:
+def make_placeholder(
+    name: str,
+    handler: PlaceholderHandler,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    needs_grad: bool,
+) -> PlaceholderTensor:
     """A Foreign of this shape, dtype and device; `needed` says whether the value needs a gradient."""
-    made: Any = torch.Tensor._make_wrapper_subclass(Foreign, shape, dtype=dtype, device=device)
-    made.value, made.run, made.needed = name, run, needed
+    made: Any = torch.Tensor._make_wrapper_subclass(PlaceholderTensor, shape, dtype=dtype, device=device)
+    made.value, made.run, made.needed = name, handler, needs_grad
     return made
 
 
-def foreigns(value: Any) -> list[Foreign]:
+def find_placeholders(value: Any) -> list[PlaceholderTensor]:
     """Those among the tensors in `value`."""
-    return [tensor for tensor in tensors(value) if type(tensor) is Foreign]
+    return [tensor for tensor in tree_tensors(value) if type(tensor) is PlaceholderTensor]
 
 
-def natively(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_without_override(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What torch says of a Foreign itself: shape, dtype, device; whatever needs its numbers fails."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)

@@ -14,29 +14,37 @@ from typing import Any
 import torch
 from torch import nn
 
-_PLAIN = frozenset({type(None), bool, int, float, str, slice, type(...), torch.dtype, torch.device, torch.Size})
+_PLAIN = frozenset(
+    {type(None), bool, int, float, str, slice, type(...), torch.dtype, torch.device, torch.Size}
+)
 
 
-def tensors(value: Any) -> list[torch.Tensor]:
+def tree_tensors(value: Any) -> list[torch.Tensor]:
     """The tensors in `value`, in order."""
     found: list[torch.Tensor] = []
     _collect((value,), found)
     return found
 
 
-def named(value: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
+def named_tensors(value: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
     """The tensors in `value`, in the same order, each with where it stands: "1.mask.0"."""
     if isinstance(value, torch.Tensor):
         return [(name, value)]
     if isinstance(value, (tuple, list)):
         items: Mapping[Any, Any] = dict(enumerate(value))
     else:
-        items = value if isinstance(value, dict) else _items(value) if is_record(value) else {}
-    return [found for key, item in items.items() for found in named(item, f"{name}.{key}" if name else str(key))]
+        items = value if isinstance(value, dict) else _items(value) if is_dataclass_instance(value) else {}
+    return [
+        found
+        for key, item in items.items()
+        for found in named_tensors(item, f"{name}.{key}" if name else str(key))
+    ]
 
 
 def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
-    for value in values:  # this runs for every block of every step, and mostly meets plain values, tuples and dicts
+    for (
+        value
+    ) in values:  # this runs for every block of every step, and mostly meets plain values, tuples and dicts
         kind = type(value)
         if kind in _PLAIN:
             continue
@@ -49,83 +57,93 @@ def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
             _collect(value, found)
         elif isinstance(value, dict):
             _collect(value.values(), found)
-        elif is_record(value):
+        elif is_dataclass_instance(value):
             _collect(_items(value).values(), found)
 
 
-def storage_of(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
     """The number of the storage under `tensor`: its views have the same one."""
-    return tensor.untyped_storage()._cdata  # meta storages have no address; this is what torch's own weak references use
+    return (
+        tensor.untyped_storage()._cdata
+    )  # meta storages have no address; this is what torch's own weak references use
 
 
-def swap(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
+def replace_tensors(value: Any, replacements: Mapping[int, torch.Tensor]) -> Any:
     """`value` with each tensor whose id is in `new` replaced.
 
     Lists, dicts and dataclasses are changed in place, because others may hold the same object and write into it (a
     list of skips, a cache). Tuples are made anew where something in them changes.
     """
     if isinstance(value, torch.Tensor):
-        return new.get(id(value), value)
+        return replacements.get(id(value), value)
     if isinstance(value, tuple):
-        return _swap_tuple(value, new)
+        return _swap_tuple(value, replacements)
     if isinstance(value, list):
         for index, item in enumerate(value):
-            fresh = swap(item, new)
+            fresh = replace_tensors(item, replacements)
             if fresh is not item:
                 value[index] = fresh
-    elif isinstance(value, dict):  # a ModelOutput keeps its items in attributes too: setting an item sets both
+    elif isinstance(
+        value, dict
+    ):  # a ModelOutput keeps its items in attributes too: setting an item sets both
         for key, item in list(value.items()):
-            fresh = swap(item, new)
+            fresh = replace_tensors(item, replacements)
             if fresh is not item:
                 value[key] = fresh
-    elif is_record(value):
+    elif is_dataclass_instance(value):
         for name, item in _items(value).items():
-            fresh = swap(item, new)
+            fresh = replace_tensors(item, replacements)
             if fresh is not item:
                 object.__setattr__(value, name, fresh)  # a frozen one too: leaf or not, it is the same value
     return value
 
 
-def copied(value: Any) -> Any:
+def copy_containers(value: Any) -> Any:
     """`value` with new lists, dicts and dataclasses, and the same tensors in them: who writes into one leaves the other."""
-    return mapped(value, lambda leaf: leaf)
+    return map_leaves(value, lambda leaf: leaf)
 
 
-def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
     """`value` with new lists, dicts and dataclasses, and `leaf(item)` for whatever is none of these, tuples apart."""
     if type(value) in _PLAIN and not isinstance(value, tuple):
-        return leaf(value)
+        return function(value)
     if isinstance(value, (list, dict)):
-        fresh = _shell(value)
+        fresh = _empty_container(value)
         for key, item in list(enumerate(value) if isinstance(value, list) else value.items()):
-            fresh[key] = mapped(item, leaf)
+            fresh[key] = map_leaves(item, function)
         return fresh
     if isinstance(value, tuple):
-        return _remade(value, [mapped(item, leaf) for item in value])
-    if not is_record(value):
-        return leaf(value)
+        return _rebuild_tuple(value, [map_leaves(item, function) for item in value])
+    if not is_dataclass_instance(value):
+        return function(value)
     fresh = copy(value)
     for name, item in _items(value).items():
-        object.__setattr__(fresh, name, mapped(item, leaf))
+        object.__setattr__(fresh, name, map_leaves(item, function))
     return fresh
 
 
-def _shell(value: Any) -> Any:
+def _empty_container(value: Any) -> Any:
     """A new list or dict like `value`, whose items are put in anew."""
-    if not (isinstance(value, OrderedDict) and is_record(value)):
+    if not (isinstance(value, OrderedDict) and is_dataclass_instance(value)):
         return copy(value)
     kind: type[Any] = type(value)
-    fresh = OrderedDict.__new__(kind)  # a ModelOutput looks through its fields once for each of them when it is copied
+    fresh = OrderedDict.__new__(
+        kind
+    )  # a ModelOutput looks through its fields once for each of them when it is copied
     vars(fresh).update(vars(value))
     return fresh
 
 
-def leaves(value: Any) -> list[Any]:
+def value_leaves(value: Any) -> list[Any]:
     """Everything in `value` that is no list, dict, tuple or dataclass, in order."""
-    return [leaf for item in _contents(value) for leaf in leaves(item)] if _is_open(value) else [value]
+    return (
+        [leaf for item in _contents(value) for leaf in value_leaves(item)]
+        if _is_container(value)
+        else [value]
+    )
 
 
-def hidden(value: Any) -> list[torch.Tensor]:
+def opaque_tensors(value: Any) -> list[torch.Tensor]:
     """The tensors in other objects inside `value`, such as a cache of keys: those that `tensors` does not see."""
     found: list[torch.Tensor] = []
     known: set[int] = set()
@@ -138,12 +156,12 @@ def hidden(value: Any) -> list[torch.Tensor]:
         if isinstance(one, torch.Tensor):
             found += [one] if inside else []
         else:
-            todo += [(item, inside or not _is_open(one)) for item in _contents(one)]
+            todo += [(item, inside or not _is_container(one)) for item in _contents(one)]
     return found
 
 
-def _is_open(value: Any) -> bool:
-    return isinstance(value, (tuple, list, dict)) or is_record(value)
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (tuple, list, dict)) or is_dataclass_instance(value)
 
 
 def _contents(value: Any) -> Iterator[Any]:
@@ -151,26 +169,26 @@ def _contents(value: Any) -> Iterator[Any]:
         yield from value.values()
     elif isinstance(value, (tuple, list)):
         yield from value
-    elif is_record(value):
+    elif is_dataclass_instance(value):
         yield from _items(value).values()
     elif "__dict__" in dir(value) and not callable(value):
         yield from vars(value).values()
 
 
 def _swap_tuple(value: tuple[Any, ...], new: Mapping[int, torch.Tensor]) -> tuple[Any, ...]:
-    items = [swap(item, new) for item in value]
+    items = [replace_tensors(item, new) for item in value]
     if all(fresh is item for fresh, item in zip(items, value, strict=True)):
         return value
-    return _remade(value, items)
+    return _rebuild_tuple(value, items)
 
 
-def _remade(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+def _rebuild_tuple(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     """A tuple of the kind of `value` with other items."""
     is_named = "_fields" in dir(value)  # a namedtuple takes its items one by one
     return type(value)(*items) if is_named else type(value)(items)
 
 
-def is_record(value: Any) -> bool:
+def is_dataclass_instance(value: Any) -> bool:
     """Whether it is an object of a dataclass."""
     return _is_dataclass(type(value)) and not isinstance(value, type)
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from meshwright.plan.model_spec.sequence_info import Span
+from meshwright.plan.model_spec.sequence_info import TokenRange
 
-FEW = 8  # spans that are cut out one by one; of more, elements are picked
+MAX_NARROW_SPANS = 8  # spans that are cut out one by one; of more, elements are picked
 
 
-def positions(spans: Sequence[Span]) -> np.ndarray:
+def span_positions(spans: Sequence[TokenRange]) -> np.ndarray:
     """The positions in `spans`, in their order, int64."""
     if not spans:
         return np.zeros(0, np.int64)
@@ -19,9 +19,9 @@ def positions(spans: Sequence[Span]) -> np.ndarray:
     return np.arange(counts.sum()) + np.repeat(begins - counts.cumsum() + counts, counts)
 
 
-def cut(tensor: torch.Tensor, dim: int, spans: Sequence[Span]) -> torch.Tensor:
+def select_spans(tensor: torch.Tensor, dim: int, spans: Sequence[TokenRange]) -> torch.Tensor:
     """What `tensor` has in `spans` along `dim`; differentiable."""
-    if len(spans) > FEW:
-        return tensor.index_select(dim, torch.tensor(positions(spans), device=tensor.device))
+    if len(spans) > MAX_NARROW_SPANS:
+        return tensor.index_select(dim, torch.tensor(span_positions(spans), device=tensor.device))
     parts = [tensor.narrow(dim, begin, end - begin) for begin, end in spans or ((0, 0),)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

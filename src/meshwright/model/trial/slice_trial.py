@@ -18,27 +18,29 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.model.tensor_parallel.feature_flow import Flow, kinds_of
-from meshwright.model.tensor_parallel.layer_pairs import common_side, lies_transposed, part_of
-from meshwright.model.tensor_parallel.layer_roles import NUMBERED
-from meshwright.model.tensor_parallel.pair_search import ATTEMPTS, groups
-from meshwright.model.tensor_parallel.slice_plan import Proposal, local_numbers, portioned
+from meshwright.model.tensor_parallel.feature_flow import FeatureFlow, traced_layer_kinds
+from meshwright.model.tensor_parallel.layer_pairs import common_side, is_weight_transposed, split_param_dims
+from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER
+from meshwright.model.tensor_parallel.pair_search import NUM_ATTEMPTS, find_layer_groups
+from meshwright.model.tensor_parallel.slice_plan import SplitProposal, local_size_attributes, take_local_heads
 from meshwright.model.trial.trial import depends_on_values
-from meshwright.plan.model_spec.dim_split import Cut
-from meshwright.plan.model_spec.layer_calls import Number, Portion
+from meshwright.plan.model_spec.dim_split import DimSplit
+from meshwright.plan.model_spec.layer_calls import PerHeadInput, SizeAttribute
 
-RANKS = 2
+TRIAL_RANKS = 2
 """The smallest number of ranks: what runs on the larger half runs on smaller slices."""
 
-_Fault = tuple[str, str, BaseException | None]  # the block that does not run, how, and the error if there is one
-Make = Callable[[], nn.Module]
-Ready = Callable[[nn.Module], AbstractContextManager[Callable[[], object]]]
-Propose = Callable[[frozenset[str]], Proposal]
+_Failure = tuple[
+    str, str, BaseException | None
+]  # the block that does not run, how, and the error if there is one
+MakeModule = Callable[[], nn.Module]
+PrepareForward = Callable[[nn.Module], AbstractContextManager[Callable[[], object]]]
+ProposeSplits = Callable[[frozenset[str]], SplitProposal]
 
 
-def tried(
-    propose: Propose, make: Make, ready: Ready, blocks: Sequence[str]
-) -> tuple[Proposal, tuple[Number, ...], tuple[str, ...]]:
+def try_on_slices(
+    propose: ProposeSplits, make_module: MakeModule, prepare: PrepareForward, blocks: Sequence[str]
+) -> tuple[SplitProposal, tuple[SizeAttribute, ...], tuple[str, ...]]:
     """The proposal that runs, the numbers with which it does, and what was given up, in words.
 
     `propose` makes a proposal without some layers, `make` a module on fake tensors, and `ready` what runs its forward,
@@ -50,91 +52,115 @@ def tried(
         proposal = propose(without)
         if not proposal.roles:
             return proposal, (), tuple(notes)
-        faults: list[_Fault] = []
-        for attempt in range(ATTEMPTS):
-            module = make()
-            numbers = proposal.numbers(module, attempt)
-            fault = _fault(module, proposal, numbers, ready, blocks)
+        faults: list[_Failure] = []
+        for attempt in range(NUM_ATTEMPTS):
+            module = make_module()
+            numbers = proposal.size_attributes(module, attempt)
+            fault = _find_failure(module, proposal, numbers, prepare, blocks)
             if fault is None:
                 return proposal, numbers, tuple(notes)
             faults.append(fault)
         block, why, error = faults[0]
-        given_up = frozenset(_of_block(proposal, block))
+        given_up = frozenset(_layers_of_block(proposal, block))
         if (error is not None and depends_on_values(error)) or not given_up:
             notes.append(f"that layers run on slices could not be tried: {why}")
-            return proposal, proposal.numbers(make(), 0), tuple(notes)
+            return proposal, proposal.size_attributes(make_module(), 0), tuple(notes)
         without |= given_up
-        pattern = NUMBERED.sub("*", block)
+        pattern = LAYER_NUMBER.sub("*", block)
         notes.append(f"layers of {pattern} stay whole, for it does not run on slices: {why}")
 
 
-def _fault(
-    module: nn.Module, proposal: Proposal, numbers: Sequence[Number], ready: Ready, blocks: Sequence[str]
-) -> _Fault | None:
+def _find_failure(
+    module: nn.Module,
+    proposal: SplitProposal,
+    numbers: Sequence[SizeAttribute],
+    ready: PrepareForward,
+    blocks: Sequence[str],
+) -> _Failure | None:
     """What does not run; None if all does."""
-    flow, reached = Flow(), [""]
-    cut_down(module, proposal)
+    flow, reached = FeatureFlow(), [""]
+    shrink_to_slice(module, proposal)
     for name in dict.fromkeys(number.module for number in numbers):
         holder = module.get_submodule(name)
-        vars(holder).update(local_numbers(holder, [each for each in numbers if each.module == name], 0, RANKS))
-    for portion in proposal.portions:
+        vars(holder).update(
+            local_size_attributes(holder, [each for each in numbers if each.module == name], 0, TRIAL_RANKS)
+        )
+    for portion in proposal.per_head_inputs:
         block = module.get_submodule(portion.block)
-        block.register_forward_pre_hook(partial(_portion, portion), with_kwargs=True)
+        block.register_forward_pre_hook(partial(_take_portion, portion), with_kwargs=True)
     held, depth = {name: module.get_submodule(name) for name in blocks}, [0]
 
     def enter(name: str, block: nn.Module, args: tuple[Any, ...]) -> None:
         depth[0] += 1
         reached.append(name)
-        flow.begin(name)
+        flow.begin_block_call(name)
 
     def leave(block: nn.Module, args: tuple[Any, ...], out: object) -> None:
         depth[0] -= 1
 
     try:
-        following = flow.following(module, held, kinds_of(module), lambda: bool(blocks) and not depth[0])
-        with quiet(), ready(module) as forward, following:  # the flow meets dropout before its numbers are drawn
+        following = flow.follow_forward(
+            module, held, traced_layer_kinds(module), lambda: bool(blocks) and not depth[0]
+        )
+        with (
+            silence_fake_errors(),
+            ready(module) as forward,
+            following,
+        ):  # the flow meets dropout before its numbers are drawn
             for name, block in held.items():  # inside of what the flow notes where a block begins and ends
                 block.register_forward_pre_hook(partial(enter, name))
                 block.register_forward_hook(leave, prepend=True)
             forward()
     except Exception as error:  # whatever it is, it is told
-        return reached[-1], f"{type(error).__name__}: {_short(error)}", error
-    return _otherwise(flow, proposal)
+        return reached[-1], f"{type(error).__name__}: {_first_line(error)}", error
+    return _unit_mismatch(flow, proposal)
 
 
-def _otherwise(flow: Flow, proposal: Proposal) -> _Fault | None:
+def _unit_mismatch(flow: FeatureFlow, proposal: SplitProposal) -> _Failure | None:
     """A layer of which a slice has other units than the whole says."""
-    roles = {node.name: proposal.roles.get(node.name, "replicated") for node in flow.nodes if node.kind == "linear"}
+    roles = {
+        node.name: proposal.roles.get(node.name, "replicated") for node in flow.nodes if node.kind == "linear"
+    }
     shown = {}
-    for group in groups(flow, roles):
-        shown |= {node.name: cut for node, cut in (*group.sources.items(), *group.rows.items())}
+    for group in find_layer_groups(flow, roles):
+        shown |= {node.name: cut for node, cut in (*group.sources.items(), *group.rowwise.items())}
     for node in flow.nodes:
-        whole, mine = proposal.cuts.get(node.name), shown.get(node.name)
+        whole, mine = proposal.dim_splits.get(node.name), shown.get(node.name)
         if whole is None or node.kind == "argument":
             continue
-        wanted = _slice_of(whole)
-        if mine != wanted and (mine is not None or wanted.most > 1):
+        wanted = _local_split(whole)
+        if mine != wanted and (mine is not None or wanted.max_ranks > 1):
             units = "none" if mine is None else str(mine.most)
-            return node.visit, f"of {wanted.most} heads or features of {node.name} in a slice it makes {units}", None
+            return (
+                node.block_call,
+                f"of {wanted.max_ranks} heads or features of {node.name} in a slice it makes {units}",
+                None,
+            )
     return None
 
 
-def _slice_of(cut: Cut) -> Cut:
+def _local_split(cut: DimSplit) -> DimSplit:
     """How the first of the ranks' slices of what `cut` divides is divided itself."""
-    first, end = cut.units_of(0, RANKS)
-    sections = tuple(part.size(0, RANKS) for part in cut.by_section)
-    if cut.units >= RANKS or not cut.heads:
-        units, heads, own = end - first, (end - first) * (cut.heads // cut.units), cut.own
+    first, end = cut.units_of(0, TRIAL_RANKS)
+    sections = tuple(part.size(0, TRIAL_RANKS) for part in cut.section_splits)
+    if cut.num_units >= TRIAL_RANKS or not cut.num_heads:
+        units, heads, own = end - first, (end - first) * (cut.num_heads // cut.num_units), cut.per_head_numel
     else:
         units, heads = 1, end - first
-        own = tuple(each // cut.heads * cut.units * heads for each in cut.own)
+        own = tuple(each // cut.num_heads * cut.num_units * heads for each in cut.per_head_numel)
     if units == 1:  # where one section ends and another begins does not show
         sections, own = (sum(sections),), own[:1]
-    return replace(cut, units=units, sections=sections, heads=0 if heads == units else heads, own=() if heads == units else own)
+    return replace(
+        cut,
+        num_units=units,
+        sections=sections,
+        num_heads=0 if heads == units else heads,
+        per_head_numel=() if heads == units else own,
+    )
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_fake_errors() -> Iterator[None]:
     """Meanwhile torch does not write on the terminal that a fake operation failed: here that is an answer."""
     log = getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
@@ -144,18 +170,18 @@ def quiet() -> Iterator[None]:
         log.disabled = before
 
 
-def cut_down(module: nn.Module, proposal: Proposal) -> None:
+def shrink_to_slice(module: nn.Module, proposal: SplitProposal) -> None:
     """Leave the layers of `module`, in place, the shapes of a slice, and have them compute with that."""
     done: dict[int, nn.Parameter] = {}
     for name, role in proposal.roles.items():
         layer = module.get_submodule(name)
         for leaf, parameter in list(layer._parameters.items()):
-            if parameter is None or name not in proposal.cuts:
+            if parameter is None or name not in proposal.dim_splits:
                 continue
-            cuts = part_of(layer, parameter, role, proposal.cuts[name])
+            cuts = split_param_dims(layer, parameter, role, proposal.dim_splits[name])
             shape = tuple(parameter.shape)
             for cut in cuts:
-                shape = cut.local(shape, 0, RANKS) if cut.side == common_side(role) else shape
+                shape = cut.local_shape(shape, 0, TRIAL_RANKS) if cut.side == common_side(role) else shape
             if id(parameter) not in done:
                 done[id(parameter)] = nn.Parameter(parameter.new_empty(shape), parameter.requires_grad)
             layer._parameters[leaf] = done[id(parameter)]
@@ -165,24 +191,30 @@ def cut_down(module: nn.Module, proposal: Proposal) -> None:
 
 def _product(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     weight = layer.get_parameter("weight")
-    return F.linear(x, weight.t() if lies_transposed(layer) else weight, layer._parameters.get("bias"))
+    return F.linear(x, weight.t() if is_weight_transposed(layer) else weight, layer._parameters.get("bias"))
 
 
-def _portion(portion: Portion, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return portioned(portion, 0, RANKS, args, kwargs)
+def _take_portion(
+    portion: PerHeadInput, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return take_local_heads(portion, 0, TRIAL_RANKS, args, kwargs)
 
 
-def _of_block(proposal: Proposal, block: str) -> Iterator[str]:
+def _layers_of_block(proposal: SplitProposal, block: str) -> Iterator[str]:
     """The layers of all blocks like `block`: those with heads, or all where none have."""
-    pattern = NUMBERED.sub("*", block)
-    inside = [name for name in proposal.roles if NUMBERED.sub("*", name).startswith(pattern + ".") or name == block]
-    heads = [name for name in inside if name in proposal.cuts and _counts(proposal.cuts[name])]
+    pattern = LAYER_NUMBER.sub("*", block)
+    inside = [
+        name
+        for name in proposal.roles
+        if LAYER_NUMBER.sub("*", name).startswith(pattern + ".") or name == block
+    ]
+    heads = [name for name in inside if name in proposal.dim_splits and _has_heads(proposal.dim_splits[name])]
     return iter(heads or inside)
 
 
-def _counts(cut: Cut) -> bool:
-    return any(length != cut.units for length in cut.sections)
+def _has_heads(cut: DimSplit) -> bool:
+    return any(length != cut.num_units for length in cut.sections)
 
 
-def _short(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0][:160] if str(error) else ""

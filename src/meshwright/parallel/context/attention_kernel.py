@@ -38,39 +38,48 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-CHUNK = 1 << 22  # scores that are in memory at once
-NEVER = float("-inf")
+MAX_SCORES = 1 << 22  # scores that are in memory at once
+NEG_INF = float("-inf")
 
 
 @dataclass(frozen=True)
-class Thin:
+class AttentionDropout:
     """Dropout with probability `p` of the weights, of which those in `keep` stay: bool, [B, H, n, m]."""
 
     keep: torch.Tensor
     p: float
 
 
-def sums_in(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """In what lse, and sums over blocks, are kept: float32, or float64 for that."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def plain(
-    query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: float, thin: Thin | None = None, above: Any = None
+def math_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    causal: bool,
+    scale: float,
+    dropout: AttentionDropout | None = None,
+    row_offset: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `kernel.attend` says."""
-    outs, sums, wide = [], [], sums_in(query.dtype)
+    outs, sums, wide = [], [], accumulation_dtype(query.dtype)
     key, value = key.to(wide), value.to(wide)
-    for rows in _chunks(query, key):
-        scores = _scores(query[:, :, rows].to(wide), key, mask, causal, scale, rows, above)
+    for rows in _query_chunks(query, key):
+        scores = _scores(query[:, :, rows].to(wide), key, mask, causal, scale, rows, row_offset)
         lse = scores.logsumexp(-1)
-        weights = _thinned(scores.sub_(lse.masked_fill(lse == NEVER, 0.0).unsqueeze(-1)).exp_(), thin, rows)
-        outs.append(_by_group(_shared(weights, key) @ value, query))
+        weights = _apply_dropout(
+            scores.sub_(lse.masked_fill(lse == NEG_INF, 0.0).unsqueeze(-1)).exp_(), dropout, rows
+        )
+        outs.append(_ungroup_heads(_group_heads(weights, key) @ value, query))
         sums.append(lse)
     return torch.cat(outs, 2).to(query.dtype), torch.cat(sums, 2)
 
 
-def plain_backward(
+def math_attention_backward(
     grad: Any,
     query: Any,
     key: Any,
@@ -80,79 +89,89 @@ def plain_backward(
     mask: Any,
     causal: bool,
     scale: float,
-    of_mask: Any,
-    thin: Thin | None = None,
-    above: Any = None,
+    mask_grad: Any,
+    dropout: AttentionDropout | None = None,
+    row_offset: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `kernel.attend_backward` says."""
-    wide, of_query = sums_in(query.dtype), []
+    wide, of_query = accumulation_dtype(query.dtype), []
     keys, values = key.to(wide), value.to(wide)
     of_key, of_value = torch.zeros_like(keys), torch.zeros_like(values)
-    for rows in _chunks(query, key):
+    for rows in _query_chunks(query, key):
         q, g, o = (each[:, :, rows].to(wide) for each in (query, grad, out))
-        weights = _scores(q, keys, mask, causal, scale, rows, above).sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
-        q, g, shared = _shared(q, keys), _shared(g, keys), _shared(_thinned(weights, thin, rows), keys)
+        weights = (
+            _scores(q, keys, mask, causal, scale, rows, row_offset).sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
+        )
+        q, g, shared = (
+            _group_heads(q, keys),
+            _group_heads(g, keys),
+            _group_heads(_apply_dropout(weights, dropout, rows), keys),
+        )
         of_value += shared.transpose(-1, -2) @ g
-        of_scores = _thinned(_by_group(g @ values.transpose(-1, -2), query), thin, rows)
-        of_scores = of_scores - (o * _by_group(g, query)).sum(-1, keepdim=True)
+        of_scores = _apply_dropout(_ungroup_heads(g @ values.transpose(-1, -2), query), dropout, rows)
+        of_scores = of_scores - (o * _ungroup_heads(g, query)).sum(-1, keepdim=True)
         of_scores *= weights
-        if of_mask is not None:
-            into = _of(of_mask, rows)
+        if mask_grad is not None:
+            into = _mask_rows(mask_grad, rows)
             into += of_scores.sum_to_size(into.shape).to(into.dtype)
-        of_scores = _shared(of_scores.mul_(scale), keys)
-        of_query.append(_by_group(of_scores @ keys, query))
+        of_scores = _group_heads(of_scores.mul_(scale), keys)
+        of_query.append(_ungroup_heads(of_scores @ keys, query))
         of_key += of_scores.transpose(-1, -2) @ q
     return torch.cat(of_query, 2).to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
 
 
-def _chunks(query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:
+def _query_chunks(query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:
     """Rows of queries whose scores fit into CHUNK; one at least."""
     rows, each = query.shape[2], query.shape[0] * query.shape[1] * key.shape[2]
-    step = max(1, CHUNK // max(1, each))
+    step = max(1, MAX_SCORES // max(1, each))
     yield from (slice(first, min(rows, first + step)) for first in range(0, rows, step))
 
 
-def _scores(query: Any, key: Any, mask: Any, causal: bool, scale: float, rows: slice, above: Any) -> torch.Tensor:
-    scores = _by_group(_shared(query, key) @ key.transpose(-1, -2), query).mul_(scale)
+def _scores(
+    query: Any, key: Any, mask: Any, causal: bool, scale: float, rows: slice, above: Any
+) -> torch.Tensor:
+    scores = _ungroup_heads(_group_heads(query, key) @ key.transpose(-1, -2), query).mul_(scale)
     if causal:
         places = torch.arange(key.shape[-2], device=key.device)
-        return scores.masked_fill_(places > places[rows].unsqueeze(-1), NEVER)
+        return scores.masked_fill_(places > places[rows].unsqueeze(-1), NEG_INF)
     if mask is None:
         return scores
-    mine = _of(mask, rows)
+    mine = _mask_rows(mask, rows)
     if mask.dtype == torch.bool:
-        return scores.masked_fill_(~mine, NEVER)
-    scores.add_(mine.detach().to(scores.dtype))  # rounded here, as on one device, before what stands above is taken off
-    return scores if above is None else scores.sub_(_of(above, rows).to(scores.dtype))
+        return scores.masked_fill_(~mine, NEG_INF)
+    scores.add_(
+        mine.detach().to(scores.dtype)
+    )  # rounded here, as on one device, before what stands above is taken off
+    return scores if above is None else scores.sub_(_mask_rows(above, rows).to(scores.dtype))
 
 
-def _of(mask: torch.Tensor, rows: slice) -> torch.Tensor:
+def _mask_rows(mask: torch.Tensor, rows: slice) -> torch.Tensor:
     return mask[:, :, rows] if mask.shape[2] > 1 else mask
 
 
-def _thinned(weights: torch.Tensor, thin: Thin | None, rows: slice) -> torch.Tensor:
+def _apply_dropout(weights: torch.Tensor, thin: AttentionDropout | None, rows: slice) -> torch.Tensor:
     """What dropout leaves of weights, or of their gradients."""
     if thin is None:
         return weights
     return weights.masked_fill(~thin.keep[:, :, rows], 0.0) * (1 / (1 - thin.p) if thin.p < 1 else 0.0)
 
 
-def _shared(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _group_heads(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Rows by the head of keys that they share, [B, G, heads per group x rows, ..], of a tensor by head."""
     return tensor.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
 
 
-def _by_group(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+def _ungroup_heads(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """The other way round: [B, H, rows, ..]."""
     heads = query.shape[1]
     return tensor.unflatten(2, (heads // tensor.shape[1], -1)).flatten(1, 2)
 
 
-NARROW = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 aten: Any = torch.ops.aten
 
 
-def attend(
+def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -160,8 +179,8 @@ def attend(
     mask: torch.Tensor | None = None,
     causal: bool = False,
     scale: float,
-    thin: Thin | None = None,
-    above: torch.Tensor | None = None,
+    dropout: AttentionDropout | None = None,
+    row_offset: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention of `query` to these keys and values, [B, H, n, e], and its lse, [B, H, n]; see the module for shapes.
 
@@ -169,8 +188,8 @@ def attend(
     far from 0 everywhere, lse is counted from `above`, [B or 1, H or 1, n or 1, 1], where that is given. Autograd sees nothing.
     """
     if not query.numel() or not key.shape[-2]:
-        return _nothing(query, value)
-    match "plain" if thin is not None or above is not None else _kernel(query, value, mask):
+        return _empty_output(query, value)
+    match "plain" if dropout is not None or row_offset is not None else _choose_kernel(query, value, mask):
         case "cpu":
             out, lse = _cpu(query, key, value, mask, causal, scale)
         case "flash":
@@ -178,11 +197,11 @@ def attend(
         case "efficient":
             out, lse = _efficient(query, key, value, mask, causal, scale)
         case _:
-            return plain(query, key, value, mask, causal, scale, thin, above)
-    return (out, lse) if mask is None else _without_blind(out, lse, mask)
+            return math_attention(query, key, value, mask, causal, scale, dropout, row_offset)
+    return (out, lse) if mask is None else _fix_masked_rows(out, lse, mask)
 
 
-def attend_backward(
+def attention_backward(
     grad: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -193,9 +212,9 @@ def attend_backward(
     mask: torch.Tensor | None = None,
     causal: bool = False,
     scale: float,
-    of_mask: torch.Tensor | None = None,
-    thin: Thin | None = None,
-    above: torch.Tensor | None = None,
+    mask_grad: torch.Tensor | None = None,
+    dropout: AttentionDropout | None = None,
+    row_offset: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What these keys and values add to the gradients of query, key and value, of their shapes.
 
@@ -204,9 +223,13 @@ def attend_backward(
     """
     if not query.numel() or not key.shape[-2]:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    lse = lse.masked_fill(lse == NEVER, 0.0)  # exp(-inf - 0): who looks at nothing weighs nothing
+    lse = lse.masked_fill(lse == NEG_INF, 0.0)  # exp(-inf - 0): who looks at nothing weighs nothing
     given = grad, query, key, value, out, lse
-    match "plain" if any(each is not None for each in (of_mask, thin, above)) else _kernel(query, value, mask):
+    match (
+        "plain"
+        if any(each is not None for each in (mask_grad, dropout, row_offset))
+        else _choose_kernel(query, value, mask)
+    ):
         case "cpu":
             return _cpu_backward(*given, mask, causal, scale)
         case "flash":
@@ -214,16 +237,22 @@ def attend_backward(
         case "efficient":
             return _efficient_backward(*given, mask, causal, scale)
         case _:
-            return plain_backward(*given, mask, causal, scale, of_mask, thin, above)
+            return math_attention_backward(*given, mask, causal, scale, mask_grad, dropout, row_offset)
 
 
-def merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_outputs(
+    out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention to the keys of both, from those to some (`out`, `lse`) and to others; in the dtype of `out`."""
-    part = torch.sigmoid(more_lse - lse).masked_fill_(more_lse == NEVER, 0.0)  # of nothing and nothing: nothing
-    return torch.lerp(out, more.to(out.dtype), part.to(out.dtype).unsqueeze(-1)), torch.logaddexp(lse, more_lse)
+    part = torch.sigmoid(other_lse - lse).masked_fill_(
+        other_lse == NEG_INF, 0.0
+    )  # of nothing and nothing: nothing
+    return torch.lerp(out, other_out.to(out.dtype), part.to(out.dtype).unsqueeze(-1)), torch.logaddexp(
+        lse, other_lse
+    )
 
 
-def _kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> str:
+def _choose_kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> str:
     """Which kernel can do it; "" where none can."""
     kind, dtype = query.device.type, query.dtype
     if kind == "cpu" and dtype.is_floating_point and dtype.itemsize > 1:
@@ -232,41 +261,51 @@ def _kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None)
         return ""
     wide = max(query.shape[-1], value.shape[-1]) > 256
     newer = torch.cuda.get_device_capability(query.device) >= (8, 0)
-    if dtype in NARROW and mask is None and newer and not wide:
+    if dtype in HALF_DTYPES and mask is None and newer and not wide:
         return "flash"
-    return "efficient" if dtype in (*NARROW[:1], torch.float32) or (dtype == torch.bfloat16 and newer) else ""
+    return (
+        "efficient"
+        if dtype in (*HALF_DTYPES[:1], torch.float32) or (dtype == torch.bfloat16 and newer)
+        else ""
+    )
 
 
-def _nothing(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_output(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     shape = query.shape[:-1]
-    return query.new_zeros((*shape, value.shape[-1])), query.new_full(shape, NEVER, dtype=sums_in(query.dtype))
+    return query.new_zeros((*shape, value.shape[-1])), query.new_full(
+        shape, NEG_INF, dtype=accumulation_dtype(query.dtype)
+    )
 
 
-def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+def _additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     """`mask` as what is added to scores."""
     if mask is None or mask.dtype != torch.bool:
         return None if mask is None else mask.detach().to(dtype)
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask.logical_not(), NEVER)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask.logical_not(), NEG_INF)
 
 
-def _without_blind(out: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _fix_masked_rows(
+    out: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What a kernel says of rows that may look at nothing, put right."""
-    seen = (mask if mask.dtype == torch.bool else mask > NEVER).any(-1)
-    return out.masked_fill(~seen.unsqueeze(-1), 0.0), lse.masked_fill(~seen, NEVER)
+    seen = (mask if mask.dtype == torch.bool else mask > NEG_INF).any(-1)
+    return out.masked_fill(~seen.unsqueeze(-1), 0.0), lse.masked_fill(~seen, NEG_INF)
 
 
-def _wide(tensor: torch.Tensor, width: int) -> torch.Tensor:
+def _pad_width(tensor: torch.Tensor, width: int) -> torch.Tensor:
     """`tensor` with zeros up to `width`, and no stride within a row."""
     if tensor.shape[-1] != width:
         return F.pad(tensor, (0, width - tensor.shape[-1]))
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _cpu(query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _cpu(
+    query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     width = max(query.shape[-1], value.shape[-1])
-    given = [_wide(each, width) for each in (query, key, value)]
+    given = [_pad_width(each, width) for each in (query, key, value)]
     op = aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = op(*given, 0.0, causal, attn_mask=_added(mask, query.dtype), scale=scale)
+    out, lse = op(*given, 0.0, causal, attn_mask=_additive_mask(mask, query.dtype), scale=scale)
     return out[..., : value.shape[-1]], lse
 
 
@@ -274,19 +313,32 @@ def _cpu_backward(
     grad: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, mask: Any, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     wide, narrow = query.shape[-1], value.shape[-1]
-    grad, query, key, value, out = (_wide(each, max(wide, narrow)) for each in (grad, query, key, value, out))
+    grad, query, key, value, out = (
+        _pad_width(each, max(wide, narrow)) for each in (grad, query, key, value, out)
+    )
     op = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    found = op(grad, query, key, value, out, lse, 0.0, causal, attn_mask=_added(mask, query.dtype), scale=scale)
+    found = op(
+        grad,
+        query,
+        key,
+        value,
+        out,
+        lse,
+        0.0,
+        causal,
+        attn_mask=_additive_mask(mask, query.dtype),
+        scale=scale,
+    )
     return found[0][..., :wide], found[1][..., :wide], found[2][..., :narrow]
 
 
-def _eighths(*widths: int) -> int:
+def _multiple_of_8(*widths: int) -> int:
     return -(-max(widths) // 8) * 8
 
 
 def _flash(query: Any, key: Any, value: Any, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    width = _eighths(query.shape[-1], value.shape[-1])
-    given = [_wide(each, width) for each in (query, key, value)]
+    width = _multiple_of_8(query.shape[-1], value.shape[-1])
+    given = [_pad_width(each, width) for each in (query, key, value)]
     found = aten._scaled_dot_product_flash_attention(*given, 0.0, causal, False, scale=scale)
     return found[0][..., : value.shape[-1]], found[1]
 
@@ -295,18 +347,28 @@ def _flash_backward(
     grad: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     wide, narrow = query.shape[-1], value.shape[-1]
-    grad, query, key, value, out = (_wide(each, _eighths(wide, narrow)) for each in (grad, query, key, value, out))
+    grad, query, key, value, out = (
+        _pad_width(each, _multiple_of_8(wide, narrow)) for each in (grad, query, key, value, out)
+    )
     draws = torch.zeros(2, dtype=torch.uint64, device=query.device)  # where dropout would start from
     op, longest = aten._scaled_dot_product_flash_attention_backward, (query.shape[-2], key.shape[-2])
-    found = op(grad, query, key, value, out, lse, None, None, *longest, 0.0, causal, draws, draws[:0], scale=scale)
+    found = op(
+        grad, query, key, value, out, lse, None, None, *longest, 0.0, causal, draws, draws[:0], scale=scale
+    )
     return found[0][..., :wide], found[1][..., :wide], found[2][..., :narrow]
 
 
-def _efficient(query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    wide, narrow, heads = _eighths(query.shape[-1]), _eighths(value.shape[-1]), query.shape[1]
-    given = _wide(query, wide), _for_heads(_wide(key, wide), heads), _for_heads(_wide(value, narrow), heads)
+def _efficient(
+    query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wide, narrow, heads = _multiple_of_8(query.shape[-1]), _multiple_of_8(value.shape[-1]), query.shape[1]
+    given = (
+        _pad_width(query, wide),
+        _repeat_kv(_pad_width(key, wide), heads),
+        _repeat_kv(_pad_width(value, narrow), heads),
+    )
     op = aten._scaled_dot_product_efficient_attention
-    out, lse, *_ = op(*given, _aligned(mask, query, key), True, 0.0, causal, scale=scale)
+    out, lse, *_ = op(*given, _aligned_bias(mask, query, key), True, 0.0, causal, scale=scale)
     return out[..., : value.shape[-1]], lse[..., : query.shape[-2]]
 
 
@@ -314,26 +376,30 @@ def _efficient_backward(
     grad: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, mask: Any, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     wide, narrow, heads, groups = query.shape[-1], value.shape[-1], query.shape[1], key.shape[1]
-    bias = _aligned(mask, query, key)
-    query, key, value = _wide(query, _eighths(wide)), _wide(key, _eighths(wide)), _wide(value, _eighths(narrow))
-    grad, out = (_wide(each, value.shape[-1]).contiguous() for each in (grad, out))
+    bias = _aligned_bias(mask, query, key)
+    query, key, value = (
+        _pad_width(query, _multiple_of_8(wide)),
+        _pad_width(key, _multiple_of_8(wide)),
+        _pad_width(value, _multiple_of_8(narrow)),
+    )
+    grad, out = (_pad_width(each, value.shape[-1]).contiguous() for each in (grad, out))
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
     draws = torch.zeros((), dtype=torch.int64, device=query.device)
-    given = grad, query, _for_heads(key, heads), _for_heads(value, heads), bias, out, lse, draws, draws, 0.0
+    given = grad, query, _repeat_kv(key, heads), _repeat_kv(value, heads), bias, out, lse, draws, draws, 0.0
     op = aten._scaled_dot_product_efficient_attention_backward
     found = op(*given, (True, True, True, False), causal, scale=scale)
     of_key, of_value = (each.unflatten(1, (groups, -1)).sum(2) for each in found[1:3])
     return found[0][..., :wide], of_key[..., :wide], of_value[..., :narrow]
 
 
-def _for_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+def _repeat_kv(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     groups = tensor.shape[1]
     return tensor if groups == heads else tensor.repeat_interleave(heads // groups, 1)
 
 
-def _aligned(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+def _aligned_bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
     """The mask as the kernel wants it: rows that begin at multiples of 16 elements."""
-    bias = _added(mask, query.dtype)
+    bias = _additive_mask(mask, query.dtype)
     if bias is None:
         return None
     keys = key.shape[-2]

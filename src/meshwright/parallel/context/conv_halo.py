@@ -35,87 +35,129 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
-from meshwright.model.sequence_parallel.conv_call import Convolved
-from meshwright.model.tensor_parallel.layer_roles import NUMBERED
-from meshwright.plan.job.errors import Fault
+from meshwright.model.sequence_parallel.conv_call import ShardedConv1dCall
+from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.model_spec import NBYTES
-from meshwright.plan.model_spec.sequence_info import Convolve, Deal, Span, filled
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
+from meshwright.plan.model_spec.sequence_info import ConvSpec, SequenceSharding, TokenRange, with_padding
 from meshwright.plan.sharding.placement import R, S
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Transfer
 from meshwright.plan.strategy import Runtime
 
-LONG = 256  # a kernel that reaches over no more tokens is taken with shares of any length
+MAX_KERNEL_REACH = 256  # a kernel that reaches over no more tokens is taken with shares of any length
 
 
-def convolved(runtime: Runtime, axis: str, asked: Convolved) -> torch.Tensor:
+def convolve_with_halo(runtime: Runtime, axis: str, call: ShardedConv1dCall) -> torch.Tensor:
     """The convolution of the tokens that this rank runs, [.., channels, tokens]; their neighbours are on ranks of `axis`."""
-    space, known, share = runtime.plan.space, asked.known, asked.share
-    edges = _edges(asked.own, share.spans, known, space.deal.chunks)
-    dim, spans = edges.ndim - 1, filled(share.spans)
-    met = F.pad(runtime.move(edges, axis, S(dim), R), (0, 1))  # behind all, a zero for what is not in the row
-    columns = torch.tensor(_columns(space.deal, share.length, spans, (known.left, known.right)), device=met.device)
-    around, made, at = met.index_select(dim, columns).split([known.left, known.right] * len(spans), dim), [], 0
+    space, known, share = runtime.plan.sharding, call.conv_spec, call.token_shard
+    edges = _edges(call.local_input, share.spans, known, space.sequence_sharding.chunks)
+    dim, spans = edges.ndim - 1, with_padding(share.spans)
+    met = F.pad(
+        runtime.redistribute(edges, axis, S(dim), R), (0, 1)
+    )  # behind all, a zero for what is not in the row
+    columns = torch.tensor(
+        _halo_columns(space.sequence_sharding, share.length, spans, (known.left_halo, known.right_halo)),
+        device=met.device,
+    )
+    around, made, at = (
+        met.index_select(dim, columns).split([known.left_halo, known.right_halo] * len(spans), dim),
+        [],
+        0,
+    )
     for number, (begin, end) in enumerate(spans):
-        whole = torch.cat([around[2 * number], asked.own.narrow(dim, at, end - begin), around[2 * number + 1]], dim)
-        made.append(F.conv1d(whole, asked.given.weight, asked.given.bias, 1, 0, asked.given.dilation, asked.given.groups))
+        whole = torch.cat(
+            [around[2 * number], call.local_input.narrow(dim, at, end - begin), around[2 * number + 1]], dim
+        )
+        made.append(
+            F.conv1d(
+                whole,
+                call.arguments.weight,
+                call.arguments.bias,
+                1,
+                0,
+                call.arguments.dilation,
+                call.arguments.groups,
+            )
+        )
         at += end - begin
     return torch.cat(made, dim)
 
 
-def met_beside(space: Space, job: Job, axis: str, convolve: Convolve, rows: int) -> tuple[list[Transfer], list[Transfer]]:
+def halo_transfers(
+    sharding: ShardingPlan, job: Job, axis: str, convolve: ConvSpec, num_samples: int
+) -> tuple[list[Transfer], list[Transfer]]:
     """What one convolution of so many rows moves in a forward, and in a backward."""
-    ranks = space.mesh.size(axis)
-    if space.deal is None or ranks == 1 or not convolve.reach:
+    ranks = sharding.mesh.size(axis)
+    if sharding.sequence_sharding is None or ranks == 1 or not convolve.halo:
         return [], []
     dtype = job.precision.compute
-    nbytes = rows * convolve.width * convolve.reach * space.deal.chunks * NBYTES[dtype]
+    nbytes = (
+        num_samples
+        * convolve.token_numel
+        * convolve.halo
+        * sharding.sequence_sharding.max_ranges
+        * FLOAT_NBYTES[dtype]
+    )
     gather, scatter = (("all_gather", nbytes), ("reduce_scatter", nbytes * ranks))
     forth, back = (Transfer(act, (axis,), size, dtype=dtype) for act, size in (gather, scatter))
-    return [forth], [back] if convolve.needed else []
+    return [forth], [back] if convolve.needs_grad else []
 
 
-def convolution_faults(name: str, axis: str, space: Space, deal: Deal) -> Iterator[Fault]:
+def check_convolutions(
+    name: str, axis: str, sharding: ShardingPlan, sequence_sharding: SequenceSharding
+) -> Iterator[Diagnostic]:
     """What keeps the convolutions of this model from running on tokens that the technique `name` deals so."""
-    tokens, ranks = space.anatomy.tokens, space.mesh.size(axis)
-    found, striped = dict[str, list[str]](), deal.striped and deal.ranks > deal.inner
-    for each in tokens.convolves if tokens is not None and ranks > 1 else ():
-        if each.reach and striped:
+    tokens, ranks = sharding.model_spec.sequence_info, sharding.mesh.size(axis)
+    found, striped = (
+        dict[str, list[str]](),
+        sequence_sharding.striped and sequence_sharding.num_ranks > sequence_sharding.num_inner_ranks,
+    )
+    for each in tokens.conv_calls if tokens is not None and ranks > 1 else ():
+        if each.halo and striped:
             why = "convolves tokens, and a rank that gets them one by one has no neighbours"
-        elif each.reach > LONG and each.reach > (least := min(deal.counts(each.tokens))):
-            why = f"convolves tokens with a kernel that reaches over {each.reach}, and a rank has {least}"
+        elif each.halo > MAX_KERNEL_REACH and each.halo > (
+            least := min(sequence_sharding.num_tokens_by_rank(each.num_tokens))
+        ):
+            why = f"convolves tokens with a kernel that reaches over {each.halo}, and a rank has {least}"
         else:
             continue
-        found.setdefault(f"{NUMBERED.sub('*', each.module)} {why}", []).append(each.module)
+        found.setdefault(f"{LAYER_NUMBER.sub('*', each.module)} {why}", []).append(each.module)
     other = f"mesh.{axis} = 1 and mesh.dp_shard = {ranks} are as many ranks"
     for why, modules in found.items():
         more = f" (and {len(modules) - 1} more)" if len(modules) > 1 else ""
-        fix = f"deal tokens in chunks, without 'striped'; or {other}" if striped else f"deal tokens to fewer ranks; or {other}"
-        yield Fault(f"{why}{more}", fix, f"strategies.{name}")
+        fix = (
+            f"deal tokens in chunks, without 'striped'; or {other}"
+            if striped
+            else f"deal tokens to fewer ranks; or {other}"
+        )
+        yield Diagnostic(f"{why}{more}", fix, f"strategies.{name}")
 
 
-def _edges(own: torch.Tensor, spans: tuple[Span, ...], known: Convolve, chunks: int) -> torch.Tensor:
+def _edges(own: torch.Tensor, spans: tuple[TokenRange, ...], known: ConvSpec, chunks: int) -> torch.Tensor:
     """The last tokens of each span, and its first ones, [.., chunks * reach]; zeros where there are no so many."""
     parts, at = [own.narrow(-1, 0, 0)], 0  # so that a rank that has no tokens takes part in backward
     for begin, end in spans:
         mine = own.narrow(-1, at, end - begin)
-        late, early = min(known.left, end - begin), min(known.right, end - begin)
-        parts.append(F.pad(mine.narrow(-1, end - begin - late, late), (known.left - late, 0)))
-        parts.append(F.pad(mine.narrow(-1, 0, early), (0, known.right - early)))
+        late, early = min(known.left_halo, end - begin), min(known.right_halo, end - begin)
+        parts.append(F.pad(mine.narrow(-1, end - begin - late, late), (known.left_halo - late, 0)))
+        parts.append(F.pad(mine.narrow(-1, 0, early), (0, known.right_halo - early)))
         at += end - begin
-    parts.append(own.new_zeros((*own.shape[:-1], (chunks - len(spans)) * known.reach)))
+    parts.append(own.new_zeros((*own.shape[:-1], (chunks - len(spans)) * known.halo)))
     return torch.cat(parts, -1)
 
 
 @lru_cache(maxsize=256)  # every convolution asks for it in every forward
-def _columns(deal: Deal, length: int, spans: tuple[Span, ...], around: tuple[int, int]) -> tuple[int, ...]:
+def _halo_columns(
+    deal: SequenceSharding, length: int, spans: tuple[TokenRange, ...], around: tuple[int, int]
+) -> tuple[int, ...]:
     """Where among the edges of all ranks the tokens stand that are before and behind each of `spans`; behind all: nowhere."""
     left, right = around
     dealt = [
-        (span, (rank * deal.chunks + number) * (left + right))
-        for rank in range(deal.ranks)
-        for number, span in enumerate(deal.spans(length, rank))
+        (span, (rank * deal.max_ranges + number) * (left + right))
+        for rank in range(deal.num_ranks)
+        for number, span in enumerate(deal.token_ranges(length, rank))
     ]
 
     def before(position: int) -> int:
@@ -124,7 +166,7 @@ def _columns(deal: Deal, length: int, spans: tuple[Span, ...], around: tuple[int
     def behind(position: int) -> int:
         return next(at + left + position - begin for (begin, end), at in dealt if begin <= position < end)
 
-    found, nowhere = list[int](), deal.ranks * deal.chunks * (left + right)
+    found, nowhere = list[int](), deal.num_ranks * deal.max_ranges * (left + right)
     for begin, end in spans:
         found += [before(each) if each >= 0 else nowhere for each in range(begin - left, begin)]
         found += [behind(each) if each < length else nowhere for each in range(end, end + right)]

@@ -32,108 +32,161 @@ from typing import ClassVar, Literal
 
 import torch
 
-from meshwright.model.sequence_parallel.attention_call import Asked
-from meshwright.parallel.context.attention_inputs import Circle, fitted, kept
-from meshwright.parallel.context.conv_halo import convolved
-from meshwright.parallel.context.head_exchange import Exchange, Needs, exchanged, head_faults
-from meshwright.parallel.context.mask_blocks import Recent
-from meshwright.parallel.context.memory_model import of_exchange, of_ring, with_room
-from meshwright.parallel.context.ring import dealt, ring_faults, rounding, shifts, travelling
-from meshwright.parallel.context.ring_attention import around
-from meshwright.parallel.context.sequence_sharding import AXIS, Deals, local_heads, met, token_faults
-from meshwright.plan.job.errors import Fault
+from meshwright.model.sequence_parallel.attention_call import ShardedAttentionCall
+from meshwright.parallel.context.attention_inputs import AttentionRing, attention_inputs, dropout_keep_mask
+from meshwright.parallel.context.conv_halo import convolve_with_halo
+from meshwright.parallel.context.head_exchange import (
+    HeadExchange,
+    KVHeadAssignment,
+    check_heads,
+    exchange_transfers,
+)
+from meshwright.parallel.context.mask_blocks import MaskCache
+from meshwright.parallel.context.memory_model import add_attention_memory, exchange_memory, ring_memory
+from meshwright.parallel.context.ring import (
+    check_ring,
+    comm_rounding,
+    in_flight_nbytes,
+    ring_sharding,
+    ring_transfers,
+)
+from meshwright.parallel.context.ring_attention import ring_attention
+from meshwright.parallel.context.sequence_sharding import (
+    CP_AXIS,
+    ContextParallel,
+    add_attention_comm,
+    check_sequence_sharding,
+    local_heads,
+)
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.sequence_info import Attend, Deal
+from meshwright.plan.model_spec.sequence_info import AttentionSpec, SequenceSharding
 from meshwright.plan.sharding.mesh import divisors
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Program, Transfer
-from meshwright.plan.step.single_device import added_along
+from meshwright.plan.step.single_device import reduce_totals_along
 from meshwright.plan.strategy import Handler, Runtime
 
 
 @dataclass(frozen=True)
-class Hybrid(Deals):
+class HybridContextParallel(ContextParallel):
     """Tokens of each sample dealt along `axis`: `inner` neighbours exchange them for heads, whose keys travel round the rest."""
 
     name: ClassVar[str] = "hybrid"
-    inner: int = 2
-    balance: Literal["zigzag", "contiguous", "striped"] = "zigzag"
-    wire: Literal["", "bfloat16"] = ""
+    ulysses_degree: int = 2
+    load_balance: Literal["zigzag", "contiguous", "striped"] = "zigzag"
+    comm_dtype: Literal["", "bfloat16"] = ""
 
     @property
     def exact(self) -> bool:  # type: ignore[override]  # it depends on a field
         """Whether keys and values travel as they are."""
-        return not self.wire
+        return not self.comm_dtype
 
-    def tolerance(self, space: Space) -> float:
-        return rounding(space, self.wire)
+    def tolerance(self, sharding: ShardingPlan) -> float:
+        return comm_rounding(sharding, self.comm_dtype)
 
-    def check(self, job: Job, space: Space) -> Iterator[Fault]:
-        yield from token_faults(self.name, self.axis, space, self.deal)
-        if self.axis == AXIS and not self._divides(space):
-            ranks = space.mesh.size(AXIS)
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        yield from check_sequence_sharding(self.name, self.axis, sharding, self.sequence_sharding)
+        if self.axis == CP_AXIS and not self._is_divisible(sharding):
+            ranks = sharding.mesh.size(CP_AXIS)
             sizes = " or ".join(map(str, divisors(ranks)))
-            text = f"inner = {self.inner}, and {AXIS} has {ranks} ranks, which are to be groups of so many neighbours"
-            yield Fault(text, f"set inner to {sizes}", f"strategies.{self.name}.inner")
-        yield from ring_faults(self.name, self.balance, self.wire)
+            text = f"inner = {self.ulysses_degree}, and {CP_AXIS} has {ranks} ranks, which are to be groups of so many neighbours"
+            yield Diagnostic(text, f"set inner to {sizes}", f"strategies.{self.name}.inner")
+        yield from check_ring(self.name, self.load_balance, self.comm_dtype)
 
-    def partners(self, space: Space) -> Iterator[Fault]:
-        if self.axis == AXIS and self._divides(space):
-            yield from head_faults(space, self.name, self.inner, "inner", divisors(space.mesh.size(AXIS)))
+    def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        if self.axis == CP_AXIS and self._is_divisible(sharding):
+            yield from check_heads(
+                sharding, self.name, self.ulysses_degree, "inner", divisors(sharding.mesh.size(CP_AXIS))
+            )
 
-    def deal(self, ranks: int) -> Deal:
-        return dealt(self.balance, ranks, self.inner if self.inner > 0 and ranks % self.inner == 0 else 1)
+    def sequence_sharding(self, num_ranks: int) -> SequenceSharding:
+        return ring_sharding(
+            self.load_balance,
+            num_ranks,
+            self.ulysses_degree if self.ulysses_degree > 0 and num_ranks % self.ulysses_degree == 0 else 1,
+        )
 
-    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
-        deal = self.deal(space.mesh.size(self.axis))
+    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+        deal = self.sequence_sharding(sharding.mesh.size(self.axis))
 
-        def forth(attend: Attend, rows: int) -> list[Transfer]:
-            taken, given, *_ = exchanged(space, job, self.axis, deal, attend, rows)
-            return taken + self._shifts(space, job, attend, rows)[0] + given
+        def forth(attend: AttentionSpec, rows: int) -> list[Transfer]:
+            taken, given, *_ = exchange_transfers(sharding, job, self.axis, deal, attend, rows)
+            return taken + self._ring_transfers(sharding, job, attend, rows)[0] + given
 
-        def back(attend: Attend, rows: int) -> list[Transfer]:
-            *_, of_given, of_taken = exchanged(space, job, self.axis, deal, attend, rows)
-            return of_given + self._shifts(space, job, attend, rows)[1] + of_taken
+        def back(attend: AttentionSpec, rows: int) -> list[Transfer]:
+            *_, of_given, of_taken = exchange_transfers(sharding, job, self.axis, deal, attend, rows)
+            return of_given + self._ring_transfers(sharding, job, attend, rows)[1] + of_taken
 
-        program = added_along(met(program, space, job, forth, back), self.axis)
-        of = partial(of_exchange if deal.inner > 1 else of_ring, space, job, deal)  # groups of one exchange nothing
-        return with_room(program, space, job, partial(travelling, deal.ranks // deal.inner), of)
+        program = reduce_totals_along(add_attention_comm(program, sharding, job, forth, back), self.axis)
+        of = partial(
+            exchange_memory if deal.num_inner_ranks > 1 else ring_memory, sharding, job, deal
+        )  # groups of one exchange nothing
+        return add_attention_memory(
+            program, sharding, job, partial(in_flight_nbytes, deal.num_ranks // deal.num_inner_ranks), of
+        )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        exchange = Exchange.along(self.axis, self.deal(runtime.plan.space.mesh.size(self.axis)), runtime)
-        runtime.convolve(partial(convolved, runtime, self.axis))
-        runtime.attend(partial(self._answer, runtime, exchange, Recent()))
+        exchange = HeadExchange.along_axis(
+            self.axis, self.sequence_sharding(runtime.plan.sharding.mesh.size(self.axis)), runtime
+        )
+        runtime.set_convolution(partial(convolve_with_halo, runtime, self.axis))
+        runtime.set_attention(partial(self._attention, runtime, exchange, MaskCache()))
         return {}
 
-    def _answer(self, runtime: Runtime, exchange: Exchange, recent: Recent, asked: Asked) -> torch.Tensor:
+    def _attention(
+        self, runtime: Runtime, exchange: HeadExchange, recent: MaskCache, asked: ShardedAttentionCall
+    ) -> torch.Tensor:
         """[.., heads, own queries, width of values]."""
-        given, deal = fitted(asked, self.name), exchange.deal
-        mine = exchange.taken(given, asked, self.name)
-        said = {"scale": asked.scale, "causal": asked.causal, "drop": given.drop}
-        circle = recent.circle(
-            (asked.queries.length, asked.keys.length, *said.values()),
-            lambda: Circle(
-                index=exchange.index // deal.inner,
-                queries=deal.together(asked.queries.length, exchange.index),
-                keys=tuple(deal.together(asked.keys.length, first) for first in range(0, deal.ranks, deal.inner)),
-                shift=lambda output, tensor: runtime.shift(output, tensor, self.axis, by=deal.inner),
-                wire=torch.bfloat16 if self.wire else None,
+        given, deal = attention_inputs(asked, self.name), exchange.sequence_sharding
+        mine = exchange.gather_inputs(given, asked, self.name)
+        said = {"scale": asked.scale, "causal": asked.is_causal, "dropout_p": given.dropout_p}
+        circle = recent.ring(
+            (asked.query_shard.length, asked.key_shard.length, *said.values()),
+            lambda: AttentionRing(
+                index=exchange.index // deal.num_inner_ranks,
+                query_spans=deal.inner_group_ranges(asked.query_shard.length, exchange.index),
+                key_spans=tuple(
+                    deal.inner_group_ranges(asked.key_shard.length, first)
+                    for first in range(0, deal.num_ranks, deal.num_inner_ranks)
+                ),
+                shift=lambda output, tensor: runtime.shift(
+                    output, tensor, self.axis, offset=deal.num_inner_ranks
+                ),
+                comm_dtype=torch.bfloat16 if self.comm_dtype else None,
                 **said,
             ),
         )
-        keep = kept(asked, circle.queries, exchange.heads(given))
-        view = recent.view(circle, mine.mask, mine.query.device, asked.mask, keeps=asked.queries.keeps)
-        out = around(circle, mine.query, mine.key, mine.value, mine.mask, keep, view)
-        return given.back(exchange.to_tokens(out, asked.queries.length))
+        keep = dropout_keep_mask(asked, circle.query_spans, exchange.head_range(given))
+        view = recent.block_mask(
+            circle, mine.mask, mine.query.device, asked.mask, cacheable=asked.query_shard.caches_slices
+        )
+        out = ring_attention(circle, mine.query, mine.key, mine.value, mine.mask, keep, view)
+        return given.restore_shape(exchange.to_tokens(out, asked.query_shard.length))
 
-    def _shifts(self, space: Space, job: Job, attend: Attend, rows: int) -> tuple[list[Transfer], list[Transfer]]:
+    def _ring_transfers(
+        self, space: ShardingPlan, job: Job, attend: AttentionSpec, rows: int
+    ) -> tuple[list[Transfer], list[Transfer]]:
         """Those of one forward, and of one backward."""
-        deal = self.deal(space.mesh.size(self.axis))
+        deal = self.sequence_sharding(space.mesh.size(self.axis))
         heads, groups = local_heads(space, attend)
-        needs, counts = Needs.of(heads, groups, deal.inner), deal.counts(attend.keys)
-        most = max(sum(counts[first : first + deal.inner]) for first in range(0, deal.ranks, deal.inner))
-        numel = rows * (heads // deal.inner if needs.uses else needs.most) * most * (attend.width + attend.values)
-        return shifts(numel, deal.ranks // deal.inner - 1, self.axis, self.wire, job)
+        needs, counts = (
+            KVHeadAssignment.for_heads(heads, groups, deal.num_inner_ranks),
+            deal.num_tokens_by_rank(attend.key_len),
+        )
+        most = max(
+            sum(counts[first : first + deal.num_inner_ranks])
+            for first in range(0, deal.num_ranks, deal.num_inner_ranks)
+        )
+        numel = (
+            rows
+            * (heads // deal.num_inner_ranks if needs.used_heads else needs.num_sent)
+            * most
+            * (attend.head_dim + attend.value_head_dim)
+        )
+        return ring_transfers(
+            numel, deal.num_ranks // deal.num_inner_ranks - 1, self.axis, self.comm_dtype, job
+        )
 
-    def _divides(self, space: Space) -> bool:
-        return self.inner > 0 and space.mesh.size(AXIS) % self.inner == 0
+    def _is_divisible(self, space: ShardingPlan) -> bool:
+        return self.ulysses_degree > 0 and space.mesh.size(CP_AXIS) % self.ulysses_degree == 0

@@ -11,71 +11,110 @@ fullest moment of a backward may well be another.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from meshwright.parallel.context.head_exchange import Needs
+from meshwright.parallel.context.head_exchange import KVHeadAssignment
 from meshwright.parallel.context.sequence_sharding import local_heads
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.model_spec import NBYTES
-from meshwright.plan.model_spec.sequence_info import Attend, Deal
-from meshwright.plan.sharding.sharding_plan import Space
-from meshwright.plan.step.action import Action, Program, with_more
-from meshwright.plan.step.activation_memory import taken
-from meshwright.plan.step.single_device import BACKWARDS, FORWARDS, SCRATCH, inside, micro_rows
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
+from meshwright.plan.model_spec.sequence_info import AttentionSpec, SequenceSharding
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.step.action import Action, Program, with_extra_memory
+from meshwright.plan.step.activation_memory import activation_memory
+from meshwright.plan.step.single_device import (
+    FORWARD_KINDS,
+    INPUT_GRAD_KINDS,
+    SCRATCH,
+    samples_per_microbatch,
+    saved_activations_name,
+)
 
 
 @dataclass(frozen=True)
-class Room:
+class AttentionMemory:
     """Bytes of one visit in a micro-batch: kept inside, and on top in its backward."""
 
-    inside: int = 0
-    on_top: int = 0
+    saved_nbytes: int = 0
+    backward_nbytes: int = 0
 
 
-def of_ring(space: Space, job: Job, deal: Deal, attend: Attend, rows: int) -> Room:
-    """What a ring adds to one call of attention: its output is copied for the product behind, which may write into that."""
-    heads, _ = local_heads(space, attend)
-    return Room(rows * max(deal.counts(attend.queries)) * heads * attend.values * NBYTES[job.precision.compute])
-
-
-def of_exchange(space: Space, job: Job, deal: Deal, attend: Attend, rows: int) -> Room:
-    """What an exchange of tokens for heads adds to one call of attention."""
-    if deal.inner == 1:
-        return Room()
-    heads, groups = local_heads(space, attend)
-    needs, keys = Needs.of(heads, groups, deal.inner), rows * max(deal.counts(attend.keys)) * NBYTES[job.precision.compute]
-    sent = heads if needs.uses else deal.inner * needs.most
-    more = keys * (sent - groups) * (attend.width + attend.values)
-    return Room(more + of_ring(space, job, deal, attend, rows).inside, more)
-
-
-def with_room(
-    program: Program,
-    space: Space,
+def ring_memory(
+    sharding: ShardingPlan,
     job: Job,
-    travelling: Callable[[Action], int] = lambda action: 0,
-    of: Callable[[Attend, int], Room] = lambda attend, rows: Room(),
+    sequence_sharding: SequenceSharding,
+    attend: AttentionSpec,
+    num_samples: int,
+) -> AttentionMemory:
+    """What a ring adds to one call of attention: its output is copied for the product behind, which may write into that."""
+    heads, _ = local_heads(sharding, attend)
+    return AttentionMemory(
+        num_samples
+        * max(sequence_sharding.num_tokens_by_rank(attend.query_len))
+        * heads
+        * attend.value_head_dim
+        * FLOAT_NBYTES[job.precision.compute]
+    )
+
+
+def exchange_memory(
+    sharding: ShardingPlan,
+    job: Job,
+    sequence_sharding: SequenceSharding,
+    attend: AttentionSpec,
+    num_samples: int,
+) -> AttentionMemory:
+    """What an exchange of tokens for heads adds to one call of attention."""
+    if sequence_sharding.num_inner_ranks == 1:
+        return AttentionMemory()
+    heads, groups = local_heads(sharding, attend)
+    needs, keys = (
+        KVHeadAssignment.for_heads(heads, groups, sequence_sharding.num_inner_ranks),
+        num_samples
+        * max(sequence_sharding.num_tokens_by_rank(attend.key_len))
+        * FLOAT_NBYTES[job.precision.compute],
+    )
+    sent = heads if needs.used_heads else sequence_sharding.num_inner_ranks * needs.num_sent
+    more = keys * (sent - groups) * (attend.head_dim + attend.value_head_dim)
+    return AttentionMemory(
+        more + ring_memory(sharding, job, sequence_sharding, attend, num_samples).saved_nbytes, more
+    )
+
+
+def add_attention_memory(
+    program: Program,
+    sharding: ShardingPlan,
+    job: Job,
+    in_flight_nbytes: Callable[[Action], int] = lambda action: 0,
+    memory_of: Callable[[AttentionSpec, int], AttentionMemory] = lambda attend, rows: AttentionMemory(),
 ) -> Program:
     """`program` with this memory: `of` a call of attention on so many rows, and what is `travelling` in a backward."""
-    tokens = (space.whole or space).anatomy.tokens
+    tokens = (sharding.all_ranks or sharding).model_spec.sequence_info
 
     def roomy(actions: list[Action]) -> list[Action]:
-        rows = micro_rows(actions, space, job)
-        known, rooms = taken(space, job, rows), dict[str, Room]()
-        for attend in tokens.attends if tokens is not None else ():
-            before, own = rooms.get(attend.visit, Room()), of(attend, rows)
-            rooms[attend.visit] = Room(before.inside + own.inside, max(before.on_top, own.on_top))
-        return [_roomy(action, rooms.get(action.subject), known, travelling) for action in actions]
+        rows = samples_per_microbatch(actions, sharding, job)
+        known, rooms = activation_memory(sharding, job, rows), dict[str, AttentionMemory]()
+        for attend in tokens.attention_calls if tokens is not None else ():
+            before, own = rooms.get(attend.block_call, AttentionMemory()), memory_of(attend, rows)
+            rooms[attend.block_call] = AttentionMemory(
+                before.saved_nbytes + own.saved_nbytes, max(before.backward_nbytes, own.backward_nbytes)
+            )
+        return [
+            _with_memory(action, rooms.get(action.subject), known, in_flight_nbytes) for action in actions
+        ]
 
     return program.edit(roomy)
 
 
-def _roomy(action: Action, room: Room | None, known: dict, travelling: Callable[[Action], int]) -> Action:
+def _with_memory(
+    action: Action, room: AttentionMemory | None, known: dict, travelling: Callable[[Action], int]
+) -> Action:
     if room is None:
         return action
-    if action.kind in FORWARDS:
-        return with_more(action, inside(action.subject, action.micro), room.inside)
-    held = next((hold.nbytes for hold in action.takes if hold.name == SCRATCH), None)
-    if action.kind not in BACKWARDS or held is None:
+    if action.kind in FORWARD_KINDS:
+        return with_extra_memory(
+            action, saved_activations_name(action.subject, action.microbatch), room.saved_nbytes
+        )
+    held = next((hold.nbytes for hold in action.allocations if hold.name == SCRATCH), None)
+    if action.kind not in INPUT_GRAD_KINDS or held is None:
         return action
     late = known[action.subject].attending if action.subject in known else None
-    on_top = room.on_top + travelling(action)
-    return with_more(action, SCRATCH, on_top if late is None else max(0, late + on_top - held))
+    on_top = room.backward_nbytes + travelling(action)
+    return with_extra_memory(action, SCRATCH, on_top if late is None else max(0, late + on_top - held))

@@ -44,126 +44,173 @@ from typing import ClassVar, Literal
 
 import torch
 
-from meshwright.model.sequence_parallel.attention_call import Asked
-from meshwright.parallel.context.attention_inputs import Circle, fitted, kept
-from meshwright.parallel.context.conv_halo import convolved
-from meshwright.parallel.context.mask_blocks import Recent
-from meshwright.parallel.context.memory_model import of_ring, with_room
-from meshwright.parallel.context.ring_attention import around
-from meshwright.parallel.context.sequence_sharding import Deals, local_heads, met, token_faults
-from meshwright.plan.job.errors import Fault, nearest
+from meshwright.model.sequence_parallel.attention_call import ShardedAttentionCall
+from meshwright.parallel.context.attention_inputs import AttentionRing, attention_inputs, dropout_keep_mask
+from meshwright.parallel.context.conv_halo import convolve_with_halo
+from meshwright.parallel.context.mask_blocks import MaskCache
+from meshwright.parallel.context.memory_model import add_attention_memory, ring_memory
+from meshwright.parallel.context.ring_attention import ring_attention
+from meshwright.parallel.context.sequence_sharding import (
+    ContextParallel,
+    add_attention_comm,
+    check_sequence_sharding,
+    local_heads,
+)
+from meshwright.plan.job.errors import Diagnostic, suggest_name
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.model_spec import NBYTES
-from meshwright.plan.model_spec.sequence_info import Attend, Deal
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
+from meshwright.plan.model_spec.sequence_info import AttentionSpec, SequenceSharding
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer
-from meshwright.plan.step.single_device import added_along
+from meshwright.plan.step.single_device import reduce_totals_along
 from meshwright.plan.strategy import Handler, Runtime
 
-BALANCES = ("zigzag", "contiguous", "striped")
-WIRES = ("", "bfloat16")
+LOAD_BALANCES = ("zigzag", "contiguous", "striped")
+COMM_DTYPES = ("", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Ring(Deals):
+class RingAttention(ContextParallel):
     """Tokens of each sample dealt along `axis`; keys and values travel round it, in the dtype `wire` where that is not empty."""
 
     name: ClassVar[str] = "ring"
-    balance: Literal["zigzag", "contiguous", "striped"] = "zigzag"
-    wire: Literal["", "bfloat16"] = ""
+    load_balance: Literal["zigzag", "contiguous", "striped"] = "zigzag"
+    comm_dtype: Literal["", "bfloat16"] = ""
 
     @property
     def exact(self) -> bool:  # type: ignore[override]  # it depends on a field
         """Whether keys and values travel as they are."""
-        return not self.wire
+        return not self.comm_dtype
 
-    def tolerance(self, space: Space) -> float:
-        return rounding(space, self.wire)
+    def tolerance(self, sharding: ShardingPlan) -> float:
+        return comm_rounding(sharding, self.comm_dtype)
 
-    def check(self, job: Job, space: Space) -> Iterator[Fault]:
-        yield from token_faults(self.name, self.axis, space, self.deal)
-        yield from ring_faults(self.name, self.balance, self.wire)
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        yield from check_sequence_sharding(self.name, self.axis, sharding, self.sequence_sharding)
+        yield from check_ring(self.name, self.load_balance, self.comm_dtype)
 
-    def deal(self, ranks: int) -> Deal:
-        return dealt(self.balance, ranks)
+    def sequence_sharding(self, num_ranks: int) -> SequenceSharding:
+        return ring_sharding(self.load_balance, num_ranks)
 
-    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
-        forth, back = (partial(moves, space, job) for moves in (self._forth, self._back))
-        program = added_along(met(program, space, job, forth, back), self.axis)
-        ranks = space.mesh.size(self.axis)
-        return with_room(program, space, job, partial(travelling, ranks), partial(of_ring, space, job, self.deal(ranks)))
+    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+        forth, back = (
+            partial(moves, sharding, job) for moves in (self._forward_transfers, self._backward_transfers)
+        )
+        program = reduce_totals_along(add_attention_comm(program, sharding, job, forth, back), self.axis)
+        ranks = sharding.mesh.size(self.axis)
+        return add_attention_memory(
+            program,
+            sharding,
+            job,
+            partial(in_flight_nbytes, ranks),
+            partial(ring_memory, sharding, job, self.sequence_sharding(ranks)),
+        )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        runtime.convolve(partial(convolved, runtime, self.axis))
-        runtime.attend(partial(self._answer, runtime, Recent()))
+        runtime.set_convolution(partial(convolve_with_halo, runtime, self.axis))
+        runtime.set_attention(partial(self._attention, runtime, MaskCache()))
         return {}
 
-    def _forth(self, space: Space, job: Job, attend: Attend, rows: int) -> list[Transfer]:
+    def _forward_transfers(
+        self, space: ShardingPlan, job: Job, attend: AttentionSpec, rows: int
+    ) -> list[Transfer]:
         """The shifts of one forward: keys and values."""
-        return self._shifts(space, job, attend, rows)[0]
+        return self._ring_transfers(space, job, attend, rows)[0]
 
-    def _back(self, space: Space, job: Job, attend: Attend, rows: int) -> list[Transfer]:
+    def _backward_transfers(
+        self, space: ShardingPlan, job: Job, attend: AttentionSpec, rows: int
+    ) -> list[Transfer]:
         """Those of one backward."""
-        return self._shifts(space, job, attend, rows)[1]
+        return self._ring_transfers(space, job, attend, rows)[1]
 
-    def _shifts(self, space: Space, job: Job, attend: Attend, rows: int) -> tuple[list[Transfer], list[Transfer]]:
+    def _ring_transfers(
+        self, space: ShardingPlan, job: Job, attend: AttentionSpec, rows: int
+    ) -> tuple[list[Transfer], list[Transfer]]:
         ranks = space.mesh.size(self.axis)
-        most = max(self.deal(ranks).counts(attend.keys))
+        most = max(self.sequence_sharding(ranks).num_tokens_by_rank(attend.key_len))
         _, groups = local_heads(space, attend)
-        return shifts(rows * groups * most * (attend.width + attend.values), ranks - 1, self.axis, self.wire, job)
+        return ring_transfers(
+            rows * groups * most * (attend.head_dim + attend.value_head_dim),
+            ranks - 1,
+            self.axis,
+            self.comm_dtype,
+            job,
+        )
 
-    def _answer(self, runtime: Runtime, recent: Recent, asked: Asked) -> torch.Tensor:
-        given, space = fitted(asked, self.name), runtime.plan.space
-        deal = self.deal(space.mesh.size(self.axis))
-        said = {"scale": asked.scale, "causal": asked.causal, "drop": given.drop}
-        circle = recent.circle(
-            (asked.queries.length, asked.keys.length, *said.values()),
-            lambda: Circle(
+    def _attention(self, runtime: Runtime, recent: MaskCache, asked: ShardedAttentionCall) -> torch.Tensor:
+        given, space = attention_inputs(asked, self.name), runtime.plan.sharding
+        deal = self.sequence_sharding(space.mesh.size(self.axis))
+        said = {"scale": asked.scale, "causal": asked.is_causal, "dropout_p": given.dropout_p}
+        circle = recent.ring(
+            (asked.query_shard.length, asked.key_shard.length, *said.values()),
+            lambda: AttentionRing(
                 index=dict(space.coordinate)[self.axis],
-                queries=asked.queries.spans,
-                keys=tuple(deal.spans(asked.keys.length, index) for index in range(deal.ranks)),
+                query_spans=asked.query_shard.spans,
+                key_spans=tuple(
+                    deal.token_ranges(asked.key_shard.length, index) for index in range(deal.num_ranks)
+                ),
                 shift=lambda output, tensor: runtime.shift(output, tensor, self.axis),
-                wire=torch.bfloat16 if self.wire else None,
+                comm_dtype=torch.bfloat16 if self.comm_dtype else None,
                 **said,
             ),
         )
-        keep, keeps = kept(asked, circle.queries), asked.queries.keeps
-        view = recent.view(circle, given.mask, given.query.device, asked.mask, keeps=keeps)
-        return given.back(around(circle, given.query, given.key, given.value, given.mask, keep, view))
+        keep, keeps = dropout_keep_mask(asked, circle.query_spans), asked.query_shard.caches_slices
+        view = recent.block_mask(circle, given.mask, given.query.device, asked.mask, cacheable=keeps)
+        return given.restore_shape(
+            ring_attention(circle, given.query, given.key, given.value, given.mask, keep, view)
+        )
 
 
-def dealt(balance: str, ranks: int, inner: int = 1) -> Deal:
+def ring_sharding(load_balance: str, num_ranks: int, ulysses_degree: int = 1) -> SequenceSharding:
     """The deal of that name."""
-    return Deal(ranks, inner, folded=balance == "zigzag", striped=balance == "striped")
+    return SequenceSharding(
+        num_ranks, ulysses_degree, zigzag=load_balance == "zigzag", striped=load_balance == "striped"
+    )
 
 
-def ring_faults(name: str, balance: str, wire: str) -> Iterator[Fault]:
+def check_ring(name: str, load_balance: str, comm_dtype: str) -> Iterator[Diagnostic]:
     """What is wrong with what the technique `name` is told of its ring."""
-    if balance not in BALANCES:
-        yield Fault(f"balance = '{balance}'", nearest(balance, BALANCES), f"strategies.{name}.balance")
-    if wire not in WIRES:
-        text = f"keys and values cannot travel in '{wire}'"
-        yield Fault(text, 'write wire = "bfloat16", or leave it out: they travel as they are', f"strategies.{name}.wire")
+    if load_balance not in LOAD_BALANCES:
+        yield Diagnostic(
+            f"balance = '{load_balance}'",
+            suggest_name(load_balance, LOAD_BALANCES),
+            f"strategies.{name}.balance",
+        )
+    if comm_dtype not in COMM_DTYPES:
+        text = f"keys and values cannot travel in '{comm_dtype}'"
+        yield Diagnostic(
+            text,
+            'write wire = "bfloat16", or leave it out: they travel as they are',
+            f"strategies.{name}.wire",
+        )
 
 
-def rounding(space: Space, wire: str) -> float:
+def comm_rounding(sharding: ShardingPlan, comm_dtype: str) -> float:
     """How far off what a model computes may be where keys and values travel in `wire` (see above)."""
-    tokens = (space.whole or space).anatomy.tokens
-    return 4 * 2.0**-9 * len(tokens.attends) if wire and tokens is not None else 0.0
+    tokens = (sharding.all_ranks or sharding).model_spec.sequence_info
+    return 4 * 2.0**-9 * len(tokens.attention_calls) if comm_dtype and tokens is not None else 0.0
 
 
-def shifts(numel: int, steps: int, axis: str, wire: str, job: Job) -> tuple[list[Transfer], list[Transfer]]:
+def ring_transfers(
+    numel: int, num_steps: int, axis: str, comm_dtype: str, job: Job
+) -> tuple[list[Transfer], list[Transfer]]:
     """Those of one forward and of one backward round a ring of so many steps; each message has `numel` elements.
 
     Backwards each message of gradients stands behind the next one of keys and values.
     """
     wide = "float64" if job.precision.compute == "float64" else "float32"
-    dtypes = (wire or job.precision.compute, wide)
-    keys, gradients = ([Transfer("shift", (axis,), numel * NBYTES[dtype], dtype=dtype)] * steps for dtype in dtypes)
-    return keys, [*keys[:1], *(each for pair in zip(keys[1:], gradients, strict=False) for each in pair), *gradients[:1]]
+    dtypes = (comm_dtype or job.precision.compute, wide)
+    keys, gradients = (
+        [Transfer("shift", (axis,), numel * FLOAT_NBYTES[dtype], dtype=dtype)] * num_steps for dtype in dtypes
+    )
+    return keys, [
+        *keys[:1],
+        *(each for pair in zip(keys[1:], gradients, strict=False) for each in pair),
+        *gradients[:1],
+    ]
 
 
-def travelling(ranks: int, action: Action) -> int:
+def in_flight_nbytes(num_ranks: int, action: Action) -> int:
     """Bytes that travel in a backward, in a ring of so many ranks: messages of keys, home, and those of gradients."""
-    sent = [move.nbytes for move in action.inner if move.collective == "shift"]
-    return 2 * sent[0] + min(ranks + 1, 4) * sent[-1] if sent else 0
+    sent = [move.nbytes for move in action.inner_transfers if move.collective == "shift"]
+    return 2 * sent[0] + min(num_ranks + 1, 4) * sent[-1] if sent else 0

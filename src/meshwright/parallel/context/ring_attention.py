@@ -21,19 +21,26 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from meshwright.parallel.context.attention_inputs import Circle, Pair, View
-from meshwright.parallel.context.attention_kernel import NEVER, Thin, attend, attend_backward, merge, sums_in
-from meshwright.parallel.context.mask_blocks import Neighbours, Recent, columns
+from meshwright.parallel.context.attention_inputs import AttentionRing, BlockMask, QueryKeyBlock
+from meshwright.parallel.context.attention_kernel import (
+    NEG_INF,
+    AttentionDropout,
+    accumulation_dtype,
+    attention,
+    attention_backward,
+    merge_outputs,
+)
+from meshwright.parallel.context.mask_blocks import IntervalMask, MaskCache, select_columns
 
 
-def around(
-    circle: Circle,
+def ring_attention(
+    ring: AttentionRing,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
     keep: torch.Tensor | None = None,
-    view: View | None = None,
+    block_mask: BlockMask | None = None,
 ) -> Any:
     """The attention of this rank's queries, [B, H, n, d], to the keys and values of all, [B, H, n, e]; differentiable.
 
@@ -41,17 +48,28 @@ def around(
     order of positions, [B or 1, H or 1, n or 1, all keys]: bool, or float to add. `keep`, bool [B, H, n, all keys], says which
     weights dropout leaves. `view` is what queries look at through the mask, where that is known. All ranks of the ring call this.
     """
-    view = view or Recent().view(circle, mask, query.device)
-    return _Around.apply(query, key, value, None if isinstance(view, Neighbours) else mask, keep, circle, view)
+    block_mask = block_mask or MaskCache().block_mask(ring, mask, query.device)
+    return _RingAttentionFunction.apply(
+        query, key, value, None if isinstance(block_mask, IntervalMask) else mask, keep, ring, block_mask
+    )
 
 
-class _Around(torch.autograd.Function):
+class _RingAttentionFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any, keep: Any, circle: Circle, view: View) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any,
+        keep: Any,
+        circle: AttentionRing,
+        view: BlockMask,
+    ) -> torch.Tensor:
         with torch.autocast(query.device.type, enabled=False):
             out, lse = _forward(circle, query, key, value, (mask, keep), view)
-        out, above = out.to(query.dtype), view.above((0, query.shape[2]))
-        ctx.circle, ctx.view = circle, view
+        out, above = out.to(query.dtype), view.row_offset((0, query.shape[2]))
+        ctx.ring, ctx.view = circle, view
         # torch's kernel keeps lse as it is, with what a mask has added to a row; its products and softmax keep the weights
         ctx.rounds = keep is None and not ctx.needs_input_grad[3] and query.shape[-1] == value.shape[-1]
         lse = lse + above.squeeze(-1) if ctx.rounds and above is not None else lse
@@ -66,64 +84,84 @@ class _Around(torch.autograd.Function):
         mask = ctx.saved_tensors[3]
         of_mask = torch.zeros_like(mask) if mask is not None and ctx.needs_input_grad[3] else None
         with torch.autocast(grads[0].device.type, enabled=False):
-            found = _backward(ctx.circle, grads[0], ctx.saved_tensors, ctx.view, of_mask, rounds=ctx.rounds)
+            found = _backward(ctx.ring, grads[0], ctx.saved_tensors, ctx.view, of_mask, rounds=ctx.rounds)
         return *found, of_mask, None, None, None
 
 
 def _forward(
-    circle: Circle, query: Any, key: Any, value: Any, masks: tuple[Any, Any], view: View
+    circle: AttentionRing, query: Any, key: Any, value: Any, masks: tuple[Any, Any], view: BlockMask
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    wide, (whole, keep) = sums_in(query.dtype), masks
+    wide, (whole, keep) = accumulation_dtype(query.dtype), masks
     out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide)
-    lse = query.new_full(query.shape[:-1], NEVER, dtype=wide)
+    lse = query.new_full(query.shape[:-1], NEG_INF, dtype=wide)
     for rank, keys, values in _blocks(circle, key, value):
-        for pair in view.pairs(rank):
-            mine, theirs = pair.mine, pair.theirs
+        for pair in view.blocks(rank):
+            mine, theirs = pair.query_index, pair.key_index
             said: dict[str, Any] = {
-                "mask": view.mask(rank, pair, whole, query.device),
+                "mask": view.dense_mask(rank, pair, whole, query.device),
                 "causal": pair.kind == "causal",
                 "scale": circle.scale,
             }
-            said |= {"thin": _thin(circle, rank, pair, keep), "above": view.above(pair.rows)}
-            more = attend(query[mine], keys[theirs], values[theirs], **said)
-            out[mine], lse[mine] = merge(out[mine], lse[mine], *more)
+            said |= {"thin": _block_dropout(circle, rank, pair, keep), "above": view.row_offset(pair.queries)}
+            more = attention(query[mine], keys[theirs], values[theirs], **said)
+            out[mine], lse[mine] = merge_outputs(out[mine], lse[mine], *more)
     return out, lse
 
 
 def _backward(
-    circle: Circle, grad: Any, saved: Sequence[Any], view: View, of_mask: Any, *, rounds: bool
+    circle: AttentionRing, grad: Any, saved: Sequence[Any], view: BlockMask, of_mask: Any, *, rounds: bool
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of this rank's queries, keys and values.
 
     `rounds`: lse has been rounded to the digits of what a mask has added, where that is far from 0.
     """
     query, key, value, mask, keep, out, lse = saved
-    wide, length = sums_in(query.dtype), circle.most * _per_token(key, value)
+    wide, length = accumulation_dtype(query.dtype), circle.max_keys * _per_token(key, value)
     of_query, home = torch.zeros_like(query, dtype=wide), query.new_zeros(length, dtype=wide)
 
-    def add(rank: int, some: Sequence[Pair], keys: torch.Tensor, values: torch.Tensor, message: torch.Tensor) -> None:
-        of_keys, of_values = _views(message, key, value, keys.shape[2])
+    def add(
+        rank: int,
+        some: Sequence[QueryKeyBlock],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        message: torch.Tensor,
+    ) -> None:
+        of_keys, of_values = _split_message(message, key, value, keys.shape[2])
         for pair in some:
-            mine, theirs, cut = pair.mine, pair.theirs, view.mask(rank, pair, mask, query.device)
+            mine, theirs, cut = (
+                pair.query_index,
+                pair.key_index,
+                view.dense_mask(rank, pair, mask, query.device),
+            )
             into = None if of_mask is None or cut is None else torch.zeros_like(cut)
             given = grad[mine], query[mine], keys[theirs], values[theirs], out[mine], lse[mine]
-            said: dict[str, Any] = {"mask": cut, "causal": pair.kind == "causal", "scale": circle.scale, "of_mask": into}
-            said |= {"thin": _thin(circle, rank, pair, keep), "above": None if rounds else view.above(pair.rows)}
-            found = attend_backward(*given, **said)
+            said: dict[str, Any] = {
+                "mask": cut,
+                "causal": pair.kind == "causal",
+                "scale": circle.scale,
+                "of_mask": into,
+            }
+            said |= {
+                "thin": _block_dropout(circle, rank, pair, keep),
+                "above": None if rounds else view.row_offset(pair.queries),
+            }
+            found = attention_backward(*given, **said)
             for all_of, more in zip((of_query[mine], of_keys[theirs], of_values[theirs]), found, strict=True):
                 all_of += more
             if into is not None:
-                view.put(rank, pair, into, of_mask)
+                view.add_mask_grad(rank, pair, into, of_mask)
 
-    own = view.pairs(circle.index)
-    late = own[len(own) // 2 :]  # while the last gradients come home: without them, nothing would be computed then
+    own = view.blocks(circle.index)
+    late = own[
+        len(own) // 2 :
+    ]  # while the last gradients come home: without them, nothing would be computed then
     free, gone, came, coming = list[torch.Tensor](), home, home, None
     for step, (rank, keys, values) in enumerate(_blocks(circle, key, value)):
         if step == 0:
             add(rank, own[: len(own) // 2], keys, values, home)
             continue
         mine = (free.pop() if free else torch.empty_like(home)).zero_()
-        add(rank, view.pairs(rank), keys, values, mine)
+        add(rank, view.blocks(rank), keys, values, mine)
         if coming is not None:
             coming.wait()
             mine += came
@@ -134,18 +172,20 @@ def _backward(
     if coming is not None:
         coming.wait()
         home += came
-    of_key, of_value = _views(home, key, value, key.shape[2])
+    of_key, of_value = _split_message(home, key, value, key.shape[2])
     return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
 
 
-def _blocks(circle: Circle, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+def _blocks(
+    circle: AttentionRing, key: torch.Tensor, value: torch.Tensor
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """The ranks whose keys and values come by, and those: this one's first. The next ones are under way meanwhile."""
-    ranks, keys, values = len(circle.keys), key, value
+    ranks, keys, values = len(circle.key_spans), key, value
     going = free = key.new_empty(0)
     if ranks > 1:
-        going = key.new_zeros(circle.most * _per_token(key, value), dtype=circle.wire or key.dtype)
+        going = key.new_zeros(circle.max_keys * _per_token(key, value), dtype=circle.comm_dtype or key.dtype)
         free = torch.empty_like(going)
-        for view, own in zip(_views(going, key, value, key.shape[2]), (key, value), strict=True):
+        for view, own in zip(_split_message(going, key, value, key.shape[2]), (key, value), strict=True):
             view.copy_(own)
     for step in range(ranks):
         rank, coming = (circle.index - step) % ranks, None
@@ -155,13 +195,21 @@ def _blocks(circle: Circle, key: torch.Tensor, value: torch.Tensor) -> Iterator[
         if coming is not None:
             coming.wait()
             going, free = free, going
-            found = _views(going, key, value, circle.counts[rank - 1])
+            found = _split_message(going, key, value, circle.num_keys[rank - 1])
             keys, values = (view.to(key.dtype) for view in found)
 
 
-def _thin(circle: Circle, rank: int, pair: Pair, keep: torch.Tensor | None) -> Thin | None:
+def _block_dropout(
+    circle: AttentionRing, rank: int, pair: QueryKeyBlock, keep: torch.Tensor | None
+) -> AttentionDropout | None:
     """What dropout leaves of a pair."""
-    return None if keep is None else Thin(columns(keep[pair.mine], circle.keys[rank], pair.keys), circle.drop)
+    return (
+        None
+        if keep is None
+        else AttentionDropout(
+            select_columns(keep[pair.query_index], circle.key_spans[rank], pair.keys), circle.dropout_p
+        )
+    )
 
 
 def _per_token(key: torch.Tensor, value: torch.Tensor) -> int:
@@ -169,7 +217,9 @@ def _per_token(key: torch.Tensor, value: torch.Tensor) -> int:
     return key.shape[0] * key.shape[1] * (key.shape[-1] + value.shape[-1])
 
 
-def _views(flat: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_message(
+    flat: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of so many tokens, or their gradients, in a message."""
     shapes = [(*each.shape[:2], tokens, each.shape[-1]) for each in (key, value)]
     ends = [prod(shape) for shape in shapes]

@@ -34,77 +34,114 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
-from meshwright.model.sequence_parallel.attention_call import Asked
-from meshwright.parallel.context.attention_inputs import Circle, Coming, Fitted, fitted, kept
-from meshwright.parallel.context.conv_halo import convolved
-from meshwright.parallel.context.head_exchange import Exchange, exchanged, head_faults
-from meshwright.parallel.context.memory_model import of_exchange, with_room
-from meshwright.parallel.context.ring_attention import around
-from meshwright.parallel.context.sequence_sharding import AXIS, Deals, met, token_faults
-from meshwright.plan.job.errors import Fault
+from meshwright.model.sequence_parallel.attention_call import ShardedAttentionCall
+from meshwright.parallel.context.attention_inputs import (
+    AttentionInputs,
+    AttentionRing,
+    PendingTransfer,
+    attention_inputs,
+    dropout_keep_mask,
+)
+from meshwright.parallel.context.conv_halo import convolve_with_halo
+from meshwright.parallel.context.head_exchange import HeadExchange, check_heads, exchange_transfers
+from meshwright.parallel.context.memory_model import add_attention_memory, exchange_memory
+from meshwright.parallel.context.ring_attention import ring_attention
+from meshwright.parallel.context.sequence_sharding import (
+    CP_AXIS,
+    ContextParallel,
+    add_attention_comm,
+    check_sequence_sharding,
+)
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.sequence_info import Attend, Deal
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.model_spec.sequence_info import AttentionSpec, SequenceSharding
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Program, Transfer
-from meshwright.plan.step.single_device import added_along
+from meshwright.plan.step.single_device import reduce_totals_along
 from meshwright.plan.strategy import Handler, Runtime
 
 
 @dataclass(frozen=True)
-class Ulysses(Deals):
+class Ulysses(ContextParallel):
     """Tokens of each sample dealt along `axis`, and in attention heads instead."""
 
     name: ClassVar[str] = "ulysses"
 
-    def check(self, job: Job, space: Space) -> Iterator[Fault]:
-        yield from token_faults(self.name, self.axis, space, self.deal)
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        yield from check_sequence_sharding(self.name, self.axis, sharding, self.sequence_sharding)
 
-    def partners(self, space: Space) -> Iterator[Fault]:
-        if self.axis == AXIS:
-            ranks = space.mesh.size(AXIS)
-            yield from head_faults(space, self.name, ranks, f"mesh.{AXIS}", range(1, 2 * ranks))
+    def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        if self.axis == CP_AXIS:
+            ranks = sharding.mesh.size(CP_AXIS)
+            yield from check_heads(sharding, self.name, ranks, f"mesh.{CP_AXIS}", range(1, 2 * ranks))
 
-    def deal(self, ranks: int) -> Deal:
-        return Deal(ranks, inner=ranks, folded=False)
+    def sequence_sharding(self, num_ranks: int) -> SequenceSharding:
+        return SequenceSharding(num_ranks, num_inner_ranks=num_ranks, zigzag=False)
 
-    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
-        deal = self.deal(space.mesh.size(self.axis))
+    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+        deal = self.sequence_sharding(sharding.mesh.size(self.axis))
 
-        def forth(attend: Attend, rows: int) -> list[Transfer]:
-            taken, given, *_ = exchanged(space, job, self.axis, deal, attend, rows)
+        def forth(attend: AttentionSpec, rows: int) -> list[Transfer]:
+            taken, given, *_ = exchange_transfers(sharding, job, self.axis, deal, attend, rows)
             return taken + given
 
-        def back(attend: Attend, rows: int) -> list[Transfer]:
-            *_, of_given, of_taken = exchanged(space, job, self.axis, deal, attend, rows)
+        def back(attend: AttentionSpec, rows: int) -> list[Transfer]:
+            *_, of_given, of_taken = exchange_transfers(sharding, job, self.axis, deal, attend, rows)
             return of_given + of_taken
 
-        program = added_along(met(program, space, job, forth, back), self.axis)
-        return with_room(program, space, job, of=partial(of_exchange, space, job, deal))
+        program = reduce_totals_along(add_attention_comm(program, sharding, job, forth, back), self.axis)
+        return add_attention_memory(
+            program, sharding, job, memory_of=partial(exchange_memory, sharding, job, deal)
+        )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        deal = self.deal(runtime.plan.space.mesh.size(self.axis))
-        runtime.convolve(partial(convolved, runtime, self.axis))
-        runtime.attend(partial(self._answer, Exchange.along(self.axis, deal, runtime)))
+        deal = self.sequence_sharding(runtime.plan.sharding.mesh.size(self.axis))
+        runtime.set_convolution(partial(convolve_with_halo, runtime, self.axis))
+        runtime.set_attention(partial(self._attention, HeadExchange.along_axis(self.axis, deal, runtime)))
         return {}
 
-    def _answer(self, exchange: Exchange, asked: Asked) -> torch.Tensor:
+    def _attention(self, exchange: HeadExchange, asked: ShardedAttentionCall) -> torch.Tensor:
         """[.., heads, own queries, width of values]."""
-        given = fitted(asked, self.name)
-        if given.drop:
-            return given.back(exchange.to_tokens(self._thinned(exchange, given, asked), asked.queries.length))
-        mine = exchange.taken(given, asked, self.name)
+        given = attention_inputs(asked, self.name)
+        if given.dropout_p:
+            return given.restore_shape(
+                exchange.to_tokens(
+                    self._attention_with_dropout(exchange, given, asked), asked.query_shard.length
+                )
+            )
+        mine = exchange.gather_inputs(given, asked, self.name)
         grouped = mine.query.shape[1] != mine.key.shape[1]
         out = F.scaled_dot_product_attention(
-            *(mine.query, mine.key, mine.value, mine.mask), is_causal=asked.causal, scale=asked.scale, enable_gqa=grouped
+            *(mine.query, mine.key, mine.value, mine.mask),
+            is_causal=asked.is_causal,
+            scale=asked.scale,
+            enable_gqa=grouped,
         )
-        return given.back(exchange.to_tokens(out, asked.queries.length))
+        return given.restore_shape(exchange.to_tokens(out, asked.query_shard.length))
 
-    def _thinned(self, exchange: Exchange, given: Fitted, asked: Asked) -> torch.Tensor:
+    def _attention_with_dropout(
+        self, exchange: HeadExchange, given: AttentionInputs, asked: ShardedAttentionCall
+    ) -> torch.Tensor:
         """The same with dropout, whose masks are those of one device: torch's function would draw others."""
-        mine, rows = exchange.taken(given, asked, self.name), ((0, asked.queries.length),)
-        circle = Circle(0, rows, (((0, asked.keys.length),),), asked.scale, asked.causal, _alone, drop=given.drop)
-        return around(circle, mine.query, mine.key, mine.value, mine.mask, kept(asked, rows, exchange.heads(given)))
+        mine, rows = exchange.gather_inputs(given, asked, self.name), ((0, asked.query_shard.length),)
+        circle = AttentionRing(
+            0,
+            rows,
+            (((0, asked.key_shard.length),),),
+            asked.scale,
+            asked.is_causal,
+            _no_shift,
+            dropout_p=given.dropout_p,
+        )
+        return ring_attention(
+            circle,
+            mine.query,
+            mine.key,
+            mine.value,
+            mine.mask,
+            dropout_keep_mask(asked, rows, exchange.head_range(given)),
+        )
 
 
-def _alone(output: torch.Tensor, tensor: torch.Tensor) -> Coming:
+def _no_shift(output: torch.Tensor, tensor: torch.Tensor) -> PendingTransfer:
     raise RuntimeError("a ring of one sends nothing")

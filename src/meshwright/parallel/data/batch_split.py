@@ -6,15 +6,15 @@ the gradients of all ranks simply add up; nobody divides by a number of ranks. T
 wrong as soon as ranks hold different numbers of valid tokens.
 
     global batch  [ s0 s1 s2 s3 s4 s5 ]        rank 0: s0 s1    rank 1: s2 s3    rank 2: s4 s5
-    before   COUNT           F F F  LOSS  B B B  TALLY  STEP
-    after    COUNT(all-reduce, beside the first F)  F F F  LOSS  B B B  TALLY(all-reduce)  STEP
+    before   TOKEN_COUNT           F F F  LOSS  B B B  LOSS_SUM  STEP
+    after    TOKEN_COUNT(all-reduce, beside the first F)  F F F  LOSS  B B B  LOSS_SUM(all-reduce)  STEP
 
     loss = sum_ranks sum_tokens l / sum_ranks count        weights I -> R, so their gradients are P
 
 A loss that compares rows with each other (contrastive) is no such sum. Then all rows meet: before it comes one GATHER (rows
 of an output or a target, from all ranks to all) per tensor that it takes, and every rank takes the same loss on all of them.
 
-    after    COUNT  F F F  GATHER(facts) GATHER(output0) GATHER(output1)  LOSS  B B B  TALLY  STEP
+    after    TOKEN_COUNT  F F F  GATHER(facts) GATHER(output0) GATHER(output1)  LOSS  B B B  LOSS_SUM  STEP
 
 Cost: two messages, of 32 and 8 bytes, per rank and step, and per GATHER n-1 times the bytes of a rank's rows; memory of
 activations / n. A rank without data takes part with zero weight: its labels are ignored, its gradients are zero, and nobody
@@ -28,70 +28,90 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from meshwright.plan.job.errors import Fault, nearest
+from meshwright.plan.job.errors import Diagnostic, suggest_name
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.placement import S
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer, index_of_last, with_waits
-from meshwright.plan.step.single_device import FACTS, FORWARDS, added_along
-from meshwright.plan.strategy import Phase, Strategy
+from meshwright.plan.step.single_device import BATCH_INFO, FORWARD_KINDS, reduce_totals_along
+from meshwright.plan.strategy import Strategy, StrategyPhase
 
 DATA_AXES = ("dp_replicate", "dp_shard")
-SUMMED_AXES = (*DATA_AXES, "cp")  # where ranks may have other samples, or other tokens of them
+GRAD_SUM_AXES = (*DATA_AXES, "cp")  # where ranks may have other samples, or other tokens of them
 
 
 @dataclass(frozen=True)
-class Batch(Strategy):
+class BatchSplit(Strategy):
     """Splits the samples of the global batch along `axis`."""
 
     name: ClassVar[str] = "batch"
-    phase: ClassVar[Phase] = "shard"
+    phase: ClassVar[StrategyPhase] = "shard"
     axis: str = "dp_replicate"
 
-    def check(self, job: Job, space: Space) -> Iterator[Fault]:
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         if self.axis not in DATA_AXES:
-            yield Fault(f"samples cannot be split along '{self.axis}'", nearest(self.axis, DATA_AXES), "strategies.batch.axis")
-        if space.anatomy.whole_batch:
-            for column in (*space.anatomy.targets, *(column for column in space.anatomy.outputs if column.used)):
-                yield from column.faults("loss")
+            yield Diagnostic(
+                f"samples cannot be split along '{self.axis}'",
+                suggest_name(self.axis, DATA_AXES),
+                "strategies.batch.axis",
+            )
+        if sharding.model_spec.needs_global_batch:
+            for column in (
+                *sharding.model_spec.targets,
+                *(column for column in sharding.model_spec.outputs if column.used_by_loss),
+            ):
+                yield from column.diagnostics("loss")
 
-    def place(self, space: Space) -> Space:
-        split = space.with_tokens(self.axis, S(0))
-        return split.with_homes(lambda home: home.used_apart(self.axis))
+    def place(self, sharding: ShardingPlan) -> ShardingPlan:
+        split = sharding.with_batch_placement(self.axis, S(0))
+        return split.map_param_shardings(lambda home: home.with_partial_grad(self.axis))
 
-    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
-        met = program.edit(lambda actions: [self._share(action) for action in self._met(actions, space, job)])
-        return added_along(met, self.axis)
+    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+        met = program.edit(
+            lambda actions: [
+                self._gather_along_axis(action) for action in self._insert_gathers(actions, sharding, job)
+            ]
+        )
+        return reduce_totals_along(met, self.axis)
 
-    def _met(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
+    def _insert_gathers(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
         """`actions` with the rows of all ranks gathered before a loss that needs the whole batch; once for all axes."""
-        anatomy = space.anatomy
-        if not anatomy.whole_batch or any(action.kind == "GATHER" for action in actions):
+        anatomy = space.model_spec
+        if not anatomy.needs_global_batch or any(action.kind == "GATHER" for action in actions):
             return actions
-        rows, at = job.train.batch // space.mesh.extent(space.data_axes), index_of_last(actions, "LOSS") or 0
-        used = [column for column in anatomy.outputs if column.used]
-        sizes = {FACTS: 8 * (1 + sum(not column.rows for column in used))}
+        rows, at = (
+            job.train.batch // space.mesh.group_size(space.data_axes),
+            index_of_last(actions, "LOSS") or 0,
+        )
+        used = [column for column in anatomy.outputs if column.used_by_loss]
+        sizes = {BATCH_INFO: 8 * (1 + sum(not column.per_sample for column in used))}
         for column in (*anatomy.targets, *used):
-            if column.rows:
+            if column.per_sample:
                 sizes[column.name] = rows * column.nbytes(job.precision.parameters)
-        forward = next(action.name for action in reversed(actions) if action.kind in FORWARDS)
+        forward = next(action.name for action in reversed(actions) if action.kind in FORWARD_KINDS)
         gathers = [
-            Action("GATHER", name, lane="wire", waits=(forward,), transfer=Transfer("all_gather", (), nbytes, dtype="uint8"))
+            Action(
+                "GATHER",
+                name,
+                stream="wire",
+                waits=(forward,),
+                transfer=Transfer("all_gather", (), nbytes, dtype="uint8"),
+            )
             for name, nbytes in sizes.items()
         ]
         loss = with_waits(actions[at], [gather.name for gather in gathers])
         return [*actions[:at], *gathers, loss, *actions[at + 1 :]]
 
-    def _share(self, action: Action) -> Action:
+    def _gather_along_axis(self, action: Action) -> Action:
         if action.kind == "GATHER" and action.transfer is not None:
             return replace(action, transfer=replace(action.transfer, axes=(*action.transfer.axes, self.axis)))
         return action
 
 
-def alike_fault(what: str, axis: str, where: str) -> Fault:
+def same_data_diagnostic(what: str, axis: str, where: str) -> Diagnostic:
     """What is wrong with summing gradients along `axis`, for `what` there, where nothing divides samples or tokens."""
     if axis in DATA_AXES:
         text = f"the {what} along {axis} would all see the same samples: nothing splits the batch there"
-        return Fault(text, f'add [[strategies]] name = "batch", axis = "{axis}"', where)
+        return Diagnostic(text, f'add [[strategies]] name = "batch", axis = "{axis}"', where)
     text = f"the {what} along {axis} would all see the same tokens: nothing deals those of a sample out there"
-    return Fault(text, f'add [[strategies]] name = "ring", axis = "{axis}"', where)
+    return Diagnostic(text, f'add [[strategies]] name = "ring", axis = "{axis}"', where)

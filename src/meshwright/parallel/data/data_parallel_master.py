@@ -11,7 +11,7 @@ reads the data:
 
 SCATTER (rows that one rank holds, to each rank its own), GATHER (the rows of one output from all ranks to one), BROADCAST (a
 weight from the rank that stepped it to all: after STEP, so that a step ends with the same weights everywhere); REDUCE sums
-at the master alone. Labels stay with it: nobody else takes a loss. COUNT and TALLY are those of `batch`.
+at the master alone. Labels stay with it: nobody else takes a loss. TOKEN_COUNT and LOSS_SUM are those of `batch`.
 
     through the master = S + (n-1) S + (n-1) (x + 2 y)          through a rank of `replicate` = 4 (n-1)/n S
 
@@ -30,89 +30,124 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from meshwright.parallel.data.batch_split import DATA_AXES
-from meshwright.parallel.data.ddp import replica_faults
-from meshwright.plan.job.errors import Fault
+from meshwright.parallel.data.ddp import check_replicas
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.model_spec import NBYTES, Column
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, BatchTensor
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.sharding.placement import I
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer, index_of_last, with_waits
-from meshwright.plan.step.single_device import FORWARDS, NORM, last_backward, output_gradient
-from meshwright.plan.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.plan.step.single_device import FORWARD_KINDS, GRAD_NORM, last_backward, output_grad_name
+from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 
 @dataclass(frozen=True)
-class Master(Strategy):
+class DataParallelMaster(Strategy):
     """Whole copies of the weights along `axis`, of which that of the rank at index 0 is stepped and handed out."""
 
     name: ClassVar[str] = "master"
-    phase: ClassVar[Phase] = "store"
+    phase: ClassVar[StrategyPhase] = "store"
     axis: str = "dp_replicate"
 
-    def check(self, job: Job, space: Space) -> Iterator[Fault]:
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         where = f"strategies.{self.name}"
-        yield from replica_faults(self.name, self.axis, "backend", space, DATA_AXES)
-        others = [axis for axis in AXES if axis != self.axis and space.mesh.size(axis) > 1]
+        yield from check_replicas(self.name, self.axis, "backend", sharding, DATA_AXES)
+        others = [axis for axis in AXES if axis != self.axis and sharding.mesh.size(axis) > 1]
         if others:
             text = f"the ranks along {' and '.join(others)} would each have a master of their own"
-            yield Fault(text, f'set mesh.{others[0]} = 1, or use the strategy "replicate"', where)
-        shared = [column for column in space.anatomy.outputs if column.used and not column.rows]
+            yield Diagnostic(text, f'set mesh.{others[0]} = 1, or use the strategy "replicate"', where)
+        shared = [
+            column for column in sharding.model_spec.outputs if column.used_by_loss and not column.per_sample
+        ]
         if shared:
             one = shared[0]
             text = f"the loss takes {one.name} of shape {list(one.shape)}, which is not per row: it would be that of the master"
-            yield Fault(text, 'use the strategy "replicate"', where)
-        for column in (*space.anatomy.inputs, *(column for column in space.anatomy.outputs if column.used)):
-            yield from column.faults(where)
+            yield Diagnostic(text, 'use the strategy "replicate"', where)
+        for column in (
+            *sharding.model_spec.inputs,
+            *(column for column in sharding.model_spec.outputs if column.used_by_loss),
+        ):
+            yield from column.diagnostics(where)
         if job.precision.reduce != job.precision.parameters:
             text = f"gradients travel in {job.precision.parameters} here, and precision.reduce is {job.precision.reduce}"
-            yield Fault(text, 'use the strategy "replicate", or make the two dtypes equal', "precision.reduce")
+            yield Diagnostic(
+                text, 'use the strategy "replicate", or make the two dtypes equal', "precision.reduce"
+            )
 
-    def place(self, space: Space) -> Space:
-        led = replace(space, led=(*space.led, self.axis))
-        return led.with_homes(lambda home: replace(home, grad=home.grad.with_place(self.axis, I)))
+    def place(self, sharding: ShardingPlan) -> ShardingPlan:
+        led = replace(sharding, primary_rank_axes=(*sharding.primary_rank_axes, self.axis))
+        return led.map_param_shardings(
+            lambda home: replace(home, grad_layout=home.grad_layout.with_placement(self.axis, I))
+        )
 
-    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
-        rows = job.train.batch // space.mesh.extent(space.data_axes)
-        return program.edit(lambda actions: self._led(actions, space, job, rows))
+    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+        rows = job.train.batch // sharding.mesh.group_size(sharding.data_axes)
+        return program.edit(lambda actions: self._insert_exchanges(actions, sharding, job, rows))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        return {"REDUCE": runtime.start}
+        return {"REDUCE": runtime.start_collective}
 
-    def _led(self, actions: list[Action], space: Space, job: Job, rows: int) -> list[Action]:
+    def _insert_exchanges(
+        self, actions: list[Action], space: ShardingPlan, job: Job, rows: int
+    ) -> list[Action]:
         """`actions`, of one micro-batch, with the exchanges of rows round the forward and the loss."""
         actions = [action for action in actions if action.kind != "GATHER"]  # to the master, not to all
-        used = [column for column in space.anatomy.outputs if column.used]
-        first, at = next(i for i, action in enumerate(actions) if action.kind in FORWARDS), index_of_last(actions, "LOSS") or 0
+        used = [column for column in space.model_spec.outputs if column.used_by_loss]
+        first, at = (
+            next(i for i, action in enumerate(actions) if action.kind in FORWARD_KINDS),
+            index_of_last(actions, "LOSS") or 0,
+        )
         forward, loss = actions[at - 1].name, actions[at]
 
-        def moved(how: str, column: Column) -> Transfer:
-            return Transfer(how, (self.axis,), rows * column.nbytes(job.precision.parameters), dtype="uint8")  # as bytes
+        def moved(how: str, column: BatchTensor) -> Transfer:
+            return Transfer(
+                how, (self.axis,), rows * column.nbytes(job.precision.parameters), dtype="uint8"
+            )  # as bytes
 
-        handed = [Action("SCATTER", c.name, waits=("COUNT()",), transfer=moved("scatter", c)) for c in space.anatomy.inputs]
-        met = [Action("GATHER", c.name, lane="wire", waits=(forward,), transfer=moved("gather", c)) for c in used]
-        back = [
-            Action("SCATTER", output_gradient(c.name), waits=(loss.name,), transfer=moved("scatter", c))
+        handed = [
+            Action("SCATTER", c.name, waits=("TOKEN_COUNT()",), transfer=moved("scatter", c))
+            for c in space.model_spec.inputs
+        ]
+        met = [
+            Action("GATHER", c.name, stream="wire", waits=(forward,), transfer=moved("gather", c))
             for c in used
-            if c.dtype in NBYTES
+        ]
+        back = [
+            Action("SCATTER", output_grad_name(c.name), waits=(loss.name,), transfer=moved("scatter", c))
+            for c in used
+            if c.dtype in FLOAT_NBYTES
         ]
         others = tuple(wait for wait in loss.waits if not wait.startswith("GATHER"))
         loss = with_waits(replace(loss, waits=others), [gather.name for gather in met])
         led = [*actions[:first], *handed, *actions[first:at], *met, loss, *back, *actions[at + 1 :]]
-        return self._stepped(led, space, job)
+        return self._insert_weight_comm(led, space, job)
 
-    def _stepped(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
+    def _insert_weight_comm(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
         """`actions` with a REDUCE and a BROADCAST per weight round CLIP and STEP."""
         clip, step = index_of_last(actions, "CLIP") or 0, index_of_last(actions, "STEP") or 0
         dtype, last = job.precision.parameters, (last_backward(actions).name,)
         norm = Transfer("broadcast", (self.axis,), 8, dtype="float64")
         reduces: list[Action] = []
-        copies = [Action("BROADCAST", NORM, lane="wire", waits=("CLIP()",), transfer=norm)]
-        for weight in space.anatomy.trainable:
+        copies = [Action("BROADCAST", GRAD_NORM, stream="wire", waits=("CLIP()",), transfer=norm)]
+        for weight in space.model_spec.trainable:
             names = (weight.name,)
-            sums = Transfer("reduce", (self.axis,), weight.numel * NBYTES[dtype], dtype=dtype)
-            reduces.append(Action("REDUCE", weight.name, lane="wire", waits=last, tensors=names, transfer=sums))
+            sums = Transfer("reduce", (self.axis,), weight.numel * FLOAT_NBYTES[dtype], dtype=dtype)
+            reduces.append(
+                Action("REDUCE", weight.name, stream="wire", waits=last, tensors=names, transfer=sums)
+            )
             out = replace(sums, collective="broadcast")
-            copies.append(Action("BROADCAST", weight.name, lane="wire", waits=("STEP()",), tensors=names, transfer=out))
+            copies.append(
+                Action(
+                    "BROADCAST", weight.name, stream="wire", waits=("STEP()",), tensors=names, transfer=out
+                )
+            )
         waiting = with_waits(actions[clip], [reduce.name for reduce in reduces])
-        return [*actions[:clip], *reduces, waiting, *actions[clip + 1 : step + 1], *copies, *actions[step + 1 :]]
+        return [
+            *actions[:clip],
+            *reduces,
+            waiting,
+            *actions[clip + 1 : step + 1],
+            *copies,
+            *actions[step + 1 :],
+        ]

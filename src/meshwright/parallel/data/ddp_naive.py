@@ -18,58 +18,91 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from meshwright.comm.algorithms.size_rule import Rule
-from meshwright.parallel.data.ddp import replica_faults
-from meshwright.plan.job.errors import Fault
+from meshwright.parallel.data.ddp import check_replicas
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.model_spec import NBYTES
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.placement import I
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer
-from meshwright.plan.step.single_device import awaiting, first_reader, last_backward, steps
-from meshwright.plan.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.plan.step.single_device import (
+    first_grad_reader,
+    last_backward,
+    stepped_microbatches,
+    with_grad_waits,
+)
+from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 
 @dataclass(frozen=True)
-class Naive(Strategy):
+class NaiveDDP(Strategy):
     """Whole copies of the weights along `axis`; one all-reduce per parameter, after the last backward.
 
     `algorithm` says how each is summed: a name of comm/algorithms, or a rule by the size of the message.
     """
 
     name: ClassVar[str] = "naive"
-    phase: ClassVar[Phase] = "store"
+    phase: ClassVar[StrategyPhase] = "store"
     axis: str = "dp_replicate"
     algorithm: str = "backend"
 
-    def check(self, job: Job, space: Space) -> Iterator[Fault]:
-        yield from replica_faults(self.name, self.axis, self.algorithm, space)
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        yield from check_replicas(self.name, self.axis, self.algorithm, sharding)
         if job.precision.reduce != job.precision.parameters:
             text = f"gradients travel in {job.precision.parameters} here, and precision.reduce is {job.precision.reduce}"
-            yield Fault(text, 'use the strategy "replicate", or make the two dtypes equal', "precision.reduce")
+            yield Diagnostic(
+                text, 'use the strategy "replicate", or make the two dtypes equal', "precision.reduce"
+            )
 
-    def place(self, space: Space) -> Space:
-        axes = space.with_theirs(self.axis)
-        return space.with_homes(lambda home: replace(home, grad=home.grad.with_place(axes, I)))
+    def place(self, sharding: ShardingPlan) -> ShardingPlan:
+        axes = sharding.with_token_axes(self.axis)
+        return sharding.map_param_shardings(
+            lambda home: replace(home, grad_layout=home.grad_layout.with_placement(axes, I))
+        )
 
-    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
-        return program.edit(lambda actions: self._reduced(actions, space, job))
+    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+        return program.edit(lambda actions: self._insert_reduces(actions, sharding, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        return {"REDUCE": runtime.start}
+        return {"REDUCE": runtime.start_collective}
 
-    def _reduced(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
-        for micro in steps(actions) or (None,):  # each that is stepped with alone, or all of them
+    def _insert_reduces(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
+        for micro in stepped_microbatches(actions) or (
+            None,
+        ):  # each that is stepped with alone, or all of them
             actions = self._reduce_each(actions, space, job, micro)
         return actions
 
-    def _reduce_each(self, actions: list[Action], space: Space, job: Job, micro: int | None) -> list[Action]:
-        end = first_reader(actions, micro)
+    def _reduce_each(
+        self, actions: list[Action], space: ShardingPlan, job: Job, micro: int | None
+    ) -> list[Action]:
+        end = first_grad_reader(actions, micro)
         reduces = []
         rule = Rule.parse(self.algorithm)
-        for weight in (home.weight for home in space.homes if home.weight.trainable):
-            nbytes = weight.numel * NBYTES[job.precision.parameters]
-            transfer = Transfer("all_reduce", space.with_theirs(self.axis), nbytes, rule.pick(nbytes), job.precision.parameters)
+        for weight in (home.param for home in space.param_shardings if home.param.trainable):
+            nbytes = weight.numel * FLOAT_NBYTES[job.precision.parameters]
+            transfer = Transfer(
+                "all_reduce",
+                space.with_token_axes(self.axis),
+                nbytes,
+                rule.pick(nbytes),
+                job.precision.parameters,
+            )
             waits = (last_backward(actions[:end]).name,)
             tensors = (weight.name,)
-            reduces.append(Action("REDUCE", weight.name, micro, lane="wire", waits=waits, tensors=tensors, transfer=transfer))
-        return [*actions[:end], *reduces, *awaiting(actions[end:], [reduce.name for reduce in reduces], micro)]
+            reduces.append(
+                Action(
+                    "REDUCE",
+                    weight.name,
+                    micro,
+                    stream="wire",
+                    waits=waits,
+                    tensors=tensors,
+                    transfer=transfer,
+                )
+            )
+        return [
+            *actions[:end],
+            *reduces,
+            *with_grad_waits(actions[end:], [reduce.name for reduce in reduces], micro),
+        ]

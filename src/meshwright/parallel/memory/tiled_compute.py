@@ -47,88 +47,114 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from meshwright.plan.job.errors import Fault, PlanError
+from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.layer_calls import Call
-from meshwright.plan.model_spec.model_spec import NBYTES, Anatomy, block_of
-from meshwright.plan.sharding.rank_share import head_in_pieces, own_share, own_tokens
-from meshwright.plan.sharding.sharding_plan import Space
-from meshwright.plan.step.action import Action, Hold, Program
-from meshwright.plan.step.activation_memory import taken
-from meshwright.plan.step.single_device import BACKWARDS, FORWARDS, SCRATCH, inside, micro_rows
-from meshwright.plan.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.plan.model_spec.layer_calls import LayerCall
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ModelSpec, block_of
+from meshwright.plan.sharding.rank_share import chunked_head_call, local_fraction, local_token_fraction
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.step.action import Action, Allocation, Program
+from meshwright.plan.step.activation_memory import activation_memory
+from meshwright.plan.step.single_device import (
+    FORWARD_KINDS,
+    INPUT_GRAD_KINDS,
+    SCRATCH,
+    samples_per_microbatch,
+    saved_activations_name,
+)
+from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
-TOKENS = 1  # the dim of them
-Run = Callable[..., torch.Tensor]
+TOKEN_DIM = 1  # the dim of them
+RunModule = Callable[..., torch.Tensor]
 
 
-def in_tiles(name: str, tiles: int, run: Run, *args: Any, **kwargs: Any) -> torch.Tensor:
+def run_tiled(name: str, num_tiles: int, run: RunModule, *args: Any, **kwargs: Any) -> torch.Tensor:
     """What `run(x)` gives of the module `name`, in so many `tiles` of tokens. Its weights have their gradients afterwards.
 
     Raises PlanError where it takes in more than [rows, tokens, width], or gives out other tokens.
     """
     if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor) or args[0].ndim != 3:
         text = f"the module '{name}' is called with more than one tensor [rows, tokens, width], so nobody knows how to cut that"
-        raise PlanError(text, fix="leave `mlp` out of the strategy that runs it in tiles", where="model")
+        raise PlanError(text, fix="leave `mlp` out of the strategy that runs it in tiles", location="model")
     if not torch.is_grad_enabled():
-        return torch.cat([_alone(name, run, x) for x in args[0].tensor_split(_count(args[0], tiles), TOKENS)], TOKENS)
-    weighted = torch.zeros((), requires_grad=True)  # there is a backward, whether `x` needs a gradient or weights alone do
-    return _Tiled.apply(args[0], weighted, name, tiles, run)
+        return torch.cat(
+            [
+                _run_tile(name, run, x)
+                for x in args[0].tensor_split(_clamp_num_tiles(args[0], num_tiles), TOKEN_DIM)
+            ],
+            TOKEN_DIM,
+        )
+    weighted = torch.zeros(
+        (), requires_grad=True
+    )  # there is a backward, whether `x` needs a gradient or weights alone do
+    return _Tiled.apply(args[0], weighted, name, num_tiles, run)
 
 
-class _Alone(TorchFunctionMode):
+class _RefuseAttention(TorchFunctionMode):
     """Refuses what looks at several tokens at once."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func is F.scaled_dot_product_attention:
             text = f"the module '{self._name}' attends, and cannot run on some of the tokens"
-            raise PlanError(text, fix="leave `mlp` out of the strategy that runs it in tiles", where="model")
+            raise PlanError(
+                text, fix="leave `mlp` out of the strategy that runs it in tiles", location="model"
+            )
         return func(*args, **(kwargs or {}))
 
 
-def _alone(name: str, run: Run, x: torch.Tensor) -> torch.Tensor:
-    with _Alone(name):
+def _run_tile(name: str, run: RunModule, x: torch.Tensor) -> torch.Tensor:
+    with _RefuseAttention(name):
         y = run(x.contiguous())  # what it was given whole was that, and it may view it so
-    if not isinstance(y, torch.Tensor) or y.shape[: TOKENS + 1] != x.shape[: TOKENS + 1]:
+    if not isinstance(y, torch.Tensor) or y.shape[: TOKEN_DIM + 1] != x.shape[: TOKEN_DIM + 1]:
         text = f"the module '{name}' does not give out a tensor with the tokens that it takes in"
-        raise PlanError(text, fix="leave `mlp` out of the strategy that runs it in tiles", where="model")
+        raise PlanError(text, fix="leave `mlp` out of the strategy that runs it in tiles", location="model")
     return y
 
 
-def _count(x: torch.Tensor, tiles: int) -> int:
-    return max(1, min(tiles, x.shape[TOKENS]))
+def _clamp_num_tiles(x: torch.Tensor, tiles: int) -> int:
+    return max(1, min(tiles, x.shape[TOKEN_DIM]))
 
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weighted: torch.Tensor, name: str, tiles: int, run: Run) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weighted: torch.Tensor, name: str, tiles: int, run: RunModule
+    ) -> torch.Tensor:
         ctx.save_for_backward(x)
         kind = x.device.type
-        ctx.how, ctx.modes = (name, tiles, run), _get_current_function_mode_stack()
+        ctx.how, ctx.function_modes = (name, tiles, run), _get_current_function_mode_stack()
         ctx.autocast = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        return torch.cat([_alone(name, run, each) for each in x.tensor_split(_count(x, tiles), TOKENS)], TOKENS)
+        return torch.cat(
+            [_run_tile(name, run, each) for each in x.tensor_split(_clamp_num_tiles(x, tiles), TOKEN_DIM)],
+            TOKEN_DIM,
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), (name, tiles, run) = ctx.saved_tensors, ctx.how
         kind, enabled, dtype = ctx.autocast
         gradient = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        pieces = _count(x, tiles)
+        pieces = _clamp_num_tiles(x, tiles)
         with ExitStack() as stack:
             # no cache: a cached cast would join the graphs of two tiles
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
             active = {id(mode) for mode in _get_current_function_mode_stack()}
-            for mode in (mode for mode in ctx.modes if id(mode) not in active):
+            for mode in (mode for mode in ctx.function_modes if id(mode) not in active):
                 stack.enter_context(mode)
-            parts = (each.tensor_split(pieces, TOKENS) for each in (x, grads[0], x if gradient is None else gradient))
+            parts = (
+                each.tensor_split(pieces, TOKEN_DIM)
+                for each in (x, grads[0], x if gradient is None else gradient)
+            )
             for taken, came, place in zip(*parts, strict=True):
                 with torch.enable_grad():
                     leaf = taken.detach().contiguous().requires_grad_(gradient is not None)
-                    y = _alone(name, run, leaf)
+                    y = _run_tile(name, run, leaf)
                 if y.requires_grad:
                     torch.autograd.backward([y], [came])
                 if leaf.grad is not None:
@@ -136,170 +162,262 @@ class _Tiled(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
-AT_ONCE = "set loss = 1: logits are then made all at once"
+UNCHUNKED_FIX = "set loss = 1: logits are then made all at once"
 
 
 @dataclass(frozen=True)
-class Tiles(Strategy):
+class ChunkedLoss(Strategy):
     """The loss in `loss` tiles of a rank's tokens, and each MLP in `mlp`; 1: at once. More than there are tokens: one each."""
 
     name: ClassVar[str] = "tiles"
-    phase: ClassVar[Phase] = "memory"
-    loss: int = 8
-    mlp: int = 1
+    phase: ClassVar[StrategyPhase] = "memory"
+    num_chunks: int = 8
+    num_tiles: int = 1
 
     @property
-    def by_token(self) -> bool:  # type: ignore[override]  # it depends on a field
+    def needs_sequence_info(self) -> bool:  # type: ignore[override]  # it depends on a field
         """Whether MLPs run on some tokens at a time."""
-        return self.mlp > 1
+        return self.num_tiles > 1
 
-    def check(self, job: Job, space: Space) -> Iterator[Fault]:
-        where, anatomy = "strategies.tiles", space.anatomy
-        if self.loss < 1 or self.mlp < 1 or self.loss == self.mlp == 1:
-            text = f"loss = {self.loss} tiles and mlp = {self.mlp}"
-            yield Fault(text, "write numbers from 1, all at once, up, and one of them above 1; or leave the strategy out", where)
-        if space.pieces > 1:
-            yield Fault("the loss is taken in tiles already", "keep one of the strategies that do it", where)
-        if self.loss > 1 and anatomy.whole_batch:
-            yield Fault("the loss compares all rows of a batch, so it needs them all at once", AT_ONCE, f"{where}.loss")
-        yield from _head_faults(space, f"{where}.loss") if self.loss > 1 else ()
-        yield from _mlp_faults(anatomy, f"{where}.mlp") if self.mlp > 1 else ()
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        where, anatomy = "strategies.tiles", sharding.model_spec
+        if self.num_chunks < 1 or self.num_tiles < 1 or self.num_chunks == self.num_tiles == 1:
+            text = f"loss = {self.num_chunks} tiles and mlp = {self.num_tiles}"
+            yield Diagnostic(
+                text,
+                "write numbers from 1, all at once, up, and one of them above 1; or leave the strategy out",
+                where,
+            )
+        if sharding.num_loss_chunks > 1:
+            yield Diagnostic(
+                "the loss is taken in tiles already", "keep one of the strategies that do it", where
+            )
+        if self.num_chunks > 1 and anatomy.needs_global_batch:
+            yield Diagnostic(
+                "the loss compares all rows of a batch, so it needs them all at once",
+                UNCHUNKED_FIX,
+                f"{where}.loss",
+            )
+        yield from _check_head(sharding, f"{where}.loss") if self.num_chunks > 1 else ()
+        yield from _check_mlps(anatomy, f"{where}.mlp") if self.num_tiles > 1 else ()
 
-    def partners(self, space: Space) -> Iterator[Fault]:
-        cut = {name: home for home in space.homes if home.cut for name in home.weight.names}
-        call = head_in_pieces(space)
+    def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        cut = {
+            name: home for home in sharding.param_shardings if home.sliced_dims for name in home.param.names
+        }
+        call = chunked_head_call(sharding)
         home = None if call is None else cut.get(f"{call.name}.weight")
-        if home is not None and set(home.cut) != set(space.logits.axes("S")):
-            text = f"the head {home.weight.name} is cut along {' and '.join(home.cut)}, and its products move something each"
-            yield Fault(text, "divide it by words alone (line and vocabulary), or set loss = 1", "strategies.tiles.loss")
-        if self.loss > 1 and space.led:
-            text = f"one rank along {' and '.join(space.led)} takes the loss of all, of logits that the others send whole"
-            yield Fault(text, "set loss = 1, or have every rank take its own loss (replicate, zero)", "strategies.tiles.loss")
-        inside = [name for mlp in _mlps(space.anatomy) for name in cut if name.startswith(f"{mlp.name}.")] if self.mlp > 1 else []
+        if home is not None and set(home.sliced_dims) != set(sharding.logits_layout.axes_with("S")):
+            text = f"the head {home.param.name} is cut along {' and '.join(home.sliced_dims)}, and its products move something each"
+            yield Diagnostic(
+                text,
+                "divide it by words alone (line and vocabulary), or set loss = 1",
+                "strategies.tiles.loss",
+            )
+        if self.num_chunks > 1 and sharding.primary_rank_axes:
+            text = f"one rank along {' and '.join(sharding.primary_rank_axes)} takes the loss of all, of logits that the others send whole"
+            yield Diagnostic(
+                text,
+                "set loss = 1, or have every rank take its own loss (replicate, zero)",
+                "strategies.tiles.loss",
+            )
+        inside = (
+            [
+                name
+                for mlp in _find_mlps(sharding.model_spec)
+                for name in cut
+                if name.startswith(f"{mlp.name}.")
+            ]
+            if self.num_tiles > 1
+            else []
+        )
         if inside:
-            text = f"{inside[0]} is divided among ranks, which meet once for all tokens, and would for each tile"
-            yield Fault(text, "set mlp = 1, or do not divide MLPs: recompute spares as much", "strategies.tiles.mlp")
+            text = (
+                f"{inside[0]} is divided among ranks, which meet once for all tokens, and would for each tile"
+            )
+            yield Diagnostic(
+                text, "set mlp = 1, or do not divide MLPs: recompute spares as much", "strategies.tiles.mlp"
+            )
 
-    def place(self, space: Space) -> Space:
-        return replace(space, pieces=max(1, self.loss))
+    def place(self, sharding: ShardingPlan) -> ShardingPlan:
+        return replace(sharding, num_loss_chunks=max(1, self.num_chunks))
 
-    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
-        if self.mlp == 1:
+    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+        if self.num_tiles == 1:
             return program
-        return program.edit(lambda actions: self._lean(actions, space, job))
+        return program.edit(lambda actions: self._tile_memory(actions, sharding, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        for mlp in dict.fromkeys(mlp.name for mlp in _mlps(runtime.plan.space.anatomy)) if self.mlp > 1 else ():
-            runtime.wrap(mlp, partial(in_tiles, mlp, self.mlp))
+        for mlp in (
+            dict.fromkeys(mlp.name for mlp in _find_mlps(runtime.plan.sharding.model_spec))
+            if self.num_tiles > 1
+            else ()
+        ):
+            runtime.wrap_forward(mlp, partial(run_tiled, mlp, self.num_tiles))
         return {}
 
-    def _lean(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
+    def _tile_memory(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
         """`actions` with a tile of what MLPs compute within, in the backward of their visit, for all that a forward keeps."""
-        rows, width = micro_rows(actions, space, job), NBYTES[job.precision.compute]
-        mlps: dict[str, list[_Mlp]] = {}
-        for mlp in _mlps(space.anatomy):
+        rows, width = samples_per_microbatch(actions, space, job), FLOAT_NBYTES[job.precision.compute]
+        mlps: dict[str, list[_MLPCall]] = {}
+        for mlp in _find_mlps(space.model_spec):
             mlps.setdefault(mlp.visit, []).append(mlp)
-        tokens = Fraction(-(-_tokens(space) // self.mlp), _tokens(space))
-        whole = taken(space, job, rows)
+        tokens = Fraction(-(-_local_tokens(space) // self.num_tiles), _local_tokens(space))
+        whole = activation_memory(space, job, rows)
 
         def lean(action: Action) -> Action:
-            mine, name = mlps.get(action.subject, []), inside(action.subject, action.micro)
-            spared = [int(mlp.inside * own_share(space, mlp.visit)) * rows * width for mlp in mine]
-            if mine and action.kind in (*FORWARDS, "RERUN"):
-                left = {held.name: held.nbytes - (held.name == name) * sum(spared) for held in action.takes}
-                return replace(action, takes=tuple(Hold(each, max(0, nbytes)) for each, nbytes in left.items()))
-            if mine and action.kind in BACKWARDS:
+            mine, name = (
+                mlps.get(action.subject, []),
+                saved_activations_name(action.subject, action.microbatch),
+            )
+            spared = [int(mlp.inner_numel * local_fraction(space, mlp.visit)) * rows * width for mlp in mine]
+            if mine and action.kind in (*FORWARD_KINDS, "RECOMPUTE"):
+                left = {
+                    held.name: held.nbytes - (held.name == name) * sum(spared) for held in action.allocations
+                }
+                return replace(
+                    action,
+                    allocations=tuple(Allocation(each, max(0, nbytes)) for each, nbytes in left.items()),
+                )
+            if mine and action.kind in INPUT_GRAD_KINDS:
                 more = max(int(each * tokens) for each in spared)
-                weighed = whole[action.subject].backward  # of whole MLPs; tiles add to the gradients of weights that are there
+                weighed = whole[
+                    action.subject
+                ].backward_nbytes  # of whole MLPs; tiles add to the gradients of weights that are there
                 more += round(weighed * tokens) if weighed else _scratch(action)
-                takes = (replace(held, nbytes=more) if held.name == SCRATCH else held for held in action.takes)
-                again = sum(int(mlp.flops * own_share(space, mlp.visit)) for mlp in mine) * rows
-                return replace(action, takes=tuple(takes), flops=action.flops + again)
+                takes = (
+                    replace(held, nbytes=more) if held.name == SCRATCH else held
+                    for held in action.allocations
+                )
+                again = sum(int(mlp.flops * local_fraction(space, mlp.visit)) for mlp in mine) * rows
+                return replace(action, allocations=tuple(takes), flops=action.flops + again)
             return action
 
         return [lean(action) for action in actions]
 
 
 def _scratch(action: Action) -> int:
-    return sum(held.nbytes for held in action.takes if held.name == SCRATCH)
+    return sum(held.nbytes for held in action.allocations if held.name == SCRATCH)
 
 
 @dataclass(frozen=True)
-class _Mlp:
+class _MLPCall:
     """One call of a module that holds columns and rows layers; per sample, what lies between them, and operations."""
 
     name: str
     visit: str
-    inside: int
+    inner_numel: int
     flops: int
 
 
-def _mlps(anatomy: Anatomy) -> Iterator[_Mlp]:
+def _find_mlps(anatomy: ModelSpec) -> Iterator[_MLPCall]:
     """The MLPs of a model, in order: modules that hold a pair of layers and nothing else that can be divided."""
-    weights = {layer: weight for weight in anatomy.weights if len(weight.shape) > 1 for layer in weight.layers}
-    waiting: list[Call] = []
-    for call in anatomy.calls:
+    weights = {layer: weight for weight in anatomy.params if len(weight.shape) > 1 for layer in weight.layers}
+    waiting: list[LayerCall] = []
+    for call in anatomy.layer_calls:
         if call.role == "columns":
-            waiting = [each for each in waiting if each.visit == call.visit] + [call]
+            waiting = [each for each in waiting if each.block_call == call.block_call] + [call]
         elif call.role == "rows":
             pair, waiting = [*waiting, call], []
-            cut = weights[call.name].side("in") if call.name in weights else None
-            if len(pair) == 1 or cut is None or cut.heads or cut.units != sum(cut.sections):
+            cut = weights[call.name].split_of_side("in") if call.name in weights else None
+            if len(pair) == 1 or cut is None or cut.num_heads or cut.num_units != sum(cut.sections):
                 continue
-            name = _around([each.name for each in pair])
-            within = [each for each in anatomy.calls if each.visit == call.visit and each.name.startswith(f"{name}.")]
+            name = _common_module([each.name for each in pair])
+            within = [
+                each
+                for each in anatomy.layer_calls
+                if each.block_call == call.block_call and each.name.startswith(f"{name}.")
+            ]
             if name and within == pair:
-                yield _Mlp(name, call.visit, sum(each.inside for each in pair), sum(each.flops for each in pair))
+                yield _MLPCall(
+                    name,
+                    call.block_call,
+                    sum(each.saved_numel for each in pair),
+                    sum(each.flops for each in pair),
+                )
 
 
-def _around(names: list[str]) -> str:
+def _common_module(names: list[str]) -> str:
     """The module that holds all of `names`."""
     parts = [name.split(".")[:-1] for name in names]
-    return ".".join(alike[0] for alike in takewhile(lambda alike: len(set(alike)) == 1, zip(*parts, strict=False)))
+    return ".".join(
+        alike[0] for alike in takewhile(lambda alike: len(set(alike)) == 1, zip(*parts, strict=False))
+    )
 
 
-def _tokens(space: Space) -> int:
-    known = (space.whole or space).anatomy.tokens
-    return 1 if known is None else int(known.length * own_tokens(space))
+def _local_tokens(space: ShardingPlan) -> int:
+    known = (space.all_ranks or space).model_spec.sequence_info
+    return 1 if known is None else int(known.length * local_token_fraction(space))
 
 
-def _mlp_faults(anatomy: Anatomy, where: str) -> Iterator[Fault]:
+def _check_mlps(anatomy: ModelSpec, where: str) -> Iterator[Diagnostic]:
     """What keeps MLPs from running on some tokens at a time."""
-    found, known = list(_mlps(anatomy)), anatomy.tokens
+    found, known = list(_find_mlps(anatomy)), anatomy.sequence_info
     if known is None or not found:
         text = f"{anatomy.name} has no module of its own between columns and rows of single features that takes in tokens"
-        yield Fault(text, "declare the roles of its layers: Model(sockets=...); or set mlp = 1", where)
+        yield Diagnostic(text, "declare the roles of its layers: Model(sockets=...); or set mlp = 1", where)
         return
-    if anatomy.random:
-        yield Fault("the model draws dropout, by the place of an element among all tokens", "set dropout to 0, or mlp = 1", where)
-    mixes = {passing.visit: passing.mixes for passing in known.visits if passing.mixes}
-    attends = {attend.visit for attend in known.attends}
+    if anatomy.has_dropout:
+        yield Diagnostic(
+            "the model draws dropout, by the place of an element among all tokens",
+            "set dropout to 0, or mlp = 1",
+            where,
+        )
+    mixes = {
+        passing.block_call: passing.not_sequence_parallel
+        for passing in known.block_calls
+        if passing.not_sequence_parallel
+    }
+    attends = {attend.block_call for attend in known.attention_calls}
     for mlp in found:
         if mlp.visit in mixes:
-            yield Fault(f"{mlp.name} does not treat tokens one by one: {mixes[mlp.visit]}", "set mlp = 1", where)
+            yield Diagnostic(
+                f"{mlp.name} does not treat tokens one by one: {mixes[mlp.visit]}", "set mlp = 1", where
+            )
         elif mlp.name == block_of(mlp.visit) and mlp.visit in attends:
-            yield Fault(f"{mlp.name} attends to other tokens", "set mlp = 1", where)
-        elif any(each.reach and f"{each.module}.".startswith(f"{mlp.name}.") for each in known.convolves):
-            yield Fault(f"{mlp.name} convolves tokens", "set mlp = 1", where)
+            yield Diagnostic(f"{mlp.name} attends to other tokens", "set mlp = 1", where)
+        elif any(each.halo and f"{each.module}.".startswith(f"{mlp.name}.") for each in known.conv_calls):
+            yield Diagnostic(f"{mlp.name} convolves tokens", "set mlp = 1", where)
 
 
-def _head_faults(space: Space, where: str) -> Iterator[Fault]:
+def _check_head(space: ShardingPlan, where: str) -> Iterator[Diagnostic]:
     """Why there is no head whose product the loss could make."""
-    anatomy, logits = space.anatomy, space.anatomy.logits
+    anatomy, logits = space.model_spec, space.model_spec.logits
     if logits is None:
-        kept = next((f" ({each.name}: {each.why})" for each in anatomy.weights if each.role == "logits" and each.why), "")
-        yield Fault(f"{anatomy.name} has no head whose logits go to the loss as they are{kept}", AT_ONCE, where)
-        return
-    call = head_in_pieces(replace(space, pieces=2))
-    if call is None or call.visit != anatomy.visits[-1]:
-        yield Fault(f"the head {logits.layer} is not in the last block that runs, {anatomy.visits[-1]}", AT_ONCE, where)
-    elif logits.changed:
-        text = (
-            f"between the head {logits.layer} and the loss the model changes logits ({logits.changed}), and a tile would not be"
+        kept = next(
+            (
+                f" ({each.name}: {each.not_shardable_reason})"
+                for each in anatomy.params
+                if each.role == "logits" and each.not_shardable_reason
+            ),
+            "",
         )
-        yield Fault(text, f"return the head's output as it is and change it in a loss of your own, or {AT_ONCE}", where)
-    elif not any(each.rows and each.shape == (logits.tokens, logits.words) for each in anatomy.outputs):
-        text = f"the logits do not come out as [rows, tokens, words]: there are {logits.tokens} of a sample"
-        yield Fault(text, AT_ONCE, where)
-    elif logits.tokens < 2:
-        yield Fault("a sample has the logits of one token, so there is nothing to tile", AT_ONCE, where)
+        yield Diagnostic(
+            f"{anatomy.name} has no head whose logits go to the loss as they are{kept}", UNCHUNKED_FIX, where
+        )
+        return
+    call = chunked_head_call(replace(space, num_loss_chunks=2))
+    if call is None or call.block_call != anatomy.block_calls[-1]:
+        yield Diagnostic(
+            f"the head {logits.layer} is not in the last block that runs, {anatomy.block_calls[-1]}",
+            UNCHUNKED_FIX,
+            where,
+        )
+    elif logits.modified_by:
+        text = f"between the head {logits.layer} and the loss the model changes logits ({logits.modified_by}), and a tile would not be"
+        yield Diagnostic(
+            text,
+            f"return the head's output as it is and change it in a loss of your own, or {UNCHUNKED_FIX}",
+            where,
+        )
+    elif not any(
+        each.per_sample and each.shape == (logits.num_tokens, logits.vocab_size) for each in anatomy.outputs
+    ):
+        text = (
+            f"the logits do not come out as [rows, tokens, words]: there are {logits.num_tokens} of a sample"
+        )
+        yield Diagnostic(text, UNCHUNKED_FIX, where)
+    elif logits.num_tokens < 2:
+        yield Diagnostic(
+            "a sample has the logits of one token, so there is nothing to tile", UNCHUNKED_FIX, where
+        )

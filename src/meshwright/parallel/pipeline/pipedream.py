@@ -14,10 +14,10 @@ until its backward. What results is a gradient, at weights that are a little old
     v(s, k) = max(0, k - (p - 1 - s)): once the pipeline is full, p - 1 - s updates old
 
 In the list of a rank a STEP stands behind each backward, of that micro-batch alone and over what counts in it. STASH (keep the
-weights as they are, because a backward will need them) stands before a STEP where forwards are under way; RESTORE (have the kept
-weights in the model) and RENEW (have the newest ones again) round a backward whose forward has met older ones:
+weights as they are, because a backward will need them) stands before a STEP where forwards are under way; LOAD_STASHED (have the kept
+weights in the model) and LOAD_LATEST (have the newest ones again) round a backward whose forward has met older ones:
 
-    rank 0   F0 F1 F2  B0  STASH STEP  F3  RESTORE B1 RENEW  STASH STEP  F4 ...  B5 STEP  TALLY NORM
+    rank 0   F0 F1 F2  B0  STASH STEP  F3  LOAD_STASHED B1 LOAD_LATEST  STASH STEP  F4 ...  B5 STEP  LOSS_SUM GLOBAL_NORM
 
 A step of the run is what it is everywhere: `train.batch` samples, after which weights can be saved, evaluated and taken up on
 another plan. So at its end the pipeline empties, and the first micro-batches of the next meet weights that are new on all ranks.
@@ -43,14 +43,14 @@ from typing import ClassVar, NamedTuple
 
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.pipeline.schedules import one_f_one_b
-from meshwright.parallel.pipeline.schedules.schedule import Order, count_faults
-from meshwright.plan.job.errors import Fault
+from meshwright.parallel.pipeline.schedules.schedule import Schedule, check_counts
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
-from meshwright.plan.sharding.sharding_plan import Space
-from meshwright.plan.step.action import Action, Hold, Program, with_waits
-from meshwright.plan.step.single_device import Turn, steps
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.step.action import Action, Allocation, Program, with_waits
+from meshwright.plan.step.single_device import StageCalls, stepped_microbatches
 from meshwright.plan.step.weight_stashing import forward_versions
-from meshwright.plan.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 
 @dataclass(frozen=True)
@@ -58,104 +58,135 @@ class PipeDream(Strategy):
     """Puts runs of layers on the ranks along `axis`, which begin with `cuts`; every micro-batch is an update of its own."""
 
     name: ClassVar[str] = "pipedream"
-    phase: ClassVar[Phase] = "order"
+    phase: ClassVar[StrategyPhase] = "order"
     exact: ClassVar[bool] = False
     axis: str = "pp"
-    cuts: tuple[str, ...] = ()
+    split_points: tuple[str, ...] = ()
 
-    def check(self, job: Job, space: Space) -> Iterator[Fault]:
-        yield from (self._own(fault) for fault in self._pipeline.check(job, space))
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        yield from (self._renamed(fault) for fault in self._pipeline.check(job, sharding))
         each = "every micro-batch is an update of its own, and no rank has all gradients of one at a time"
         for asked, key, what, fix in (
             (job.train.clip > 0, "train.clip", f"train.clip = {job.train.clip}", "set train.clip = 0"),
-            (job.guard.action != "off", "guard.action", "the guard looks at whole steps", 'set guard.action = "off"'),
+            (
+                job.guard.action != "off",
+                "guard.action",
+                "the guard looks at whole steps",
+                'set guard.action = "off"',
+            ),
             (
                 job.train.noise_scale,
                 "train.noise_scale",
                 "the noise scale needs whole gradients",
                 "set train.noise_scale = false",
             ),
-            (job.precision.scales_loss, "precision.compute", "the loss is scaled for float16", 'use compute = "bfloat16"'),
             (
-                space.anatomy.whole_batch,
+                job.precision.scales_loss,
+                "precision.compute",
+                "the loss is scaled for float16",
+                'use compute = "bfloat16"',
+            ),
+            (
+                sharding.model_spec.needs_global_batch,
                 "loss",
                 "the loss is taken on the whole batch at once",
                 "use one that is a sum over rows",
             ),
         ):
             if asked:
-                yield Fault(f"{what}: {each}", f'{fix}, or use the strategy "pipeline"', key)
+                yield Diagnostic(f"{what}: {each}", f'{fix}, or use the strategy "pipeline"', key)
 
-    def partners(self, space: Space) -> Iterator[Fault]:
+    def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         where = f"strategies.{self.name}"
-        tied = [home.weight.name for home in space.homes if len(space.users(home.weight)) > 1 and home.weight.trainable]
+        tied = [
+            home.param.name
+            for home in sharding.param_shardings
+            if len(sharding.pp_ranks_using(home.param)) > 1 and home.param.trainable
+        ]
         if tied:
             text = f"{len(tied)} parameters ({tied[0]}...) are used by parts on several ranks, which would step them apart"
             fix = 'untie them, choose cuts that leave all their users in one part, or use the strategy "pipeline"'
-            yield Fault(text, fix, f"{where}.cuts")
+            yield Diagnostic(text, fix, f"{where}.cuts")
         else:
-            yield from (self._own(fault) for fault in self._pipeline.partners(space))
-        shards = sorted({axis for home in space.homes for axis in home.flat})
-        if shards or space.led:
-            what = f"cut into shards along {' and '.join(shards)}" if shards else f"stepped by one rank along {space.led[0]}"
+            yield from (self._renamed(fault) for fault in self._pipeline.check_combined(sharding))
+        shards = sorted({axis for home in sharding.param_shardings for axis in home.flat_shard_axes})
+        if shards or sharding.primary_rank_axes:
+            what = (
+                f"cut into shards along {' and '.join(shards)}"
+                if shards
+                else f"stepped by one rank along {sharding.primary_rank_axes[0]}"
+            )
             text = f"weights are {what}, which nobody does for single micro-batches"
-            yield Fault(text, 'use the strategy "replicate" beside it, or "pipeline" in its place', where)
+            yield Diagnostic(
+                text, 'use the strategy "replicate" beside it, or "pipeline" in its place', where
+            )
 
-    def place(self, space: Space) -> Space:
-        return self._pipeline.place(space)
+    def place(self, sharding: ShardingPlan) -> ShardingPlan:
+        return self._pipeline.place(sharding)
 
-    def turns(self, turns: Sequence[Turn], space: Space) -> Sequence[Turn]:
-        found: list[Turn] = []
-        for turn in self._pipeline.turns(turns, space):
+    def order_stage_calls(
+        self, stage_calls: Sequence[StageCalls], sharding: ShardingPlan
+    ) -> Sequence[StageCalls]:
+        found: list[StageCalls] = []
+        for turn in self._pipeline.order_stage_calls(stage_calls, sharding):
             found += [turn] if turn.kind == "F" else [turn, turn._replace(kind="STEP")]
         return found
 
-    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
-        held = sum(weight.numel * weight.width(job.precision.parameters) for weight in space.anatomy.trainable)
-        told = space.mesh.extent(space.data_axes) > 1
-        crossed = self._pipeline.rewrite(program, space, job)
-        crossed = crossed.edit(lambda actions: [_each_told(action, actions) for action in actions]) if told else crossed
-        return crossed.edit(lambda actions: _stashed(actions, held))
+    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+        held = sum(
+            weight.numel * weight.itemsize(job.precision.parameters)
+            for weight in sharding.model_spec.trainable
+        )
+        told = sharding.mesh.group_size(sharding.data_axes) > 1
+        crossed = self._pipeline.rewrite(program, sharding, job)
+        crossed = (
+            crossed.edit(lambda actions: [_count_per_microbatch(action, actions) for action in actions])
+            if told
+            else crossed
+        )
+        return crossed.edit(lambda actions: _insert_stashing(actions, held))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         return self._pipeline.bind(runtime)
 
-    def order(self, space: Space, micros: int) -> Order:
+    def build_schedule(self, sharding: ShardingPlan, num_microbatches: int) -> Schedule:
         """Who runs which part for which of so many micro-batches, all ranks of the pipeline together."""
-        return self._pipeline.order(space, micros)
+        return self._pipeline.build_schedule(sharding, num_microbatches)
 
     @property
     def _pipeline(self) -> Pipeline:
         """The exact one with the same lists."""
-        return Pipeline(axis=self.axis, schedule="1f1b", cuts=self.cuts)
+        return Pipeline(axis=self.axis, schedule="1f1b", split_points=self.split_points)
 
-    def _own(self, fault: Fault) -> Fault:
+    def _renamed(self, fault: Diagnostic) -> Diagnostic:
         """What is wrong with the exact one, as it is said here."""
-        return replace(fault, where=fault.where.replace("strategies.pipeline", f"strategies.{self.name}"))
+        return replace(
+            fault, location=fault.location.replace("strategies.pipeline", f"strategies.{self.name}")
+        )
 
 
-class Version(NamedTuple):
+class WeightVersion(NamedTuple):
     """How many updates the weights of `stage` have seen that a micro-batch meets, forward and backward."""
 
-    stage: int
-    micro: int
+    virtual_stage: int
+    microbatch: int
     forward: int
     backward: int
 
 
-def order(ranks: int, micros: int) -> Order:
+def pipedream_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """The lists of `ranks` ranks, a part each, for `micros` micro-batches: all those after which the pipeline empties."""
-    return one_f_one_b.order(ranks, micros)
+    return one_f_one_b.one_f_one_b_schedule(num_ranks, num_microbatches)
 
 
-def versions(order: Order, *, stashed: bool = True) -> list[Version]:
+def weight_versions(schedule: Schedule, *, stashing: bool = True) -> list[WeightVersion]:
     """The weights that each stage uses for each micro-batch when it updates them after each backward, in the order of backwards.
 
     `stashed` keeps the weights of a forward for its backward; otherwise a backward meets the newest ones.
     """
-    found: list[Version] = []
-    for slots in order.slots:
-        seen = [0] * len(order.stages)
+    found: list[WeightVersion] = []
+    for slots in schedule.actions:
+        seen = [0] * len(schedule.virtual_stages)
         used: dict[tuple[int, int], int] = {}
         newest: dict[tuple[int, int], int] = {}
         for kind, stage, micro in slots:
@@ -165,16 +196,18 @@ def versions(order: Order, *, stashed: bool = True) -> list[Version]:
                 newest[stage, micro] = seen[stage]
             if kind in ("B", "W"):
                 forward = used[stage, micro]
-                found.append(Version(stage, micro, forward, forward if stashed else newest[stage, micro]))
+                found.append(
+                    WeightVersion(stage, micro, forward, forward if stashing else newest[stage, micro])
+                )
                 seen[stage] += 1
     return found
 
 
-def kept(order: Order) -> list[int]:
+def max_versions_kept(schedule: Schedule) -> list[int]:
     """The most versions of its weights that each stage keeps at once, the newest one among them."""
-    most = [1] * len(order.stages)
-    for slots in order.slots:
-        seen = [0] * len(order.stages)
+    most = [1] * len(schedule.virtual_stages)
+    for slots in schedule.actions:
+        seen = [0] * len(schedule.virtual_stages)
         used: dict[tuple[int, int], int] = {}
         for kind, stage, micro in slots:
             if kind == "F":
@@ -187,45 +220,53 @@ def kept(order: Order) -> list[int]:
     return most
 
 
-def faults(ranks: int, micros: int) -> Iterator[Fault]:
+def check_pipedream(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
     """Why these counts cannot work."""
-    yield from count_faults(ranks, micros)
+    yield from check_counts(num_ranks, num_microbatches)
 
 
-def _each_told(action: Action, actions: Sequence[Action]) -> Action:
-    """`action`; a COUNT that tells what counts in each micro-batch, too: ranks have other rows."""
-    if action.kind != "COUNT" or action.transfer is None:
+def _count_per_microbatch(action: Action, actions: Sequence[Action]) -> Action:
+    """`action`; a TOKEN_COUNT that tells what counts in each micro-batch, too: ranks have other rows."""
+    if action.kind != "TOKEN_COUNT" or action.transfer is None:
         return action
-    nbytes = action.transfer.nbytes + 8 * len(steps(actions))
+    nbytes = action.transfer.nbytes + 8 * len(stepped_microbatches(actions))
     return replace(action, transfer=replace(action.transfer, nbytes=nbytes))
 
 
-def _stashed(actions: Sequence[Action], nbytes: int) -> list[Action]:
+def _insert_stashing(actions: Sequence[Action], nbytes: int) -> list[Action]:
     """The list of a rank with its own versions: `nbytes` are those of its weights that are stepped.
 
     A room holds one version. That of the forward of a micro-batch is asked for where it is no longer the newest one.
     """
-    met, order = forward_versions(actions), steps(actions)
+    met, order = forward_versions(actions), stepped_microbatches(actions)
     last = {met[micro]: micro for micro in order}  # the last backward that needs a version
     rooms: dict[int, str] = {}
     free = [f"old weights({room})" for room in reversed(range(len(order)))]
     begun: set[int] = set()
     done, newest = list[Action](), 0
     for action in actions:
-        micro = action.micro or 0
-        stale = action.kind in ("B", "SQUARE") and met[micro] < newest
+        micro = action.microbatch or 0
+        stale = action.kind in ("B", "LOCAL_NORM") and met[micro] < newest
         if action.kind == "B" and micro not in begun:
             begun.add(micro)
-            done += [Action("RESTORE", rooms[met[micro]], micro)] if stale else []
-        elif action.kind == "SQUARE" and stale:
+            done += [Action("LOAD_STASHED", rooms[met[micro]], micro)] if stale else []
+        elif action.kind == "LOCAL_NORM" and stale:
             ends = last[met[micro]] == micro
             room = rooms.pop(met[micro]) if ends else rooms[met[micro]]
-            done.append(Action("RENEW", room, micro, waits=action.waits, frees=(room,) if ends else ()))
+            done.append(Action("LOAD_LATEST", room, micro, waits=action.waits, frees=(room,) if ends else ()))
             free += [room] if ends else []
         if action.kind == "STEP":
             if last.get(newest, micro) != micro:
                 rooms[newest] = free.pop()
-                done.append(Action("STASH", rooms[newest], micro, waits=action.waits, takes=(Hold(rooms[newest], nbytes),)))
+                done.append(
+                    Action(
+                        "STASH",
+                        rooms[newest],
+                        micro,
+                        waits=action.waits,
+                        allocations=(Allocation(rooms[newest], nbytes),),
+                    )
+                )
                 action = with_waits(action, (done[-1].name,))
             newest += 1
         done.append(action)

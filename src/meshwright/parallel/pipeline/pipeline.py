@@ -7,9 +7,9 @@ micro-batch is in the second part, the next one is in the first: with many of th
     rank 0   [ embed  layer 0  layer 1 ]  -- x -->  rank 1   [ layer 2  layer 3  head ]  --> loss
                                          <- dx --
 
-    before   COUNT                         F F F F F F  LOSS  B B B B B B                                STEP
-    rank 0   COUNT  F F F SEND  F F F SEND ........  RECEIVE B B B  RECEIVE B B B               TALLY  CLIP STEP
-    rank 1   COUNT  RECEIVE F F F LOSS B B B SEND  RECEIVE F F F LOSS B B B SEND                TALLY  CLIP STEP
+    before   TOKEN_COUNT                         F F F F F F  LOSS  B B B B B B                                STEP
+    rank 0   TOKEN_COUNT  F F F SEND  F F F SEND ........  RECV B B B  RECV B B B               LOSS_SUM  CLIP STEP
+    rank 1   TOKEN_COUNT  RECV F F F LOSS B B B SEND  RECV F F F LOSS B B B SEND                LOSS_SUM  CLIP STEP
 
 In which order a rank goes through its parts is what the schedule says (one file each): a list of slots, in which each forward
 takes what lives at the border before its part, and each backward the gradients of what it has given. A value that several later
@@ -23,7 +23,7 @@ Where a schedule has halves of backwards, I gives the gradients that other parts
 (model/halves.py). `schedule` is a name, "automatic" (a search, for parts that are not alike), or a file of one's own (given.py).
 
 A weight that several parts use, such as a tied table of words, is on all of their ranks, and so is each weight where a schedule
-has every part on two: the sum of their gradients goes to each of them before anything else is done with it (TIE, core/ties.py).
+has every part on two: the sum of their gradients goes to each of them before anything else is done with it (REDUCE_TIED, core/ties.py).
 In the norm, and in a checkpoint, it counts once. The sum comes when the last backward is over, and nothing hides it.
 
     bytes = 2 (k - 1)/k S        sent by each of k ranks that use S bytes of weights; of S in shards, a shard
@@ -65,37 +65,44 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
-from meshwright.parallel.pipeline.schedules.custom import digest, is_source
-from meshwright.parallel.pipeline.schedules.registry import SCHEDULES, Schedule, schedule_of
-from meshwright.parallel.pipeline.schedules.schedule import Costs, Order, Stage
-from meshwright.parallel.pipeline.send_recv import Crossing, Routes
-from meshwright.plan.job.errors import Fault, PlanError, nearest
+from meshwright.parallel.pipeline.schedules.custom import file_digest, is_schedule_source
+from meshwright.parallel.pipeline.schedules.registry import SCHEDULES, ScheduleEntry, find_schedule
+from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts, VirtualStage
+from meshwright.parallel.pipeline.send_recv import SendRecvInsertion, TransferRoutes
+from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.stage_boundaries import Borders, Part
-from meshwright.plan.sharding.rank_share import weight_flops
-from meshwright.plan.sharding.sharding_plan import Space
-from meshwright.plan.sharding.stage_values import Crossed, crossed_faults
+from meshwright.plan.model_spec.stage_boundaries import StageBoundaries, StageSpec
+from meshwright.plan.sharding.rank_share import weight_grad_flops
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.stage_values import StageValueShards, stage_value_diagnostics
 from meshwright.plan.step.action import Action, Program
-from meshwright.plan.step.single_device import Turn
-from meshwright.plan.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.plan.step.single_device import StageCalls
+from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 
-def balanced(costs: Mapping[str, float], opened: Sequence[str], count: int) -> tuple[str, ...]:
+def balance_stages(costs: Mapping[str, float], boundaries: Sequence[str], num_stages: int) -> tuple[str, ...]:
     """The visits, of `opened`, with which the second and later ones of `count` parts begin; `costs` are in order of the forward.
 
     There must be `count - 1` open borders at least.
     """
     visits = list(costs)
     before = [0.0, *accumulate(costs.values())]
-    starts = [0, *(visits.index(visit) for visit in opened), len(visits)]
+    starts = [0, *(visits.index(visit) for visit in boundaries), len(visits)]
     best: dict[int, tuple[float, tuple[int, ...]]] = {end: (before[end], ()) for end in starts[1:]}
-    for parts in range(2, count + 1):
+    for parts in range(2, num_stages + 1):
         ends = starts[parts:]
-        best = {end: min(_last(best, start, before[end] - before[start]) for start in best if start < end) for end in ends}
+        best = {
+            end: min(
+                _with_last_stage(best, start, before[end] - before[start]) for start in best if start < end
+            )
+            for end in ends
+        }
     return tuple(visits[at] for at in best[len(visits)][1])
 
 
-def _last(best: Mapping[int, tuple[float, tuple[int, ...]]], start: int, cost: float) -> tuple[float, tuple[int, ...]]:
+def _with_last_stage(
+    best: Mapping[int, tuple[float, tuple[int, ...]]], start: int, cost: float
+) -> tuple[float, tuple[int, ...]]:
     most, cuts = best[start]
     return max(most, cost), (*cuts, start)
 
@@ -108,163 +115,242 @@ class Pipeline(Strategy):
     """
 
     name: ClassVar[str] = "pipeline"
-    phase: ClassVar[Phase] = "order"
+    phase: ClassVar[StrategyPhase] = "order"
     axis: str = "pp"
     schedule: str = "1f1b"
-    chunks: int = 0
-    cuts: tuple[str, ...] = ()
+    virtual_stages: int = 0
+    split_points: tuple[str, ...] = ()
     scatter: bool = False
 
-    def check(self, job: Job, space: Space) -> Iterator[Fault]:
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         where = "strategies.pipeline"
         if self.axis != "pp":
-            yield Fault(f"layers cannot be put along '{self.axis}'", 'write axis = "pp"', f"{where}.axis")
-        schedule = schedule_of(self.schedule)
+            yield Diagnostic(
+                f"layers cannot be put along '{self.axis}'", 'write axis = "pp"', f"{where}.axis"
+            )
+        schedule = find_schedule(self.schedule)
         if schedule is None:
-            yield Fault(f"there is no schedule '{self.schedule}'", nearest(self.schedule, SCHEDULES), f"{where}.schedule")
+            yield Diagnostic(
+                f"there is no schedule '{self.schedule}'",
+                suggest_name(self.schedule, SCHEDULES),
+                f"{where}.schedule",
+            )
         if schedule is not None:
-            yield from self._count_faults(space, schedule, where)
-        if space.mesh.pp == 1:
-            yield Fault("a pipeline of one rank", "set mesh.pp to 2 or more, or remove the strategy", "mesh.pp")
-        elif space.anatomy.borders is None:
-            yield Fault("nothing is known of what crosses the borders between blocks", "read the model with its borders", where)
+            yield from self._check_virtual_stages(sharding, schedule, where)
+        if sharding.mesh.pp == 1:
+            yield Diagnostic(
+                "a pipeline of one rank", "set mesh.pp to 2 or more, or remove the strategy", "mesh.pp"
+            )
+        elif sharding.model_spec.stage_boundaries is None:
+            yield Diagnostic(
+                "nothing is known of what crosses the borders between blocks",
+                "read the model with its borders",
+                where,
+            )
         else:
-            yield from self._cut_faults(space, space.anatomy.borders, where)
+            yield from self._check_split(sharding, sharding.model_spec.stage_boundaries, where)
 
-    def _count_faults(self, space: Space, schedule: Schedule, where: str) -> Iterator[Fault]:
-        if self.chunks < 0 or (self.chunks and schedule.chunks not in (0, self.chunks)):
-            several = f"{schedule.chunks} parts" if schedule.chunks > 1 else "one part"
-            text = f"chunks = {self.chunks}" + (f", and {self.schedule} has {several} per rank" if schedule.chunks else "")
-            free = " or ".join(f'"{name}"' for name, each in SCHEDULES.items() if not each.chunks)
-            yield Fault(text, f"leave chunks away, or write schedule = {free}", f"{where}.chunks")
-        yield from schedule.refuse(space.mesh.pp, 1)
+    def _check_virtual_stages(
+        self, space: ShardingPlan, schedule: ScheduleEntry, where: str
+    ) -> Iterator[Diagnostic]:
+        if self.virtual_stages < 0 or (
+            self.virtual_stages and schedule.num_virtual_stages not in (0, self.virtual_stages)
+        ):
+            several = (
+                f"{schedule.num_virtual_stages} parts" if schedule.num_virtual_stages > 1 else "one part"
+            )
+            text = f"chunks = {self.virtual_stages}" + (
+                f", and {self.schedule} has {several} per rank" if schedule.num_virtual_stages else ""
+            )
+            free = " or ".join(f'"{name}"' for name, each in SCHEDULES.items() if not each.num_virtual_stages)
+            yield Diagnostic(text, f"leave chunks away, or write schedule = {free}", f"{where}.chunks")
+        yield from schedule.check(space.mesh.pp, 1)
 
-    def _cut_faults(self, space: Space, borders: Borders, where: str) -> Iterator[Fault]:
-        chunks, parts, known = self._chunks, self._count(space), len(borders.open()) + 1
+    def _check_split(self, space: ShardingPlan, borders: StageBoundaries, where: str) -> Iterator[Diagnostic]:
+        chunks, parts, known = (
+            self._num_virtual_stages,
+            self._num_stages(space),
+            len(borders.open_boundaries()) + 1,
+        )
         if (parts or space.mesh.pp) > known:
             ranks = f"{space.mesh.pp} ranks" + (f" of {chunks} parts each" if chunks > 1 else "")
-            text = f"{ranks} for a model that can be cut into {known} parts ({len(borders.visits)} blocks)"
-            text += "".join(f"; none can begin with '{each.visit}': {each.why}" for each in borders.closed[:1])
-            fix = self._fewer(space.mesh.pp, known)
-            fix += "".join(f"; or {each.fix}" for each in borders.closed[:1])
-            yield Fault(text, fix + (_declaring(space) if len(borders.visits) == 1 else ""), "mesh.pp")
-        if self.cuts and parts and len(self.cuts) != parts - 1:
-            text = f"{len(self.cuts)} cuts make {len(self.cuts) + 1} parts; needed are {parts}"
-            yield Fault(text, f"name {parts - 1} block{'s' * (parts > 2)}, or none", f"{where}.cuts")
-        if self.cuts:
-            yield from (replace(fault, where=f"{where}.cuts") for fault in borders.faults(self.cuts))
+            text = (
+                f"{ranks} for a model that can be cut into {known} parts ({len(borders.block_calls)} blocks)"
+            )
+            text += "".join(
+                f"; none can begin with '{each.block_call}': {each.reason}"
+                for each in borders.closed_boundaries[:1]
+            )
+            fix = self._fewer_stages_fix(space.mesh.pp, known)
+            fix += "".join(f"; or {each.fix}" for each in borders.closed_boundaries[:1])
+            yield Diagnostic(
+                text, fix + (_declare_blocks_fix(space) if len(borders.block_calls) == 1 else ""), "mesh.pp"
+            )
+        if self.split_points and parts and len(self.split_points) != parts - 1:
+            text = (
+                f"{len(self.split_points)} cuts make {len(self.split_points) + 1} parts; needed are {parts}"
+            )
+            yield Diagnostic(text, f"name {parts - 1} block{'s' * (parts > 2)}, or none", f"{where}.cuts")
+        if self.split_points:
+            yield from (
+                replace(fault, location=f"{where}.cuts") for fault in borders.diagnostics(self.split_points)
+            )
 
-    def _fewer(self, ranks: int, known: int) -> str:
+    def _fewer_stages_fix(self, ranks: int, known: int) -> str:
         """What makes fewer parts than `known` of them, in words."""
-        chunks, found = self._chunks, schedule_of(self.schedule)
+        chunks, found = self._num_virtual_stages, find_schedule(self.schedule)
         ways = [f"set mesh.pp to {known // chunks} at most"] if known >= 2 * chunks else []
         if chunks > 1 and known >= ranks:
-            free = found is not None and not found.chunks and not found.source
-            ways.append(f"set chunks to {known // ranks} at most" if free else 'take a schedule of one part per rank, as "1f1b"')
+            free = found is not None and not found.num_virtual_stages and not found.source
+            ways.append(
+                f"set chunks to {known // ranks} at most"
+                if free
+                else 'take a schedule of one part per rank, as "1f1b"'
+            )
         return ", or ".join(ways) or "set mesh.pp to 1, and remove the strategy"
 
-    def partners(self, space: Space) -> Iterator[Fault]:
-        yield from self._crossing_faults(space)
+    def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        yield from self._check_boundary_values(sharding)
 
-    def _crossing_faults(self, space: Space) -> Iterator[Fault]:
+    def _check_boundary_values(self, space: ShardingPlan) -> Iterator[Diagnostic]:
         """Values of which nobody knows what a rank has, and a wish to send pieces where each rank has something else to send."""
-        values = [value for part in self._parts(space) or () for value in part.gives]
-        yield from crossed_faults(space, values)
-        if self.scatter and not any(map(Crossed(space, values).alike, values)):
+        values = [value for part in self._find_stages(space) or () for value in part.outputs]
+        yield from stage_value_diagnostics(space, values)
+        if self.scatter and not any(map(StageValueShards(space, values).replicated_axes, values)):
             text = "scatter = true, and no several ranks have the same to send: values go in slices already, or no weight does"
-            yield Fault(text, "leave scatter away", "strategies.pipeline.scatter")
+            yield Diagnostic(text, "leave scatter away", "strategies.pipeline.scatter")
 
-    def place(self, space: Space) -> Space:
-        parts = self._parts(space)
+    def place(self, sharding: ShardingPlan) -> ShardingPlan:
+        parts = self._find_stages(sharding)
         if parts is None:
-            return space
-        stages = sorted(self._stages(space), key=lambda stage: stage.part)
-        mine = [[stage.part for stage in stages if stage.rank == rank] for rank in range(space.mesh.pp)]
-        visits = (tuple(visit for part in own for visit in parts[part].visits) for own in mine)
-        return space.with_stages(visits, tuple(part.visits[0] for part in parts[1:]))
+            return sharding
+        stages = sorted(self._placement(sharding), key=lambda stage: stage.stage)
+        mine = [
+            [stage.stage for stage in stages if stage.pp_rank == rank] for rank in range(sharding.mesh.pp)
+        ]
+        visits = (tuple(visit for part in own for visit in parts[part].block_calls) for own in mine)
+        return sharding.with_pipeline(visits, tuple(part.block_calls[0] for part in parts[1:]))
 
-    def turns(self, turns: Sequence[Turn], space: Space) -> Sequence[Turn]:
-        parts, mine = self._known(space), dict(space.coordinate)[self.axis]
-        order = self.order(space, len({turn.micro for turn in turns}))
-        slots = ((slot, parts[order.stages[slot.stage].part]) for slot in order.slots[mine])
-        return [Turn(slot.kind, part.visits, slot.micro) for slot, part in slots]
+    def order_stage_calls(
+        self, stage_calls: Sequence[StageCalls], sharding: ShardingPlan
+    ) -> Sequence[StageCalls]:
+        parts, mine = self._stages(sharding), dict(sharding.coordinate)[self.axis]
+        order = self.build_schedule(sharding, len({turn.microbatch for turn in stage_calls}))
+        slots = (
+            (slot, parts[order.virtual_stages[slot.virtual_stage].stage]) for slot in order.actions[mine]
+        )
+        return [StageCalls(slot.kind, part.block_calls, slot.microbatch) for slot, part in slots]
 
-    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
-        return program.edit(lambda actions: self._crossed(actions, space, job))
+    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+        return program.edit(lambda actions: self._insert_send_recv(actions, sharding, job))
 
-    def beyond(self) -> tuple[tuple[str, str], ...]:
-        return (("file", self._file),) if self._file else ()
+    def file_digests(self) -> tuple[tuple[str, str], ...]:
+        return (("file", self._file_digest),) if self._file_digest else ()
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        return dict.fromkeys(("SEND", "RECEIVE", "JOIN", "SEND_GRAD", "RECEIVE_GRAD", "JOIN_GRAD"), runtime.cross)
+        return dict.fromkeys(
+            ("SEND", "RECV", "CONCAT", "SEND_GRAD", "RECV_GRAD", "CONCAT_GRAD"), runtime.start_send_recv
+        )
 
-    def order(self, space: Space, micros: int) -> Order:
+    def build_schedule(self, sharding: ShardingPlan, num_microbatches: int) -> Schedule:
         """Who runs which part for which of so many micro-batches, all ranks of the pipeline together."""
-        asked = self._asked(space, micros)
-        made, idle = _made(asked), _idle(asked)
-        if made.stages != self._stages(space):
-            text = f"{self.schedule} puts parts on other ranks for {micros} micro-batches than for {space.mesh.pp}"
-            raise PlanError(text, fix="have it put them on the same ones for any number", where="strategies.pipeline.schedule")
+        asked = self._request(sharding, num_microbatches)
+        made, idle = _cached_schedule(asked), _idle_stages(asked)
+        if made.virtual_stages != self._placement(sharding):
+            text = f"{self.schedule} puts parts on other ranks for {num_microbatches} micro-batches than for {sharding.mesh.pp}"
+            raise PlanError(
+                text,
+                fix="have it put them on the same ones for any number",
+                location="strategies.pipeline.schedule",
+            )
         if idle:
             part, rank = idle[0]
-            text = f"{self.schedule} has no micro-batch for part {part} on rank {rank} of the pipeline, but {micros} in all"
-            raise PlanError(text, fix="make more of them: a smaller micro_batch", where="micro_batch")
+            text = f"{self.schedule} has no micro-batch for part {part} on rank {rank} of the pipeline, but {num_microbatches} in all"
+            raise PlanError(text, fix="make more of them: a smaller micro_batch", location="micro_batch")
         return made
 
-    def _asked(self, space: Space, micros: int) -> "_Asked":
-        anatomy, known = (space.whole or space).anatomy, self._known(space)
-        forward, weights = (_sums(anatomy.visits, flops, known) for flops in (anatomy.flops, weight_flops(anatomy)))
-        return _Asked(self.schedule, self._file, space.mesh.pp, micros, self._chunks, forward, weights)
+    def _request(self, space: ShardingPlan, micros: int) -> "_ScheduleRequest":
+        anatomy, known = (space.all_ranks or space).model_spec, self._stages(space)
+        forward, weights = (
+            _sum_per_stage(anatomy.block_calls, flops, known)
+            for flops in (anatomy.flops, weight_grad_flops(anatomy))
+        )
+        return _ScheduleRequest(
+            self.schedule,
+            self._file_digest,
+            space.mesh.pp,
+            micros,
+            self._num_virtual_stages,
+            forward,
+            weights,
+        )
 
     @property
-    def _file(self) -> str:
+    def _file_digest(self) -> str:
         """What names the contents of the file that says the schedule; nothing for one with a name."""
-        return digest(self.schedule) if is_source(self.schedule) else ""
+        return file_digest(self.schedule) if is_schedule_source(self.schedule) else ""
 
     @property
-    def _chunks(self) -> int:
+    def _num_virtual_stages(self) -> int:
         """The parts per rank."""
-        found = schedule_of(self.schedule)
-        return max(self.chunks, 0) or (1 if found is None else found.chunks or found.usual)
+        found = find_schedule(self.schedule)
+        return max(self.virtual_stages, 0) or (
+            1 if found is None else found.num_virtual_stages or found.default_virtual_stages
+        )
 
-    def _stages(self, space: Space) -> tuple[Stage, ...]:
+    def _placement(self, space: ShardingPlan) -> tuple[VirtualStage, ...]:
         """Where the parts lie; nothing where that cannot be told, which `check` says."""
-        return _lying(self.schedule, self._file, space.mesh.pp, self._chunks)
+        return _cached_placement(self.schedule, self._file_digest, space.mesh.pp, self._num_virtual_stages)
 
-    def _count(self, space: Space) -> int:
+    def _num_stages(self, space: ShardingPlan) -> int:
         """How many parts there are; 0 where that cannot be told."""
-        return len({stage.part for stage in self._stages(space)})
+        return len({stage.stage for stage in self._placement(space)})
 
-    def _crossed(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
-        asked, parts = self._asked(space, len({action.micro for action in actions if action.kind == "F"})), self._known(space)
-        return Crossing(parts, _routed(parts, asked), space, job, self.axis, scatter=self.scatter).added(actions)
+    def _insert_send_recv(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
+        asked, parts = (
+            self._request(space, len({action.microbatch for action in actions if action.kind == "F"})),
+            self._stages(space),
+        )
+        return SendRecvInsertion(
+            parts, _cached_routes(parts, asked), space, job, self.axis, scatter=self.scatter
+        ).insert(actions)
 
-    def _parts(self, space: Space) -> tuple[Part, ...] | None:
+    def _find_stages(self, space: ShardingPlan) -> tuple[StageSpec, ...] | None:
         """The parts; None where they cannot be made, which `check` tells."""
-        anatomy = (space.whole or space).anatomy
-        borders, count = anatomy.borders, self._count(space)
-        if borders is None or count < 2 or count > len(borders.open()) + 1:
+        anatomy = (space.all_ranks or space).model_spec
+        borders, count = anatomy.stage_boundaries, self._num_stages(space)
+        if borders is None or count < 2 or count > len(borders.open_boundaries()) + 1:
             return None
-        if self.cuts and (len(self.cuts) != count - 1 or list(borders.faults(self.cuts))):
+        if self.split_points and (
+            len(self.split_points) != count - 1 or list(borders.diagnostics(self.split_points))
+        ):
             return None
-        if space.cuts:
-            return _cut(borders, space.cuts)
-        return _cut(borders, self.cuts or balanced(dict(zip(anatomy.visits, anatomy.flops, strict=True)), borders.open(), count))
+        if space.split_points:
+            return _cached_stages(borders, space.split_points)
+        return _cached_stages(
+            borders,
+            self.split_points
+            or balance_stages(
+                dict(zip(anatomy.block_calls, anatomy.flops, strict=True)), borders.open_boundaries(), count
+            ),
+        )
 
-    def _known(self, space: Space) -> tuple[Part, ...]:
-        parts = self._parts(space)
+    def _stages(self, space: ShardingPlan) -> tuple[StageSpec, ...]:
+        parts = self._find_stages(space)
         if parts is None:
             raise ValueError("a plan was made although its pipeline has faults")
         return parts
 
 
-def _sums(visits: Sequence[str], each: Sequence[int], parts: Sequence[Part]) -> tuple[float, ...]:
+def _sum_per_stage(
+    visits: Sequence[str], each: Sequence[int], parts: Sequence[StageSpec]
+) -> tuple[float, ...]:
     """What each of `parts` has of a number that each visit has."""
     of = dict(zip(visits, each, strict=True))
-    return tuple(float(sum(map(of.__getitem__, part.visits))) for part in parts)
+    return tuple(float(sum(map(of.__getitem__, part.block_calls))) for part in parts)
 
 
-class _Asked(NamedTuple):
+class _ScheduleRequest(NamedTuple):
     """What the lists of a schedule follow from; `file` changes where a file gives other ones.
 
     What parts cost is the operations of their forwards, and those for their weights' gradients; a backward has two of a forward.
@@ -272,53 +358,67 @@ class _Asked(NamedTuple):
 
     schedule: str
     file: str
-    ranks: int
-    micros: int
-    chunks: int
-    forward: tuple[float, ...]
-    weights: tuple[float, ...]
+    num_ranks: int
+    num_microbatches: int
+    num_virtual_stages: int
+    forward_flops: tuple[float, ...]
+    weight_grad_flops: tuple[float, ...]
 
 
-def _declaring(space: Space) -> str:
+def _declare_blocks_fix(space: ShardingPlan) -> str:
     """How a model that is one block is told of more: the modules that hold its weights."""
-    holders = list(dict.fromkeys(weight.name.rpartition(".")[0] for weight in (space.whole or space).anatomy.weights))
+    holders = list(
+        dict.fromkeys(
+            weight.name.rpartition(".")[0] for weight in (space.all_ranks or space).model_spec.params
+        )
+    )
     return f"; or declare blocks: Model(..., blocks={[name for name in holders if name][:4]})"
 
 
 @lru_cache(maxsize=32)
-def _made(asked: _Asked) -> Order:
+def _cached_schedule(asked: _ScheduleRequest) -> Schedule:
     """The lists of a schedule, which are asked for once per rank."""
-    found, forward = schedule_of(asked.schedule), asked.forward
+    found, forward = find_schedule(asked.schedule), asked.forward_flops
     if found is None:
         raise ValueError("a plan was made although its pipeline has faults")
     if not any(forward):  # nobody has counted
-        return found.make(asked.ranks, asked.micros, asked.chunks, Costs.equal(len(forward)))
-    inputs = [2 * whole - half for whole, half in zip(forward, asked.weights, strict=True)]
-    return found.make(asked.ranks, asked.micros, asked.chunks, Costs(forward, inputs, asked.weights))
+        return found.build(
+            asked.num_ranks,
+            asked.num_microbatches,
+            asked.num_virtual_stages,
+            StageCosts.uniform(len(forward)),
+        )
+    inputs = [2 * whole - half for whole, half in zip(forward, asked.weight_grad_flops, strict=True)]
+    return found.build(
+        asked.num_ranks,
+        asked.num_microbatches,
+        asked.num_virtual_stages,
+        StageCosts(forward, inputs, asked.weight_grad_flops),
+    )
 
 
 @lru_cache(maxsize=32)
-def _idle(asked: _Asked) -> tuple[Stage, ...]:
+def _idle_stages(asked: _ScheduleRequest) -> tuple[VirtualStage, ...]:
     """The stages of them that do nothing."""
-    made = _made(asked)
-    busy = {slot.stage for slots in made.slots for slot in slots}
-    return tuple(stage for number, stage in enumerate(made.stages) if number not in busy)
+    made = _cached_schedule(asked)
+    busy = {slot.virtual_stage for slots in made.actions for slot in slots}
+    return tuple(stage for number, stage in enumerate(made.virtual_stages) if number not in busy)
 
 
 @lru_cache(maxsize=8)
-def _routed(parts: tuple[Part, ...], asked: _Asked) -> Routes:
+def _cached_routes(parts: tuple[StageSpec, ...], asked: _ScheduleRequest) -> TransferRoutes:
     """The ways of values between these parts, likewise."""
-    return Routes(parts, _made(asked))
+    return TransferRoutes(parts, _cached_schedule(asked))
 
 
 @lru_cache(maxsize=8)
-def _cut(borders: Borders, cuts: tuple[str, ...]) -> tuple[Part, ...]:
+def _cached_stages(borders: StageBoundaries, cuts: tuple[str, ...]) -> tuple[StageSpec, ...]:
     """The parts that begin with `cuts`, likewise."""
-    return borders.parts(cuts)
+    return borders.stages(cuts)
 
 
 @lru_cache(maxsize=32)
-def _lying(schedule: str, file: str, ranks: int, chunks: int) -> tuple[Stage, ...]:
+def _cached_placement(schedule: str, file: str, ranks: int, chunks: int) -> tuple[VirtualStage, ...]:
     """Where the parts of a schedule lie, likewise; nothing where it refuses."""
-    found = schedule_of(schedule)
-    return () if found is None or list(found.refuse(ranks, 1)) else found.stages(ranks, chunks)
+    found = find_schedule(schedule)
+    return () if found is None or list(found.check(ranks, 1)) else found.virtual_stages(ranks, chunks)

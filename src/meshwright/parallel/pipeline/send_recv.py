@@ -1,20 +1,20 @@
-"""What ranks of a pipeline send and receive, in their lists: RECEIVE before each run of a part, SEND behind it, gradients back.
+"""What ranks of a pipeline send and receive, in their lists: RECV before each run of a part, SEND behind it, gradients back.
 
-    SEND        a value, on to the next part that needs it        RECEIVE        that value, when it has come
-    SEND_GRAD   its gradient, back to who gave it                 RECEIVE_GRAD   that gradient, when it has come
-    JOIN        pieces of a value that have come, together        JOIN_GRAD      pieces of a gradient that have come, together
+    SEND        a value, on to the next part that needs it        RECV        that value, when it has come
+    SEND_GRAD   its gradient, back to who gave it                 RECV_GRAD   that gradient, when it has come
+    CONCAT        pieces of a value that have come, together        CONCAT_GRAD      pieces of a gradient that have come, together
 
     F of a part      waits for the RECEIVEs of what it takes, which stand before the run of a part that the rank does before: a
                      message travels while that runs
     SEND             stands behind the last visit of the part that has made the value; before the first of one that passes it on
-    RECEIVE_GRAD     stands one run before the part's backward, too; SEND_GRAD behind the backward of its first visit
+    RECV_GRAD     stands one run before the part's backward, too; SEND_GRAD behind the backward of its first visit
 
 On which ways values go, and in which order what one rank sends another is received, strategies/pipeline/routes.py tells. Of one
 that goes in slices each rank sends its own (core/crossed.py). With `scatter` each of several ranks that have the same whole value
-sends a piece of it, and JOIN, behind the RECEIVE, puts the pieces together:
+sends a piece of it, and CONCAT, behind the RECV, puts the pieces together:
 
-    RECEIVE piece 0 of 2 --> JOIN along tp --> F         rank 0 of tp          half the bytes between the parts,
-    RECEIVE piece 1 of 2 --> JOIN along tp --> F         rank 1 of tp          the rest within them
+    RECV piece 0 of 2 --> CONCAT along tp --> F         rank 0 of tp          half the bytes between the parts,
+    RECV piece 1 of 2 --> CONCAT along tp --> F         rank 1 of tp          the rest within them
 
 The hops of all values in a schedule (core/hops.py), and in which order what one rank sends another is received.
 
@@ -38,7 +38,7 @@ What a rank sends to another arrives in that order. A rank whose parts need it i
 it is sent, early, and keeps it until it is needed:
 
     rank 0 sends     x of micro 1 to part 1,  y of micro 0 to part 3
-    rank 1 needs     y of micro 0 first:      RECEIVE x, RECEIVE y, F(part 3, 0), F(part 1, 1)
+    rank 1 needs     y of micro 0 first:      RECV x, RECV y, F(part 3, 0), F(part 1, 1)
 """
 
 from collections import deque
@@ -47,54 +47,68 @@ from dataclasses import replace
 from functools import cached_property
 from math import prod
 
-from meshwright.parallel.pipeline.schedules.schedule import Order
+from meshwright.parallel.pipeline.schedules.schedule import Schedule
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.stage_boundaries import Hop, Part, hops
-from meshwright.plan.sharding.sharding_plan import Space
-from meshwright.plan.sharding.stage_values import Crossed
-from meshwright.plan.step.action import Action, Hold, Transfer, with_waits
-from meshwright.plan.step.single_device import BACKWARDS, COMPLETING, COUNT_NBYTES, micro_rows, role_of
+from meshwright.plan.model_spec.stage_boundaries import StageSpec, StageTransfer, stage_transfers
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.stage_values import StageValueShards
+from meshwright.plan.step.action import Action, Allocation, Transfer, with_waits
+from meshwright.plan.step.single_device import (
+    COUNT_NBYTES,
+    INPUT_GRAD_KINDS,
+    WEIGHT_GRAD_KINDS,
+    role_of,
+    samples_per_microbatch,
+)
 
 
-class Routes:
+class TransferRoutes:
     """The way of every value of every micro-batch between `parts` whose lists are those of `order`."""
 
-    def __init__(self, parts: Sequence[Part], order: Order) -> None:
-        self._parts, self._order = parts, order
-        slots = ((rank, slot) for rank, slots in enumerate(order.slots) for slot in slots)
-        self._rank = {(order.stages[slot.stage].part, slot.micro): rank for rank, slot in slots}
-        self._known: dict[tuple[int, ...], _Met] = {}
-        self._micros: dict[int, _Met] = {}
+    def __init__(self, stages: Sequence[StageSpec], schedule: Schedule) -> None:
+        self._parts, self._order = stages, schedule
+        slots = ((rank, slot) for rank, slots in enumerate(schedule.actions) for slot in slots)
+        self._rank = {
+            (schedule.virtual_stages[slot.virtual_stage].stage, slot.microbatch): rank for rank, slot in slots
+        }
+        self._known: dict[tuple[int, ...], _MicrobatchTransfers] = {}
+        self._micros: dict[int, _MicrobatchTransfers] = {}
 
-    def rank(self, part: int, micro: int) -> int:
+    def rank_of(self, stage: int, microbatch: int) -> int:
         """The rank that runs `part` for the micro-batch."""
-        return self._rank[part, micro]
+        return self._rank[stage, microbatch]
 
-    def hops(self, micro: int) -> list[Hop]:
+    def transfers(self, microbatch: int) -> list[StageTransfer]:
         """The hops of the values of a micro-batch; parts on the same rank hand over without sending."""
-        return self._met(micro).hops
+        return self._microbatch_transfers(microbatch).transfers
 
-    def ending(self, part: int, micro: int) -> list[Hop]:
+    def transfers_into(self, stage: int, microbatch: int) -> list[StageTransfer]:
         """Those of them that end with `part`."""
-        return self._met(micro).ending[part]
+        return self._microbatch_transfers(microbatch).by_target[stage]
 
-    def beginning(self, part: int, micro: int) -> list[Hop]:
+    def transfers_from(self, stage: int, microbatch: int) -> list[StageTransfer]:
         """Those of them that begin with `part`."""
-        return self._met(micro).beginning[part]
+        return self._microbatch_transfers(microbatch).by_source[stage]
 
-    def _met(self, micro: int) -> "_Met":
+    def _microbatch_transfers(self, micro: int) -> "_MicrobatchTransfers":
         if micro not in self._micros:
             ranks = tuple(self._rank[part, micro] for part in range(len(self._parts)))
             if ranks not in self._known:
-                self._known[ranks] = _Met(list(hops(self._parts, ranks)), len(self._parts))
+                self._known[ranks] = _MicrobatchTransfers(
+                    list(stage_transfers(self._parts, ranks)), len(self._parts)
+                )
             self._micros[micro] = self._known[ranks]
         return self._micros[micro]
 
-    def received(self, actions: Iterable[Action], mine: int) -> list[Action]:
+    def order_receives(self, actions: Iterable[Action], pp_rank: int) -> list[Action]:
         """`actions` of the rank `mine`, with what it receives of each other rank in the order in which that sends it."""
         actions = list(actions)
-        receives = {action.name: action for action in actions if action.lane == "receive"}
-        left = {peer: deque(self._arriving.get((peer, mine), ())) for peer in range(self._order.ranks) if peer != mine}
+        receives = {action.name: action for action in actions if action.stream == "receive"}
+        left = {
+            peer: deque(self._receive_names.get((peer, pp_rank), ()))
+            for peer in range(self._order.num_ranks)
+            if peer != pp_rank
+        }
         missing, done = set(receives), list[Action]()
         for action in actions:
             if action.name not in receives:
@@ -107,143 +121,198 @@ class Routes:
         return done
 
     @cached_property
-    def _arriving(self) -> dict[tuple[int, int], list[str]]:
+    def _receive_names(self) -> dict[tuple[int, int], list[str]]:
         """What each rank sends to each other, in its order: the names of the receives."""
         found: dict[tuple[int, int], list[str]] = {}
-        for source, slots in enumerate(self._order.slots):
+        for source, slots in enumerate(self._order.actions):
             for slot in (slot for slot in slots if slot.kind != "W"):
-                part, back = self._order.stages[slot.stage].part, slot.kind != "F"
-                for hop in self.ending(part, slot.micro) if back else self.beginning(part, slot.micro):
-                    target = self._rank[hop.source if back else hop.target, slot.micro]
-                    if target != source and (hop.value.needed or not back):
-                        name = Action("RECEIVE_GRAD" if back else "RECEIVE", hop.subject(back=back), slot.micro).name
+                part, back = self._order.virtual_stages[slot.virtual_stage].stage, slot.kind != "F"
+                for hop in (
+                    self.transfers_into(part, slot.microbatch)
+                    if back
+                    else self.transfers_from(part, slot.microbatch)
+                ):
+                    target = self._rank[hop.source if back else hop.target, slot.microbatch]
+                    if target != source and (hop.value.needs_grad or not back):
+                        name = Action(
+                            "RECV_GRAD" if back else "RECV", hop.subject(backward=back), slot.microbatch
+                        ).name
                         found.setdefault((source, target), []).append(name)
         return found
 
 
-class _Met:
+class _MicrobatchTransfers:
     """The hops of a micro-batch between so many parts, by the part with which they begin and end."""
 
-    def __init__(self, found: list[Hop], num_parts: int) -> None:
-        self.hops = found
-        self.beginning: list[list[Hop]] = [[] for _ in range(num_parts)]
-        self.ending: list[list[Hop]] = [[] for _ in range(num_parts)]
+    def __init__(self, found: list[StageTransfer], num_parts: int) -> None:
+        self.transfers = found
+        self.by_source: list[list[StageTransfer]] = [[] for _ in range(num_parts)]
+        self.by_target: list[list[StageTransfer]] = [[] for _ in range(num_parts)]
         for hop in found:
-            self.beginning[hop.source].append(hop)
-            self.ending[hop.target].append(hop)
+            self.by_source[hop.source].append(hop)
+            self.by_target[hop.target].append(hop)
 
 
-NBYTES = {"COUNT": COUNT_NBYTES, "TALLY": 8}  # the loss: float64
+SCALAR_NBYTES = {"TOKEN_COUNT": COUNT_NBYTES, "LOSS_SUM": 8}  # the loss: float64
 
 
-class Crossing:
+class SendRecvInsertion:
     """What the rank that sees `space` sends and receives, in its list, when its parts run in this order."""
 
     def __init__(
-        self, parts: Sequence[Part], routes: Routes, space: Space, job: Job, axis: str, *, scatter: bool = False
+        self,
+        stages: Sequence[StageSpec],
+        routes: TransferRoutes,
+        sharding: ShardingPlan,
+        job: Job,
+        axis: str,
+        *,
+        scatter: bool = False,
     ) -> None:
-        self._space, self._job, self._axis, self._parts = space, job, axis, parts
-        self._crossed = Crossed(space, (value for part in parts for value in part.gives))
+        self._space, self._job, self._axis, self._parts = sharding, job, axis, stages
+        self._crossed = StageValueShards(sharding, (value for part in stages for value in part.outputs))
         self._scatter, self._transfers = scatter, dict[tuple[str, str, int], Transfer]()
-        self._routes, self._mine = routes, dict(space.coordinate)[axis]
+        self._routes, self._mine = routes, dict(sharding.coordinate)[axis]
 
-    def added(self, actions: list[Action]) -> list[Action]:
+    def insert(self, actions: list[Action]) -> list[Action]:
         """`actions` with what is received before each run of a part, and sent behind it."""
-        rows, done, taken = micro_rows(actions, self._space, self._job), list[Action](), dict[tuple[int, int | None], list[str]]()
-        first = {part.visits[0]: number for number, part in enumerate(self._parts)}
-        last = {part.visits[-1]: number for number, part in enumerate(self._parts)}
-        for action in map(self._told, actions):
-            back = action.kind in BACKWARDS
+        rows, done, taken = (
+            samples_per_microbatch(actions, self._space, self._job),
+            list[Action](),
+            dict[tuple[int, int | None], list[str]](),
+        )
+        first = {part.block_calls[0]: number for number, part in enumerate(self._parts)}
+        last = {part.block_calls[-1]: number for number, part in enumerate(self._parts)}
+        for action in map(self._reduce_along_axis, actions):
+            back = action.kind in INPUT_GRAD_KINDS
             begins, ends = (last, first) if back else (first, last)
             crosses = back or action.kind == "F"
             if crosses and action.subject in begins:
-                arriving = list(self._received(begins[action.subject], action, rows, back=back))
+                arriving = list(self._receives(begins[action.subject], action, rows, back=back))
                 done += arriving
-                done += () if back else self._passed_on(begins[action.subject], action, arriving, rows)
+                done += () if back else self._forwarded_sends(begins[action.subject], action, arriving, rows)
                 action = with_waits(action, (each.name for each in arriving))
                 if back:
-                    action = replace(action, frees=(*action.frees, *_held(arriving)))
+                    action = replace(action, frees=(*action.frees, *_held_buffers(arriving)))
                 else:
-                    taken[begins[action.subject], action.micro] = list(_held(arriving))
-            if action.kind in COMPLETING and action.subject in first:
-                held = taken.pop((first[action.subject], action.micro))
+                    taken[begins[action.subject], action.microbatch] = list(_held_buffers(arriving))
+            if action.kind in WEIGHT_GRAD_KINDS and action.subject in first:
+                held = taken.pop((first[action.subject], action.microbatch))
                 action = replace(action, frees=(*action.frees, *held))
             done.append(action)
             if crosses and action.subject in ends:
-                own = set(self._parts[ends[action.subject]].gives)
-                sent = self._sent(ends[action.subject], action, rows, back=back)
+                own = set(self._parts[ends[action.subject]].outputs)
+                sent = self._sends(ends[action.subject], action, rows, back=back)
                 done += (each for hop, each in sent if back or hop.value in own)
-        return self._ahead(self._routes.received(done, self._mine))
+        return self._issue_receives_early(self._routes.order_receives(done, self._mine))
 
-    def _ahead(self, actions: Sequence[Action]) -> list[Action]:
+    def _issue_receives_early(self, actions: Sequence[Action]) -> list[Action]:
         """`actions`, with what a run of a part waits for asked for before the run that comes before it."""
-        starts = {("F", part.visits[0]) for part in self._parts}
-        starts |= {(kind, part.visits[-1]) for part in self._parts for kind in ("B", "I", "W")}
-        done, before, coming = list[Action](), 0, 0  # where the last run starts, and how many receives stand there for the next
+        starts = {("F", part.block_calls[0]) for part in self._parts}
+        starts |= {(kind, part.block_calls[-1]) for part in self._parts for kind in ("B", "I", "W")}
+        done, before, coming = (
+            list[Action](),
+            0,
+            0,
+        )  # where the last run starts, and how many receives stand there for the next
         micro: int | None = None
         for action in actions:
-            if action.kind == "RECEIVE_GRAD" and action.micro == micro:  # that run adds up gradients of the same values
+            if (
+                action.kind == "RECV_GRAD" and action.microbatch == micro
+            ):  # that run adds up gradients of the same values
                 before = 0  # and what comes behind it stays behind it
-            if action.lane == "receive" and before:
+            if action.stream == "receive" and before:
                 done.insert(before + coming, action)
                 coming += 1
                 continue
             if (action.kind, action.subject) in starts:
-                before, coming, micro = len(done), 0, action.micro
+                before, coming, micro = len(done), 0, action.microbatch
             done.append(action)
         return done
 
-    def _told(self, action: Action) -> Action:
-        """`action`; COUNT and TALLY along the axis too: all hear of a wish to stop, and of the loss that the last part takes."""
-        if action.kind not in NBYTES:
+    def _reduce_along_axis(self, action: Action) -> Action:
+        """`action`; TOKEN_COUNT and LOSS_SUM along the axis too: all hear of a wish to stop, and of the loss that the last part takes."""
+        if action.kind not in SCALAR_NBYTES:
             return action
         axes = action.transfer.axes if action.transfer else ()
-        move = Transfer("all_reduce", (*axes, self._axis), NBYTES[action.kind], dtype="float64")
-        return replace(action, lane="wire", transfer=move)
+        move = Transfer("all_reduce", (*axes, self._axis), SCALAR_NBYTES[action.kind], dtype="float64")
+        return replace(action, stream="wire", transfer=move)
 
-    def _received(self, part: int, action: Action, rows: int, *, back: bool) -> Iterator[Action]:
-        kind, sent, join = ("RECEIVE_GRAD", "SEND_GRAD", "JOIN_GRAD") if back else ("RECEIVE", "SEND", "JOIN")
-        for hop, peer in self._met(part, action, to=not back, back=back):
-            name, transfer = hop.subject(back=back), self._transfer("receive", hop, peer, rows)
-            waits = (f"{role_of({'pp': peer})}/{sent}({name}, {action.micro})",)
-            received = Action(kind, name, action.micro, "receive", waits, (hop.value.name,), transfer)
-            yield replace(received, takes=(Hold(received.name, transfer.nbytes),))
-            if transfer.over:
-                together = Transfer("all_gather", transfer.over, transfer.nbytes, dtype=transfer.dtype)
-                joined = Action(join, name, action.micro, "wire", (received.name,), (hop.value.name,), together)
-                whole = Hold(joined.name, transfer.nbytes * self._space.mesh.extent(transfer.over))
-                yield replace(joined, takes=(whole,), frees=(received.name,))
+    def _receives(self, part: int, action: Action, rows: int, *, back: bool) -> Iterator[Action]:
+        kind, sent, join = ("RECV_GRAD", "SEND_GRAD", "CONCAT_GRAD") if back else ("RECV", "SEND", "CONCAT")
+        for hop, peer in self._transfers_with_peers(part, action, to=not back, back=back):
+            name, transfer = hop.subject(backward=back), self._transfer("receive", hop, peer, rows)
+            waits = (f"{role_of({'pp': peer})}/{sent}({name}, {action.microbatch})",)
+            received = Action(kind, name, action.microbatch, "receive", waits, (hop.value.name,), transfer)
+            yield replace(received, allocations=(Allocation(received.name, transfer.nbytes),))
+            if transfer.replica_axes:
+                together = Transfer(
+                    "all_gather", transfer.replica_axes, transfer.nbytes, dtype=transfer.dtype
+                )
+                joined = Action(
+                    join, name, action.microbatch, "wire", (received.name,), (hop.value.name,), together
+                )
+                whole = Allocation(
+                    joined.name, transfer.nbytes * self._space.mesh.group_size(transfer.replica_axes)
+                )
+                yield replace(joined, allocations=(whole,), frees=(received.name,))
 
-    def _sent(self, part: int, action: Action, rows: int, *, back: bool) -> Iterator[tuple[Hop, Action]]:
+    def _sends(
+        self, part: int, action: Action, rows: int, *, back: bool
+    ) -> Iterator[tuple[StageTransfer, Action]]:
         kind = "SEND_GRAD" if back else "SEND"
-        for hop, peer in self._met(part, action, to=back, back=back):
+        for hop, peer in self._transfers_with_peers(part, action, to=back, back=back):
             transfer = self._transfer("send", hop, peer, rows)
-            yield hop, Action(kind, hop.subject(back=back), action.micro, "send", (action.name,), (hop.value.name,), transfer)
+            yield (
+                hop,
+                Action(
+                    kind,
+                    hop.subject(backward=back),
+                    action.microbatch,
+                    "send",
+                    (action.name,),
+                    (hop.value.name,),
+                    transfer,
+                ),
+            )
 
-    def _passed_on(self, part: int, action: Action, arriving: Sequence[Action], rows: int) -> Iterator[Action]:
+    def _forwarded_sends(
+        self, part: int, action: Action, arriving: Sequence[Action], rows: int
+    ) -> Iterator[Action]:
         """What the part forwards of earlier ones: as soon as it is there, and not when the part has run."""
-        for hop, sent in self._sent(part, action, rows, back=False):
-            if hop.value not in self._parts[part].gives:
-                yield replace(sent, waits=tuple(each.name for each in arriving if hop.value.name in each.tensors))
+        for hop, sent in self._sends(part, action, rows, back=False):
+            if hop.value not in self._parts[part].outputs:
+                yield replace(
+                    sent, waits=tuple(each.name for each in arriving if hop.value.name in each.tensors)
+                )
 
-    def _met(self, part: int, action: Action, *, to: bool, back: bool) -> Iterator[tuple[Hop, int]]:
+    def _transfers_with_peers(
+        self, part: int, action: Action, *, to: bool, back: bool
+    ) -> Iterator[tuple[StageTransfer, int]]:
         """The hops that end with `part`, or begin there, between this rank and another for this micro-batch, and that one."""
-        micro = action.micro or 0
-        for hop in self._routes.ending(part, micro) if to else self._routes.beginning(part, micro):
-            peer = self._routes.rank(hop.source if to else hop.target, micro)
-            if peer != self._mine and (hop.value.needed or not back):
+        micro = action.microbatch or 0
+        for hop in (
+            self._routes.transfers_into(part, micro) if to else self._routes.transfers_from(part, micro)
+        ):
+            peer = self._routes.rank_of(hop.source if to else hop.target, micro)
+            if peer != self._mine and (hop.value.needs_grad or not back):
                 yield hop, peer
 
-    def _transfer(self, collective: str, hop: Hop, peer: int, rows: int) -> Transfer:
+    def _transfer(self, collective: str, hop: StageTransfer, peer: int, rows: int) -> Transfer:
         value, key = hop.value, (collective, hop.value.name, peer)
         if key not in self._transfers:
-            over = self._crossed.alike(value) if self._scatter else ()
-            nbytes = -(-prod(self._crossed.shape(value, rows)) // self._space.mesh.extent(over)) * value.width
-            self._transfers[key] = Transfer(collective, (self._axis,), nbytes, dtype=value.dtype, peer=peer, over=over)
+            over = self._crossed.replicated_axes(value) if self._scatter else ()
+            nbytes = (
+                -(-prod(self._crossed.local_shape(value, rows)) // self._space.mesh.group_size(over))
+                * value.itemsize
+            )
+            self._transfers[key] = Transfer(
+                collective, (self._axis,), nbytes, dtype=value.dtype, peer=peer, replica_axes=over
+            )
         return self._transfers[key]
 
 
-def _held(arriving: Sequence[Action]) -> Iterator[str]:
+def _held_buffers(arriving: Sequence[Action]) -> Iterator[str]:
     """What is held when all of these have been done."""
     freed = {name for action in arriving for name in action.frees}
-    return (hold.name for action in arriving for hold in action.takes if hold.name not in freed)
+    return (hold.name for action in arriving for hold in action.allocations if hold.name not in freed)

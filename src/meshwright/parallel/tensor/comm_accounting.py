@@ -13,154 +13,217 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.parallel.tensor.comm_overlap import sizes
-from meshwright.parallel.tensor.layer_sharding import Leaf, Move, Way, Ways, leaves_of, sums_of, uncut, way_of
+from meshwright.parallel.tensor.comm_overlap import chunk_sizes
+from meshwright.parallel.tensor.layer_sharding import (
+    LayerParam,
+    LayerSharding,
+    LayerShardings,
+    Redistribution,
+    find_layer_sharding,
+    joint_sums,
+    params_by_layer,
+    unsharded_params,
+)
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.layer_calls import Call
-from meshwright.plan.model_spec.model_spec import NBYTES
+from meshwright.plan.model_spec.layer_calls import LayerCall
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.placement import I, P, R
-from meshwright.plan.sharding.rank_share import own_share
-from meshwright.plan.sharding.sharding_plan import Space
-from meshwright.plan.step.action import Action, Program, Transfer, with_more
-from meshwright.plan.step.single_device import FORWARDS, added_along, inside, micro_rows
+from meshwright.plan.sharding.rank_share import local_fraction
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.step.action import Action, Program, Transfer, with_extra_memory
+from meshwright.plan.step.single_device import (
+    FORWARD_KINDS,
+    reduce_totals_along,
+    samples_per_microbatch,
+    saved_activations_name,
+)
 
-Met = tuple[int, Call, Way]  # a call, with its number among those of the model
-Taken = tuple[Move, int, int]  # a move, the elements of the value, and when: after the number of the call, backwards below 0
+ShardedCall = tuple[int, LayerCall, LayerSharding]  # a call, with its number among those of the model
+PlannedMove = tuple[
+    Redistribution, int, int
+]  # a move, the elements of the value, and when: after the number of the call, backwards below 0
 
 
 @dataclass(frozen=True)
-class _Visit:
+class _BlockCallComm:
     """The collectives of one visit, and the bytes that its forward keeps inside because inputs were gathered.
 
     `first` and `late` are those of the halves of its backward.
     """
 
-    forth: tuple[Transfer, ...]
-    back: tuple[Transfer, ...]
-    first: tuple[Transfer, ...]
-    late: tuple[Transfer, ...]
-    more: int
+    forward: tuple[Transfer, ...]
+    backward: tuple[Transfer, ...]
+    input_backward: tuple[Transfer, ...]
+    weight_backward: tuple[Transfer, ...]
+    extra_nbytes: int
 
-    def within(self, action: Action) -> Action:
+    def insert(self, action: Action) -> Action:
         """`action`, one of the visit, with what is moved in it."""
-        met = {**dict.fromkeys(FORWARDS, self.forth), "B": self.back, "I": self.first, "W": self.late}
+        met = {
+            **dict.fromkeys(FORWARD_KINDS, self.forward),
+            "B": self.backward,
+            "I": self.input_backward,
+            "W": self.weight_backward,
+        }
         if action.kind not in met:
             return action
-        inner = tuple(sorted((*action.inner, *met[action.kind]), key=lambda each: each.at))
-        if action.kind not in FORWARDS or not self.more:
-            return replace(action, inner=inner)
-        name = inside(action.subject, action.micro)
-        return replace(with_more(action, name, self.more), inner=inner)
+        inner = tuple(sorted((*action.inner_transfers, *met[action.kind]), key=lambda each: each.position))
+        if action.kind not in FORWARD_KINDS or not self.extra_nbytes:
+            return replace(action, inner_transfers=inner)
+        name = saved_activations_name(action.subject, action.microbatch)
+        return replace(with_extra_memory(action, name, self.extra_nbytes), inner_transfers=inner)
 
 
-def booked(program: Program, ways: Ways, space: Space, job: Job) -> Program:
+def add_planned_comm(
+    program: Program, layer_shardings: LayerShardings, sharding: ShardingPlan, job: Job
+) -> Program:
     """`program` with the moves of all layers in the forwards and backwards in which they are taken."""
 
     def met(actions: list[Action]) -> list[Action]:
-        visits = _visits(ways, space, job, micro_rows(actions, space, job))
-        return [visits[action.subject].within(action) if action.subject in visits else action for action in actions]
+        visits = _block_call_comm(
+            layer_shardings, sharding, job, samples_per_microbatch(actions, sharding, job)
+        )
+        return [
+            visits[action.subject].insert(action) if action.subject in visits else action
+            for action in actions
+        ]
 
     return program.edit(met)
 
 
-def heard(program: Program, axis: str) -> Program:
-    """`program` with COUNT taken along `axis` too: a wish to stop is heard by all."""
-    return added_along(program, axis, ("COUNT",))
+def reduce_token_count_along(program: Program, axis: str) -> Program:
+    """`program` with TOKEN_COUNT taken along `axis` too: a wish to stop is heard by all."""
+    return reduce_totals_along(program, axis, ("TOKEN_COUNT",))
 
 
-def _visits(ways: Ways, space: Space, job: Job, rows: int) -> dict[str, _Visit]:
+def _block_call_comm(
+    ways: LayerShardings, space: ShardingPlan, job: Job, rows: int
+) -> dict[str, _BlockCallComm]:
     """What is booked of every visit that calls a layer with a way, in micro-batches of so many rows."""
-    calls: dict[str, list[Met]] = {}
-    sums = sums_of(space.anatomy.calls, ways)
-    for at, call in enumerate(_own(space)):
-        way = way_of(ways, call.name, call.role)
+    calls: dict[str, list[ShardedCall]] = {}
+    sums = joint_sums(space.model_spec.layer_calls, ways)
+    for at, call in enumerate(_local_calls(space)):
+        way = find_layer_sharding(ways, call.name, call.role)
         if way is not None:
             last = sums.get(call.name, (call.name,))[-1]  # it moves the sum of all
-            calls.setdefault(call.visit, []).append((at, call, way if call.name == last else replace(way, out=None)))
-    leaves, learning, borders = leaves_of(space.homes), _learning(space), (space.whole or space).anatomy.borders
+            calls.setdefault(call.block_call, []).append(
+                (at, call, way if call.name == last else replace(way, output_redistribution=None))
+            )
+    leaves, learning, borders = (
+        params_by_layer(space.param_shardings),
+        _trainable_layers(space),
+        (space.all_ranks or space).model_spec.stage_boundaries,
+    )
 
-    def sent(taken: Iterable[Taken]) -> tuple[Transfer, ...]:
-        return tuple(each for move, numel, at in taken for each in move.transfer(numel, space, job, at))
+    def sent(taken: Iterable[PlannedMove]) -> tuple[Transfer, ...]:
+        return tuple(each for move, numel, at in taken for each in move.transfers(numel, space, job, at))
 
-    def booked(visit: str, mine: Sequence[Met]) -> _Visit:
-        back = list(_back(mine, rows, leaves, learning))
-        if borders is not None and not borders.learns(visit):
+    def booked(visit: str, mine: Sequence[ShardedCall]) -> _BlockCallComm:
+        back = list(_backward_moves(mine, rows, leaves, learning))
+        if borders is not None and not borders.input_needs_grad(visit):
             back = [(taken, True) for taken, _ in back]
         whole, first, late = (
-            sent(taken for taken, each in back if each in halves) for halves in ((True, False), (False,), (True,))
+            sent(taken for taken, each in back if each in halves)
+            for halves in ((True, False), (False,), (True,))
         )
-        more = _gathered(mine, rows, space, learning) * NBYTES[job.precision.compute]
-        return _Visit(sent(_forth(mine, rows)), whole, first, late, more)
+        more = _gathered_numel(mine, rows, space, learning) * FLOAT_NBYTES[job.precision.compute]
+        return _BlockCallComm(sent(_forward_moves(mine, rows)), whole, first, late, more)
 
     return {visit: booked(visit, mine) for visit, mine in calls.items()}
 
 
-def _own(space: Space) -> Iterator[Call]:
+def _local_calls(space: ShardingPlan) -> Iterator[LayerCall]:
     """The calls of the model, as they are on the tokens that this rank has."""
-    for call in space.anatomy.calls:
-        share = own_share(space, call.visit, call.name)
-        yield call if share == 1 else replace(call, into=int(call.into * share), out=int(call.out * share))
+    for call in space.model_spec.layer_calls:
+        share = local_fraction(space, call.block_call, call.name)
+        yield (
+            call
+            if share == 1
+            else replace(call, in_numel=int(call.in_numel * share), out_numel=int(call.out_numel * share))
+        )
 
 
-def _gathered(calls: Iterable[Met], rows: int, space: Space, learning: Collection[str]) -> int:
+def _gathered_numel(
+    calls: Iterable[ShardedCall], rows: int, space: ShardingPlan, learning: Collection[str]
+) -> int:
     """The elements that a forward keeps inside of inputs that were gathered, besides the slices that are counted already."""
-    kept = {(call.source, way.into): call.into for _, call, way in calls if call.name in learning and not way.again}
+    kept = {
+        (call.input_id, way.input_redistribution): call.in_numel
+        for _, call, way in calls
+        if call.name in learning and not way.regather
+    }
     more = 0
     for (_, into), numel in kept.items():
         if into is not None and into.src.letter == "S" and into.dst == R:
-            whole = numel // space.mesh.extent(into.apart)
+            whole = numel // space.mesh.group_size(into.sharded_axes)
             more += whole - whole // space.mesh.size(into.axis)
     return more * rows
 
 
-def _forth(calls: Iterable[Met], rows: int) -> Iterator[Taken]:
+def _forward_moves(calls: Iterable[ShardedCall], rows: int) -> Iterator[PlannedMove]:
     """The moves of `calls` in a forward of so many rows. Of what several take in there is one."""
     taken = set()
     for at, call, way in calls:
-        if way.into is not None and (call.source, way.into) not in taken:
-            taken.add((call.source, way.into))
-            yield way.into, call.into * rows, at
-        yield from ((move, numel * rows, at) for move, numel in way.within(call))
-        if way.out is not None:
-            yield from ((way.out, call.out * part, at) for part in sizes(rows, way.chunks))
+        if way.input_redistribution is not None and (call.input_id, way.input_redistribution) not in taken:
+            taken.add((call.input_id, way.input_redistribution))
+            yield way.input_redistribution, call.in_numel * rows, at
+        yield from ((move, numel * rows, at) for move, numel in way.inner_redistributions(call))
+        if way.output_redistribution is not None:
+            yield from (
+                (way.output_redistribution, call.out_numel * part, at)
+                for part in chunk_sizes(rows, way.num_chunks)
+            )
 
 
-def _back(
-    calls: Sequence[Met], rows: int, leaves: Mapping[str, Sequence[Leaf]], learning: Collection[str]
-) -> Iterator[tuple[Taken, bool]]:
+def _backward_moves(
+    calls: Sequence[ShardedCall],
+    rows: int,
+    leaves: Mapping[str, Sequence[LayerParam]],
+    learning: Collection[str],
+) -> Iterator[tuple[PlannedMove, bool]]:
     """Likewise in a backward: of gradients that are needed, of those of what is shared, and once more of what nobody has kept.
 
     Each with whether it is in the half for weights: of what is shared, and used in the visit once, by no joint product.
     """
-    alike: dict[tuple[int, Move | None], list[Call]] = {}
+    alike: dict[tuple[int, Redistribution | None], list[LayerCall]] = {}
     first: dict[tuple[str, str], int] = {}
     uses: Counter[tuple[str, str]] = Counter()
     for at, call, way in calls:
-        alike.setdefault((call.source, way.into), []).append(call)
-        for axis in way.shared:
-            for _, home in uncut(leaves.get(call.name, ()), axis):
-                first.setdefault((home.weight.name, axis), at)
-                uses[home.weight.name, axis] += 1
+        alike.setdefault((call.input_id, way.input_redistribution), []).append(call)
+        for axis in way.shared_param_axes:
+            for _, home in unsharded_params(leaves.get(call.name, ()), axis):
+                first.setdefault((home.param.name, axis), at)
+                uses[home.param.name, axis] += 1
     anew = set()
     for at, call, way in reversed(calls):
-        into, taking = way.into, alike[call.source, way.into]
-        if way.out is not None:
-            yield from (((way.out.back, call.out * part, -at), False) for part in sizes(rows, way.chunks)[::-1])
-        if call.needed:
-            yield from (((move.back, numel * rows, -at), False) for move, numel in reversed(list(way.within(call))))
-        if into is not None and way.again and (call.source, into) not in anew and call.name in learning:
-            anew.add((call.source, into))
-            yield (into, call.into * rows, -at), False
-        for axis in reversed(way.shared):
-            for _, home in reversed(uncut(leaves.get(call.name, ()), axis)):
-                if home.weight.trainable and first[home.weight.name, axis] == at:
-                    late = uses[home.weight.name, axis] == 1 and not (call.needed and way.joint)
-                    yield (Move(axis, P, I, wide=True), home.weight.numel, -at), late
-        if into is not None and call is taking[0] and any(each.needed for each in taking):
-            yield (into.back, call.into * rows, -at), False
+        into, taking = way.input_redistribution, alike[call.input_id, way.input_redistribution]
+        if way.output_redistribution is not None:
+            yield from (
+                ((way.output_redistribution.adjoint, call.out_numel * part, -at), False)
+                for part in chunk_sizes(rows, way.num_chunks)[::-1]
+            )
+        if call.input_needs_grad:
+            yield from (
+                ((move.adjoint, numel * rows, -at), False)
+                for move, numel in reversed(list(way.inner_redistributions(call)))
+            )
+        if into is not None and way.regather and (call.input_id, into) not in anew and call.name in learning:
+            anew.add((call.input_id, into))
+            yield (into, call.in_numel * rows, -at), False
+        for axis in reversed(way.shared_param_axes):
+            for _, home in reversed(unsharded_params(leaves.get(call.name, ()), axis)):
+                if home.param.trainable and first[home.param.name, axis] == at:
+                    late = uses[home.param.name, axis] == 1 and not (
+                        call.input_needs_grad and way.has_joint_backward
+                    )
+                    yield (Redistribution(axis, P, I, in_param_dtype=True), home.param.numel, -at), late
+        if into is not None and call is taking[0] and any(each.input_needs_grad for each in taking):
+            yield (into.adjoint, call.in_numel * rows, -at), False
 
 
-def _learning(space: Space) -> frozenset[str]:
+def _trainable_layers(space: ShardingPlan) -> frozenset[str]:
     """The layers of which a matrix is trained: its gradient needs what went in."""
-    matrices = [home.weight for home in space.homes if home.weight.trainable and len(home.weight.shape) > 1]
+    matrices = [
+        home.param for home in space.param_shardings if home.param.trainable and len(home.param.shape) > 1
+    ]
     return frozenset(layer for weight in matrices for layer in weight.layers)

@@ -38,27 +38,31 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from meshwright.comm.collectives.redistribute import Later
-from meshwright.plan.sharding.placement import Place
+from meshwright.plan.sharding.placement import Placement
 
-Meanwhile = Callable[[], None] | None
-Send = Callable[[torch.Tensor, Meanwhile], torch.Tensor]
+OverlapFn = Callable[[], None] | None
+SendFn = Callable[[torch.Tensor, OverlapFn], torch.Tensor]
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, later: Later, *, transposed: bool) -> torch.Tensor:
+def linear_deferring_weight_grad(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, deferred: Later, *, transposed: bool
+) -> torch.Tensor:
     """The product x W^T + b, whose backward leaves the gradient of W to `later`; with `transposed`, W has a row per input."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return _Product.apply(x, weight, bias, transposed, later)
+    return _DeferredWeightGradLinear.apply(x, weight, bias, transposed, deferred)
 
 
-def in_chunks(x: torch.Tensor, chunks: int, compute: Callable[[torch.Tensor], torch.Tensor], send: Send) -> torch.Tensor:
+def run_in_chunks(
+    x: torch.Tensor, num_chunks: int, compute: Callable[[torch.Tensor], torch.Tensor], send: SendFn
+) -> torch.Tensor:
     """What `send(compute(x), None)` gives, in chunks of samples: each is computed while the one before is under way.
 
     `send(y, meanwhile)` moves y, and calls `meanwhile()` while it is under way.
     """
-    parts = chunked(x, chunks)
+    parts = split_samples(x, num_chunks)
     if len(parts) == 1:
         return send(compute(x), None)
     mode, ready = torch.is_grad_enabled(), [compute(parts[0])]
@@ -71,28 +75,35 @@ def in_chunks(x: torch.Tensor, chunks: int, compute: Callable[[torch.Tensor], to
     return torch.cat([*sent, send(ready.pop(), None)])
 
 
-def chunked(x: torch.Tensor, chunks: int) -> tuple[torch.Tensor, ...]:
+def split_samples(x: torch.Tensor, num_chunks: int) -> tuple[torch.Tensor, ...]:
     """`x` in chunks of samples."""
-    chunks = min(chunks, x.shape[0])
-    return (x,) if chunks <= 1 else x.tensor_split(chunks)
+    num_chunks = min(num_chunks, x.shape[0])
+    return (x,) if num_chunks <= 1 else x.tensor_split(num_chunks)
 
 
-def sizes(rows: int, chunks: int) -> list[int]:
+def chunk_sizes(num_samples: int, num_chunks: int) -> list[int]:
     """The samples in each chunk of `rows`: the first have one more."""
-    chunks = max(1, min(chunks, rows))
-    each, more = divmod(rows, chunks)
-    return [each + (number < more) for number in range(chunks)]
+    num_chunks = max(1, min(num_chunks, num_samples))
+    each, more = divmod(num_samples, num_chunks)
+    return [each + (number < more) for number in range(num_chunks)]
 
 
-class _Product(torch.autograd.Function):
+class _DeferredWeightGradLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool, later: Later
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        transposed: bool,
+        later: Later,
     ) -> torch.Tensor:
         ctx.save_for_backward(x.flatten(0, -2), weight)
         ctx.leaf, ctx.transposed, ctx.later = weight if weight.is_leaf else None, transposed, later
         y = F.linear(x.flatten(0, -2), weight.t() if transposed else weight, bias)
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))  # no view: a model may write into it in place
+        return torch.ops.aten._unsafe_view(
+            y, (*x.shape[:-1], y.shape[-1])
+        )  # no view: a model may write into it in place
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -101,83 +112,87 @@ class _Product(torch.autograd.Function):
         needed, weighted, biased, *_ = ctx.needs_input_grad
         into = grad @ (weight.t() if ctx.transposed else weight) if needed else None
         of_bias = grad.flatten(0, -2).sum(0) if biased else None
-        of_weight = partial(_of_weight, x, grad, transposed=ctx.transposed)
+        of_weight = partial(_weight_grad, x, grad, transposed=ctx.transposed)
         if weighted and ctx.leaf is not None and needed:
-            ctx.later.append(partial(_add_to, ctx.leaf, of_weight))
+            ctx.later.append(partial(_accumulate_grad, ctx.leaf, of_weight))
             return into, None, of_bias, None, None
         return into, of_weight() if weighted else None, of_bias, None, None
 
 
-def _of_weight(x: torch.Tensor, grad: torch.Tensor, *, transposed: bool) -> torch.Tensor:
+def _weight_grad(x: torch.Tensor, grad: torch.Tensor, *, transposed: bool) -> torch.Tensor:
     grad = grad.flatten(0, -2)
     return x.t() @ grad if transposed else grad.t() @ x
 
 
 @torch.no_grad()
-def _add_to(leaf: torch.Tensor, gradient: Callable[[], torch.Tensor]) -> None:
+def _accumulate_grad(leaf: torch.Tensor, gradient: Callable[[], torch.Tensor]) -> None:
     """As autograd accumulates the gradient of a leaf."""
     leaf.grad = gradient() if leaf.grad is None else leaf.grad.add_(gradient())
 
 
 @dataclass
-class Joint:
+class JointSum:
     """What some of `layers`, in the order in which they run, have handed on in one forward of their block."""
 
     layers: tuple[str, ...]
-    given: tuple[str, ...] = ()
+    contributors: tuple[str, ...] = ()
     summand: torch.Tensor | None = None
     biases: tuple[torch.Tensor, ...] = ()
 
     def clear(self) -> None:
         """Nobody has handed on anything yet."""
-        self.given, self.summand, self.biases = (), None, ()
+        self.contributors, self.summand, self.biases = (), None, ()
 
 
 @dataclass(frozen=True)
-class Turn:
+class JointSumMember:
     """The part of one layer in a sum of several."""
 
     layer: str
-    joint: Joint
+    joint_sum: JointSum
 
     @property
-    def hands_on(self) -> bool:
+    def defers_sum(self) -> bool:
         """Whether it leaves it to another one to move the sum."""
-        return self.layer != self.joint.layers[-1]
+        return self.layer != self.joint_sum.layers[-1]
 
-    def hand(self, summand: torch.Tensor, biases: Iterable[torch.Tensor], place: Place, ranks: int) -> torch.Tensor:
+    def contribute(
+        self, summand: torch.Tensor, biases: Iterable[torch.Tensor], placement: Placement, num_ranks: int
+    ) -> torch.Tensor:
         """Zeros in the place of what the layer gives out, which may be written into.
 
         `summand` is its product, whose sum over `ranks` ranks would come to lie in `place`; `biases` are added once to that.
         """
-        joint = self.joint
+        joint = self.joint_sum
         if self.layer == joint.layers[0]:  # a forward that has failed may have left something
             joint.clear()
-        joint.given += (self.layer,)
-        joint.summand = added(summand, joint.summand)
+        joint.contributors += (self.layer,)
+        joint.summand = add_summand(summand, joint.summand)
         joint.biases += tuple(biases)
         shape = list(summand.shape)
-        if place.dim is not None:
-            shape[place.dim] //= ranks
+        if placement.dim is not None:
+            shape[placement.dim] //= num_ranks
         return summand.new_zeros(shape)
 
-    def take(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def collect(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """What the other layers have handed on since the first of them ran: their summands, added up, and their biases."""
-        joint = self.joint
-        given, summand, biases = joint.given, joint.summand, joint.biases
+        joint = self.joint_sum
+        given, summand, biases = joint.contributors, joint.summand, joint.biases
         joint.clear()
         if summand is None or given != joint.layers[:-1]:
             text = f"{self.layer} ends the sum of {', '.join(joint.layers)}, and {', '.join(given) or 'none'} ran before it"
-            raise RuntimeError(f"{text}: needed are all, in the order of the trial run. Call them in every forward of the block")
+            raise RuntimeError(
+                f"{text}: needed are all, in the order of the trial run. Call them in every forward of the block"
+            )
         return summand, biases
 
 
-def turns_of(sums: Mapping[str, tuple[str, ...]]) -> dict[str, Turn]:
+def joint_sum_members(sums: Mapping[str, tuple[str, ...]]) -> dict[str, JointSumMember]:
     """The turns of layers, of each of which `sums` tells all that end in one sum with it."""
-    joints = {layers: Joint(layers) for layers in sums.values()}
-    return {layer: Turn(layer, joints[layers]) for layer, layers in sums.items()}
+    joints = {layers: JointSum(layers) for layers in sums.values()}
+    return {layer: JointSumMember(layer, joints[layers]) for layer, layers in sums.items()}
 
 
-def added(summand: torch.Tensor, more: torch.Tensor | None) -> torch.Tensor:
+def add_summand(summand: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
     """`summand`, which nobody else holds, with `more` added to it."""
-    return summand if more is None else summand.add_(more)
+    return summand if other is None else summand.add_(other)

@@ -33,126 +33,187 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from meshwright.parallel.tensor.comm_accounting import booked, heard
-from meshwright.parallel.tensor.gqa_heads import told
-from meshwright.parallel.tensor.layer_sharding import WIDTH, Held, Move, Way, Ways, filled, linear, own, placed
-from meshwright.parallel.tensor.optimus_2d import (
-    ROWS,
-    TABLES,
-    Sided,
-    by_words,
-    kind_faults,
-    norms,
-    shard_faults,
-    sided,
-    square_faults,
-    through,
-    tied,
-    uneven_faults,
+from meshwright.parallel.tensor.comm_accounting import add_planned_comm, reduce_token_count_along
+from meshwright.parallel.tensor.gqa_heads import bind_local_heads
+from meshwright.parallel.tensor.layer_sharding import (
+    WIDTH_SHARD,
+    LayerSharding,
+    LayerShardings,
+    ParamTensors,
+    Redistribution,
+    bind_layers,
+    linear,
+    module_forward,
+    shard_param,
 )
-from meshwright.parallel.tensor.validation import axis_fault, twice_faults
-from meshwright.plan.job.errors import Fault
+from meshwright.parallel.tensor.optimus_2d import (
+    EMBEDDING_ROLES,
+    ROW_AXIS,
+    ShardedSide,
+    check_even_units,
+    check_roles,
+    check_square_mesh,
+    check_weight_shards,
+    norm_shardings,
+    sharded_sides,
+    tied_embeddings,
+    vocab_sharded_layers,
+    with_redistributions,
+)
+from meshwright.parallel.tensor.validation import check_sharded_once, wrong_axis_diagnostic
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.dim_split import Cut
-from meshwright.plan.sharding.param_sharding import Home
+from meshwright.plan.model_spec.dim_split import DimSplit
+from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.placement import I, P, R
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Program
-from meshwright.plan.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
-DEPTH = "tp_depth"  # the axis along which the inputs of a matrix lie
-PRODUCTS = ("columns", "rows")
+DEPTH_AXIS = "tp_depth"  # the axis along which the inputs of a matrix lie
+MATMUL_ROLES = ("columns", "rows")
 
 
 @dataclass(frozen=True)
-class Cube(Strategy):
+class TensorParallel3D(Strategy):
     """Matrices divided on either side, along `axis` and tp_depth, and the stream along both, in a cube with dp_shard."""
 
     name: ClassVar[str] = "cube"
-    phase: ClassVar[Phase] = "shard"
+    phase: ClassVar[StrategyPhase] = "shard"
     axis: str = "tp"
 
-    def check(self, job: Job, space: Space) -> Iterator[Fault]:
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         where = "strategies.cube"
         if self.axis != "tp":
-            yield axis_fault(self.axis, "the outputs of matrices", where)
+            yield wrong_axis_diagnostic(self.axis, "the outputs of matrices", where)
             return
-        yield from twice_faults(space, self.axis, where)
-        yield from kind_faults(space, where)
-        yield from square_faults(space, (ROWS, DEPTH, self.axis))
+        yield from check_sharded_once(sharding, self.axis, where)
+        yield from check_roles(sharding, where)
+        yield from check_square_mesh(sharding, (ROW_AXIS, DEPTH_AXIS, self.axis))
 
-    def partners(self, space: Space) -> Iterator[Fault]:
-        yield from uneven_faults(self._sides(space), space.mesh.size(self.axis))
-        yield from shard_faults(space, "strategies.cube")
-        if by_words(space, self.axis):
+    def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        yield from check_even_units(self._sharded_sides(sharding), sharding.mesh.size(self.axis))
+        yield from check_weight_shards(sharding, "strategies.cube")
+        if vocab_sharded_layers(sharding, self.axis):
             text = "another strategy divides table or head by words along tp, and here they are divided along tp_depth too"
-            yield Fault(text, 'remove name = "vocabulary"', "strategies.cube")
+            yield Diagnostic(text, 'remove name = "vocabulary"', "strategies.cube")
 
-    def ways(self, space: Space) -> Ways:
+    def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
         """How layers compute, by role; norms, packed matrices and what is tied by name."""
-        b, c = self.axis, DEPTH
-        product = Way({c: "in", b: "out"}, into=Move(b, WIDTH, R, (c,)), out=Move(c, P, WIDTH, (b,)))
-        looked_up = Way({c: "out", b: "out"}, compute=own)
+        b, c = self.axis, DEPTH_AXIS
+        product = LayerSharding(
+            {c: "in", b: "out"},
+            input_redistribution=Redistribution(b, WIDTH_SHARD, R, (c,)),
+            output_redistribution=Redistribution(c, P, WIDTH_SHARD, (b,)),
+        )
+        looked_up = LayerSharding({c: "out", b: "out"}, compute=module_forward)
         ways = {
-            **dict.fromkeys(PRODUCTS, product),
-            **{layer: replace(product, compute=partial(_regrouped, *parts)) for layer, parts in self._packed(space)},
-            "inside": Way({c: "out", b: "out"}, shared=(c, b), compute=own),
+            **dict.fromkeys(MATMUL_ROLES, product),
+            **{
+                layer: replace(product, compute=partial(_regrouped_linear, *parts))
+                for layer, parts in self._packed_layers(sharding)
+            },
+            "inside": LayerSharding({c: "out", b: "out"}, shared_param_axes=(c, b), compute=module_forward),
             "table": looked_up,
             "lookup": looked_up,
-            "head": replace(product, out=Move(b, WIDTH, I), **through((), linear, (Move(c, P, I, (b,)),))),
-            "logits": Way({}, **through((Move(b, WIDTH, I, (c,)), Move(c, WIDTH, I)), own)),
-            **norms(space, (c, b)),
+            "head": replace(
+                product,
+                output_redistribution=Redistribution(b, WIDTH_SHARD, I),
+                **with_redistributions((), linear, (Redistribution(c, P, I, (b,)),)),
+            ),
+            "logits": LayerSharding(
+                {},
+                **with_redistributions(
+                    (Redistribution(b, WIDTH_SHARD, I, (c,)), Redistribution(c, WIDTH_SHARD, I)),
+                    module_forward,
+                ),
+            ),
+            **norm_shardings(sharding, (c, b)),
         }
-        for weight, table, head, divisible in tied((space.whole or space).anatomy):
-            summed = Way({c: "in", b: "in"}, **through((), linear, (Move(b, P, I), Move(c, P, I))))
-            whole = Way({}, **through((), own, (Move(c, I, WIDTH), Move(b, I, WIDTH, (c,)))))
+        for weight, table, head, divisible in tied_embeddings((sharding.all_ranks or sharding).model_spec):
+            summed = LayerSharding(
+                {c: "in", b: "in"},
+                **with_redistributions((), linear, (Redistribution(b, P, I), Redistribution(c, P, I))),
+            )
+            whole = LayerSharding(
+                {},
+                **with_redistributions(
+                    (),
+                    module_forward,
+                    (Redistribution(c, I, WIDTH_SHARD), Redistribution(b, I, WIDTH_SHARD, (c,))),
+                ),
+            )
             ways[head], ways[table] = (summed, looked_up) if divisible else (ways["logits"], whole)
-            ways[weight.layers[0]] = ways[table if weight.role in TABLES else head]  # its sides are those of its role
+            ways[weight.layers[0]] = ways[
+                table if weight.role in EMBEDDING_ROLES else head
+            ]  # its sides are those of its role
         return ways
 
-    def place(self, space: Space) -> Space:
-        ways, side = self.ways(space), space.mesh.size(DEPTH)
+    def place(self, sharding: ShardingPlan) -> ShardingPlan:
+        ways, side = self.layer_shardings(sharding), sharding.mesh.size(DEPTH_AXIS)
 
-        def divided(home: Home) -> Home:
-            home = placed(home, ways)
-            fine = home.weight.role in PRODUCTS and len(home.weight.shape) > 1
-            cuts = tuple(_refined(cut, side) if cut.side == "out" else cut for cut in home.weight.cuts)
-            return replace(home, weight=replace(home.weight, cuts=cuts)) if fine else home
+        def divided(home: ParamSharding) -> ParamSharding:
+            home = shard_param(home, ways)
+            fine = home.param.role in MATMUL_ROLES and len(home.param.shape) > 1
+            cuts = tuple(
+                _refined_cut(cut, side) if cut.side == "out" else cut for cut in home.param.dim_splits
+            )
+            return replace(home, param=replace(home.param, dim_splits=cuts)) if fine else home
 
-        space = space.with_homes(divided).with_homes(divided, frozen=True)
-        return space.with_stream(DEPTH, WIDTH).with_stream(self.axis, WIDTH)
+        sharding = sharding.map_param_shardings(divided).map_param_shardings(divided, frozen=True)
+        return sharding.with_residual_placement(DEPTH_AXIS, WIDTH_SHARD).with_residual_placement(
+            self.axis, WIDTH_SHARD
+        )
 
-    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
-        return heard(heard(booked(program, self.ways(space), space, job), self.axis), DEPTH)
+    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+        return reduce_token_count_along(
+            reduce_token_count_along(
+                add_planned_comm(program, self.layer_shardings(sharding), sharding, job), self.axis
+            ),
+            DEPTH_AXIS,
+        )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        filled(runtime, self.ways(runtime.plan.space))
-        told(runtime, DEPTH, self.axis)
+        bind_layers(runtime, self.layer_shardings(runtime.plan.sharding))
+        bind_local_heads(runtime, DEPTH_AXIS, self.axis)
         return {}
 
-    def _sides(self, space: Space) -> Iterator[Sided]:
+    def _sharded_sides(self, space: ShardingPlan) -> Iterator[ShardedSide]:
         """The outputs of products are dealt to all ranks of a plane in the end."""
-        yield from (side for side in sided(space, self.ways(space)) if side[2].role not in PRODUCTS)
-        for weight in (weight for weight in space.anatomy.weights if weight.role in PRODUCTS):
-            yield from ((cut.units, 2 if cut.side == "out" else 1, weight) for cut in weight.cuts)
+        yield from (
+            side
+            for side in sharded_sides(space, self.layer_shardings(space))
+            if side[2].role not in MATMUL_ROLES
+        )
+        for weight in (weight for weight in space.model_spec.params if weight.role in MATMUL_ROLES):
+            yield from ((cut.num_units, 2 if cut.side == "out" else 1, weight) for cut in weight.dim_splits)
 
-    def _packed(self, space: Space) -> Iterator[tuple[str, tuple[tuple[int, ...], int]]]:
+    def _packed_layers(self, space: ShardingPlan) -> Iterator[tuple[str, tuple[tuple[int, ...], int]]]:
         """The layers whose outputs come in several sections, each with what of those a rank computes, and the depth."""
-        for weight in (weight for weight in space.anatomy.weights if weight.role in PRODUCTS and len(weight.shape) > 1):
-            cut, ranks = weight.side("out"), space.mesh.size(self.axis)
+        for weight in (
+            weight
+            for weight in space.model_spec.params
+            if weight.role in MATMUL_ROLES and len(weight.shape) > 1
+        ):
+            cut, ranks = weight.split_of_side("out"), space.mesh.size(self.axis)
             if cut is not None and len(cut.sections) > 1:
                 local = tuple(section // ranks for section in cut.sections)
-                yield weight.layers[0], (local, space.mesh.size(DEPTH))
+                yield weight.layers[0], (local, space.mesh.size(DEPTH_AXIS))
 
 
-def _refined(cut: Cut, parts: int) -> Cut:
+def _refined_cut(cut: DimSplit, parts: int) -> DimSplit:
     """`cut` with each of its sections in so many: ranks take a slice of each."""
     sections = tuple(section // parts for section in cut.sections for _ in range(parts))
-    return Cut(cut.dim, max(1, cut.units // parts), sections, cut.side)
+    return DimSplit(cut.dim, max(1, cut.num_units // parts), sections, cut.side)
 
 
-def _regrouped(
-    sections: tuple[int, ...], depth: int, runtime: Runtime, module: nn.Module, held: Held, x: torch.Tensor
+def _regrouped_linear(
+    sections: tuple[int, ...],
+    depth: int,
+    runtime: Runtime,
+    module: nn.Module,
+    held: ParamTensors,
+    x: torch.Tensor,
 ) -> torch.Tensor:
     """The product, whose features come section after section, with those of each rank along the depth together."""
     y = linear(runtime, module, held, x)

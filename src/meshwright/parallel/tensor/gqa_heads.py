@@ -29,72 +29,105 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.model.tensor_parallel.slice_plan import local_numbers, portioned, taken
-from meshwright.parallel.tensor.layer_sharding import Compute, Held, Way, Ways
-from meshwright.plan.model_spec.dim_split import Span
-from meshwright.plan.model_spec.layer_calls import Number, Portion
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.model.tensor_parallel.slice_plan import local_size_attributes, slice_dims, take_local_heads
+from meshwright.parallel.tensor.layer_sharding import ComputeFn, LayerSharding, LayerShardings, ParamTensors
+from meshwright.plan.model_spec.dim_split import DimRanges
+from meshwright.plan.model_spec.layer_calls import PerHeadInput, SizeAttribute
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.strategy import Runtime
 
 
-def overlapping(space: Space, axis: str, ways: Ways) -> dict[str, Way]:
+def shared_kv_shardings(
+    sharding: ShardingPlan, axis: str, layer_shardings: LayerShardings
+) -> dict[str, LayerSharding]:
     """By name, the ways of columns layers that stay whole, because ranks share some of what they give out."""
-    ranks = space.mesh.size(axis)
+    ranks = sharding.mesh.size(axis)
     layers = dict.fromkeys(
         layer
-        for weight in (home.weight for home in space.homes)
+        for weight in (home.param for home in sharding.param_shardings)
         for layer in weight.layers
-        if weight.role == "columns" and (cut := weight.side("out")) is not None and cut.overlaps(ranks)
+        if weight.role == "columns"
+        and (cut := weight.split_of_side("out")) is not None
+        and cut.overlaps(ranks)
     )
-    return {name: replace(ways.get(name, ways["columns"]), cut={}, shared=(axis,)) for name in layers}
-
-
-def picking(space: Space, axis: str, ways: Ways) -> Ways:
-    """`ways`, those of layers that stay whole computing with the rows that this rank needs."""
-    index, ranks = dict(space.coordinate)[axis], space.mesh.size(axis)
-    named = {name: home.weight for home in space.homes for name in home.weight.names}
-    spans: dict[str, dict[str, Span]] = {}
-    for name, weight in named.items():
-        layer, _, leaf = name.rpartition(".")
-        cut = weight.side("out")
-        if layer in ways and weight.role == "columns" and cut is not None and cut.overlaps(ranks):
-            spans.setdefault(layer, {})[leaf] = cut.span(index, ranks)
     return {
-        **ways,
-        **{name: replace(ways[name], compute=partial(_picked, each, ways[name].compute)) for name, each in spans.items()},
+        name: replace(
+            layer_shardings.get(name, layer_shardings["columns"]), weight_sides={}, shared_param_axes=(axis,)
+        )
+        for name in layers
     }
 
 
-def told(runtime: Runtime, *axes: str) -> None:
+def with_kv_row_selection(
+    sharding: ShardingPlan, axis: str, layer_shardings: LayerShardings
+) -> LayerShardings:
+    """`ways`, those of layers that stay whole computing with the rows that this rank needs."""
+    index, ranks = dict(sharding.coordinate)[axis], sharding.mesh.size(axis)
+    named = {name: home.param for home in sharding.param_shardings for name in home.param.names}
+    spans: dict[str, dict[str, DimRanges]] = {}
+    for name, weight in named.items():
+        layer, _, leaf = name.rpartition(".")
+        cut = weight.split_of_side("out")
+        if layer in layer_shardings and weight.role == "columns" and cut is not None and cut.overlaps(ranks):
+            spans.setdefault(layer, {})[leaf] = cut.dim_ranges(index, ranks)
+    return {
+        **layer_shardings,
+        **{
+            name: replace(
+                layer_shardings[name], compute=partial(_select_rows, each, layer_shardings[name].compute)
+            )
+            for name, each in spans.items()
+        },
+    }
+
+
+def bind_local_heads(runtime: Runtime, *axes: str) -> None:
     """Have modules hold this rank's numbers, and blocks be given its portions, while they compute; heads lie along `axes`."""
-    space = runtime.plan.space
-    index, ranks = space.mesh.index(dict(space.coordinate), axes), space.mesh.extent(axes)
-    numbers: dict[str, list[Number]] = {}
-    for number in space.anatomy.numbers:
+    space = runtime.plan.sharding
+    index, ranks = space.mesh.index(dict(space.coordinate), axes), space.mesh.group_size(axes)
+    numbers: dict[str, list[SizeAttribute]] = {}
+    for number in space.model_spec.numbers:
         numbers.setdefault(number.module, []).append(number)
     for name, each in numbers.items():
-        runtime.fill(name, partial(_told, each, index, ranks, {}))
-    for portion in space.anatomy.portions:
-        runtime.wrap(portion.block, partial(_given, portion, index, ranks))
+        runtime.replace_forward(name, partial(_forward_with_local_numbers, each, index, ranks, {}))
+    for portion in space.model_spec.per_head_inputs:
+        runtime.wrap_forward(portion.block, partial(_forward_with_portion, portion, index, ranks))
 
 
-def _picked(spans: Mapping[str, Span], compute: Compute, runtime: Runtime, module: nn.Module, held: Held, x: torch.Tensor) -> Any:
-    rows = {leaf: taken(held[leaf], (span,)) for leaf, span in spans.items() if held.get(leaf) is not None}
+def _select_rows(
+    spans: Mapping[str, DimRanges],
+    compute: ComputeFn,
+    runtime: Runtime,
+    module: nn.Module,
+    held: ParamTensors,
+    x: torch.Tensor,
+) -> Any:
+    rows = {
+        leaf: slice_dims(held[leaf], (span,)) for leaf, span in spans.items() if held.get(leaf) is not None
+    }
     return compute(runtime, module, {**held, **rows}, x)
 
 
-def _told(
-    numbers: Sequence[Number], index: int, ranks: int, values: dict[str, Any], holder: nn.Module, *args: Any, **kwargs: Any
+def _forward_with_local_numbers(
+    numbers: Sequence[SizeAttribute],
+    index: int,
+    ranks: int,
+    values: dict[str, Any],
+    holder: nn.Module,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if not values:
-        values.update(local_numbers(holder, numbers, index, ranks))
-    with _holding(holder, values):
+        values.update(local_size_attributes(holder, numbers, index, ranks))
+    with _local_numbers_set(holder, values):
         return type(holder).forward(holder, *args, **kwargs)
 
 
 @contextmanager
-def _holding(holder: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
-    held = vars(holder)  # past nn.Module.__setattr__, which takes a microsecond to find that a number is no parameter
+def _local_numbers_set(holder: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
+    held = vars(
+        holder
+    )  # past nn.Module.__setattr__, which takes a microsecond to find that a number is no parameter
     before = {name: held[name] for name in values}
     held.update(values)
     try:
@@ -103,6 +136,8 @@ def _holding(holder: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
         held.update(before)
 
 
-def _given(portion: Portion, index: int, ranks: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = portioned(portion, index, ranks, args, kwargs)
+def _forward_with_portion(
+    portion: PerHeadInput, index: int, ranks: int, inner: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    args, kwargs = take_local_heads(portion, index, ranks, args, kwargs)
     return inner(*args, **kwargs)

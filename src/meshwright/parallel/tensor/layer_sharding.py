@@ -25,54 +25,71 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.comm.collectives.redistribute import later
-from meshwright.model.tensor_parallel.layer_pairs import lies_transposed
-from meshwright.parallel.tensor.comm_overlap import Meanwhile, Turn, added, chunked, in_chunks, product, turns_of
+from meshwright.model.tensor_parallel.layer_pairs import is_weight_transposed
+from meshwright.parallel.tensor.comm_overlap import (
+    JointSumMember,
+    OverlapFn,
+    add_summand,
+    joint_sum_members,
+    linear_deferring_weight_grad,
+    run_in_chunks,
+    split_samples,
+)
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.layer_calls import Call
-from meshwright.plan.model_spec.model_spec import NBYTES, Weight
-from meshwright.plan.sharding.param_sharding import Home
-from meshwright.plan.sharding.placement import COLLECTIVES, I, P, Place, R, S, move_name
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.model_spec.layer_calls import LayerCall
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ParamSpec
+from meshwright.plan.sharding.param_sharding import ParamSharding
+from meshwright.plan.sharding.placement import COLLECTIVES, I, P, Placement, R, S, redistribution_name
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Transfer
 from meshwright.plan.strategy import Runtime
 
-Held = Mapping[str, Any]  # the parameters of a layer by their own names: tensors, or None
-Compute = Callable[..., torch.Tensor]  # of a runtime, a module, its parameters, and what the module is called with
-WIDTH = S(-1)  # the place of a tensor of which each rank has a slice of the last dim
+ParamTensors = Mapping[str, Any]  # the parameters of a layer by their own names: tensors, or None
+ComputeFn = Callable[
+    ..., torch.Tensor
+]  # of a runtime, a module, its parameters, and what the module is called with
+WIDTH_SHARD = S(-1)  # the place of a tensor of which each rank has a slice of the last dim
 
 
 @dataclass(frozen=True)
-class Move:
+class Redistribution:
     """A tensor moves along `axis` from `src` to `dst`; along the axes `apart` it is cut meanwhile, and stays so.
 
     It travels as products take it, or, if that is wider, in the dtype of parameters: `wide`; in float32 at least: `sums`.
     """
 
     axis: str
-    src: Place
-    dst: Place
-    apart: tuple[str, ...] = ()
-    wide: bool = False
-    sums: bool = False
+    src: Placement
+    dst: Placement
+    sharded_axes: tuple[str, ...] = ()
+    in_param_dtype: bool = False
+    at_least_float32: bool = False
 
     @property
-    def back(self) -> "Move":
+    def adjoint(self) -> "Redistribution":
         """The move of its gradient."""
-        return Move(self.axis, self.dst.adjoint, self.src.adjoint, self.apart, self.wide, self.sums)
+        return Redistribution(
+            self.axis,
+            self.dst.adjoint,
+            self.src.adjoint,
+            self.sharded_axes,
+            self.in_param_dtype,
+            self.at_least_float32,
+        )
 
-    def transfer(self, numel: int, space: Space, job: Job, at: int = 0) -> Iterator[Transfer]:
+    def transfers(self, numel: int, sharding: ShardingPlan, job: Job, at: int = 0) -> Iterator[Transfer]:
         """The collective that moves a value of `numel` elements, if there is one."""
-        dtype = job.precision.parameters if self.wide else job.precision.compute
-        dtype = "float32" if self.sums and dtype in ("bfloat16", "float16") else dtype
-        act = "keep" if self.src == self.dst else move_name(self.src, self.dst)
+        dtype = job.precision.parameters if self.in_param_dtype else job.precision.compute
+        dtype = "float32" if self.at_least_float32 and dtype in ("bfloat16", "float16") else dtype
+        act = "keep" if self.src == self.dst else redistribution_name(self.src, self.dst)
         if act in COLLECTIVES:
-            numel //= space.mesh.extent(self.apart)
-            put_in = numel if self.src.letter == "P" else numel // space.mesh.size(self.axis)
-            yield Transfer(act, (self.axis,), put_in * NBYTES[dtype], dtype=dtype, at=at)
+            numel //= sharding.mesh.group_size(self.sharded_axes)
+            put_in = numel if self.src.letter == "P" else numel // sharding.mesh.size(self.axis)
+            yield Transfer(act, (self.axis,), put_in * FLOAT_NBYTES[dtype], dtype=dtype, position=at)
 
 
 @dataclass(frozen=True)
-class Way:
+class LayerSharding:
     """How a layer computes: the sides of its weight that are cut, by axis; what becomes of what goes in, and of what comes out.
 
     Parameters that are not cut are R along the axes `shared` while it runs. `compute` is what stands between the moves; `within`
@@ -80,172 +97,232 @@ class Way:
     what `into` brought: it is moved once more. What comes out is computed and moved in `chunks` of samples.
     """
 
-    cut: Mapping[str, str]
-    into: Move | None = None
-    out: Move | None = None
-    shared: tuple[str, ...] = ()
-    compute: Compute = field(default_factory=lambda: linear)
-    within: Callable[[Call], Iterable[tuple[Move, int]]] = lambda call: ()
-    again: bool = False
-    chunks: int = 1
+    weight_sides: Mapping[str, str]
+    input_redistribution: Redistribution | None = None
+    output_redistribution: Redistribution | None = None
+    shared_param_axes: tuple[str, ...] = ()
+    compute: ComputeFn = field(default_factory=lambda: linear)
+    inner_redistributions: Callable[[LayerCall], Iterable[tuple[Redistribution, int]]] = lambda call: ()
+    regather: bool = False
+    num_chunks: int = 1
 
     @property
-    def summed(self) -> bool:
+    def output_is_partial(self) -> bool:
         """Whether what comes out is a sum over ranks."""
-        return self.out is not None and self.out.src == P
+        return self.output_redistribution is not None and self.output_redistribution.src == P
 
     @property
-    def joint(self) -> bool:
+    def has_joint_backward(self) -> bool:
         """Whether the gradients of its parameters come with that of what goes in: one act gives both (overlap.py)."""
-        return self.compute is linear and self.into is not None and self.into.src != self.into.dst
+        return (
+            self.compute is linear
+            and self.input_redistribution is not None
+            and self.input_redistribution.src != self.input_redistribution.dst
+        )
 
-    def side(self, axis: str, weight: Weight) -> str:
+    def weight_side(self, axis: str, weight: ParamSpec) -> str:
         """Which side of `weight` is cut along `axis`. A bias, added to a sum that is scattered by width, is cut as that is."""
-        scattered = self.out is not None and self.summed and self.out.axis == axis and self.out.dst == WIDTH
-        return "out" if scattered and weight.side(self.cut[axis]) is None else self.cut[axis]
+        scattered = (
+            self.output_redistribution is not None
+            and self.output_is_partial
+            and self.output_redistribution.axis == axis
+            and self.output_redistribution.dst == WIDTH_SHARD
+        )
+        return (
+            "out"
+            if scattered and weight.split_of_side(self.weight_sides[axis]) is None
+            else self.weight_sides[axis]
+        )
 
 
-Leaf = tuple[str, Home]  # a parameter of a layer, by its own name there
-Leaves = tuple[tuple[str, str], ...]  # parameters of a layer by their own names, and the axes that share them
-Came = MutableMapping[torch.Tensor, torch.Tensor]  # of what a gate has moved, what it was made of
-Ways = Mapping[str, Way]  # by role; that of a single layer by its name
+LayerParam = tuple[str, ParamSharding]  # a parameter of a layer, by its own name there
+SharedParams = tuple[
+    tuple[str, str], ...
+]  # parameters of a layer by their own names, and the axes that share them
+InputOrigins = MutableMapping[torch.Tensor, torch.Tensor]  # of what a gate has moved, what it was made of
+LayerShardings = Mapping[str, LayerSharding]  # by role; that of a single layer by its name
 
 
-def way_of(ways: Ways, layer: str, role: str) -> Way | None:
+def find_layer_sharding(layer_shardings: LayerShardings, layer: str, role: str) -> LayerSharding | None:
     """How `layer` computes: in its own way, else in that of its role."""
-    return ways.get(layer, ways.get(role))
+    return layer_shardings.get(layer, layer_shardings.get(role))
 
 
-def sums_of(calls: Iterable[Call], ways: Ways) -> dict[str, tuple[str, ...]]:
+def joint_sums(calls: Iterable[LayerCall], layer_shardings: LayerShardings) -> dict[str, tuple[str, ...]]:
     """By layer, all that end in one sum with it, in the order in which they run: the last of them moves it for all."""
-    found: dict[tuple[int, Move], list[str]] = {}
-    for call in (call for call in calls if call.sum):
-        way = way_of(ways, call.name, call.role)
-        if way is not None and way.out is not None and way.summed:
-            found.setdefault((call.sum, way.out), []).append(call.name)
+    found: dict[tuple[int, Redistribution], list[str]] = {}
+    for call in (call for call in calls if call.sum_id):
+        way = find_layer_sharding(layer_shardings, call.name, call.role)
+        if way is not None and way.output_redistribution is not None and way.output_is_partial:
+            found.setdefault((call.sum_id, way.output_redistribution), []).append(call.name)
     return {layer: tuple(layers) for layers in found.values() if len(layers) > 1 for layer in layers}
 
 
-def placed(home: Home, ways: Ways) -> Home:
+def shard_param(param_sharding: ParamSharding, layer_shardings: LayerShardings) -> ParamSharding:
     """`home` with what its weight's layer says."""
-    way = way_of(ways, home.weight.layers[0], home.weight.role)
-    for axis in way.cut if way else ():
-        cut = home.weight.side(way.side(axis, home.weight)) if way else None
+    way = find_layer_sharding(layer_shardings, param_sharding.param.layers[0], param_sharding.param.role)
+    for axis in way.weight_sides if way else ():
+        cut = param_sharding.param.split_of_side(way.weight_side(axis, param_sharding.param)) if way else None
         if cut is not None:
             place = S(cut.dim)
-            layout, grad, stored = (layout.with_place(axis, place) for layout in (home.layout, home.grad, home.stored))
-            home = replace(home, layout=layout, grad=grad, stored=stored)
-    return home
+            layout, grad, stored = (
+                layout.with_placement(axis, place)
+                for layout in (
+                    param_sharding.layout,
+                    param_sharding.grad_layout,
+                    param_sharding.storage_layout,
+                )
+            )
+            param_sharding = replace(param_sharding, layout=layout, grad_layout=grad, storage_layout=stored)
+    return param_sharding
 
 
-def filled(runtime: Runtime, ways: Ways) -> None:
+def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
     """Have every layer of a role compute in its way."""
-    space, came = runtime.plan.space, WeakIdKeyDictionary()
-    parameters, gates = leaves_of(space.homes), dict[str, dict[int | str, Move]]()
-    turns = turns_of(sums_of(space.anatomy.calls, ways))
-    for call in {(call.name, call.role): call for call in space.anatomy.calls}.values():
-        way = way_of(ways, call.name, call.role)
+    space, came = runtime.plan.sharding, WeakIdKeyDictionary()
+    parameters, gates = params_by_layer(space.param_shardings), dict[str, dict[int | str, Redistribution]]()
+    turns = joint_sum_members(joint_sums(space.model_spec.calls, layer_shardings))
+    for call in {(call.name, call.role): call for call in space.model_spec.calls}.values():
+        way = find_layer_sharding(layer_shardings, call.name, call.role)
         if way is not None:
-            leaves = tuple((leaf, axis) for axis in way.shared for leaf, _ in uncut(parameters.get(call.name, ()), axis))
-            runtime.fill(call.name, partial(_forward, runtime, way, leaves, came, turns.get(call.name)))
-            if way.into is not None and call.visit in space.through and call.gate:
-                gates.setdefault(call.gate, {}).update(dict.fromkeys(call.slots, way.into))
+            leaves = tuple(
+                (leaf, axis)
+                for axis in way.shared_param_axes
+                for leaf, _ in unsharded_params(parameters.get(call.name, ()), axis)
+            )
+            runtime.replace_forward(
+                call.name, partial(_layer_forward, runtime, way, leaves, came, turns.get(call.name))
+            )
+            if (
+                way.input_redistribution is not None
+                and call.visit in space.sequence_sliced_calls
+                and call.outer_module
+            ):
+                gates.setdefault(call.outer_module, {}).update(
+                    dict.fromkeys(call.slots, way.input_redistribution)
+                )
     for gate, moves in gates.items():
-        runtime.wrap(gate, partial(_gated, runtime, moves, came))
+        runtime.wrap_forward(gate, partial(_gate_with_redistributions, runtime, moves, came))
 
 
-def linear(runtime: Runtime, module: nn.Module, held: Held, x: torch.Tensor) -> torch.Tensor:
+def linear(runtime: Runtime, module: nn.Module, params: ParamTensors, x: torch.Tensor) -> torch.Tensor:
     """The product with, and the bias of, the slice of the weight that a linear layer holds."""
-    weight, bias, transposed = held["weight"], held.get("bias"), lies_transposed(module)
+    weight, bias, transposed = params["weight"], params.get("bias"), is_weight_transposed(module)
     if (waits := later(x)) is None:
         return F.linear(x, weight.t() if transposed else weight, bias)
-    return product(x, weight, bias, waits, transposed=transposed)
+    return linear_deferring_weight_grad(x, weight, bias, waits, transposed=transposed)
 
 
-def own(runtime: Runtime, module: nn.Module, held: Held, *given: Any, **named: Any) -> torch.Tensor:
+def module_forward(
+    runtime: Runtime, module: nn.Module, params: ParamTensors, *given: Any, **named: Any
+) -> torch.Tensor:
     """What `module` itself computes, with the parameters `held`."""
     before = dict(module._parameters)
     try:
-        module._parameters.update(held)
+        module._parameters.update(params)
         return type(module).forward(module, *given, **named)
     finally:
         module._parameters.update(before)
 
 
-def moved(runtime: Runtime, tensor: torch.Tensor, move: Move | None, meanwhile: Meanwhile = None) -> torch.Tensor:
+def redistribute(
+    runtime: Runtime, tensor: torch.Tensor, redistribution: Redistribution | None, overlap: OverlapFn = None
+) -> torch.Tensor:
     """`tensor` after `move`, for the action under way; `meanwhile()` is called while it is under way."""
-    if move is None or move.src == move.dst:
+    if redistribution is None or redistribution.src == redistribution.dst:
         return tensor
-    with torch.autocast(tensor.device.type, enabled=False) if move.wide or move.sums else nullcontext():
-        return runtime.move(tensor, move.axis, move.src, move.dst, meanwhile)
+    with (
+        torch.autocast(tensor.device.type, enabled=False)
+        if redistribution.in_param_dtype or redistribution.at_least_float32
+        else nullcontext()
+    ):
+        return runtime.redistribute(
+            tensor, redistribution.axis, redistribution.src, redistribution.dst, overlap
+        )
 
 
-def _gated(
-    runtime: Runtime, moves: Mapping[int | str, Move], came: Came, inner: Callable[..., Any], *args: Any, **kwargs: Any
+def _gate_with_redistributions(
+    runtime: Runtime,
+    moves: Mapping[int | str, Redistribution],
+    came: InputOrigins,
+    inner: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """What a gate computes, with what its layers take in moved where it begins."""
     given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
     for slot, move in moves.items():
         x = given[slot]
-        given[slot] = moved(runtime, x, move)
+        given[slot] = redistribute(runtime, x, move)
         came[given[slot]] = x
     return inner(*(given[i] for i in range(len(args))), **{key: given[key] for key in kwargs})
 
 
-def _forward(
+def _layer_forward(
     runtime: Runtime,
-    way: Way,
-    shared: Leaves,
-    came: Came,
-    turn: Turn | None,
+    way: LayerSharding,
+    shared: SharedParams,
+    came: InputOrigins,
+    turn: JointSumMember | None,
     module: nn.Module,
     x: Any,
     *more: Any,
     **named: Any,
 ) -> torch.Tensor:
     given: Any = x if x is None else came.get(x, x)
-    x = x if given is not x else moved(runtime, x, way.into)
+    x = x if given is not x else redistribute(runtime, x, way.input_redistribution)
     held: dict[str, Any] = dict(module._parameters)
     for leaf, axis in shared:
-        held[leaf] = runtime.move(held[leaf], axis, I, R)
-    biases = [held["bias"]] if way.summed and held.get("bias") is not None else []
+        held[leaf] = runtime.redistribute(held[leaf], axis, I, R)
+    biases = [held["bias"]] if way.output_is_partial and held.get("bias") is not None else []
     held |= {"bias": None} if biases else {}  # added once, to the sum
 
     def compute(x: Any) -> torch.Tensor:
         return way.compute(runtime, module, held, x, *more, **named)
 
-    if turn is not None and way.out is not None and turn.hands_on:
-        return turn.hand(compute(x), biases, way.out.dst, runtime.plan.mesh.size(way.out.axis))
+    if turn is not None and way.output_redistribution is not None and turn.defers_sum:
+        return turn.contribute(
+            compute(x),
+            biases,
+            way.output_redistribution.dst,
+            runtime.plan.mesh.size(way.output_redistribution.axis),
+        )
     waiting: Iterator[torch.Tensor] = iter(())
     if turn is not None:
-        handed, others = turn.take()
-        waiting, biases = iter(chunked(handed, way.chunks)), [*biases, *others]
-    with _kept(runtime, way, given):
-        y = in_chunks(
+        handed, others = turn.collect()
+        waiting, biases = iter(split_samples(handed, way.num_chunks)), [*biases, *others]
+    with _saved_for_backward(runtime, way, given):
+        y = run_in_chunks(
             x,
-            way.chunks,
-            lambda part: added(compute(part), next(waiting, None)),
-            lambda y, meanwhile: moved(runtime, y, way.out, meanwhile),
+            way.num_chunks,
+            lambda part: add_summand(compute(part), next(waiting, None)),
+            lambda y, meanwhile: redistribute(runtime, y, way.output_redistribution, meanwhile),
         )
     return y + reduce(torch.add, biases) if biases else y
 
 
-def _kept(runtime: Runtime, way: Way, given: torch.Tensor) -> AbstractContextManager[Any]:
+def _saved_for_backward(
+    runtime: Runtime, way: LayerSharding, given: torch.Tensor
+) -> AbstractContextManager[Any]:
     """While it lasts, autograd keeps what `way` wants kept for backward."""
-    move = way.into
-    return nullcontext() if move is None or not way.again else runtime.again(given, move.axis, move.src, move.dst)
+    move = way.input_redistribution
+    return (
+        nullcontext()
+        if move is None or not way.regather
+        else runtime.redistribute_in_backward(given, move.axis, move.src, move.dst)
+    )
 
 
-def leaves_of(homes: Iterable[Home]) -> dict[str, list[Leaf]]:
+def params_by_layer(param_shardings: Iterable[ParamSharding]) -> dict[str, list[LayerParam]]:
     """The parameters of every layer."""
-    found: dict[str, list[Leaf]] = {}
-    for home in homes:
-        for name in home.weight.names:
+    found: dict[str, list[LayerParam]] = {}
+    for home in param_shardings:
+        for name in home.param.names:
             owner, _, leaf = name.rpartition(".")
             found.setdefault(owner, []).append((leaf, home))
     return found
 
 
-def uncut(leaves: Iterable[Leaf], axis: str) -> list[Leaf]:
+def unsharded_params(params: Iterable[LayerParam], axis: str) -> list[LayerParam]:
     """Those of `leaves` that are not cut along `axis`."""
-    return [(leaf, home) for leaf, home in leaves if axis not in home.cut]
+    return [(leaf, home) for leaf, home in params if axis not in home.sliced_dims]

@@ -35,70 +35,107 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from meshwright.parallel.tensor.comm_accounting import booked, heard
-from meshwright.parallel.tensor.gqa_heads import overlapping, picking, told
-from meshwright.parallel.tensor.layer_sharding import WIDTH, Move, Way, Ways, filled, own, placed
-from meshwright.parallel.tensor.validation import axis_fault, lone_faults, twice_faults, unit_faults, unknown_faults
-from meshwright.plan.job.errors import Fault
+from meshwright.parallel.tensor.comm_accounting import add_planned_comm, reduce_token_count_along
+from meshwright.parallel.tensor.gqa_heads import bind_local_heads, shared_kv_shardings, with_kv_row_selection
+from meshwright.parallel.tensor.layer_sharding import (
+    WIDTH_SHARD,
+    LayerSharding,
+    LayerShardings,
+    Redistribution,
+    bind_layers,
+    module_forward,
+    shard_param,
+)
+from meshwright.parallel.tensor.validation import (
+    check_gathered_layers,
+    check_layer_pairs,
+    check_sharded_once,
+    check_units,
+    wrong_axis_diagnostic,
+)
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
-from meshwright.plan.sharding.param_sharding import Home
+from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.placement import I, P, R
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Program
-from meshwright.plan.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 
 @dataclass(frozen=True)
-class Line(Strategy):
+class TensorParallel(Strategy):
     """Pairs of linear layers divided along `axis`.
 
     Rows layers compute and send what they give out in `chunks` of samples, each while the one before is under way.
     """
 
     name: ClassVar[str] = "line"
-    phase: ClassVar[Phase] = "shard"
+    phase: ClassVar[StrategyPhase] = "shard"
     axis: str = "tp"
-    chunks: int = 1
+    num_overlap_chunks: int = 1
 
-    def check(self, job: Job, space: Space) -> Iterator[Fault]:
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         where = "strategies.line"
         if self.axis != "tp":
-            yield axis_fault(self.axis, "matrices", where)
+            yield wrong_axis_diagnostic(self.axis, "matrices", where)
             return
-        if self.chunks < 1:
+        if self.num_overlap_chunks < 1:
             fix = "write a number from 1 up; with 1, rows layers send what they give out whole"
-            yield Fault(f"chunks = {self.chunks}", fix, f"{where}.chunks")
-        yield from twice_faults(space, self.axis, where)
-        yield from unknown_faults(space.anatomy, where)
-        yield from unit_faults(space, self.ways(space))
-        yield from lone_faults(space, self.axis)
+            yield Diagnostic(f"chunks = {self.num_overlap_chunks}", fix, f"{where}.chunks")
+        yield from check_sharded_once(sharding, self.axis, where)
+        yield from check_layer_pairs(sharding.model_spec, where)
+        yield from check_units(sharding, self.layer_shardings(sharding))
+        yield from check_gathered_layers(sharding, self.axis)
 
-    def ways(self, space: Space) -> Ways:
+    def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
         """How layers compute, by role; the stream lies where the space says."""
-        stream = space.stream.place(self.axis)
-        columns = Way({self.axis: "out"}, into=Move(self.axis, stream, R), again=space.anew)
-        shared = (self.axis,) if space.through else ()
-        rows = Way({self.axis: "in"}, out=Move(self.axis, P, stream), shared=shared, chunks=self.chunks)
-        whole = replace(columns, into=Move(self.axis, I, R), again=False)
-        apart = (call for call in space.anatomy.calls if call.role == "columns" and space.stream_for([call], self.axis) != stream)
-        inside = Way({self.axis: "out"}, shared=(self.axis,), compute=own)
-        gathered = replace(columns, out=Move(self.axis, WIDTH, stream))  # columns without rows: the user asked for them
-        ways = {"columns": columns, "rows": rows, "inside": inside, "gathered": gathered, **{call.name: whole for call in apart}}
-        return ways | overlapping(space, self.axis, ways)
+        stream = sharding.residual_layout.placement(self.axis)
+        columns = LayerSharding(
+            {self.axis: "out"},
+            input_redistribution=Redistribution(self.axis, stream, R),
+            regather=sharding.regather,
+        )
+        shared = (self.axis,) if sharding.sequence_sliced_calls else ()
+        rows = LayerSharding(
+            {self.axis: "in"},
+            output_redistribution=Redistribution(self.axis, P, stream),
+            shared_param_axes=shared,
+            num_chunks=self.num_overlap_chunks,
+        )
+        whole = replace(columns, input_redistribution=Redistribution(self.axis, I, R), regather=False)
+        apart = (
+            call
+            for call in sharding.model_spec.layer_calls
+            if call.role == "columns" and sharding.residual_placement([call], self.axis) != stream
+        )
+        inside = LayerSharding({self.axis: "out"}, shared_param_axes=(self.axis,), compute=module_forward)
+        gathered = replace(
+            columns, output_redistribution=Redistribution(self.axis, WIDTH_SHARD, stream)
+        )  # columns without rows: the user asked for them
+        ways = {
+            "columns": columns,
+            "rows": rows,
+            "inside": inside,
+            "gathered": gathered,
+            **{call.name: whole for call in apart},
+        }
+        return ways | shared_kv_shardings(sharding, self.axis, ways)
 
-    def place(self, space: Space) -> Space:
-        ways = self.ways(space)
+    def place(self, sharding: ShardingPlan) -> ShardingPlan:
+        ways = self.layer_shardings(sharding)
 
-        def divided(home: Home) -> Home:
-            return placed(home, ways)
+        def divided(home: ParamSharding) -> ParamSharding:
+            return shard_param(home, ways)
 
-        return space.with_homes(divided).with_homes(divided, frozen=True)
+        return sharding.map_param_shardings(divided).map_param_shardings(divided, frozen=True)
 
-    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
-        return heard(booked(program, self.ways(space), space, job), self.axis)
+    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+        return reduce_token_count_along(
+            add_planned_comm(program, self.layer_shardings(sharding), sharding, job), self.axis
+        )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        space = runtime.plan.space
-        filled(runtime, picking(space, self.axis, self.ways(space)))
-        told(runtime, self.axis)
+        space = runtime.plan.sharding
+        bind_layers(runtime, with_kv_row_selection(space, self.axis, self.layer_shardings(space)))
+        bind_local_heads(runtime, self.axis)
         return {}

@@ -37,238 +37,335 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from meshwright.model.tensor_parallel.norm_formulas import applied, joined, statistics
-from meshwright.parallel.tensor.comm_accounting import booked, heard
-from meshwright.parallel.tensor.gqa_heads import told
-from meshwright.parallel.tensor.layer_sharding import WIDTH, Compute, Held, Move, Way, Ways, filled, moved, own, placed, way_of
-from meshwright.parallel.tensor.validation import axis_fault, twice_faults
-from meshwright.plan.job.errors import Fault
+from meshwright.model.tensor_parallel.norm_formulas import apply_norm, combine_statistics, norm_statistics
+from meshwright.parallel.tensor.comm_accounting import add_planned_comm, reduce_token_count_along
+from meshwright.parallel.tensor.gqa_heads import bind_local_heads
+from meshwright.parallel.tensor.layer_sharding import (
+    WIDTH_SHARD,
+    ComputeFn,
+    LayerSharding,
+    LayerShardings,
+    ParamTensors,
+    Redistribution,
+    bind_layers,
+    find_layer_sharding,
+    module_forward,
+    redistribute,
+    shard_param,
+)
+from meshwright.parallel.tensor.validation import check_sharded_once, wrong_axis_diagnostic
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.layer_calls import Call, Formula
-from meshwright.plan.model_spec.model_spec import Anatomy, Weight
-from meshwright.plan.sharding.param_sharding import Home
+from meshwright.plan.model_spec.layer_calls import LayerCall, NormFormula
+from meshwright.plan.model_spec.model_spec import ModelSpec, ParamSpec
+from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.placement import FLAT, I, P, R, S
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Program
-from meshwright.plan.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
-ROWS = "dp_shard"  # the axis of the grid along which samples lie
-TABLES, HEADS = ("table", "lookup"), ("head", "logits")
-KNOWN = ("columns", "rows", "inside", *TABLES, *HEADS, "norm")
+ROW_AXIS = "dp_shard"  # the axis of the grid along which samples lie
+EMBEDDING_ROLES, LM_HEAD_ROLES = ("table", "lookup"), ("head", "logits")
+SHARDABLE_ROLES = ("columns", "rows", "inside", *EMBEDDING_ROLES, *LM_HEAD_ROLES, "norm")
 
 
 @dataclass(frozen=True)
-class Grid(Strategy):
+class TensorParallel2D(Strategy):
     """Matrices and the stream divided by width along `axis`, in a square with dp_shard.
 
     With `again`, what a layer takes in is gathered once more for backward, and not kept.
     """
 
     name: ClassVar[str] = "grid"
-    phase: ClassVar[Phase] = "shard"
+    phase: ClassVar[StrategyPhase] = "shard"
     axis: str = "tp"
-    again: bool = True
+    regather: bool = True
 
-    def check(self, job: Job, space: Space) -> Iterator[Fault]:
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         where = "strategies.grid"
         if self.axis != "tp":
-            yield axis_fault(self.axis, "matrices", where)
+            yield wrong_axis_diagnostic(self.axis, "matrices", where)
             return
-        yield from twice_faults(space, self.axis, where)
-        yield from kind_faults(space, where)
-        yield from square_faults(space, (ROWS, self.axis))
+        yield from check_sharded_once(sharding, self.axis, where)
+        yield from check_roles(sharding, where)
+        yield from check_square_mesh(sharding, (ROW_AXIS, self.axis))
 
-    def partners(self, space: Space) -> Iterator[Fault]:
-        yield from uneven_faults(sided(space, self.ways(space)), space.mesh.size(self.axis))
-        yield from shard_faults(space, "strategies.grid")
+    def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        yield from check_even_units(
+            sharded_sides(sharding, self.layer_shardings(sharding)), sharding.mesh.size(self.axis)
+        )
+        yield from check_weight_shards(sharding, "strategies.grid")
 
-    def ways(self, space: Space) -> Ways:
+    def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
         """How layers compute, by role, norms and what is tied by name; not those that another strategy divides by words."""
-        product = Way({self.axis: "out"}, into=Move(self.axis, WIDTH, R), again=self.again)
-        looked_up = Way({self.axis: "out"}, compute=own)
+        product = LayerSharding(
+            {self.axis: "out"},
+            input_redistribution=Redistribution(self.axis, WIDTH_SHARD, R),
+            regather=self.regather,
+        )
+        looked_up = LayerSharding({self.axis: "out"}, compute=module_forward)
         ways = {
             "columns": product,
             "rows": product,
-            "inside": Way({self.axis: "out"}, shared=(self.axis,), compute=own),
+            "inside": LayerSharding(
+                {self.axis: "out"}, shared_param_axes=(self.axis,), compute=module_forward
+            ),
             "table": looked_up,
             "lookup": looked_up,
-            "head": replace(product, out=Move(self.axis, WIDTH, I)),
-            "logits": Way({}, into=Move(self.axis, WIDTH, I), compute=own),
-            **norms(space, (self.axis,)),
+            "head": replace(product, output_redistribution=Redistribution(self.axis, WIDTH_SHARD, I)),
+            "logits": LayerSharding(
+                {}, input_redistribution=Redistribution(self.axis, WIDTH_SHARD, I), compute=module_forward
+            ),
+            **norm_shardings(sharding, (self.axis,)),
         }
-        for weight, table, head, divisible in tied((space.whole or space).anatomy):
-            ways[head] = Way({self.axis: "in"}, out=Move(self.axis, P, I)) if divisible else ways["logits"]
-            ways[table] = looked_up if divisible else Way({}, out=Move(self.axis, I, WIDTH), compute=own)
-            ways[weight.layers[0]] = ways[table if weight.role in TABLES else head]  # its sides are those of its role
-        return {layer: way for layer, way in ways.items() if layer not in by_words(space, self.axis)}
+        for weight, table, head, divisible in tied_embeddings((sharding.all_ranks or sharding).model_spec):
+            ways[head] = (
+                LayerSharding({self.axis: "in"}, output_redistribution=Redistribution(self.axis, P, I))
+                if divisible
+                else ways["logits"]
+            )
+            ways[table] = (
+                looked_up
+                if divisible
+                else LayerSharding(
+                    {},
+                    output_redistribution=Redistribution(self.axis, I, WIDTH_SHARD),
+                    compute=module_forward,
+                )
+            )
+            ways[weight.layers[0]] = ways[
+                table if weight.role in EMBEDDING_ROLES else head
+            ]  # its sides are those of its role
+        return {
+            layer: way
+            for layer, way in ways.items()
+            if layer not in vocab_sharded_layers(sharding, self.axis)
+        }
 
-    def place(self, space: Space) -> Space:
-        ways = self.ways(space)
+    def place(self, sharding: ShardingPlan) -> ShardingPlan:
+        ways = self.layer_shardings(sharding)
 
-        def divided(home: Home) -> Home:
-            return placed(home, ways)
+        def divided(home: ParamSharding) -> ParamSharding:
+            return shard_param(home, ways)
 
-        return space.with_homes(divided).with_homes(divided, frozen=True).with_stream(self.axis, WIDTH)
+        return (
+            sharding.map_param_shardings(divided)
+            .map_param_shardings(divided, frozen=True)
+            .with_residual_placement(self.axis, WIDTH_SHARD)
+        )
 
-    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
-        return heard(booked(program, self.ways(space), space, job), self.axis)
+    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+        return reduce_token_count_along(
+            add_planned_comm(program, self.layer_shardings(sharding), sharding, job), self.axis
+        )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        filled(runtime, self.ways(runtime.plan.space))
-        told(runtime, self.axis)
+        bind_layers(runtime, self.layer_shardings(runtime.plan.sharding))
+        bind_local_heads(runtime, self.axis)
         return {}
 
 
-def norms(space: Space, axes: tuple[str, ...]) -> Ways:
+def norm_shardings(sharding: ShardingPlan, axes: tuple[str, ...]) -> LayerShardings:
     """How the norms of a model compute, by name, where the stream is divided by width along `axes`, innermost last."""
     found = {}
-    for call in (call for call in space.anatomy.calls if call.role == "norm"):
-        if call.formula is not None:
-            within = partial(_told, axes, {axis: space.mesh.size(axis) for axis in axes})
-            found[call.name] = Way(dict.fromkeys(axes, "out"), compute=partial(_normed, call.formula, axes), within=within)
+    for call in (call for call in sharding.model_spec.layer_calls if call.role == "norm"):
+        if call.norm_formula is not None:
+            within = partial(_statistics_gathers, axes, {axis: sharding.mesh.size(axis) for axis in axes})
+            found[call.name] = LayerSharding(
+                dict.fromkeys(axes, "out"),
+                compute=partial(_sharded_norm, call.norm_formula, axes),
+                inner_redistributions=within,
+            )
         else:
-            slices = tuple(Move(axis, R, WIDTH, axes[:i]) for i, axis in enumerate(axes))
-            gathers = tuple(Move(axis, WIDTH, R, axes[:i]) for i, axis in enumerate(axes))
-            found[call.name] = Way({}, shared=axes, **through(gathers[::-1], own, slices))
+            slices = tuple(Redistribution(axis, R, WIDTH_SHARD, axes[:i]) for i, axis in enumerate(axes))
+            gathers = tuple(Redistribution(axis, WIDTH_SHARD, R, axes[:i]) for i, axis in enumerate(axes))
+            found[call.name] = LayerSharding(
+                {}, shared_param_axes=axes, **with_redistributions(gathers[::-1], module_forward, slices)
+            )
     return found
 
 
-def through(before: tuple[Move, ...], compute: Compute, after: tuple[Move, ...] = ()) -> dict[str, Any]:
+def with_redistributions(
+    before: tuple[Redistribution, ...], compute: ComputeFn, after: tuple[Redistribution, ...] = ()
+) -> dict[str, Any]:
     """Of a way, `compute` and `within`: what is computed between several moves of the input and several of the output."""
-    return {"compute": partial(_through, before, compute, after), "within": partial(_within, before, after)}
+    return {
+        "compute": partial(_compute_between, before, compute, after),
+        "within": partial(_redistributions_of, before, after),
+    }
 
 
-def tied(anatomy: Anatomy) -> Iterator[tuple[Weight, str, str, bool]]:
+def tied_embeddings(model_spec: ModelSpec) -> Iterator[tuple[ParamSpec, str, str, bool]]:
     """The weights that a table and a head share, with these two, and whether the head is a plain product."""
-    roles = {call.name: call.role for call in anatomy.calls}
-    for weight in anatomy.weights:
-        tables, heads = ([each for each in weight.layers if roles.get(each) in pair] for pair in (TABLES, HEADS))
+    roles = {call.name: call.role for call in model_spec.layer_calls}
+    for weight in model_spec.params:
+        tables, heads = (
+            [each for each in weight.layers if roles.get(each) in pair]
+            for pair in (EMBEDDING_ROLES, LM_HEAD_ROLES)
+        )
         yield from ((weight, table, head, roles[head] == "head") for table in tables for head in heads)
 
 
-def by_words(space: Space, axis: str) -> set[str]:
+def vocab_sharded_layers(sharding: ShardingPlan, axis: str) -> set[str]:
     """The roles, and the layers by name, that another strategy divides by words along `axis`."""
-    roles, found = {call.name: call.role for call in space.anatomy.calls}, set()
-    for home in space.homes:
-        words = home.weight.side({"table": "in", "head": "out"}.get(home.weight.role, ""))
-        divided = words is not None and home.cut.get(axis) == words.dim
-        if divided and (home.weight.role == "table" or space.logits.place(axis) == WIDTH):
-            layers = home.weight.layers
+    roles, found = {call.name: call.role for call in sharding.model_spec.layer_calls}, set()
+    for home in sharding.param_shardings:
+        words = home.param.split_of_side({"table": "in", "head": "out"}.get(home.param.role, ""))
+        divided = words is not None and home.sliced_dims.get(axis) == words.dim
+        if divided and (home.param.role == "table" or sharding.logits_layout.placement(axis) == WIDTH_SHARD):
+            layers = home.param.layers
             found |= {*layers, *(roles[layer] for layer in layers if layer in roles)}
     return found
 
 
-def kind_faults(space: Space, where: str) -> Iterator[Fault]:
+def check_roles(sharding: ShardingPlan, where: str) -> Iterator[Diagnostic]:
     """Weights that nobody knows how to divide, where no rank has all of the stream."""
-    left = [weight for weight in space.anatomy.weights if weight.role not in KNOWN]
+    left = [weight for weight in sharding.model_spec.params if weight.role not in SHARDABLE_ROLES]
     if left:
-        why = f": {left[0].why}" if left[0].why else ""
+        why = f": {left[0].not_shardable_reason}" if left[0].not_shardable_reason else ""
         text = f"no rank has all of a token, and {len(left)} parameters compute with all of it ({left[0].name}{why})"
         fix = 'declare the layers that can be divided: meshwright.Model(..., sockets={"layers.*.up": "columns", '
-        yield Fault(text, f'{fix}"layers.*.down": "rows"}}), or divide pairs of matrices alone: name = "line"', where)
+        yield Diagnostic(
+            text, f'{fix}"layers.*.down": "rows"}}), or divide pairs of matrices alone: name = "line"', where
+        )
 
 
-def square_faults(space: Space, axes: tuple[str, ...]) -> Iterator[Fault]:
+def check_square_mesh(sharding: ShardingPlan, axes: tuple[str, ...]) -> Iterator[Diagnostic]:
     """A grid whose sides differ."""
-    sizes = [space.mesh.size(axis) for axis in axes]
+    sizes = [sharding.mesh.size(axis) for axis in axes]
     if min(sizes) == max(sizes) > 1:
         return
     given = " x ".join(f"{axis} {size}" for axis, size in zip(axes, sizes, strict=True))
     side = max(2, int(prod(sizes) ** (1 / len(sizes)) + 1e-9))
     near = [f"{axis} = {side}" for axis in axes]
     text = f"the grid is {given}; needed are as many ranks along each of {' and '.join(axes)}, at least 2"
-    yield Fault(text, f"set mesh.{', mesh.'.join(near)} ({side ** len(axes)} ranks)", "mesh")
+    yield Diagnostic(text, f"set mesh.{', mesh.'.join(near)} ({side ** len(axes)} ranks)", "mesh")
 
 
-Sided = tuple[int, int, Weight]  # units, among how many axes of the grid they are dealt, and of which weight
+ShardedSide = tuple[
+    int, int, ParamSpec
+]  # units, among how many axes of the grid they are dealt, and of which weight
 
 
-def sided(space: Space, ways: Ways) -> Iterator[Sided]:
+def sharded_sides(sharding: ShardingPlan, layer_shardings: LayerShardings) -> Iterator[ShardedSide]:
     """The sides of weights that are divided."""
-    for weight in space.anatomy.weights:
-        way = way_of(ways, weight.layers[0], weight.role)
-        sides = [way.side(axis, weight) for axis in way.cut] if way else []
-        yield from ((cut.units, sides.count(cut.side), weight) for cut in weight.cuts if cut.side in sides)
+    for weight in sharding.model_spec.params:
+        way = find_layer_sharding(layer_shardings, weight.layers[0], weight.role)
+        sides = [way.weight_side(axis, weight) for axis in way.weight_sides] if way else []
+        yield from (
+            (cut.num_units, sides.count(cut.side), weight) for cut in weight.dim_splits if cut.side in sides
+        )
 
 
-def uneven_faults(sides: Iterable[Sided], side: int) -> Iterator[Fault]:
+def check_even_units(sides: Iterable[ShardedSide], ranks_per_axis: int) -> Iterator[Diagnostic]:
     """Units that do not divide by the ranks of a grid with `side` ranks along each axis; one fault per number of units."""
     sides = list(sides)
-    found: dict[tuple[int, int], list[Weight]] = {}
+    found: dict[tuple[int, int], list[ParamSpec]] = {}
     for units, power, weight in sides:
-        if units % side**power:
-            found.setdefault((units, side**power), []).append(weight)
+        if units % ranks_per_axis**power:
+            found.setdefault((units, ranks_per_axis**power), []).append(weight)
     fits = [
-        str(q) for q in range(2, max((units for units, _, _ in sides), default=0) + 1) if all(u % q**p == 0 for u, p, _ in sides)
+        str(q)
+        for q in range(2, max((units for units, _, _ in sides), default=0) + 1)
+        if all(u % q**p == 0 for u, p, _ in sides)
     ]
     all_fit = (
-        f"set the sides of the grid to {' or '.join(fits)}" if fits else "no grid of at least 2 ranks a side divides them all"
+        f"set the sides of the grid to {' or '.join(fits)}"
+        if fits
+        else "no grid of at least 2 ranks a side divides them all"
     )
     for (units, ranks), weights in sorted(found.items()):
         more = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
         text = f"{weights[0].name}{more}: {units} units (heads that share a key, words, or features) on {ranks} ranks"
-        near = " or ".join(str(size) for size in (units - units % ranks, units - units % ranks + ranks) if size)
-        words = '; words may be divided unevenly: name = "vocabulary"' if weights[0].role == "head" else ""
-        yield Fault(text, f"{all_fit}; or make it {near} units{words}", "mesh")
-
-
-def shard_faults(space: Space, where: str, across: str = "") -> Iterator[Fault]:
-    """The rows of the grid share the storage of their slices; along `across`, if given, they are copied."""
-    if space.token_axes:
-        text = (
-            f"ranks along {' and '.join(space.token_axes)} have some of the tokens of a sample each, and a grid wants all of them"
+        near = " or ".join(
+            str(size) for size in (units - units % ranks, units - units % ranks + ranks) if size
         )
-        yield Fault(text, 'use the strategy "line", or set mesh.cp = 1', where)
-    axes = (ROWS, across) if across else (ROWS,)
-    whole = [home for home in space.homes if home.weight.trainable and home.stored.place(ROWS) != S(FLAT)]
-    cut = [home for home in space.homes if home.weight.trainable and across in home.flat]
-    if whole or cut or not set(axes) <= set(space.data_axes):
-        text = f"nothing keeps weights in shards along {ROWS}, the rows of the grid: each would hold whole columns of it"
-        text = text if whole or ROWS not in space.data_axes else f"nothing splits samples and copies shards along {across}"
-        more = f', across = "{across}"' if across else ""
+        words = '; words may be divided unevenly: name = "vocabulary"' if weights[0].role == "head" else ""
+        yield Diagnostic(text, f"{all_fit}; or make it {near} units{words}", "mesh")
+
+
+def check_weight_shards(sharding: ShardingPlan, where: str, replicate_axis: str = "") -> Iterator[Diagnostic]:
+    """The rows of the grid share the storage of their slices; along `across`, if given, they are copied."""
+    if sharding.token_axes:
+        text = f"ranks along {' and '.join(sharding.token_axes)} have some of the tokens of a sample each, and a grid wants all of them"
+        yield Diagnostic(text, 'use the strategy "line", or set mesh.cp = 1', where)
+    axes = (ROW_AXIS, replicate_axis) if replicate_axis else (ROW_AXIS,)
+    whole = [
+        home
+        for home in sharding.param_shardings
+        if home.param.trainable and home.storage_layout.placement(ROW_AXIS) != S(FLAT)
+    ]
+    cut = [
+        home
+        for home in sharding.param_shardings
+        if home.param.trainable and replicate_axis in home.flat_shard_axes
+    ]
+    if whole or cut or not set(axes) <= set(sharding.data_axes):
+        text = f"nothing keeps weights in shards along {ROW_AXIS}, the rows of the grid: each would hold whole columns of it"
+        text = (
+            text
+            if whole or ROW_AXIS not in sharding.data_axes
+            else f"nothing splits samples and copies shards along {replicate_axis}"
+        )
+        more = f', across = "{replicate_axis}"' if replicate_axis else ""
         lists = " and ".join(f'[[strategies]] name = "batch", axis = "{axis}"' for axis in axes)
-        yield Fault(text, f'add {lists}, and [[strategies]] name = "zero", axis = "{ROWS}", stage = 3{more}', where)
+        yield Diagnostic(
+            text,
+            f'add {lists}, and [[strategies]] name = "zero", axis = "{ROW_AXIS}", stage = 3{more}',
+            where,
+        )
 
 
-def _through(
-    before: tuple[Move, ...],
-    compute: Compute,
-    after: tuple[Move, ...],
+def _compute_between(
+    before: tuple[Redistribution, ...],
+    compute: ComputeFn,
+    after: tuple[Redistribution, ...],
     runtime: Runtime,
     module: nn.Module,
-    held: Held,
+    held: ParamTensors,
     x: torch.Tensor,
 ) -> torch.Tensor:
     for move in before:
-        x = moved(runtime, x, move)
+        x = redistribute(runtime, x, move)
     bias = held.get("bias") if any(move.src == P for move in after) else None
     y = compute(runtime, module, held if bias is None else {**held, "bias": None}, x)
     for move in after:
-        y = moved(runtime, y, move)
+        y = redistribute(runtime, y, move)
     return y if bias is None else y + bias  # added once, to the sum
 
 
-def _within(before: tuple[Move, ...], after: tuple[Move, ...], call: Call) -> Iterator[tuple[Move, int]]:
-    yield from ((move, call.into) for move in before)
-    yield from ((move, call.out) for move in after)
+def _redistributions_of(
+    before: tuple[Redistribution, ...], after: tuple[Redistribution, ...], call: LayerCall
+) -> Iterator[tuple[Redistribution, int]]:
+    yield from ((move, call.in_numel) for move in before)
+    yield from ((move, call.out_numel) for move in after)
 
 
-def _told(axes: tuple[str, ...], ranks: Mapping[str, int], call: Call) -> Iterator[tuple[Move, int]]:
+def _statistics_gathers(
+    axes: tuple[str, ...], ranks: Mapping[str, int], call: LayerCall
+) -> Iterator[tuple[Redistribution, int]]:
     """The gathers of the statistics of a norm's slices, each with the elements per sample that it brings."""
-    if call.formula is not None:
-        numel = call.into // call.formula.width * call.formula.statistics
+    if call.norm_formula is not None:
+        numel = call.in_numel // call.norm_formula.normalized_size * call.norm_formula.num_statistics
         for axis in axes:
             numel *= ranks[axis]
-            yield Move(axis, WIDTH, R, wide=True, sums=True), numel
+            yield Redistribution(axis, WIDTH_SHARD, R, in_param_dtype=True, at_least_float32=True), numel
 
 
-def _normed(
-    formula: Formula, axes: tuple[str, ...], runtime: Runtime, module: nn.Module, held: Held, x: torch.Tensor
+def _sharded_norm(
+    formula: NormFormula,
+    axes: tuple[str, ...],
+    runtime: Runtime,
+    module: nn.Module,
+    held: ParamTensors,
+    x: torch.Tensor,
 ) -> torch.Tensor:
     """The slice of a norm's output, of a slice of its input."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    known = statistics(formula, wide)
+    known = norm_statistics(formula, wide)
     for axis in axes:
-        known = moved(runtime, known, Move(axis, WIDTH, R, wide=True, sums=True))
-    y = applied(formula, wide, joined(formula, known), held["weight"], held.get("bias"))
+        known = redistribute(
+            runtime, known, Redistribution(axis, WIDTH_SHARD, R, in_param_dtype=True, at_least_float32=True)
+        )
+    y = apply_norm(formula, wide, combine_statistics(formula, known), held["weight"], held.get("bias"))
     return y.to(torch.result_type(x, held["weight"]))

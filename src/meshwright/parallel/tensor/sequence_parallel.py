@@ -28,182 +28,248 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from meshwright.parallel.tensor.comm_accounting import booked
-from meshwright.parallel.tensor.layer_sharding import Move, Way, Ways, filled, moved, own
-from meshwright.parallel.tensor.validation import axis_fault
-from meshwright.plan.job.errors import Fault
+from meshwright.parallel.tensor.comm_accounting import add_planned_comm
+from meshwright.parallel.tensor.layer_sharding import (
+    LayerSharding,
+    LayerShardings,
+    Redistribution,
+    bind_layers,
+    module_forward,
+    redistribute,
+)
+from meshwright.parallel.tensor.validation import wrong_axis_diagnostic
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.layer_calls import Passage
-from meshwright.plan.model_spec.model_spec import Anatomy
+from meshwright.plan.model_spec.layer_calls import ResidualFlow
+from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.sharding.placement import I, S
-from meshwright.plan.sharding.rank_share import own_share
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.rank_share import local_fraction
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer
-from meshwright.plan.step.single_device import BACKWARDS, FORWARDS, micro_rows
-from meshwright.plan.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.plan.step.single_device import FORWARD_KINDS, INPUT_GRAD_KINDS, samples_per_microbatch
+from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
-TOKENS = S(1)  # the place of a stream [rows, tokens, width] of which each rank has a slice of the tokens
+TOKEN_SHARD = S(1)  # the place of a stream [rows, tokens, width] of which each rank has a slice of the tokens
 
 
 @dataclass(frozen=True)
-class Sequence(Strategy):
+class SequenceParallel(Strategy):
     """The stream between pairs divided by tokens along `axis`. With `again`, gathered inputs are not kept for backward."""
 
     name: ClassVar[str] = "sequence"
-    phase: ClassVar[Phase] = "shard"
+    phase: ClassVar[StrategyPhase] = "shard"
     axis: str = "tp"
-    again: bool = False
+    regather: bool = False
 
-    def check(self, job: Job, space: Space) -> Iterator[Fault]:
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         where = "strategies.sequence"
         if self.axis != "tp":
-            yield axis_fault(self.axis, "tokens", where)
+            yield wrong_axis_diagnostic(self.axis, "tokens", where)
             return
-        yield from _mixing(space.anatomy, where)
-        yield from _both(self.place(space), where)
-        ranks, through = space.mesh.size(self.axis), _through(space.anatomy)
-        for tokens in sorted({each.tokens for each in space.anatomy.passages if each.visit in through}):
+        yield from _check_token_wise(sharding.model_spec, where)
+        yield from _check_single_use(self.place(sharding), where)
+        ranks, through = sharding.mesh.size(self.axis), _sequence_parallel_calls(sharding.model_spec)
+        for tokens in sorted(
+            {each.num_tokens for each in sharding.model_spec.residual_flows if each.block_call in through}
+        ):
             if tokens % ranks:
                 lower = tokens - tokens % ranks
                 near = f"{lower} or {lower + ranks}" if lower else str(ranks)
                 asked = tokens == job.data.sequence
-                fix = f"set data.sequence = {near}" if asked else f"have the model make {near} tokens of a sample"
+                fix = (
+                    f"set data.sequence = {near}"
+                    if asked
+                    else f"have the model make {near} tokens of a sample"
+                )
                 text = f"{tokens} tokens do not divide by the {ranks} ranks of {self.axis}"
-                yield Fault(text, f"{fix}, or change mesh.{self.axis}", "data.sequence" if asked else where)
+                yield Diagnostic(
+                    text, f"{fix}, or change mesh.{self.axis}", "data.sequence" if asked else where
+                )
 
-    def partners(self, space: Space) -> Iterator[Fault]:
-        yield from self._apart_faults(space)
-        rows = [(home.cut.get(self.axis), home.weight.side("in")) for home in space.homes if home.weight.role == "rows"]
+    def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        yield from self._check_with_context_parallel(sharding)
+        rows = [
+            (home.sliced_dims.get(self.axis), home.param.split_of_side("in"))
+            for home in sharding.param_shardings
+            if home.param.role == "rows"
+        ]
         if not any(side is not None and dim == side.dim for dim, side in rows):
-            text = (
-                f"tokens are divided between pairs of matrices; no strategy divides those by columns and rows along {self.axis}"
+            text = f"tokens are divided between pairs of matrices; no strategy divides those by columns and rows along {self.axis}"
+            yield Diagnostic(
+                text, 'write [[strategies]] name = "line" beside it, or leave it out', "strategies.sequence"
             )
-            yield Fault(text, 'write [[strategies]] name = "line" beside it, or leave it out', "strategies.sequence")
 
-    def _apart_faults(self, space: Space) -> Iterator[Fault]:
+    def _check_with_context_parallel(self, space: ShardingPlan) -> Iterator[Diagnostic]:
         """Where tokens are dealt to other ranks too, what each has must divide."""
-        ranks, deal = space.mesh.size(self.axis), space.deal
+        ranks, deal = space.mesh.size(self.axis), space.sequence_sharding
         if deal is None:
             return
-        for passage in (each for each in space.anatomy.passages if each.visit in space.through):
-            counts = [deal.run(passage.tokens, index) for index in range(deal.ranks)]
+        for passage in (
+            each for each in space.model_spec.residual_flows if each.block_call in space.sequence_sliced_calls
+        ):
+            counts = [deal.num_padded_tokens(passage.num_tokens, index) for index in range(deal.num_ranks)]
             if any(count % ranks for count in counts):
-                text = f"{passage.tokens} tokens are dealt to {' x '.join(space.token_axes)} as {', '.join(map(str, counts))}"
-                fix = f"make them a multiple of {2 * deal.ranks * ranks}"
-                yield Fault(f"{text}, which do not divide by the {ranks} ranks of {self.axis}", fix, "data.sequence")
+                text = f"{passage.num_tokens} tokens are dealt to {' x '.join(space.token_axes)} as {', '.join(map(str, counts))}"
+                fix = f"make them a multiple of {2 * deal.num_ranks * ranks}"
+                yield Diagnostic(
+                    f"{text}, which do not divide by the {ranks} ranks of {self.axis}", fix, "data.sequence"
+                )
                 return
 
-    def ways(self, space: Space) -> Ways:
+    def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
         """How norms on slices compute, by name."""
-        norms = [call for call in space.anatomy.calls if call.role == "norm" and call.visit in space.through and call.streams]
-        return {call.name: Way({}, shared=(self.axis,), compute=own) for call in norms}
+        norms = [
+            call
+            for call in sharding.model_spec.layer_calls
+            if call.role == "norm"
+            and call.block_call in sharding.sequence_sliced_calls
+            and call.takes_residual
+        ]
+        return {
+            call.name: LayerSharding({}, shared_param_axes=(self.axis,), compute=module_forward)
+            for call in norms
+        }
 
-    def place(self, space: Space) -> Space:
-        return space.with_stream(self.axis, TOKENS, _through(space.anatomy), anew=self.again)
+    def place(self, sharding: ShardingPlan) -> ShardingPlan:
+        return sharding.with_residual_placement(
+            self.axis, TOKEN_SHARD, _sequence_parallel_calls(sharding.model_spec), regather=self.regather
+        )
 
-    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
-        program = booked(program, self.ways(space), space, job)
-        return program.edit(lambda actions: self._crossed(actions, space, job))
+    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+        program = add_planned_comm(program, self.layer_shardings(sharding), sharding, job)
+        return program.edit(lambda actions: self._insert_stream_comm(actions, sharding, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        space = runtime.plan.space
-        filled(runtime, self.ways(space))
-        for passage, first, last in self._borders(space):
-            runtime.wrap(passage.visit, partial(_crossed, runtime, passage, first, last))
+        space = runtime.plan.sharding
+        bind_layers(runtime, self.layer_shardings(space))
+        for passage, first, last in self._stream_borders(space):
+            runtime.wrap_forward(
+                passage.block_call, partial(_block_with_stream_comm, runtime, passage, first, last)
+            )
         return {}
 
-    def _borders(self, space: Space) -> Iterator[tuple[Passage, Move | None, Move | None]]:
+    def _stream_borders(
+        self, space: ShardingPlan
+    ) -> Iterator[tuple[ResidualFlow, Redistribution | None, Redistribution | None]]:
         """What becomes of the stream where visits begin or end its slices: where it is taken in, and where it is given out.
 
         Nothing casts it there.
         """
-        cut, joined = Move(self.axis, I, TOKENS, wide=True), Move(self.axis, TOKENS, I, wide=True)
-        borders = space.borders()
-        for passage in space.anatomy.passages:
-            first, last = borders.get(passage.visit, (False, False))
+        cut, joined = (
+            Redistribution(self.axis, I, TOKEN_SHARD, in_param_dtype=True),
+            Redistribution(self.axis, TOKEN_SHARD, I, in_param_dtype=True),
+        )
+        borders = space.sequence_slice_ends()
+        for passage in space.model_spec.residual_flows:
+            first, last = borders.get(passage.block_call, (False, False))
             if first or last:
                 yield passage, cut if first else None, joined if last else None
 
-    def _crossed(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
+    def _insert_stream_comm(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
         """`actions`, with the stream put together at the end of forwards, and its gradient at the end of backwards."""
-        rows, met = micro_rows(actions, space, job), dict[tuple[str, bool], list[Transfer]]()
-        for passage, first, last in self._borders(space):
-            numel = rows * int(passage.tokens * own_share(space, passage.visit)) * passage.width
-            if first is not None and passage.needed:
-                met[passage.visit, True] = [*first.back.transfer(numel, space, job, at=1)]
+        rows, met = samples_per_microbatch(actions, space, job), dict[tuple[str, bool], list[Transfer]]()
+        for passage, first, last in self._stream_borders(space):
+            numel = (
+                rows
+                * int(passage.num_tokens * local_fraction(space, passage.block_call))
+                * passage.hidden_size
+            )
+            if first is not None and passage.input_needs_grad:
+                met[passage.block_call, True] = [*first.adjoint.transfers(numel, space, job, at=1)]
             if last is not None:
-                met[passage.visit, False] = [*last.transfer(numel, space, job, at=len(space.anatomy.calls))]
+                met[passage.block_call, False] = [
+                    *last.transfers(numel, space, job, at=len(space.model_spec.layer_calls))
+                ]
 
         def crossed(action: Action) -> Action:
-            back = action.kind in BACKWARDS
-            more = met.get((action.subject, back), []) if back or action.kind in FORWARDS else []
-            return replace(action, inner=tuple(sorted((*action.inner, *more), key=lambda each: each.at))) if more else action
+            back = action.kind in INPUT_GRAD_KINDS
+            more = met.get((action.subject, back), []) if back or action.kind in FORWARD_KINDS else []
+            return (
+                replace(
+                    action,
+                    inner_transfers=tuple(
+                        sorted((*action.inner_transfers, *more), key=lambda each: each.position)
+                    ),
+                )
+                if more
+                else action
+            )
 
         return [crossed(action) for action in actions]
 
 
-def _crossed(
+def _block_with_stream_comm(
     runtime: Runtime,
-    passage: Passage,
-    first: Move | None,
-    last: Move | None,
+    passage: ResidualFlow,
+    first: Redistribution | None,
+    last: Redistribution | None,
     inner: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """What a block computes, with the stream cut where it takes it in, put together where it gives it out."""
-    if isinstance(passage.slot, int):
-        args = (*args[: passage.slot], moved(runtime, args[passage.slot], first), *args[passage.slot + 1 :])
+    if isinstance(passage.arg, int):
+        args = (
+            *args[: passage.arg],
+            redistribute(runtime, args[passage.arg], first),
+            *args[passage.arg + 1 :],
+        )
     else:
-        kwargs[passage.slot] = moved(runtime, kwargs[passage.slot], first)
+        kwargs[passage.arg] = redistribute(runtime, kwargs[passage.arg], first)
     given = inner(*args, **kwargs)
-    if passage.place is None:
-        return moved(runtime, given, last)
+    if passage.output_index is None:
+        return redistribute(runtime, given, last)
     several = list(given)
-    several[passage.place] = moved(runtime, several[passage.place], last)
+    several[passage.output_index] = redistribute(runtime, several[passage.output_index], last)
     return type(given)(several)
 
 
-def _through(anatomy: Anatomy) -> tuple[str, ...]:
+def _sequence_parallel_calls(anatomy: ModelSpec) -> tuple[str, ...]:
     """The visits through which the stream goes in slices: those with pairs, and norms that it passes just before or behind."""
-    known = {each.visit: each for each in anatomy.passages if not each.mixes and "#" not in each.visit}
-    pairs = {call.visit for call in anatomy.calls if call.role == "rows"}
+    known = {
+        each.block_call: each
+        for each in anatomy.residual_flows
+        if not each.not_sequence_parallel and "#" not in each.block_call
+    }
+    pairs = {call.block_call for call in anatomy.layer_calls if call.role == "rows"}
     found = {visit for visit in known if visit in pairs}
     todo = list(found)
     while todo:
         passage = known[todo.pop()]
-        for visit in (passage.source, passage.onward):
+        for visit in (passage.producer, passage.consumer):
             if visit in known and visit not in found:
                 found.add(visit)
                 todo.append(visit)
-    return tuple(visit for visit in anatomy.visits if visit in found)
+    return tuple(visit for visit in anatomy.block_calls if visit in found)
 
 
-def _both(space: Space, where: str) -> Iterator[Fault]:
+def _check_single_use(space: ShardingPlan, where: str) -> Iterator[Diagnostic]:
     """Layers that take in slices in one call, and whole tensors in another."""
     taken: dict[str, set[bool]] = {}
-    for call in space.anatomy.calls:
+    for call in space.model_spec.layer_calls:
         if call.role in ("columns", "norm"):
-            taken.setdefault(call.name, set()).add(space.takes_slices(call))
+            taken.setdefault(call.name, set()).add(space.takes_sequence_slices(call))
     both = [name for name, kinds in taken.items() if len(kinds) > 1]
     if both:
-        text = (
-            f"{both[0]} is called on the stream between pairs and on something else, and its ranks would add up unlike gradients"
+        text = f"{both[0]} is called on the stream between pairs and on something else, and its ranks would add up unlike gradients"
+        yield Diagnostic(
+            text, 'leave name = "sequence" out, or give each of the two a layer of its own', where
         )
-        yield Fault(text, 'leave name = "sequence" out, or give each of the two a layer of its own', where)
 
 
-def _mixing(anatomy: Anatomy, where: str) -> Iterator[Fault]:
+def _check_token_wise(anatomy: ModelSpec, where: str) -> Iterator[Diagnostic]:
     """Blocks with pairs that cannot run on a slice of the tokens: one fault per reason."""
-    known = {each.visit: each for each in anatomy.passages}
+    known = {each.block_call: each for each in anatomy.residual_flows}
     reasons: dict[str, tuple[str, str]] = {}
-    for visit in dict.fromkeys(call.visit for call in anatomy.calls if call.role == "rows"):
+    for visit in dict.fromkeys(call.block_call for call in anatomy.layer_calls if call.role == "rows"):
         why = "what it gives out has another shape than what it takes in, or is not made of it token by token"
         if visit in known:
-            why = known[visit].mixes
+            why = known[visit].not_sequence_parallel
             why = "it is called more than once" if "#" in visit and not why else why
         if why:
             reasons.setdefault(re.sub(r"\d+", "*", why), (visit, why))
     for visit, why in reasons.values():
         text = f"the block '{visit}' cannot run on a slice of the tokens: {why}"
-        yield Fault(text, 'leave name = "sequence" out, or declare the parts of the block as blocks', where)
+        yield Diagnostic(
+            text, 'leave name = "sequence" out, or declare the parts of the block as blocks', where
+        )

@@ -23,54 +23,68 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from meshwright.parallel.tensor.optimus_2d import ROWS, Grid, kind_faults, shard_faults, sided, square_faults, uneven_faults
-from meshwright.parallel.tensor.validation import axis_fault, twice_faults
-from meshwright.plan.job.errors import Fault
+from meshwright.parallel.tensor.optimus_2d import (
+    ROW_AXIS,
+    TensorParallel2D,
+    check_even_units,
+    check_roles,
+    check_square_mesh,
+    check_weight_shards,
+    sharded_sides,
+)
+from meshwright.parallel.tensor.validation import check_sharded_once, wrong_axis_diagnostic
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Program
-from meshwright.plan.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
-DEPTH = "dp_replicate"  # the axis along which squares lie one behind the other
+DEPTH_AXIS = "dp_replicate"  # the axis along which squares lie one behind the other
 
 
 @dataclass(frozen=True)
-class Grid25(Strategy):
+class TensorParallel25D(Strategy):
     """Matrices and the stream divided by width along `axis`, in squares with dp_shard, one square per rank of dp_replicate.
 
     With `again`, what a layer takes in is gathered once more for backward, and not kept.
     """
 
     name: ClassVar[str] = "grid25"
-    phase: ClassVar[Phase] = "shard"
+    phase: ClassVar[StrategyPhase] = "shard"
     axis: str = "tp"
-    again: bool = True
+    regather: bool = True
 
-    def check(self, job: Job, space: Space) -> Iterator[Fault]:
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         where = "strategies.grid25"
         if self.axis != "tp":
-            yield axis_fault(self.axis, "matrices", where)
+            yield wrong_axis_diagnostic(self.axis, "matrices", where)
             return
-        yield from twice_faults(space, self.axis, where)
-        yield from kind_faults(space, where)
-        yield from square_faults(space, (ROWS, self.axis))
-        if space.mesh.size(DEPTH) == 1:
-            text = f"there is one square, {space.mesh}; needed are several, along {DEPTH}"
-            yield Fault(text, f'set mesh.{DEPTH} to at least 2, or name = "grid" for a single square', f"mesh.{DEPTH}")
+        yield from check_sharded_once(sharding, self.axis, where)
+        yield from check_roles(sharding, where)
+        yield from check_square_mesh(sharding, (ROW_AXIS, self.axis))
+        if sharding.mesh.size(DEPTH_AXIS) == 1:
+            text = f"there is one square, {sharding.mesh}; needed are several, along {DEPTH_AXIS}"
+            yield Diagnostic(
+                text,
+                f'set mesh.{DEPTH_AXIS} to at least 2, or name = "grid" for a single square',
+                f"mesh.{DEPTH_AXIS}",
+            )
 
-    def partners(self, space: Space) -> Iterator[Fault]:
-        yield from uneven_faults(sided(space, self._square.ways(space)), space.mesh.size(self.axis))
-        yield from shard_faults(space, "strategies.grid25", across=DEPTH)
+    def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        yield from check_even_units(
+            sharded_sides(sharding, self._square_2d.layer_shardings(sharding)), sharding.mesh.size(self.axis)
+        )
+        yield from check_weight_shards(sharding, "strategies.grid25", replicate_axis=DEPTH_AXIS)
 
-    def place(self, space: Space) -> Space:
-        return self._square.place(space)
+    def place(self, sharding: ShardingPlan) -> ShardingPlan:
+        return self._square_2d.place(sharding)
 
-    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
-        return self._square.rewrite(program, space, job)
+    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+        return self._square_2d.rewrite(program, sharding, job)
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        return self._square.bind(runtime)
+        return self._square_2d.bind(runtime)
 
     @property
-    def _square(self) -> Grid:
-        return Grid(self.axis, self.again)
+    def _square_2d(self) -> TensorParallel2D:
+        return TensorParallel2D(self.axis, self.regather)

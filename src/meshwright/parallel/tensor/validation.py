@@ -10,84 +10,120 @@ All of it comes together, before any process starts.
 
 from collections.abc import Iterable, Iterator
 
-from meshwright.model.tensor_parallel.layer_roles import NUMBERED
-from meshwright.model.trial.divisible_layers import declaration
-from meshwright.parallel.tensor.layer_sharding import Ways, way_of
-from meshwright.plan.job.errors import Fault
-from meshwright.plan.model_spec.model_spec import Anatomy, Weight
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER
+from meshwright.model.trial.divisible_layers import suggest_roles
+from meshwright.parallel.tensor.layer_sharding import LayerShardings, find_layer_sharding
+from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.model_spec.model_spec import ModelSpec, ParamSpec
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 
-SHOWN = 4  # reasons in a message
-KEPT = ("", "replicated")
-DIVIDED = ("columns", "rows", "gathered")
+MAX_REPORTED = 4  # reasons in a message
+UNSHARDED_DECLARATIONS = ("", "replicated")
+SHARDED_ROLES = ("columns", "rows", "gathered")
 
 
-def axis_fault(axis: str, divided: str, where: str) -> Fault:
+def wrong_axis_diagnostic(axis: str, what: str, where: str) -> Diagnostic:
     """What is `divided` is so along tp, and not along `axis`."""
-    return Fault(f"axis = '{axis}'; {divided} are divided along tp", 'write axis = "tp"', f"{where}.axis")
+    return Diagnostic(f"axis = '{axis}'; {what} are divided along tp", 'write axis = "tp"', f"{where}.axis")
 
 
-def twice_faults(space: Space, axis: str, where: str) -> Iterator[Fault]:
+def check_sharded_once(sharding: ShardingPlan, axis: str, where: str) -> Iterator[Diagnostic]:
     """Matrices that another strategy divides along `axis` already."""
-    divided = [home.weight.name for home in space.homes if axis in home.cut and home.weight.role in DIVIDED]
+    divided = [
+        home.param.name
+        for home in sharding.param_shardings
+        if axis in home.sliced_dims and home.param.role in SHARDED_ROLES
+    ]
     if divided:
-        text = f"another strategy divides {len(divided)} weights of pairs along {axis} already ({divided[0]}...)"
-        yield Fault(text, "keep one of those that divide matrices: line, grid, grid25 or cube", where)
+        text = (
+            f"another strategy divides {len(divided)} weights of pairs along {axis} already ({divided[0]}...)"
+        )
+        yield Diagnostic(text, "keep one of those that divide matrices: line, grid, grid25 or cube", where)
 
 
-def unknown_faults(anatomy: Anatomy, where: str) -> Iterator[Fault]:
+def check_layer_pairs(model_spec: ModelSpec, where: str) -> Iterator[Diagnostic]:
     """A model without a pair, and roles that the user declared and that cannot be had."""
-    wishes = [weight for weight in anatomy.weights if weight.declared not in KEPT and not weight.role and len(weight.shape) > 1]
-    for (pattern, why), weights in _alike(wishes).items():
-        text = f"{pattern} is declared as {weights[0].declared}, and that cannot be: {why}"
-        yield Fault(text, "correct the roles of sockets=..., or leave it out: it then stays whole on every rank", "model.sockets")
-    if any(call.role in ("rows", "gathered") for call in anatomy.calls) or wishes:
+    wishes = [
+        weight
+        for weight in model_spec.params
+        if weight.declared_role not in UNSHARDED_DECLARATIONS and not weight.role and len(weight.shape) > 1
+    ]
+    for (pattern, why), weights in _group_by_reason(wishes).items():
+        text = f"{pattern} is declared as {weights[0].declared_role}, and that cannot be: {why}"
+        yield Diagnostic(
+            text,
+            "correct the roles of sockets=..., or leave it out: it then stays whole on every rank",
+            "model.sockets",
+        )
+    if any(call.role in ("rows", "gathered") for call in model_spec.layer_calls) or wishes:
         return
-    matrices = [weight for weight in anatomy.weights if len(weight.shape) > 1 and not weight.role]
-    found = _alike(matrices)
-    shown = [f"{pattern}: {why}" for pattern, why in list(found)[:SHOWN]]
-    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    text = f"no pair of linear layers of {anatomy.name} is known to split ({'; '.join(shown)}{more})"
-    layers = list(dict.fromkeys(NUMBERED.sub("*", weight.name).rpartition(".")[0] for weight in matrices if weight.hidden))
-    fix = f"declare them: {declaration(layers or ['layers.*.up', 'layers.*.down'])}"
-    yield Fault(text, f"{fix}\n  see it all with `meshwright plan CONFIG.toml --explain-model`", where)
+    matrices = [weight for weight in model_spec.params if len(weight.shape) > 1 and not weight.role]
+    found = _group_by_reason(matrices)
+    shown = [f"{pattern}: {why}" for pattern, why in list(found)[:MAX_REPORTED]]
+    more = f"; and {len(found) - MAX_REPORTED} more" if len(found) > MAX_REPORTED else ""
+    text = f"no pair of linear layers of {model_spec.name} is known to split ({'; '.join(shown)}{more})"
+    layers = list(
+        dict.fromkeys(
+            LAYER_NUMBER.sub("*", weight.name).rpartition(".")[0]
+            for weight in matrices
+            if weight.is_hidden_matrix
+        )
+    )
+    fix = f"declare them: {suggest_roles(layers or ['layers.*.up', 'layers.*.down'])}"
+    yield Diagnostic(text, f"{fix}\n  see it all with `meshwright plan CONFIG.toml --explain-model`", where)
 
 
-def unit_faults(space: Space, ways: Ways) -> Iterator[Fault]:
+def check_units(sharding: ShardingPlan, layer_shardings: LayerShardings) -> Iterator[Diagnostic]:
     """Weights with fewer units than ranks along an axis, one fault per number of units."""
-    found: dict[tuple[str, int], list[Weight]] = {}
-    for weight in (home.weight for home in space.homes):
-        way = way_of(ways, weight.layers[0], weight.role)
-        for axis in way.cut if way else ():
-            cut = weight.side(way.side(axis, weight)) if way else None
-            if cut is not None and cut.most < space.mesh.size(axis):
-                found.setdefault((axis, cut.most), []).append(weight)
+    found: dict[tuple[str, int], list[ParamSpec]] = {}
+    for weight in (home.param for home in sharding.param_shardings):
+        way = find_layer_sharding(layer_shardings, weight.layers[0], weight.role)
+        for axis in way.weight_sides if way else ():
+            cut = weight.split_of_side(way.weight_side(axis, weight)) if way else None
+            if cut is not None and cut.max_ranks < sharding.mesh.size(axis):
+                found.setdefault((axis, cut.max_ranks), []).append(weight)
     for (axis, units), weights in sorted(found.items()):
-        ranks, each = space.mesh.size(axis), _each(weights[0], units)
+        ranks, each = sharding.mesh.size(axis), _describe_unit(weights[0], units)
         more = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
         text = f"{weights[0].name}{more} {'divide' if more else 'divides'} into {units} units{each}, and {axis} has {ranks} ranks"
-        yield Fault(text, f"set mesh.{axis} to at most {units}{_as_many(axis, units, ranks)}", f"mesh.{axis}")
+        yield Diagnostic(
+            text,
+            f"set mesh.{axis} to at most {units}{_same_rank_count_fix(axis, units, ranks)}",
+            f"mesh.{axis}",
+        )
 
 
-def lone_faults(space: Space, axis: str) -> Iterator[Fault]:
+def check_gathered_layers(sharding: ShardingPlan, axis: str) -> Iterator[Diagnostic]:
     """Layers whose output is gathered, and that give out a number of features that does not divide by the ranks of `axis`."""
-    ranks = space.mesh.size(axis)
-    for weight in (home.weight for home in space.homes if home.weight.role == "gathered" and len(home.weight.shape) > 1):
-        cut = weight.side("out")
-        if cut is not None and cut.units % ranks:
-            sizes = [size for size in range(2, cut.units + 1) if cut.units % size == 0 and size <= 2 * ranks]
-            text = f"{weight.name} gives out {cut.units} features, which are gathered from {ranks} ranks in equal parts"
+    ranks = sharding.mesh.size(axis)
+    for weight in (
+        home.param
+        for home in sharding.param_shardings
+        if home.param.role == "gathered" and len(home.param.shape) > 1
+    ):
+        cut = weight.split_of_side("out")
+        if cut is not None and cut.num_units % ranks:
+            sizes = [
+                size
+                for size in range(2, cut.num_units + 1)
+                if cut.num_units % size == 0 and size <= 2 * ranks
+            ]
+            text = f"{weight.name} gives out {cut.num_units} features, which are gathered from {ranks} ranks in equal parts"
             near = f"set mesh.{axis} to {' or '.join(map(str, sizes))}, or " if sizes else ""
-            yield Fault(text, f"{near}leave the layer out of sockets=..., or declare a rows layer behind it", "model.sockets")
+            yield Diagnostic(
+                text,
+                f"{near}leave the layer out of sockets=..., or declare a rows layer behind it",
+                "model.sockets",
+            )
 
 
-def _each(weight: Weight, units: int) -> str:
-    cut = next(cut for cut in weight.cuts if cut.most == units)
+def _describe_unit(weight: ParamSpec, units: int) -> str:
+    cut = next(cut for cut in weight.dim_splits if cut.max_ranks == units)
     width = sum(cut.sections) // len(cut.sections) // units
     return "" if width == 1 else f" of {width} features (heads that share a key stay together)"
 
 
-def _as_many(axis: str, units: int, ranks: int) -> str:
+def _same_rank_count_fix(axis: str, units: int, ranks: int) -> str:
     """What the same number of ranks could do with fewer along `axis`."""
     fewer = next((size for size in range(min(units, ranks), 1, -1) if ranks % size == 0), 1)
     if fewer == 1:
@@ -95,10 +131,10 @@ def _as_many(axis: str, units: int, ranks: int) -> str:
     return f"; mesh.{axis} = {fewer} and mesh.dp_shard = {ranks // fewer} are as many ranks"
 
 
-def _alike(weights: Iterable[Weight]) -> dict[tuple[str, str], list[Weight]]:
+def _group_by_reason(weights: Iterable[ParamSpec]) -> dict[tuple[str, str], list[ParamSpec]]:
     """`weights` by the pattern of their layer and why they stay whole."""
-    found: dict[tuple[str, str], list[Weight]] = {}
+    found: dict[tuple[str, str], list[ParamSpec]] = {}
     for weight in weights:
-        layer = NUMBERED.sub("*", weight.name).rpartition(".")[0]
-        found.setdefault((layer, weight.why or "used between layers"), []).append(weight)
+        layer = LAYER_NUMBER.sub("*", weight.name).rpartition(".")[0]
+        found.setdefault((layer, weight.not_shardable_reason or "used between layers"), []).append(weight)
     return found

@@ -30,113 +30,169 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.parallel.tensor.comm_accounting import booked, heard
-from meshwright.parallel.tensor.layer_sharding import WIDTH, Held, Move, Way, Ways, filled, linear, placed
-from meshwright.parallel.tensor.validation import axis_fault, unit_faults
-from meshwright.plan.job.errors import Fault
+from meshwright.parallel.tensor.comm_accounting import add_planned_comm, reduce_token_count_along
+from meshwright.parallel.tensor.layer_sharding import (
+    WIDTH_SHARD,
+    LayerSharding,
+    LayerShardings,
+    ParamTensors,
+    Redistribution,
+    bind_layers,
+    linear,
+    shard_param,
+)
+from meshwright.parallel.tensor.validation import check_units, wrong_axis_diagnostic
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.model_spec import NBYTES, Anatomy
-from meshwright.plan.sharding.param_sharding import Home
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ModelSpec
+from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.placement import P, R
-from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer
-from meshwright.plan.step.chunked_loss import sizes, tokens_of
-from meshwright.plan.step.single_device import micro_rows
-from meshwright.plan.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.plan.step.chunked_loss import chunk_sizes, num_local_logit_tokens
+from meshwright.plan.step.single_device import samples_per_microbatch
+from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
-ROLES = ("table", "head")
+VOCAB_ROLES = ("table", "head")
 
 
 @dataclass(frozen=True)
-class Vocabulary(Strategy):
+class VocabParallel(Strategy):
     """Tables and heads divided by words along `axis`."""
 
     name: ClassVar[str] = "vocabulary"
-    phase: ClassVar[Phase] = "shard"
+    phase: ClassVar[StrategyPhase] = "shard"
     axis: str = "tp"
 
-    def check(self, job: Job, space: Space) -> Iterator[Fault]:
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         where = "strategies.vocabulary"
         if self.axis != "tp":
-            yield axis_fault(self.axis, "words", where)
+            yield wrong_axis_diagnostic(self.axis, "words", where)
             return
-        if not divisible(space.anatomy, 1):
-            found = {weight.why: weight.name for weight in space.anatomy.weights if weight.why and len(weight.shape) > 1}
+        if not can_shard_vocab(sharding.model_spec, 1):
+            found = {
+                weight.not_shardable_reason: weight.name
+                for weight in sharding.model_spec.params
+                if weight.not_shardable_reason and len(weight.shape) > 1
+            }
             kept = "; ".join(f"{name}: {why}" for why, name in list(found.items())[:2])
-            text = f"{space.anatomy.name} has no table and no head that can be divided by words" + (f" ({kept})" if kept else "")
-            yield Fault(text, "leave the strategy out; they stay whole on every rank", where)
-        yield from unit_faults(space, self.ways(space))
+            text = f"{sharding.model_spec.name} has no table and no head that can be divided by words" + (
+                f" ({kept})" if kept else ""
+            )
+            yield Diagnostic(text, "leave the strategy out; they stay whole on every rank", where)
+        yield from check_units(sharding, self.layer_shardings(sharding))
 
-    def ways(self, space: Space) -> Ways:
+    def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
         """How layers compute, by role; the stream lies where the space says."""
-        calls, compute = (space.whole or space).anatomy.calls, linear if space.pieces == 1 else _plain
-        stream = {role: space.stream_for([call for call in calls if call.role == role], self.axis) for role in ROLES}
+        calls, compute = (
+            (sharding.all_ranks or sharding).model_spec.layer_calls,
+            linear if sharding.num_loss_chunks == 1 else _linear_without_comm,
+        )
+        stream = {
+            role: sharding.residual_placement([call for call in calls if call.role == role], self.axis)
+            for role in VOCAB_ROLES
+        }
         return {
-            "table": Way({self.axis: "in"}, out=Move(self.axis, P, stream["table"], wide=True)),
-            "head": Way({self.axis: "out"}, into=Move(self.axis, stream["head"], R), compute=compute),
+            "table": LayerSharding(
+                {self.axis: "in"},
+                output_redistribution=Redistribution(self.axis, P, stream["table"], in_param_dtype=True),
+            ),
+            "head": LayerSharding(
+                {self.axis: "out"},
+                input_redistribution=Redistribution(self.axis, stream["head"], R),
+                compute=compute,
+            ),
         }
 
-    def place(self, space: Space) -> Space:
-        ways = self.ways(space)
+    def place(self, sharding: ShardingPlan) -> ShardingPlan:
+        ways = self.layer_shardings(sharding)
 
-        def divided(home: Home) -> Home:
-            return placed(home, ways)
+        def divided(home: ParamSharding) -> ParamSharding:
+            return shard_param(home, ways)
 
-        if space.anatomy.logits is not None:
-            space = space.with_logits(self.axis, WIDTH)
-        return space.with_homes(divided).with_homes(divided, frozen=True)
+        if sharding.model_spec.logits is not None:
+            sharding = sharding.with_logits_placement(self.axis, WIDTH_SHARD)
+        return sharding.map_param_shardings(divided).map_param_shardings(divided, frozen=True)
 
-    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
-        program = booked(program, self.ways(space), space, job)
-        return heard(program.edit(lambda actions: self._told(actions, space, job)), self.axis)
+    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+        program = add_planned_comm(program, self.layer_shardings(sharding), sharding, job)
+        return reduce_token_count_along(
+            program.edit(lambda actions: self._insert_loss_gathers(actions, sharding, job)), self.axis
+        )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        space = runtime.plan.space
-        ways = dict(self.ways(space))
-        whole = [home.weight for home in (space.whole or space).homes]
+        space = runtime.plan.sharding
+        ways = dict(self.layer_shardings(space))
+        whole = [home.weight for home in (space.whole or space).param_shardings]
         named = {name: weight for weight in whole for name in weight.names}
-        for layer in dict.fromkeys(call.name for call in space.anatomy.calls if call.role == "table"):
+        for layer in dict.fromkeys(call.name for call in space.model_spec.calls if call.role == "table"):
             weight = named[f"{layer}.weight"]
-            words = range(*space.range_of(weight.name, self.axis)), weight.cut(0).units  # rows, whatever the head calls them
-            ways[layer] = replace(ways["table"], compute=partial(_rows, *words))
-        filled(runtime, ways)
+            words = (
+                range(*space.slice_range(weight.name, self.axis)),
+                weight.cut(0).units,
+            )  # rows, whatever the head calls them
+            ways[layer] = replace(ways["table"], compute=partial(_embed_local_rows, *words))
+        bind_layers(runtime, ways)
         return {}
 
-    def _told(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
+    def _insert_loss_gathers(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
         """`actions`, LOSS with the numbers that ranks tell each other of each token."""
-        logits = space.anatomy.logits
+        logits = space.model_spec.logits
         if logits is None:
             return actions
         dtype = "float64" if job.precision.compute == "float64" else "float32"
-        each = micro_rows(actions, space, job) * logits.numbers * NBYTES[dtype]
-        told = (Transfer("all_gather", (self.axis,), each * size, dtype=dtype) for size in sizes(tokens_of(space), space.pieces))
+        each = samples_per_microbatch(actions, space, job) * logits.num_reduced_values * FLOAT_NBYTES[dtype]
+        told = (
+            Transfer("all_gather", (self.axis,), each * size, dtype=dtype)
+            for size in chunk_sizes(num_local_logit_tokens(space), space.num_loss_chunks)
+        )
         inner = tuple(told)
-        return [replace(action, inner=(*action.inner, *inner)) if action.kind == "LOSS" else action for action in actions]
+        return [
+            replace(action, inner_transfers=(*action.inner_transfers, *inner))
+            if action.kind == "LOSS"
+            else action
+            for action in actions
+        ]
 
 
-def divisible(anatomy: Anatomy, ranks: int) -> bool:
+def can_shard_vocab(model_spec: ModelSpec, num_ranks: int) -> bool:
     """Whether the model has a table or a head that can be divided by words among so many ranks."""
-    words = [weight.side("in" if weight.role == "table" else "out") for weight in anatomy.weights if weight.role in ROLES]
-    return bool(words) and all(cut is not None and cut.units >= ranks for cut in words)
+    words = [
+        weight.split_of_side("in" if weight.role == "table" else "out")
+        for weight in model_spec.params
+        if weight.role in VOCAB_ROLES
+    ]
+    return bool(words) and all(cut is not None and cut.num_units >= num_ranks for cut in words)
 
 
-def undivided(anatomy: Anatomy) -> Iterator[str]:
+def unsharded_vocab_notes(model_spec: ModelSpec) -> Iterator[str]:
     """What to say of tables and heads that no rank can have a part of, by words, and why."""
-    kept = [weight for weight in anatomy.weights if weight.role in ("logits", "lookup") and len(weight.shape) > 1]
+    kept = [
+        weight
+        for weight in model_spec.params
+        if weight.role in ("logits", "lookup") and len(weight.shape) > 1
+    ]
     for weight in kept:
         if weight.role == "logits" or weight.aliases:
-            yield f"{weight.name} stays whole on every rank: {weight.why}"
+            yield f"{weight.name} stays whole on every rank: {weight.not_shardable_reason}"
 
 
-def _plain(runtime: Runtime, module: nn.Module, held: Held, x: torch.Tensor) -> torch.Tensor:
+def _linear_without_comm(
+    runtime: Runtime, module: nn.Module, held: ParamTensors, x: torch.Tensor
+) -> torch.Tensor:
     """The product, with nothing beside it: the loss makes it."""
     return F.linear(x, held["weight"], held.get("bias"))
 
 
-def _rows(words: range, total: int, runtime: Runtime, module: nn.Module, held: Held, ids: torch.Tensor) -> torch.Tensor:
+def _embed_local_rows(
+    words: range, total: int, runtime: Runtime, module: nn.Module, held: ParamTensors, ids: torch.Tensor
+) -> torch.Tensor:
     """The rows of `words`, which this rank has of `total`, and zeros for the others. An id that is no word fails as ever."""
     table = cast(nn.Embedding, module)
-    padding, elsewhere = table.padding_idx, (ids >= 0) & (ids < total) & ((ids < words.start) | (ids >= words.stop))
+    padding, elsewhere = (
+        table.padding_idx,
+        (ids >= 0) & (ids < total) & ((ids < words.start) | (ids >= words.stop)),
+    )
     table.padding_idx = None if padding is None or padding not in words else padding - words.start
     try:
         rows = type(table).forward(table, (ids - words.start).masked_fill(elsewhere, 0))

@@ -16,67 +16,72 @@ from functools import cached_property
 from math import exp, log, log2
 from statistics import median
 
-OCTAVES = 1.0  # how far apart, in doublings, two sizes still speak for each other
-FADES = 0.05  # the weight at which a neighbour's word and the law's own count alike
-SWEEPS = 4000
+KERNEL_WIDTH_OCTAVES = 1.0  # how far apart, in doublings, two sizes still speak for each other
+PRIOR_WEIGHT = 0.05  # the weight at which a neighbour's word and the law's own count alike
+MAX_SWEEPS = 4000
 
 
 @dataclass(frozen=True)
-class Seen:
+class Sample:
     """One measurement: its `sizes`, how often each cause occurs in it, and what it took."""
 
     sizes: tuple[float, ...]
-    causes: tuple[float, ...]
+    features: tuple[float, ...]
     seconds: float
 
 
 @dataclass(frozen=True)
-class Law:
+class CostFit:
     """The law through `seen` (at least one, all with as many sizes and causes)."""
 
-    seen: tuple[Seen, ...]
+    samples: tuple[Sample, ...]
 
     @cached_property
-    def costs(self) -> tuple[float, ...]:
+    def coefficients(self) -> tuple[float, ...]:
         """Seconds per occurrence of each cause."""
-        rows = [[amount / each.seconds for amount in each.causes] for each in self.seen]
-        return nonnegative(rows)
+        rows = [[amount / each.seconds for amount in each.features] for each in self.samples]
+        return nonnegative_least_squares(rows)
 
-    def seconds(self, sizes: Sequence[float], causes: Sequence[float]) -> float:
+    def seconds(self, sizes: Sequence[float], features: Sequence[float]) -> float:
         """What `causes` take at `sizes`."""
-        weight, total, here = FADES, 0.0, [log2(size) for size in sizes]
+        weight, total, here = PRIOR_WEIGHT, 0.0, [log2(size) for size in sizes]
         for places, off in self._off:
             apart = sum((mine - theirs) ** 2 for mine, theirs in zip(here, places, strict=True))
-            near = exp(-0.5 * apart / OCTAVES**2)
+            near = exp(-0.5 * apart / KERNEL_WIDTH_OCTAVES**2)
             weight += near
             total += near * off
-        return self._plain(causes) * exp(total / weight)
+        return self._plain(features) * exp(total / weight)
 
     @cached_property
     def _off(self) -> tuple[tuple[tuple[float, ...], float], ...]:
         """Where each measurement lies, in doublings, and the logarithm of what it took over what the law says."""
-        return tuple((tuple(map(log2, each.sizes)), log(each.seconds / self._plain(each.causes))) for each in self.seen)
+        return tuple(
+            (tuple(map(log2, each.sizes)), log(each.seconds / self._plain(each.features)))
+            for each in self.samples
+        )
 
-    def _plain(self, causes: Sequence[float]) -> float:
-        return sum(cost * amount for cost, amount in zip(self.costs, causes, strict=True))
+    def _plain(self, features: Sequence[float]) -> float:
+        return sum(cost * amount for cost, amount in zip(self.coefficients, features, strict=True))
 
 
-def unseen(law: Law) -> float:
+def holdout_error(law: CostFit) -> float:
     """The median relative error at every second measurement, of a law through the others. 0 where there is one alone."""
-    half = Law(law.seen[::2])
-    off = [abs(half.seconds(each.sizes, each.causes) / each.seconds - 1) for each in law.seen[1::2]]
+    half = CostFit(law.samples[::2])
+    off = [abs(half.seconds(each.sizes, each.features) / each.seconds - 1) for each in law.samples[1::2]]
     return median(off) if off else 0.0
 
 
-def nonnegative(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+def nonnegative_least_squares(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """The x >= 0 for which rows x comes nearest to 1 in every row, by least squares."""
-    scales = [max(column) or 1.0 for column in zip(*rows, strict=True)]  # columns differ by many powers of ten
+    scales = [
+        max(column) or 1.0 for column in zip(*rows, strict=True)
+    ]  # columns differ by many powers of ten
     scaled = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in rows]
     columns = list(zip(*scaled, strict=True))
     gram = [[sum(a * b for a, b in zip(one, other, strict=True)) for other in columns] for one in columns]
     wanted = [sum(column) for column in columns]
     found = [0.0] * len(columns)
-    for _ in range(SWEEPS):
+    for _ in range(MAX_SWEEPS):
         moved = 0.0
         for place, line in enumerate(gram):
             if line[place] == 0:

@@ -19,18 +19,18 @@ from itertools import pairwise
 from math import inf, log
 from statistics import median
 
-from meshwright.plan.hardware.cost_fit import Law, Seen, unseen
-from meshwright.plan.hardware.stragglers import Stretch, behind
-from meshwright.plan.job.errors import Fault, PlanError, nearest
-from meshwright.plan.model_spec.op_costs import RICH, Pairs
+from meshwright.plan.hardware.cost_fit import CostFit, Sample, holdout_error
+from meshwright.plan.hardware.stragglers import LagSample, straggler_delay
+from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
+from meshwright.plan.model_spec.op_costs import COMPUTE_HEAVY_OPS, AttentionSize
 
 VERSION = 1
-LEAST = 6  # products of a dtype, and calls of attention: a law has five causes
-HALVES = ("bfloat16", "float16")
+MIN_MEASUREMENTS = 6  # products of a dtype, and calls of attention: a law has five causes
+HALF_DTYPES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
-class Point:
+class MatmulTiming:
     """`batch` products of [m, k] by [k, n] in `dtype`: FLOP/s, and the quartiles' distance as a share of it."""
 
     m: int
@@ -48,14 +48,14 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Attended:
+class AttentionTiming:
     """Fused attention of `rows` x `heads`, `queries` by `keys` of `width`, no pair masked: seconds forward and backward."""
 
-    rows: int
-    heads: int
-    queries: int
-    keys: int
-    width: int
+    batch: int
+    num_heads: int
+    query_len: int
+    key_len: int
+    head_dim: int
     dtype: str
     forward_s: float
     backward_s: float
@@ -63,7 +63,7 @@ class Attended:
 
 
 @dataclass(frozen=True)
-class Moved:
+class MemoryOpTiming:
     """An operation that reads and writes `nbytes` in all, into new memory, and computes little: bytes/s."""
 
     nbytes: int
@@ -77,7 +77,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Computed:
+class ElementwiseTiming:
     """An operation that computes much for each number that it makes: seconds of one."""
 
     operation: str
@@ -86,7 +86,7 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class Profile:
+class DeviceProfile:
     """A measured device: `kind` is cpu or cuda, `device` what its driver or its maker calls it, `memory` its bytes.
 
     On a CPU `ranks` processes measured at once, `threads` in each: figures are those of one of them, and `memory` is its share.
@@ -103,21 +103,27 @@ class Profile:
     memory: int
     call_s: float
     call_backward_s: float
-    products: tuple[Point, ...]
-    attention: tuple[Attended, ...]
-    moved: tuple[Moved, ...]
-    computed: tuple[Computed, ...] = ()
-    stretches: tuple[Stretch, ...] = ()
+    matmuls: tuple[MatmulTiming, ...]
+    attention: tuple[AttentionTiming, ...]
+    memory_ops: tuple[MemoryOpTiming, ...]
+    elementwise_ops: tuple[ElementwiseTiming, ...] = ()
+    lag_samples: tuple[LagSample, ...] = ()
 
-    def product_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
+    def matmul_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
         """Seconds of `batch` products of [m, k] by [k, n] in `dtype`. Raises PlanError where none was measured in it."""
         if min(m, n, k, batch) <= 0:
             return 0.0
-        dtype = self._measured(dtype, tuple(self._products))
-        least = 2.0 * batch * m * n * k / self.best(dtype)
-        return max(least, self.call_s, self._products[dtype].seconds((m, n, k, batch), _product(m, n, k, batch)))
+        dtype = self._measured_dtype(dtype, tuple(self._products))
+        least = 2.0 * batch * m * n * k / self.best_flops(dtype)
+        return max(
+            least,
+            self.call_s,
+            self._products[dtype].seconds((m, n, k, batch), _matmul_features(m, n, k, batch)),
+        )
 
-    def attention_seconds(self, size: Pairs, dtype: str = "float32", *, backward: bool = False) -> float:
+    def attention_seconds(
+        self, size: AttentionSize, dtype: str = "float32", *, backward: bool = False
+    ) -> float:
         """Seconds of fused attention, or of its `backward` alone. Raises PlanError where none was measured in `dtype`.
 
         All pairs are computed. Of a kernel that leaves out what a mask hides, ask with the keys that a query sees on average.
@@ -125,23 +131,23 @@ class Profile:
         if min(size) <= 0:
             return 0.0
         rows, heads, queries, keys, width = size
-        dtype = self._measured(dtype, tuple(dict.fromkeys(each.dtype for each in self.attention)))
+        dtype = self._measured_dtype(dtype, tuple(dict.fromkeys(each.dtype for each in self.attention)))
         law, best = self._attention[dtype, backward]
         pairs = rows * heads * queries * keys * width
-        causes = _attention(rows, heads, queries, keys, width)
+        causes = _attention_features(rows, heads, queries, keys, width)
         least = self.call_backward_s if backward else self.call_s
         return max(least, pairs * best, law.seconds((rows * heads, queries, keys, width), causes))
 
-    def moved_seconds(self, nbytes: float, operation: str = "", numbers: float = 0.0) -> float:
+    def memory_op_seconds(self, nbytes: float, operation: str = "", output_numel: float = 0.0) -> float:
         """Seconds of one operation that reads and writes `nbytes` in all, and makes `numbers` if it was measured by them."""
-        return max(self._passing(nbytes), self._computed.get(operation, 0.0) * numbers)
+        return max(self._memory_seconds(nbytes), self._computed.get(operation, 0.0) * output_numel)
 
-    def behind_seconds(self, seconds: float, ranks: int) -> float:
+    def straggler_seconds(self, seconds: float, num_ranks: int) -> float:
         """Seconds that the last of `ranks` such devices is behind their mean, after work of so many."""
-        return behind(self.stretches, seconds, ranks)
+        return straggler_delay(self.lag_samples, seconds, num_ranks)
 
-    def _passing(self, nbytes: float) -> float:
-        points = self._moved
+    def _memory_seconds(self, nbytes: float) -> float:
+        points = self._sorted_memory_ops
         if nbytes <= points[0].nbytes:
             return max(self.call_s, points[0].seconds)
         for low, high in pairwise(points):
@@ -150,108 +156,128 @@ class Profile:
                 return max(low.seconds, low.seconds ** (1 - part) * high.seconds**part)
         return nbytes / points[-1].bytes_per_s
 
-    def best(self, dtype: str) -> float:
+    def best_flops(self, dtype: str) -> float:
         """The FLOP/s of the fastest product in `dtype`. Raises PlanError where none was measured in it."""
-        dtype = self._measured(dtype, self.dtypes)
-        return max(each.flops_per_s for each in self.products if each.dtype == dtype)
+        dtype = self._measured_dtype(dtype, self.dtypes)
+        return max(each.flops_per_s for each in self.matmuls if each.dtype == dtype)
 
-    def unseen(self) -> tuple[float, float]:
+    def holdout_errors(self) -> tuple[float, float]:
         """The median relative error of products and of attention, where only every other measurement is known."""
-        products = [unseen(law) for law in self._products.values()]
-        attention = [unseen(law) for law, _ in self._attention.values()]
+        products = [holdout_error(law) for law in self._products.values()]
+        attention = [holdout_error(law) for law, _ in self._attention.values()]
         return median(products), median(attention)
 
     @property
     def dtypes(self) -> tuple[str, ...]:
         """Those in which products were measured."""
-        return tuple(dict.fromkeys(each.dtype for each in self.products))
+        return tuple(dict.fromkeys(each.dtype for each in self.matmuls))
 
-    def faults(self) -> Iterator[Fault]:
+    def diagnostics(self) -> Iterator[Diagnostic]:
         """Everything that is wrong with its figures."""
         again = "measure again: meshwright bench device"
         if self.version != VERSION:
-            yield Fault(f"version {self.version}; this meshwright reads {VERSION}", again, "version")
+            yield Diagnostic(f"version {self.version}; this meshwright reads {VERSION}", again, "version")
         if self.kind not in ("cpu", "cuda"):
-            yield Fault(f"a device of kind '{self.kind}'", "write cpu or cuda", "kind")
+            yield Diagnostic(f"a device of kind '{self.kind}'", "write cpu or cuda", "kind")
         for name, least in (("threads", 1), ("ranks", 1), ("memory", 1)):
             if vars(self)[name] < least:
-                yield Fault(f"{name} {vars(self)[name]}", f"write a whole number, {least} or more", name)
+                yield Diagnostic(f"{name} {vars(self)[name]}", f"write a whole number, {least} or more", name)
         for name in ("call_s", "call_backward_s"):
             if not 0 < vars(self)[name] < inf:
-                yield Fault(f"a call of {vars(self)[name]} s", "write seconds, above 0", name)
+                yield Diagnostic(f"a call of {vars(self)[name]} s", "write seconds, above 0", name)
         for name in ("products", "attention", "moved", "computed", "stretches"):
             for number, each in enumerate(vars(self)[name]):
-                yield from _wrong(each, f"{name}.{number}")
-        for name, found in (("products", self.products), ("attention", self.attention)):
+                yield from _timing_diagnostics(each, f"{name}.{number}")
+        for name, found in (("products", self.matmuls), ("attention", self.attention)):
             for dtype, count in Counter(each.dtype for each in found).items():
-                if count < LEAST:
-                    yield Fault(f"{count} of {dtype}; a law takes {LEAST} at least", again, name)
-        for name, least in (("products", LEAST), ("attention", LEAST), ("moved", 2)):
+                if count < MIN_MEASUREMENTS:
+                    yield Diagnostic(
+                        f"{count} of {dtype}; a law takes {MIN_MEASUREMENTS} at least", again, name
+                    )
+        for name, least in (("products", MIN_MEASUREMENTS), ("attention", MIN_MEASUREMENTS), ("moved", 2)):
             if len(vars(self)[name]) < least and not (vars(self)[name] and name != "moved"):
-                yield Fault(f"{len(vars(self)[name])} were measured; needed are {least}", again, name)
-        for each in sorted({each.operation for each in self.computed}.difference(RICH)):
-            yield Fault(f"nobody asks what '{each}' takes", nearest(each, RICH), "computed")
-        lengths = {"moved": [each.nbytes for each in self.moved], "stretches": [each.seconds for each in self.stretches]}
+                yield Diagnostic(f"{len(vars(self)[name])} were measured; needed are {least}", again, name)
+        for each in sorted({each.operation for each in self.elementwise_ops}.difference(COMPUTE_HEAVY_OPS)):
+            yield Diagnostic(
+                f"nobody asks what '{each}' takes", suggest_name(each, COMPUTE_HEAVY_OPS), "computed"
+            )
+        lengths = {
+            "moved": [each.nbytes for each in self.memory_ops],
+            "stretches": [each.seconds for each in self.lag_samples],
+        }
         for name, sizes in lengths.items():
             if sizes != sorted(set(sizes)):
                 unit = "bytes" if name == "moved" else "seconds"
-                yield Fault(f"sizes of {sizes} {unit}", "write each once, in rising order", name)
+                yield Diagnostic(f"sizes of {sizes} {unit}", "write each once, in rising order", name)
 
-    def _measured(self, dtype: str, known: tuple[str, ...]) -> str:
+    def _measured_dtype(self, dtype: str, known: tuple[str, ...]) -> str:
         """`dtype`, or the other half where one of them alone was measured."""
-        tried = (dtype, *(HALVES if dtype in HALVES else ()))
+        tried = (dtype, *(HALF_DTYPES if dtype in HALF_DTYPES else ()))
         for each in tried:
             if each in known:
                 return each
         text = f"nothing was measured in {dtype} on {self.device}"
         raise PlanError(
-            text, fix=f"compute in one of {', '.join(known)}, or measure it: meshwright bench device", where="hardware"
+            text,
+            fix=f"compute in one of {', '.join(known)}, or measure it: meshwright bench device",
+            location="hardware",
         )
 
     @cached_property
-    def _products(self) -> dict[str, Law]:
-        found: dict[str, list[Seen]] = {}
-        for each in self.products:
-            causes = _product(each.m, each.n, each.k, each.batch)
-            found.setdefault(each.dtype, []).append(Seen((each.m, each.n, each.k, each.batch), causes, each.seconds))
-        return {dtype: Law(tuple(seen)) for dtype, seen in found.items()}
+    def _products(self) -> dict[str, CostFit]:
+        found: dict[str, list[Sample]] = {}
+        for each in self.matmuls:
+            causes = _matmul_features(each.m, each.n, each.k, each.batch)
+            found.setdefault(each.dtype, []).append(
+                Sample((each.m, each.n, each.k, each.batch), causes, each.seconds)
+            )
+        return {dtype: CostFit(tuple(seen)) for dtype, seen in found.items()}
 
     @cached_property
-    def _attention(self) -> dict[tuple[str, bool], tuple[Law, float]]:
+    def _attention(self) -> dict[tuple[str, bool], tuple[CostFit, float]]:
         """By dtype and direction: the law, and seconds per pair and width of the fastest."""
-        found: dict[tuple[str, bool], list[Seen]] = {}
+        found: dict[tuple[str, bool], list[Sample]] = {}
         for each in self.attention:
-            sizes = (each.rows * each.heads, each.queries, each.keys, each.width)
-            causes = _attention(each.rows, each.heads, each.queries, each.keys, each.width)
+            sizes = (each.batch * each.num_heads, each.query_len, each.key_len, each.head_dim)
+            causes = _attention_features(
+                each.batch, each.num_heads, each.query_len, each.key_len, each.head_dim
+            )
             for backward, seconds in ((False, each.forward_s), (True, each.backward_s)):
-                found.setdefault((each.dtype, backward), []).append(Seen(sizes, causes, seconds))
-        return {key: (Law(tuple(seen)), min(each.seconds / each.causes[1] for each in seen)) for key, seen in found.items()}
+                found.setdefault((each.dtype, backward), []).append(Sample(sizes, causes, seconds))
+        return {
+            key: (CostFit(tuple(seen)), min(each.seconds / each.features[1] for each in seen))
+            for key, seen in found.items()
+        }
 
     @cached_property
     def _computed(self) -> dict[str, float]:
-        return {each.operation: each.seconds for each in self.computed}
+        return {each.operation: each.seconds for each in self.elementwise_ops}
 
     @cached_property
-    def _moved(self) -> tuple[Moved, ...]:
-        return tuple(sorted(self.moved, key=lambda each: each.nbytes))
+    def _sorted_memory_ops(self) -> tuple[MemoryOpTiming, ...]:
+        return tuple(sorted(self.memory_ops, key=lambda each: each.nbytes))
 
 
-def _product(m: float, n: float, k: float, batch: float) -> tuple[float, ...]:
+def _matmul_features(m: float, n: float, k: float, batch: float) -> tuple[float, ...]:
     """How often each cause occurs: a call, multiplications, numbers of both operands and of the result."""
     return (1.0, batch * m * n * k, batch * m * k, batch * k * n, batch * m * n)
 
 
-def _attention(rows: float, heads: float, queries: float, keys: float, width: float) -> tuple[float, ...]:
+def _attention_features(
+    num_samples: float, heads: float, queries: float, keys: float, width: float
+) -> tuple[float, ...]:
     """How often each cause occurs: a call, multiplications, scores, numbers that go in and out."""
-    pairs = rows * heads * queries * keys
-    return (1.0, pairs * width, pairs, rows * heads * (queries + keys) * width)
+    pairs = num_samples * heads * queries * keys
+    return (1.0, pairs * width, pairs, num_samples * heads * (queries + keys) * width)
 
 
-def _wrong(each: Point | Attended | Moved | Computed | Stretch, where: str) -> Iterator[Fault]:
+def _timing_diagnostics(
+    each: MatmulTiming | AttentionTiming | MemoryOpTiming | ElementwiseTiming | LagSample, location: str
+) -> Iterator[Diagnostic]:
     for key, value in vars(each).items():
         if key in ("dtype", "operation"):
             continue
         share = key in ("spread", "behind")
         if not (0 <= value < inf) or (value == 0 and not share):
             fix = "write a share, 0 or more" if share else "write a number above 0"
-            yield Fault(f"{key} of {value}", fix, f"{where}.{key}")
+            yield Diagnostic(f"{key} of {value}", fix, f"{location}.{key}")

@@ -18,7 +18,7 @@ DTYPES = ("float16", "bfloat16", "float8", "float4", "float32")
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceSpec:
     """A kind of device: its `memory` in bytes, FLOP/s by dtype of the operands, bytes/s, its hosts, and how many `units` compute.
 
     `pattern` is what its driver, or a table of results, calls it.
@@ -31,8 +31,8 @@ class Device:
     memory_rate: float
     link_rate: float
     nic_rate: float
-    per_host: int
-    units: int
+    devices_per_host: int
+    num_compute_units: int
     source: str
 
     def peak(self, dtype: str) -> float | None:
@@ -41,19 +41,19 @@ class Device:
 
 
 @cache
-def devices() -> tuple[Device, ...]:
+def known_devices() -> tuple[DeviceSpec, ...]:
     """All that are known, in the order in which a name is looked up."""
     with (files("meshwright.plan.hardware") / "devices.csv").open(encoding="utf-8") as file:
         return tuple(_device(line) for line in csv.DictReader(file))
 
 
-def find_device(called: str) -> Device | None:
+def find_device(name: str) -> DeviceSpec | None:
     """The device that its driver (or a person) calls so; None when it is unknown.
 
     A slice of a device (MIG) can do less than the whole, so it is unknown.
     """
-    words = called if "MIG" not in called else ""
-    return next((each for each in devices() if re.search(each.pattern, words, re.IGNORECASE)), None)
+    words = name if "MIG" not in name else ""
+    return next((each for each in known_devices() if re.search(each.pattern, words, re.IGNORECASE)), None)
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
@@ -62,13 +62,13 @@ def peak_flops(device: str, dtype: str) -> float | None:
     return None if found is None else found.peak(dtype)
 
 
-def cores() -> int:
+def available_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def _device(line: Mapping[str, str]) -> Device:
-    return Device(
+def _device(line: Mapping[str, str]) -> DeviceSpec:
+    return DeviceSpec(
         name=line["name"],
         pattern=line["pattern"],
         flops={dtype: float(line[dtype]) * 1e12 for dtype in DTYPES if line[dtype]},
@@ -76,7 +76,7 @@ def _device(line: Mapping[str, str]) -> Device:
         memory_rate=float(line["memory_gb_s"]) * 1e9,
         link_rate=float(line["link_gb_s"]) * 1e9,
         nic_rate=float(line["nic_gb_s"]) * 1e9,
-        per_host=int(line["per_host"]),
-        units=int(line["units"]),
+        devices_per_host=int(line["per_host"]),
+        num_compute_units=int(line["units"]),
         source=line["source"],
     )

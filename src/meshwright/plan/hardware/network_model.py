@@ -22,14 +22,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
-from meshwright.plan.job.errors import Fault
+from meshwright.plan.job.errors import Diagnostic
 
 
 @dataclass(frozen=True)
-class Band:
+class SizeBand:
     """Messages of at most `upto` bytes (0: of any size): `latency_s` seconds, and bytes at `bytes_per_s`."""
 
-    upto: int
+    max_nbytes: int
     latency_s: float
     bytes_per_s: float
 
@@ -39,45 +39,55 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkCost:
     """What one message costs, by bands of its size in rising order. The last band is open: `upto` 0."""
 
-    bands: tuple[Band, ...]
+    bands: tuple[SizeBand, ...]
 
     def seconds(self, nbytes: float) -> float:
         """The time of one message of `nbytes` bytes, at least that of the longest message of the band below."""
         least = 0.0
         for band in self.bands:
-            if nbytes <= (band.upto or inf):
+            if nbytes <= (band.max_nbytes or inf):
                 return max(least, band.seconds(nbytes))
-            least = max(least, band.seconds(band.upto))
+            least = max(least, band.seconds(band.max_nbytes))
         return least
 
-    def faults(self, where: str) -> Iterator[Fault]:
+    def diagnostics(self, location: str) -> Iterator[Diagnostic]:
         """Everything that is wrong with its bands; `where` names the table."""
-        bounds = [band.upto for band in self.bands]
+        bounds = [band.max_nbytes for band in self.bands]
         rising = bounds[:-1] == sorted(set(bounds[:-1])) and all(bound > 0 for bound in bounds[:-1])
         if not bounds or bounds[-1] != 0 or not rising:
             text = f"bands up to {bounds} bytes"
-            yield Fault(text, "write at least one band, rising bounds, and upto = 0 in the last one, which is open", where)
+            yield Diagnostic(
+                text,
+                "write at least one band, rising bounds, and upto = 0 in the last one, which is open",
+                location,
+            )
         for number, band in enumerate(self.bands):
-            place = f"{where}.bands.{number}"
+            place = f"{location}.bands.{number}"
             if not 0 <= band.latency_s < inf:
-                yield Fault(f"a latency of {band.latency_s} s", "write seconds, 0 or more", f"{place}.latency_s")
+                yield Diagnostic(
+                    f"a latency of {band.latency_s} s", "write seconds, 0 or more", f"{place}.latency_s"
+                )
             if not 0 < band.bytes_per_s < inf:
-                yield Fault(f"a rate of {band.bytes_per_s} bytes per second", "write a number above 0", f"{place}.bytes_per_s")
+                yield Diagnostic(
+                    f"a rate of {band.bytes_per_s} bytes per second",
+                    "write a number above 0",
+                    f"{place}.bytes_per_s",
+                )
 
 
 @dataclass(frozen=True)
-class Crowd:
+class RoundOverhead:
     """What a round costs, whatever its bytes, in which `receiving` ranks of a host receive: they wait, and share its cores."""
 
-    receiving: int
+    num_receivers: int
     seconds: float
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkModel:
     """What a round of messages costs.
 
     Inside a host: the crowd of those who receive, every message at the price of `host` (cores and memory that all share), and
@@ -86,51 +96,69 @@ class Network:
     `host`, `rank` and `added` are None where all messages leave their host, `between` where none does.
     """
 
-    crowds: tuple[Crowd, ...] = ()
-    host: Link | None = None
-    rank: Link | None = None
-    added: Link | None = None
-    between: Link | None = None
+    round_overheads: tuple[RoundOverhead, ...] = ()
+    intra_host: LinkCost | None = None
+    busiest_rank: LinkCost | None = None
+    local_sum: LinkCost | None = None
+    inter_host: LinkCost | None = None
 
-    def crowd_s(self, receiving: int) -> float:
+    def round_overhead_s(self, num_receivers: int) -> float:
         """The fixed cost of a round in which `receiving` ranks of a host receive.
 
         Between two crowds that were measured it lies between theirs; beyond, it goes on as it did on average.
         """
-        if not self.crowds or not receiving:
+        if not self.round_overheads or not num_receivers:
             return 0.0
-        first, last = self.crowds[0], self.crowds[-1]
-        if receiving > last.receiving:
-            slope = (last.seconds - first.seconds) / max(1, last.receiving - first.receiving)
-            return last.seconds + max(0.0, slope) * (receiving - last.receiving)
-        below = max((each for each in self.crowds if each.receiving <= receiving), key=lambda each: each.receiving, default=first)
-        above = min((each for each in self.crowds if each.receiving >= receiving), key=lambda each: each.receiving)
-        if below.receiving == above.receiving or receiving < first.receiving:
+        first, last = self.round_overheads[0], self.round_overheads[-1]
+        if num_receivers > last.num_receivers:
+            slope = (last.seconds - first.seconds) / max(1, last.num_receivers - first.num_receivers)
+            return last.seconds + max(0.0, slope) * (num_receivers - last.num_receivers)
+        below = max(
+            (each for each in self.round_overheads if each.num_receivers <= num_receivers),
+            key=lambda each: each.num_receivers,
+            default=first,
+        )
+        above = min(
+            (each for each in self.round_overheads if each.num_receivers >= num_receivers),
+            key=lambda each: each.num_receivers,
+        )
+        if below.num_receivers == above.num_receivers or num_receivers < first.num_receivers:
             return above.seconds
-        part = (receiving - below.receiving) / (above.receiving - below.receiving)
+        part = (num_receivers - below.num_receivers) / (above.num_receivers - below.num_receivers)
         return below.seconds + part * (above.seconds - below.seconds)
 
-    def faults(self, where: str) -> Iterator[Fault]:
+    def diagnostics(self, location: str) -> Iterator[Diagnostic]:
         """Everything that is wrong with its figures."""
-        for name, link in (("host", self.host), ("rank", self.rank), ("added", self.added), ("between", self.between)):
+        for name, link in (
+            ("host", self.intra_host),
+            ("rank", self.busiest_rank),
+            ("added", self.local_sum),
+            ("between", self.inter_host),
+        ):
             if link is not None:
-                yield from link.faults(f"{where}.{name}")
-        if self.host is None and self.between is None:
-            yield Fault("neither messages inside a host nor between hosts have a price", "measure: meshwright bench comm", where)
-        counts = [crowd.receiving for crowd in self.crowds]
+                yield from link.diagnostics(f"{location}.{name}")
+        if self.intra_host is None and self.inter_host is None:
+            yield Diagnostic(
+                "neither messages inside a host nor between hosts have a price",
+                "measure: meshwright bench comm",
+                location,
+            )
+        counts = [crowd.num_receivers for crowd in self.round_overheads]
         if counts != sorted(set(counts)) or any(count < 1 for count in counts):
-            yield Fault(f"crowds of {counts} ranks", "write each number once, rising from 1", f"{where}.crowds")
-        for number, crowd in enumerate(self.crowds):
+            yield Diagnostic(
+                f"crowds of {counts} ranks", "write each number once, rising from 1", f"{location}.crowds"
+            )
+        for number, crowd in enumerate(self.round_overheads):
             if not 0 <= crowd.seconds < inf:
-                text, place = f"a crowd that costs {crowd.seconds} s", f"{where}.crowds.{number}.seconds"
-                yield Fault(text, "write seconds, 0 or more", place)
+                text, place = f"a crowd that costs {crowd.seconds} s", f"{location}.crowds.{number}.seconds"
+                yield Diagnostic(text, "write seconds, 0 or more", place)
 
 
 VERSION = 1
 
 
 @dataclass(frozen=True)
-class Timing:
+class AllReduceTiming:
     """One measured cell: what an all-reduce of `nbytes` by `algorithm` took `ranks` ranks, in seconds.
 
     `seconds` is the median of its `samples`, `spread` the distance of their quartiles as a share of it.
@@ -145,7 +173,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Series:
+class AllReduceSeries:
     """The cells of one algorithm among `ranks` ranks, in rising order of size: bytes, seconds and spread of each."""
 
     algorithm: str
@@ -156,7 +184,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Fit:
+class FitError:
     """How well sizes that were not fitted are predicted: the median relative error of the model, and with its correction."""
 
     model: float
@@ -172,55 +200,73 @@ class Cluster:
     machine: str
     torch: str
     transport: str
-    per_host: int
-    fit: Fit
-    network: Network
-    measured: tuple[Series, ...]
+    ranks_per_host: int
+    fit_error: FitError
+    network: NetworkModel
+    measurements: tuple[AllReduceSeries, ...]
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The numbers of ranks that were measured, rising."""
-        return tuple(sorted({series.ranks for series in self.measured}))
+        return tuple(sorted({series.ranks for series in self.measurements}))
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The sizes that were measured, in bytes, rising."""
-        return tuple(sorted({nbytes for series in self.measured for nbytes in series.nbytes}))
+        return tuple(sorted({nbytes for series in self.measurements for nbytes in series.nbytes}))
 
-    def series(self, algorithm: str, ranks: int) -> Series | None:
+    def series(self, algorithm: str, num_ranks: int) -> AllReduceSeries | None:
         """What was measured of `algorithm` among `ranks` ranks; None when nothing was."""
-        return next((each for each in self.measured if (each.algorithm, each.ranks) == (algorithm, ranks)), None)
+        return next(
+            (each for each in self.measurements if (each.algorithm, each.ranks) == (algorithm, num_ranks)),
+            None,
+        )
 
-    def without_measured(self) -> "Cluster":
+    def without_measurements(self) -> "Cluster":
         """The same model alone, without the correction by what was measured."""
-        return replace(self, measured=())
+        return replace(self, measurements=())
 
-    def faults(self) -> Iterator[Fault]:
+    def diagnostics(self) -> Iterator[Diagnostic]:
         """Everything that is wrong with its figures."""
         if self.version != VERSION:
-            yield Fault(f"version {self.version}; this meshwright reads {VERSION}", "measure again: bench comm", "version")
-        if self.per_host < 0:
-            yield Fault(f"{self.per_host} ranks per host", "write 0 when all ranks share one host", "per_host")
-        yield from self.network.faults("network")
-        if not self.measured:
-            yield Fault("nothing was measured", "measure: meshwright bench comm", "measured")
-        for number, series in enumerate(self.measured):
+            yield Diagnostic(
+                f"version {self.version}; this meshwright reads {VERSION}",
+                "measure again: bench comm",
+                "version",
+            )
+        if self.ranks_per_host < 0:
+            yield Diagnostic(
+                f"{self.ranks_per_host} ranks per host", "write 0 when all ranks share one host", "per_host"
+            )
+        yield from self.network.diagnostics("network")
+        if not self.measurements:
+            yield Diagnostic("nothing was measured", "measure: meshwright bench comm", "measured")
+        for number, series in enumerate(self.measurements):
             yield from _series_faults(series, f"measured.{number}")
-        keys = [(series.algorithm, series.ranks) for series in self.measured]
+        keys = [(series.algorithm, series.ranks) for series in self.measurements]
         for name, ranks in sorted({key for key in keys if keys.count(key) > 1}):
-            yield Fault(f"{name} among {ranks} ranks stands there twice", "keep one of the tables", "measured")
+            yield Diagnostic(
+                f"{name} among {ranks} ranks stands there twice", "keep one of the tables", "measured"
+            )
 
 
-def _series_faults(series: Series, where: str) -> Iterator[Fault]:
+def _series_faults(series: AllReduceSeries, location: str) -> Iterator[Diagnostic]:
     sizes = list(series.nbytes)
     if series.ranks < 2:
-        yield Fault(f"{series.ranks} ranks", "at least 2 ranks reduce together", f"{where}.ranks")
+        yield Diagnostic(f"{series.ranks} ranks", "at least 2 ranks reduce together", f"{location}.ranks")
     if not sizes or sizes != sorted(set(sizes)) or min(sizes) < 1:
-        yield Fault(f"sizes of {sizes} bytes", "write sizes above 0, each once, in rising order", f"{where}.nbytes")
+        yield Diagnostic(
+            f"sizes of {sizes} bytes", "write sizes above 0, each once, in rising order", f"{location}.nbytes"
+        )
     if not len(sizes) == len(series.seconds) == len(series.spread):
         text = f"{len(sizes)} sizes, {len(series.seconds)} times, {len(series.spread)} spreads"
-        yield Fault(text, "write one of each per size", where)
-    for key, least, figures in (("seconds", "above 0", series.seconds), ("spread", "0 or more", series.spread)):
+        yield Diagnostic(text, "write one of each per size", location)
+    for key, least, figures in (
+        ("seconds", "above 0", series.seconds),
+        ("spread", "0 or more", series.spread),
+    ):
         bad = [figure for figure in figures if not (0 <= figure < inf) or (key == "seconds" and figure == 0)]
         if bad:
-            yield Fault(f"{key} of {', '.join(map(str, bad))}", f"write numbers, {least}", f"{where}.{key}")
+            yield Diagnostic(
+                f"{key} of {', '.join(map(str, bad))}", f"write numbers, {least}", f"{location}.{key}"
+            )

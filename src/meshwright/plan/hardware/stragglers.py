@@ -18,36 +18,43 @@ from itertools import pairwise
 from math import log, sqrt
 from statistics import NormalDist
 
-GRAIN = 2000  # steps of the sum that an expected value is
+NUM_INTEGRATION_STEPS = 2000  # steps of the sum that an expected value is
 
 
 @dataclass(frozen=True)
-class Stretch:
+class LagSample:
     """Work that takes so many `seconds`: how far the later of two is behind, as a share of them."""
 
     seconds: float
-    behind: float
+    lag: float
 
 
 @cache
-def last_of(ranks: int) -> float:
+def expected_maximum(num_ranks: int) -> float:
     """The expected largest of so many draws from a normal distribution, in standard deviations."""
-    normal, places = NormalDist(), [(each + 0.5) / GRAIN for each in range(GRAIN)]
-    return sum(normal.inv_cdf(place ** (1 / ranks)) for place in places) / GRAIN if ranks > 1 else 0.0
+    normal, places = (
+        NormalDist(),
+        [(each + 0.5) / NUM_INTEGRATION_STEPS for each in range(NUM_INTEGRATION_STEPS)],
+    )
+    return (
+        sum(normal.inv_cdf(place ** (1 / num_ranks)) for place in places) / NUM_INTEGRATION_STEPS
+        if num_ranks > 1
+        else 0.0
+    )
 
 
-def behind(stretches: Sequence[Stretch], seconds: float, ranks: int) -> float:
+def straggler_delay(stretches: Sequence[LagSample], seconds: float, num_ranks: int) -> float:
     """Seconds that the last of `ranks` is behind their mean, after work of so many `seconds`; 0 where nothing was measured."""
-    if ranks < 2 or seconds <= 0 or not stretches:
+    if num_ranks < 2 or seconds <= 0 or not stretches:
         return 0.0
-    return seconds * _share(stretches, seconds) * last_of(ranks) / last_of(2)
+    return seconds * _lag_fraction(stretches, seconds) * expected_maximum(num_ranks) / expected_maximum(2)
 
 
-def _share(stretches: Sequence[Stretch], seconds: float) -> float:
+def _lag_fraction(stretches: Sequence[LagSample], seconds: float) -> float:
     if seconds <= stretches[0].seconds:
-        return stretches[0].behind
+        return stretches[0].lag
     for low, high in pairwise(stretches):
         if seconds <= high.seconds:
             part = log(seconds / low.seconds) / log(high.seconds / low.seconds)
-            return low.behind + part * (high.behind - low.behind)
-    return stretches[-1].behind * sqrt(stretches[-1].seconds / seconds)
+            return low.lag + part * (high.lag - low.lag)
+    return stretches[-1].lag * sqrt(stretches[-1].seconds / seconds)

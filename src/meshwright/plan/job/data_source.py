@@ -6,13 +6,13 @@ from math import inf
 from re import fullmatch
 from typing import Literal
 
-from meshwright.plan.job.errors import Fault
+from meshwright.plan.job.errors import Diagnostic
 
-Format = Literal["auto", "text", "jsonl", "datasets"]
+DataFormat = Literal["auto", "text", "jsonl", "datasets"]
 
 
 @dataclass(frozen=True)
-class ModelSource:
+class ModelConfig:
     """The model: a transformers config (a folder, a .json file, a hub id), or `file.py:factory` that returns an `nn.Module`.
 
     `weights` are its initial values: a folder with safetensors, one such file, or a hub id; "" draws them from the seed.
@@ -32,21 +32,23 @@ class ModelSource:
     skip: tuple[str, ...] = ()
     trust_remote_code: bool = False
 
-    def faults(self) -> Iterator[Fault]:
+    def diagnostics(self) -> Iterator[Diagnostic]:
         if not self.source:
             fix = "set model.source to a transformers config (folder, .json file or hub id) or to file.py:factory"
-            yield Fault("no model is named", fix, "model.source")
+            yield Diagnostic("no model is named", fix, "model.source")
         if self.skip and not self.weights:
             text = f"skip = {list(self.skip)} without weights: every value is drawn from the seed"
-            yield Fault(text, "set model.weights, or remove model.skip", "model.skip")
+            yield Diagnostic(text, "set model.weights, or remove model.skip", "model.skip")
         if self.trust_remote_code and not fullmatch("[0-9a-f]{40}", self.revision):
             given = f"the revision '{self.revision}', which can change" if self.revision else "no revision"
             text = f"trust_remote_code with {given}; needed is the commit whose code was looked at"
-            yield Fault(text, "set model.revision to its 40 hexadecimal digits", "model.trust_remote_code")
+            yield Diagnostic(
+                text, "set model.revision to its 40 hexadecimal digits", "model.trust_remote_code"
+            )
 
 
 @dataclass(frozen=True)
-class Part:
+class MixturePart:
     """One source of a mixture: `weight` is its share of the samples, relative to the other parts.
 
     The other fields are those of `DataSource`; the tokenizer, the sequence length and the epochs are the mixture's.
@@ -54,7 +56,7 @@ class Part:
 
     source: str
     weight: float = 1.0
-    format: Format = "auto"
+    format: DataFormat = "auto"
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     column: str = "text"
@@ -63,7 +65,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class DataSource:
+class DataConfig:
     """The data to train on: a file, a folder, or a data set of Hugging Face; "example" repeats a model factory's example batch.
 
     `format` "auto" takes *.jsonl (also .gz) as one JSON object per line; *.parquet, *.csv, *.json, *.arrow and what
@@ -84,36 +86,48 @@ class DataSource:
     exclude: tuple[str, ...] = ()
     sequence: int = 256
     epochs: int = 0
-    format: Format = "auto"
+    format: DataFormat = "auto"
     tokenizer: str = ""
     column: str = "text"
     chat: str = ""
     split: str = "train"
     streaming: bool = False
-    mixture: tuple[Part, ...] = ()
+    mixture: tuple[MixturePart, ...] = ()
 
-    def faults(self) -> Iterator[Fault]:
+    def diagnostics(self) -> Iterator[Diagnostic]:
         """Everything that is wrong with the source by itself, the parts of a mixture included."""
         if not self.source and not self.mixture:
-            yield Fault("no data is named", "set data.source to a text file or a folder", "data.source")
+            yield Diagnostic("no data is named", "set data.source to a text file or a folder", "data.source")
         if self.sequence < 1:
-            yield Fault(f"a sample of {self.sequence} tokens; needed is at least 1", "set data.sequence", "data.sequence")
+            yield Diagnostic(
+                f"a sample of {self.sequence} tokens; needed is at least 1",
+                "set data.sequence",
+                "data.sequence",
+            )
         if self.epochs < 0:
-            yield Fault(f"{self.epochs} epochs", "0 repeats without end; 1, 2, 3... stop after that many", "data.epochs")
+            yield Diagnostic(
+                f"{self.epochs} epochs",
+                "0 repeats without end; 1, 2, 3... stop after that many",
+                "data.epochs",
+            )
         if self.chat and not self.tokenizer:
             fix = "set data.tokenizer to one that has a chat template: a folder, or a name on the hub"
-            yield Fault(f"conversations (chat = '{self.chat}') without a tokenizer", fix, "data.tokenizer")
+            yield Diagnostic(
+                f"conversations (chat = '{self.chat}') without a tokenizer", fix, "data.tokenizer"
+            )
         if not self.column:
-            yield Fault("no column is named", 'name the column that holds the text: column = "text"', "data.column")
+            yield Diagnostic(
+                "no column is named", 'name the column that holds the text: column = "text"', "data.column"
+            )
         if not self.split:
-            yield Fault("no split is named", 'name one: split = "train"', "data.split")
+            yield Diagnostic("no split is named", 'name one: split = "train"', "data.split")
         if self.mixture:
             yield from self._mixture_faults()
 
-    def parts(self) -> tuple["DataSource", ...]:
+    def part_configs(self) -> tuple["DataConfig", ...]:
         """The sources of the mixture, each as a `DataSource` of its own."""
         return tuple(
-            DataSource(
+            DataConfig(
                 source=part.source,
                 include=part.include,
                 exclude=part.exclude,
@@ -128,23 +142,35 @@ class DataSource:
             for part in self.mixture
         )
 
-    def _mixture_faults(self) -> Iterator[Fault]:
-        single = DataSource(sequence=self.sequence, epochs=self.epochs, tokenizer=self.tokenizer, mixture=self.mixture)
-        changed = [item.name for item in fields(self) if getattr(self, item.name) != getattr(single, item.name)]
+    def _mixture_faults(self) -> Iterator[Diagnostic]:
+        single = DataConfig(
+            sequence=self.sequence, epochs=self.epochs, tokenizer=self.tokenizer, mixture=self.mixture
+        )
+        changed = [
+            item.name for item in fields(self) if getattr(self, item.name) != getattr(single, item.name)
+        ]
         for name in changed:
             fix = f"write {name} in the tables [[data.mixture]] that it is meant for, or remove the mixture"
             if name == "streaming":
                 fix = "read the parts from disk (streaming = false), or stream one source"
-            yield Fault(f"{name} = {getattr(self, name)!r} beside a mixture", fix, f"data.{name}")
+            yield Diagnostic(f"{name} = {getattr(self, name)!r} beside a mixture", fix, f"data.{name}")
         for i, part in enumerate(self.mixture):
             if not 0 < part.weight < inf:
                 where = f"data.mixture.{i}.weight"
-                yield Fault(f"a weight of {part.weight}", "write a number above 0; only the ratios of the weights count", where)
+                yield Diagnostic(
+                    f"a weight of {part.weight}",
+                    "write a number above 0; only the ratios of the weights count",
+                    where,
+                )
             if part.source == "example":
-                yield Fault("the example batch in a mixture", "name a file, a folder or a data set", f"data.mixture.{i}.source")
-        for i, each in enumerate(self.parts()):
-            for fault in each.faults():
-                if fault.where == "data.tokenizer":
+                yield Diagnostic(
+                    "the example batch in a mixture",
+                    "name a file, a folder or a data set",
+                    f"data.mixture.{i}.source",
+                )
+        for i, each in enumerate(self.part_configs()):
+            for fault in each.diagnostics():
+                if fault.location == "data.tokenizer":
                     yield fault
-                elif fault.where not in ("data.sequence", "data.epochs"):
-                    yield replace(fault, where=fault.where.replace("data.", f"data.mixture.{i}.", 1))
+                elif fault.location not in ("data.sequence", "data.epochs"):
+                    yield replace(fault, location=fault.location.replace("data.", f"data.mixture.{i}.", 1))

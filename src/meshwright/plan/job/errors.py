@@ -13,38 +13,41 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TypeVar
 
-PEER_WORDS = re.compile(  # what gloo says in a plain RuntimeError when a peer is gone
-    r"connection (closed|reset|refused)|closed by peer|socket closed|broken pipe|timed out|timeout", re.IGNORECASE
+PEER_LOST_PATTERN = re.compile(  # what gloo says in a plain RuntimeError when a peer is gone
+    r"connection (closed|reset|refused)|closed by peer|socket closed|broken pipe|timed out|timeout",
+    re.IGNORECASE,
 )
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Fault:
+class Diagnostic:
     """One thing that is wrong: `where` (a key, an axis, a file), `what` was given and is needed, and the `fix`."""
 
-    what: str
+    problem: str
     fix: str
-    where: str = ""
+    location: str = ""
 
     def __str__(self) -> str:
-        place = f"{self.where}: " if self.where else ""
-        return f"{place}{self.what}\n  repair: {self.fix}"
+        place = f"{self.location}: " if self.location else ""
+        return f"{place}{self.problem}\n  repair: {self.fix}"
 
 
 class PlanError(Exception):
     """A request that cannot work, said before any process starts. Carries every fault found, not the first."""
 
-    def __init__(self, what: str, *, fix: str, where: str = "", others: Iterable[Fault] = ()) -> None:
-        self.faults = (Fault(what, fix, where), *others)
-        super().__init__("\n".join(map(str, self.faults)))
+    def __init__(
+        self, problem: str, *, fix: str, location: str = "", more: Iterable[Diagnostic] = ()
+    ) -> None:
+        self.diagnostics = (Diagnostic(problem, fix, location), *more)
+        super().__init__("\n".join(map(str, self.diagnostics)))
 
     @classmethod
-    def of(cls, faults: Iterable[Fault]) -> "PlanError":
+    def from_diagnostics(cls, diagnostics: Iterable[Diagnostic]) -> "PlanError":
         """The error that reports all of `faults` (at least one)."""
-        first, *others = faults
-        return cls(first.what, fix=first.fix, where=first.where, others=others)
+        first, *others = diagnostics
+        return cls(first.problem, fix=first.fix, location=first.location, more=others)
 
 
 class CollectiveError(RuntimeError):
@@ -54,35 +57,37 @@ class CollectiveError(RuntimeError):
     have the same report one `speaks`; the others need not repeat it on a terminal that they share.
     """
 
-    def __init__(self, text: str, *, report: str = "", speaks: bool = True) -> None:
+    def __init__(self, text: str, *, report: str = "", is_reporter: bool = True) -> None:
         super().__init__(text)
-        self.report, self.speaks = report, speaks
+        self.report, self.is_reporter = report, is_reporter
 
 
-def raise_faults(faults: Iterable[Fault]) -> None:
+def raise_diagnostics(diagnostics: Iterable[Diagnostic]) -> None:
     """Raise one `PlanError` holding all `faults`; return silently when there are none."""
-    found = tuple(faults)
+    found = tuple(diagnostics)
     if found:
-        raise PlanError.of(found)
+        raise PlanError.from_diagnostics(found)
 
 
-def gathered(faults: list[Fault], make: Callable[..., Made], *args: object) -> Made | None:
+def collect_diagnostics(
+    diagnostics: list[Diagnostic], function: Callable[..., Result], *args: object
+) -> Result | None:
     """What `make` makes of `args`; None where it refuses them with a `PlanError`, whose faults are added to `faults`."""
     try:
-        return make(*args)
+        return function(*args)
     except PlanError as error:
-        faults += error.faults
+        diagnostics += error.diagnostics
     return None
 
 
-def nearest(given: str, known: Iterable[str]) -> str:
+def suggest_name(name: str, known: Iterable[str]) -> str:
     """A phrase for a repair: the known word most like `given`, or the list of known words."""
     known = sorted(known)
-    match = get_close_matches(given, known, n=1, cutoff=0.5)
+    match = get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean '{match[0]}'?" if match else f"choose one of: {', '.join(known)}"
 
 
-def size(nbytes: float) -> str:
+def format_nbytes(nbytes: float) -> str:
     """Bytes in the unit that fits, three digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:

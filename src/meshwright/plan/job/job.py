@@ -9,17 +9,20 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.errors import Fault
-from meshwright.plan.job.precision import Precision
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.precision import PrecisionConfig
 
-RuleName = Literal["adamw", "sgd", "adamw_bf16", "adamw_8bit", "lion", "lion_bf16", "adafactor", "muon"]
-WITH_MOMENTUM = ("sgd", "muon")
-IN_BFLOAT16 = ("adamw_bf16", "lion_bf16")  # their moments lose a change below half of bfloat16's last digit
+OptimizerName = Literal["adamw", "sgd", "adamw_bf16", "adamw_8bit", "lion", "lion_bf16", "adafactor", "muon"]
+MOMENTUM_OPTIMIZERS = ("sgd", "muon")
+BFLOAT16_STATE_OPTIMIZERS = (
+    "adamw_bf16",
+    "lion_bf16",
+)  # their moments lose a change below half of bfloat16's last digit
 
 
 @dataclass(frozen=True)
-class ParameterGroup:
+class ParamGroupConfig:
     """Parameters whose logical name matches `pattern` (fnmatch) take this learning-rate factor and weight decay.
 
     With a `name`, another optimizer than the job's steps them; `momentum` is for one whose name here is "sgd" or "muon".
@@ -28,72 +31,94 @@ class ParameterGroup:
     pattern: str
     lr_factor: float = 1.0
     weight_decay: float | None = None
-    name: RuleName | None = None
+    name: OptimizerName | None = None
     momentum: float = 0.0
 
-    def faults(self) -> Iterator[Fault]:
+    def diagnostics(self) -> Iterator[Diagnostic]:
         where = f"optimizer.groups '{self.pattern}'"
         if not 0 <= self.lr_factor < inf:
-            yield Fault(f"a learning-rate factor of {self.lr_factor}", "write a number from 0 up; 0 holds them still", where)
+            yield Diagnostic(
+                f"a learning-rate factor of {self.lr_factor}",
+                "write a number from 0 up; 0 holds them still",
+                where,
+            )
         if self.weight_decay is not None and not 0 <= self.weight_decay < inf:
-            yield Fault(f"a weight decay of {self.weight_decay}", "write a number from 0 up; 0 is none", where)
+            yield Diagnostic(
+                f"a weight decay of {self.weight_decay}", "write a number from 0 up; 0 is none", where
+            )
         if not 0 <= self.momentum < 1:
-            yield Fault(f"a momentum of {self.momentum}", "write a number from 0 up to, not including, 1", where)
-        elif self.momentum and self.name not in WITH_MOMENTUM:
+            yield Diagnostic(
+                f"a momentum of {self.momentum}", "write a number from 0 up to, not including, 1", where
+            )
+        elif self.momentum and self.name not in MOMENTUM_OPTIMIZERS:
             text = f'momentum = {self.momentum} in a group that does not name "sgd" or "muon"'
-            yield Fault(text, 'set name = "sgd" in the group, or write optimizer.momentum for all', where)
+            yield Diagnostic(
+                text, 'set name = "sgd" in the group, or write optimizer.momentum for all', where
+            )
         elif self.name == "muon" and not self.momentum:
-            yield Fault("muon without momentum", "write momentum = 0.95 in the group", where)
+            yield Diagnostic("muon without momentum", "write momentum = 0.95 in the group", where)
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class OptimizerConfig:
     """The rule that steps the weights. The first of `groups` that matches wins; then norms and biases (1-D) take no decay.
 
     `betas` are those of adamw and lion, also with moments of 16 and 8 bits, `eps` that of adamw; `momentum` is for sgd and muon.
     muon steps hidden matrices, and leaves embeddings, heads, norms and biases to adamw. See core/rules.py, engine/rules.
     """
 
-    name: RuleName = "adamw"
+    name: OptimizerName = "adamw"
     lr: float = 3e-4
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     momentum: float = 0.0
-    groups: tuple[ParameterGroup, ...] = ()
+    groups: tuple[ParamGroupConfig, ...] = ()
 
-    def faults(self) -> Iterator[Fault]:
+    def diagnostics(self) -> Iterator[Diagnostic]:
         if not 0 < self.lr < inf:
-            yield Fault(f"a learning rate of {self.lr}", "write a number above 0", "optimizer.lr")
+            yield Diagnostic(f"a learning rate of {self.lr}", "write a number above 0", "optimizer.lr")
         if not all(0 <= beta < 1 for beta in self.betas):
-            yield Fault(
+            yield Diagnostic(
                 f"betas of {self.betas}; needed are numbers from 0 up to, not including, 1",
                 "write [0.9, 0.95]",
                 "optimizer.betas",
             )
         if not 0 <= self.momentum < 1:
-            yield Fault(f"a momentum of {self.momentum}", "write a number from 0 up to, not including, 1", "optimizer.momentum")
-        elif self.momentum and self.name not in WITH_MOMENTUM:
+            yield Diagnostic(
+                f"a momentum of {self.momentum}",
+                "write a number from 0 up to, not including, 1",
+                "optimizer.momentum",
+            )
+        elif self.momentum and self.name not in MOMENTUM_OPTIMIZERS:
             why = "" if self.name == "adafactor" else f": its first beta is {self.betas[0]}"
             text = f"momentum = {self.momentum} with {self.name}, which has none{why}"
-            yield Fault(text, 'remove it, or set name = "sgd"', "optimizer.momentum")
+            yield Diagnostic(text, 'remove it, or set name = "sgd"', "optimizer.momentum")
         elif self.name == "muon" and not self.momentum:
-            yield Fault("muon without momentum", "write momentum = 0.95", "optimizer.momentum")
-        halved = [name for name in (self.name, *(group.name for group in self.groups)) if name in IN_BFLOAT16]
+            yield Diagnostic("muon without momentum", "write momentum = 0.95", "optimizer.momentum")
+        halved = [
+            name
+            for name in (self.name, *(group.name for group in self.groups))
+            if name in BFLOAT16_STATE_OPTIMIZERS
+        ]
         if halved and 1 - 2**-8 < max(self.betas) < 1:
             text = f"betas of {self.betas} with {halved[0]}: rounding to bfloat16 undoes a step below 1/256 of the moment"
-            yield Fault(text, "write betas of at most 0.99, or take moments of 32 or 8 bits", "optimizer.betas")
+            yield Diagnostic(
+                text, "write betas of at most 0.99, or take moments of 32 or 8 bits", "optimizer.betas"
+            )
         if not 0 <= self.weight_decay < inf:
             text = f"a weight decay of {self.weight_decay}"
-            yield Fault(text, "write a number from 0 up; 0 is none", "optimizer.weight_decay")
+            yield Diagnostic(text, "write a number from 0 up; 0 is none", "optimizer.weight_decay")
         if not 0 <= self.eps < inf:
-            yield Fault(f"an eps of {self.eps}", "write a number from 0 up; 1e-8 is usual", "optimizer.eps")
+            yield Diagnostic(
+                f"an eps of {self.eps}", "write a number from 0 up; 1e-8 is usual", "optimizer.eps"
+            )
         for group in self.groups:
-            yield from group.faults()
+            yield from group.diagnostics()
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ScheduleConfig:
     """The learning rate as a factor of `optimizer.lr`, in global steps.
 
     constant: 1 after the warm-up. cosine: half a cosine from 1 to `floor` at the last step. wsd (warm-up, stable,
@@ -105,14 +130,18 @@ class Schedule:
     decay: int = 0
     floor: float = 0.0
 
-    def faults(self, steps: int) -> Iterator[Fault]:
+    def diagnostics(self, steps: int) -> Iterator[Diagnostic]:
         if self.warmup < 0 or self.decay < 0 or self.warmup + self.decay > steps:
             text = f"{self.warmup} warm-up and {self.decay} decay steps do not fit into {steps} steps"
-            yield Fault(text, "shorten them, or raise train.steps", "schedule")
+            yield Diagnostic(text, "shorten them, or raise train.steps", "schedule")
         if not 0 <= self.floor <= 1:
-            yield Fault(f"a floor of {self.floor}; it is a share of optimizer.lr", "write a number from 0 to 1", "schedule.floor")
+            yield Diagnostic(
+                f"a floor of {self.floor}; it is a share of optimizer.lr",
+                "write a number from 0 to 1",
+                "schedule.floor",
+            )
         if self.decay and self.name != "wsd":
-            yield Fault(
+            yield Diagnostic(
                 f"decay = {self.decay} with the {self.name} schedule, which has none",
                 'remove it, or set name = "wsd"',
                 "schedule.decay",
@@ -120,7 +149,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Train:
+class TrainConfig:
     """How much is trained: global steps of `batch` samples each, clipped to a gradient norm of `clip` (0: never).
 
     With `noise_scale`, metrics tell the gradient noise scale, in samples: the batch size up to which more samples still pay.
@@ -132,17 +161,19 @@ class Train:
     seed: int = 0
     noise_scale: bool = False
 
-    def faults(self) -> Iterator[Fault]:
+    def diagnostics(self) -> Iterator[Diagnostic]:
         if self.steps < 1:
-            yield Fault(f"{self.steps} steps", "write at least 1", "train.steps")
+            yield Diagnostic(f"{self.steps} steps", "write at least 1", "train.steps")
         if self.batch < 1:
-            yield Fault(f"a global batch of {self.batch} samples", "write at least 1", "train.batch")
+            yield Diagnostic(f"a global batch of {self.batch} samples", "write at least 1", "train.batch")
         if not 0 <= self.clip < inf:
-            yield Fault(f"a gradient norm of {self.clip}", "write a number above 0, or 0 not to clip", "train.clip")
+            yield Diagnostic(
+                f"a gradient norm of {self.clip}", "write a number above 0, or 0 not to clip", "train.clip"
+            )
 
 
 @dataclass(frozen=True)
-class Evaluate:
+class EvalConfig:
     """The loss on samples that are not trained on, every `every` steps (0: only at the end) and after the last one.
 
     The samples are those of `source` or of another `split` of a data set, read as [data] says, or the last `hold_out`
@@ -159,28 +190,36 @@ class Evaluate:
     min_delta: float = 0.0
 
     @property
-    def asked_for(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether there is anything to evaluate on."""
         return bool(self.source or self.split or self.hold_out)
 
-    def faults(self) -> Iterator[Fault]:
+    def diagnostics(self) -> Iterator[Diagnostic]:
         for key in ("hold_out", "every", "samples", "patience"):
             number = vars(self)[key]
             if number < 0:
-                yield Fault(f"{key} = {number}", "write a whole number from 0 up", f"evaluate.{key}")
+                yield Diagnostic(f"{key} = {number}", "write a whole number from 0 up", f"evaluate.{key}")
         if (self.source or self.split) and self.hold_out:
             given = f"'{self.source}'" if self.source else f"the split '{self.split}'"
             text = f"the samples of {given} and the last {self.hold_out} of the training data; needed is one of them"
-            yield Fault(text, "remove evaluate.hold_out, or evaluate.source and evaluate.split", "evaluate")
+            yield Diagnostic(
+                text, "remove evaluate.hold_out, or evaluate.source and evaluate.split", "evaluate"
+            )
         if not 0 <= self.min_delta < inf:
-            yield Fault(f"a min_delta of {self.min_delta}", "write a number from 0 up", "evaluate.min_delta")
-        if not self.asked_for and (self.patience or self.samples):
+            yield Diagnostic(
+                f"a min_delta of {self.min_delta}", "write a number from 0 up", "evaluate.min_delta"
+            )
+        if not self.is_enabled and (self.patience or self.samples):
             text = f"patience = {self.patience}, samples = {self.samples}, and nothing to evaluate on"
-            yield Fault(text, "set evaluate.source to a file or folder, or evaluate.hold_out to a number of samples", "evaluate")
+            yield Diagnostic(
+                text,
+                "set evaluate.source to a file or folder, or evaluate.hold_out to a number of samples",
+                "evaluate",
+            )
 
 
 @dataclass(frozen=True)
-class Guard:
+class LossGuard:
     """What becomes of a step whose loss or gradient norm is not finite, or far above what is usual.
 
     Far above: more than `factor` (0: only what is not finite) times its median over the last `window` good steps, once
@@ -191,34 +230,38 @@ class Guard:
     factor: float = 10.0
     window: int = 50
 
-    def faults(self) -> Iterator[Fault]:
+    def diagnostics(self) -> Iterator[Diagnostic]:
         if self.factor != 0 and not 1 < self.factor < inf:
             text = f"a factor of {self.factor} on the median"
-            yield Fault(text, "write a number above 1, or 0 to act on what is not finite only", "guard.factor")
+            yield Diagnostic(
+                text, "write a number above 1, or 0 to act on what is not finite only", "guard.factor"
+            )
         if not 2 <= self.window <= 100_000:
-            yield Fault(f"a window of {self.window} steps", "write a number from 2 to 100000", "guard.window")
+            yield Diagnostic(
+                f"a window of {self.window} steps", "write a number from 2 to 100000", "guard.window"
+            )
 
 
 @dataclass(frozen=True)
 class Job:
     """What is trained, whatever it is trained on."""
 
-    model: ModelSource = field(default_factory=ModelSource)
-    data: DataSource = field(default_factory=DataSource)
-    train: Train = field(default_factory=Train)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    schedule: Schedule = field(default_factory=Schedule)
-    precision: Precision = field(default_factory=Precision)
-    evaluate: Evaluate = field(default_factory=Evaluate)
-    guard: Guard = field(default_factory=Guard)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    evaluate: EvalConfig = field(default_factory=EvalConfig)
+    guard: LossGuard = field(default_factory=LossGuard)
 
-    def faults(self) -> Iterator[Fault]:
+    def diagnostics(self) -> Iterator[Diagnostic]:
         """Everything that is wrong with the job by itself."""
-        yield from self.model.faults()
-        yield from self.data.faults()
-        yield from self.train.faults()
-        yield from self.optimizer.faults()
-        yield from self.schedule.faults(self.train.steps)
-        yield from self.precision.faults()
-        yield from self.evaluate.faults()
-        yield from self.guard.faults()
+        yield from self.model.diagnostics()
+        yield from self.data.diagnostics()
+        yield from self.train.diagnostics()
+        yield from self.optimizer.diagnostics()
+        yield from self.schedule.diagnostics(self.train.steps)
+        yield from self.precision.diagnostics()
+        yield from self.evaluate.diagnostics()
+        yield from self.guard.diagnostics()

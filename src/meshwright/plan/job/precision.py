@@ -13,44 +13,49 @@ from dataclasses import dataclass, replace
 from math import frexp
 from typing import Literal
 
-from meshwright.plan.job.errors import Fault
+from meshwright.plan.job.errors import Diagnostic
 
-Float = Literal["float64", "float32", "bfloat16", "float16"]
-Compute = Literal["float64", "float32", "bfloat16", "float16", "float8"]
-OrSame = Literal["", "float64", "float32", "bfloat16", "float16"]
+FloatDtype = Literal["float64", "float32", "bfloat16", "float16"]
+ComputeDtype = Literal["float64", "float32", "bfloat16", "float16", "float8"]
+OptionalFloatDtype = Literal["", "float64", "float32", "bfloat16", "float16"]
 
-HALVES = ("bfloat16", "float16")
+HALF_DTYPES = ("bfloat16", "float16")
 ROLES = ("parameters", "master", "compute", "gradients", "reduce", "moments")
-SCALE, WINDOW = 65536.0, 2000
+DEFAULT_LOSS_SCALE, DEFAULT_LOSS_SCALE_WINDOW = 65536.0, 2000
 
 
 @dataclass(frozen=True)
-class Precision:
+class PrecisionConfig:
     """A dtype per role; "" is explained at the top of the file.
 
     Where something is float16, the loss is multiplied by a scale that begins with `loss_scale`, doubles after
     `loss_scale_window` steps without an overflow, and is halved by one.
     """
 
-    parameters: Float = "float32"
-    compute: Compute = "float32"
-    reduce: Float = "float32"
-    master: OrSame = ""
-    gradients: OrSame = ""
-    moments: OrSame = ""
-    loss_scale: float = SCALE
-    loss_scale_window: int = WINDOW
+    parameters: FloatDtype = "float32"
+    compute: ComputeDtype = "float32"
+    reduce: FloatDtype = "float32"
+    master: OptionalFloatDtype = ""
+    gradients: OptionalFloatDtype = ""
+    optimizer_states: OptionalFloatDtype = ""
+    loss_scale: float = DEFAULT_LOSS_SCALE
+    loss_scale_window: int = DEFAULT_LOSS_SCALE_WINDOW
 
     @property
-    def resolved(self) -> "Precision":
+    def effective(self) -> "PrecisionConfig":
         """The same with no role left open."""
         master = self.master or self.parameters
-        return replace(self, master=master, gradients=self.gradients or self.parameters, moments=self.moments or master)
+        return replace(
+            self,
+            master=master,
+            gradients=self.gradients or self.parameters,
+            optimizer_states=self.optimizer_states or master,
+        )
 
     @property
     def roles(self) -> dict[str, str]:
         """The dtype of each role, none left open, in the order of ROLES."""
-        said = self.resolved
+        said = self.effective
         return {role: vars(said)[role] for role in ROLES}
 
     @property
@@ -58,58 +63,81 @@ class Precision:
         """Whether gradients may leave the range of float16, so that the loss is scaled."""
         return "float16" in (self.parameters, self.compute)
 
-    def faults(self) -> Iterator[Fault]:
+    def diagnostics(self) -> Iterator[Diagnostic]:
         """Every combination that cannot train."""
         yield from self._compute_faults()
         yield from self._master_faults()
         yield from self._gradient_faults()
-        if self.moments not in ("", self.resolved.master):
-            text = f"moments in {self.moments}; the optimizer keeps them in the dtype of what it steps, {self.resolved.master}"
-            yield Fault(text, f'remove it, or set precision.master = "{self.moments}"', "precision.moments")
+        if self.optimizer_states not in ("", self.effective.master):
+            text = f"moments in {self.optimizer_states}; the optimizer keeps them in the dtype of what it steps, {self.effective.master}"
+            yield Diagnostic(
+                text, f'remove it, or set precision.master = "{self.optimizer_states}"', "precision.moments"
+            )
         yield from self._scale_faults()
 
-    def _compute_faults(self) -> Iterator[Fault]:
+    def _compute_faults(self) -> Iterator[Diagnostic]:
         if self.compute == "float8":
-            text = (
-                "compute in float8; there are no float8 products here, and most devices have none (needed: H100, RTX 40, MI300)"
-            )
-            yield Fault(text, 'use compute = "bfloat16"', "precision.compute")
+            text = "compute in float8; there are no float8 products here, and most devices have none (needed: H100, RTX 40, MI300)"
+            yield Diagnostic(text, 'use compute = "bfloat16"', "precision.compute")
             return
-        if self.parameters in HALVES and self.compute != self.parameters:
+        if self.parameters in HALF_DTYPES and self.compute != self.parameters:
             text = f"{self.parameters} parameters with {self.compute} compute"
-            yield Fault(text, f'use compute = "{self.parameters}", or parameters = "float32"', "precision.compute")
+            yield Diagnostic(
+                text, f'use compute = "{self.parameters}", or parameters = "float32"', "precision.compute"
+            )
         if self.parameters == "float64" and self.compute != "float64":
-            yield Fault(f"float64 parameters with {self.compute} compute", 'use compute = "float64"', "precision.compute")
+            yield Diagnostic(
+                f"float64 parameters with {self.compute} compute",
+                'use compute = "float64"',
+                "precision.compute",
+            )
         if self.compute == "float64" and self.parameters != "float64":
             text = f"float64 compute with {self.parameters} parameters"
-            yield Fault(text, 'use parameters = "float64"', "precision.parameters")
+            yield Diagnostic(text, 'use parameters = "float64"', "precision.parameters")
 
-    def _master_faults(self) -> Iterator[Fault]:
-        master = self.resolved.master
-        if master != self.parameters and (self.parameters not in HALVES or master != "float32"):
+    def _master_faults(self) -> Iterator[Diagnostic]:
+        master = self.effective.master
+        if master != self.parameters and (self.parameters not in HALF_DTYPES or master != "float32"):
             text = f"a {master} master of {self.parameters} parameters; a master is float32 beside bfloat16 or float16 parameters"
-            fix = 'set master = "float32"' if self.parameters in HALVES else 'remove it, or set parameters = "bfloat16"'
-            yield Fault(text, fix, "precision.master")
+            fix = (
+                'set master = "float32"'
+                if self.parameters in HALF_DTYPES
+                else 'remove it, or set parameters = "bfloat16"'
+            )
+            yield Diagnostic(text, fix, "precision.master")
         elif master == "float16":
             text = "float16 parameters without a master: steps below 6e-8 vanish, and so does the optimizer's eps of 1e-8"
-            yield Fault(text, 'set master = "float32"', "precision.master")
+            yield Diagnostic(text, 'set master = "float32"', "precision.master")
 
-    def _gradient_faults(self) -> Iterator[Fault]:
-        for role, dtype in (("gradients", self.resolved.gradients), ("reduce", self.reduce)):
+    def _gradient_faults(self) -> Iterator[Diagnostic]:
+        for role, dtype in (("gradients", self.effective.gradients), ("reduce", self.reduce)):
             if role == "gradients" and (dtype == "float64") != (self.parameters == "float64"):
                 text = f"{dtype} gradients of {self.parameters} parameters"
-                yield Fault(text, f'remove it: then they are {self.parameters}, or set "float32"', "precision.gradients")
+                yield Diagnostic(
+                    text,
+                    f'remove it: then they are {self.parameters}, or set "float32"',
+                    "precision.gradients",
+                )
             elif dtype == "float16" and not self.scales_loss:
                 text = f"{role} in float16, and the loss is not scaled: small gradients vanish"
-                yield Fault(text, f'set {role} = "bfloat16", or compute = "float16"', f"precision.{role}")
+                yield Diagnostic(
+                    text, f'set {role} = "bfloat16", or compute = "float16"', f"precision.{role}"
+                )
 
-    def _scale_faults(self) -> Iterator[Fault]:
+    def _scale_faults(self) -> Iterator[Diagnostic]:
         if not 1 <= self.loss_scale <= 2.0**100 or frexp(self.loss_scale)[0] != 0.5:
             text = f"a loss scale of {self.loss_scale:g}; needed is a power of two from 1 up, so that scaling rounds nothing"
-            yield Fault(text, "write 65536.0", "precision.loss_scale")
+            yield Diagnostic(text, "write 65536.0", "precision.loss_scale")
         if self.loss_scale_window < 1:
             text = f"a window of {self.loss_scale_window} steps"
-            yield Fault(text, "write a number from 1 up; 2000 is usual", "precision.loss_scale_window")
-        if not self.scales_loss and (self.loss_scale, self.loss_scale_window) != (SCALE, WINDOW):
+            yield Diagnostic(text, "write a number from 1 up; 2000 is usual", "precision.loss_scale_window")
+        if not self.scales_loss and (self.loss_scale, self.loss_scale_window) != (
+            DEFAULT_LOSS_SCALE,
+            DEFAULT_LOSS_SCALE_WINDOW,
+        ):
             text = f"a loss scale, and nothing is computed in float16, but in {self.compute}"
-            yield Fault(text, 'remove loss_scale and loss_scale_window, or set compute = "float16"', "precision.loss_scale")
+            yield Diagnostic(
+                text,
+                'remove loss_scale and loss_scale_window, or set compute = "float16"',
+                "precision.loss_scale",
+            )

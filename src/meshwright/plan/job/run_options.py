@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, fields
 from math import isfinite
 from typing import Literal, Self
 
-from meshwright.plan.job.errors import Fault, nearest
+from meshwright.plan.job.errors import Diagnostic, suggest_name
 
-Phase = Literal["init", "first_step", "step", "evaluate", "save"]
+RunPhase = Literal["init", "first_step", "step", "evaluate", "save"]
 
 
 @dataclass(frozen=True)
-class Limits:
+class WaitLimits:
     """The seconds that one wait for another rank may last; then the rank that did not come is reported, and the run ends.
 
     `init_s` holds outside the loop (starting, resuming, leaving), `first_step_s` in the first step of a process, `step_s` in
@@ -32,16 +32,16 @@ class Limits:
     save_s: float = 600.0
 
     @classmethod
-    def every(cls, seconds: float) -> Self:
+    def uniform(cls, seconds: float) -> Self:
         """The same limit for every phase."""
         return cls(*(seconds for _ in fields(cls)))
 
     @property
-    def longest(self) -> float:
+    def longest_s(self) -> float:
         """The longest of them."""
         return max(self.init_s, self.first_step_s, self.step_s, self.evaluate_s, self.save_s)
 
-    def of(self, phase: Phase) -> float:
+    def for_phase(self, phase: RunPhase) -> float:
         """The limit of `phase`, in seconds."""
         match phase:
             case "init":
@@ -55,20 +55,24 @@ class Limits:
             case "save":
                 return self.save_s
 
-    def faults(self) -> Iterator[Fault]:
+    def diagnostics(self) -> Iterator[Diagnostic]:
         """Everything that is wrong with them."""
         said = {"init": self.init_s, "first_step": self.first_step_s, "step": self.step_s}
         for name, seconds in {**said, "evaluate": self.evaluate_s, "save": self.save_s}.items():
             if not (isfinite(seconds) and seconds > 0):
-                fix = "name a number of seconds above 0, such as 300; one wait for a slow rank must fit into it"
-                yield Fault(f"{name}_s = {seconds:g}: no wait can last that long", fix, f"run.limits.{name}_s")
+                fix = (
+                    "name a number of seconds above 0, such as 300; one wait for a slow rank must fit into it"
+                )
+                yield Diagnostic(
+                    f"{name}_s = {seconds:g}: no wait can last that long", fix, f"run.limits.{name}_s"
+                )
 
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
 @dataclass(frozen=True)
-class Run:
+class RunConfig:
     """What surrounds the training and changes no number: where it writes, how often it saves, what it shows.
 
     A checkpoint is saved every `save_every` steps (0: only at the end) and the newest `keep` stay. With `keep_best`, one
@@ -101,25 +105,41 @@ class Run:
     trace_steps: int = 0
     workers: int = 0
     cache: str = ""
-    limits: Limits = field(default_factory=Limits)
+    limits: WaitLimits = field(default_factory=WaitLimits)
     check_collectives: bool = False
     shared_memory: bool = True
     hardware: str = ""
     cluster: str = ""
 
-    def faults(self) -> Iterator[Fault]:
+    def diagnostics(self) -> Iterator[Diagnostic]:
         """Everything that is wrong with it."""
         if self.save_every < 0:
-            yield Fault(f"save_every = {self.save_every}", "0 saves only at the end; 100 every 100 steps", "run.save_every")
+            yield Diagnostic(
+                f"save_every = {self.save_every}",
+                "0 saves only at the end; 100 every 100 steps",
+                "run.save_every",
+            )
         if self.keep < 1:
-            yield Fault(f"keep = {self.keep}: no checkpoint would stay", "keep at least 1", "run.keep")
+            yield Diagnostic(f"keep = {self.keep}: no checkpoint would stay", "keep at least 1", "run.keep")
         for name in self.trackers:
             if name not in TRACKERS:
-                yield Fault(f"there is no tracker '{name}'", nearest(name, TRACKERS), "run.trackers")
+                yield Diagnostic(
+                    f"there is no tracker '{name}'", suggest_name(name, TRACKERS), "run.trackers"
+                )
         if self.trackers and not self.tracker_project.strip():
-            yield Fault("no project is named", 'write tracker_project = "meshwright"', "run.tracker_project")
+            yield Diagnostic(
+                "no project is named", 'write tracker_project = "meshwright"', "run.tracker_project"
+            )
         if self.workers < 0:
-            yield Fault(f"{self.workers} workers", "0 makes batches when they are needed; 1 or 2 ahead of it", "run.workers")
+            yield Diagnostic(
+                f"{self.workers} workers",
+                "0 makes batches when they are needed; 1 or 2 ahead of it",
+                "run.workers",
+            )
         if self.trace_steps < 0:
-            yield Fault(f"trace_steps = {self.trace_steps}", "0 traces nothing; 3 traces three steps", "run.trace_steps")
-        yield from self.limits.faults()
+            yield Diagnostic(
+                f"trace_steps = {self.trace_steps}",
+                "0 traces nothing; 3 traces three steps",
+                "run.trace_steps",
+            )
+        yield from self.limits.diagnostics()

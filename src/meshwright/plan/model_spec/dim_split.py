@@ -23,7 +23,7 @@ Range = tuple[int, int]  # the first index, and the one behind the last
 
 
 @dataclass(frozen=True)
-class Span:
+class DimRanges:
     """What a rank has of a tensor along `dim`: `ranges` of it, one behind the other."""
 
     dim: int
@@ -34,7 +34,7 @@ class Span:
         """How many elements along the dim that is."""
         return sum(end - first for first, end in self.ranges)
 
-    def parts(self, first: int, length: int) -> Iterator[Range]:
+    def global_ranges(self, first: int, length: int) -> Iterator[Range]:
         """Where `length` elements of what the rank has, from its `first` on, lie in the whole tensor: in order."""
         for begin, end in self.ranges:
             taken = min(length, end - begin - first)
@@ -45,7 +45,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Cut:
+class DimSplit:
     """Along `dim`: `sections` of so many elements each, every one of `units` units; `side` is what that dim is to the layer.
 
     Units are made of `heads` in all (0: of nothing smaller). In each section, so many elements at the front of a unit are its
@@ -53,67 +53,72 @@ class Cut:
     """
 
     dim: int
-    units: int
+    num_units: int
     sections: tuple[int, ...]
     side: str = "out"
-    heads: int = 0
-    own: tuple[int, ...] = ()
+    num_heads: int = 0
+    per_head_numel: tuple[int, ...] = ()
 
     @property
-    def most(self) -> int:
+    def max_ranks(self) -> int:
         """How many ranks can have something of it."""
-        return max(self.units, self.heads)
+        return max(self.num_units, self.num_heads)
 
-    def overlaps(self, ranks: int) -> bool:
+    def overlaps(self, num_ranks: int) -> bool:
         """Whether some of `ranks` ranks need the same elements."""
-        shared = any(own * self.units < length for own, length in zip(self.own, self.sections, strict=False))
-        return ranks > self.units and shared
+        shared = any(
+            own * self.num_units < length
+            for own, length in zip(self.per_head_numel, self.sections, strict=False)
+        )
+        return num_ranks > self.num_units and shared
 
     @property
-    def by_section(self) -> tuple["Cut", ...]:
+    def section_splits(self) -> tuple["DimSplit", ...]:
         """The same of each section alone."""
-        own = self.own or (0,) * len(self.sections)
+        own = self.per_head_numel or (0,) * len(self.sections)
         return tuple(
-            replace(self, sections=(length,), own=(mine,) if self.own else ())
+            replace(self, sections=(length,), per_head_numel=(mine,) if self.per_head_numel else ())
             for length, mine in zip(self.sections, own, strict=True)
         )
 
-    def units_of(self, index: int, ranks: int) -> Range:
+    def units_of(self, index: int, num_ranks: int) -> Range:
         """The units, or the heads where ranks are more than units, of the rank at `index` among `ranks`."""
-        each, more = divmod(self.units if ranks <= self.units or not self.heads else self.heads, ranks)
+        each, more = divmod(
+            self.num_units if num_ranks <= self.num_units or not self.num_heads else self.num_heads, num_ranks
+        )
         first = index * each + min(index, more)
         return first, first + each + (index < more)
 
-    def ranges(self, index: int, ranks: int) -> tuple[Range, ...]:
+    def ranges(self, index: int, num_ranks: int) -> tuple[Range, ...]:
         """Which elements along the dim that rank has, section after section."""
-        first, end = self.units_of(index, ranks)
-        if ranks > self.units and self.heads:
+        first, end = self.units_of(index, num_ranks)
+        if num_ranks > self.num_units and self.num_heads:
             return tuple(_joined(self._by_head(first, end)))
         found, start = [], 0
         for length in self.sections:
-            unit = length // self.units
+            unit = length // self.num_units
             found.append((start + first * unit, start + end * unit))
             start += length
         return tuple(found)
 
-    def span(self, index: int, ranks: int) -> Span:
+    def dim_ranges(self, index: int, num_ranks: int) -> DimRanges:
         """The same, with the dim."""
-        return Span(self.dim, self.ranges(index, ranks))
+        return DimRanges(self.dim, self.ranges(index, num_ranks))
 
-    def size(self, index: int, ranks: int) -> int:
+    def size(self, index: int, num_ranks: int) -> int:
         """How many elements along the dim that rank has."""
-        return self.span(index, ranks).size
+        return self.dim_ranges(index, num_ranks).size
 
-    def local(self, shape: tuple[int, ...], index: int, ranks: int) -> tuple[int, ...]:
+    def local_shape(self, shape: tuple[int, ...], index: int, num_ranks: int) -> tuple[int, ...]:
         """What that rank holds of a tensor of `shape`."""
-        return (*shape[: self.dim], self.size(index, ranks), *shape[self.dim + 1 :])
+        return (*shape[: self.dim], self.size(index, num_ranks), *shape[self.dim + 1 :])
 
     def _by_head(self, first: int, end: int) -> Iterator[Range]:
         """What these heads need: of one unit, what is shared comes once, else with every head."""
-        each, start = self.heads // self.units, 0
+        each, start = self.num_heads // self.num_units, 0
         within = end > first and first // each == (end - 1) // each
-        for length, own in zip(self.sections, self.own, strict=True):
-            unit, wide = length // self.units, own // each
+        for length, own in zip(self.sections, self.per_head_numel, strict=True):
+            unit, wide = length // self.num_units, own // each
             for run in [(first, end)] if within else [(head, head + 1) for head in range(first, end)]:
                 begin = start + run[0] // each * unit
                 yield begin + run[0] % each * wide, begin + (run[0] % each + run[1] - run[0]) * wide
@@ -122,18 +127,18 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Side:
+class DimShard:
     """A dim that is cut along `axes`, dealt at once to all their `ranks`, the last axis innermost; and the rank at `index`."""
 
     axes: tuple[str, ...]
-    cut: Cut
-    ranks: int
+    dim_split: DimSplit
+    num_ranks: int
     index: int
 
     @property
-    def span(self) -> Span:
+    def dim_ranges(self) -> DimRanges:
         """What the rank has along the dim."""
-        return self.cut.span(self.index, self.ranks)
+        return self.dim_split.dim_ranges(self.index, self.num_ranks)
 
 
 def _joined(ranges: Iterator[Range]) -> Iterator[Range]:

@@ -7,30 +7,30 @@ block to block in *passages*, and ends in *logits*.
 
 from dataclasses import dataclass
 
-from meshwright.plan.model_spec.dim_split import Cut
+from meshwright.plan.model_spec.dim_split import DimSplit
 
 
 @dataclass(frozen=True)
-class Formula:
+class NormFormula:
     """What a norm over the last dim computes, as far as it follows (x - mean) / sqrt(variance + eps) * (weight + offset) + bias.
 
     One that is not `centred` takes the mean of squares for the variance, and no mean. Without an `eps` of its own it takes that
     of the dtype. `width` is the size of the dim.
     """
 
-    centred: bool
+    subtracts_mean: bool
     eps: float | None
-    offset: float
-    width: int
+    weight_offset: float
+    normalized_size: int
 
     @property
-    def statistics(self) -> int:
+    def num_statistics(self) -> int:
         """How many numbers per row it takes of the whole dim."""
-        return 2 if self.centred else 1
+        return 2 if self.subtracts_mean else 1
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """One call of a layer that can be divided: its module, the visit, and its role.
 
     Roles: "columns" and "rows" of a pair of linear layers, "inside" of what stands between them, "gathered" of a columns
@@ -48,23 +48,23 @@ class Call:
     """
 
     name: str
-    visit: str
+    block_call: str
     role: str
-    source: int
-    into: int
-    out: int
-    needed: bool = True
-    formula: Formula | None = None
-    streams: bool = False
-    gate: str = ""
-    slots: tuple[int | str, ...] = ()
+    input_id: int
+    in_numel: int
+    out_numel: int
+    input_needs_grad: bool = True
+    norm_formula: NormFormula | None = None
+    takes_residual: bool = False
+    outer_module: str = ""
+    outer_args: tuple[int | str, ...] = ()
     flops: int = 0
-    inside: int = 0
-    sum: int = 0
+    saved_numel: int = 0
+    sum_id: int = 0
 
 
 @dataclass(frozen=True)
-class Number:
+class SizeAttribute:
     """A number that a module holds of heads or features that are divided, as `cut` is (its dim is 0): it must be the rank's own.
 
     `name` is the attribute; "config.x" is that of a config that the module holds. With `over` the number is how many of the one
@@ -73,26 +73,26 @@ class Number:
 
     module: str
     name: str
-    cut: Cut
-    over: Cut | None = None
+    dim_split: DimSplit
+    divisor_split: DimSplit | None = None
 
-    def local(self, index: int, ranks: int) -> int:
+    def local_value(self, index: int, num_ranks: int) -> int:
         """What the rank at `index` among `ranks` holds."""
-        count = self.cut.size(index, ranks)
-        return count if self.over is None else count // self.over.size(index, ranks)
+        count = self.dim_split.size(index, num_ranks)
+        return count if self.divisor_split is None else count // self.divisor_split.size(index, num_ranks)
 
 
 @dataclass(frozen=True)
-class Portion:
+class PerHeadInput:
     """A tensor by head that a block is given, at `slot` among its arguments (a position, a keyword): a rank takes its heads."""
 
     block: str
-    slot: int | str
-    cut: Cut
+    arg: int | str
+    dim_split: DimSplit
 
 
 @dataclass(frozen=True)
-class Passage:
+class ResidualFlow:
     """How the stream, [rows, tokens, width], goes through a visit that gives out what has the shape of what it takes in.
 
     `slot` is where it stands among the visit's arguments: a position, or a keyword; `place` is where among its outputs, None
@@ -102,19 +102,19 @@ class Passage:
     columns and rows.
     """
 
-    visit: str
-    slot: int | str
-    place: int | None
-    tokens: int
-    width: int
-    source: str = ""
-    onward: str = ""
-    needed: bool = True
-    mixes: str = ""
+    block_call: str
+    arg: int | str
+    output_index: int | None
+    num_tokens: int
+    hidden_size: int
+    producer: str = ""
+    consumer: str = ""
+    input_needs_grad: bool = True
+    not_sequence_parallel: str = ""
 
 
 @dataclass(frozen=True)
-class Logits:
+class LogitsSpec:
     """What a head gives out and the loss takes, where the loss can take it divided by words.
 
     `layer` is the head and `weight` what it multiplies with, by logical name; `words` are how many there are, `tokens` how many
@@ -123,8 +123,8 @@ class Logits:
     """
 
     layer: str
-    weight: str
-    words: int
-    tokens: int
-    numbers: int
-    changed: str = ""
+    param: str
+    vocab_size: int
+    num_tokens: int
+    num_reduced_values: int
+    modified_by: str = ""

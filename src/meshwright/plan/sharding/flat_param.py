@@ -17,20 +17,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.plan.model_spec.model_spec import Weight
+from meshwright.plan.model_spec.model_spec import ParamSpec
 
-Grain = Literal["element", "block", "matrix"]
-BLOCK = 256  # elements that share one scale in 8-bit moments
+ShardAlignment = Literal["element", "block", "matrix"]
+QUANT_BLOCK_NUMEL = 256  # elements that share one scale in 8-bit moments
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParamShard:
     """The elements `begin` to `end` of a flattened weight; they lie from `at` on in the shard of their rank."""
 
     name: str
     begin: int
     end: int
-    at: int
+    shard_offset: int
 
     @property
     def numel(self) -> int:
@@ -39,64 +39,74 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Arena:
+class FlatParamSpec:
     """Where the weights of the bundle `name` lie: (weight, elements, first place) each, over `ranks` shards along `axes`."""
 
     name: str
     axes: tuple[str, ...]
-    ranks: int
-    shard: int
-    weights: tuple[tuple[str, int, int], ...]
+    num_ranks: int
+    shard_numel: int
+    params: tuple[tuple[str, int, int], ...]
 
     @classmethod
-    def of(
+    def build(
         cls,
         name: str,
-        weights: Sequence[Weight],
+        params: Sequence[ParamSpec],
         axes: tuple[str, ...],
-        ranks: int,
-        grain: Grain = "element",
-        whole: Mapping[str, int] | None = None,
-    ) -> "Arena":
+        num_ranks: int,
+        shard_alignment: ShardAlignment = "element",
+        full_numel: Mapping[str, int] | None = None,
+    ) -> "FlatParamSpec":
         """The arena of `weights` in their order; of whole matrices the largest first, each to the rank with the least.
 
         `whole` are the elements of the logical weights, where these are slices: all slices of one go to the same index.
         """
-        if grain == "matrix":
-            return cls(name, axes, ranks, *_owned(weights, ranks, whole or {weight.name: weight.numel for weight in weights}))
-        step = BLOCK if grain == "block" else 1
+        if shard_alignment == "matrix":
+            return cls(
+                name,
+                axes,
+                num_ranks,
+                *_owned(params, num_ranks, full_numel or {weight.name: weight.numel for weight in params}),
+            )
+        step = QUANT_BLOCK_NUMEL if shard_alignment == "block" else 1
         placed, end = [], 0
-        for weight in weights:
+        for weight in params:
             end = -(-end // step) * step
             placed.append((weight.name, weight.numel, end))
             end += weight.numel
-        shard = -(-end // ranks)
-        return cls(name, axes, ranks, -(-shard // step) * step, tuple(placed))
+        shard = -(-end // num_ranks)
+        return cls(name, axes, num_ranks, -(-shard // step) * step, tuple(placed))
 
     @property
     def numel(self) -> int:
         """All elements, padding included."""
-        return self.ranks * self.shard
+        return self.num_ranks * self.shard_numel
 
-    def pieces(self, index: int) -> tuple[Piece, ...]:
+    def param_shards(self, index: int) -> tuple[ParamShard, ...]:
         """What the rank at `index` holds, in order; weights of which it holds nothing are left out."""
-        low, high = index * self.shard, (index + 1) * self.shard
+        low, high = index * self.shard_numel, (index + 1) * self.shard_numel
         found = []
-        for name, numel, start in self.weights:
+        for name, numel, start in self.params:
             begin, end = max(start, low), min(start + numel, high)
             if begin < end:
-                found.append(Piece(name, begin - start, end - start, begin - low))
+                found.append(ParamShard(name, begin - start, end - start, begin - low))
         return tuple(found)
 
 
-def _owned(weights: Sequence[Weight], ranks: int, whole: Mapping[str, int]) -> tuple[int, tuple[tuple[str, int, int], ...]]:
+def _owned(
+    params: Sequence[ParamSpec], num_ranks: int, whole: Mapping[str, int]
+) -> tuple[int, tuple[tuple[str, int, int], ...]]:
     """The length of a shard that holds whole weights, and where each lies."""
-    loads, fills, owner = [0] * ranks, [0] * ranks, {}
-    for weight in sorted(weights, key=lambda each: -whole[each.name]):
-        index = min(range(ranks), key=loads.__getitem__)
+    loads, fills, owner = [0] * num_ranks, [0] * num_ranks, {}
+    for weight in sorted(params, key=lambda each: -whole[each.name]):
+        index = min(range(num_ranks), key=loads.__getitem__)
         owner[weight.name] = index, fills[index]
         loads[index] += whole[weight.name]
         fills[index] += weight.numel
     shard = max(fills)
-    placed = ((weight.name, weight.numel, owner[weight.name][0] * shard + owner[weight.name][1]) for weight in weights)
+    placed = (
+        (weight.name, weight.numel, owner[weight.name][0] * shard + owner[weight.name][1])
+        for weight in params
+    )
     return shard, tuple(placed)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from math import prod
 
-from meshwright.plan.job.errors import Fault, nearest, raise_faults
+from meshwright.plan.job.errors import Diagnostic, raise_diagnostics, suggest_name
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp_depth", "tp")
 
@@ -34,8 +34,8 @@ class Mesh:
     tp: int = 1
 
     def __post_init__(self) -> None:
-        raise_faults(
-            Fault(
+        raise_diagnostics(
+            Diagnostic(
                 f"the axis has {self.size(axis)!r} ranks; needed is a whole number of at least 1",
                 "write a positive number; -1 (infer one axis) is resolved by Mesh.infer, given the number of ranks",
                 f"mesh.{axis}",
@@ -45,39 +45,65 @@ class Mesh:
         )
 
     @classmethod
-    def infer(cls, sizes: Mapping[str, int], world: int | None = None) -> "Mesh":
+    def infer(cls, sizes: Mapping[str, int], world_size: int | None = None) -> "Mesh":
         """The mesh with `sizes`, one of which may be -1: it becomes whatever makes the product equal `world`.
 
         Raises PlanError for an unknown axis, two unknown sizes, a world that does not divide, or no world to infer from.
         """
-        faults = [Fault(f"there is no axis '{axis}'", nearest(axis, AXES), f"mesh.{axis}") for axis in sizes if axis not in AXES]
+        faults = [
+            Diagnostic(f"there is no axis '{axis}'", suggest_name(axis, AXES), f"mesh.{axis}")
+            for axis in sizes
+            if axis not in AXES
+        ]
         open_axes = [axis for axis, size in sizes.items() if size == -1]
         if len(open_axes) > 1:
             faults.append(
-                Fault(
+                Diagnostic(
                     f"{' and '.join(open_axes)} are both -1; only one axis can be inferred",
                     "write the number of ranks of all axes but one",
                     "mesh",
                 )
             )
         faults += [
-            Fault(f"the size is {size}; needed is a number of at least 1, or -1 to infer it", "write 1, 2, 3...", f"mesh.{axis}")
+            Diagnostic(
+                f"the size is {size}; needed is a number of at least 1, or -1 to infer it",
+                "write 1, 2, 3...",
+                f"mesh.{axis}",
+            )
             for axis, size in sizes.items()
             if size < 1 and size != -1
         ]
-        raise_faults(faults)
+        raise_diagnostics(faults)
         fixed = prod(size for size in sizes.values() if size != -1)
-        if open_axes and world is None:
-            raise_faults([Fault(f"{open_axes[0]} is -1 and the number of ranks is not known", "say how many: --world N", "mesh")])
-        if open_axes and world is not None:
-            if world % fixed:
-                text = f"{world} ranks do not divide by {fixed}, the product of the other axes"
-                raise_faults([Fault(text, f"use a multiple of {fixed} ranks, or change the other axes", f"mesh.{open_axes[0]}")])
-            sizes = {**sizes, open_axes[0]: world // fixed}
+        if open_axes and world_size is None:
+            raise_diagnostics(
+                [
+                    Diagnostic(
+                        f"{open_axes[0]} is -1 and the number of ranks is not known",
+                        "say how many: --world N",
+                        "mesh",
+                    )
+                ]
+            )
+        if open_axes and world_size is not None:
+            if world_size % fixed:
+                text = f"{world_size} ranks do not divide by {fixed}, the product of the other axes"
+                raise_diagnostics(
+                    [
+                        Diagnostic(
+                            text,
+                            f"use a multiple of {fixed} ranks, or change the other axes",
+                            f"mesh.{open_axes[0]}",
+                        )
+                    ]
+                )
+            sizes = {**sizes, open_axes[0]: world_size // fixed}
         mesh = cls(**sizes)
-        if world is not None and mesh.world != world:
-            text = f"the mesh {mesh} has {mesh.world} ranks and {world} were started"
-            raise_faults([Fault(text, f"start {mesh.world} ranks, or set one axis to -1", "mesh")])
+        if world_size is not None and mesh.world_size != world_size:
+            text = f"the mesh {mesh} has {mesh.world_size} ranks and {world_size} were started"
+            raise_diagnostics(
+                [Diagnostic(text, f"start {mesh.world_size} ranks, or set one axis to -1", "mesh")]
+            )
         return mesh
 
     def size(self, axis: str) -> int:
@@ -96,18 +122,20 @@ class Mesh:
         return {axis: self.size(axis) for axis in AXES if axis != "tp_depth" or self.tp_depth > 1}
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """The number of ranks in all."""
         return prod(map(self.size, AXES))
 
-    def extent(self, axes: Iterable[str]) -> int:
+    def group_size(self, axes: Iterable[str]) -> int:
         """The number of ranks in a group that spans `axes`."""
         return prod(map(self.size, axes))
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Where `rank` stands: its index along every axis. Raises ValueError for a rank that the mesh does not have."""
-        if not 0 <= rank < self.world:
-            raise ValueError(f"there is no rank {rank} in {self}: it has {self.world}. Count ranks from 0 to {self.world - 1}")
+        if not 0 <= rank < self.world_size:
+            raise ValueError(
+                f"there is no rank {rank} in {self}: it has {self.world_size}. Count ranks from 0 to {self.world_size - 1}"
+            )
         index = {}
         for axis in reversed(AXES):
             rank, index[axis] = divmod(rank, self.size(axis))

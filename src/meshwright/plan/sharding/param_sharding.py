@@ -2,66 +2,80 @@
 
 from dataclasses import dataclass, replace
 
-from meshwright.plan.model_spec.model_spec import Weight
-from meshwright.plan.sharding.flat_param import Grain
+from meshwright.plan.model_spec.model_spec import ParamSpec
+from meshwright.plan.sharding.flat_param import ShardAlignment
 from meshwright.plan.sharding.mesh import AXES
-from meshwright.plan.sharding.placement import FLAT, Layout, P, Place, R, move_name
+from meshwright.plan.sharding.placement import FLAT, Layout, P, Placement, R, redistribution_name
 
 
 @dataclass(frozen=True)
-class Home:
+class ParamSharding:
     """Where one logical parameter lives, and the place in which the optimizer takes its gradient.
 
     `layout` is what a block finds when it uses the weight, `stored` what is kept of it at other times. `grain` is how finely
     the optimizer lets it be cut.
     """
 
-    weight: Weight
+    param: ParamSpec
     layout: Layout = Layout()
-    grad: Layout = Layout()
-    stored: Layout = Layout()
-    grain: Grain = "element"
+    grad_layout: Layout = Layout()
+    storage_layout: Layout = Layout()
+    shard_alignment: ShardAlignment = "element"
 
     @property
-    def pending(self) -> Layout:
+    def unreduced_grad_layout(self) -> Layout:
         """The gradient as backward leaves it: the adjoint of the weight's layout."""
-        return Layout.of({axis: place.adjoint for axis, place in self.layout.places})
+        return Layout.from_dict({axis: place.adjoint for axis, place in self.layout.placements})
 
-    def used_apart(self, axis: str) -> "Home":
+    def with_partial_grad(self, axis: str) -> "ParamSharding":
         """This home where each rank along `axis` uses the weight on something of its own: R, so its gradient is P."""
-        return replace(self, layout=self.layout.with_place(axis, R), grad=self.grad.with_place(axis, P))
+        return replace(
+            self,
+            layout=self.layout.with_placement(axis, R),
+            grad_layout=self.grad_layout.with_placement(axis, P),
+        )
 
-    def moves(self) -> dict[str, str]:
+    def grad_reductions(self) -> dict[str, str]:
         """Per axis, the act that brings the gradient from where backward leaves it to where it is wanted."""
-        axes = {axis for axis, _ in (*self.pending.places, *self.grad.places)}
-        names = {axis: move_name(self.pending.place(axis), self.grad.place(axis)) for axis in AXES if axis in axes}
+        axes = {axis for axis, _ in (*self.unreduced_grad_layout.placements, *self.grad_layout.placements)}
+        names = {
+            axis: redistribution_name(
+                self.unreduced_grad_layout.placement(axis), self.grad_layout.placement(axis)
+            )
+            for axis in AXES
+            if axis in axes
+        }
         return {axis: name for axis, name in names.items() if name != "keep"}
 
     @property
-    def flat(self) -> tuple[str, ...]:
+    def flat_shard_axes(self) -> tuple[str, ...]:
         """The axes over which it is cut in the arena of its bundle, outermost first; none where it lies in no arena."""
-        cut = {axis for axis, place in (*self.grad.places, *self.stored.places) if place.dim == FLAT}
+        cut = {
+            axis
+            for axis, place in (*self.grad_layout.placements, *self.storage_layout.placements)
+            if place.dim == FLAT
+        }
         return tuple(axis for axis in AXES if axis in cut) if cut else ()
 
     @property
-    def in_shards(self) -> bool:
+    def is_stored_sharded(self) -> bool:
         """Whether a rank keeps no more of it than a shard between its uses."""
-        return any(place == Place("S", FLAT) for _, place in self.stored.places)
+        return any(place == Placement("S", FLAT) for _, place in self.storage_layout.placements)
 
     @property
-    def cut(self) -> dict[str, int]:
+    def sliced_dims(self) -> dict[str, int]:
         """The axes along which each rank has a slice of it, and the dim that is sliced."""
-        return {axis: place.dim for axis, place in self.layout.places if place.dim is not None}
+        return {axis: place.dim for axis, place in self.layout.placements if place.dim is not None}
 
     @property
-    def apart(self) -> tuple[str, ...]:
+    def owner_axes(self) -> tuple[str, ...]:
         """The axes along whose slices one rank steps all of it (core/owners.py); none where each steps its own."""
-        cut = self.cut if self.weight.trainable and self.grain != "element" else {}
+        cut = self.sliced_dims if self.param.trainable and self.shard_alignment != "element" else {}
         return tuple(axis for axis in AXES if axis in cut)
 
 
 @dataclass(frozen=True)
-class Bundle:
+class ParamGroup:
     """Weights whose gradients are complete at the same time and summed over the same axes, so they travel together.
 
     `last` is the visit whose backward completes them; None means the last backward of the step. Tied weights, used by
@@ -70,32 +84,32 @@ class Bundle:
     """
 
     name: str
-    homes: tuple[Home, ...]
-    last: str | None
-    sharing: tuple[int, ...] = ()
-    uneven: bool = False
+    param_shardings: tuple[ParamSharding, ...]
+    last_block_call: str | None
+    pp_ranks: tuple[int, ...] = ()
+    is_uneven: bool = False
 
     @property
-    def weights(self) -> tuple[Weight, ...]:
+    def params(self) -> tuple[ParamSpec, ...]:
         """The weights, in the model's order."""
-        return tuple(home.weight for home in self.homes)
+        return tuple(home.param for home in self.param_shardings)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Their logical names."""
-        return tuple(weight.name for weight in self.weights)
+        return tuple(weight.name for weight in self.params)
 
     @property
-    def visits(self) -> tuple[str, ...]:
+    def block_calls(self) -> tuple[str, ...]:
         """The visits that use them."""
-        return self.homes[0].weight.visits
+        return self.param_shardings[0].param.block_calls
 
     @property
     def trainable(self) -> bool:
         """Whether they have gradients."""
-        return self.homes[0].weight.trainable
+        return self.param_shardings[0].param.trainable
 
     @property
     def numel(self) -> int:
         """The number of elements of one copy."""
-        return sum(weight.numel for weight in self.weights)
+        return sum(weight.numel for weight in self.params)

@@ -19,12 +19,15 @@ from typing import Literal
 
 Letter = Literal["R", "I", "S", "P"]
 
-MOVES: dict[tuple[Letter, Letter], str] = {
+REDISTRIBUTIONS: dict[tuple[Letter, Letter], str] = {
     ("R", "R"): "keep",
     ("I", "I"): "keep",
     ("P", "P"): "keep",
     ("I", "R"): "keep",  # backward P -> I: this is where a replicated weight's gradients are summed
-    ("R", "I"): "keep",  # the caller's promise that the copies are equal; backward I -> P counts the gradient once
+    (
+        "R",
+        "I",
+    ): "keep",  # the caller's promise that the copies are equal; backward I -> P counts the gradient once
     ("P", "I"): "all_reduce",
     ("P", "R"): "all_reduce",
     ("P", "S"): "reduce_scatter",
@@ -43,11 +46,13 @@ ADJOINT: dict[Letter, Letter] = {"R": "P", "P": "R", "I": "I", "S": "S"}
 COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all"})
 
 
-FLAT = -1  # the dim of S(flat): not the tensor itself is cut, but the arena that its bundle lies in (core/arena.py)
+FLAT = (
+    -1
+)  # the dim of S(flat): not the tensor itself is cut, but the arena that its bundle lies in (core/arena.py)
 
 
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """One letter, with the sharded dim where the letter is S."""
 
     letter: Letter
@@ -60,50 +65,50 @@ class Place:
             )
 
     @property
-    def adjoint(self) -> "Place":
+    def adjoint(self) -> "Placement":
         """The place of the gradient of a tensor that lives here."""
-        return Place(ADJOINT[self.letter], self.dim)
+        return Placement(ADJOINT[self.letter], self.dim)
 
     def __str__(self) -> str:
         return self.letter if self.dim is None else f"S({'flat' if self.dim == FLAT else self.dim})"
 
 
-R, I, P = Place("R"), Place("I"), Place("P")  # noqa: E741  the field's letter
+R, I, P = Placement("R"), Placement("I"), Placement("P")  # noqa: E741  the field's letter
 
 
-def S(dim: int) -> Place:  # noqa: N802  reads as the letter it is
+def S(dim: int) -> Placement:  # noqa: N802  reads as the letter it is
     """Sharded along tensor dim `dim`, or in the bundle's arena (FLAT)."""
-    return Place("S", dim)
+    return Placement("S", dim)
 
 
-def move_name(src: Place, dst: Place) -> str:
+def redistribution_name(src: Placement, dst: Placement) -> str:
     """The act that turns `src` into `dst`: a collective, a local act, or "keep"."""
-    return "keep" if src == dst else MOVES[src.letter, dst.letter]
+    return "keep" if src == dst else REDISTRIBUTIONS[src.letter, dst.letter]
 
 
 @dataclass(frozen=True)
 class Layout:
     """One tensor's place along every axis; an axis that is not named is I. Compared by value."""
 
-    places: tuple[tuple[str, Place], ...] = field(default=())
+    placements: tuple[tuple[str, Placement], ...] = field(default=())
 
     @classmethod
-    def of(cls, places: Mapping[str, Place]) -> "Layout":
+    def from_dict(cls, placements: Mapping[str, Placement]) -> "Layout":
         """The layout with these places; I is the default and is dropped, so that equal layouts compare equal."""
-        return cls(tuple(sorted((axis, place) for axis, place in places.items() if place != I)))
+        return cls(tuple(sorted((axis, place) for axis, place in placements.items() if place != I)))
 
-    def place(self, axis: str) -> Place:
+    def placement(self, axis: str) -> Placement:
         """The place along `axis`."""
-        return dict(self.places).get(axis, I)
+        return dict(self.placements).get(axis, I)
 
-    def with_place(self, axes: str | Iterable[str], place: Place) -> "Layout":
+    def with_placement(self, axes: str | Iterable[str], placement: Placement) -> "Layout":
         """This layout with `place` along `axes`."""
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
-        return Layout.of({**dict(self.places), **dict.fromkeys(axes, place)})
+        return Layout.from_dict({**dict(self.placements), **dict.fromkeys(axes, placement)})
 
-    def axes(self, letter: Letter) -> tuple[str, ...]:
+    def axes_with(self, letter: Letter) -> tuple[str, ...]:
         """The axes along which this tensor's letter is `letter` (other than I)."""
-        return tuple(axis for axis, place in self.places if place.letter == letter)
+        return tuple(axis for axis, place in self.placements if place.letter == letter)
 
     def __str__(self) -> str:
-        return " ".join(f"{axis}:{place}" for axis, place in self.places) or "I"
+        return " ".join(f"{axis}:{place}" for axis, place in self.placements) or "I"

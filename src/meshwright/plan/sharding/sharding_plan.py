@@ -10,19 +10,19 @@ dim of theirs have the shape of its slice, and all sizes that follow are its own
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from meshwright.plan.model_spec.dim_split import Side
-from meshwright.plan.model_spec.layer_calls import Call
-from meshwright.plan.model_spec.model_spec import Anatomy, Weight
-from meshwright.plan.model_spec.sequence_info import Deal
-from meshwright.plan.model_spec.stage_boundaries import Part
-from meshwright.plan.sharding.flat_param import Arena
+from meshwright.plan.model_spec.dim_split import DimShard
+from meshwright.plan.model_spec.layer_calls import LayerCall
+from meshwright.plan.model_spec.model_spec import ModelSpec, ParamSpec
+from meshwright.plan.model_spec.sequence_info import SequenceSharding
+from meshwright.plan.model_spec.stage_boundaries import StageSpec
+from meshwright.plan.sharding.flat_param import FlatParamSpec
 from meshwright.plan.sharding.mesh import AXES, Mesh
-from meshwright.plan.sharding.param_sharding import Bundle, Home
-from meshwright.plan.sharding.placement import I, Layout, Place, R
+from meshwright.plan.sharding.param_sharding import ParamGroup, ParamSharding
+from meshwright.plan.sharding.placement import I, Layout, Placement, R
 
 
 @dataclass(frozen=True)
-class Space:
+class ShardingPlan:
     """The layouts of samples, of the stream between blocks, of logits, and of weights on a mesh. Unnamed axes are invariant.
 
     Where the stream goes in slices of tokens, it does so `through` the visits that are named. Along the axes `led`, the rank at
@@ -33,258 +33,408 @@ class Space:
     """
 
     mesh: Mesh
-    anatomy: Anatomy
-    homes: tuple[Home, ...]
-    tokens: Layout = Layout()
-    stream: Layout = Layout()
-    logits: Layout = Layout()
-    through: tuple[str, ...] = ()
-    anew: bool = False
-    led: tuple[str, ...] = ()
-    stages: tuple[tuple[str, ...], ...] = ()
-    cuts: tuple[str, ...] = ()
-    deal: Deal | None = None
-    pieces: int = 1
-    whole: "Space | None" = None
+    model_spec: ModelSpec
+    param_shardings: tuple[ParamSharding, ...]
+    batch_layout: Layout = Layout()
+    residual_layout: Layout = Layout()
+    logits_layout: Layout = Layout()
+    sequence_sliced_calls: tuple[str, ...] = ()
+    regather: bool = False
+    primary_rank_axes: tuple[str, ...] = ()
+    block_calls_by_pp_rank: tuple[tuple[str, ...], ...] = ()
+    split_points: tuple[str, ...] = ()
+    sequence_sharding: SequenceSharding | None = None
+    num_loss_chunks: int = 1
+    all_ranks: "ShardingPlan | None" = None
     coordinate: tuple[tuple[str, int], ...] = field(default=(), compare=False)
 
     @classmethod
-    def one_device(cls, mesh: Mesh, anatomy: Anatomy) -> "Space":
+    def one_device(cls, mesh: Mesh, model_spec: ModelSpec) -> "ShardingPlan":
         """Every tensor invariant: what each rank would hold if it trained alone."""
-        return cls(mesh, anatomy, tuple(Home(weight) for weight in anatomy.weights))
+        return cls(mesh, model_spec, tuple(ParamSharding(weight) for weight in model_spec.params))
 
-    def with_tokens(self, axis: str, place: Place) -> "Space":
+    def with_batch_placement(self, axis: str, placement: Placement) -> "ShardingPlan":
         """This space with the samples at `place` along `axis`."""
-        return replace(self, tokens=self.tokens.with_place(axis, place))
+        return replace(self, batch_layout=self.batch_layout.with_placement(axis, placement))
 
-    def with_stream(self, axis: str, place: Place, through: tuple[str, ...] = (), *, anew: bool = False) -> "Space":
+    def with_residual_placement(
+        self,
+        axis: str,
+        placement: Placement,
+        sequence_sliced_calls: tuple[str, ...] = (),
+        *,
+        regather: bool = False,
+    ) -> "ShardingPlan":
         """This space with what goes from block to block at `place` along `axis`: `through` these visits alone, if any.
 
         `anew`: layers keep it as it lies for backward, not what it became for them.
         """
-        return replace(self, stream=self.stream.with_place(axis, place), through=through, anew=anew)
+        return replace(
+            self,
+            residual_layout=self.residual_layout.with_placement(axis, placement),
+            sequence_sliced_calls=sequence_sliced_calls,
+            regather=regather,
+        )
 
-    def stream_for(self, calls: Iterable[Call], axis: str) -> Place:
+    def residual_placement(self, calls: Iterable[LayerCall], axis: str) -> Placement:
         """Where the stream lies along `axis` when `calls` take it in: it is whole for those that do not take its slices."""
-        return self.stream.place(axis) if not self.through or all(map(self.takes_slices, calls)) else I
+        return (
+            self.residual_layout.placement(axis)
+            if not self.sequence_sliced_calls or all(map(self.takes_sequence_slices, calls))
+            else I
+        )
 
-    def takes_slices(self, call: Call) -> bool:
+    def takes_sequence_slices(self, call: LayerCall) -> bool:
         """Whether `call` takes in the stream where that goes through visits in slices; a head that is a block may too."""
-        if call.visit in self.through or not call.streams:
-            return call.streams
-        behind = [passage.visit for passage in (self.whole or self).anatomy.passages if passage.onward == call.visit]
-        return call.role == "head" and call.name == call.visit and any(visit in self.through for visit in behind)
+        if call.block_call in self.sequence_sliced_calls or not call.takes_residual:
+            return call.takes_residual
+        behind = [
+            passage.block_call
+            for passage in (self.all_ranks or self).model_spec.residual_flows
+            if passage.consumer == call.block_call
+        ]
+        return (
+            call.role == "head"
+            and call.name == call.block_call
+            and any(visit in self.sequence_sliced_calls for visit in behind)
+        )
 
-    def borders(self) -> dict[str, tuple[bool, bool]]:
+    def sequence_slice_ends(self) -> dict[str, tuple[bool, bool]]:
         """Of each visit through which the stream goes in slices, whether those are cut where it begins, and end with it."""
-        logical = self.whole or self  # what comes behind a part decides what the part hands on
-        cut = {name for home in logical.homes if home.cut for name in home.weight.names}
-        heads = [call for call in logical.anatomy.calls if call.role == "head" and f"{call.name}.weight" in cut]
-        slices = {*self.through, *(call.visit for call in heads if self.takes_slices(call))}
-        through = [passage for passage in logical.anatomy.passages if passage.visit in self.through]
-        return {each.visit: (each.source not in self.through, each.onward not in slices) for each in through}
+        logical = self.all_ranks or self  # what comes behind a part decides what the part hands on
+        cut = {name for home in logical.param_shardings if home.sliced_dims for name in home.param.names}
+        heads = [
+            call
+            for call in logical.model_spec.layer_calls
+            if call.role == "head" and f"{call.name}.weight" in cut
+        ]
+        slices = {
+            *self.sequence_sliced_calls,
+            *(call.block_call for call in heads if self.takes_sequence_slices(call)),
+        }
+        through = [
+            passage
+            for passage in logical.model_spec.residual_flows
+            if passage.block_call in self.sequence_sliced_calls
+        ]
+        return {
+            each.block_call: (each.producer not in self.sequence_sliced_calls, each.consumer not in slices)
+            for each in through
+        }
 
-    def with_homes(self, change: Callable[[Home], Home], *, frozen: bool = False) -> "Space":
+    def map_param_shardings(
+        self, change: Callable[[ParamSharding], ParamSharding], *, frozen: bool = False
+    ) -> "ShardingPlan":
         """This space with every trainable weight's home changed by `change`; with `frozen`, those of all others instead."""
-        return replace(self, homes=tuple(change(home) if home.weight.trainable != frozen else home for home in self.homes))
+        return replace(
+            self,
+            param_shardings=tuple(
+                change(home) if home.param.trainable != frozen else home for home in self.param_shardings
+            ),
+        )
 
-    def with_logits(self, axis: str, place: Place) -> "Space":
+    def with_logits_placement(self, axis: str, placement: Placement) -> "ShardingPlan":
         """This space with what a head hands to the loss at `place` along `axis`."""
-        return replace(self, logits=self.logits.with_place(axis, place))
+        return replace(self, logits_layout=self.logits_layout.with_placement(axis, placement))
 
-    def with_stages(self, stages: Iterable[tuple[str, ...]], cuts: tuple[str, ...]) -> "Space":
+    def with_pipeline(
+        self, block_calls_by_pp_rank: Iterable[tuple[str, ...]], split_points: tuple[str, ...]
+    ) -> "ShardingPlan":
         """This space with the visits of `stages` on the ranks along pp; what several of them use is summed over those."""
-        staged = replace(self, stages=tuple(stages), cuts=cuts)
+        staged = replace(
+            self, block_calls_by_pp_rank=tuple(block_calls_by_pp_rank), split_points=split_points
+        )
 
-        def shared(home: Home) -> Home:
-            tied = len(staged.users(home.weight)) > 1
-            return replace(home, layout=home.layout.with_place("pp", R), grad=home.grad.with_place("pp", I)) if tied else home
+        def shared(home: ParamSharding) -> ParamSharding:
+            tied = len(staged.pp_ranks_using(home.param)) > 1
+            return (
+                replace(
+                    home,
+                    layout=home.layout.with_placement("pp", R),
+                    grad_layout=home.grad_layout.with_placement("pp", I),
+                )
+                if tied
+                else home
+            )
 
-        return staged.with_homes(shared)
+        return staged.map_param_shardings(shared)
 
-    def users(self, weight: Weight) -> tuple[int, ...]:
+    def pp_ranks_using(self, param: ParamSpec) -> tuple[int, ...]:
         """The indices along pp of the ranks that use `weight`, which is one of the whole model, in a block or in glue."""
-        needing = set((self.whole or self).anatomy.needing(weight)) if self.stages else set()
-        return tuple(i for i, stage in enumerate(self.stages) if not needing.isdisjoint(stage)) or (0,)
+        needing = (
+            set((self.all_ranks or self).model_spec.block_calls_needing(param))
+            if self.block_calls_by_pp_rank
+            else set()
+        )
+        return tuple(
+            i for i, stage in enumerate(self.block_calls_by_pp_rank) if not needing.isdisjoint(stage)
+        ) or (0,)
 
     @property
-    def logical(self) -> tuple[Home, ...]:
+    def logical_param_shardings(self) -> tuple[ParamSharding, ...]:
         """The homes of what this rank holds, as all ranks see them: before it was cut into slices."""
-        own = {home.weight.name for home in self.homes}
-        return tuple(home for home in (self.whole or self).homes if home.weight.name in own)
+        own = {home.param.name for home in self.param_shardings}
+        return tuple(home for home in (self.all_ranks or self).param_shardings if home.param.name in own)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def stages(self) -> tuple[StageSpec, ...]:
         """The parts of the model, in order of the forward; none where ranks run it whole, or nothing is known of its borders."""
-        borders = (self.whole or self).anatomy.borders
-        return borders.parts(self.cuts) if self.stages and borders is not None else ()
+        borders = (self.all_ranks or self).model_spec.stage_boundaries
+        return (
+            borders.stages(self.split_points) if self.block_calls_by_pp_rank and borders is not None else ()
+        )
 
     @property
-    def takes_loss(self) -> bool:
+    def computes_loss(self) -> bool:
         """Whether this rank runs what the loss follows."""
-        return (self.whole or self).anatomy.visits[-1] in self.anatomy.visits
+        return (self.all_ranks or self).model_spec.block_calls[-1] in self.model_spec.block_calls
 
     @property
     def data_axes(self) -> tuple[str, ...]:
         """The axes along which ranks hold different samples, outermost first."""
-        return tuple(axis for axis in AXES if self.tokens.place(axis).dim == 0)
+        return tuple(axis for axis in AXES if self.batch_layout.placement(axis).dim == 0)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
         """The axes along which ranks hold different tokens of the same samples, outermost first."""
-        return tuple(axis for axis in AXES if self.tokens.place(axis).dim == 1)
+        return tuple(axis for axis in AXES if self.batch_layout.placement(axis).dim == 1)
 
-    def with_theirs(self, *axes: str) -> tuple[str, ...]:
+    def with_token_axes(self, *axes: str) -> tuple[str, ...]:
         """Where gradients are summed along `axes`: what ranks have of the tokens of a sample adds up like samples do."""
         return tuple(axis for axis in AXES if axis in axes or axis in self.token_axes)
 
     @property
-    def summed_axes(self) -> tuple[str, ...]:
+    def grad_sum_axes(self) -> tuple[str, ...]:
         """The axes along which gradients are summands, for ranks have other samples, or other tokens of them."""
-        return self.with_theirs(*self.data_axes)
+        return self.with_token_axes(*self.data_axes)
 
     @property
-    def norm_axes(self) -> tuple[str, ...]:
+    def grad_norm_axes(self) -> tuple[str, ...]:
         """The axes along which ranks step different elements, so that no rank knows the norm of all gradients."""
-        cut = {axis for home in (self.whole or self).homes if home.weight.trainable for axis in home.grad.axes("S")}
-        return tuple(axis for axis in AXES if axis in cut or (axis == "pp" and self.stages))
+        cut = {
+            axis
+            for home in (self.all_ranks or self).param_shardings
+            if home.param.trainable
+            for axis in home.grad_layout.axes_with("S")
+        }
+        return tuple(axis for axis in AXES if axis in cut or (axis == "pp" and self.block_calls_by_pp_rank))
 
     @property
-    def cut_axes(self) -> tuple[str, ...]:
+    def param_slice_axes(self) -> tuple[str, ...]:
         """The axes along which ranks have slices of weights, outermost first."""
-        cut = {axis for home in (self.whole or self).homes for axis in home.cut}
+        cut = {axis for home in (self.all_ranks or self).param_shardings for axis in home.sliced_dims}
         return tuple(axis for axis in AXES if axis in cut)
 
     @property
-    def weight_axes(self) -> tuple[str, ...]:
+    def model_parallel_axes(self) -> tuple[str, ...]:
         """The axes along which ranks have other weights, or other slices of them, for the same samples."""
-        return tuple(axis for axis in AXES if axis in self.cut_axes or (axis == "pp" and self.stages))
+        return tuple(
+            axis
+            for axis in AXES
+            if axis in self.param_slice_axes or (axis == "pp" and self.block_calls_by_pp_rank)
+        )
 
-    def told_first(self, coordinate: Mapping[str, int]) -> Iterator[str]:
+    def params_counted_in_sum(self, coordinate: Mapping[str, int]) -> Iterator[str]:
         """The weights that count at `coordinate` in what is added up along `weight_axes`: nobody else tells the same of them."""
-        away = {axis for axis in self.cut_axes if coordinate[axis]}
-        yield from (home.weight.name for home in self._led_by(coordinate) if away <= home.cut.keys())
+        away = {axis for axis in self.param_slice_axes if coordinate[axis]}
+        yield from (
+            home.param.name for home in self._first_user_params(coordinate) if away <= home.sliced_dims.keys()
+        )
 
-    def held_first(self, coordinate: Mapping[str, int]) -> Iterator[str]:
+    def params_counted_in_norm(self, coordinate: Mapping[str, int]) -> Iterator[str]:
         """The weights of which the rank at `coordinate` is the first to step its elements: those that count in the norm there."""
-        away = {axis for axis in self.norm_axes if coordinate[axis] and axis != "pp"}
-        yield from (home.weight.name for home in self._led_by(coordinate) if away <= set(home.grad.axes("S")))
+        away = {axis for axis in self.grad_norm_axes if coordinate[axis] and axis != "pp"}
+        yield from (
+            home.param.name
+            for home in self._first_user_params(coordinate)
+            if away <= set(home.grad_layout.axes_with("S"))
+        )
 
-    def _led_by(self, coordinate: Mapping[str, int]) -> Iterator[Home]:
+    def _first_user_params(self, coordinate: Mapping[str, int]) -> Iterator[ParamSharding]:
         """The weights of which the rank at `coordinate` is the first along pp that uses them."""
-        for home, logical in zip(self.homes, self.logical, strict=True):
-            if not self.stages or self.users(logical.weight)[0] == coordinate["pp"]:
+        for home, logical in zip(self.param_shardings, self.logical_param_shardings, strict=True):
+            if not self.block_calls_by_pp_rank or self.pp_ranks_using(logical.param)[0] == coordinate["pp"]:
                 yield home
 
-    def stage(self, index: int) -> "Space":
+    def at_pp_rank(self, pp_rank: int) -> "ShardingPlan":
         """This space as the ranks at `index` along pp see it, at the same place along all other axes."""
-        return self.at({**dict(self.coordinate), "pp": index})
+        return self.at_coordinate({**dict(self.coordinate), "pp": pp_rank})
 
-    def at(self, coordinate: Mapping[str, int]) -> "Space":
+    def at_coordinate(self, coordinate: Mapping[str, int]) -> "ShardingPlan":
         """This space as the rank at `coordinate` sees it."""
-        logical, anatomy = self.whole or self, (self.whole or self).anatomy
-        homes = logical.homes
-        if logical.stages:
-            anatomy = anatomy.within(logical.stages[coordinate["pp"]])
-            own = {weight.name: weight.visits for weight in anatomy.weights}
-            mine = (home for home in homes if home.weight.name in own)
-            homes = tuple(replace(home, weight=replace(home.weight, visits=own[home.weight.name])) for home in mine)
+        logical, anatomy = self.all_ranks or self, (self.all_ranks or self).model_spec
+        homes = logical.param_shardings
+        if logical.block_calls_by_pp_rank:
+            anatomy = anatomy.restricted_to(logical.block_calls_by_pp_rank[coordinate["pp"]])
+            own = {weight.name: weight.block_calls for weight in anatomy.params}
+            mine = (home for home in homes if home.param.name in own)
+            homes = tuple(
+                replace(home, param=replace(home.param, block_calls=own[home.param.name])) for home in mine
+            )
         homes = tuple(logical._sliced(home, coordinate) for home in homes)
-        return replace(logical, anatomy=anatomy, homes=homes, whole=logical, coordinate=tuple(coordinate.items()))
+        return replace(
+            logical,
+            model_spec=anatomy,
+            param_shardings=homes,
+            all_ranks=logical,
+            coordinate=tuple(coordinate.items()),
+        )
 
-    def range_of(self, name: str, axis: str) -> tuple[int, int]:
+    def slice_range(self, name: str, axis: str) -> tuple[int, int]:
         """Of the weight `name`, which is cut along `axis`, the first index and the one behind the last of what this rank has."""
-        home = next(home for home in (self.whole or self).homes if home.weight.name == name)
-        (found,) = home.weight.cut(home.cut[axis]).ranges(dict(self.coordinate)[axis], self.mesh.size(axis))
+        home = next(home for home in (self.all_ranks or self).param_shardings if home.param.name == name)
+        (found,) = home.param.dim_split(home.sliced_dims[axis]).ranges(
+            dict(self.coordinate)[axis], self.mesh.size(axis)
+        )
         return found
 
-    def sides(self, home: Home, coordinate: Mapping[str, int]) -> tuple[Side, ...]:
+    def dim_shards(
+        self, param_sharding: ParamSharding, coordinate: Mapping[str, int]
+    ) -> tuple[DimShard, ...]:
         """How `home` is cut, dim by dim, and which slice the rank at `coordinate` has."""
         found = []
-        for dim in dict.fromkeys(home.cut[axis] for axis in AXES if axis in home.cut):
-            axes = tuple(axis for axis in AXES if home.cut.get(axis) == dim)
-            found.append(Side(axes, home.weight.cut(dim), self.mesh.extent(axes), self.mesh.index(coordinate, axes)))
+        for dim in dict.fromkeys(
+            param_sharding.sliced_dims[axis] for axis in AXES if axis in param_sharding.sliced_dims
+        ):
+            axes = tuple(axis for axis in AXES if param_sharding.sliced_dims.get(axis) == dim)
+            found.append(
+                DimShard(
+                    axes,
+                    param_sharding.param.dim_split(dim),
+                    self.mesh.group_size(axes),
+                    self.mesh.index(coordinate, axes),
+                )
+            )
         return tuple(found)
 
-    def _sliced(self, home: Home, coordinate: Mapping[str, int]) -> Home:
-        shape = home.weight.shape
-        for side in self.sides(home, coordinate):
-            shape = side.cut.local(shape, side.index, side.ranks)
-        return home if shape == home.weight.shape else replace(home, weight=replace(home.weight, shape=shape))
+    def _sliced(self, param_sharding: ParamSharding, coordinate: Mapping[str, int]) -> ParamSharding:
+        shape = param_sharding.param.shape
+        for side in self.dim_shards(param_sharding, coordinate):
+            shape = side.dim_split.local_shape(shape, side.index, side.num_ranks)
+        return (
+            param_sharding
+            if shape == param_sharding.param.shape
+            else replace(param_sharding, param=replace(param_sharding.param, shape=shape))
+        )
 
-    def local(self, shape: tuple[int, ...], layout: Layout, coordinate: Mapping[str, int]) -> tuple[int, ...]:
+    def local_shape(
+        self, shape: tuple[int, ...], layout: Layout, coordinate: Mapping[str, int]
+    ) -> tuple[int, ...]:
         """The shape that the rank at `coordinate` holds of a tensor: dims split as evenly as can be, larger first."""
         sizes = list(shape)
         for axis in AXES:
-            place = layout.place(axis)
+            place = layout.placement(axis)
             if place.dim is not None:
                 count, index = self.mesh.size(axis), coordinate[axis]
                 sizes[place.dim] = sizes[place.dim] // count + (index < sizes[place.dim] % count)
         return tuple(sizes)
 
-    def bundles(self, *, frozen: bool = False) -> tuple[Bundle, ...]:
+    def param_groups(self, *, frozen: bool = False) -> tuple[ParamGroup, ...]:
         """The bundles in the order in which backward completes them; with `frozen`, those of weights without gradients.
 
         What ranks along pp sum is in bundles of the same weights on all of these: of those that the same visits of all ranks use.
         """
-        found: dict[tuple, list[Home]] = {}
-        whole = self.logical
-        logical = {home.weight.name: home.weight for home in whole}
-        uneven = {home.weight.name for home in whole if self._uneven(home)}
-        for home in self.homes:
-            if home.weight.trainable != frozen:
-                weight, grain = home.weight, (home.grain, home.apart) if home.flat else ()
-                apart, moves = weight.name in uneven, home.moves()
-                using = (logical[weight.name].visits, self.users(logical[weight.name])) if "pp" in moves else (weight.visits, ())
-                key = (using, weight.dtype, tuple(moves.items()), home.flat, home.in_shards, grain, apart)
+        found: dict[tuple, list[ParamSharding]] = {}
+        whole = self.logical_param_shardings
+        logical = {home.param.name: home.param for home in whole}
+        uneven = {home.param.name for home in whole if self._is_uneven(home)}
+        for home in self.param_shardings:
+            if home.param.trainable != frozen:
+                weight, grain = (
+                    home.param,
+                    (home.shard_alignment, home.owner_axes) if home.flat_shard_axes else (),
+                )
+                apart, moves = weight.name in uneven, home.grad_reductions()
+                using = (
+                    (logical[weight.name].block_calls, self.pp_ranks_using(logical[weight.name]))
+                    if "pp" in moves
+                    else (weight.block_calls, ())
+                )
+                key = (
+                    using,
+                    weight.dtype,
+                    tuple(moves.items()),
+                    home.flat_shard_axes,
+                    home.is_stored_sharded,
+                    grain,
+                    apart,
+                )
                 found.setdefault(key, []).append(home)
-        bundles = [self._bundle(homes, *key[0], uneven=homes[0].weight.name in uneven) for key, homes in found.items()]
+        bundles = [
+            self._param_group(homes, *key[0], uneven=homes[0].param.name in uneven)
+            for key, homes in found.items()
+        ]
         return tuple(sorted(bundles, key=self._completion))
 
-    def all_bundles(self) -> tuple[Bundle, ...]:
+    def all_param_groups(self) -> tuple[ParamGroup, ...]:
         """The bundles that are trained, then the frozen ones."""
-        return (*self.bundles(), *self.bundles(frozen=True))
+        return (*self.param_groups(), *self.param_groups(frozen=True))
 
-    def arenas(self) -> dict[str, Arena]:
+    def flat_param_specs(self) -> dict[str, FlatParamSpec]:
         """The arenas, by the name of their bundle: those of bundles that are stepped or stored S(flat)."""
-        found, whole = {}, {home.weight.name: home.weight.numel for home in (self.whole or self).homes}
-        for bundle in self.all_bundles():
-            axes = bundle.homes[0].flat
+        found, whole = (
+            {},
+            {home.param.name: home.param.numel for home in (self.all_ranks or self).param_shardings},
+        )
+        for bundle in self.all_param_groups():
+            axes = bundle.param_shardings[0].flat_shard_axes
             if axes:
-                ranks, grain = self.mesh.extent(axes), bundle.homes[0].grain
-                found[bundle.name] = Arena.of(bundle.name, bundle.weights, axes, ranks, grain, whole)
+                ranks, grain = self.mesh.group_size(axes), bundle.param_shardings[0].shard_alignment
+                found[bundle.name] = FlatParamSpec.build(
+                    bundle.name, bundle.params, axes, ranks, grain, whole
+                )
         return found
 
-    def unreduced(self) -> Iterator[Home]:
+    def unreduced_params(self) -> Iterator[ParamSharding]:
         """The weights whose gradients would reach the optimizer as summands."""
-        return (home for home in self.homes if home.weight.trainable and home.grad.axes("P"))
+        return (
+            home for home in self.param_shardings if home.param.trainable and home.grad_layout.axes_with("P")
+        )
 
-    def _uneven(self, home: Home) -> bool:
+    def _is_uneven(self, param_sharding: ParamSharding) -> bool:
         """Whether ranks keep slices of unlike sizes in an arena, or sum them in a bucket: one of their own.
 
         So what is whole lies alike on all. Where it lies decides the last bit of products, sums and steps, and copies must stay
         equal to the bit. Owners step whole ones.
         """
-        sizes = {axis: home.weight.cut(dim).units for axis, dim in home.cut.items()}
+        sizes = {
+            axis: param_sharding.param.dim_split(dim).num_units
+            for axis, dim in param_sharding.sliced_dims.items()
+        }
         return (
-            bool(home.flat or home.moves())
-            and not home.apart
+            bool(param_sharding.flat_shard_axes or param_sharding.grad_reductions())
+            and not param_sharding.owner_axes
             and any(units % self.mesh.size(axis) for axis, units in sizes.items())
         )
 
-    def _bundle(self, homes: list[Home], visits: tuple[str, ...], users: tuple[int, ...], *, uneven: bool) -> Bundle:
-        first = homes[0]
-        name = "+".join(visits) + ("" if first.weight.trainable else " frozen")
-        name += f" {first.weight.dtype}" if first.weight.dtype else ""
-        apart = [axis for axis in first.moves() if axis not in self.summed_axes]
+    def _param_group(
+        self,
+        param_shardings: list[ParamSharding],
+        block_calls: tuple[str, ...],
+        users: tuple[int, ...],
+        *,
+        uneven: bool,
+    ) -> ParamGroup:
+        first = param_shardings[0]
+        name = "+".join(block_calls) + ("" if first.param.trainable else " frozen")
+        name += f" {first.param.dtype}" if first.param.dtype else ""
+        apart = [axis for axis in first.grad_reductions() if axis not in self.grad_sum_axes]
         apart = [f"pp {'+'.join(map(str, users))}" if axis == "pp" else axis for axis in apart]
         name += f" over {' '.join(apart)}" if apart else ""
         name += " in uneven slices" if uneven else ""
-        if first.flat and first.grain != "element":
-            name += f" by owner along {' '.join(first.apart)}" if first.apart else f" by {first.grain}"
-        weights = [home.weight for home in homes]
-        return Bundle(name, tuple(homes), self.anatomy.last_backward(weights), users, uneven)
+        if first.flat_shard_axes and first.shard_alignment != "element":
+            name += (
+                f" by owner along {' '.join(first.owner_axes)}"
+                if first.owner_axes
+                else f" by {first.shard_alignment}"
+            )
+        weights = [home.param for home in param_shardings]
+        return ParamGroup(name, tuple(param_shardings), self.model_spec.last_backward(weights), users, uneven)
 
-    def _completion(self, bundle: Bundle) -> int:
-        visits = self.anatomy.visits
-        return len(visits) if bundle.last is None else len(visits) - 1 - visits.index(bundle.last)
+    def _completion(self, param_group: ParamGroup) -> int:
+        visits = self.model_spec.block_calls
+        return (
+            len(visits)
+            if param_group.last_block_call is None
+            else len(visits) - 1 - visits.index(param_group.last_block_call)
+        )

@@ -20,11 +20,11 @@ from typing import Any, Literal
 
 from meshwright.plan.sharding.mesh import Mesh
 
-Lane = Literal["compute", "wire", "send", "receive"]
+StreamName = Literal["compute", "wire", "send", "receive"]
 
 
 @dataclass(frozen=True)
-class Hold:
+class Allocation:
     """A piece of memory, by name, and its size in bytes on one rank."""
 
     name: str
@@ -46,28 +46,31 @@ class Transfer:
     nbytes: int
     algorithm: str = "backend"
     dtype: str = "float32"
-    at: float = field(default=0, compare=False)
+    position: float = field(default=0, compare=False)
     peer: int | None = None
-    over: tuple[str, ...] = ()
-    among: tuple[int, ...] = ()
-    near: int = 0
-    between: bool = field(default=False, compare=False)
+    replica_axes: tuple[str, ...] = ()
+    member_indices: tuple[int, ...] = ()
+    num_neighbours: int = 0
+    in_glue: bool = field(default=False, compare=False)
 
-    def ranks(self, mesh: Mesh) -> int:
+    def num_ranks(self, mesh: Mesh) -> int:
         """How many ranks of `mesh` meet in it."""
-        return self.near or len(self.among) or mesh.extent(self.axes)
+        return self.num_neighbours or len(self.member_indices) or mesh.group_size(self.axes)
 
-    def parties(self, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    def member_groups(self, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
         """The indices along the axes of the ranks that meet, for each group of them; one that is empty: all that there are."""
-        if not self.near:
-            return (self.among,)
-        return tuple(neighbours(first, self.near) for first in range(0, mesh.extent(self.axes), self.near))
+        if not self.num_neighbours:
+            return (self.member_indices,)
+        return tuple(
+            neighbour_indices(first, self.num_neighbours)
+            for first in range(0, mesh.group_size(self.axes), self.num_neighbours)
+        )
 
 
-def neighbours(index: int, near: int) -> tuple[int, ...]:
+def neighbour_indices(index: int, num_neighbours: int) -> tuple[int, ...]:
     """The indices along an axis of the `near` ranks that the one at `index` meets; 0: of all, which is written ()."""
-    first = index - index % near if near else 0
-    return tuple(range(first, first + near))
+    first = index - index % num_neighbours if num_neighbours else 0
+    return tuple(range(first, first + num_neighbours))
 
 
 @dataclass(frozen=True)
@@ -79,25 +82,27 @@ class Action:
 
     kind: str
     subject: str = ""
-    micro: int | None = None
-    lane: Lane = "compute"
+    microbatch: int | None = None
+    stream: StreamName = "compute"
     waits: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()
     transfer: Transfer | None = None
     flops: int = 0
-    takes: tuple[Hold, ...] = ()
+    allocations: tuple[Allocation, ...] = ()
     frees: tuple[str, ...] = ()
-    inner: tuple[Transfer, ...] = ()
+    inner_transfers: tuple[Transfer, ...] = ()
 
     @property
-    def moves(self) -> tuple[Transfer, ...]:
+    def transfers(self) -> tuple[Transfer, ...]:
         """All that it moves: its own transfer, or those within."""
-        return self.inner if self.transfer is None else (self.transfer, *self.inner)
+        return self.inner_transfers if self.transfer is None else (self.transfer, *self.inner_transfers)
 
     @cached_property
     def name(self) -> str:
         """What others wait for: unique within a role's list."""
-        inside = [part for part in (self.subject, "" if self.micro is None else str(self.micro)) if part]
+        inside = [
+            part for part in (self.subject, "" if self.microbatch is None else str(self.microbatch)) if part
+        ]
         return f"{self.kind}({', '.join(inside)})"
 
 
@@ -108,7 +113,7 @@ class Program:
     roles: tuple[tuple[str, tuple[Action, ...]], ...]
 
     @classmethod
-    def of(cls, roles: Mapping[str, Iterable[Action]]) -> "Program":
+    def from_dict(cls, roles: Mapping[str, Iterable[Action]]) -> "Program":
         """The program with these lists."""
         return cls(tuple((role, tuple(actions)) for role, actions in roles.items()))
 
@@ -126,12 +131,12 @@ class Program:
         return Program(tuple((role, tuple(change(list(actions)))) for role, actions in self.roles))
 
 
-def among_several(program: Program, mesh: Mesh) -> Program:
+def drop_single_rank_transfers(program: Program, mesh: Mesh) -> Program:
     """`program` without what moves within actions along axes of one rank: that is nothing, and nobody sends it."""
 
     def met(action: Action) -> Action:
-        inner = tuple(move for move in action.inner if move.ranks(mesh) > 1)
-        return action if len(inner) == len(action.inner) else replace(action, inner=inner)
+        inner = tuple(move for move in action.inner_transfers if move.num_ranks(mesh) > 1)
+        return action if len(inner) == len(action.inner_transfers) else replace(action, inner_transfers=inner)
 
     return program.edit(lambda actions: [met(action) for action in actions])
 
@@ -139,7 +144,9 @@ def among_several(program: Program, mesh: Mesh) -> Program:
 def index_of_last(actions: Iterable[Action], kind: str, subjects: Iterable[str] | None = None) -> int | None:
     """Where the last action of `kind` (on one of `subjects`, when given) stands; None when there is none."""
     wanted = None if subjects is None else set(subjects)
-    found = [i for i, act in enumerate(actions) if act.kind == kind and (wanted is None or act.subject in wanted)]
+    found = [
+        i for i, act in enumerate(actions) if act.kind == kind and (wanted is None or act.subject in wanted)
+    ]
     return found[-1] if found else None
 
 
@@ -148,13 +155,16 @@ def with_waits(action: Action, names: Iterable[str]) -> Action:
     return replace(action, waits=tuple(dict.fromkeys((*action.waits, *names))))
 
 
-def with_more(action: Action, name: str, nbytes: int) -> Action:
+def with_extra_memory(action: Action, name: str, nbytes: int) -> Action:
     """`action`, with `nbytes` more in what it takes by that name."""
-    takes = (replace(hold, nbytes=hold.nbytes + nbytes) if hold.name == name else hold for hold in action.takes)
-    return replace(action, takes=tuple(takes))
+    takes = (
+        replace(hold, nbytes=hold.nbytes + nbytes) if hold.name == name else hold
+        for hold in action.allocations
+    )
+    return replace(action, allocations=tuple(takes))
 
 
-def all_waits(actions: Sequence[Action], action: Action) -> set[str]:
+def transitive_waits(actions: Sequence[Action], action: Action) -> set[str]:
     """The names of all of `actions` that `action`, one of them, waits for, directly or through others."""
     by_name, known, todo = {other.name: other for other in actions}, set[str](), [action]
     while todo:
@@ -165,33 +175,39 @@ def all_waits(actions: Sequence[Action], action: Action) -> set[str]:
     return known
 
 
-def written(program: Program) -> dict[str, list[dict[str, Any]]]:
+def program_to_dict(program: Program) -> dict[str, list[dict[str, Any]]]:
     """The actions of every role, with what differs from the defaults."""
-    return {role: [_plain(action) for action in actions] for role, actions in program.roles}
+    return {role: [_action_to_dict(action) for action in actions] for role, actions in program.roles}
 
 
-def program_of(roles: Mapping[str, list[Mapping[str, Any]]]) -> Program:
+def program_from_dict(roles: Mapping[str, list[Mapping[str, Any]]]) -> Program:
     """The program that `written` wrote. Raises KeyError or TypeError for values that it did not write."""
-    return Program.of({role: [_action(plain) for plain in actions] for role, actions in roles.items()})
+    return Program.from_dict(
+        {role: [_action_from_dict(plain) for plain in actions] for role, actions in roles.items()}
+    )
 
 
-def _plain(action: Action) -> dict[str, Any]:
+def _action_to_dict(action: Action) -> dict[str, Any]:
     move = action.transfer
     said: dict[str, Any] = {
         "kind": action.kind,
         "subject": action.subject,
-        "micro": action.micro,
-        "lane": action.lane,
+        "micro": action.microbatch,
+        "lane": action.stream,
         "waits": list(action.waits),
         "flops": action.flops,
-        "takes": [[hold.name, hold.nbytes] for hold in action.takes],
+        "takes": [[hold.name, hold.nbytes] for hold in action.allocations],
         "frees": list(action.frees),
-        "transfer": None if move is None else _moved(move),
+        "transfer": None if move is None else _transfer_to_list(move),
     }
-    return {key: value for key, value in said.items() if value not in ("", None, [], 0) or (key == "micro" and value is not None)}
+    return {
+        key: value
+        for key, value in said.items()
+        if value not in ("", None, [], 0) or (key == "micro" and value is not None)
+    }
 
 
-def _moved(move: Transfer) -> list[Any]:
+def _transfer_to_list(move: Transfer) -> list[Any]:
     return [
         move.collective,
         list(move.axes),
@@ -199,11 +215,11 @@ def _moved(move: Transfer) -> list[Any]:
         move.algorithm,
         move.dtype,
         *([] if move.peer is None else [move.peer]),
-        *([None, list(move.among)] if move.among else []),
+        *([None, list(move.member_indices)] if move.member_indices else []),
     ]
 
 
-def _move(
+def _transfer_from_list(
     collective: str,
     axes: list[str],
     nbytes: int,
@@ -212,19 +228,19 @@ def _move(
     peer: int | None = None,
     among: Sequence[int] = (),
 ) -> Transfer:
-    return Transfer(collective, tuple(axes), nbytes, algorithm, dtype, peer=peer, among=tuple(among))
+    return Transfer(collective, tuple(axes), nbytes, algorithm, dtype, peer=peer, member_indices=tuple(among))
 
 
-def _action(plain: Mapping[str, Any]) -> Action:
+def _action_from_dict(plain: Mapping[str, Any]) -> Action:
     move = plain.get("transfer")
     return Action(
         kind=plain["kind"],
         subject=plain.get("subject", ""),
-        micro=plain.get("micro"),
-        lane=plain["lane"],
+        microbatch=plain.get("micro"),
+        stream=plain["lane"],
         waits=tuple(plain.get("waits", ())),
-        transfer=None if move is None else _move(*move),
+        transfer=None if move is None else _transfer_from_list(*move),
         flops=plain.get("flops", 0),
-        takes=tuple(Hold(name, nbytes) for name, nbytes in plain.get("takes", ())),
+        allocations=tuple(Allocation(name, nbytes) for name, nbytes in plain.get("takes", ())),
         frees=tuple(plain.get("frees", ())),
     )

@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.plan.step.action import Action, Lane, Program
+from meshwright.plan.step.action import Action, Program, StreamName
 
-Way = tuple[Lane, int | None]  # a lane, and the other rank of what goes on it
+StreamKey = tuple[StreamName, int | None]  # a lane, and the other rank of what goes on it
 
 
 @dataclass(frozen=True)
-class Tick:
+class SimulatedAction:
     """One action of one role with its start and end, in the unit of the durations."""
 
     role: str
@@ -26,15 +26,15 @@ class Tick:
     end: float
 
 
-class Stuck(Exception):
+class SimulationDeadlock(Exception):
     """Nobody can go on. The message shows, for every role, where it stands and what it waits for."""
 
 
-def play(
+def simulate(
     program: Program,
     duration: Callable[[Action], float] = lambda action: 1.0,
-    late: Callable[[Action], float] = lambda action: 0.0,
-) -> list[Tick]:
+    comm_delay: Callable[[Action], float] = lambda action: 0.0,
+) -> list[SimulatedAction]:
     """The timeline of one step, in order of start. What goes on the wire starts so `late` after this rank is ready for it.
 
     As in the engine, a role's main thread goes through its list: it does compute actions itself and issues wire actions
@@ -45,100 +45,120 @@ def play(
     role that is not finished.
     """
     ended: dict[str, float] = {}
-    players = [_Player(role, actions) for role, actions in program.roles]
-    ticks: list[Tick] = []
+    players = [_SimulatedRole(role, actions) for role, actions in program.roles]
+    ticks: list[SimulatedAction] = []
     moved = True
     while moved:
         before = len(ticks)
         for player in players:
-            ticks += player.advance(ended, duration, late)
+            ticks += player.advance(ended, duration, comm_delay)
         moved = len(ticks) > before
-    if any(player.stands for player in players):
-        raise Stuck("\n".join(["nobody can go on:", *(line for player in players for line in player.lines(ended))]))
+    if any(player.blocked_at for player in players):
+        raise SimulationDeadlock(
+            "\n".join(["nobody can go on:", *(line for player in players for line in player.lines(ended))])
+        )
     return sorted(ticks, key=lambda tick: (tick.start, tick.end))
 
 
-class _Player:
+class _SimulatedRole:
     """One role on paper: how far its main thread has come, and the wire actions that it has issued."""
 
     def __init__(self, role: str, actions: Sequence[Action]) -> None:
         self.role, self.actions = role, actions
         # by lane, actions that have not ended, and when they were issued; each way to or from another rank is a lane of its own
-        self.issued: dict[Way, deque[tuple[int, float]]] = {}
+        self.issued: dict[StreamKey, deque[tuple[int, float]]] = {}
         self.cursor = 0
-        self.free: dict[Way, float] = {}
+        self.free: dict[StreamKey, float] = {}
         self._own: set[str] = set()  # what the main thread has passed
 
     @property
-    def stands(self) -> list[int]:
+    def blocked_at(self) -> list[int]:
         """Where the other lanes and the main thread stand; empty when all has ended."""
-        return [lane[0][0] for lane in self.issued.values() if lane] + [i for i in [self.cursor] if i < len(self.actions)]
+        return [lane[0][0] for lane in self.issued.values() if lane] + [
+            i for i in [self.cursor] if i < len(self.actions)
+        ]
 
     def advance(
-        self, ended: dict[str, float], duration: Callable[[Action], float], late: Callable[[Action], float]
-    ) -> list[Tick]:
+        self,
+        ended: dict[str, float],
+        duration: Callable[[Action], float],
+        comm_delay: Callable[[Action], float],
+    ) -> list[SimulatedAction]:
         """What this role does until it waits for another one; `ended` learns of it."""
-        ticks: list[Tick] = []
+        ticks: list[SimulatedAction] = []
         while True:
             before = len(ticks), self.cursor
             self._walk(ended, duration, ticks)
             for lane in self.issued.values():
                 while lane and self._ready(self.actions[lane[0][0]], ended):
                     index, since = lane.popleft()
-                    ticks.append(self._run(self.actions[index], since, ended, duration, late(self.actions[index])))
+                    ticks.append(
+                        self._run(
+                            self.actions[index], since, ended, duration, comm_delay(self.actions[index])
+                        )
+                    )
             if (len(ticks), self.cursor) == before:
                 return ticks
 
     def lines(self, ended: Mapping[str, float]) -> Iterator[str]:
         """Where this role stands, and what it waits for."""
-        if not self.stands:
+        if not self.blocked_at:
             yield f"  {self.role}: finished"
-        for index in self.stands:
+        for index in self.blocked_at:
             action = self.actions[index]
-            missing = [wait for wait in action.waits if full_name(self.role, wait) not in ended]
+            missing = [wait for wait in action.waits if qualified_name(self.role, wait) not in ended]
             yield f"  {self.role}: action {index} of {len(self.actions)}, {action.name}  <-- waits for {', '.join(missing)}"
 
-    def _walk(self, ended: dict[str, float], duration: Callable[[Action], float], ticks: list[Tick]) -> None:
+    def _walk(
+        self, ended: dict[str, float], duration: Callable[[Action], float], ticks: list[SimulatedAction]
+    ) -> None:
         while self.cursor < len(self.actions):
             action = self.actions[self.cursor]
-            if action.lane != "compute" and self._own_waits_stand_before(action):
-                self.issued.setdefault(_way(action), deque()).append((self.cursor, self.free.get(("compute", None), 0.0)))
-            elif action.lane == "compute" and self._ready(action, ended):
+            if action.stream != "compute" and self._own_waits_stand_before(action):
+                self.issued.setdefault(_way(action), deque()).append(
+                    (self.cursor, self.free.get(("compute", None), 0.0))
+                )
+            elif action.stream == "compute" and self._ready(action, ended):
                 ticks.append(self._run(action, 0.0, ended, duration))
             else:
                 return
-            self._own.add(full_name(self.role, action.name))
+            self._own.add(qualified_name(self.role, action.name))
             self.cursor += 1
 
     def _run(
-        self, action: Action, since: float, ended: dict[str, float], duration: Callable[[Action], float], late: float = 0.0
-    ) -> Tick:
-        ready = max([since, *(ended[full_name(self.role, wait)] for wait in action.waits)])
-        start = max(ready + late, self.free.get(_way(action), 0.0))
-        tick = Tick(self.role, action, start, start + duration(action))
-        self.free[_way(action)] = ended[full_name(self.role, action.name)] = tick.end
+        self,
+        action: Action,
+        since: float,
+        ended: dict[str, float],
+        duration: Callable[[Action], float],
+        comm_delay: float = 0.0,
+    ) -> SimulatedAction:
+        ready = max([since, *(ended[qualified_name(self.role, wait)] for wait in action.waits)])
+        start = max(ready + comm_delay, self.free.get(_way(action), 0.0))
+        tick = SimulatedAction(self.role, action, start, start + duration(action))
+        self.free[_way(action)] = ended[qualified_name(self.role, action.name)] = tick.end
         return tick
 
     def _ready(self, action: Action, ended: Mapping[str, float]) -> bool:
-        return all(full_name(self.role, wait) in ended for wait in action.waits)
+        return all(qualified_name(self.role, wait) in ended for wait in action.waits)
 
     def _own_waits_stand_before(self, action: Action) -> bool:
         """An action of another lane is issued once: what it needs of its own role must have been listed before it."""
-        names = [full_name(self.role, wait) for wait in action.waits]
+        names = [qualified_name(self.role, wait) for wait in action.waits]
         return all(name in self._own for name in names if name.startswith(f"{self.role}/"))
 
 
-def _way(action: Action) -> Way:
-    return action.lane, None if action.transfer is None else action.transfer.peer
+def _way(action: Action) -> StreamKey:
+    return action.stream, None if action.transfer is None else action.transfer.peer
 
 
-def full_name(role: str, wait: str) -> str:
+def qualified_name(role: str, wait: str) -> str:
     """The name of an action across roles; a wait without a role means one's own."""
     return wait if "/" in wait.split("(")[0] else f"{role}/{wait}"
 
 
 @dataclass(frozen=True)
-class Span:
+class TimelineSpan:
     """One act of a rank: F, B, I or W of a micro-batch, or ~ while it waits for a message. Times in any one unit.
 
     `chunk` counts the parts of the rank. `held` is what the rank holds during this act, `left` after it, in any unit.
@@ -147,17 +167,17 @@ class Span:
     kind: str
     begin: float
     end: float
-    micro: int = 0
-    chunk: int = 0
-    held: float = 0.0
-    left: float = 0.0
+    microbatch: int = 0
+    virtual_stage: int = 0
+    memory: float = 0.0
+    memory_after: float = 0.0
 
     @property
     def label(self) -> str:
         """F3; f3 for the second part of a rank, F3 again for the third."""
         if self.kind == "~":
             return self.kind
-        return f"{self.kind.lower() if self.chunk % 2 else self.kind}{self.micro}"
+        return f"{self.kind.lower() if self.virtual_stage % 2 else self.kind}{self.microbatch}"
 
 
-Rows = Sequence[Sequence[Span]]  # of each rank, in the order of time
+SpansByRank = Sequence[Sequence[TimelineSpan]]  # of each rank, in the order of time

@@ -17,56 +17,64 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-Join = Literal["use", "micro", "step"]
+JoinScope = Literal["use", "micro", "step"]
 
 
 @dataclass(frozen=True)
-class Use:
+class ParamUse:
     """What one action needs whole: it belongs to micro-batch `micro`, and needs `bundles`."""
 
-    bundles: tuple[str, ...]
-    micro: int
+    param_groups: tuple[str, ...]
+    microbatch: int
 
 
 @dataclass(frozen=True)
-class Stay:
+class UnshardWindow:
     """`bundle` is whole from before use `begin` (fetched before use `fetch`) to behind use `end`, all counted from 0."""
 
-    bundle: str
-    fetch: int
-    begin: int
-    end: int
+    param_group: str
+    fetch_use: int
+    first_use: int
+    last_use: int
 
 
-def stays(uses: Sequence[Use], nbytes: Mapping[str, int], join: Join = "use", budget: float = 0.0, ahead: int = 1) -> list[Stay]:
+def unshard_windows(
+    uses: Sequence[ParamUse],
+    nbytes: Mapping[str, int],
+    scope: JoinScope = "use",
+    budget: float = 0.0,
+    prefetch: int = 1,
+) -> list[UnshardWindow]:
     """The stays of every bundle in `uses`, in the order in which they are fetched.
 
     `nbytes` are the bytes of each bundle when whole; `budget` is how many more than needed may be whole at any time.
     """
     spans: dict[str, list[list[int]]] = {}
     for at, use in enumerate(uses):
-        for bundle in use.bundles:
+        for bundle in use.param_groups:
             mine = spans.setdefault(bundle, [])
-            follows = bool(mine) and (at == mine[-1][1] + 1 or _joined(uses, mine[-1][1], at, join))
+            follows = bool(mine) and (at == mine[-1][1] + 1 or _same_scope(uses, mine[-1][1], at, scope))
             if follows:
                 mine[-1][1] = at
             else:
                 mine.append([at, at])
-    _join_within(spans, nbytes, budget, len(uses))
+    _join_gaps(spans, nbytes, budget, len(uses))
     found = []
     for bundle, mine in spans.items():
         free = 0  # the first use before which it may be fetched: what it was fetched for last is over
         for begin, end in mine:
-            found.append(Stay(bundle, max(free, begin - ahead), begin, end))
+            found.append(UnshardWindow(bundle, max(free, begin - prefetch), begin, end))
             free = end + 1
-    return sorted(found, key=lambda stay: (stay.fetch, stay.begin))
+    return sorted(found, key=lambda stay: (stay.fetch_use, stay.first_use))
 
 
-def _joined(uses: Sequence[Use], before: int, after: int, join: Join) -> bool:
-    return join == "step" or (join == "micro" and uses[before].micro == uses[after].micro)
+def _same_scope(uses: Sequence[ParamUse], before: int, after: int, join: JoinScope) -> bool:
+    return join == "step" or (join == "micro" and uses[before].microbatch == uses[after].microbatch)
 
 
-def _join_within(spans: dict[str, list[list[int]]], nbytes: Mapping[str, int], budget: float, num_uses: int) -> None:
+def _join_gaps(
+    spans: dict[str, list[list[int]]], nbytes: Mapping[str, int], budget: float, num_uses: int
+) -> None:
     """Join stays over the shortest gaps, as long as no use sees more than `budget` bytes in joined gaps."""
     gaps = [(b[0] - a[1], bundle, a[1], b[0]) for bundle, mine in spans.items() for a, b in pairwise(mine)]
     extra = [0] * num_uses
@@ -80,11 +88,16 @@ def _join_within(spans: dict[str, list[list[int]]], nbytes: Mapping[str, int], b
             mine[index : index + 2] = [[mine[index][0], mine[index + 1][1]]]
 
 
-def buffers(found: Iterable[Stay], nbytes: Mapping[str, int]) -> tuple[dict[str, int], tuple[int, ...]]:
+def assign_buffers(
+    windows: Iterable[UnshardWindow], nbytes: Mapping[str, int]
+) -> tuple[dict[str, int], tuple[int, ...]]:
     """The number of each bundle's buffer, and the bytes of every buffer. Large ones choose first, so that sizes pair up."""
     whole: dict[str, int] = {}  # per bundle, the uses at which it takes memory, as bits
-    for stay in found:
-        whole[stay.bundle] = whole.get(stay.bundle, 0) | ((1 << (stay.end - stay.fetch + 1)) - 1) << stay.fetch
+    for stay in windows:
+        whole[stay.param_group] = (
+            whole.get(stay.param_group, 0)
+            | ((1 << (stay.last_use - stay.fetch_use + 1)) - 1) << stay.fetch_use
+        )
     number: dict[str, int] = {}
     taken: list[int] = []
     sizes: list[int] = []

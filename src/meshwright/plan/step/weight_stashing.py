@@ -1,10 +1,10 @@
 """Which weights a micro-batch meets where ranks step more than once in a step: those after how many of its steps.
 
     STASH    keep a copy of the weights as they are, before they are stepped: a backward will need them
-    RESTORE  have the kept weights in the model, for the backward of a micro-batch whose forward has met them
-    RENEW    have the newest ones there again; what nobody needs any more is let go of
+    LOAD_STASHED  have the kept weights in the model, for the backward of a micro-batch whose forward has met them
+    LOAD_LATEST    have the newest ones there again; what nobody needs any more is let go of
 
-    F0  F1  F2  B0  STASH  STEP(0)  F3  RESTORE  B1  RENEW  STASH  STEP(1)      F0, F1, F2, B0 and B1 meet version 0, F3 version 1
+    F0  F1  F2  B0  STASH  STEP(0)  F3  LOAD_STASHED  B1  LOAD_LATEST  STASH  STEP(1)      F0, F1, F2, B0 and B1 meet version 0, F3 version 1
 
 All of it is read from the list of a rank. A backward that met other weights than its forward would be no gradient of anything.
 """
@@ -13,17 +13,17 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import FORWARDS, USES, steps
+from meshwright.plan.step.single_device import FORWARD_KINDS, PARAM_USE_KINDS, stepped_microbatches
 
 
-class Met(NamedTuple):
+class ParamVersionUse(NamedTuple):
     """`action`, which uses weights, meets those that have been stepped `version` times."""
 
     action: Action
     version: int
 
 
-def met(actions: Sequence[Action]) -> Iterator[Met]:
+def param_version_uses(actions: Sequence[Action]) -> Iterator[ParamVersionUse]:
     """Everything in the list of a rank that uses weights, and which."""
     newest, kept = 0, dict[str, int]()
     restored: int | None = None
@@ -33,30 +33,37 @@ def met(actions: Sequence[Action]) -> Iterator[Met]:
                 newest += 1
             case "STASH":
                 kept[action.subject] = newest
-            case "RESTORE":
+            case "LOAD_STASHED":
                 restored = kept.get(action.subject, newest)
-            case "RENEW":
+            case "LOAD_LATEST":
                 restored = None
-        if action.kind in USES:
-            yield Met(action, newest if restored is None else restored)
+        if action.kind in PARAM_USE_KINDS:
+            yield ParamVersionUse(action, newest if restored is None else restored)
 
 
 def forward_versions(actions: Sequence[Action]) -> dict[int, int]:
     """By micro-batch, which weights its forward meets on a rank that plays `actions`."""
-    return {each.action.micro or 0: each.version for each in met(actions) if each.action.kind in FORWARDS}
+    return {
+        each.action.microbatch or 0: each.version
+        for each in param_version_uses(actions)
+        if each.action.kind in FORWARD_KINDS
+    }
 
 
 def staleness(actions: Sequence[Action]) -> int:
     """How many steps old the weights are, at most, at which a gradient was taken when it is stepped with."""
     known = forward_versions(actions)
-    return max((number - known.get(micro, number) for number, micro in enumerate(steps(actions))), default=0)
+    return max(
+        (number - known.get(micro, number) for number, micro in enumerate(stepped_microbatches(actions))),
+        default=0,
+    )
 
 
-def mixed(actions: Sequence[Action]) -> Iterator[str]:
+def version_conflicts(actions: Sequence[Action]) -> Iterator[str]:
     """What is wrong with the versions in the list of a rank: a micro-batch that meets several, and steps in between them."""
     known: dict[int, int] = {}
-    for action, version in met(actions):
-        first = known.setdefault(action.micro or 0, version)
+    for action, version in param_version_uses(actions):
+        first = known.setdefault(action.microbatch or 0, version)
         if version != first:
             yield f"{action.name} meets the weights after {version} steps, and the forward of its micro-batch those after {first}"
     kept: set[str] = set()
@@ -64,8 +71,8 @@ def mixed(actions: Sequence[Action]) -> Iterator[str]:
     for action in actions:
         if action.kind == "STASH":
             kept.add(action.subject)
-        elif action.kind == "RESTORE" and action.subject not in kept:
+        elif action.kind == "LOAD_STASHED" and action.subject not in kept:
             yield f"{action.name} asks for weights that no STASH has kept"
         if action.kind in ("STEP", "STASH") and restored:
             yield f"{action.name} finds the weights of {restored} in the model, and not the newest ones"
-        restored = {"RESTORE": action.name, "RENEW": ""}.get(action.kind, restored)
+        restored = {"LOAD_STASHED": action.name, "LOAD_LATEST": ""}.get(action.kind, restored)

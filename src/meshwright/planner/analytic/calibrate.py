@@ -59,7 +59,10 @@ class Measured:
 
 
 def calibrated(
-    before: Rates, steps: Sequence[Measured], strength: float = 0.15, limits: Mapping[str, tuple[float, float]] = LIMITS
+    before: Rates,
+    steps: Sequence[Measured],
+    strength: float = 0.15,
+    limits: Mapping[str, tuple[float, float]] = LIMITS,
 ) -> Rates:
     """The rates that explain `steps`, near `before`: `strength` is how strongly each is held there, and none leaves `limits`."""
     if not steps:
@@ -73,10 +76,17 @@ def calibrated(
 
     def errors(point: Sequence[float]) -> list[float]:
         given = rates(point)
-        off = [weight * log(each.predicted(given) / each.seconds) for weight, each in zip(weights, steps, strict=True)]
+        off = [
+            weight * log(each.predicted(given) / each.seconds)
+            for weight, each in zip(weights, steps, strict=True)
+        ]
         return [*off, *(strength * (now - then) for now, then in zip(point, start, strict=True))]
 
     borders = [tuple(map(log, limits.get(name, (1e-9, 1e9)))) for name in NAMES]
-    inside = [min(max(value, low + 1e-6), high - 1e-6) for value, (low, high) in zip(start, borders, strict=True)]
+    inside = [
+        min(max(value, low + 1e-6), high - 1e-6) for value, (low, high) in zip(start, borders, strict=True)
+    ]
     bounds = tuple(zip(*borders, strict=True))
-    return rates(least_squares(errors, inside, bounds=bounds, loss="soft_l1", f_scale=SOFT, max_nfev=ROUNDS).x)
+    return rates(
+        least_squares(errors, inside, bounds=bounds, loss="soft_l1", f_scale=SOFT, max_nfev=ROUNDS).x
+    )

@@ -172,7 +172,9 @@ def footprint(shape: Shape, layout: Layout, habits: Habits = OURS) -> Footprint:
     return max((held for _, held in by_rank(shape, layout, habits)), key=lambda each: each.total)
 
 
-def by_rank(shape: Shape, layout: Layout, habits: Habits = OURS, ranks: Iterable[int] = ()) -> Iterator[tuple[int, Footprint]]:
+def by_rank(
+    shape: Shape, layout: Layout, habits: Habits = OURS, ranks: Iterable[int] = ()
+) -> Iterator[tuple[int, Footprint]]:
     """What `ranks` along pp hold (none given: those of which one holds most), each with its rank."""
     one = _layer(shape, layout, habits)
     for rank in ranks or fullest(layout, habits.cut):
@@ -240,7 +242,9 @@ def _tables(shape: Shape, part: Stage) -> int:
 
 def _logits(shape: Shape, layout: Layout, habits: Habits) -> float:
     """All copies of one micro-batch's logits, and what waits of another's."""
-    each = habits.logit + (habits.across if layout.tp > 1 else 0) + (habits.waiting if layout.micros > 1 else 0)
+    each = (
+        habits.logit + (habits.across if layout.tp > 1 else 0) + (habits.waiting if layout.micros > 1 else 0)
+    )
     return each * layout.tokens(shape) * shape.vocab / (layout.tp if habits.divided else 1)
 
 

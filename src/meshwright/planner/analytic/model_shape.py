@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import inf
 
-from meshwright.plan.job.errors import Fault, PlanError, nearest
+from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
 
 FORM = '"NAME: layers 96 hidden 12288 heads 96", and where you know them kv_heads, head, ffn, vocab, sequence, gated, tied'
 
@@ -88,17 +88,25 @@ class Shape:
         weights = self.layers * self.layer_numel + self.table_numel
         return tokens * (6 * weights + 12 * self.layers * self.attended * self.sequence)
 
-    def faults(self) -> Iterator[Fault]:
+    def faults(self) -> Iterator[Diagnostic]:
         """Sizes that no model has."""
         for name in ("layers", "hidden", "heads", "vocab", "sequence"):
             if not 0 < vars(self)[name] < inf:
-                yield Fault(f"{name} {vars(self)[name]}; needed is a whole number above 0", f"write it: {FORM}", self.name)
+                yield Diagnostic(
+                    f"{name} {vars(self)[name]}; needed is a whole number above 0",
+                    f"write it: {FORM}",
+                    self.name,
+                )
         if self.heads > 0 and not self.head and self.hidden % self.heads:
             text = f"hidden {self.hidden} is no multiple of heads {self.heads}"
-            yield Fault(text, "every head has the same width: change one of the two, or say it: head", self.name)
+            yield Diagnostic(
+                text, "every head has the same width: change one of the two, or say it: head", self.name
+            )
         if self.heads > 0 and self.kv_heads and (self.kv_heads > self.heads or self.heads % self.kv_heads):
             text = f"kv_heads {self.kv_heads} do not divide heads {self.heads}"
-            yield Fault(text, "as many heads share each head of keys and values: change one of the two", self.name)
+            yield Diagnostic(
+                text, "as many heads share each head of keys and values: change one of the two", self.name
+            )
 
 
 def parse_shape(text: str) -> Shape:
@@ -114,27 +122,34 @@ def parse_shape(text: str) -> Shape:
     while words:
         word = words.pop(0)
         if word in said:
-            faults.append(Fault(f"{word} is said twice", "say it once", name))
+            faults.append(Diagnostic(f"{word} is said twice", "say it once", name))
         if word in ("gated", "tied"):
             said[word] = True
         elif word not in known:
-            faults.append(Fault(f"'{word}' is no size of a model", nearest(word, known), name))
+            faults.append(Diagnostic(f"'{word}' is no size of a model", suggest_name(word, known), name))
         elif not words or not _whole(words[0]):
             given = f", but '{words.pop(0)}'" if words and words[0] not in known else ""
-            faults.append(Fault(f"{word} without a whole number behind it{given}", f"write it: {FORM}", name))
+            faults.append(
+                Diagnostic(f"{word} without a whole number behind it{given}", f"write it: {FORM}", name)
+            )
         else:
             said[word] = int(words.pop(0))
     missing = [word for word in ("layers", "hidden", "heads") if word not in said]
     if missing:
-        faults.append(Fault(f"nothing is said of {', '.join(missing)}", f"write it: {FORM}", name))
+        faults.append(Diagnostic(f"nothing is said of {', '.join(missing)}", f"write it: {FORM}", name))
     if not faults:
         shape = Shape(name.strip(), **said)
         faults += shape.faults()
         if not faults:
             return shape
-    raise PlanError.of(faults)
+    raise PlanError.from_diagnostics(faults)
 
 
 def _whole(word: str) -> bool:
     """Whether it is a whole number, such as 12 or 12_000."""
-    return word.replace("_", "").isdecimal() and not word.startswith("_") and not word.endswith("_") and "__" not in word
+    return (
+        word.replace("_", "").isdecimal()
+        and not word.startswith("_")
+        and not word.endswith("_")
+        and "__" not in word
+    )

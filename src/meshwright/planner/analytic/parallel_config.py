@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-from meshwright.plan.job.errors import Fault
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.planner.analytic.model_shape import Shape
 
 # scores by torch; with one kernel for their softmax; never written out, by kernels as old as the device is new, or newer
 Kernel = Literal["eager", "softmax", "flash1", "flash2", "flash3"]
-Rerun = Literal["none", "attention", "operators", "layers"]  # operators: all but attention and every second product
+Rerun = Literal[
+    "none", "attention", "operators", "layers"
+]  # operators: all but attention and every second product
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,12 @@ class Order:
 HALVES = Order(1.0, 1.0, -2.0, even=True, fills=True)
 # in two chunks, there and back, nothing is left but how much later the last rank begins than the first (ZB-V)
 FOLDED = Order(1.0, 0.0, 0.0, even=True, folded=True, fills=True)
-ALL = Order(held=inf)  # all forwards, then all backwards: the first rank keeps every micro-batch (arXiv 1811.06965)
-BOTH = Order(1.0, 1.0, -2.0, even=True, both=True, fills=True)  # F + I - W, of half of the ranks (arXiv 2412.19437, 3.2.1)
+ALL = Order(
+    held=inf
+)  # all forwards, then all backwards: the first rank keeps every micro-batch (arXiv 1811.06965)
+BOTH = Order(
+    1.0, 1.0, -2.0, even=True, both=True, fills=True
+)  # F + I - W, of half of the ranks (arXiv 2412.19437, 3.2.1)
 
 
 @dataclass(frozen=True)
@@ -120,23 +126,29 @@ class Layout:
         both = shape.layers + 2
         return both / self.pp if both % self.pp == 0 else shape.layers // self.pp + 1
 
-    def faults(self, shape: Shape) -> Iterator[Fault]:
+    def faults(self, shape: Shape) -> Iterator[Diagnostic]:
         """What keeps it from being a plan for `shape`."""
         if shape.heads % self.tp:
             text = f"tp {self.tp} ranks share {shape.heads} heads"
-            yield Fault(text, "each takes as many: choose a divisor of the heads", "tp")
+            yield Diagnostic(text, "each takes as many: choose a divisor of the heads", "tp")
         if self.pp * self.chunks > shape.layers:
             text = f"pp {self.pp} x {self.chunks} chunks for {shape.layers} layers"
-            yield Fault(text, "each chunk has a layer: choose fewer", "pp")
+            yield Diagnostic(text, "each chunk has a layer: choose fewer", "pp")
         if self.cp % self.swaps or shape.heads // self.tp % self.swaps:
             text = f"{self.swaps} of cp {self.cp} ranks exchange tokens for {shape.heads // self.tp} heads"
-            yield Fault(text, "groups are equal, and each rank takes as many heads: choose a divisor of both", "swaps")
+            yield Diagnostic(
+                text, "groups are equal, and each rank takes as many heads: choose a divisor of both", "swaps"
+            )
         if self.within and (self.dp % self.within or not self.shards):
             text = f"shares among {self.within} of dp {self.dp} copies at stage {self.shards}"
-            yield Fault(text, "groups of copies are equal: choose a divisor of dp, and a stage of 1 to 3", "within")
+            yield Diagnostic(
+                text, "groups of copies are equal: choose a divisor of dp, and a stage of 1 to 3", "within"
+            )
         if self.order.both and (self.pp % 2 or self.micros < 2):
             text = f"pp {self.pp} and {self.micros:g} micro-batches from both ends"
-            yield Fault(text, "half of both go each way: choose an even number of ranks, and two micro-batches", "pp")
+            yield Diagnostic(
+                text, "half of both go each way: choose an even number of ranks, and two micro-batches", "pp"
+            )
         if self.chunks > 1 and not self.order.folded and self.micros % self.pp:
             text = f"{self.micros:g} micro-batches in chunks on pp {self.pp}"
-            yield Fault(text, "interleaving takes a multiple of pp", "micros")
+            yield Diagnostic(text, "interleaving takes a multiple of pp", "micros")

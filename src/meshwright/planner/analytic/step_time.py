@@ -27,7 +27,9 @@ SIXTEEN = "bfloat16"
 LAUNCHES = 80  # kernels of a layer's forward
 WEIGHTS = 12  # of a layer: matrices, biases and norms
 ALIGNED = 8  # 16-bit elements that units for matrices load at once: heads of another width are computed by those for float32
-STEPPED = 28  # bytes that AdamW reads and writes per weight: gradient, master, two moments, and the weight itself
+STEPPED = (
+    28  # bytes that AdamW reads and writes per weight: gradient, master, two moments, and the weight itself
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,9 @@ class Both:
     weights: float = 0.0
 
     def __add__(self, other: "Both") -> "Both":
-        return Both(self.forward + other.forward, self.backward + other.backward, self.weights + other.weights)
+        return Both(
+            self.forward + other.forward, self.backward + other.backward, self.weights + other.weights
+        )
 
     @property
     def late(self) -> float:
@@ -104,14 +108,18 @@ def step(shape: Shape, layout: Layout, machine: Machine, known: Parts | None = N
             slowest = one.all * layers + ends
         else:  # a rank with the head has a layer less, and may be busier for it
             layers, slowest = max(
-                (layers, one.all * layers), (layers - 1, one.all * (layers - 1) + ends), key=lambda each: each[1]
+                (layers, one.all * layers),
+                (layers - 1, one.all * (layers - 1) + ends),
+                key=lambda each: each[1],
             )
         whole = Both(one.forward * per_rank, one.backward * per_rank, one.weights * per_rank)
         others = layout.pp * whole.all + first.all + last.all - slowest
         handed = handover(shape, layout, machine)
         waiting = waited(layout, whole, others) + 2 * (layout.pp - 1) * handed
     busy = layout.micros * slowest
-    turn = handed * machine.rates.handover * (1 - layout.hidden) + machine.rates.turn_s if layout.pp > 1 else 0.0
+    turn = (
+        handed * machine.rates.handover * (1 - layout.hidden) + machine.rates.turn_s if layout.pp > 1 else 0.0
+    )
     between = layout.micros * layout.chunks * turn
     tensor = layout.micros * met.all * layers
     return Step(
@@ -169,14 +177,25 @@ def layer(shape: Shape, layout: Layout, machine: Machine) -> Both:
     backward = weights + sum(product(machine, tokens, into, out, layout.dtype) for out, into in made)
     seen = _attended(shape, layout, machine, heads)
     rates = machine.rates
-    across = HALF * tokens * h / (tp if layout.sequence else 1) * rates.stream * (1.0 if layout.fused else rates.unfused)
+    across = (
+        HALF
+        * tokens
+        * h
+        / (tp if layout.sequence else 1)
+        * rates.stream
+        * (1.0 if layout.fused else rates.unfused)
+    )
     inside = HALF * tokens * (2 * (heads + 2 * groups) + 1.5 * (shape.inward + 1) * f) * rates.inside
     between = passed(machine, across + inside * (0.7 if layout.compiled else 1.0), 8)
     cast = _cast(shape, layout, machine)
     again = seen.forward if layout.reruns == "attention" and layout.kernel in ("eager", "softmax") else 0.0
     again += 0.3 * between if layout.reruns == "attention" else 0.0
     again += between + forward / 2 if layout.reruns == "operators" else 0.0
-    return Both(forward + seen.forward + between + cast, backward + seen.backward + 2 * between + again + cast, weights)
+    return Both(
+        forward + seen.forward + between + cast,
+        backward + seen.backward + 2 * between + again + cast,
+        weights,
+    )
 
 
 def _cast(shape: Shape, layout: Layout, machine: Machine) -> float:
@@ -193,7 +212,9 @@ def _attended(shape: Shape, layout: Layout, machine: Machine, heads: float) -> B
     tokens = layout.tokens(shape)
     flops = 4 * tokens * shape.sequence * heads
     if layout.kernel not in ("eager", "softmax"):
-        return Both(*(attention(machine, flops / 2, back=back, kernel=layout.kernel) for back in (False, True)))
+        return Both(
+            *(attention(machine, flops / 2, back=back, kernel=layout.kernel) for back in (False, True))
+        )
     rates = machine.rates
     scores = tokens * shape.sequence * shape.heads / layout.tp
     times = rates.scores_eager if layout.kernel == "eager" else rates.scores_fused
@@ -228,7 +249,9 @@ def meetings(shape: Shape, layout: Layout, machine: Machine) -> Both:
         groups, swaps = max(shape.groups / tp, 1), layout.swaps
         travels = 2 * HALF * layout.micro_batch * shape.sequence * groups * shape.width / swaps
         seconds = gathered(machine, travels, layout.cp / swaps, layout.beside * swaps, layout.ranks)
-        exchanged = 2 * HALF * tokens * (shape.attended / tp + max(groups, swaps) * shape.width)  # q and o; k and v
+        exchanged = (
+            2 * HALF * tokens * (shape.attended / tp + max(groups, swaps) * shape.width)
+        )  # q and o; k and v
         swapped = gathered(machine, exchanged, swaps, layout.beside, layout.ranks)
         forward += max(0.0, seconds - beside.forward) / 2 + swapped
         backward += max(0.0, 2 * seconds - beside.backward) / 2 + swapped
@@ -249,7 +272,9 @@ def _gathers(shape: Shape, layout: Layout, machine: Machine, one: Both) -> Both:
     whole = gathered(machine, nbytes / HALF * layout.gathers, layout.holders, layout.beside, layout.ranks)
     back = whole + gathered(machine, nbytes / HALF * layout.sums, layout.holders, layout.beside, layout.ranks)
     if layout.piecewise:
-        asked = WEIGHTS * layout.holders * machine.rates.launch_s  # a copy for each rank's piece of each weight
+        asked = (
+            WEIGHTS * layout.holders * machine.rates.launch_s
+        )  # a copy for each rank's piece of each weight
         return Both(whole + asked, back + asked)
     beside = machine.rates.beside
     return Both(
@@ -272,13 +297,19 @@ def summed(shape: Shape, layout: Layout, machine: Machine, beside: Both) -> floa
     are summed over the groups. Where micro-batches enter at both ends, two ranks have the same part.
     """
     own, ranks = _own(shape, layout), layout.ranks
-    pair = 2 * gathered(machine, own * layout.sums, 2, layout.tp * layout.sharers, ranks) if layout.order.both else 0.0
+    pair = (
+        2 * gathered(machine, own * layout.sums, 2, layout.tp * layout.sharers, ranks)
+        if layout.order.both
+        else 0.0
+    )
     if layout.sharers == 1:
         return pair
     hidden = min(1.0, machine.rates.sums_hidden)
     groups = layout.sharers / layout.holders
     shares = own * layout.sums / layout.holders
-    across = 2 * gathered(machine, shares, groups, layout.beside * layout.holders, ranks) * (1 - hidden) + pair
+    across = (
+        2 * gathered(machine, shares, groups, layout.beside * layout.holders, ranks) * (1 - hidden) + pair
+    )
     whole = own if layout.shards < 3 else 2 * shape.table_numel / layout.tp
     there = gathered(machine, whole * layout.sums, layout.holders, layout.beside, ranks)
     back = gathered(machine, whole * HALF, layout.holders, layout.beside, ranks)
@@ -287,7 +318,9 @@ def summed(shape: Shape, layout: Layout, machine: Machine, beside: Both) -> floa
     times = layout.micros if layout.shards == 2 else 1
     if not layout.hidden:
         return (times * there + back) * (1 - hidden) + across
-    last = min(1.0, shape.table_numel / layout.tp / own)  # the embedding's come when nothing is left to run beside them
+    last = min(
+        1.0, shape.table_numel / layout.tp / own
+    )  # the embedding's come when nothing is left to run beside them
     summed = times * max(last * there, there - hidden * beside.backward)
     return summed + max(last * back, back - hidden * beside.forward) + across
 

@@ -34,9 +34,7 @@ class Learnt:
     def __str__(self) -> str:
         text = f"{self.source}: {self.steps} steps"
         if not self.apart:
-            return (
-                f"{text} took {self.computing:.3g} times as long as planned (no trace: computing and sending are not told apart)"
-            )
+            return f"{text} took {self.computing:.3g} times as long as planned (no trace: computing and sending are not told apart)"
         sent = "too little was sent to tell" if self.sending is None else f"sending {self.sending:.3g} times"
         return f"{text}, computing took {self.computing:.3g} times as long as planned, {sent}"
 

@@ -9,8 +9,8 @@ A device that is not known takes a table in a file (run/hardware.py), or here: M
 
 from dataclasses import dataclass, replace
 
-from meshwright.plan.hardware.device_specs import Device, devices, find_device
-from meshwright.plan.job.errors import PlanError, nearest
+from meshwright.plan.hardware.device_specs import DeviceSpec, find_device, known_devices
+from meshwright.plan.job.errors import PlanError, suggest_name
 from meshwright.planner.machine.efficiency import Rates, rates_of
 
 SHARED = 7.0  # hosts at most on a link of a fabric's upper levels, however many there are: those of arXiv 2407.21783, 3.3.1
@@ -20,7 +20,7 @@ SHARED = 7.0  # hosts at most on a link of a fabric's upper levels, however many
 class Machine:
     """`count` devices of one kind, `per_host` on each host, with the rates that they reach."""
 
-    device: Device
+    device: DeviceSpec
     count: int
     rates: Rates
     per_host: int = 0
@@ -28,7 +28,7 @@ class Machine:
     @property
     def host(self) -> int:
         """Devices on one host."""
-        return self.per_host or self.device.per_host
+        return self.per_host or self.device.devices_per_host
 
     @property
     def link_rate(self) -> float:
@@ -54,7 +54,11 @@ class Machine:
             if peak is not None:
                 return peak
         known = ", ".join(self.device.flops)
-        raise PlanError(f"{self.device.name} has no peak for {dtype}", fix=f"compute in one of {known}", where="hardware")
+        raise PlanError(
+            f"{self.device.name} has no peak for {dtype}",
+            fix=f"compute in one of {known}",
+            location="hardware",
+        )
 
 
 def machine(kind: str, count: int, per_host: int = 0) -> Machine:
@@ -64,10 +68,10 @@ def machine(kind: str, count: int, per_host: int = 0) -> Machine:
     """
     device = find_device(kind)
     if device is None:
-        known = [each.name for each in devices()]
+        known = [each.name for each in known_devices()]
         text = f"'{kind}' is no device that is known here"
-        fix = f"{nearest(kind.upper(), known)} Or say its figures in a file: docs/planning.md"
-        raise PlanError(text, fix=fix, where="--hardware")
+        fix = f"{suggest_name(kind.upper(), known)} Or say its figures in a file: docs/planning.md"
+        raise PlanError(text, fix=fix, location="--hardware")
     return Machine(device, count, rates_of(device.name), per_host)
 
 

@@ -27,7 +27,7 @@ def product(machine: Machine, rows: float, columns: float, inner: float, dtype: 
         return 0.0
     rates, exact = machine.rates, rows * columns / (TILE[0] * TILE[1])
     whole = ceil(rows / TILE[0]) * ceil(columns / TILE[1])
-    units = machine.device.units
+    units = machine.device.num_compute_units
     waves = 1 + rates.tail * (ceil(whole / units) * units / exact - 1)
     kinds = {
         "float8": rates.product_float8,
@@ -36,8 +36,18 @@ def product(machine: Machine, rows: float, columns: float, inner: float, dtype: 
         "float4": rates.product_float4,
     }
     best = kinds.get(dtype, rates.product)
-    computed = 2 * rows * columns * inner / (machine.peak(dtype.partition("_")[0]) * best) * (1 + rates.side / inner) * waves
-    moved = HALF * (rows * columns + rows * inner + columns * inner) / (machine.device.memory_rate * rates.memory)
+    computed = (
+        2
+        * rows
+        * columns
+        * inner
+        / (machine.peak(dtype.partition("_")[0]) * best)
+        * (1 + rates.side / inner)
+        * waves
+    )
+    moved = (
+        HALF * (rows * columns + rows * inner + columns * inner) / (machine.device.memory_rate * rates.memory)
+    )
     return max(computed, moved) + rates.start_s
 
 
@@ -65,7 +75,9 @@ def gathered(machine: Machine, nbytes: float, ranks: float, stride: float, devic
     rates, sent = machine.rates, (ranks - 1) / ranks * nbytes
     if ranks * stride <= machine.host:
         return sent / machine.link_rate + rates.latency_s * log2(ranks)
-    together = max(1.0, min(ranks, machine.host // max(1, stride)))  # ranks of the group on one host: its ring has so many cards
+    together = max(
+        1.0, min(ranks, machine.host // max(1, stride))
+    )  # ranks of the group on one host: its ring has so many cards
     nic = machine.nic_rate(max(1.0, devices / machine.host)) * together
     return max(sent / nic, sent / machine.link_rate) + 2 * rates.latency_s * log2(ranks)
 

@@ -3,8 +3,8 @@
     F, B, I, W      the operations of the visit (core/work.py), as much of each as falls to the rank: tokens, heads, features;
                     the collectives within it on top, and the copies that put slices in order for them. W has the products
                     that sum over rows, I all others of a backward
-    RERUN           a forward once more                  LOSS     what the loss does, forward and backward
-    PACK, UNPACK, ADD, CLIP, SQUARE, STEP                bytes that they read and write: gradients, weights, moments
+    RECOMPUTE           a forward once more                  LOSS     what the loss does, forward and backward
+    PACK, UNPACK, ACCUMULATE, CLIP, LOCAL_NORM, STEP                bytes that they read and write: gradients, weights, moments
     REDUCE, UNSHARD, SEND ...                            the links (planner/wire.py)
 
     one operation of a block       the longer of a call and of       2 m n k at the speed of its shape       bytes at the memory's
@@ -19,23 +19,30 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
-from meshwright.plan.model_spec.model_spec import NBYTES
-from meshwright.plan.model_spec.op_costs import Attention, Passed, Product, Work, Works
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
+from meshwright.plan.model_spec.op_costs import AttentionOp, MatmulOp, MemoryOp, ModelOps, OpCounts
 from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.param_sharding import Bundle
-from meshwright.plan.sharding.rank_share import head_in_pieces, own_share, shares
+from meshwright.plan.sharding.param_sharding import ParamGroup
+from meshwright.plan.sharding.rank_share import block_shares, chunked_head_call, local_fraction
 from meshwright.plan.step.action import Action, Transfer
-from meshwright.plan.step.chunked_loss import PIECE, tokens_of
-from meshwright.plan.step.single_device import COMPLETING, FORWARDS, gradient
+from meshwright.plan.step.chunked_loss import MAX_CHUNK_NUMEL, num_local_logit_tokens
+from meshwright.plan.step.single_device import FORWARD_KINDS, WEIGHT_GRAD_KINDS, grad_name
 from meshwright.planner.program_cost.device_time import Ground
 from meshwright.planner.program_cost.memory import stepped
 from meshwright.planner.program_cost.network_time import GATHERING
 
 WARM = 16 << 20  # bytes: what is much larger was measured with memory that is new each time
 PASSES = 3  # what a block holds passes through memory so often, where nobody has seen its operations
-THROUGH, CALLS = 14, 20  # times that a logit of divided words is read or written beside its exp; operations on each PIECE of them
-TURNED = {"all_to_all": 2, "all_gather": 1, "reduce_scatter": 1}  # times that what is met within a block is copied to be sent
-COPIED = ("PACK", "UNPACK", "STASH", "RESTORE", "RENEW")
+THROUGH, CALLS = (
+    14,
+    20,
+)  # times that a logit of divided words is read or written beside its exp; operations on each PIECE of them
+TURNED = {
+    "all_to_all": 2,
+    "all_gather": 1,
+    "reduce_scatter": 1,
+}  # times that what is met within a block is copied to be sent
+COPIED = ("PACK", "UNPACK", "STASH", "LOAD_STASHED", "LOAD_LATEST")
 
 
 @dataclass(frozen=True)
@@ -66,15 +73,17 @@ class Prices:
 
     def __init__(self, plan: Plan, rank: int, ground: Ground) -> None:
         self._plan, self._rank, self.ground = plan, rank, ground
-        self._space = plan.space.at(plan.mesh.coordinate(rank))
-        self._shares = shares(self._space)
+        self._space = plan.sharding.at_coordinate(plan.mesh.coordinate(rank))
+        self._shares = block_shares(self._space)
         self._rows = plan.micro_batch
-        weighed = plan.anatomy.weighed
-        self._works: Works | None = None if weighed is None else weighed.works
+        weighed = plan.model_spec.memory
+        self._works: ModelOps | None = None if weighed is None else weighed.ops
         self._known: dict[tuple[str, str], float] = {}
         self._sent: dict[Transfer, float] = {}
-        parts = [part.visits[0] for part in self._space.parts] or [self._space.anatomy.visits[0]]
-        self._begins = {visit for visit in parts if visit in self._space.anatomy.visits}
+        parts = [part.block_calls[0] for part in self._space.stages] or [
+            self._space.model_spec.block_calls[0]
+        ]
+        self._begins = {visit for visit in parts if visit in self._space.model_spec.block_calls}
 
     @property
     def seen(self) -> bool:
@@ -83,18 +92,18 @@ class Prices:
 
     def cost(self, action: Action) -> Cost:
         """What `action` costs."""
-        if action.lane == "receive":  # a message is counted where it is sent
+        if action.stream == "receive":  # a message is counted where it is sent
             return Cost()
         own = 0.0 if action.transfer is None else self._moved(action.transfer)
-        if action.lane != "compute":
+        if action.stream != "compute":
             return Cost(0.0, own)
         computing = self.ground.slower * (self._computing(action) + self._turned(action))
         return Cost(computing, own + self._meeting(action))
 
     def _computing(self, action: Action) -> float:
         kind = action.kind
-        if kind in (*FORWARDS, "RERUN"):
-            glue = self._glue if kind in FORWARDS and action.subject in self._begins else 0.0
+        if kind in (*FORWARD_KINDS, "RECOMPUTE"):
+            glue = self._glue if kind in FORWARD_KINDS and action.subject in self._begins else 0.0
             return glue + self._of(action, "forward")
         if kind in ("B", "I", "W"):
             return self._of(action, kind) + self._added(action)
@@ -104,9 +113,9 @@ class Prices:
             return self._stepped
         if kind in COPIED:
             return self._passing(action.tensors, 2)
-        if kind == "ADD":
+        if kind == "ACCUMULATE":
             return self._passing(action.tensors, 3, in_shards=True)
-        if kind == "SQUARE" or (kind == "CLIP" and not self._space.norm_axes):
+        if kind == "LOCAL_NORM" or (kind == "CLIP" and not self._space.grad_norm_axes):
             return self._passing(self._numel, 1, in_shards=True)
         return 0.0
 
@@ -120,51 +129,63 @@ class Prices:
     def _visit(self, action: Action, way: str) -> float:
         visit = action.subject
         if self._works is None:
-            held = 0 if way == "W" else sum(hold.nbytes for hold in action.takes)
+            held = 0 if way == "W" else sum(hold.nbytes for hold in action.allocations)
             return self._guessed(action.flops or self._shares[visit].flops * self._rows, held)
-        done = self._works.by_visit[visit]
+        done = self._works.by_block_call[visit]
         part = self._part(visit)
         work = done.forward if way == "forward" else done.backward
         if way in ("I", "W"):
             late = way == "W"
-            kept = tuple(each for each in work.products if each.learns is late)
-            work = Work(kept) if late else Work(kept, work.attention, work.passed)
+            kept = tuple(each for each in work.matmuls if each.is_weight_grad is late)
+            work = OpCounts(kept) if late else OpCounts(kept, work.attention, work.memory_ops)
         return self._seconds(work, part, back=way != "forward")
 
     def _part(self, visit: str) -> _Part:
         """What of a visit falls to the rank."""
-        share, (flops, inside), tokens = self._shares[visit], self._whole(visit), float(own_share(self._space, visit))
+        share, (flops, inside), tokens = (
+            self._shares[visit],
+            self._whole(visit),
+            float(local_fraction(self._space, visit)),
+        )
         features = share.flops / flops / tokens if flops else 1.0
-        return _Part(tokens, features, share.inside / inside if inside else tokens)
+        return _Part(tokens, features, share.saved_numel / inside if inside else tokens)
 
     def _whole(self, visit: str) -> tuple[int, int]:
         """The operations of a forward of `visit` per sample, and the elements that it keeps inside, on one device."""
-        anatomy = self._plan.anatomy
-        at = anatomy.visits.index(visit)
-        return anatomy.flops[at], anatomy.inside_numel[at] if anatomy.inside_numel else 0
+        anatomy = self._plan.model_spec
+        at = anatomy.block_calls.index(visit)
+        return anatomy.flops[at], anatomy.saved_numel[at] if anatomy.saved_numel else 0
 
-    def _seconds(self, work: Work, part: _Part, *, back: bool) -> float:
+    def _seconds(self, work: OpCounts, part: _Part, *, back: bool) -> float:
         ground, rows = self.ground, self._rows
         call = ground.pace.call_backward_s if back else ground.pace.call_s
         each = [(operation.count, self._one(operation, part, rows)) for operation in _all(work)]
         if ground.ahead:
-            return max(call * work.calls, sum(count * seconds for count, seconds in each))
+            return max(call * work.num_ops, sum(count * seconds for count, seconds in each))
         return sum(count * max(call, seconds) for count, seconds in each)
 
-    def _one(self, work: Product | Attention | Passed, part: _Part, rows: int) -> float:
+    def _one(self, work: MatmulOp | AttentionOp | MemoryOp, part: _Part, rows: int) -> float:
         """Seconds of one of the operations."""
         pace = self.ground.pace
-        if isinstance(work, Passed):
-            nbytes, numbers = (line.at(rows) * part.passed for line in (work.nbytes, work.numbers))
+        if isinstance(work, MemoryOp):
+            nbytes, numbers = (line.total(rows) * part.passed for line in (work.nbytes, work.output_numel))
             return pace.moved_seconds(nbytes, work.operation, numbers) if nbytes else 0.0
-        if isinstance(work, Attention):
-            keys = min(work.keys, (work.keys + self.ground.block) / 2) if work.causal else work.keys
-            sizes = work.rows.at(rows), work.heads * part.features, work.queries * part.tokens, keys, work.width
+        if isinstance(work, AttentionOp):
+            keys = (
+                min(work.key_len, (work.key_len + self.ground.block) / 2) if work.is_causal else work.key_len
+            )
+            sizes = (
+                work.batch.total(rows),
+                work.num_heads * part.features,
+                work.query_len * part.tokens,
+                keys,
+                work.head_dim,
+            )
             return pace.attention_seconds(sizes, work.dtype, backward=work.backward)
-        m, n, k, batch = (line.at(rows) for line in (work.m, work.n, work.k, work.batch))
-        if work.learns:
+        m, n, k, batch = (line.total(rows) for line in (work.m, work.n, work.k, work.batch))
+        if work.is_weight_grad:
             return pace.product_seconds(m, n * part.features, k * part.tokens, batch, work.dtype)
-        if work.batch.each:  # one for each head
+        if work.batch.per_sample:  # one for each head
             return pace.product_seconds(m * part.tokens, n, k, batch * part.features, work.dtype)
         return pace.product_seconds(m * part.tokens, n * part.features, k, batch, work.dtype)
 
@@ -173,50 +194,66 @@ class Prices:
         return 0.0 if self._works is None else self._seconds(self._works.glue, _Part(), back=False)
 
     def _loss(self, action: Action) -> float:
-        space, visit = self._space, self._space.anatomy.visits[-1]
+        space, visit = self._space, self._space.model_spec.block_calls[-1]
         share = self._shares[visit]
-        call = head_in_pieces(space)
-        tokens = float(own_share(space, visit))
+        call = chunked_head_call(space)
+        tokens = float(local_fraction(space, visit))
         if self._works is None:
-            return self._guessed(action.flops, sum(hold.nbytes for hold in action.takes))
-        divided = bool(space.logits.axes("S"))
+            return self._guessed(action.flops, sum(hold.nbytes for hold in action.allocations))
+        divided = bool(space.logits_layout.axes_with("S"))
         if call is None and divided:
-            return self._of_words(share.hands_on * self._rows)
+            return self._of_words(share.output_numel * self._rows)
         if call is None:
             return self._seconds(self._works.loss, _Part(passed=tokens), back=False)
-        times, count = action.flops / (3 * space.pieces), max(1, tokens_of(space) * self._rows / space.pieces)
-        into = call.into / max(1, space.anatomy.logits.tokens if space.anatomy.logits is not None else 1)
+        times, count = (
+            action.flops / (3 * space.num_loss_chunks),
+            max(1, num_local_logit_tokens(space) * self._rows / space.num_loss_chunks),
+        )
+        into = call.in_numel / max(
+            1, space.model_spec.logits.num_tokens if space.model_spec.logits is not None else 1
+        )
         words = times / (2 * count * into)
-        products = 3 * space.pieces * self.ground.pace.product_seconds(count, words, into, 1, self._dtype)
+        products = (
+            3 * space.num_loss_chunks * self.ground.pace.product_seconds(count, words, into, 1, self._dtype)
+        )
         if divided:
-            return products + self._of_words(words * count * space.pieces)
+            return products + self._of_words(words * count * space.num_loss_chunks)
         return products + self._seconds(self._works.loss, _Part(passed=tokens), back=False)
 
     def _of_words(self, logits: float) -> float:
         """The loss of so many logits of the words that are here, and its gradient, some tokens at a time (engine/logits.py)."""
-        pace, width = self.ground.pace, max(NBYTES["float32"], NBYTES[self._plan.job.precision.compute])
+        pace, width = (
+            self.ground.pace,
+            max(FLOAT_NBYTES["float32"], FLOAT_NBYTES[self._plan.job.precision.compute]),
+        )
         passing = self._there(THROUGH * width * logits) + 2 * max(
             self._there(2 * width * logits), pace.moved_seconds(0.0, "exp", logits)
         )
-        return max(passing, pace.call_s * CALLS * ceil(logits / PIECE))
+        return max(passing, pace.call_s * CALLS * ceil(logits / MAX_CHUNK_NUMEL))
 
     def _guessed(self, flops: float, held: float) -> float:
         side = (flops / 2) ** (1 / 3)
         pace = self.ground.pace
-        return (pace.product_seconds(side, side, side, 1, self._dtype) if flops else 0.0) + pace.moved_seconds(PASSES * held)
+        return (
+            pace.product_seconds(side, side, side, 1, self._dtype) if flops else 0.0
+        ) + pace.moved_seconds(PASSES * held)
 
     def _added(self, action: Action) -> float:
         """What a backward adds to gradients that others have left."""
-        if action.kind not in COMPLETING:
+        if action.kind not in WEIGHT_GRAD_KINDS:
             return 0.0
-        new = {hold.name for hold in action.takes}
-        using = (each for each in self._bundles if action.subject in each.visits and not each.homes[0].flat)
-        names = [name for each in using if gradient(each) not in new for name in each.names]
+        new = {hold.name for hold in action.allocations}
+        using = (
+            each
+            for each in self._bundles
+            if action.subject in each.block_calls and not each.param_shardings[0].flat_shard_axes
+        )
+        names = [name for each in using if grad_name(each) not in new for name in each.names]
         return self._passing(names, 3)
 
     def _passing(self, names: Iterable[str], times: int, *, in_shards: bool = False) -> float:
         """Reading or writing the gradients of these weights, or their shards, so many times, each by an operation of its own."""
-        width = NBYTES[self._plan.job.precision.resolved.gradients]
+        width = FLOAT_NBYTES[self._plan.job.precision.effective.gradients]
         own = (self._numel[name][in_shards] for name in names if name in self._numel)
         return sum(self._there(times * width * numel) for numel in own)
 
@@ -228,22 +265,25 @@ class Prices:
     @cached_property
     def _stepped(self) -> float:
         """The optimizer reads gradients, and reads and writes what it steps and what it remembers."""
-        precision = self._plan.job.precision.resolved
+        precision = self._plan.job.precision.effective
         numel, moments = stepped(self._plan, self._rank)
-        width = NBYTES[precision.gradients] + 2 * NBYTES[precision.master]
-        width += NBYTES[precision.parameters] if precision.master != precision.parameters else 0
-        count = max(1, len(self._space.anatomy.trainable))
+        width = FLOAT_NBYTES[precision.gradients] + 2 * FLOAT_NBYTES[precision.master]
+        width += FLOAT_NBYTES[precision.parameters] if precision.master != precision.parameters else 0
+        count = max(1, len(self._space.model_spec.trainable))
         return count * self._there((numel * width + 2 * moments) / count)
 
     @cached_property
-    def _bundles(self) -> tuple[Bundle, ...]:
-        return self._space.bundles()
+    def _bundles(self) -> tuple[ParamGroup, ...]:
+        return self._space.param_groups()
 
     @cached_property
     def _numel(self) -> Mapping[str, tuple[float, float]]:
         """The elements of each trained weight that this rank has, and those of its shard."""
-        homes, mesh = (home for home in self._space.homes if home.weight.trainable), self._plan.mesh
-        return {home.weight.name: (home.weight.numel, home.weight.numel / mesh.extent(home.flat)) for home in homes}
+        homes, mesh = (home for home in self._space.param_shardings if home.param.trainable), self._plan.mesh
+        return {
+            home.param.name: (home.param.numel, home.param.numel / mesh.group_size(home.flat_shard_axes))
+            for home in homes
+        }
 
     @property
     def _dtype(self) -> str:
@@ -252,22 +292,29 @@ class Prices:
     def _meeting(self, action: Action) -> float:
         """Seconds of the collectives within an action; what goes round while attention runs is hidden, where it can be."""
         round_, others = 0.0, 0.0
-        for move in action.inner:
+        for move in action.inner_transfers:
             if move.collective == "shift":
                 round_ += self._moved(move)
             else:
                 others += self._moved(move)
-        if round_ and self.ground.ahead and self._works is not None and action.subject in self._works.by_visit:
-            done = self._works.by_visit[action.subject]
-            work = done.forward if action.kind in (*FORWARDS, "RERUN") else done.backward
-            attention = self._seconds(Work(attention=work.attention), self._part(action.subject), back=False)
+        if (
+            round_
+            and self.ground.ahead
+            and self._works is not None
+            and action.subject in self._works.by_block_call
+        ):
+            done = self._works.by_block_call[action.subject]
+            work = done.forward if action.kind in (*FORWARD_KINDS, "RECOMPUTE") else done.backward
+            attention = self._seconds(
+                OpCounts(attention=work.attention), self._part(action.subject), back=False
+            )
             round_ = max(0.0, round_ - attention)
         return round_ + others
 
     def _turned(self, action: Action) -> float:
         """Seconds in which slices are put in order, to be sent and as they come."""
         found = 0.0
-        for move in action.inner:
+        for move in action.inner_transfers:
             size = len(self.meet(move))
             if size > 1:
                 whole = move.nbytes * (size if move.collective in GATHERING else 1)
@@ -282,18 +329,18 @@ class Prices:
 
     def axes(self, move: Transfer) -> frozenset[str]:
         """The axes along which ranks meet in it."""
-        return frozenset(axis for axis in move.axes if self._plan.mesh.extent((axis,)) > 1)
+        return frozenset(axis for axis in move.axes if self._plan.mesh.group_size((axis,)) > 1)
 
     def meet(self, move: Transfer) -> tuple[int, ...]:
         """The ranks that meet in it."""
         ranks = self._plan.mesh.peers(self._rank, move.axes)
         if move.peer is not None:
             return self._rank, ranks[move.peer]
-        if move.near:
-            at = ranks.index(self._rank) // move.near * move.near
-            return ranks[at : at + move.near]
-        return tuple(ranks[index] for index in move.among) or ranks
+        if move.num_neighbours:
+            at = ranks.index(self._rank) // move.num_neighbours * move.num_neighbours
+            return ranks[at : at + move.num_neighbours]
+        return tuple(ranks[index] for index in move.member_indices) or ranks
 
 
-def _all(work: Work) -> Iterable[Product | Attention | Passed]:
-    return (*work.products, *work.attention, *work.passed)
+def _all(work: OpCounts) -> Iterable[MatmulOp | AttentionOp | MemoryOp]:
+    return (*work.matmuls, *work.attention, *work.memory_ops)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from meshwright.plan.step.action import Action, Program
-from meshwright.plan.step.simulator import Tick, play
+from meshwright.plan.step.simulator import SimulatedAction, simulate
 
 PLAYED, SETTLED = 12, 0.005  # at most so often; until no act changes by more than this share
 
@@ -27,9 +27,9 @@ class Shared:
     ranks: Mapping[str, float]
     threads: int = 1
 
-    def used(self, tick: Tick) -> float:
+    def used(self, tick: SimulatedAction) -> float:
         """The cores that the ranks of a role want for what they do."""
-        return self.ranks[tick.role] * (self.threads if tick.action.lane == "compute" else 1)
+        return self.ranks[tick.role] * (self.threads if tick.action.stream == "compute" else 1)
 
 
 def played(
@@ -37,23 +37,25 @@ def played(
     seconds: Callable[[Action], float],
     shared: Shared | None,
     late: Callable[[Action], float] = lambda action: 0.0,
-) -> list[Tick]:
+) -> list[SimulatedAction]:
     """The timeline of `program`, whose acts take so many `seconds` with a core for each thread; `shared` None: they have that.
 
     What goes on the wire starts so `late`, and as much later as what is computed takes longer.
     """
-    ticks = play(program, seconds, late)
+    ticks = simulate(program, seconds, late)
     if shared is None:
         return ticks
     longer: dict[int, float] = {}
     for _ in range(PLAYED):
         wanted = _stretched(ticks, shared)
         changed = max((abs(value / longer.get(key, 1.0) - 1) for key, value in wanted.items()), default=0.0)
-        longer = {key: (value + longer.get(key, 1.0)) / 2 if longer else value for key, value in wanted.items()}
+        longer = {
+            key: (value + longer.get(key, 1.0)) / 2 if longer else value for key, value in wanted.items()
+        }
         if changed < SETTLED:
             break
         known, all_ = longer, _mean(ticks, longer)
-        ticks = play(
+        ticks = simulate(
             program,
             lambda action, known=known: seconds(action) * known.get(id(action), 1.0),
             lambda action, all_=all_: late(action) * all_,
@@ -61,14 +63,18 @@ def played(
     return ticks
 
 
-def _mean(ticks: Sequence[Tick], longer: Mapping[int, float]) -> float:
+def _mean(ticks: Sequence[SimulatedAction], longer: Mapping[int, float]) -> float:
     """How many times as long what is computed takes, on average."""
-    computed = [(tick.end - tick.start, longer.get(id(tick.action), 1.0)) for tick in ticks if tick.action.lane == "compute"]
+    computed = [
+        (tick.end - tick.start, longer.get(id(tick.action), 1.0))
+        for tick in ticks
+        if tick.action.stream == "compute"
+    ]
     alone = sum(seconds / times for seconds, times in computed)
     return sum(seconds for seconds, _ in computed) / alone if alone else 1.0
 
 
-def _stretched(ticks: Sequence[Tick], shared: Shared) -> dict[int, float]:
+def _stretched(ticks: Sequence[SimulatedAction], shared: Shared) -> dict[int, float]:
     """How many times as long each act takes, by the mean of what is wanted meanwhile."""
     busy = [tick for tick in ticks if tick.end > tick.start]
     changes: dict[float, float] = {}
@@ -80,10 +86,13 @@ def _stretched(ticks: Sequence[Tick], shared: Shared) -> dict[int, float]:
     areas: dict[float, list[float]] = {}
     found = {}
     for tick in busy:
-        room = float(shared.cores) if tick.action.lane == "compute" else max(shared.cores, shared.used(tick))
+        room = (
+            float(shared.cores) if tick.action.stream == "compute" else max(shared.cores, shared.used(tick))
+        )
         if room not in areas:  # messages were measured with all that take part in them
             steps = (
-                max(1.0, here / room) * (after - before) for here, (before, after) in zip(wanted, pairwise(times), strict=False)
+                max(1.0, here / room) * (after - before)
+                for here, (before, after) in zip(wanted, pairwise(times), strict=False)
             )
             areas[room] = [0.0, *accumulate(steps)]
         area = areas[room]

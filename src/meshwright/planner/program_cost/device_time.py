@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Protocol
 
-from meshwright.plan.model_spec.op_costs import Pairs
+from meshwright.plan.model_spec.op_costs import AttentionSize
 from meshwright.planner.machine.machine import Machine
 from meshwright.planner.machine.roofline import attention, passed, product
 from meshwright.planner.program_cost.network_time import Wire
@@ -31,10 +31,14 @@ class Pace(Protocol):
     def call_backward_s(self) -> float:
         """Seconds of a call, backward."""
 
-    def product_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
+    def product_seconds(
+        self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32"
+    ) -> float:
         """Of `batch` products of [m, k] by [k, n]."""
 
-    def attention_seconds(self, size: Pairs, dtype: str = "float32", *, backward: bool = False) -> float:
+    def attention_seconds(
+        self, size: AttentionSize, dtype: str = "float32", *, backward: bool = False
+    ) -> float:
         """Of fused attention, or of its `backward` alone."""
 
     def moved_seconds(self, nbytes: float, operation: str = "", numbers: float = 0.0) -> float:
@@ -60,11 +64,15 @@ class ByKind:
         """The same in a backward."""
         return BACK * self.machine.rates.launch_s
 
-    def product_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
+    def product_seconds(
+        self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32"
+    ) -> float:
         """Of `batch` products of [m, k] by [k, n]."""
         return product(self.machine, m * batch, n, k, dtype)
 
-    def attention_seconds(self, size: Pairs, dtype: str = "float32", *, backward: bool = False) -> float:
+    def attention_seconds(
+        self, size: AttentionSize, dtype: str = "float32", *, backward: bool = False
+    ) -> float:
         """Of fused attention, or of its `backward` alone."""
         return attention(self.machine, 4 * prod(size), back=backward)
 

@@ -18,14 +18,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.model_spec import NBYTES, Weight
-from meshwright.plan.optimizer_spec import moment_nbytes, stepping_of, update_nbytes
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ParamSpec
+from meshwright.plan.optimizer_spec import optimizer_state_nbytes, param_optimizer, update_scratch_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
-from meshwright.plan.step.matrix_owners import owned_by
-from meshwright.plan.step.single_device import USES
+from meshwright.plan.step.matrix_owners import owned_params
+from meshwright.plan.step.single_device import PARAM_USE_KINDS
 
-PASSING = (*USES, "LOSS", "JOIN", "JOIN_GRAD")  # kinds that take what comes and goes: activations, gradients that nobody keeps
+PASSING = (
+    *PARAM_USE_KINDS,
+    "LOSS",
+    "CONCAT",
+    "CONCAT_GRAD",
+)  # kinds that take what comes and goes: activations, gradients that nobody keeps
 COUNTER = 4  # bytes of a count of steps, where it is a tensor
 
 
@@ -63,7 +68,7 @@ class _Kept:
 
     parameters: int
     master: int
-    stepped: tuple[tuple[Weight, int], ...]
+    stepped: tuple[tuple[ParamSpec, int], ...]
     owned: int = 0
 
 
@@ -72,14 +77,17 @@ def state_bytes(plan: Plan, rank: int) -> StateBytes:
 
     Of an optimizer that the caller makes nothing is known: moments are those of the rules that the job names.
     """
-    precision, plan = plan.job.precision.resolved, plan.at(rank)
-    width = NBYTES[precision.master]
+    precision, plan = plan.job.precision.effective, plan.for_rank(rank)
+    width = FLOAT_NBYTES[precision.master]
     kept = list(_kept(plan, rank))
     gradients, buffers = _held(plan)
     return StateBytes(
         parameters=sum(each.parameters for each in kept),
         gradients=gradients,
-        master=sum(each.owned + (each.master if precision.master != precision.parameters else 0) for each in kept) * width,
+        master=sum(
+            each.owned + (each.master if precision.master != precision.parameters else 0) for each in kept
+        )
+        * width,
         moments=sum(moment_bytes(plan.job, *pair) for each in kept for pair in each.stepped),
         buffers=buffers + _cast(plan.job, kept),
     )
@@ -93,7 +101,7 @@ def passing_bytes(plan: Plan) -> int:
         now: dict[str, int] = {}
         for action in actions:
             if _passes(action) and action.kind != "LOSS":
-                now |= {hold.name: hold.nbytes for hold in action.takes if hold.name not in freed}
+                now |= {hold.name: hold.nbytes for hold in action.allocations if hold.name not in freed}
             most = max(most, sum(now.values()))
             for name in action.frees:
                 now.pop(name, None)
@@ -112,7 +120,7 @@ def peak_bytes(plan: Plan, rank: int) -> int:
 
 def stepped(plan: Plan, rank: int) -> tuple[int, int]:
     """The elements that `rank` of `plan` steps, and the bytes of what its optimizer remembers of them."""
-    plan = replace(plan, space=plan.space.at(plan.mesh.coordinate(rank)))
+    plan = replace(plan, sharding=plan.sharding.at_coordinate(plan.mesh.coordinate(rank)))
     pairs = [pair for each in _kept(plan, rank) for pair in each.stepped]
     return sum(numel for _, numel in pairs), sum(moment_bytes(plan.job, *pair) for pair in pairs)
 
@@ -122,14 +130,19 @@ def peak_parts(plan: Plan, rank: int) -> dict[str, int]:
 
     That is parameters, master, moments, buffers, gradients, activations, and what the optimizer has while it steps.
     """
-    plan = plan.at(rank)
+    plan = plan.for_rank(rank)
     kept, said, most = list(_kept(plan, rank)), state_bytes(plan, rank), Counter[str]()
     update = max((update_bytes(plan.job, *pair) for each in kept for pair in each.stepped), default=0)
-    passing = {hold.name for action in plan.actions if _passes(action) for hold in action.takes}
-    others = {hold.name: hold.nbytes for action in plan.actions for hold in action.takes if hold.name not in passing}
+    passing = {hold.name for action in plan.actions if _passes(action) for hold in action.allocations}
+    others = {
+        hold.name: hold.nbytes
+        for action in plan.actions
+        for hold in action.allocations
+        if hold.name not in passing
+    }
     now: dict[str, int] = {}
     for action in plan.actions:
-        now |= {hold.name: hold.nbytes for hold in action.takes if hold.name in passing}
+        now |= {hold.name: hold.nbytes for hold in action.allocations if hold.name in passing}
         beside = update if action.kind == "STEP" else 0
         if sum(now.values()) + beside > most.total():
             most = Counter(optimizer=beside)
@@ -145,53 +158,66 @@ def peak_parts(plan: Plan, rank: int) -> dict[str, int]:
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 
 
-def moment_bytes(job: Job, weight: Weight, numel: int) -> int:
+def moment_bytes(job: Job, weight: ParamSpec, numel: int) -> int:
     """What the optimizer keeps for `numel` elements of `weight`, all of it or a piece; a rule says its bytes in core/rules.py."""
-    stepping = stepping_of(job.optimizer, weight)
+    stepping = param_optimizer(job.optimizer, weight)
     shape = weight.shape if numel == weight.numel else (numel,)
-    counter = COUNTER if stepping.rule == "adamw" else 0
-    return moment_nbytes(stepping.rule, shape, NBYTES[job.precision.resolved.moments], stepping.momentum) + counter
+    counter = COUNTER if stepping.optimizer == "adamw" else 0
+    return (
+        optimizer_state_nbytes(
+            stepping.optimizer,
+            shape,
+            FLOAT_NBYTES[job.precision.effective.optimizer_states],
+            stepping.momentum,
+        )
+        + counter
+    )
 
 
-def update_bytes(job: Job, weight: Weight, numel: int) -> int:
+def update_bytes(job: Job, weight: ParamSpec, numel: int) -> int:
     """What a step of `numel` elements of `weight`, all of it or a piece, has for itself; a rule says it in core/rules.py."""
     shape = weight.shape if numel == weight.numel else (numel,)
-    return update_nbytes(stepping_of(job.optimizer, weight).rule, shape, NBYTES[job.precision.resolved.master])
+    return update_scratch_nbytes(
+        param_optimizer(job.optimizer, weight).optimizer, shape, FLOAT_NBYTES[job.precision.effective.master]
+    )
 
 
 def _cast(job: Job, kept: Iterable[_Kept]) -> int:
     """The bytes of the gradients of one bundle as they are stepped, where that is another dtype."""
-    precision = job.precision.resolved
+    precision = job.precision.effective
     if precision.gradients == precision.master:
         return 0
-    return max((sum(numel for _, numel in each.stepped) for each in kept), default=0) * NBYTES[precision.master]
+    return (
+        max((sum(numel for _, numel in each.stepped) for each in kept), default=0)
+        * FLOAT_NBYTES[precision.master]
+    )
 
 
 def _kept(plan: Plan, rank: int) -> Iterator[_Kept]:
     """What `rank` keeps of each bundle."""
-    space, parameters = plan.space, plan.job.precision.parameters
-    arenas, owned = space.arenas(), list(owned_by(space, rank))
-    apart = {home.weight.name for home in space.homes if home.apart}
-    for bundle in space.all_bundles():
-        arena, width = arenas.get(bundle.name), bundle.weights[0].width(parameters)
-        steps = bundle.trainable and plan.leads(rank)
+    space, parameters = plan.sharding, plan.job.precision.parameters
+    arenas, owned = space.flat_param_specs(), list(owned_params(space, rank))
+    apart = {home.param.name for home in space.param_shardings if home.owner_axes}
+    for bundle in space.all_param_groups():
+        arena, width = arenas.get(bundle.name), bundle.params[0].itemsize(parameters)
+        steps = bundle.trainable and plan.is_primary_rank(rank)
         whole = [(weight, weight.numel) for name, weight in owned if name == bundle.name]
         if arena is None:
-            mine = [(weight, weight.numel) for weight in bundle.weights]
+            mine = [(weight, weight.numel) for weight in bundle.params]
             stepped = [(weight, numel) for weight, numel in mine if weight.name not in apart] if steps else []
             kept, master = sum(numel for _, numel in mine), sum(numel for _, numel in stepped)
         else:
-            weights = {weight.name: weight for weight in bundle.weights}
-            pieces = arena.pieces(plan.mesh.peers(rank, arena.axes).index(rank)) if steps else ()
+            weights = {weight.name: weight for weight in bundle.params}
+            pieces = arena.param_shards(plan.mesh.peers(rank, arena.axes).index(rank)) if steps else ()
             stepped = [(weights[piece.name], piece.numel) for piece in pieces if piece.name not in apart]
-            kept = arena.shard if bundle.homes[0].in_shards else arena.numel
-            master = arena.shard if steps and not apart & set(weights) else 0
+            kept = arena.shard_numel if bundle.param_shardings[0].is_stored_sharded else arena.numel
+            master = arena.shard_numel if steps and not apart & set(weights) else 0
         yield _Kept(kept * width, master, (*stepped, *whole), sum(numel for _, numel in whole))
 
 
 def _passes(action: Action) -> bool:
     """Whether what `action` takes comes and goes within a step, as what another rank has sent does."""
-    return action.kind in PASSING or action.lane == "receive"
+    return action.kind in PASSING or action.stream == "receive"
 
 
 def _held(plan: Plan) -> tuple[int, int]:
@@ -201,6 +227,8 @@ def _held(plan: Plan) -> tuple[int, int]:
     """
     actions = plan.actions
     freed = {name for action in actions if action.kind == "STEP" for name in action.frees}
-    kept = {hold.name: hold.nbytes for action in actions for hold in action.takes if hold.name in freed}
-    others = {hold.name: hold.nbytes for action in actions if not _passes(action) for hold in action.takes}
+    kept = {hold.name: hold.nbytes for action in actions for hold in action.allocations if hold.name in freed}
+    others = {
+        hold.name: hold.nbytes for action in actions if not _passes(action) for hold in action.allocations
+    }
     return sum(kept.values()), sum(nbytes for name, nbytes in others.items() if name not in freed)

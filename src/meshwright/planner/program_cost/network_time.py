@@ -17,7 +17,7 @@ from typing import Protocol
 
 from meshwright.comm.algorithms import BACKEND
 from meshwright.comm.tuning.autoselect import predicted
-from meshwright.plan.hardware.network_model import Cluster, Network
+from meshwright.plan.hardware.network_model import Cluster, NetworkModel
 from meshwright.plan.step.action import Transfer
 from meshwright.planner.machine.machine import Machine
 from meshwright.planner.machine.roofline import gathered, sent
@@ -44,15 +44,19 @@ class Measured:
         size = len(ranks)
         if size < 2 or not move.nbytes:
             return 0.0
-        host = self.cluster.per_host
-        per_host = 0 if not host else max(1, min(size, sum(rank // host == ranks[0] // host for rank in ranks)))
+        host = self.cluster.ranks_per_host
+        per_host = (
+            0 if not host else max(1, min(size, sum(rank // host == ranks[0] // host for rank in ranks)))
+        )
         if move.collective == "all_reduce":
             return predicted(self.cluster, move.algorithm, size, move.nbytes, per_host)
         if move.collective in ("send", "receive"):
             apart = bool(host) and ranks[0] // host != ranks[-1] // host
             return message(self.cluster.network, move.nbytes, apart=apart)
         whole = move.nbytes * size if move.collective in GATHERING else move.nbytes
-        if move.collective == "shift":  # all ranks send as much as in an exchange of so many bytes, by the same transport
+        if (
+            move.collective == "shift"
+        ):  # all ranks send as much as in an exchange of so many bytes, by the same transport
             whole = move.nbytes * size / (size - 1)
         return predicted(self.cluster, BACKEND, size, whole, per_host) / 2
 
@@ -85,10 +89,14 @@ class Unknown:
         return 0.0
 
 
-def message(network: Network, nbytes: float, *, apart: bool = False) -> float:
+def message(network: NetworkModel, nbytes: float, *, apart: bool = False) -> float:
     """The seconds of a message of `nbytes`; `apart`: to another host."""
-    if (apart or network.host is None) and network.between is not None:
-        return network.between.seconds(nbytes)
-    if network.host is None or network.rank is None:
+    if (apart or network.intra_host is None) and network.inter_host is not None:
+        return network.inter_host.seconds(nbytes)
+    if network.intra_host is None or network.busiest_rank is None:
         return 0.0
-    return network.crowd_s(1) + network.host.seconds(nbytes) + network.rank.seconds(nbytes)
+    return (
+        network.round_overhead_s(1)
+        + network.intra_host.seconds(nbytes)
+        + network.busiest_rank.seconds(nbytes)
+    )

@@ -13,13 +13,13 @@ from typing import Any
 
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action, Program
-from meshwright.plan.step.simulator import Stuck, Tick, full_name
+from meshwright.plan.step.simulator import SimulatedAction, SimulationDeadlock, qualified_name
 from meshwright.planner.program_cost.action_cost import Cost, Prices
 from meshwright.planner.program_cost.core_contention import Shared, played
 from meshwright.planner.program_cost.device_time import Ground
 from meshwright.planner.program_cost.stragglers import lagging
 
-STEPPING = ("CLIP", "SQUARE", "STEP", "MEASURE", "STASH", "RESTORE", "RENEW")
+STEPPING = ("CLIP", "LOCAL_NORM", "STEP", "GRAD_SQNORM", "STASH", "LOAD_STASHED", "LOAD_LATEST")
 GUESSED = (
     "the model's operations were not seen on a trial, so blocks are priced by their number alone, at the best of products: "
     "expect the step to take up to twice as long"
@@ -59,34 +59,47 @@ class Prediction:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values."""
-        return {**asdict(self), "roles": {role: asdict(each) for role, each in self.roles.items()}, "notes": list(self.notes)}
+        return {
+            **asdict(self),
+            "roles": {role: asdict(each) for role, each in self.roles.items()},
+            "notes": list(self.notes),
+        }
 
 
 def predict(plan: Plan, ground: Ground) -> Prediction:
     """What a step of `plan` takes on `ground`."""
     program, costs, seen = meeting(plan.program), dict[int, Cost](), True
-    each = plan.mesh.world // len(program.roles)
+    each = plan.mesh.world_size // len(program.roles)
     for number, (_, actions) in enumerate(program.roles):
         prices = Prices(plan, number * each, ground)
         seen = seen and prices.seen
         costs |= lagging(prices, actions)
     shared = None
     if ground.cores:
-        shared = Shared(ground.cores, {role: each / ground.hosts for role, _ in program.roles}, ground.threads)
+        shared = Shared(
+            ground.cores, {role: each / ground.hosts for role, _ in program.roles}, ground.threads
+        )
     step_s, roles = spent(program, costs, shared)
-    flops = float(plan.anatomy.learning_flops * plan.job.train.batch)
+    flops = float(plan.model_spec.train_flops * plan.job.train.batch)
     peak = ground.peaks.get(plan.job.precision.compute)
-    mfu = flops / (step_s * plan.mesh.world * peak) if peak and step_s else None
+    mfu = flops / (step_s * plan.mesh.world_size * peak) if peak and step_s else None
     notes = (*ground.notes, *(() if seen else (GUESSED,)))
     return Prediction(ground.name, step_s, roles, flops, mfu, notes)
 
 
-def spent(program: Program, costs: Mapping[int, Cost], shared: Shared | None = None) -> tuple[float, dict[str, Spent]]:
+def spent(
+    program: Program, costs: Mapping[int, Cost], shared: Shared | None = None
+) -> tuple[float, dict[str, Spent]]:
     """The seconds of a step of `program`, and where those of each role go; `costs` are those of its actions, by identity."""
-    ticks = played(program, lambda action: costs[id(action)].seconds, shared, lambda action: costs[id(action)].late)
+    ticks = played(
+        program, lambda action: costs[id(action)].seconds, shared, lambda action: costs[id(action)].late
+    )
     end = max((tick.end for tick in ticks), default=0.0)
-    ended = {full_name(tick.role, tick.action.name): tick for tick in ticks}
-    return end, {role: _spent([tick for tick in ticks if tick.role == role], ended, costs, end) for role, _ in program.roles}
+    ended = {qualified_name(tick.role, tick.action.name): tick for tick in ticks}
+    return end, {
+        role: _spent([tick for tick in ticks if tick.role == role], ended, costs, end)
+        for role, _ in program.roles
+    }
 
 
 def meeting(program: Program) -> Program:
@@ -94,7 +107,7 @@ def meeting(program: Program) -> Program:
     named: dict[str, dict[str, Action]] = {}
     for role, actions in program.roles:
         for action in actions:
-            if action.lane == "wire" and action.transfer is not None and "pp" in action.transfer.axes:
+            if action.stream == "wire" and action.transfer is not None and "pp" in action.transfer.axes:
                 named.setdefault(action.name, {})[role] = action
     if not any(len(roles) > 1 for roles in named.values()):
         return program
@@ -103,21 +116,28 @@ def meeting(program: Program) -> Program:
         own = []
         for action in actions:
             others = {other: each for other, each in named.get(action.name, {}).items() if other != role}
-            waits = (full_name(other, wait) for other, each in others.items() for wait in each.waits)
-            own.append(replace(action, waits=tuple(dict.fromkeys((*action.waits, *waits)))) if others else action)
+            waits = (qualified_name(other, wait) for other, each in others.items() for wait in each.waits)
+            own.append(
+                replace(action, waits=tuple(dict.fromkeys((*action.waits, *waits)))) if others else action
+            )
         changed.append((role, tuple(own)))
     met = Program(tuple(changed))
     try:
         played(met, lambda action: 1.0, None)
-    except Stuck:  # it meets in another order than its waits say
+    except SimulationDeadlock:  # it meets in another order than its waits say
         return program
     return met
 
 
-def _spent(own: Sequence[Tick], ended: Mapping[str, Tick], costs: Mapping[int, Cost], end: float) -> Spent:
+def _spent(
+    own: Sequence[SimulatedAction],
+    ended: Mapping[str, SimulatedAction],
+    costs: Mapping[int, Cost],
+    end: float,
+) -> Spent:
     """Where the seconds of one role go."""
     computing = within = met = waiting = stepping = now = 0.0
-    for tick in (tick for tick in own if tick.action.lane == "compute"):
+    for tick in (tick for tick in own if tick.action.stream == "compute"):
         gap = max(0.0, tick.start - now)
         sent = min(gap, _message(tick, ended)) if gap else 0.0
         length, cost = tick.end - tick.start, costs[id(tick.action)]
@@ -131,13 +151,13 @@ def _spent(own: Sequence[Tick], ended: Mapping[str, Tick], costs: Mapping[int, C
     return Spent(computing, within, met + behind, waiting + end - now - behind, stepping)
 
 
-def _message(tick: Tick, ended: Mapping[str, Tick]) -> float:
+def _message(tick: SimulatedAction, ended: Mapping[str, SimulatedAction]) -> float:
     """How long the message lasts that `tick` waits for last; 0 where it waits for another rank's act."""
-    waits = [ended[full_name(tick.role, wait)] for wait in tick.action.waits]
+    waits = [ended[qualified_name(tick.role, wait)] for wait in tick.action.waits]
     last = max(waits, key=lambda each: each.end, default=None)
-    if last is None or last.action.lane == "compute":
+    if last is None or last.action.stream == "compute":
         return 0.0
-    if last.action.lane != "receive":
+    if last.action.stream != "receive":
         return last.end - last.start
-    sends = [ended[full_name(last.role, wait)] for wait in last.action.waits]
+    sends = [ended[qualified_name(last.role, wait)] for wait in last.action.waits]
     return max((each.end - each.start for each in sends), default=0.0)

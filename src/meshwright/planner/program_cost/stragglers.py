@@ -18,7 +18,9 @@ from dataclasses import dataclass, replace
 from meshwright.plan.step.action import Action, Transfer
 from meshwright.planner.program_cost.action_cost import Cost, Prices
 
-Key = frozenset[str] | frozenset[int]  # the axes along which ranks meet, or the ranks, where these are a part of those
+Key = (
+    frozenset[str] | frozenset[int]
+)  # the axes along which ranks meet, or the ranks, where these are a part of those
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class _Clock:
         """Who meets in `move`."""
         if move not in self._known:
             ranks, axes = self._prices.meet(move), self._prices.axes(move)
-            part = move.peer is not None or move.near or move.among
+            part = move.peer is not None or move.num_neighbours or move.member_indices
             self._known[move] = _Meeting(len(ranks), axes, frozenset(ranks) if part else axes)
         return self._known[move]
 
@@ -70,12 +72,14 @@ def lagging(prices: Prices, actions: Iterable[Action]) -> dict[int, Cost]:
     clock, sent, found = _Clock(prices), dict[str, tuple[_Meeting, float]](), dict[int, Cost]()
     for action in actions:
         cost = prices.cost(action)
-        if action.lane == "compute":
+        if action.stream == "compute":
             for who, when in (sent[wait] for wait in action.waits if wait in sent):
                 clock.met(who, when)
-            cost = _within(clock, cost, [who for who in map(clock.meeting, action.moves) if who.count > 1])
+            cost = _within(
+                clock, cost, [who for who in map(clock.meeting, action.transfers) if who.count > 1]
+            )
             clock.done += cost.computing
-        elif action.lane == "wire" and action.transfer is not None:
+        elif action.stream == "wire" and action.transfer is not None:
             who = clock.meeting(action.transfer)
             sent[action.name] = who, clock.done
             cost = replace(cost, late=clock.behind(who))

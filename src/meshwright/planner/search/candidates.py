@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from meshwright.plan.job.errors import Fault
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.sharding.mesh import divisors
 from meshwright.planner.analytic.memory import Footprint, footprint
 from meshwright.planner.analytic.parallel_config import Layout, Order
@@ -27,7 +27,9 @@ def meshes(wish: Wish) -> Iterator[Layout]:
     shape, machine = wish.shape, wish.machine
     tensor = [size for size in divisors(machine.count) if size <= machine.host and shape.heads % size == 0]
     stages = [size for size in divisors(machine.count) if size <= shape.layers]
-    rows = [size for size in divisors(machine.count) if size == 1 or shape.sequence / size >= max(2, wish.least)]
+    rows = [
+        size for size in divisors(machine.count) if size == 1 or shape.sequence / size >= max(2, wish.least)
+    ]
     choices = {"tp": tensor, "pp": stages, "cp": rows}
     lists = [[wish.fixed[axis]] if axis in wish.fixed else sizes for axis, sizes in choices.items()]
     for tp, pp, cp in product(*lists):
@@ -39,14 +41,18 @@ def meshes(wish: Wish) -> Iterator[Layout]:
         if any(each % (tp * pp * cp) for each in wish.kinds):
             continue
         sequence = tp > 1 and shape.sequence % (tp * cp) == 0
-        mesh = replace(wish.base, dp=dp, tp=tp, pp=pp, cp=cp, sequence=sequence, micro_batch=1, micros=wish.batch // dp)
+        mesh = replace(
+            wish.base, dp=dp, tp=tp, pp=pp, cp=cp, sequence=sequence, micro_batch=1, micros=wish.batch // dp
+        )
         for swaps in _swaps(wish, mesh):
             yield replace(mesh, swaps=swaps)
 
 
 def _swaps(wish: Wish, mesh: Layout) -> Iterator[int]:
     """How many ranks along cp may exchange tokens for heads."""
-    allowed = {"": range(mesh.cp + 1), "none": (1,), "all": (mesh.cp,), "some": range(2, mesh.cp)}[wish.exchange]
+    allowed = {"": range(mesh.cp + 1), "none": (1,), "all": (mesh.cp,), "some": range(2, mesh.cp)}[
+        wish.exchange
+    ]
     for size in divisors(mesh.cp):
         if wish.shape.heads // mesh.tp % size == 0 and size in allowed:
             yield size
@@ -66,10 +72,12 @@ def over(wish: Wish, sized: Layout, allowed: Sequence[Turn] | None = None) -> It
     for shards, within in shares(wish, sized):
         for reruns in wish.reruns:
             base = replace(sized, shards=shards, within=within, reruns=reruns)
-            yield from ((replace(base, order=order, chunks=chunks), schedule) for schedule, order, chunks in allowed)
+            yield from (
+                (replace(base, order=order, chunks=chunks), schedule) for schedule, order, chunks in allowed
+            )
 
 
-def refused(wish: Wish) -> Fault | None:
+def refused(wish: Wish) -> Diagnostic | None:
     """Why nothing lies over any mesh of `wish`; None where there is no mesh, or something lies over one."""
     shared, first = False, None
     for mesh in meshes(wish):
@@ -83,7 +91,9 @@ def refused(wish: Wish) -> Fault | None:
                 first = first or next(replace(sized, order=order, chunks=chunks).faults(wish.shape), None)
     words = [f"{word} {size}" for word, size in wish.fixed.items() if word in ("shards", "within")]
     if words and not shared and any(meshes(wish)):
-        return Fault(f"no copies are left that share states as {', '.join(words)} says", "fix fewer axes, or no shares")
+        return Diagnostic(
+            f"no copies are left that share states as {', '.join(words)} says", "fix fewer axes, or no shares"
+        )
     return first
 
 
@@ -139,4 +149,7 @@ def may_fit(wish: Wish, sized: Layout) -> bool:
 
 def smallest(wish: Wish, sized: Layout) -> tuple[Layout, Footprint]:
     """Of all that may lie over a mesh with its micro-batches, what holds least."""
-    return min(((layout, footprint(wish.shape, layout)) for layout in lean(wish, sized)), key=lambda each: each[1].total)
+    return min(
+        ((layout, footprint(wish.shape, layout)) for layout in lean(wish, sized)),
+        key=lambda each: each[1].total,
+    )

@@ -63,9 +63,14 @@ def weakest(machines: Sequence[Machine]) -> Machine:
         memory_rate=min(device.memory_rate for device in devices),
         link_rate=min(device.link_rate for device in devices),
         nic_rate=min(device.nic_rate for device in devices),
-        per_host=min(device.per_host for device in devices),
+        devices_per_host=min(device.devices_per_host for device in devices),
     )
-    return replace(slow, device=device, count=sum(each.count for each in machines), per_host=min(each.host for each in machines))
+    return replace(
+        slow,
+        device=device,
+        count=sum(each.count for each in machines),
+        per_host=min(each.host for each in machines),
+    )
 
 
 def search_unlike(wish: Wish, machines: Sequence[Machine], keep: int = 10, *, prune: bool = True) -> Found:
@@ -92,12 +97,19 @@ class Apart:
     """Ranks along pp on unlike kinds, each rank on one, those with most memory first."""
 
     def __init__(self, together: Wish, machines: Sequence[Machine]) -> None:
-        plain = {name: each for name, each in together.orders.items() if each[1] == 1 and not (each[0].folded or each[0].both)}
+        plain = {
+            name: each
+            for name, each in together.orders.items()
+            if each[1] == 1 and not (each[0].folded or each[0].both)
+        }
         self.wish = replace(together, kinds=(), divided=(*together.divided, "pp"), orders=plain)
         ordered = sorted(machines, key=lambda each: -each.device.memory)
         self._counts = [each.count for each in ordered]
         self._machines = [_joined(each, together.machine) for each in ordered]
-        self._rows, self._parts = dict[tuple[float, ...], list[Rows]](), dict[tuple[float, ...], list[Parts]]()
+        self._rows, self._parts = (
+            dict[tuple[float, ...], list[Rows]](),
+            dict[tuple[float, ...], list[Parts]](),
+        )
 
     def meshes(self) -> Iterator[Layout]:
         """Those on which no group but that of ranks along pp mixes kinds."""
@@ -112,20 +124,27 @@ class Apart:
             self._rows[key] = [a_row(self.wish.shape, mesh, machine) for machine in self._machines]
         rows = self._rows[key]
         most = min(max(row.first, row.last) for row in rows)
-        return EXACT * (mesh.micros * (self._shared(mesh, [row.layer for row in rows]) + most) + self._behind(mesh))
+        return EXACT * (
+            mesh.micros * (self._shared(mesh, [row.layer for row in rows]) + most) + self._behind(mesh)
+        )
 
     def may_fit(self, sized: Layout) -> bool:
         """Whether all kinds together have room for all layers where these hold least."""
         kinds, shape = self._kinds(sized), self.wish.shape
         for layout in lean(self.wish, sized):
             rooms = [_room(shape, layout, kind) for kind in kinds]
-            if all(rooms) and sum(room * kind.ranks for room, kind in zip(rooms, kinds, strict=True)) >= shape.layers:
+            if (
+                all(rooms)
+                and sum(room * kind.ranks for room, kind in zip(rooms, kinds, strict=True)) >= shape.layers
+            ):
                 return True
         return False
 
     def least(self, sized: Layout) -> float:
         """Its layers, and the order in which ranks along pp wait least."""
-        return min((self.turn(sized, order, chunks) for _, order, chunks in turns(self.wish, sized)), default=inf)
+        return min(
+            (self.turn(sized, order, chunks) for _, order, chunks in turns(self.wish, sized)), default=inf
+        )
 
     def price(self, sized: Layout, best: Best, below: float) -> int:
         """Layers dealt, step and memory of each."""
@@ -152,7 +171,9 @@ class Apart:
 
     def _shared(self, mesh: Layout, layers: Sequence[float]) -> float:
         """Seconds of the slowest rank where a layer takes each kind as long as `layers` says."""
-        return self.wish.shape.layers / sum(count / each for count, each in zip(self._ranks(mesh), layers, strict=True))
+        return self.wish.shape.layers / sum(
+            count / each for count, each in zip(self._ranks(mesh), layers, strict=True)
+        )
 
     def _behind(self, mesh: Layout) -> float:
         wish = self.wish
@@ -171,7 +192,9 @@ class Apart:
         """The kinds with the ranks along pp that each has."""
         ranks, made = self._ranks(sized), self._made(sized)
         each = enumerate(zip(self._machines, ranks, made, strict=True))
-        return tuple(Kind(machine, sum(ranks[:at]), count, made=known) for at, (machine, count, known) in each)
+        return tuple(
+            Kind(machine, sum(ranks[:at]), count, made=known) for at, (machine, count, known) in each
+        )
 
 
 def _joined(kind: Machine, together: Machine) -> Machine:
@@ -203,7 +226,9 @@ def _room(shape: Shape, layout: Layout, kind: Kind) -> int:
     low, high = 0, shape.layers + 1
     while high - low > 1:
         middle = (low + high) // 2
-        fits = _held(shape, layout, replace(kind, dealt=(middle,))).total <= SHARE * kind.machine.device.memory
+        fits = (
+            _held(shape, layout, replace(kind, dealt=(middle,))).total <= SHARE * kind.machine.device.memory
+        )
         low, high = (middle, high) if fits else (low, middle)
     return low
 
@@ -217,13 +242,18 @@ def _held(shape: Shape, layout: Layout, kind: Kind) -> Footprint:
 
 def _pace(shape: Shape, layout: Layout, kind: Kind) -> float:
     """Seconds that a rank of a kind is busy for each of its layers, without embedding and head."""
-    less, more = (step(replace(shape, layers=layers * layout.pp), layout, kind.machine, kind.made) for layers in (1, 2))
+    less, more = (
+        step(replace(shape, layers=layers * layout.pp), layout, kind.machine, kind.made) for layers in (1, 2)
+    )
     return more.compute + more.tensor - less.compute - less.tensor
 
 
 def _priced(shape: Shape, layout: Layout, schedule: str, kinds: Sequence[Kind]) -> Candidate:
     """The step that everybody waits for: computed by the slowest, waited for by the mean."""
-    steps = [step(replace(shape, layers=kind.layers * layout.pp), layout, kind.machine, kind.made) for kind in kinds]
+    steps = [
+        step(replace(shape, layers=kind.layers * layout.pp), layout, kind.machine, kind.made)
+        for kind in kinds
+    ]
     slowest = max(steps, key=lambda each: each.compute + each.tensor)
     waiting = sum(kind.ranks * each.waiting for kind, each in zip(kinds, steps, strict=True)) / layout.pp
     taken = replace(

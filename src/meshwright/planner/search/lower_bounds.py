@@ -23,7 +23,9 @@ from meshwright.planner.analytic.step_time import Both, Parts, handover, paced, 
 from meshwright.planner.machine.machine import Machine
 
 ENDLESS = 2.0**40  # rows at once
-EXACT = 1 - 1e-6  # what is left of a bound, so that neither rounding nor the tiles of ENDLESS rows lift it too high
+EXACT = (
+    1 - 1e-6
+)  # what is left of a bound, so that neither rounding nor the tiles of ENDLESS rows lift it too high
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,9 @@ def waits(layout: Layout, order: Order, chunks: int, whole: Both, share: float =
     if not (order.fills and whole.weights):
         return waited
     more = (layout.pp / 2 - 2) * whole.weights if order.both else 0.0
-    least = others * (whole.forward + whole.backward - whole.weights) - (layout.micros - 1) * whole.weights + more
+    least = (
+        others * (whole.forward + whole.backward - whole.weights) - (layout.micros - 1) * whole.weights + more
+    )
     return max(waited, least)
 
 

@@ -125,7 +125,11 @@ def _longest(of: Callable[[int], Wish], mesh: Layout, step: int, beyond: int, mo
 
     def enough(steps: int) -> bool:
         asked = of(steps * step)
-        return steps * step < most and may_fit(asked, divided) and any(_room(asked, layout) for layout in _fewest(asked, divided))
+        return (
+            steps * step < most
+            and may_fit(asked, divided)
+            and any(_room(asked, layout) for layout in _fewest(asked, divided))
+        )
 
     low = max(beyond, 2 * mesh.cp - 1) // step + 1
     return _most(enough, low) * step if enough(low) else 0
@@ -143,7 +147,9 @@ def _layers(wish: Wish, keep: int) -> Limit | None:
 
 
 def _batch(wish: Wish, keep: int) -> Limit | None:
-    best: tuple[int, int, Layout] | None = None  # rows of a step, rows of one more row per micro-batch, and the layout
+    best: tuple[int, int, Layout] | None = (
+        None  # rows of a step, rows of one more row per micro-batch, and the layout
+    )
     given = wish.fixed.get("micro")
     for mesh in meshes(replace(wish, batch=wish.machine.count)):  # every number of copies divides it
         micros = mesh.pp
@@ -191,7 +197,9 @@ def _devices(wish: Wish, keep: int) -> Limit | None:
             continue
         if fits(of(count)):
             there = of(count)
-            return Limit("devices", count, there, search(there, keep), before, stopped(of(before)) if before else None)
+            return Limit(
+                "devices", count, there, search(there, keep), before, stopped(of(before)) if before else None
+            )
         before = count
     return None
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
 
-from meshwright.plan.job.errors import Fault, nearest
+from meshwright.plan.job.errors import Diagnostic, suggest_name
 from meshwright.planner.analytic.model_shape import Shape
 from meshwright.planner.analytic.parallel_config import Layout, Order, Rerun
 from meshwright.planner.machine.machine import Machine
@@ -56,21 +56,31 @@ class Wish:
         """Bytes of a device that a plan may count on."""
         return SHARE * self.machine.device.memory
 
-    def faults(self) -> Iterator[Fault]:
+    def faults(self) -> Iterator[Diagnostic]:
         """What contradicts itself in it."""
         yield from self.shape.faults()
         if self.batch < 1:
-            yield Fault(f"a batch of {self.batch} rows", "write a whole number above 0", "batch")
+            yield Diagnostic(f"a batch of {self.batch} rows", "write a whole number above 0", "batch")
         sizes = {"batch": self.batch, "sequence": self.shape.sequence, "devices": self.machine.count}
-        if large := [Fault(f"{size:.3g} is beyond {MOST:,}", "write fewer", name) for name, size in sizes.items() if size > MOST]:
+        if large := [
+            Diagnostic(f"{size:.3g} is beyond {MOST:,}", "write fewer", name)
+            for name, size in sizes.items()
+            if size > MOST
+        ]:
             yield from large
             return
         for word, size in self.fixed.items():
             if word not in KNOWN:
-                yield Fault(f"'{word}' is nothing that a search divides", nearest(word, KNOWN), word)
+                yield Diagnostic(
+                    f"'{word}' is nothing that a search divides", suggest_name(word, KNOWN), word
+                )
             elif size < (0 if word == "shards" else 1):
-                yield Fault(f"{word} {size}", "write a whole number above 0", word)
-        able = {word: size for word, size in self.fixed.items() if word in KNOWN and (size > 0 or word == "shards")}
+                yield Diagnostic(f"{word} {size}", "write a whole number above 0", word)
+        able = {
+            word: size
+            for word, size in self.fixed.items()
+            if word in KNOWN and (size > 0 or word == "shards")
+        }
         rest = replace(self, fixed=able)
         yield from rest._axis_faults()
         yield from rest._shape_faults()
@@ -78,74 +88,102 @@ class Wish:
         yield from rest._share_faults()
         yield from rest._turn_faults()
 
-    def _axis_faults(self) -> Iterator[Fault]:
+    def _axis_faults(self) -> Iterator[Diagnostic]:
         """Axes that do not make up the devices."""
         count = self.machine.count
         given = {axis: self.fixed[axis] for axis in AXES if axis in self.fixed}
         alone = [axis for axis, size in given.items() if count % size]
         for axis in alone:
-            yield Fault(
-                f"{axis} {given[axis]} on {count} devices", "every rank has a device: write a divisor of their number", axis
+            yield Diagnostic(
+                f"{axis} {given[axis]} on {count} devices",
+                "every rank has a device: write a divisor of their number",
+                axis,
             )
         product, words = prod(given.values()), " x ".join(f"{axis} {size}" for axis, size in given.items())
         whole = len(given) == len(AXES)
         if not alone and (product != count if whole else count % product):
             text = f"{words} are {product} ranks, and there are {count} devices"
             fix = f"fix fewer axes, or give {count // product * product or product} devices"
-            yield Fault(text, fix, " ".join(given))
+            yield Diagnostic(text, fix, " ".join(given))
 
-    def _shape_faults(self) -> Iterator[Fault]:
+    def _shape_faults(self) -> Iterator[Diagnostic]:
         """Axes that the model cannot be divided along."""
         shape, tp, pp, cp = self.shape, *(self.fixed.get(axis, 1) for axis in ("tp", "pp", "cp"))
         if shape.heads > 0 and shape.heads % tp:
             text = f"tp {tp} ranks share {shape.heads} heads"
-            yield Fault(text, "each takes as many: choose a divisor of the heads", "tp")
+            yield Diagnostic(text, "each takes as many: choose a divisor of the heads", "tp")
         if pp * self.fixed.get("chunks", 1) > shape.layers > 0:
             chunks = f" x {self.fixed['chunks']} chunks" if "chunks" in self.fixed else ""
-            yield Fault(f"pp {pp}{chunks} for {shape.layers} layers", "each part has a layer: choose fewer", "pp")
+            yield Diagnostic(
+                f"pp {pp}{chunks} for {shape.layers} layers", "each part has a layer: choose fewer", "pp"
+            )
         if cp > 1 and 2 * cp > shape.sequence > 0:
             text = f"cp {cp} ranks take an early and a late part each of rows of {shape.sequence} tokens"
-            yield Fault(text, f"choose {shape.sequence // 2} ranks at most, or longer rows: --sequence", "cp")
+            yield Diagnostic(
+                text, f"choose {shape.sequence // 2} ranks at most, or longer rows: --sequence", "cp"
+            )
         if self.exchange == "all" and shape.heads > 0 and shape.heads // tp % cp:
             text = f"cp {cp} ranks exchange tokens for {shape.heads // tp} heads"
-            yield Fault(text, "each takes as many heads: choose a divisor of them, or let keys go round", "cp")
+            yield Diagnostic(
+                text, "each takes as many heads: choose a divisor of them, or let keys go round", "cp"
+            )
 
-    def _row_faults(self) -> Iterator[Fault]:
+    def _row_faults(self) -> Iterator[Diagnostic]:
         """Rows that do not come out even."""
         dp, micro = self.fixed.get("dp", 1), self.fixed.get("micro", 1)
         if self.batch % dp:
             text = f"a batch of {self.batch} rows on dp {dp} copies"
             fix = f"each copy takes as many: a batch of {-(-self.batch // dp) * dp}, or another dp"
-            yield Fault(text, fix, "batch")
+            yield Diagnostic(text, fix, "batch")
         elif self.batch // dp % micro:
             text = f"{self.batch // dp} rows of a copy in micro-batches of {micro}"
             text = text if dp > 1 else f"a batch of {self.batch} rows in micro-batches of {micro}"
-            yield Fault(text, "they are equal: choose a divisor of the rows", "micro")
+            yield Diagnostic(text, "they are equal: choose a divisor of the rows", "micro")
 
-    def _share_faults(self) -> Iterator[Fault]:
+    def _share_faults(self) -> Iterator[Diagnostic]:
         """Shares of nothing."""
         shards, within = self.fixed.get("shards"), self.fixed.get("within")
         if shards is not None and shards > 3:
-            yield Fault(f"states in shares of stage {shards}", "stages are 0, 1, 2 and 3", "shards")
+            yield Diagnostic(f"states in shares of stage {shards}", "stages are 0, 1, 2 and 3", "shards")
         if shards and self.fixed.get("dp") == 1 and self.fixed.get("cp", 1) == 1 and "cp" in self.fixed:
-            yield Fault(f"shares of stage {shards} on one copy", "leave one of dp and cp open, or share nothing", "shards")
+            yield Diagnostic(
+                f"shares of stage {shards} on one copy",
+                "leave one of dp and cp open, or share nothing",
+                "shards",
+            )
         if within and self.machine.count % within:
             text = f"groups of {within} copies on {self.machine.count} devices"
-            yield Fault(text, "groups are equal: choose a divisor of the number of devices", "within")
+            yield Diagnostic(text, "groups are equal: choose a divisor of the number of devices", "within")
         if within and shards == 0:
-            yield Fault(f"groups of {within} copies share nothing", "share states, in stage 1 to 3, or fix no group", "within")
+            yield Diagnostic(
+                f"groups of {within} copies share nothing",
+                "share states, in stage 1 to 3, or fix no group",
+                "within",
+            )
         if within and self.fixed.get("dp", within) % within:
             text = f"groups of {within} copies of dp {self.fixed['dp']}"
-            yield Fault(text, "groups are equal: choose a divisor of dp", "within")
+            yield Diagnostic(text, "groups are equal: choose a divisor of dp", "within")
 
-    def _turn_faults(self) -> Iterator[Fault]:
+    def _turn_faults(self) -> Iterator[Diagnostic]:
         """Orders without ranks that could take turns."""
         pp, chunks = self.fixed.get("pp"), self.fixed.get("chunks", 0)
         for axis in self.divided:
             if self.fixed.get(axis) == 1:
-                yield Fault(f"{axis} 1, and what is fixed needs several ranks along it", f"fix {axis} at 2 or more, or not", axis)
+                yield Diagnostic(
+                    f"{axis} 1, and what is fixed needs several ranks along it",
+                    f"fix {axis} at 2 or more, or not",
+                    axis,
+                )
         if chunks and not any(parts in (0, chunks) for _, parts in self.orders.values()):
             named = ", ".join(f"{name} has {parts}" for name, (_, parts) in self.orders.items())
-            yield Fault(f"{chunks} chunks, and {named}", "fix no chunks, or an order that takes any number of them", "chunks")
+            yield Diagnostic(
+                f"{chunks} chunks, and {named}",
+                "fix no chunks, or an order that takes any number of them",
+                "chunks",
+            )
         if pp and pp % 2 and pp > 1 and all(order.both for order, _ in self.orders.values()):
-            yield Fault(f"pp {pp}, and {', '.join(self.orders)} enters at both ends", "choose an even number of ranks", "pp")
+            yield Diagnostic(
+                f"pp {pp}, and {', '.join(self.orders)} enters at both ends",
+                "choose an even number of ranks",
+                "pp",
+            )

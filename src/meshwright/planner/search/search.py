@@ -20,7 +20,18 @@ from meshwright.planner.analytic.memory import Footprint, footprint
 from meshwright.planner.analytic.parallel_config import Layout, Order
 from meshwright.planner.analytic.step_time import Parts, Step, parts, step
 from meshwright.planner.search.candidates import batches, may_fit, meshes, over, shares, smallest, turns
-from meshwright.planner.search.lower_bounds import EXACT, Rows, a_layer, a_row, behind, between, busy, ends, part, waits
+from meshwright.planner.search.lower_bounds import (
+    EXACT,
+    Rows,
+    a_layer,
+    a_row,
+    behind,
+    between,
+    busy,
+    ends,
+    part,
+    waits,
+)
 from meshwright.planner.search.request import Wish
 
 
@@ -46,7 +57,16 @@ class Candidate:
     def rank(self) -> tuple[float, ...]:
         """What candidates are ordered by: of two as fast and as small the one that divides less, whichever was found first."""
         laid = self.layout
-        plainest = laid.tp, laid.pp, laid.cp, laid.swaps, laid.micro_batch, laid.chunks, laid.shards, laid.within
+        plainest = (
+            laid.tp,
+            laid.pp,
+            laid.cp,
+            laid.swaps,
+            laid.micro_batch,
+            laid.chunks,
+            laid.shards,
+            laid.within,
+        )
         return float(f"{self.seconds:.10g}"), round(self.footprint.total), *plainest
 
     @property
@@ -54,7 +74,9 @@ class Candidate:
         """What anybody sees of it: two that are alike in this are shown once."""
         laid = self.layout
         # fewer copies of rows cut finer, with as many more rows at once: a rank has the same tokens and shares
-        alike = replace(laid, shards=0, within=0, dp=laid.sharers, cp=1, micro_batch=laid.micro_batch / laid.cp)
+        alike = replace(
+            laid, shards=0, within=0, dp=laid.sharers, cp=1, micro_batch=laid.micro_batch / laid.cp
+        )
         return alike, self.schedule, self.dealt, f"{self.seconds:.3g}", f"{self.footprint.total / 2**30:.1f}"
 
 
@@ -126,7 +148,9 @@ def sift(wish: Wish, laid: Iterable[Layout], ground: Ground, best: Best, *, prun
             break
         sizes = list(batches(wish, mesh))
         fitting = sizes[: bisect_left(sizes, True, key=lambda sized: not ground.may_fit(sized))]
-        for least, sized in sorted(((ground.least(sized), sized) for sized in fitting), key=lambda each: each[0]):
+        for least, sized in sorted(
+            ((ground.least(sized), sized) for sized in fitting), key=lambda each: each[0]
+        ):
             if least > best.worst:
                 break
             seen += ground.price(sized, best, best.worst)
@@ -157,7 +181,9 @@ class Alike:
 
     def least(self, sized: Layout) -> float:
         """Its layers, and the order in which ranks along pp wait least."""
-        return min((self.turn(sized, order, chunks) for _, order, chunks in turns(self._wish, sized)), default=inf)
+        return min(
+            (self.turn(sized, order, chunks) for _, order, chunks in turns(self._wish, sized)), default=inf
+        )
 
     def turn(self, sized: Layout, order: Order, chunks: int) -> float:
         """Seconds that a step takes at least in which ranks along pp take turns in this `order`."""
@@ -167,7 +193,9 @@ class Alike:
         found = sized.micros * busy(shape, sized, one.all, most) + self._late(sized)
         if sized.pp > 1:
             share = sized.layers(shape) * sized.pp / shape.layers
-            found += waits(sized, order, chunks, part(shape, sized, one), share) + between(shape, sized, machine, chunks)
+            found += waits(sized, order, chunks, part(shape, sized, one), share) + between(
+                shape, sized, machine, chunks
+            )
         return EXACT * found
 
     def price(self, sized: Layout, best: Best, below: float) -> int:

@@ -11,7 +11,7 @@ from meshwright.comm.algorithms import BACKEND, named
 from meshwright.comm.algorithms.schedule import Algorithm, sent_elements
 from meshwright.comm.tuning.network_fit import textbook
 from meshwright.plan.hardware.network_model import Cluster
-from meshwright.plan.job.errors import size
+from meshwright.plan.job.errors import format_nbytes
 
 TAUGHT = ("naive", "root", "ring", "parallel", "halving", "doubling", "tree")
 LARGEST = 9
@@ -31,7 +31,9 @@ def lesson_view(cluster: Cluster) -> RenderableType:
     parts: list[RenderableType] = [counts_table(), ""]
     for ranks in cluster.ranks:
         parts += [*_timed(cluster, ranks), ""]
-    return Group(*parts, Text("What lectures say loosely", style="bold"), *(Text(f"- {line}") for line in SAID))
+    return Group(
+        *parts, Text("What lectures say loosely", style="bold"), *(Text(f"- {line}") for line in SAID)
+    )
 
 
 def counts(algorithm: Algorithm, ranks: int) -> tuple[int, Fraction, Fraction]:
@@ -55,7 +57,7 @@ def counts_table() -> Table:
 def _timed(cluster: Cluster, ranks: int) -> list[RenderableType]:
     found = {
         series.algorithm: dict(zip(series.nbytes, series.seconds, strict=True))
-        for series in cluster.measured
+        for series in cluster.measurements
         if series.ranks == ranks
     }
     sizes = sorted(set.intersection(*(set(cells) for cells in found.values()))) or list(cluster.sizes)
@@ -63,7 +65,12 @@ def _timed(cluster: Cluster, ranks: int) -> list[RenderableType]:
     fit = textbook(cluster, ranks)
     figures = f"a = {1e6 * fit.latency_s:.0f} us and B = {fit.bytes_per_s / 1e9:.2f} GB/s"
     title = Text(f"{ranks} ranks: milliseconds measured, and (by the formula, with {figures})", style="bold")
-    table = Table("", *(Column(size(nbytes), justify="right") for nbytes in chosen), box=None, padding=(0, 3, 0, 0))
+    table = Table(
+        "",
+        *(Column(format_nbytes(nbytes), justify="right") for nbytes in chosen),
+        box=None,
+        padding=(0, 3, 0, 0),
+    )
     for name in (name for name in (*TAUGHT, BACKEND) if name in found):
         cells = []
         for nbytes in chosen:
@@ -71,9 +78,7 @@ def _timed(cluster: Cluster, ranks: int) -> list[RenderableType]:
             guess = named(name).seconds(ranks, nbytes, fit.latency_s, fit.bytes_per_s)
             cells.append(took if name == BACKEND else f"{took} ({1e3 * guess:.3g})")
         table.add_row(name, *cells)
-    note = (
-        f"one latency and one bandwidth for all sizes leave a median error of {100 * fit.error:.0f} %: message sizes need bands"
-    )
+    note = f"one latency and one bandwidth for all sizes leave a median error of {100 * fit.error:.0f} %: message sizes need bands"
     return [title, table, Text(note, style="dim")]
 
 

@@ -7,13 +7,13 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from meshwright.plan.hardware.device_profile import Profile
-from meshwright.plan.job.errors import size
+from meshwright.plan.hardware.device_profile import DeviceProfile
+from meshwright.plan.job.errors import format_nbytes
 
 WIDEST = 0.2  # a median spread above this: the machine was busy with something else
 
 
-def profile_view(profile: Profile) -> RenderableType:
+def profile_view(profile: DeviceProfile) -> RenderableType:
     """Where and how it was measured, how good the law is, then products, attention, memory."""
     return Group(
         _where(profile),
@@ -21,30 +21,43 @@ def profile_view(profile: Profile) -> RenderableType:
         Text("matrix products: GFLOP/s, share of the best, spread, and how far the law is off", style="bold"),
         _products(profile),
         "",
-        Text("fused attention: milliseconds forward and backward, spread, and how far the law is off", style="bold"),
+        Text(
+            "fused attention: milliseconds forward and backward, spread, and how far the law is off",
+            style="bold",
+        ),
         _attention(profile),
         "",
         Text("what passes through memory: bytes read and written, GB/s", style="bold"),
         _moved(profile),
-        *(("", Text("what computes much for each number: ns", style="bold"), _computed(profile)) if profile.computed else ()),
+        *(
+            ("", Text("what computes much for each number: ns", style="bold"), _computed(profile))
+            if profile.elementwise_ops
+            else ()
+        ),
     )
 
 
-def _where(profile: Profile) -> Table:
+def _where(profile: DeviceProfile) -> Table:
     table = Table.grid(Column(min_width=14), Column(overflow="fold"), padding=(0, 2))
-    by = f"{profile.ranks} processes of {profile.threads} threads at once" if profile.ranks > 1 else f"{profile.threads} threads"
+    by = (
+        f"{profile.ranks} processes of {profile.threads} threads at once"
+        if profile.ranks > 1
+        else f"{profile.threads} threads"
+    )
     table.add_row(Text("measured on", style="bold"), f"{profile.device}, {by}, torch {profile.torch}")
-    best = ", ".join(f"{profile.best(dtype) / 1e9:.4g} GFLOP/s in {dtype}" for dtype in profile.dtypes)
+    best = ", ".join(f"{profile.best_flops(dtype) / 1e9:.4g} GFLOP/s in {dtype}" for dtype in profile.dtypes)
     table.add_row(Text("best", style="bold"), best)
     calls = f"{1e6 * profile.call_s:.3g} us, {1e6 * profile.call_backward_s:.3g} us backward"
     table.add_row(Text("a call", style="bold"), calls)
-    if profile.stretches:
-        shares = (f"{100 * each.behind:.2g} % of {1e3 * each.seconds:.3g} ms" for each in profile.stretches)
-        table.add_row(Text("meeting", style="bold"), Text(f"the later of two ranks is behind by {', '.join(shares)}"))
-    products, attention = profile.unseen()
+    if profile.lag_samples:
+        shares = (f"{100 * each.lag:.2g} % of {1e3 * each.seconds:.3g} ms" for each in profile.lag_samples)
+        table.add_row(
+            Text("meeting", style="bold"), Text(f"the later of two ranks is behind by {', '.join(shares)}")
+        )
+    products, attention = profile.holdout_errors()
     text = f"{100 * products:.0f} % for products, {100 * attention:.0f} % for attention (median, at sizes that were not fitted)"
     table.add_row(Text("error", style="bold"), text)
-    spreads = [each.spread for each in (*profile.products, *profile.attention, *profile.moved)]
+    spreads = [each.spread for each in (*profile.matmuls, *profile.attention, *profile.memory_ops)]
     scatter = median(spreads)
     table.add_row(Text("spread", style="bold"), f"{100 * scatter:.0f} % (median distance of quartiles)")
     if scatter > WIDEST:
@@ -53,39 +66,47 @@ def _where(profile: Profile) -> Table:
     return table
 
 
-def _products(profile: Profile) -> Table:
+def _products(profile: DeviceProfile) -> Table:
     names = ("dtype", "m", "n", "k", "at once", "GFLOP/s", "of best", "spread", "law")
     table = _table(*names)
-    for each in profile.products:
-        law = profile.product_seconds(each.m, each.n, each.k, each.batch, each.dtype)
-        share = each.flops_per_s / profile.best(each.dtype)
-        figures = (f"{each.flops_per_s / 1e9:.4g}", f"{100 * share:.0f} %", *_off(each.spread, law, each.seconds))
+    for each in profile.matmuls:
+        law = profile.matmul_seconds(each.m, each.n, each.k, each.batch, each.dtype)
+        share = each.flops_per_s / profile.best_flops(each.dtype)
+        figures = (
+            f"{each.flops_per_s / 1e9:.4g}",
+            f"{100 * share:.0f} %",
+            *_off(each.spread, law, each.seconds),
+        )
         table.add_row(each.dtype, *(str(number) for number in (each.m, each.n, each.k, each.batch)), *figures)
     return table
 
 
-def _attention(profile: Profile) -> Table:
+def _attention(profile: DeviceProfile) -> Table:
     names = ("dtype", "rows", "heads", "queries", "keys", "width", "forward", "backward", "spread", "law")
     table = _table(*names)
     for each in profile.attention:
-        sizes = (each.rows, each.heads, each.queries, each.keys, each.width)
+        sizes = (each.batch, each.num_heads, each.query_len, each.key_len, each.head_dim)
         law = sum(profile.attention_seconds(sizes, each.dtype, backward=back) for back in (False, True))
         times = (f"{1e3 * each.forward_s:.3g}", f"{1e3 * each.backward_s:.3g}")
-        table.add_row(each.dtype, *map(str, sizes), *times, *_off(each.spread, law, each.forward_s + each.backward_s))
+        table.add_row(
+            each.dtype, *map(str, sizes), *times, *_off(each.spread, law, each.forward_s + each.backward_s)
+        )
     return table
 
 
-def _moved(profile: Profile) -> Table:
+def _moved(profile: DeviceProfile) -> Table:
     table = _table("bytes", "GB/s", "spread")
-    for each in profile.moved:
-        table.add_row(size(each.nbytes), f"{each.bytes_per_s / 1e9:.3g}", f"{100 * each.spread:.0f} %")
+    for each in profile.memory_ops:
+        table.add_row(
+            format_nbytes(each.nbytes), f"{each.bytes_per_s / 1e9:.3g}", f"{100 * each.spread:.0f} %"
+        )
     return table
 
 
-def _computed(profile: Profile) -> Table:
+def _computed(profile: DeviceProfile) -> Table:
     table = _table("operation", "ns", "spread")
     table.columns[0].justify = "left"
-    for each in profile.computed:
+    for each in profile.elementwise_ops:
         table.add_row(each.operation, f"{1e9 * each.seconds:.3g}", f"{100 * each.spread:.0f} %")
     return table
 

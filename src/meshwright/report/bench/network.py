@@ -13,7 +13,7 @@ from rich.text import Text
 from meshwright.comm.algorithms import BACKEND
 from meshwright.comm.tuning.autoselect import choose, predicted
 from meshwright.plan.hardware.network_model import Cluster
-from meshwright.plan.job.errors import size
+from meshwright.plan.job.errors import format_nbytes
 from meshwright.report.html.charts import LAYOUT
 from meshwright.report.html.run_page import document
 
@@ -31,8 +31,10 @@ def links_view(cluster: Cluster) -> RenderableType:
 
 
 def _where(cluster: Cluster) -> Table:
-    fit = cluster.fit
-    hosts = f"{cluster.per_host} ranks on each host" if cluster.per_host else "all ranks on one host"
+    fit = cluster.fit_error
+    hosts = (
+        f"{cluster.ranks_per_host} ranks on each host" if cluster.ranks_per_host else "all ranks on one host"
+    )
     table = Table.grid(Column(min_width=14), Column(overflow="fold"), padding=(0, 2))
     table.add_row(Text("measured on", style="bold"), f"{cluster.machine}, {hosts}, over {cluster.transport}")
     error = f"{100 * fit.model:.0f} % of the model alone, {100 * fit.corrected:.0f} % with the measured sizes beside it"
@@ -41,25 +43,36 @@ def _where(cluster: Cluster) -> Table:
 
 
 def _table(cluster: Cluster, ranks: int) -> Table:
-    found = [series for series in cluster.measured if series.ranks == ranks]
-    columns = (Column("size", justify="right"), *(Column(series.algorithm, justify="right") for series in found))
+    found = [series for series in cluster.measurements if series.ranks == ranks]
+    columns = (
+        Column("size", justify="right"),
+        *(Column(series.algorithm, justify="right") for series in found),
+    )
     table = Table(*columns, box=None, padding=(0, 2, 0, 0))
     for nbytes in sorted({nbytes for series in found for nbytes in series.nbytes}):
-        took = {each.algorithm: dict(zip(each.nbytes, each.seconds, strict=True)).get(nbytes) for each in found}
+        took = {
+            each.algorithm: dict(zip(each.nbytes, each.seconds, strict=True)).get(nbytes) for each in found
+        }
         best = min(seconds for seconds in took.values() if seconds is not None)
         cells = []
         for name, seconds in took.items():
             if seconds is None:
                 cells.append(Text(""))
                 continue
-            off = "" if name == BACKEND else f" {100 * (_model(cluster, name, ranks, nbytes) / seconds - 1):+4.0f}%"
-            cells.append(Text.assemble((f"{1e3 * seconds:.3g}", "bold green" if seconds == best else ""), (off, "dim")))
-        table.add_row(size(nbytes), *cells)
+            off = (
+                ""
+                if name == BACKEND
+                else f" {100 * (_model(cluster, name, ranks, nbytes) / seconds - 1):+4.0f}%"
+            )
+            cells.append(
+                Text.assemble((f"{1e3 * seconds:.3g}", "bold green" if seconds == best else ""), (off, "dim"))
+            )
+        table.add_row(format_nbytes(nbytes), *cells)
     return table
 
 
 def _model(cluster: Cluster, name: str, ranks: int, nbytes: float) -> float:
-    return predicted(cluster.without_measured(), name, ranks, nbytes)
+    return predicted(cluster.without_measurements(), name, ranks, nbytes)
 
 
 def links_page(cluster: Cluster, version: str) -> str:
@@ -81,23 +94,35 @@ def links_figure(cluster: Cluster) -> go.Figure:
     """One panel per number of ranks, both axes logarithmic: seconds over bytes of every algorithm."""
     panels = len(cluster.ranks)
     figure = make_subplots(rows=panels, cols=1, subplot_titles=[f"{ranks} ranks" for ranks in cluster.ranks])
-    names = dict.fromkeys(series.algorithm for series in cluster.measured)
+    names = dict.fromkeys(series.algorithm for series in cluster.measurements)
     colours = dict(zip(names, cycle(PALETTE), strict=False))
     shown: set[str] = set()
-    for series in cluster.measured:
+    for series in cluster.measurements:
         name, row = series.algorithm, cluster.ranks.index(series.ranks) + 1
-        common: dict[str, Any] = {"x": list(series.nbytes), "legendgroup": name, "line": {"color": colours[name], "width": 1}}
+        common: dict[str, Any] = {
+            "x": list(series.nbytes),
+            "legendgroup": name,
+            "line": {"color": colours[name], "width": 1},
+        }
         bars = [seconds * spread / 2 for seconds, spread in zip(series.seconds, series.spread, strict=True)]
-        points = {"mode": "markers", "marker": {"color": colours[name], "size": 7}, "error_y": {"array": bars, "thickness": 1}}
+        points = {
+            "mode": "markers",
+            "marker": {"color": colours[name], "size": 7},
+            "error_y": {"array": bars, "thickness": 1},
+        }
         label = {"name": name, "showlegend": name not in shown}
         shown.add(name)
         figure.add_scatter(**common, y=list(series.seconds), **points, **label, row=row, col=1)
         smooth = [predicted(cluster, name, series.ranks, nbytes) for nbytes in series.nbytes]
-        figure.add_scatter(**common, y=smooth, mode="lines", name=f"{name}: corrected", showlegend=False, row=row, col=1)
+        figure.add_scatter(
+            **common, y=smooth, mode="lines", name=f"{name}: corrected", showlegend=False, row=row, col=1
+        )
         if name != BACKEND:
             common["line"] = {**common["line"], "dash": "dot", "width": 1.8}
             model = [_model(cluster, name, series.ranks, nbytes) for nbytes in series.nbytes]
-            figure.add_scatter(**common, y=model, mode="lines", name=f"{name}: {MODEL}", showlegend=False, row=row, col=1)
+            figure.add_scatter(
+                **common, y=model, mode="lines", name=f"{name}: {MODEL}", showlegend=False, row=row, col=1
+            )
     figure.update_layout(**LAYOUT, height=120 + 420 * panels)
     figure.update_xaxes(type="log", title_text="bytes")
     figure.update_yaxes(type="log", title_text="seconds")

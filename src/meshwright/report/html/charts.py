@@ -35,7 +35,12 @@ COLOURS = {
     "activations": "#ec4899",
 }
 POINTS = 4000  # of a curve; of more, every n-th is drawn
-PANELS = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate", "tokens_per_s": "tokens per second"}
+PANELS = {
+    "loss": "loss",
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
+    "tokens_per_s": "tokens per second",
+}
 SOMETIMES = {"noise_scale": "gradient noise scale (samples)"}  # panels of what only some runs measure
 LAYOUT: Mapping[str, Any] = {
     "template": "plotly_white",
@@ -51,7 +56,9 @@ def curves(records: Sequence[Record]) -> go.Figure:
     Where a run has measured it, the noise of the gradient too.
     """
     lines = [line for record in records for line in record.steps]
-    panels = PANELS | {key: title for key, title in SOMETIMES.items() if any(line.get(key) is not None for line in lines)}
+    panels = PANELS | {
+        key: title for key, title in SOMETIMES.items() if any(line.get(key) is not None for line in lines)
+    }
     rows = -(-len(panels) // 2)
     spacing = {"vertical_spacing": 0.28 / rows, "horizontal_spacing": 0.08}
     figure = make_subplots(rows=rows, cols=2, subplot_titles=list(panels.values()), **spacing)
@@ -67,8 +74,14 @@ def curves(records: Sequence[Record]) -> go.Figure:
             )
         evaluated = [line for line in record.evaluations if isinstance(line.get("loss"), int | float)]
         if evaluated:
-            look = {"mode": "lines+markers", "line": {"color": colour, "width": 1, "dash": "dot"}, "marker": {"size": 6}}
-            figure.add_scatter(**_points(evaluated, "loss"), **look, name=f"{escape(record.name)}: evaluation", row=1, col=1)
+            look = {
+                "mode": "lines+markers",
+                "line": {"color": colour, "width": 1, "dash": "dot"},
+                "marker": {"size": 6},
+            }
+            figure.add_scatter(
+                **_points(evaluated, "loss"), **look, name=f"{escape(record.name)}: evaluation", row=1, col=1
+            )
     figure.update_layout(**LAYOUT, height=280 * rows, legend={"orientation": "h", "y": 1.1})
     figure.update_xaxes(title_text="step", row=rows)
     figure.update_yaxes(rangemode="tozero", row=2)
@@ -82,23 +95,38 @@ def _points(lines: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[Any]
 def timeline_figure(found: Timeline) -> go.Figure:
     """The step on its lanes, planned above measured, on one scale of milliseconds when both are measured."""
     parts = [bars for bars in (found.planned, found.measured) if bars]
-    titles = [*(["planned"] if found.planned else []), *([f"measured, step {found.step}"] if found.measured else [])]
+    titles = [
+        *(["planned"] if found.planned else []),
+        *([f"measured, step {found.step}"] if found.measured else []),
+    ]
     rows = [len({bar.row for bar in bars}) for bars in parts]
     figure = make_subplots(
-        rows=len(parts), cols=1, shared_xaxes=True, subplot_titles=titles, row_heights=rows, vertical_spacing=0.16 / len(parts)
+        rows=len(parts),
+        cols=1,
+        shared_xaxes=True,
+        subplot_titles=titles,
+        row_heights=rows,
+        vertical_spacing=0.16 / len(parts),
     )
     shown: set[str] = set()
     for place, bars in enumerate(parts, start=1):
         for part in dict.fromkeys(bar.part for bar in bars):
             figure.add_bar(
-                **_bars([bar for bar in bars if bar.part == part], part, found), **_legend(part, shown), row=place, col=1
+                **_bars([bar for bar in bars if bar.part == part], part, found),
+                **_legend(part, shown),
+                row=place,
+                col=1,
             )
         names = sorted({bar.row for bar in bars}, key=_row_order, reverse=True)
         figure.update_yaxes(categoryorder="array", categoryarray=names, row=place, col=1)
     legend = {"orientation": "h", "yref": "container", "y": 0.0, "yanchor": "bottom"}
     figure.update_layout(**LAYOUT, barmode="overlay", bargap=0.25, height=190 + 30 * sum(rows), legend=legend)
     figure.update_layout(margin_l=130, margin_b=90)
-    title = "milliseconds since the step began" if found.scaled else "order and share of operations; no times are known"
+    title = (
+        "milliseconds since the step began"
+        if found.scaled
+        else "order and share of operations; no times are known"
+    )
     figure.update_xaxes(title_text=title, showticklabels=found.scaled, row=len(parts), col=1)
     return figure
 
@@ -139,7 +167,14 @@ def stacked(rows: Mapping[str, Mapping[str, float]], title: str) -> go.Figure:
         if any(amounts):
             colour = COLOURS.get(part, COLOURS["other"])
             hover = f"{escape(part)}: %{{x:.4g}}<extra>%{{y}}</extra>"
-            figure.add_bar(x=amounts, y=names, orientation="h", name=escape(part), marker_color=colour, hovertemplate=hover)
+            figure.add_bar(
+                x=amounts,
+                y=names,
+                orientation="h",
+                name=escape(part),
+                marker_color=colour,
+                hovertemplate=hover,
+            )
     legend = {"orientation": "h", "yref": "container", "y": 1.0, "yanchor": "top", "traceorder": "normal"}
     figure.update_layout(**LAYOUT, barmode="stack", height=130 + 30 * len(names), legend=legend)
     figure.update_yaxes(categoryorder="array", categoryarray=names[::-1])

@@ -14,7 +14,7 @@ from typing import Any
 from rich.table import Column, Table
 from rich.text import Text
 
-from meshwright.plan.job.errors import size
+from meshwright.plan.job.errors import format_nbytes
 from meshwright.report.terminal.prediction import seconds
 from meshwright.report.timeline.run_record import Record
 
@@ -43,7 +43,7 @@ class Beside:
     @property
     def words(self) -> tuple[str, str, str, str]:
         """All of it as it is shown."""
-        show = seconds if self.unit == "s" else size
+        show = seconds if self.unit == "s" else format_nbytes
         off = "" if self.off is None else f"{100 * self.off:+.1f} %"
         return self.what, show(self.predicted), show(self.measured), off
 
@@ -66,7 +66,9 @@ def beside_table(found: Sequence[Beside], name: str = "") -> Table:
 
 
 def _all(record: Record, said: Mapping[str, Any]) -> Iterator[Beside]:
-    measured = [line["seconds"] - line.get("data_s", 0.0) for line in record.steps if not line.get("skipped")][1:]
+    measured = [
+        line["seconds"] - line.get("data_s", 0.0) for line in record.steps if not line.get("skipped")
+    ][1:]
     if measured and "step_s" in said:
         yield Beside("a step", said["step_s"], median(measured), "s")
     if "roles" in said:
@@ -76,7 +78,11 @@ def _all(record: Record, said: Mapping[str, Any]) -> Iterator[Beside]:
 
 def _split(record: Record, roles: Mapping[str, Mapping[str, float]]) -> Iterator[Beside]:
     """Where a step went, as means over ranks and traced steps."""
-    steps = [split for trace in record.traces.values() for split in trace.get("otherData", {}).get("seconds", {}).values()]
+    steps = [
+        split
+        for trace in record.traces.values()
+        for split in trace.get("otherData", {}).get("seconds", {}).values()
+    ]
     for what, (planned, traced) in TRACED.items() if steps else ():
         mine = fmean(sum(role.get(name, 0.0) for name in planned) for role in roles.values())
         theirs = fmean(sum(split.get(name, 0.0) for name in traced) for split in steps)
@@ -87,7 +93,9 @@ def _split(record: Record, roles: Mapping[str, Mapping[str, float]]) -> Iterator
 def _bytes(record: Record, said: Mapping[str, Any]) -> Iterator[Beside]:
     held, sent = said.get("held", {}), said.get("sent", {})
     each = max(1, record.world // max(1, len(held)))
-    ranks = {rank: found for rank, found in record.ranks.items() if rank % each == 0 and rank // each < len(held)}
+    ranks = {
+        rank: found for rank, found in record.ranks.items() if rank % each == 0 and rank // each < len(held)
+    }
     memory = {role: ranks[at * each].get("memory", {}) for at, role in enumerate(held) if at * each in ranks}
     if memory:
         fullest = max(memory, key=lambda role: sum(held[role].values()))
@@ -96,8 +104,14 @@ def _bytes(record: Record, said: Mapping[str, Any]) -> Iterator[Beside]:
             if held[fullest].get(kind):
                 yield Beside(f"{kind}{name}", held[fullest][kind], memory[fullest].get(kind, 0), "B")
         if record.about.get("machine", {}).get("device", "cpu") != "cpu":
-            yield Beside(f"at the fullest{name}", sum(held[fullest].values()), memory[fullest].get("peak", 0), "B")
-    names = {action.name for _, actions in record.program.roles for action in actions} if record.program is not None else set()
+            yield Beside(
+                f"at the fullest{name}", sum(held[fullest].values()), memory[fullest].get("peak", 0), "B"
+            )
+    names = (
+        {action.name for _, actions in record.program.roles for action in actions}
+        if record.program is not None
+        else set()
+    )
     totals = [
         sum(nbytes for name, nbytes in found.get("sent", {}).items() if name in names) / found["steps"]
         for found in record.ranks.values()

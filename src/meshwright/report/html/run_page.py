@@ -16,7 +16,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from meshwright.plan.job.errors import size
+from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.step.action import Program
 from meshwright.report.html.charts import curves, stacked, timeline_figure
 from meshwright.report.html.predicted_vs_measured import beside
@@ -72,9 +72,7 @@ def page(records: Sequence[Record], version: str) -> str:
 
 def document(title: str, style: str, body: str) -> str:
     """A whole page round `body`, with plotly inside; `title` is HTML."""
-    head = (
-        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title><style>{style}</style>'
-    )
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title><style>{style}</style>'
     script = f"<script>{get_plotlyjs()}</script>"
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}{script}</head><body>{body}</body></html>\n'
 
@@ -109,7 +107,9 @@ def _differing(one: Record, other: Record) -> str:
     found = differences(one, other)
     if not found:
         return _section("What differs", '<p class="note">Nothing: the two plans are the same.</p>')
-    names = [f'<span class="run-{place}">{escape(record.name)}</span>' for place, record in enumerate((one, other))]
+    names = [
+        f'<span class="run-{place}">{escape(record.name)}</span>' for place, record in enumerate((one, other))
+    ]
     rows = [[escape(text) for text in row] for row in found]
     return _section("What differs", _table(["key", *names], rows))
 
@@ -123,25 +123,36 @@ def _words(record: Record) -> str:
     words = record.about.get("words")
     if not isinstance(words, Mapping):
         words = {
-            key: value for key, value in record.settings.items() if key.startswith(("model.", "mesh.", "train.", "strategies"))
+            key: value
+            for key, value in record.settings.items()
+            if key.startswith(("model.", "mesh.", "train.", "strategies"))
         }
     return _table([], [[f"<b>{escape(str(key))}</b>", escape(str(value))] for key, value in words.items()])
 
 
 def _time(record: Record, place: int) -> str:
-    traced = {rank: trace.get("otherData", {}).get("seconds", {}) for rank, trace in list(record.traces.items())[:SHOWN_RANKS]}
+    traced = {
+        rank: trace.get("otherData", {}).get("seconds", {})
+        for rank, trace in list(record.traces.items())[:SHOWN_RANKS]
+    }
     rows: dict[str, dict[str, float]] = {}
     for rank, steps in traced.items():
         if steps:
             parts = dict.fromkeys(part for step in steps.values() for part in step)
-            rows[f"rank {rank}"] = {part: 1e3 * fmean(step.get(part, 0.0) for step in steps.values()) for part in parts}
+            rows[f"rank {rank}"] = {
+                part: 1e3 * fmean(step.get(part, 0.0) for step in steps.values()) for part in parts
+            }
     if rows:
         count = max(len(steps) for steps in traced.values())
         note = f"Mean of {count} traced step{'s' if count > 1 else ''}. {_all_steps(record)}"
-        return _figure(stacked(rows, "milliseconds per step"), f"time-{place}") + f'<p class="note">{note}</p>'
+        return (
+            _figure(stacked(rows, "milliseconds per step"), f"time-{place}") + f'<p class="note">{note}</p>'
+        )
     for rank, said in list(record.ranks.items())[:SHOWN_RANKS]:
         if said.get("steps"):
-            rows[f"rank {rank}"] = {part: 1e3 * seconds / said["steps"] for part, seconds in said.get("seconds", {}).items()}
+            rows[f"rank {rank}"] = {
+                part: 1e3 * seconds / said["steps"] for part, seconds in said.get("seconds", {}).items()
+            }
     if not rows:
         return f'<p class="note">The run has not recorded where its time went. {NO_TRACE}</p>'
     note = f"Means over all steps of the last start. {NO_TRACE}"
@@ -162,7 +173,9 @@ def _all_steps(record: Record) -> str:
     said = record.ranks.get(0, {})
     if not said.get("steps"):
         return ""
-    each = [f"{part} {1e3 * seconds / said['steps']:.3g} ms" for part, seconds in said.get("seconds", {}).items()]
+    each = [
+        f"{part} {1e3 * seconds / said['steps']:.3g} ms" for part, seconds in said.get("seconds", {}).items()
+    ]
     return escape(f"Over all {said['steps']:,} steps of the last start, rank 0: {', '.join(each)}.")
 
 
@@ -178,10 +191,14 @@ def _timeline(record: Record, place: int) -> str:
             "come, and what the compute lane stands still for it is drawn as waiting."
         )
     elif found.planned:
-        texts.append(f"The program in its order and under its waits, to the scale of its operations. {NO_TRACE}")
+        texts.append(
+            f"The program in its order and under its waits, to the scale of its operations. {NO_TRACE}"
+        )
     if found.hidden:
         texts.append(f"{found.hidden} more ranks are not drawn; their traces lie in the run's folder.")
-    return _figure(timeline_figure(found), f"timeline-{place}") + "".join(f'<p class="note">{text}</p>' for text in texts)
+    return _figure(timeline_figure(found), f"timeline-{place}") + "".join(
+        f'<p class="note">{text}</p>' for text in texts
+    )
 
 
 def _memory(record: Record, place: int) -> str:
@@ -191,7 +208,9 @@ def _memory(record: Record, place: int) -> str:
         for role, actions in record.program.roles:
             name = f"{role} planned" if len(record.program.roles) > 1 else "planned"
             each = held.get(role, held)  # of an older run: those of rank 0
-            rows[f"{name}, at its fullest"], rows[f"{name}, most of each"] = planned_memory(Program.of({role: actions}), each)
+            rows[f"{name}, at its fullest"], rows[f"{name}, most of each"] = planned_memory(
+                Program.from_dict({role: actions}), each
+            )
     for rank, said in list(record.ranks.items())[:SHOWN_RANKS]:
         if isinstance(said.get("memory"), Mapping):
             rows[f"rank {rank}"] = said["memory"]
@@ -207,9 +226,15 @@ def _memory(record: Record, place: int) -> str:
     lines = []
     for part in parts:
         name = "high-water mark of the process" if part == "peak" else part
-        lines.append([escape(name), *(size(each[part]) if part in each else "" for each in rows.values())])
+        lines.append(
+            [escape(name), *(format_nbytes(each[part]) if part in each else "" for each in rows.values())]
+        )
     note = "Planned activations are what blocks hand on; what a block keeps inside for its backward is not in the plan."
-    return _figure(stacked(drawn, "MiB"), f"memory-{place}") + _table(heads, lines, numbers=True) + f'<p class="note">{note}</p>'
+    return (
+        _figure(stacked(drawn, "MiB"), f"memory-{place}")
+        + _table(heads, lines, numbers=True)
+        + f'<p class="note">{note}</p>'
+    )
 
 
 def _bytes(record: Record) -> str:
@@ -217,10 +242,18 @@ def _bytes(record: Record) -> str:
     if not found:
         return '<p class="note">Nothing is sent: the run has one rank, or has not recorded its program.</p>'
     rows = [
-        [escape(each.action), escape(each.what), *("" if n is None else f"{n:,.0f} B" for n in (each.planned, each.measured))]
+        [
+            escape(each.action),
+            escape(each.what),
+            *("" if n is None else f"{n:,.0f} B" for n in (each.planned, each.measured)),
+        ]
         for each in found
     ]
-    more = f'<p class="note">and {len(rows) - SHOWN_ACTIONS} more actions</p>' if len(rows) > SHOWN_ACTIONS else ""
+    more = (
+        f'<p class="note">and {len(rows) - SHOWN_ACTIONS} more actions</p>'
+        if len(rows) > SHOWN_ACTIONS
+        else ""
+    )
     return _table(["action", "what", "program", "ledger"], rows[:SHOWN_ACTIONS], numbers=True, first=2) + more
 
 
@@ -228,7 +261,10 @@ def _machine(record: Record) -> str:
     said = {**record.about.get("versions", {}), **record.about.get("machine", {})}
     if not said:
         return '<p class="note">The run has not recorded them.</p>'
-    words = {key: size(value) if key == "memory" and isinstance(value, int) else str(value) for key, value in said.items()}
+    words = {
+        key: format_nbytes(value) if key == "memory" and isinstance(value, int) else str(value)
+        for key, value in said.items()
+    }
     return _table([], [[f"<b>{escape(key)}</b>", escape(value)] for key, value in words.items()])
 
 
@@ -236,12 +272,18 @@ def _section(title: str, body: str) -> str:
     return f"<section><h2>{title}</h2>{body}</section>"
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False, first: int = 1) -> str:
+def _table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False, first: int = 1
+) -> str:
     """A table of texts that are HTML already; with `numbers`, columns from `first` on are set to the right."""
-    marks = [' class="number"' if numbers and place >= first else "" for place in range(max(map(len, [heads, *rows])))]
+    marks = [
+        ' class="number"' if numbers and place >= first else ""
+        for place in range(max(map(len, [heads, *rows])))
+    ]
     head = "".join(f"<th{mark}>{text}</th>" for mark, text in zip(marks, heads, strict=False))
     lines = "".join(
-        f"<tr>{''.join(f'<td{mark}>{text}</td>' for mark, text in zip(marks, row, strict=False))}</tr>" for row in rows
+        f"<tr>{''.join(f'<td{mark}>{text}</td>' for mark, text in zip(marks, row, strict=False))}</tr>"
+        for row in rows
     )
     return f'<div class="wide"><table>{f"<tr>{head}</tr>" if head else ""}{lines}</table></div>'
 

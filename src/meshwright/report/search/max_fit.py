@@ -58,4 +58,10 @@ def limit_dict(found: Limit) -> dict[str, Any]:
             "most": found.stopped.most,
             "peak_bytes": held.total,
         }
-    return {"what": found.what, "value": found.value, "beyond": found.beyond, "stopped": stopped, "words": stop(found)}
+    return {
+        "what": found.what,
+        "value": found.value,
+        "beyond": found.beyond,
+        "stopped": stopped,
+        "words": stop(found),
+    }

@@ -10,8 +10,8 @@ from html import escape
 
 import plotly.graph_objects as go
 
-from meshwright.plan.job.errors import size
-from meshwright.plan.step.simulator import Rows
+from meshwright.plan.job.errors import format_nbytes
+from meshwright.plan.step.simulator import SpansByRank
 from meshwright.planner.search.request import Wish
 from meshwright.planner.search.search import Candidate
 from meshwright.report.html.charts import LAYOUT, stacked
@@ -39,7 +39,14 @@ def pareto_figure(found: Sequence[Candidate]) -> go.Figure:
     hover = "<b>%{y:.3g} s, %{x:.1f} GiB</b><br>%{text}<extra></extra>"
     for points, look in (
         (found, {"mode": "markers", "marker": {"color": "#93c5fd", "size": 7}, "name": "layouts"}),
-        (front, {"mode": "lines+markers", "marker": {"color": "#ea580c", "size": 9}, "name": "none faster and smaller"}),
+        (
+            front,
+            {
+                "mode": "lines+markers",
+                "marker": {"color": "#ea580c", "size": 9},
+                "name": "none faster and smaller",
+            },
+        ),
     ):
         figure.add_scatter(
             x=[gib(each.footprint.total) for each in points],
@@ -54,16 +61,20 @@ def pareto_figure(found: Sequence[Candidate]) -> go.Figure:
     return figure
 
 
-def choice_page(wish: Wish, found: Sequence[Candidate], rows: Rows, words: Iterable[str]) -> str:
+def choice_page(wish: Wish, found: Sequence[Candidate], rows: SpansByRank, words: Iterable[str]) -> str:
     """The page: `found`, the winner first; `rows` are the winner's turns (none: one rank along pp), `words` the reasons."""
-    title = escape(f"{wish.shape.name} on {wish.machine.count} {wish.machine.device.name}, {wish.batch:,} rows of a step")
+    title = escape(
+        f"{wish.shape.name} on {wish.machine.count} {wish.machine.device.name}, {wish.batch:,} rows of a step"
+    )
     spent = {
         f"{number}. {name(each)}": {said: spent_on(each, part) for part, said in PARTS.items()}
         for number, each in enumerate(found[:SHOWN], start=1)
     }
     times = stacked({escape(row): parts for row, parts in spent.items()}, "seconds of a step")
     times.update_layout(margin_l=430)
-    drawn = order_svg({"the first layout": rows}, units=Units("{:.4g} s".format, size)) if rows else ""
+    drawn = (
+        order_svg({"the first layout": rows}, units=Units("{:.4g} s".format, format_nbytes)) if rows else ""
+    )
     body = [
         f"<header><h1>{title}</h1></header><main>",
         _section("Step time and memory", _html(pareto_figure(found), "pareto")),
@@ -76,7 +87,11 @@ def choice_page(wish: Wish, found: Sequence[Candidate], rows: Rows, words: Itera
 
 
 def _undrawn(best: Candidate) -> str:
-    text = "Turns of unlike devices are not drawn." if best.dealt else "No ranks along pp take turns in the first layout."
+    text = (
+        "Turns of unlike devices are not drawn."
+        if best.dealt
+        else "No ranks along pp take turns in the first layout."
+    )
     return _section("Who works when", f'<p class="note">{text}</p>')
 
 

@@ -70,7 +70,10 @@ def choice_view(wish: Wish, found: Found, budget: Budget, beside: Beside = ALONE
     """All of it."""
     best = found.best[0]
     return Group(
-        Text(f"{wish.shape.name}: {wish.shape.numel / 1e9:.3g} B weights on {_devices(wish, beside)}", style="bold"),
+        Text(
+            f"{wish.shape.name}: {wish.shape.numel / 1e9:.3g} B weights on {_devices(wish, beside)}",
+            style="bold",
+        ),
         Text(scenario(wish, beside.kinds)),
         "",
         _table(wish, found, beside.kinds),
@@ -154,7 +157,10 @@ def reasons(wish: Wish, found: Found, beside: Beside = ALONE) -> Iterator[str]:
         text = f"Memory stops {name(beside.roomy)}: {saved:.1f} % faster, and {gib(held.total):.0f} GiB"
         yield f"{text} of {gib(wish.memory):.1f}, most of them {_most(held)}."
     if beside.turned is not None:
-        more, other = 100 * (beside.turned / best.seconds - 1), "tensor ranks" if best.layout.outside else "copies"
+        more, other = (
+            100 * (beside.turned / best.seconds - 1),
+            "tensor ranks" if best.layout.outside else "copies",
+        )
         longer = "longer" if more > 0 else "less"
         yield f"With {other} side by side on hosts instead the first one takes {abs(more):.1f} % {longer}."
     for kind, other in beside.alone:
@@ -177,13 +183,22 @@ def held_by(found: Footprint, part: str) -> float:
 
 def _where(best: Candidate) -> str:
     shares = [(spent_on(best, part) / best.seconds, words) for part, words in PARTS.items()]
-    return ", ".join(f"{100 * share:.0f} % {words}" for share, words in sorted(shares, reverse=True) if share >= 0.005)
+    return ", ".join(
+        f"{100 * share:.0f} % {words}" for share, words in sorted(shares, reverse=True) if share >= 0.005
+    )
 
 
 def _changes(best: Candidate, other: Candidate) -> str:
     """What makes another one slower, in hundredths of the best one's step, largest first; what it saves; what it holds."""
-    changes = [((spent_on(other, part) - spent_on(best, part)) / best.seconds, words) for part, words in PARTS.items()]
-    shown = [f"{words} {100 * change:+.1f}" for change, words in sorted(changes, key=lambda each: -each[0]) if abs(change) > 5e-4]
+    changes = [
+        ((spent_on(other, part) - spent_on(best, part)) / best.seconds, words)
+        for part, words in PARTS.items()
+    ]
+    shown = [
+        f"{words} {100 * change:+.1f}"
+        for change, words in sorted(changes, key=lambda each: -each[0])
+        if abs(change) > 5e-4
+    ]
     more = gib(other.footprint.total - best.footprint.total)
     shown += [f"{abs(more):.1f} GiB {'more' if more > 0 else 'less'}"] if abs(more) >= 0.05 else []
     return ", ".join(shown) or "nothing to be seen"
@@ -204,7 +219,11 @@ def name(each: Candidate) -> str:
     layout = each.layout
     words = axes(layout)
     words += [_attention(layout)] if layout.cp > 1 else []
-    words += [f"ZeRO {layout.shards}" + (f" among {layout.within}" if layout.within else "")] if layout.shards else []
+    words += (
+        [f"ZeRO {layout.shards}" + (f" among {layout.within}" if layout.within else "")]
+        if layout.shards
+        else []
+    )
     words += [each.schedule + (f" x {layout.chunks}" if layout.chunks > 1 else "")] if each.schedule else []
     words += [{"none": "", "attention": "attention rerun", "layers": "layers rerun"}[layout.reruns]]
     words += [_dealt(each)] if each.dealt else []
@@ -220,8 +239,13 @@ def _attention(layout: Layout) -> str:
 
 def _dealt(each: Candidate) -> str:
     """The layers of ranks along pp, by kind."""
-    runs = [(kind, [count for _, count in group]) for kind, group in groupby(each.dealt, key=lambda each: each[0])]
-    said = [f"{len(counts)} {kind} of {'/'.join(map(str, sorted(set(counts), reverse=True)))}" for kind, counts in runs]
+    runs = [
+        (kind, [count for _, count in group]) for kind, group in groupby(each.dealt, key=lambda each: each[0])
+    ]
+    said = [
+        f"{len(counts)} {kind} of {'/'.join(map(str, sorted(set(counts), reverse=True)))}"
+        for kind, counts in runs
+    ]
     return f"layers on {', '.join(said)}"
 
 
@@ -292,5 +316,9 @@ def _held_table(found: Found) -> Table:
 def _paid(wish: Wish, best: Candidate, budget: Budget) -> str:
     said = row(wish, best, budget)
     text = f"{budget.tokens:.3g} tokens take {said['days']:,.1f} days, {said['hours_waiting']:,.0f} hours of them waiting"
-    cost = f" and cost {said['cost']:,.0f}, of which waiting {said['cost_of_waiting']:,.0f}" if budget.price else ""
+    cost = (
+        f" and cost {said['cost']:,.0f}, of which waiting {said['cost_of_waiting']:,.0f}"
+        if budget.price
+        else ""
+    )
     return f"{text}{cost}: along pp, and for what nothing hides of the sending."

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from meshwright.comm.collectives.announce import moved_bytes
-from meshwright.plan.job.errors import size
+from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action, Transfer
 from meshwright.planner.program_cost.memory import StateBytes, peak_bytes, state_bytes
@@ -24,7 +24,11 @@ def held_nbytes(plan: Plan) -> dict[str, dict[str, int]]:
     found = {}
     for rank, (role, _) in zip(firsts(plan), plan.program.roles, strict=True):
         said = state_bytes(plan, rank)
-        found[role] = {"parameters": said.parameters, "moments": said.moments, **({"master": said.master} if said.master else {})}
+        found[role] = {
+            "parameters": said.parameters,
+            "moments": said.moments,
+            **({"master": said.master} if said.master else {}),
+        }
     return found
 
 
@@ -32,9 +36,9 @@ def states_words(plan: Plan) -> str:
     """What rank 0 holds, in all and by category; where ranks have different lists, that which holds most."""
     rank = max(firsts(plan), key=lambda rank: state_bytes(plan, rank).total)
     said = state_bytes(plan, rank)
-    parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in said.as_dict().items() if nbytes)
+    parts = ", ".join(f"{name} {format_nbytes(nbytes)}" for name, nbytes in said.as_dict().items() if nbytes)
     which = f" on rank {rank}, which holds most" if len(plan.program.roles) > 1 else ""
-    return f"{size(said.total)}{which} ({parts})"
+    return f"{format_nbytes(said.total)}{which} ({parts})"
 
 
 def states_table(plan: Plan) -> Table:
@@ -43,23 +47,25 @@ def states_table(plan: Plan) -> Table:
     The last row has activations, too: the most that is held at any moment of a step.
     """
     fullest = max(firsts(plan), key=lambda rank: peak_bytes(plan, rank))
-    ranks = firsts(plan) if len(plan.program.roles) > 1 else [0, plan.mesh.world - 1]
+    ranks = firsts(plan) if len(plan.program.roles) > 1 else [0, plan.mesh.world_size - 1]
     if len(ranks) > SHOWN:
         ranks = sorted({ranks[0], fullest, ranks[-1]})
     found = [state_bytes(plan, rank) for rank in ranks]
-    said = [[size(nbytes) for nbytes in each.as_dict().values()] for each in found]
+    said = [[format_nbytes(nbytes) for nbytes in each.as_dict().values()] for each in found]
     shown = list(zip(ranks, found, strict=True))[: 1 if all(each == said[0] for each in said) else None]
     heads = ["each rank"] if len(shown) == 1 else [f"rank {rank}" for rank, _ in shown]
     columns = [Column(head, justify="right") for head in (*heads, "per parameter")]
-    table = Table(Column("state", min_width=12), *columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table = Table(
+        Column("state", min_width=12), *columns, box=None, header_style="bold", padding=(0, 2, 0, 0)
+    )
     for name in StateBytes.__dataclass_fields__:
         row = [each.as_dict()[name] for _, each in shown]
         if any(row):
-            table.add_row(name, *map(size, row), _each(row[0], plan))
+            table.add_row(name, *map(format_nbytes, row), _each(row[0], plan))
     total = [each.total for _, each in shown]
-    table.add_row("in all", *map(size, total), _each(total[0], plan), style="bold")
+    table.add_row("in all", *map(format_nbytes, total), _each(total[0], plan), style="bold")
     peaks = [peak_bytes(plan, rank) for rank, _ in shown]
-    table.add_row("at its fullest", *map(size, peaks), _each(peaks[0], plan))
+    table.add_row("at its fullest", *map(format_nbytes, peaks), _each(peaks[0], plan))
     if len(plan.program.roles) > 1 and len(shown) > 1:
         table.caption, table.caption_justify = f"rank {fullest} is the fullest", "left"
     return table
@@ -68,12 +74,15 @@ def states_table(plan: Plan) -> Table:
 def firsts(plan: Plan) -> list[int]:
     """The first rank of each role."""
     roles = len(plan.program.roles)
-    return list(range(0, plan.mesh.world, plan.mesh.world // roles))
+    return list(range(0, plan.mesh.world_size, plan.mesh.world_size // roles))
 
 
 def busiest(plan: Plan) -> tuple[int, Sequence[Action]]:
     """The first rank of the role that sends most in a step, and its list."""
-    totals = [sum(moved_bytes(move, move.ranks(plan.mesh))[1] for act in each for move in act.moves) for _, each in _lists(plan)]
+    totals = [
+        sum(moved_bytes(move, move.num_ranks(plan.mesh))[1] for act in each for move in act.transfers)
+        for _, each in _lists(plan)
+    ]
     return _lists(plan)[totals.index(max(totals))]
 
 
@@ -86,26 +95,34 @@ def sent_table(plan: Plan) -> Table | None:
     found: dict[tuple[str, str], tuple[int, float]] = {}
     rank, actions = busiest(plan)
     for action in actions:
-        for move in action.moves:
+        for move in action.transfers:
             key = action.kind, _what(move)
             messages, nbytes = found.get(key, (0, 0.0))
-            most = moved_bytes(move, move.ranks(plan.mesh))[1]
+            most = moved_bytes(move, move.num_ranks(plan.mesh))[1]
             found[key] = messages + 1, nbytes + most
     if not found:
         return None
     columns = [Column(head, justify="right") for head in ("messages", "sent per step")]
-    table = Table(Column("kind", min_width=12), Column("move", overflow="fold"), *columns, box=None, header_style="bold")
+    table = Table(
+        Column("kind", min_width=12), Column("move", overflow="fold"), *columns, box=None, header_style="bold"
+    )
     table.padding = (0, 2, 0, 0)
     for (kind, what), (messages, nbytes) in found.items():
-        table.add_row(kind, Text(what), f"{messages:,}", size(nbytes))
-    table.add_row("in all", "", f"{sum(m for m, _ in found.values()):,}", size(sum(n for _, n in found.values())), style="bold")
+        table.add_row(kind, Text(what), f"{messages:,}", format_nbytes(nbytes))
+    table.add_row(
+        "in all",
+        "",
+        f"{sum(m for m, _ in found.values()):,}",
+        format_nbytes(sum(n for _, n in found.values())),
+        style="bold",
+    )
     if len(plan.program.roles) > 1:
         table.caption, table.caption_justify = f"of rank {rank}, which sends most", "left"
     return table
 
 
 def _each(nbytes: int, plan: Plan) -> str:
-    return f"{nbytes / max(1, plan.anatomy.numel):.3g} B"
+    return f"{nbytes / max(1, plan.model_spec.numel):.3g} B"
 
 
 def _what(move: Transfer) -> str:

@@ -12,50 +12,72 @@ from itertools import pairwise
 from rich.table import Column, Table
 from rich.text import Text
 
-from meshwright.model.tensor_parallel.layer_roles import NUMBERED
-from meshwright.plan.job.errors import size
-from meshwright.plan.model_spec.sequence_info import Deal, Tokens
-from meshwright.plan.optimizer_spec import HALVED, QUANTISED
+from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER
+from meshwright.plan.job.errors import format_nbytes
+from meshwright.plan.model_spec.sequence_info import SequenceInfo, SequenceSharding
+from meshwright.plan.optimizer_spec import BFLOAT16_STATES, EIGHT_BIT_STATES
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import steps
+from meshwright.plan.step.single_device import stepped_microbatches
 from meshwright.plan.step.weight_stashing import staleness
 
-PACKED, ENDS = "documents of a sixth, a third and a half of a row", (1 / 6, 1 / 2)  # what masks are is not known before
+PACKED, ENDS = (
+    "documents of a sixth, a third and a half of a row",
+    (1 / 6, 1 / 2),
+)  # what masks are is not known before
 EVEN = 0.05  # of the mean, which is not worth a word
 LONG = 1 << 13  # tokens; longer rows are as even
 
 
 def token_words(plan: Plan) -> dict[str, str]:
     """How tokens are dealt to ranks, by heading; nothing where every rank has all of its samples."""
-    space, tokens = plan.space, plan.anatomy.tokens
-    if space.deal is None or tokens is None:
+    space, tokens = plan.sharding, plan.model_spec.sequence_info
+    if space.sequence_sharding is None or tokens is None:
         return {}
-    said = f"{tokens.length:,} of each sample on {space.deal.ranks} ranks: {_each(space.deal, tokens.length)} each"
-    said += "".join(f", and {length:,}: {_each(space.deal, length)}" for length in tokens.lengths[1:])
-    said += "".join(f"; {each}" for each in _evenness(space.deal, tokens))
-    reach = max((each.reach for each in tokens.convolves), default=0)
-    said += f"; convolutions take in up to {reach:,} neighbours of a token, of other ranks too" if reach else ""
-    whole = dict.fromkeys(NUMBERED.sub("*", each.visit) for each in tokens.visits if not tokens.run_by(each.visit))
+    said = f"{tokens.length:,} of each sample on {space.sequence_sharding.num_ranks} ranks: {_each(space.sequence_sharding, tokens.length)} each"
+    said += "".join(
+        f", and {length:,}: {_each(space.sequence_sharding, length)}" for length in tokens.lengths[1:]
+    )
+    said += "".join(f"; {each}" for each in _evenness(space.sequence_sharding, tokens))
+    reach = max((each.halo for each in tokens.conv_calls), default=0)
+    said += (
+        f"; convolutions take in up to {reach:,} neighbours of a token, of other ranks too" if reach else ""
+    )
+    whole = dict.fromkeys(
+        LAYER_NUMBER.sub("*", each.block_call)
+        for each in tokens.block_calls
+        if not tokens.num_sharded_tokens(each.block_call)
+    )
     said += f"; every rank runs {', '.join(whole)} on all there is" if whole else ""
-    if tokens.met:
-        numel = sum(each.numel for each in tokens.met)
-        behind = ", ".join(dict.fromkeys(f"glue behind {each.visit}" if each.visit else "the loss" for each in tokens.met))
+    if tokens.gathers:
+        numel = sum(each.numel for each in tokens.gathers)
+        behind = ", ".join(
+            dict.fromkeys(
+                f"glue behind {each.block_call}" if each.block_call else "the loss" for each in tokens.gathers
+            )
+        )
         said += f"; {behind} needs other ranks' tokens: {numel:,} elements per sample are brought together"
-        said += " for a batch like the example (it looks at values: another one may need others)" if tokens.looks else ""
+        said += (
+            " for a batch like the example (it looks at values: another one may need others)"
+            if tokens.reads_values
+            else ""
+        )
     return {"tokens": said}
 
 
-def _each(deal: Deal, length: int) -> str:
-    counts = deal.counts(length)
+def _each(deal: SequenceSharding, length: int) -> str:
+    counts = deal.num_tokens_by_rank(length)
     return f"{min(counts):,}" if min(counts) == max(counts) else f"{min(counts):,} to {max(counts):,}"
 
 
-def _evenness(deal: Deal, tokens: Tokens) -> Iterator[str]:
+def _evenness(deal: SequenceSharding, tokens: SequenceInfo) -> Iterator[str]:
     """How even ranks compute attention: under causal masks, and of masks, which are data, under one of packed documents."""
     kinds = {
-        "causal attention": (any(attend.causal for attend in tokens.attends), ()),
-        f"attention under a mask, such as {PACKED}": (any(attend.masked for attend in tokens.attends), ENDS),
+        "causal attention": (any(attend.is_causal for attend in tokens.attention_calls), ()),
+        f"attention under a mask, such as {PACKED}": (
+            any(attend.has_mask for attend in tokens.attention_calls),
+            ENDS,
+        ),
     }
     for name, (met, ends) in kinds.items():
         if met:
@@ -63,23 +85,32 @@ def _evenness(deal: Deal, tokens: Tokens) -> Iterator[str]:
             yield f"{name}: the busiest rank has {share:.2f} x the mean{_better(deal, tokens.length, ends, share)}"
 
 
-def _better(deal: Deal, length: int, ends: Sequence[float], share: float) -> str:
+def _better(deal: SequenceSharding, length: int, ends: Sequence[float], share: float) -> str:
     """What would be more even than `share`, if anything: `zigzag` before what serves less often."""
-    ways = {"zigzag": replace(deal, folded=True, striped=False), "striped": replace(deal, folded=False, striped=True)}
-    found = {name: busiest(way, length, ends) for name, way in ways.items()} if deal.ranks > deal.inner else {}
+    ways = {
+        "zigzag": replace(deal, zigzag=True, striped=False),
+        "striped": replace(deal, zigzag=False, striped=True),
+    }
+    found = (
+        {name: busiest(way, length, ends) for name, way in ways.items()}
+        if deal.num_ranks > deal.num_inner_ranks
+        else {}
+    )
     name = min(found, key=lambda each: round(found[each], 2), default="")
     return f' (balance = "{name}": {found[name]:.2f})' if name and share - found[name] > EVEN else ""
 
 
-def busiest(deal: Deal, length: int, ends: Sequence[float] = ()) -> float:
+def busiest(deal: SequenceSharding, length: int, ends: Sequence[float] = ()) -> float:
     """What the busiest rank has of the pairs of tokens that a mask leaves, over the mean of all ranks.
 
     Each token looks at itself and those before it in its document; documents end at `ends`, as shares of the row, and with it.
     """
     length = min(length, LONG)
     stops = [0, *(int(length * end) for end in ends), length]
-    firsts = range(0, deal.ranks, deal.inner)  # of those that have the same tokens for attention, and some of the heads each
-    work = [sum(_pairs(stops, *span) for span in deal.together(length, first)) for first in firsts]
+    firsts = range(
+        0, deal.num_ranks, deal.num_inner_ranks
+    )  # of those that have the same tokens for attention, and some of the heads each
+    work = [sum(_pairs(stops, *span) for span in deal.inner_group_ranges(length, first)) for first in firsts]
     return max(work) * len(work) / sum(work)
 
 
@@ -105,7 +136,13 @@ MEANINGS = {
 def roles_of(plan: Plan) -> dict[str, str]:
     """The dtype of each role, in words."""
     roles, rule = plan.job.precision.roles, plan.job.optimizer.name
-    moments = "bfloat16" if rule in HALVED else "8 bits, scales float32" if rule in QUANTISED else roles["moments"]
+    moments = (
+        "bfloat16"
+        if rule in BFLOAT16_STATES
+        else "8 bits, scales float32"
+        if rule in EIGHT_BIT_STATES
+        else roles["moments"]
+    )
     return {**roles, "moments": moments}
 
 
@@ -124,7 +161,13 @@ def roles_words(plan: Plan) -> str:
 
 def roles_table(plan: Plan) -> Table:
     """Role, dtype, and what it is."""
-    table = Table(Column("role", min_width=12), "dtype", Column("what it is", overflow="fold"), box=None, header_style="bold")
+    table = Table(
+        Column("role", min_width=12),
+        "dtype",
+        Column("what it is", overflow="fold"),
+        box=None,
+        header_style="bold",
+    )
     table.padding = (0, 2, 0, 0)
     same = {"master": "the parameters themselves"} if _steps_itself(plan) else {}
     for role, dtype in roles_of(plan).items():
@@ -134,7 +177,7 @@ def roles_table(plan: Plan) -> Table:
 
 def _steps_itself(plan: Plan) -> bool:
     """Whether the optimizer steps the parameters, and no copy of them."""
-    return plan.job.precision.resolved.master == plan.job.precision.parameters
+    return plan.job.precision.effective.master == plan.job.precision.parameters
 
 
 def versions_words(plan: Plan) -> dict[str, str]:
@@ -144,15 +187,19 @@ def versions_words(plan: Plan) -> dict[str, str]:
     names = ", ".join(strategy.name for strategy in plan.strategies if not strategy.exact)
     found = {"not exact": f"{names} does not compute what one device computes"}
     lists = [actions for _, actions in plan.program.roles]
-    if not any(map(steps, lists)):
+    if not any(map(stepped_microbatches, lists)):
         return found
     old = ", ".join(str(staleness(actions)) for actions in lists)
     kept = [rooms(actions) for actions in lists]
-    said = ", ".join(f"{len(each)} ({size(sum(each.values()))})" if each else "none" for each in kept)
-    updates = f"{plan.num_micro}, one per micro-batch, with gradients at weights that are up to {old} updates old, by stage"
+    said = ", ".join(
+        f"{len(each)} ({format_nbytes(sum(each.values()))})" if each else "none" for each in kept
+    )
+    updates = f"{plan.num_microbatches}, one per micro-batch, with gradients at weights that are up to {old} updates old, by stage"
     return found | {"updates per step": updates, "old weights kept": f"{said}, by stage"}
 
 
 def rooms(actions: tuple[Action, ...]) -> dict[str, int]:
     """The memory in which a rank keeps old versions of its weights: bytes by name."""
-    return {hold.name: hold.nbytes for action in actions if action.kind == "STASH" for hold in action.takes}
+    return {
+        hold.name: hold.nbytes for action in actions if action.kind == "STASH" for hold in action.allocations
+    }

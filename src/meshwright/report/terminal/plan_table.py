@@ -13,67 +13,76 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from meshwright.comm.collectives.announce import FROM_ONE, TO_ONE, moved_bytes
-from meshwright.plan.job.errors import size
+from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import FORWARDS, USES
+from meshwright.plan.step.single_device import FORWARD_KINDS, PARAM_USE_KINDS
 from meshwright.report.terminal.memory_table import busiest, sent_table, states_table, states_words
 from meshwright.report.terminal.params_table import divided_words
 from meshwright.report.terminal.plan_notes import roles_table, roles_words, token_words, versions_words
 from meshwright.report.timeline.stage_table import parts_view
-from meshwright.verifier.trace import Traced
+from meshwright.verifier.trace import TraceVerdict
 from meshwright.verifier.verdict import Verdict
 
 MEANINGS = {
-    "COUNT": "count the tokens of this step",
+    "TOKEN_COUNT": "count the tokens of this step",
     "F": "forward of",
-    "F_LEAN": "forward, keeping inputs alone, of",
-    "RERUN": "forward, once more, of",
+    "F_CHECKPOINTED": "forward, keeping inputs alone, of",
+    "RECOMPUTE": "forward, once more, of",
     "LOSS": "loss and its gradient",
     "B": "backward of",
     "I": "gradients of what goes into",
     "W": "gradients of the weights of",
     "PACK": "gradients into one buffer",
-    "MEASURE": "squared norm before the sum",
+    "GRAD_SQNORM": "squared norm before the sum",
     "REDUCE": "sum gradients over ranks",
     "GATHER": "rows of all ranks",
     "SCATTER": "to each rank its rows",
     "BROADCAST": "hand out to all ranks",
     "UNPACK": "gradients out of the buffer",
-    "TALLY": "loss of the whole step",
-    "NOISE": "squared norms of all parts",
+    "LOSS_SUM": "loss of the whole step",
+    "REDUCE_SQNORM": "squared norms of all parts",
     "UNSHARD": "bring weights together",
     "RESHARD": "let go of whole weights",
-    "READY": "what was sent has come",
+    "WAIT": "what was sent has come",
     "SEND": "on to who needs it",
-    "RECEIVE": "what has come",
+    "RECV": "what has come",
     "SEND_GRAD": "gradient, back",
-    "RECEIVE_GRAD": "gradient that has come",
-    "JOIN": "pieces of what has come, together",
-    "JOIN_GRAD": "pieces of a gradient that has come, together",
-    "ADD": "to the sum so far",
-    "SQUARE": "squared norm of own shards",
-    "NORM": "that of all shards",
-    "TIE": "sum of what parts have of gradients",
-    "BRING": "slices of gradients to who steps them",
+    "RECV_GRAD": "gradient that has come",
+    "CONCAT": "pieces of what has come, together",
+    "CONCAT_GRAD": "pieces of a gradient that has come, together",
+    "ACCUMULATE": "to the sum so far",
+    "LOCAL_NORM": "squared norm of own shards",
+    "GLOBAL_NORM": "that of all shards",
+    "REDUCE_TIED": "sum of what parts have of gradients",
+    "GATHER_GRAD": "slices of gradients to who steps them",
     "CLIP": "gradient norm, clip",
     "STASH": "keep the weights as they are",
-    "RESTORE": "have the kept weights in the model",
-    "RENEW": "have the newest weights there again",
+    "LOAD_STASHED": "have the kept weights in the model",
+    "LOAD_LATEST": "have the newest weights there again",
     "STEP": "optimizer",
-    "HAND": "slices of what was stepped",
-    "ESTIMATE": "gradient noise scale",
+    "SCATTER_PARAM": "slices of what was stepped",
+    "NOISE_SCALE": "gradient noise scale",
 }
 
 # kinds that are told apart by their subject
 SUBJECTS = (
-    *("PACK", "MEASURE", "REDUCE", "UNPACK", "GATHER", "SCATTER", "BROADCAST", "ADD"),
-    *("UNSHARD", "READY", "RESHARD", "TIE", "BRING", "HAND"),
-    *("SEND", "RECEIVE", "SEND_GRAD", "RECEIVE_GRAD", "JOIN", "JOIN_GRAD"),
+    *("PACK", "GRAD_SQNORM", "REDUCE", "UNPACK", "GATHER", "SCATTER", "BROADCAST", "ACCUMULATE"),
+    *("UNSHARD", "WAIT", "RESHARD", "REDUCE_TIED", "GATHER_GRAD", "SCATTER_PARAM"),
+    *("SEND", "RECV", "SEND_GRAD", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"),
 )
 BEGINNING = 10  # rows of a list, where there are several roles
-STRETCHES = {**dict.fromkeys(FORWARDS, "forward"), **dict.fromkeys(("RERUN", "B", "I", "W", "PACK"), "backward")}
-BESIDE = ("UNSHARD", "RESHARD", "READY", "ADD", "MEASURE")  # what a stretch has for each block, and a REDUCE that scatters
+STRETCHES = {
+    **dict.fromkeys(FORWARD_KINDS, "forward"),
+    **dict.fromkeys(("RECOMPUTE", "B", "I", "W", "PACK"), "backward"),
+}
+BESIDE = (
+    "UNSHARD",
+    "RESHARD",
+    "WAIT",
+    "ACCUMULATE",
+    "GRAD_SQNORM",
+)  # what a stretch has for each block, and a REDUCE that scatters
 
 
 def work(flops: float) -> str:
@@ -106,20 +115,20 @@ def _summary(plan: Plan) -> Table:
     table = Table.grid(Column(min_width=22), Column(overflow="fold"), padding=(0, 2))
     for key, value in plan_words(plan).items():
         table.add_row(Text(key, style="bold"), Text(value))
-    for note in plan.anatomy.notes:
+    for note in plan.model_spec.notes:
         table.add_row(Text("note", style="bold yellow"), Text(note))
     return table
 
 
 def plan_words(plan: Plan) -> dict[str, str]:
     """What `plan` trains, on what and how, each in a few words."""
-    job, numel = plan.job, plan.anatomy.numel
+    job, numel = plan.job, plan.model_spec.numel
     ranks = "1 rank" if plan.num_data == 1 else f"{plan.num_data} ranks"
-    micros = "1 micro-batch" if plan.num_micro == 1 else f"{plan.num_micro} micro-batches"
+    micros = "1 micro-batch" if plan.num_microbatches == 1 else f"{plan.num_microbatches} micro-batches"
     each = "" if job.data.source == "example" else f"; {job.data.sequence} tokens each"
     return {
-        "model": f"{plan.anatomy.name}: {numel:,} parameters in {len(plan.anatomy.visits)} blocks",
-        "mesh": f"{plan.mesh} ({plan.mesh.world} ranks)" if plan.mesh.world > 1 else "one device",
+        "model": f"{plan.model_spec.name}: {numel:,} parameters in {len(plan.model_spec.block_calls)} blocks",
+        "mesh": f"{plan.mesh} ({plan.mesh.world_size} ranks)" if plan.mesh.world_size > 1 else "one device",
         "strategies": ", ".join(map(str, plan.strategies)) or "none",
         "global batch": f"{job.train.batch} samples = {ranks} x {micros} of {plan.micro_batch}{each}",
         "precision": roles_words(plan),
@@ -137,33 +146,39 @@ def _sent(plan: Plan) -> str:
     """What leaves each rank in a step; where the ranks differ, the busiest and another."""
     served, serving, apart = 0.0, 0.0, False
     rank, actions = busiest(plan)
-    for move in (move for action in actions for move in action.moves):
-        least, most = moved_bytes(move, move.ranks(plan.mesh))
+    for move in (move for action in actions for move in action.transfers):
+        least, most = moved_bytes(move, move.num_ranks(plan.mesh))
         served += 0 if move.collective in FROM_ONE else least
         serving += 0 if move.collective in TO_ONE else most
         apart = apart or least != most
-    if size(served) == size(serving):
-        return size(serving) + (f" by rank {rank}, which sends most" if len(plan.program.roles) > 1 else "")
+    if format_nbytes(served) == format_nbytes(serving):
+        return format_nbytes(serving) + (
+            f" by rank {rank}, which sends most" if len(plan.program.roles) > 1 else ""
+        )
     if apart:
-        return f"{size(serving)} by the busiest rank, {size(served)} by the one that sends least"
-    return f"{size(serving)} by rank 0, {size(served)} by each other one"
+        return f"{format_nbytes(serving)} by the busiest rank, {format_nbytes(served)} by the one that sends least"
+    return f"{format_nbytes(serving)} by rank 0, {format_nbytes(served)} by each other one"
 
 
 def _origin_words(plan: Plan) -> dict[str, str]:
-    origin = plan.anatomy.origin
+    origin = plan.model_spec.pretrained_source
     if origin is None:
         return {}
-    nbytes = plan.anatomy.nbytes(plan.job.precision.parameters) + origin.held
+    nbytes = plan.model_spec.nbytes(plan.job.precision.parameters) + origin.read_buffer_nbytes
     return {
-        "weights": f"{origin.source}: {size(origin.nbytes)}, digest {origin.digest[:16]}",
-        "host memory to load": f"{size(nbytes)} per rank (parameters, and {size(origin.held)} while one is read)",
+        "weights": f"{origin.source}: {format_nbytes(origin.nbytes)}, digest {origin.digest[:16]}",
+        "host memory to load": f"{format_nbytes(nbytes)} per rank (parameters, and {format_nbytes(origin.read_buffer_nbytes)} while one is read)",
     }
 
 
 def _actions(actions: tuple[Action, ...], *, every: bool, most: int = sys.maxsize) -> Table:
-    columns = (Column("lane", min_width=7), Column("action", overflow="fold"), Column("what happens", overflow="fold"))
+    columns = (
+        Column("lane", min_width=7),
+        Column("action", overflow="fold"),
+        Column("what happens", overflow="fold"),
+    )
     table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
-    lanes = {action.name: action.lane for action in actions}
+    lanes = {action.name: action.stream for action in actions}
     runs = list(_runs(actions, every=every))
     if len(runs) > most:
         table.caption, table.caption_justify = (
@@ -172,12 +187,15 @@ def _actions(actions: tuple[Action, ...], *, every: bool, most: int = sys.maxsiz
         )
     for run in runs[:most]:
         first = run[0]
-        micro = "" if first.micro is None else f" micro {first.micro}"
+        micro = "" if first.microbatch is None else f" micro {first.microbatch}"
         number = f" x{len(run)}" if len(run) > 1 else ""
         name = first.subject if first.kind in SUBJECTS and len(run) == 1 else ""
         label = f"{first.kind}{number}{micro} {name}".rstrip()
         table.add_row(
-            first.lane, Text(label), Text("; ".join(_details(run, lanes))), style="" if first.lane == "compute" else "cyan"
+            first.stream,
+            Text(label),
+            Text("; ".join(_details(run, lanes))),
+            style="" if first.stream == "compute" else "cyan",
         )
     return table
 
@@ -185,26 +203,33 @@ def _actions(actions: tuple[Action, ...], *, every: bool, most: int = sys.maxsiz
 def _details(run: list[Action], lanes: Mapping[str, str]) -> Iterator[str]:
     first, last = run[0], run[-1]
     blocks = first.subject if len(run) == 1 else f"{first.subject} .. {last.subject}"
-    yield f"{MEANINGS[first.kind]} {blocks}" if first.kind in USES else MEANINGS[first.kind]
-    for move in first.moves[:1]:
-        nbytes, within = sum(each.nbytes for action in run for each in action.moves), "" if first.transfer else " within"
-        yield f"{move.collective} {size(nbytes)} {move.dtype} over {', '.join(move.axes)} ({move.algorithm}){within}"
+    yield f"{MEANINGS[first.kind]} {blocks}" if first.kind in PARAM_USE_KINDS else MEANINGS[first.kind]
+    for move in first.transfers[:1]:
+        nbytes, within = (
+            sum(each.nbytes for action in run for each in action.transfers),
+            "" if first.transfer else " within",
+        )
+        yield f"{move.collective} {format_nbytes(nbytes)} {move.dtype} over {', '.join(move.axes)} ({move.algorithm}){within}"
     flops = sum(action.flops for action in run)
-    taken = sum({hold.name: hold.nbytes for action in run for hold in action.takes}.values())  # a buffer is taken in turn
+    taken = sum(
+        {hold.name: hold.nbytes for action in run for hold in action.allocations}.values()
+    )  # a buffer is taken in turn
     if flops:
         yield work(flops)
     if taken:
-        yield f"takes {size(taken)}"
-    waits = [wait for wait in first.waits if lanes.get(wait) != first.lane]
+        yield f"takes {format_nbytes(taken)}"
+    waits = [wait for wait in first.waits if lanes.get(wait) != first.stream]
     if waits:
         yield f"after {waits[-1]}" + (f" and {len(waits) - 1} more" if len(waits) > 1 else "")
 
 
 def _runs(actions: tuple[Action, ...], *, every: bool) -> Iterator[list[Action]]:
     """The actions of each row: forwards, or backwards, and then what stands between them, on consecutive blocks."""
-    for _, stretch in groupby(zip(_stretches(actions, every=every), actions, strict=True), key=lambda pair: pair[0]):
+    for _, stretch in groupby(
+        zip(_stretches(actions, every=every), actions, strict=True), key=lambda pair: pair[0]
+    ):
         in_rows = sorted((action for _, action in stretch), key=lambda action: action.kind)
-        for _, row in groupby(in_rows, key=lambda action: (action.kind, action.micro)):
+        for _, row in groupby(in_rows, key=lambda action: (action.kind, action.microbatch)):
             yield list(row)
 
 
@@ -229,18 +254,18 @@ def verdict_view(verdict: Verdict) -> RenderableType:
         return Text(str(verdict), style="red")
     table = Table.grid(padding=(0, 2))
     table.add_row("largest relative errors", f"(allowed: {verdict.tolerance:g})")
-    for quantity, error in verdict.worst.items():
+    for quantity, error in verdict.max_errors.items():
         table.add_row(f"  {quantity}", f"{error:.2g}")
-    head = f"{verdict.mesh} equals {verdict.beside} after {verdict.steps} steps of {verdict.model}, on {verdict.body}"
+    head = f"{verdict.mesh} equals {verdict.reference} after {verdict.num_steps} steps of {verdict.model}, on {verdict.rank_backend}"
     return Group(Text(head, style="green"), table)
 
 
-def trace_view(traced: Traced) -> RenderableType:
+def trace_view(traced: TraceVerdict) -> RenderableType:
     """What a trace found as a short table: the outcome and what was sent, or every action that differs."""
     if not traced.passed:
         return Text(str(traced), style="red")
     table = Table.grid(padding=(0, 2))
-    table.add_row("  model", f"{traced.model}, on {traced.tensors} tensors")
-    table.add_row("  collectives", f"{traced.messages} per rank and step")
-    table.add_row("  sent", f"{size(traced.sent)} per rank and step")
+    table.add_row("  model", f"{traced.model}, on {traced.tensor_kind} tensors")
+    table.add_row("  collectives", f"{traced.num_messages} per rank and step")
+    table.add_row("  sent", f"{format_nbytes(traced.sent_nbytes)} per rank and step")
     return Group(Text(str(traced), style="green"), table)

@@ -41,8 +41,10 @@ def prediction_view(plan: Plan, prediction: Prediction) -> RenderableType:
     unit = "samples" if plan.job.data.source == "example" else "tokens"
     speed = f"{tokens / prediction.step_s:,.4g} {unit} per second, {prediction.flops / prediction.step_s / 1e9:,.4g} GFLOP/s"
     share = "" if prediction.mfu is None else f", {100 * prediction.mfu:.1f} % of the peak"
-    head = f"a step takes {seconds(prediction.step_s)} on {plan.mesh.world} x {prediction.on}: {speed}{share}"
-    return Group(Text(head, style="bold"), _table(prediction), *(Text(f"  {note}") for note in prediction.notes))
+    head = f"a step takes {seconds(prediction.step_s)} on {plan.mesh.world_size} x {prediction.on}: {speed}{share}"
+    return Group(
+        Text(head, style="bold"), _table(prediction), *(Text(f"  {note}") for note in prediction.notes)
+    )
 
 
 def seconds(value: float) -> str:
@@ -56,8 +58,18 @@ def seconds(value: float) -> str:
 def _table(prediction: Prediction) -> Table:
     roles = list(prediction.roles.items())
     shown = roles if len(roles) <= SHOWN else [*roles[: SHOWN - 1], roles[-1]]
-    columns = [Column(role, justify="right") for role, _ in shown] if len(roles) > 1 else [Column("seconds", justify="right")]
-    table = Table(Column("where it goes", min_width=12), *columns, Column("", overflow="fold"), box=None, header_style="bold")
+    columns = (
+        [Column(role, justify="right") for role, _ in shown]
+        if len(roles) > 1
+        else [Column("seconds", justify="right")]
+    )
+    table = Table(
+        Column("where it goes", min_width=12),
+        *columns,
+        Column("", overflow="fold"),
+        box=None,
+        header_style="bold",
+    )
     table.padding = (0, 2, 0, 0)
     for name, words in WORDS.items():
         spent = [part(each, name) for _, each in shown]
@@ -76,5 +88,5 @@ def part(spent: Spent, name: str) -> float:
 def _sent(plan: Plan) -> Iterator[tuple[str, float]]:
     """The bytes that the busiest rank of each role sends in a step."""
     for role, actions in plan.program.roles:
-        moves = (move for action in actions if action.lane != "receive" for move in action.moves)
-        yield role, sum(moved_bytes(move, move.ranks(plan.mesh))[1] for move in moves)
+        moves = (move for action in actions if action.stream != "receive" for move in action.transfers)
+        yield role, sum(moved_bytes(move, move.num_ranks(plan.mesh))[1] for move in moves)

@@ -21,9 +21,20 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.plan.job.errors import size
+from meshwright.plan.job.errors import format_nbytes
 
-WIDTHS = {"step": 7, "loss": 7, "grad_norm": 9, "lr": 8, "memory": 8, "tokens/s": 8, "mfu": 7, "GFLOP/s": 8, "ETA": 8, "scale": 7}
+WIDTHS = {
+    "step": 7,
+    "loss": 7,
+    "grad_norm": 9,
+    "lr": 8,
+    "memory": 8,
+    "tokens/s": 8,
+    "mfu": 7,
+    "GFLOP/s": 8,
+    "ETA": 8,
+    "scale": 7,
+}
 LINES = 20  # of a run that is not watched on a terminal
 
 
@@ -47,7 +58,7 @@ class Figures:
             "loss": f"{self.loss:.4f}",
             "grad_norm": f"{self.grad_norm:.3f}",
             "lr": f"{self.lr:.2e}",
-            "memory": size(self.memory),
+            "memory": format_nbytes(self.memory),
             "tokens/s": f"{self.tokens_per_s:,.0f}",
         }
         if self.mfu is not None:
@@ -98,7 +109,12 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def _moving(console: Console, steps: int, first: int) -> Iterator[Show]:
-    columns = (SpinnerColumn(), BarColumn(bar_width=None), TextColumn("ETA"), TimeRemainingColumn(compact=False))
+    columns = (
+        SpinnerColumn(),
+        BarColumn(bar_width=None),
+        TextColumn("ETA"),
+        TimeRemainingColumn(compact=False),
+    )
     bar = Progress(*columns, console=console, expand=True)
     task = bar.add_task("train", total=steps, completed=first)
     with Live(bar, console=console, refresh_per_second=8) as live:

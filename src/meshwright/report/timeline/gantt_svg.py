@@ -12,8 +12,8 @@ The turns of a run through the parts of its model, as an SVG for its report: pla
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from meshwright.plan.job.errors import size
-from meshwright.plan.step.simulator import Rows, Span, Stuck
+from meshwright.plan.job.errors import format_nbytes
+from meshwright.plan.step.simulator import SimulationDeadlock, SpansByRank, TimelineSpan
 from meshwright.report.timeline.gantt_text import MEANINGS, Units, words
 from meshwright.report.timeline.run_record import Record
 from meshwright.report.timeline.stage_table import row_word
@@ -34,7 +34,7 @@ BOX, HILL, GAP = 20, 14, 6  # heights of a row, and of what it holds
 LETTER = 6.5  # the width of a letter in a label
 
 
-def order_svg(parts: Mapping[str, Rows], width: int = 1100, units: Units | None = None) -> str:
+def order_svg(parts: Mapping[str, SpansByRank], width: int = 1100, units: Units | None = None) -> str:
     """The `parts`, such as planned and measured, as the text of an SVG `width` pixels wide. `units` say times and amounts."""
     units = units or Units()
     end = max((span.end for rows in parts.values() for row in rows for span in row), default=0.0) or 1.0
@@ -44,13 +44,19 @@ def order_svg(parts: Mapping[str, Rows], width: int = 1100, units: Units | None 
     for name, rows in parts.items():
         body.append(_text(LEFT, y + 14, f"{name}: {words(rows, units)}", weight="bold"))
         y += TOP
-        most = max((span.held for row in rows for span in row), default=0.0)
+        most = max((span.memory for row in rows for span in row), default=0.0)
         for rank, row in enumerate(rows):
             body += _row(rank, row, y, scale, end, units)
             y += BOX
             if most:
                 body.append(_hill(row, y, scale, most))
-                body.append(_text(LEFT + end * scale + 4, y + HILL, units.much(max((s.held for s in row), default=0.0))))
+                body.append(
+                    _text(
+                        LEFT + end * scale + 4,
+                        y + HILL,
+                        units.much(max((s.memory for s in row), default=0.0)),
+                    )
+                )
                 y += HILL
             y += GAP
     body += _legend(parts, y + 4)
@@ -61,49 +67,54 @@ def order_svg(parts: Mapping[str, Rows], width: int = 1100, units: Units | None 
     return f'<svg xmlns="http://www.w3.org/2000/svg" {frame} {look}>{ground}{"".join(body)}</svg>\n'
 
 
-def _row(rank: int, row: Sequence[Span], y: float, scale: float, end: float, units: Units) -> Iterator[str]:
+def _row(
+    rank: int, row: Sequence[TimelineSpan], y: float, scale: float, end: float, units: Units
+) -> Iterator[str]:
     yield _text(8, y + 14, f"{units.rank} {rank}")
     yield f'<rect x="{LEFT}" y="{y:g}" width="{end * scale:.2f}" height="{BOX}" fill="{COLOURS["."][0]}"/>'
     for span in row:
         x, length = LEFT + span.begin * scale, (span.end - span.begin) * scale
         shades = COLOURS[span.kind]
-        colour = shades[min(span.chunk, len(shades) - 1)]
+        colour = shades[min(span.virtual_stage, len(shades) - 1)]
         box = f'x="{x:.2f}" y="{y:g}" width="{length:.2f}" height="{BOX}" fill="{colour}"'
         title = f"<title>{escape(_title(span, units))}</title>"
         yield f'<rect {box} stroke="white" stroke-width="{0.5 if length > 4 else 0}">{title}</rect>'
-        label = str(span.micro)
+        label = str(span.microbatch)
         if span.kind != "~" and len(label) * LETTER < length:
-            ink = "white" if span.chunk else "#18181b"
+            ink = "white" if span.virtual_stage else "#18181b"
             yield _text(x + length / 2, y + 14, label, anchor="middle", ink=ink)
 
 
-def _title(span: Span, units: Units) -> str:
+def _title(span: TimelineSpan, units: Units) -> str:
     what = MEANINGS[span.kind]
     which = (
-        "" if span.kind == "~" else f" of micro-batch {span.micro}" + (f", part {span.chunk} of the rank" if span.chunk else "")
+        ""
+        if span.kind == "~"
+        else f" of micro-batch {span.microbatch}"
+        + (f", part {span.virtual_stage} of the rank" if span.virtual_stage else "")
     )
-    holds = f", {units.much(span.held)} held" if span.held else ""
+    holds = f", {units.much(span.memory)} held" if span.memory else ""
     return f"{what}{which}: {units.long(span.begin)} .. {units.long(span.end)}{holds}"
 
 
-def _hill(row: Sequence[Span], y: float, scale: float, most: float) -> str:
+def _hill(row: Sequence[TimelineSpan], y: float, scale: float, most: float) -> str:
     """What the rank holds over time, as steps."""
     base = y + HILL
     path = [f"M{LEFT} {base:g}"]
     for span in row:
-        for amount, at in ((span.held, span.begin), (span.left, span.end)):
+        for amount, at in ((span.memory, span.begin), (span.memory_after, span.end)):
             path.append(f"H{LEFT + at * scale:.2f}V{base - amount / most * (HILL - 1):.2f}")
     return f'<path d="{"".join(path)}V{base:g}Z" fill="{HELD}" fill-opacity="0.45"/>'
 
 
-def _legend(parts: Mapping[str, Rows], y: float) -> Iterator[str]:
+def _legend(parts: Mapping[str, SpansByRank], y: float) -> Iterator[str]:
     shown = {span.kind for rows in parts.values() for row in rows for span in row} | {"."}
     x = float(LEFT)
     for kind in (kind for kind in MEANINGS if kind in shown):
         yield f'<rect x="{x:g}" y="{y:g}" width="12" height="12" fill="{COLOURS[kind][0]}"/>'
         yield _text(x + 17, y + 10, MEANINGS[kind])
         x += 34 + LETTER * len(MEANINGS[kind])
-    if any(span.held for rows in parts.values() for row in rows for span in row):
+    if any(span.memory for rows in parts.values() for row in rows for span in row):
         yield f'<rect x="{x:g}" y="{y:g}" width="12" height="12" fill="{HELD}" fill-opacity="0.45"/>'
         yield _text(x + 17, y + 10, "held, and its peak")
 
@@ -121,10 +132,12 @@ def schedule_svg(record: Record) -> str:
     events, step = steps_traced(record)
     known = lengths(record, events) if step is not None else {}
     try:
-        found: dict[str, Rows] = {"planned": gantt_rows(acts_on_paper(program, known), program, parts)}
-    except Stuck:  # a damaged file: such a list has been refused long before
+        found: dict[str, SpansByRank] = {"planned": gantt_rows(acts_on_paper(program, known), program, parts)}
+    except SimulationDeadlock:  # a damaged file: such a list has been refused long before
         return ""
     if step is not None:
-        found[f"measured, step {step}"] = gantt_rows(acts_traced(program, events, step, record.world), program, parts)
+        found[f"measured, step {step}"] = gantt_rows(
+            acts_traced(program, events, step, record.world), program, parts
+        )
     long = "{:.4g} ms".format if known else (lambda flops: f"{flops:.4g} operations")
-    return order_svg(found, units=Units(long, size, row_word(record.world, len(program.roles))))
+    return order_svg(found, units=Units(long, format_nbytes, row_word(record.world, len(program.roles))))

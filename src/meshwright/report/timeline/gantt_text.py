@@ -15,11 +15,18 @@ from math import ceil
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.plan.step.simulator import Rows, Span
+from meshwright.plan.step.simulator import SpansByRank, TimelineSpan
 
 STYLES = {"F": "black on #93c5fd", "B": "black on #6ee7b7", "I": "black on #5eead4", "W": "black on #c4b5fd"}
 STYLES |= {"~": "black on #fbbf24", ".": "#dc2626"}
-MEANINGS = {"F": "forward", "B": "backward", "I": "of inputs", "W": "of weights", "~": "exposed communication", ".": "bubble"}
+MEANINGS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "of inputs",
+    "W": "of weights",
+    "~": "exposed communication",
+    ".": "bubble",
+}
 MOST = 8  # ranks that are drawn, unless all are
 FOREVER = 10**9  # columns
 Line = tuple[str, Text, str]  # whose it is, what is drawn, what is said behind it
@@ -35,7 +42,9 @@ class Units:
     rank: str = "rank"
 
 
-def order_view(parts: Mapping[str, Rows], width: int = 120, units: Units | None = None, *, whole: bool = False) -> RenderableType:
+def order_view(
+    parts: Mapping[str, SpansByRank], width: int = 120, units: Units | None = None, *, whole: bool = False
+) -> RenderableType:
     """The `parts`, such as planned and measured, below each other on one scale of at most `width` columns, and a legend.
 
     Of many ranks the first and the last are drawn; `whole` draws all, every act with its label, in as many pieces as it needs.
@@ -46,10 +55,18 @@ def order_view(parts: Mapping[str, Rows], width: int = 120, units: Units | None 
     scale = _scale(list(parts.values()), end, FOREVER if whole else columns)
     lines: list[RenderableType] = []
     for name, rows in parts.items():
-        shown = range(len(rows)) if whole or len(rows) <= MOST else (*range(MOST // 2), *range(len(rows) - MOST // 2, len(rows)))
+        shown = (
+            range(len(rows))
+            if whole or len(rows) <= MOST
+            else (*range(MOST // 2), *range(len(rows) - MOST // 2, len(rows)))
+        )
         lines.append(Text(f"{name}: {words(rows, units)}", style="bold"))
         lines += _pieces(list(_drawn(rows, shown, end, scale, units)), columns, round(end * scale))
-        lines += [Text(f"{len(rows) - len(shown)} {units.rank}s between them do likewise")] if len(shown) < len(rows) else []
+        lines += (
+            [Text(f"{len(rows) - len(shown)} {units.rank}s between them do likewise")]
+            if len(shown) < len(rows)
+            else []
+        )
         lines.append(Text(""))
     legend = Text()
     shown = {span.kind for rows in parts.values() for row in rows for span in row} | {"."}
@@ -58,20 +75,24 @@ def order_view(parts: Mapping[str, Rows], width: int = 120, units: Units | None 
     return Group(*lines, legend)
 
 
-def words(rows: Rows, units: Units | None = None) -> str:
+def words(rows: SpansByRank, units: Units | None = None) -> str:
     """How long it takes, what share of it is bubble, and the most that a rank holds."""
     units = units or Units()
     end = max((span.end for row in rows for span in row), default=0.0)
     busy = sum(span.end - span.begin for row in rows for span in row if span.kind != "~")
     bubble = 1 - busy / (end * len(rows)) if end else 0.0
-    most = max((span.held for row in rows for span in row), default=0.0)
-    return f"{units.long(end)} long, bubble {100 * bubble:.2f} %" + (f", at most {units.much(most)} held" if most else "")
+    most = max((span.memory for row in rows for span in row), default=0.0)
+    return f"{units.long(end)} long, bubble {100 * bubble:.2f} %" + (
+        f", at most {units.much(most)} held" if most else ""
+    )
 
 
-def _scale(parts: Sequence[Rows], end: float, columns: int) -> float:
+def _scale(parts: Sequence[SpansByRank], end: float, columns: int) -> float:
     """Characters per unit of time: as many as the label of the shortest act needs, or as all `columns` allow."""
     spans = [span for rows in parts for row in rows for span in row]
-    shortest = min((span.end - span.begin for span in spans if span.end > span.begin and span.kind != "~"), default=1.0)
+    shortest = min(
+        (span.end - span.begin for span in spans if span.end > span.begin and span.kind != "~"), default=1.0
+    )
     label = max((len(span.label) for span in spans), default=1) + 1
     wanted = label / shortest
     return wanted if end * wanted <= columns else columns / end
@@ -81,7 +102,7 @@ def _label(word: str, rank: int, units: Units) -> str:
     return f"{word:<{len(units.rank)}} {rank:<4}"
 
 
-def _drawn(rows: Rows, shown: Sequence[int], end: float, scale: float, units: Units) -> Iterator[Line]:
+def _drawn(rows: SpansByRank, shown: Sequence[int], end: float, scale: float, units: Units) -> Iterator[Line]:
     """A line per rank, then a line of what each holds, where anything is said about it."""
     width = round(end * scale)
     for rank, row in ((rank, rows[rank]) for rank in shown):
@@ -93,10 +114,14 @@ def _drawn(rows: Rows, shown: Sequence[int], end: float, scale: float, units: Un
                 line.append(_cell(span, until - begin), STYLES[span.kind])
             at = max(at, until)
         yield _label(units.rank, rank, units), line.append("." * (width - at), STYLES["."]), ""
-    most = max((span.held for row in rows for span in row), default=0.0)
+    most = max((span.memory for row in rows for span in row), default=0.0)
     for rank, row in ((rank, rows[rank]) for rank in (shown if most else ())):
         line = Text(_bars(row, end, scale, most), "#ec4899")
-        yield _label("held", rank, units), line, f" {units.much(max((span.held for span in row), default=0.0))}"
+        yield (
+            _label("held", rank, units),
+            line,
+            f" {units.much(max((span.memory for span in row), default=0.0))}",
+        )
 
 
 def _pieces(lines: Sequence[Line], columns: int, width: int) -> Iterator[Text]:
@@ -104,10 +129,15 @@ def _pieces(lines: Sequence[Line], columns: int, width: int) -> Iterator[Text]:
     for begin in range(0, max(width, 1), columns):
         for label, line, behind in lines:
             last = begin + columns >= width
-            yield Text().append(label, "bold").append(line[begin : begin + columns]).append(behind if last else "")
+            yield (
+                Text()
+                .append(label, "bold")
+                .append(line[begin : begin + columns])
+                .append(behind if last else "")
+            )
 
 
-def _cell(span: Span, width: int) -> str:
+def _cell(span: TimelineSpan, width: int) -> str:
     """The label of an act in `width` characters: its end is left open, so that neighbours are told apart."""
     if span.kind == "~":
         return "~" * width
@@ -116,11 +146,11 @@ def _cell(span: Span, width: int) -> str:
     return filled if width <= len(label) else f"{filled[:-1]} "
 
 
-def _bars(row: Sequence[Span], end: float, scale: float, most: float) -> str:
+def _bars(row: Sequence[TimelineSpan], end: float, scale: float, most: float) -> str:
     """What is held at each place, in eighths of the `most` that any rank holds."""
     text = " " * round(row[0].begin * scale) if row else ""
-    for span, following in pairwise([*row, Span(".", end, end)]):
-        for amount, until in ((span.held, span.end), (span.left, following.begin)):
+    for span, following in pairwise([*row, TimelineSpan(".", end, end)]):
+        for amount, until in ((span.memory, span.end), (span.memory_after, following.begin)):
             level = ceil(amount / most * (len(LEVELS) - 1) - 1e-9)
             text += LEVELS[level] * (round(until * scale) - len(text))
     return text

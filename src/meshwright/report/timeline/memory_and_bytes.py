@@ -18,9 +18,19 @@ from meshwright.report.timeline.run_record import Record
 
 CATEGORIES = {  # by the first words of a hold's name
     **{"gradient": "gradients", "summed gradient": "gradients"},
-    **{"stream": "activations", "inside": "activations", "stream gradient": "activations", "scratch": "activations"},
-    **dict.fromkeys(("owed", "RECEIVE", "RECEIVE_GRAD", "JOIN", "JOIN_GRAD"), "activations"),
-    **{"bucket": "buckets", "weight buffer": "buckets", "gradient buffer": "buckets", "old weights": "buckets"},
+    **{
+        "stream": "activations",
+        "inside": "activations",
+        "stream gradient": "activations",
+        "scratch": "activations",
+    },
+    **dict.fromkeys(("owed", "RECV", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"), "activations"),
+    **{
+        "bucket": "buckets",
+        "weight buffer": "buckets",
+        "gradient buffer": "buckets",
+        "old weights": "buckets",
+    },
 }
 ORDER = ("parameters", "master", "gradients", "moments", "buckets", "activations")
 
@@ -46,10 +56,12 @@ def planned_memory(program: Program, held: Mapping[str, int]) -> tuple[dict[str,
         now: Counter[str] = Counter()
         sizes: dict[str, tuple[str, int]] = {}
         for action in actions:
-            again = {hold.name for hold in action.takes} & set(sizes)  # a buffer that is freed and taken in one act
+            again = {hold.name for hold in action.allocations} & set(
+                sizes
+            )  # a buffer that is freed and taken in one act
             for kind, nbytes in (sizes.pop(name) for name in again):
                 now[kind] -= nbytes
-            for hold in action.takes:
+            for hold in action.allocations:
                 sizes[hold.name] = (category(hold.name), hold.nbytes)
                 now[sizes[hold.name][0]] += hold.nbytes
             most |= now
@@ -77,14 +89,18 @@ def sent(record: Record) -> list[Sent]:
     """
     listed: dict[str, dict[str, list[Action]]] = {}
     for role, actions in record.program.roles if record.program else ():
-        for action in (action for action in actions if action.moves and action.lane != "receive"):
-            label = f"{action.kind}({action.subject})" if action.lane == "send" else action.name
+        for action in (action for action in actions if action.transfers and action.stream != "receive"):
+            label = f"{action.kind}({action.subject})" if action.stream == "send" else action.name
             listed.setdefault(label, {}).setdefault(role, []).append(action)
     ledgers = [rank for rank in record.ranks.values() if rank.get("steps")]
     found = []
     for label, roles in listed.items():
         names = {action.name for actions in roles.values() for action in actions}
-        each = [sum(ledger["sent"].get(n, 0.0) for n in names) / ledger["steps"] for ledger in ledgers if "sent" in ledger]
+        each = [
+            sum(ledger["sent"].get(n, 0.0) for n in names) / ledger["steps"]
+            for ledger in ledgers
+            if "sent" in ledger
+        ]
         planned = [[_bytes(action, record) for action in actions] for actions in roles.values()]
         most = max((sum(filter(None, mine)) for mine in planned if None not in mine), default=None)
         (first, *rest), *_ = roles.values()
@@ -93,21 +109,32 @@ def sent(record: Record) -> list[Sent]:
     names = {action.name for roles in listed.values() for actions in roles.values() for action in actions}
     beside: Counter[str] = Counter()
     for ledger in ledgers:
-        beside.update({name: nbytes / len(ledgers) for name, nbytes in ledger.get("sent", {}).items() if name not in names})
-    return found + [Sent(name, "in all, beside the steps", None, nbytes) for name, nbytes in sorted(beside.items())]
+        beside.update(
+            {
+                name: nbytes / len(ledgers)
+                for name, nbytes in ledger.get("sent", {}).items()
+                if name not in names
+            }
+        )
+    return found + [
+        Sent(name, "in all, beside the steps", None, nbytes) for name, nbytes in sorted(beside.items())
+    ]
 
 
 def _bytes(action: Action, record: Record) -> float | None:
     sizes = record.about.get("sizes", {})
-    if not all(set(move.axes) <= set(sizes) for move in action.moves):
+    if not all(set(move.axes) <= set(sizes) for move in action.transfers):
         return None
-    ranks = (move.near or len(move.among) or prod(sizes[axis] for axis in move.axes) for move in action.moves)
-    return sum(moved_bytes(move, size)[1] for move, size in zip(action.moves, ranks, strict=True))
+    ranks = (
+        move.num_neighbours or len(move.member_indices) or prod(sizes[axis] for axis in move.axes)
+        for move in action.transfers
+    )
+    return sum(moved_bytes(move, size)[1] for move, size in zip(action.transfers, ranks, strict=True))
 
 
 def _what(action: Action) -> str:
     found: Counter[str] = Counter()
-    for move in action.moves:
+    for move in action.transfers:
         by = "" if move.algorithm == BACKEND else f" by {move.algorithm}"
         found[f"{move.collective} of {move.nbytes:,} B {move.dtype} over {', '.join(move.axes)}{by}"] += 1
     return "; ".join(what if count == 1 else f"{count} x {what}" for what, count in found.items())

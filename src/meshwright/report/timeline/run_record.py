@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.step.action import Program, program_of
+from meshwright.plan.step.action import Program, program_from_dict
 
 Table = Mapping[str, Any]
 
@@ -86,12 +86,16 @@ def _refuse_others(folder: Path) -> None:
         return
     fix = "name a run's folder: the run.folder of its config"
     if not folder.exists():
-        raise PlanError("there is no such folder", fix=fix, where=str(folder))
+        raise PlanError("there is no such folder", fix=fix, location=str(folder))
     if not folder.is_dir():
-        raise PlanError("this is a file; needed is the folder of a run", fix=f"try {folder.parent}", where=str(folder))
+        raise PlanError(
+            "this is a file; needed is the folder of a run", fix=f"try {folder.parent}", location=str(folder)
+        )
     inside = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
     fix = f"name one of the runs in it: {', '.join(inside[:5])}" if inside else fix
-    raise PlanError("no run was here: there is no metrics.jsonl and no plan.toml", fix=fix, where=str(folder))
+    raise PlanError(
+        "no run was here: there is no metrics.jsonl and no plan.toml", fix=fix, location=str(folder)
+    )
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[Table]:
@@ -142,7 +146,7 @@ def _program(about: Table, notes: list[str]) -> Program | None:
     if "program" not in about:
         return None
     try:
-        return program_of(about["program"])
+        return program_from_dict(about["program"])
     except (KeyError, TypeError, ValueError, AttributeError):
         notes.append("the program in about.json cannot be read, and was left out")
         return None

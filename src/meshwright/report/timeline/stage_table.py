@@ -9,10 +9,10 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Column, Table
 from rich.text import Text
 
-from meshwright.plan.job.errors import size
-from meshwright.plan.model_spec.stage_boundaries import Borders, Value
+from meshwright.plan.job.errors import format_nbytes
+from meshwright.plan.model_spec.stage_boundaries import StageBoundaries, StageValue
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.simulator import Rows
+from meshwright.plan.step.simulator import SpansByRank
 from meshwright.report.timeline.gantt_text import Units, order_view, words
 from meshwright.report.timeline.stage_turns import Parts, acts_on_paper, gantt_rows, in_flight
 
@@ -24,7 +24,7 @@ SCALES = ("", "K", "M", "G", "T", "P")
 
 def parts_of(plan: Plan) -> Parts:
     """The visits of each part, in order of the forward; one part where each rank runs the whole model."""
-    return [part.visits for part in plan.space.parts] or [plan.anatomy.visits]
+    return [part.block_calls for part in plan.sharding.stages] or [plan.model_spec.block_calls]
 
 
 def parts_view(plan: Plan, *, every: bool = False) -> RenderableType | None:
@@ -32,13 +32,13 @@ def parts_view(plan: Plan, *, every: bool = False) -> RenderableType | None:
 
     `every` shows all rows, and the drawing with every label.
     """
-    if not plan.space.stages or plan.anatomy.borders is None:
+    if not plan.sharding.block_calls_by_pp_rank or plan.model_spec.stage_boundaries is None:
         return None
     return Group(
         *_idle(plan),
         _parts_table(plan, every=every),
         "",
-        _values_table(plan, plan.anatomy.borders, every=every),
+        _values_table(plan, plan.model_spec.stage_boundaries, every=every),
         "",
         _Drawing(plan, every),
     )
@@ -54,14 +54,21 @@ class _Drawing:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         found = turns_on_paper(self.plan)
         end = max((span.end for row in found for span in row), default=0.0)
-        known = any(self.plan.anatomy.flops)
-        units = Units(partial(_work, end) if known else "{:.4g}".format, _bytes, row_word(self.plan.mesh.world, len(found)))
+        known = any(self.plan.model_spec.flops)
+        units = Units(
+            partial(_work, end) if known else "{:.4g}".format,
+            _bytes,
+            row_word(self.plan.mesh.world_size, len(found)),
+        )
         yield order_view(
-            {"planned, by operations" if known else "planned": found}, options.max_width - AMOUNT, units, whole=self.every
+            {"planned, by operations" if known else "planned": found},
+            options.max_width - AMOUNT,
+            units,
+            whole=self.every,
         )
 
 
-def turns_on_paper(plan: Plan) -> Rows:
+def turns_on_paper(plan: Plan) -> SpansByRank:
     """When each role of `plan` is at which turn, to the scale of its operations; messages take no time."""
     return gantt_rows(acts_on_paper(plan.program, {}), plan.program, parts_of(plan))
 
@@ -73,11 +80,11 @@ def row_word(world: int, roles: int) -> str:
 
 def _idle(plan: Plan) -> Iterator[Text]:
     """A word where there are too few micro-batches to keep all ranks of a line at work."""
-    ranks = len(plan.space.stages)
-    if plan.num_micro < ranks:
+    ranks = len(plan.sharding.block_calls_by_pp_rank)
+    if plan.num_microbatches < ranks:
         found = turns_on_paper(plan)
         said = words(found).split(", ")[1]
-        text = f"{plan.num_micro} micro-batch{'es' if plan.num_micro > 1 else ''} for {ranks} ranks in a line: {said}. "
+        text = f"{plan.num_microbatches} micro-batch{'es' if plan.num_microbatches > 1 else ''} for {ranks} ranks in a line: {said}. "
         text += f"With a smaller micro_batch (now {plan.micro_batch}), or a larger train.batch, more of them work at a time"
         yield Text(f"{text}\n", style="yellow")
 
@@ -89,30 +96,50 @@ def _work(end: float, flops: float) -> str:
 
 
 def _bytes(amount: float) -> str:
-    return size(round(amount))
+    return format_nbytes(round(amount))
 
 
 def _parts_table(plan: Plan, *, every: bool) -> Table:
     heads = ("parameters", "work", "in flight")
     columns = [Column(head, justify="right") for head in heads]
-    where = row_word(plan.mesh.world, len(plan.space.stages))
-    table = Table(Column("part"), Column(where), Column("blocks", overflow="fold"), *columns, box=None, header_style="bold")
+    where = row_word(plan.mesh.world_size, len(plan.sharding.block_calls_by_pp_rank))
+    table = Table(
+        Column("part"),
+        Column(where),
+        Column("blocks", overflow="fold"),
+        *columns,
+        box=None,
+        header_style="bold",
+    )
     table.padding = (0, 2, 0, 0)
-    parts, flops = parts_of(plan), dict(zip(plan.anatomy.visits, plan.anatomy.flops, strict=True))
+    parts, flops = parts_of(plan), dict(zip(plan.model_spec.block_calls, plan.model_spec.flops, strict=True))
     for number, part in _first(list(enumerate(parts)), every=every):
         own = set(part)
-        stages = [index for index, stage in enumerate(plan.space.stages) if own <= set(stage)]
-        numel = sum(weight.numel for weight in plan.anatomy.weights if own & set(plan.anatomy.needing(weight)))
-        work = 100 * sum(map(flops.__getitem__, part)) / (sum(plan.anatomy.flops) or 1)
+        stages = [
+            index for index, stage in enumerate(plan.sharding.block_calls_by_pp_rank) if own <= set(stage)
+        ]
+        numel = sum(
+            weight.numel
+            for weight in plan.model_spec.params
+            if own & set(plan.model_spec.block_calls_needing(weight))
+        )
+        work = 100 * sum(map(flops.__getitem__, part)) / (sum(plan.model_spec.flops) or 1)
         most = max(in_flight(plan.program.roles[index][1], part) for index in stages)
         blocks = part[0] if len(part) == 1 else f"{part[0]} .. {part[-1]} ({len(part)})"
-        cells = (str(number), ", ".join(map(str, stages)), blocks, f"{numel:,}", f"{work:.1f} %", f"{most} of {plan.num_micro}")
+        cells = (
+            str(number),
+            ", ".join(map(str, stages)),
+            blocks,
+            f"{numel:,}",
+            f"{work:.1f} %",
+            f"{most} of {plan.num_microbatches}",
+        )
         table.add_row(*map(Text, cells))
     _say_hidden(table, len(parts), every=every)
     return table
 
 
-def _values_table(plan: Plan, borders: Borders, *, every: bool) -> Table:
+def _values_table(plan: Plan, borders: StageBoundaries, *, every: bool) -> Table:
     """What is live at each border, skips over several parts at each that they pass."""
     columns = (
         Column("border"),
@@ -123,22 +150,31 @@ def _values_table(plan: Plan, borders: Borders, *, every: bool) -> Table:
     )
     table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
     of = {visit: number for number, part in enumerate(parts_of(plan)) for visit in part}
-    found = [(number, value) for number, cut in enumerate(plan.space.cuts, start=1) for value in borders.live(cut)]
+    found = [
+        (number, value)
+        for number, cut in enumerate(plan.sharding.split_points, start=1)
+        for value in borders.live_values(cut)
+    ]
     for number, value in _first(found, every=every):
-        table.add_row(*map(Text, (f"{number - 1} | {number}", str(value), _way(value, of), *_amount(value, plan.micro_batch))))
+        table.add_row(
+            *map(
+                Text,
+                (f"{number - 1} | {number}", str(value), _way(value, of), *_amount(value, plan.micro_batch)),
+            )
+        )
     _say_hidden(table, len(found), every=every)
     return table
 
 
-def _way(value: Value, of: dict[str, int]) -> str:
+def _way(value: StageValue, of: dict[str, int]) -> str:
     """From part to part: a value goes from each that uses it to the next one that does."""
-    return " > ".join(map(str, sorted({of[value.made], *(of[visit] for visit in value.used)})))
+    return " > ".join(map(str, sorted({of[value.producer], *(of[visit] for visit in value.consumers)})))
 
 
-def _amount(value: Value, rows: int) -> tuple[str, str]:
+def _amount(value: StageValue, rows: int) -> tuple[str, str]:
     shape = " x ".join(map(str, value.shape(rows)))
-    back = ", and back" if value.needed else ""
-    return f"{shape} {value.dtype}", f"{size(value.nbytes(rows))}{back}"
+    back = ", and back" if value.needs_grad else ""
+    return f"{shape} {value.dtype}", f"{format_nbytes(value.nbytes(rows))}{back}"
 
 
 def _first(found: Sequence[Row], *, every: bool) -> Iterator[Row]:

@@ -4,7 +4,7 @@ A turn is a run of actions of one kind on one part for one micro-batch: its forw
 from the begin of the first to the end of the last, what lies between them included. Where a rank is free and what its next turn
 takes is on its way, it waits for a message; until that was sent, nobody could have helped it.
 
-    actions   F F F F  .....  RECEIVE  B B B B         spans   F0  . ~  B0        (core/spans.py)
+    actions   F F F F  .....  RECV  B B B B         spans   F0  . ~  B0        (core/spans.py)
     held      what these actions take and have not freed of activations, messages that have come included
 """
 
@@ -13,13 +13,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.plan.step.action import Action, Program
-from meshwright.plan.step.simulator import Rows, Span, full_name, play
-from meshwright.plan.step.single_device import COMPLETING, SCRATCH
+from meshwright.plan.step.simulator import SpansByRank, TimelineSpan, qualified_name, simulate
+from meshwright.plan.step.single_device import SCRATCH, WEIGHT_GRAD_KINDS
 from meshwright.report.timeline.memory_and_bytes import category
 
 Parts = Sequence[Sequence[str]]  # the visits of each part of a model, in order of the forward
 GLUE = "glue"  # the kind of event of a model's own forward
-LETTERS = {"F": "F", "F_LEAN": "F", "LOSS": "", "RERUN": "", "B": "B", "I": "I", "W": "W"}  # "": of the backward behind it
+LETTERS = {
+    "F": "F",
+    "F_CHECKPOINTED": "F",
+    "LOSS": "",
+    "RECOMPUTE": "",
+    "B": "B",
+    "I": "I",
+    "W": "W",
+}  # "": of the backward behind it
 
 
 @dataclass(frozen=True)
@@ -41,17 +49,19 @@ def acts_on_paper(program: Program, seconds: Mapping[str, float]) -> dict[str, l
     def length(action: Action) -> float:
         if seconds:
             return seconds.get(action.name, 0.0)
-        return float(action.flops) if known else {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}.get(action.kind, 0.0)
+        return (
+            float(action.flops) if known else {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}.get(action.kind, 0.0)
+        )
 
     acts: dict[str, list[Act]] = {role: [] for role, _ in program.roles}
-    for tick in play(program, length):
+    for tick in simulate(program, length):
         acts[tick.role].append(Act(tick.action, tick.start, tick.end))
     return acts
 
 
-def gantt_rows(acts: Mapping[str, Sequence[Act]], program: Program, parts: Parts) -> Rows:
+def gantt_rows(acts: Mapping[str, Sequence[Act]], program: Program, parts: Parts) -> SpansByRank:
     """The turns of each role in the order of the program's roles, as spans; what they hold is in bytes."""
-    sent = {full_name(role, act.action.name): act.begin for role, each in acts.items() for act in each}
+    sent = {qualified_name(role, act.action.name): act.begin for role, each in acts.items() for act in each}
     start = min((span.begin for role, each in acts.items() for span in _turns(each, parts)), default=0.0)
     found = []
     for role, actions in program.roles:
@@ -66,9 +76,9 @@ def in_flight(actions: Iterable[Action], part: Sequence[str]) -> int:
     most = 0
     for action in actions:
         if LETTERS.get(action.kind) == "F" and action.subject == part[0]:
-            now.add(action.micro)
-        elif action.kind in COMPLETING and action.subject == part[0]:
-            now.discard(action.micro)
+            now.add(action.microbatch)
+        elif action.kind in WEIGHT_GRAD_KINDS and action.subject == part[0]:
+            now.discard(action.microbatch)
         most = max(most, len(now))
     return most
 
@@ -93,8 +103,14 @@ def _turns(acts: Sequence[Act], parts: Parts) -> list[_Turn]:
     of = {visit: number for number, part in enumerate(parts) for visit in part}
     found: list[_Turn] = []
     ahead: list[Act] = []  # the loss, and forwards once more, which belong to the backward that follows
-    for act in sorted((act for act in acts if act.action.kind in LETTERS), key=lambda act: (act.begin, act.end)):
-        letter, part, micro = LETTERS[act.action.kind], of.get(act.action.subject, len(parts) - 1), act.action.micro or 0
+    for act in sorted(
+        (act for act in acts if act.action.kind in LETTERS), key=lambda act: (act.begin, act.end)
+    ):
+        letter, part, micro = (
+            LETTERS[act.action.kind],
+            of.get(act.action.subject, len(parts) - 1),
+            act.action.microbatch or 0,
+        )
         if not letter:
             ahead.append(act)
         elif found and (found[-1].kind, found[-1].micro, found[-1].part) == (letter, micro, part):
@@ -106,18 +122,20 @@ def _turns(acts: Sequence[Act], parts: Parts) -> list[_Turn]:
     return found
 
 
-def _row(turns: Sequence[_Turn], came: Mapping[str, float], holds: Mapping[str, tuple[int, int]], start: float) -> Iterator[Span]:
+def _row(
+    turns: Sequence[_Turn], came: Mapping[str, float], holds: Mapping[str, tuple[int, int]], start: float
+) -> Iterator[TimelineSpan]:
     numbers = sorted({turn.part for turn in turns})
     free, now = start, 0.0
     for turn in turns:
         told = [came[act.action.name] for act in turn.acts if act.action.name in came]
         on_its_way = max(free, *told) if told else turn.begin
         if on_its_way < turn.begin:
-            yield Span("~", on_its_way - start, turn.begin - start, held=now, left=now)
+            yield TimelineSpan("~", on_its_way - start, turn.begin - start, memory=now, memory_after=now)
         kept = [holds.get(act.action.name, (0, 0)) for act in turn.acts]
         during, left = float(max(most for most, _ in kept)), float(kept[-1][1])
         chunk = numbers.index(turn.part)
-        yield Span(turn.kind, turn.begin - start, turn.end - start, turn.micro, chunk, during, left)
+        yield TimelineSpan(turn.kind, turn.begin - start, turn.end - start, turn.micro, chunk, during, left)
         free, now = turn.end, left
 
 
@@ -127,9 +145,9 @@ def _arrivals(role: str, actions: Sequence[Action], sent: Mapping[str, float]) -
 
     def sources(action: Action) -> Iterator[str]:
         for wait in action.waits:
-            if full_name(role, wait) == wait:
+            if qualified_name(role, wait) == wait:
                 yield wait
-            elif wait in known and known[wait].lane != "compute":
+            elif wait in known and known[wait].stream != "compute":
                 yield from sources(known[wait])
 
     found = {}
@@ -144,7 +162,7 @@ def _holds(actions: Sequence[Action]) -> dict[str, tuple[int, int]]:
     """By action, the bytes of activations that are there during it, and behind it."""
     found, now = {}, dict[str, int]()
     for action in actions:
-        now |= {hold.name: hold.nbytes for hold in action.takes if category(hold.name) == "activations"}
+        now |= {hold.name: hold.nbytes for hold in action.allocations if category(hold.name) == "activations"}
         during = sum(now.values())
         for name in action.frees:
             now.pop(name, None)
@@ -177,6 +195,11 @@ def acts_traced(
 
 def _with_glue(acts: Sequence[Act], begin: float, end: float) -> list[Act]:
     """`acts`, of which the first forward that lies within the glue begins with it, and the last one ends with it."""
-    inside = [act for act in acts if LETTERS.get(act.action.kind) == "F" and begin <= act.begin and act.end <= end]
-    first, last = min(inside, key=lambda act: act.begin, default=None), max(inside, key=lambda act: act.end, default=None)
+    inside = [
+        act for act in acts if LETTERS.get(act.action.kind) == "F" and begin <= act.begin and act.end <= end
+    ]
+    first, last = (
+        min(inside, key=lambda act: act.begin, default=None),
+        max(inside, key=lambda act: act.end, default=None),
+    )
     return [Act(a.action, begin if a is first else a.begin, end if a is last else a.end) for a in acts]

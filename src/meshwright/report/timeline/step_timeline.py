@@ -17,19 +17,40 @@ from statistics import fmean
 from typing import Any
 
 from meshwright.plan.step.action import Action, Program
-from meshwright.plan.step.simulator import Stuck, play
+from meshwright.plan.step.simulator import SimulationDeadlock, simulate
 from meshwright.report.timeline.run_record import Record
 
 PARTS = {
-    "forward": ("F", "F_LEAN", "RERUN", "glue"),
+    "forward": ("F", "F_CHECKPOINTED", "RECOMPUTE", "glue"),
     "backward": ("LOSS", "B", "I", "W"),
-    "packing": ("PACK", "UNPACK", "ADD"),
+    "packing": ("PACK", "UNPACK", "ACCUMULATE"),
     "communication": (
-        *("COUNT", "REDUCE", "UNSHARD", "RESHARD", "NORM", "TALLY", "NOISE", "TIE", "BRING", "HAND", "issue"),
-        *("SEND", "RECEIVE", "SEND_GRAD", "RECEIVE_GRAD", "JOIN", "JOIN_GRAD"),
+        *(
+            "TOKEN_COUNT",
+            "REDUCE",
+            "UNSHARD",
+            "RESHARD",
+            "GLOBAL_NORM",
+            "LOSS_SUM",
+            "REDUCE_SQNORM",
+            "REDUCE_TIED",
+            "GATHER_GRAD",
+            "SCATTER_PARAM",
+            "issue",
+        ),
+        *("SEND", "RECV", "SEND_GRAD", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"),
     ),
-    "waiting": ("wait", "READY"),
-    "optimizer": ("MEASURE", "SQUARE", "CLIP", "STASH", "RESTORE", "RENEW", "STEP", "ESTIMATE"),
+    "waiting": ("wait", "WAIT"),
+    "optimizer": (
+        "GRAD_SQNORM",
+        "LOCAL_NORM",
+        "CLIP",
+        "STASH",
+        "LOAD_STASHED",
+        "LOAD_LATEST",
+        "STEP",
+        "NOISE_SCALE",
+    ),
     "data": ("data",),
     "evaluate": ("evaluate",),
     "save": ("save",),
@@ -68,7 +89,11 @@ def timeline(record: Record) -> Timeline | None:
     if record.program is None and step is None:
         return None
     drawn = dict(list(events.items())[:SHOWN_RANKS])
-    measured = [bar for rank, each in drawn.items() for bar in _measured(rank, each, step)] if step is not None else []
+    measured = (
+        [bar for rank, each in drawn.items() for bar in _measured(rank, each, step)]
+        if step is not None
+        else []
+    )
     start = min((bar.begin for bar in measured), default=0.0)
     shifted = [Bar(bar.row, bar.name, bar.part, bar.begin - start, bar.length, bar.said) for bar in measured]
     planned = [] if record.program is None else _planned(record.program, lengths(record, events))
@@ -105,7 +130,7 @@ def lengths(record: Record, events: Events) -> dict[str, float]:
     steps = {step for _, step, _ in times}
     passed: dict[str, list[float]] = defaultdict(list)
     for role, actions in record.program.roles:
-        for action in (action for action in actions if action.lane == "receive" and action.waits):
+        for action in (action for action in actions if action.stream == "receive" and action.waits):
             known[action.name] = 0.0
             source, name = action.waits[0].split("/", 1)
             for step in steps:
@@ -130,12 +155,21 @@ def durations(events: Any) -> dict[str, float]:
 def _acts(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The events of a trace that have a length and belong to a step."""
     events = trace["traceEvents"]
-    return [each for each in events if isinstance(each, dict) and each.get("ph") == "X" and "step" in each.get("args", {})]
+    return [
+        each
+        for each in events
+        if isinstance(each, dict) and each.get("ph") == "X" and "step" in each.get("args", {})
+    ]
 
 
 def _middle(events: Mapping[int, Sequence[Mapping[str, Any]]], steps: Sequence[int]) -> int:
     length = {
-        step: sum(e["dur"] for each in events.values() for e in each if e["args"]["step"] == step and e["cat"] == "step")
+        step: sum(
+            e["dur"]
+            for each in events.values()
+            for e in each
+            if e["args"]["step"] == step and e["cat"] == "step"
+        )
         for step in steps
     }
     return sorted(steps, key=lambda step: length[step])[len(steps) // 2]
@@ -148,9 +182,13 @@ def _measured(rank: int, events: Sequence[Mapping[str, Any]], step: int) -> list
             continue
         lane = ("run", "compute", "wire")[min(event["tid"], 2)]
         more = f" ({event['tid'] - 1})" if event["tid"] > 2 else ""
-        said = "; ".join(f"{key} {event['args'][key]}" for key in ("bytes", "collective", "flops") if key in event["args"])
+        said = "; ".join(
+            f"{key} {event['args'][key]}" for key in ("bytes", "collective", "flops") if key in event["args"]
+        )
         part = PART_OF.get(event["cat"], "communication" if lane == "wire" else "other")
-        bars.append(Bar(f"rank {rank} {lane}{more}", event["name"], part, event["ts"] / 1e3, event["dur"] / 1e3, said))
+        bars.append(
+            Bar(f"rank {rank} {lane}{more}", event["name"], part, event["ts"] / 1e3, event["dur"] / 1e3, said)
+        )
     return bars
 
 
@@ -161,14 +199,16 @@ def _planned(program: Program, known: Mapping[str, float]) -> list[Bar]:
         return known.get(action.name, 0.0) if known else max(100 * action.flops / total, 0.3)
 
     try:
-        ticks = play(program, length)
-    except Stuck:  # a list that cannot be played has been refused long before; a damaged file may hold one
+        ticks = simulate(program, length)
+    except (
+        SimulationDeadlock
+    ):  # a list that cannot be played has been refused long before; a damaged file may hold one
         return []
     return [
         Bar(
-            f"{tick.role} {tick.action.lane}",
+            f"{tick.role} {tick.action.stream}",
             tick.action.name,
-            PART_OF.get(tick.action.kind, "communication" if tick.action.lane == "wire" else "other"),
+            PART_OF.get(tick.action.kind, "communication" if tick.action.stream == "wire" else "other"),
             tick.start,
             tick.end - tick.start,
             _words(tick.action),

@@ -17,21 +17,21 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from meshwright.comm.collectives.group import Group
-from meshwright.plan.job.errors import Fault
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.run.checkpoint.manifest import CheckpointError
 
-RECORD = 40  # bytes that a rank tells the others after an act
-UNKNOWN = -1  # the code of a failure that is no OSError
-SAVE_AGAIN = "save again, into a folder that every rank can see; earlier checkpoints are untouched"
-GOOD, BAD = b"+", b"-"  # how a verdict begins
+RECORD_NBYTES = 40  # bytes that a rank tells the others after an act
+UNKNOWN_ERROR = -1  # the code of a failure that is no OSError
+RETRY_SAVE_FIX = "save again, into a folder that every rank can see; earlier checkpoints are untouched"
+OK_PREFIX, ERROR_PREFIX = b"+", b"-"  # how a verdict begins
 
 
-class Undecided(CheckpointError):
+class ConsensusError(CheckpointError):
     """Ranks that read a checkpoint together came to no verdict: one of them failed at something else."""
 
 
 @dataclass(frozen=True)
-class Vote:
+class RankConsensus:
     """The ranks of `group`, busy with `what`. `device`: where the collectives of the group take their operands.
 
     `action` is what the ledger calls it; `again` is the repair of a failure whose cause is said elsewhere.
@@ -39,11 +39,11 @@ class Vote:
 
     group: Group
     device: torch.device
-    what: str
+    purpose: str
     action: str = "SAVE"
-    again: str = SAVE_AGAIN
+    retry_fix: str = RETRY_SAVE_FIX
 
-    def do(self, act: str, work: Callable[[], bytes]) -> list[bytes]:
+    def run(self, task: str, work: Callable[[], bytes]) -> list[bytes]:
         """Run `work` here; returns what it returned on every rank, each filled up with zeros to RECORD bytes.
 
         Raises CheckpointError on all ranks when `work` raised on any.
@@ -53,17 +53,17 @@ class Vote:
         try:
             record = work()
         except OSError as error:
-            cause, code = error, error.errno or UNKNOWN
+            cause, code = error, error.errno or UNKNOWN_ERROR
         except Exception as error:  # told to the others first, raised below
-            cause, code = error, UNKNOWN
-        told = self._exchange(code.to_bytes(8, "little", signed=True) + record.ljust(RECORD, b"\0"))
+            cause, code = error, UNKNOWN_ERROR
+        told = self._exchange(code.to_bytes(8, "little", signed=True) + record.ljust(RECORD_NBYTES, b"\0"))
         codes = [int.from_bytes(line[:8], "little", signed=True) for line in told]
         failed = {rank: code for rank, code in zip(self.group.ranks, codes, strict=True) if code}
         if failed:
-            self._fail(act, failed, cause)
+            self._fail(task, failed, cause)
         return [line[8:] for line in told]
 
-    def told(self, act: str, work: Callable[[], bytes]) -> list[bytes]:
+    def gather(self, task: str, work: Callable[[], bytes]) -> list[bytes]:
         """Run `work` here; returns what it returned on every rank, of any length. Raises CheckpointError as `do` does."""
         made: list[bytes] = []
 
@@ -71,12 +71,12 @@ class Vote:
             made.append(work())
             return len(made[0]).to_bytes(8, "little")
 
-        lengths = [int.from_bytes(record[:8], "little") for record in self.do(act, make)]
+        lengths = [int.from_bytes(record[:8], "little") for record in self.run(task, make)]
         longest = max(lengths)
         lines = self._exchange(made[0].ljust(longest, b"\0")) if longest else [b""] * self.group.size
         return [line[:length] for line, length in zip(lines, lengths, strict=True)]
 
-    def judge(self, act: str, work: Callable[[], bytes]) -> list[bytes]:
+    def gather_or_raise(self, task: str, work: Callable[[], bytes]) -> list[bytes]:
         """Run `work` here; returns what it returned on every rank, of any length.
 
         Raises the same CheckpointError on all ranks when `work` raised one on any: the faults of all, each once, and by which
@@ -85,40 +85,49 @@ class Vote:
 
         def verdict() -> bytes:
             try:
-                return GOOD + work()
+                return OK_PREFIX + work()
             except CheckpointError as error:
-                return BAD + json.dumps([asdict(fault) for fault in error.faults]).encode()
+                return ERROR_PREFIX + json.dumps([asdict(fault) for fault in error.diagnostics]).encode()
 
         try:
-            told = self.told(act, verdict)
+            told = self.gather(task, verdict)
         except CheckpointError as error:
-            raise Undecided.of(error.faults) from error
-        found: dict[Fault, list[int]] = {}
+            raise ConsensusError.from_diagnostics(error.diagnostics) from error
+        found: dict[Diagnostic, list[int]] = {}
         for rank, line in zip(self.group.ranks, told, strict=True):
-            faults = [Fault(**said) for said in json.loads(line[1:])] if line[:1] == BAD else []
+            faults = [Diagnostic(**said) for said in json.loads(line[1:])] if line[:1] == ERROR_PREFIX else []
             for fault in dict.fromkeys(faults):
                 found.setdefault(fault, []).append(rank)
         if found:
-            raise CheckpointError.of(_found_by(fault, ranks, self.group.size) for fault, ranks in found.items())
+            raise CheckpointError.from_diagnostics(
+                _found_by(fault, ranks, self.group.size) for fault, ranks in found.items()
+            )
         return [line[1:] for line in told]
 
-    def agree(self, act: str, work: Callable[[], bytes], *, fix: str) -> None:
+    def check_equal(self, task: str, work: Callable[[], bytes], *, fix: str) -> None:
         """Raise CheckpointError on all ranks unless `work` returns the same bytes on each."""
-        records = self.do(act, work)
-        others = [rank for rank, record in zip(self.group.ranks, records, strict=True) if record != records[0]]
+        records = self.run(task, work)
+        others = [
+            rank for rank, record in zip(self.group.ranks, records, strict=True) if record != records[0]
+        ]
         if others:
-            what = f"{self.what}: {act} differs on ranks {others} from rank {self.group.ranks[0]}"
-            raise CheckpointError(what, fix=fix, where="checkpoint")
+            what = f"{self.purpose}: {task} differs on ranks {others} from rank {self.group.ranks[0]}"
+            raise CheckpointError(what, fix=fix, location="checkpoint")
 
     def _fail(self, act: str, failed: dict[int, int], cause: Exception | None) -> None:
         reasons = [
-            f"rank {rank} ({os.strerror(code) if code > 0 else 'its own message says why'})" for rank, code in failed.items()
+            f"rank {rank} ({os.strerror(code) if code > 0 else 'its own message says why'})"
+            for rank, code in failed.items()
         ]
-        what = f"{self.what}: {act} failed on {', '.join(reasons)}"
+        what = f"{self.purpose}: {act} failed on {', '.join(reasons)}"
         if isinstance(cause, CheckpointError):
-            raise CheckpointError(what, fix=cause.faults[0].fix, where="checkpoint", others=cause.faults) from cause
+            raise CheckpointError(
+                what, fix=cause.diagnostics[0].fix, location="checkpoint", more=cause.diagnostics
+            ) from cause
         detail = f": {cause}" if cause else ""
-        raise CheckpointError(what + detail, fix=_repair(set(failed.values()), self.again), where="checkpoint") from cause
+        raise CheckpointError(
+            what + detail, fix=_repair(set(failed.values()), self.retry_fix), location="checkpoint"
+        ) from cause
 
     def _exchange(self, line: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(line), dtype=torch.uint8).to(self.device)
@@ -136,7 +145,11 @@ def _repair(codes: set[int], again: str) -> str:
     return f"repair the cause and {again}"
 
 
-def _found_by(fault: Fault, ranks: Sequence[int], size: int) -> Fault:
+def _found_by(diagnostic: Diagnostic, ranks: Sequence[int], size: int) -> Diagnostic:
     """`fault`, with the ranks that have found it unless all have."""
     who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-    return fault if len(ranks) == size else replace(fault, what=f"{fault.what} (found by {who})")
+    return (
+        diagnostic
+        if len(ranks) == size
+        else replace(diagnostic, problem=f"{diagnostic.problem} (found by {who})")
+    )

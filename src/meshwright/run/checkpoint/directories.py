@@ -21,7 +21,7 @@ from pathlib import Path
 from meshwright.run.checkpoint.manifest import CheckpointError
 from meshwright.run.checkpoint.shard_io import check_sizes, read_manifest
 
-BEST = "best.json"
+BEST_FILE = "best.json"
 STEP_FOLDER = re.compile(r"step-(\d{8,18})(\.partial-[0-9a-f]+)?")
 
 logger = logging.getLogger(__name__)
@@ -32,12 +32,12 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def partial_folder(place: Path, token: str) -> Path:
+def partial_folder(path: Path, token: str) -> Path:
     """Where the checkpoint that will stand at `place` is written; `token` is hexadecimal and tells attempts apart."""
-    return place.with_name(f"{place.name}.partial-{token}")
+    return path.with_name(f"{path.name}.partial-{token}")
 
 
-def listed(folder: Path) -> list[tuple[int, Path]]:
+def list_step_folders(folder: Path) -> list[tuple[int, Path]]:
     """The step and path of all step folders in `folder`, newest first, partial ones after whole ones; [] without a folder."""
     if not folder.is_dir():
         return []
@@ -46,40 +46,40 @@ def listed(folder: Path) -> list[tuple[int, Path]]:
     return [(step, path) for step, _, path in sorted(found, reverse=True)]
 
 
-def publish(partial: Path, place: Path) -> None:
+def publish_checkpoint(partial: Path, path: Path) -> None:
     """Rename `partial` to `place`, on disk when this returns; what stood at `place` is renamed to a partial one."""
     sync_folder(partial)
-    if os.path.lexists(place):
-        os.rename(place, partial_folder(place, secrets.token_hex(4)))
-    os.rename(partial, place)
-    sync_folder(place.parent)
+    if os.path.lexists(path):
+        os.rename(path, partial_folder(path, secrets.token_hex(4)))
+    os.rename(partial, path)
+    sync_folder(path.parent)
 
 
-def prune(place: Path, keep: int) -> None:
+def prune_checkpoints(final_path: Path, keep: int) -> None:
     """Remove stopped saves, damaged checkpoints, and all but the newest `keep` good ones; `place` and the best one stay.
 
     The checkpoint at `place` is good by now, so what cannot be removed is a line in the log and no error.
     """
     kept = 0
-    best = step_folder(place.parent, best_step(place.parent))
+    best = step_folder(final_path.parent, best_step(final_path.parent))
     try:
-        for step, path in listed(place.parent):
-            good = path == step_folder(place.parent, step) and _fits(path)
-            if path == place or (good and kept < keep):
+        for step, path in list_step_folders(final_path.parent):
+            good = path == step_folder(final_path.parent, step) and _fits(path)
+            if path == final_path or (good and kept < keep):
                 kept += 1
             elif path != best and path.is_dir() and not path.is_symlink():
-                remove(path)
+                remove_checkpoint(path)
     except OSError as error:
-        logger.warning("old checkpoints in '%s' stay: %s", place.parent, error)
+        logger.warning("old checkpoints in '%s' stay: %s", final_path.parent, error)
 
 
-def set_best(folder: Path, step: int, loss: float | None) -> None:
+def mark_best(folder: Path, step: int, loss: float | None) -> None:
     """Write into `folder` that its checkpoint of `step`, of evaluation loss `loss`, is the best.
 
     A reader sees the old file or the new one. When there is no such checkpoint, no file is written, and one that names a
     checkpoint which is not there is removed. A file that cannot be written is a line in the log.
     """
-    path = folder / BEST
+    path = folder / BEST_FILE
     try:
         if loss is None or not step_folder(folder, step).is_dir():
             if not step_folder(folder, best_step(folder)).is_dir():
@@ -87,31 +87,41 @@ def set_best(folder: Path, step: int, loss: float | None) -> None:
             return
         part = path.with_suffix(".part")
         with part.open("w", encoding="ascii") as file:
-            file.write(json.dumps({"step": step, "folder": step_folder(folder, step).name, "loss": loss}) + "\n")
+            file.write(
+                json.dumps({"step": step, "folder": step_folder(folder, step).name, "loss": loss}) + "\n"
+            )
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
         sync_folder(folder)
     except OSError as error:
-        logger.warning("the best checkpoint is that of step %d, and '%s' cannot say so: %s", step, path, error)
+        logger.warning(
+            "the best checkpoint is that of step %d, and '%s' cannot say so: %s", step, path, error
+        )
 
 
 def best_step(folder: Path) -> int:
     """The step of the best checkpoint in `folder`, as best.json says; 0 when it says none."""
     with suppress(OSError, ValueError):
-        said = json.loads((folder / BEST).read_text(encoding="ascii"))
+        said = json.loads((folder / BEST_FILE).read_text(encoding="ascii"))
         if isinstance(said, dict) and isinstance(said.get("step"), int) and said["step"] > 0:
             return said["step"]
     return 0
 
 
-def set_aside(folder: Path, step: int) -> list[Path]:
+def retire_later_checkpoints(folder: Path, step: int) -> list[Path]:
     """Rename the checkpoints in `folder` that are later than `step`, so that no reader takes them; returns their new places."""
-    later = [path for found, path in listed(folder) if found > step and path == step_folder(folder, found)]
-    return [path.rename(path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}")) for path in reversed(later)]
+    later = [
+        path
+        for found, path in list_step_folders(folder)
+        if found > step and path == step_folder(folder, found)
+    ]
+    return [
+        path.rename(path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}")) for path in reversed(later)
+    ]
 
 
-def remove(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Delete the step folder `path`, under the name of a partial one; what cannot be deleted is logged."""
     try:
         gone = path

@@ -22,23 +22,25 @@ from pathlib import Path
 
 from meshwright.comm.collectives.group import World
 from meshwright.plan.sharding.mesh import AXES
-from meshwright.run.checkpoint.consensus import Vote
-from meshwright.run.checkpoint.directories import listed
+from meshwright.run.checkpoint.consensus import RankConsensus
+from meshwright.run.checkpoint.directories import list_step_folders
 from meshwright.run.checkpoint.manifest import CheckpointError, Manifest
-from meshwright.run.checkpoint.save_load import Check, Newest, believed, first_good
-from meshwright.run.checkpoint.shard_io import check_sizes, check_sums, regular_status
-from meshwright.run.checkpoint.write_plan import dealt
+from meshwright.run.checkpoint.save_load import ManifestCheck, NewestCheckpoint, checked_manifest, first_valid
+from meshwright.run.checkpoint.shard_io import check_checksums, check_sizes, stat_regular_file
+from meshwright.run.checkpoint.write_plan import balance_by_size
 
-AGAIN = "start again, where every rank can read the checkpoint folder"
-DIGEST = 32  # bytes of a sha256
+RETRY_FIX = "start again, where every rank can read the checkpoint folder"
+DIGEST_NBYTES = 32  # bytes of a sha256
 
 
-def readers(world: World, what: str) -> Vote:
+def load_consensus(world: World, purpose: str) -> RankConsensus:
     """All ranks of `world`, about to take up a checkpoint; `what` says in an error what did not happen."""
-    return Vote(world.group(AXES), world.device, what, action="RESUME", again=AGAIN)
+    return RankConsensus(world.group(AXES), world.device, purpose, action="RESUME", retry_fix=RETRY_FIX)
 
 
-def checked(path: Path, ranks: Vote, check: Check | None = None, step: int | None = None) -> Manifest:
+def verify_checkpoint(
+    path: Path, consensus: RankConsensus, check: ManifestCheck | None = None, step: int | None = None
+) -> Manifest:
     """The manifest of the checkpoint in `path`, that of `step` if one is named, once all `ranks` have found all of it whole.
 
     Each checks the sums of its share of the files. `check(manifest, path)` raises CheckpointError for one that does not fit
@@ -47,47 +49,59 @@ def checked(path: Path, ranks: Vote, check: Check | None = None, step: int | Non
     looked: list[Manifest] = []
 
     def look() -> bytes:
-        manifest = believed(path, step, check)
+        manifest = checked_manifest(path, step, check)
         check_sizes(path, manifest.files)
         looked.append(manifest)
         return sha256(manifest.dump().encode()).digest() + _seen(path, manifest)
 
-    told = ranks.judge("looking at a checkpoint", look)
-    others = [rank for rank, line in zip(ranks.group.ranks, told, strict=True) if line[:DIGEST] != told[0][:DIGEST]]
+    told = consensus.gather_or_raise("looking at a checkpoint", look)
+    others = [
+        rank
+        for rank, line in zip(consensus.group.ranks, told, strict=True)
+        if line[:DIGEST_NBYTES] != told[0][:DIGEST_NBYTES]
+    ]
     if others:
-        what = f"ranks {others} find another checkpoint there than rank {ranks.group.ranks[0]}"
-        raise CheckpointError(what, fix="give every rank the same folder, or a copy of it", where=str(path))
+        what = f"ranks {others} find another checkpoint there than rank {consensus.group.ranks[0]}"
+        raise CheckpointError(
+            what, fix="give every rank the same folder, or a copy of it", location=str(path)
+        )
     (manifest,) = looked
-    mine = _share(manifest, told, ranks.group.index)
+    mine = _share(manifest, told, consensus.group.index)
 
     def add_up() -> bytes:
-        check_sums(path, {name: manifest.files[name] for name in mine})
+        check_checksums(path, {name: manifest.files[name] for name in mine})
         return b""
 
-    ranks.judge("reading a checkpoint", add_up)
+    consensus.gather_or_raise("reading a checkpoint", add_up)
     return manifest
 
 
-def newest(folder: Path, ranks: Vote, check: Check | None = None) -> Newest:
+def newest_valid_on_all_ranks(
+    folder: Path, consensus: RankConsensus, check: ManifestCheck | None = None
+) -> NewestCheckpoint:
     """As `checkpoint.newest_good`, of all `ranks` together: all of them get the same, and all pass over the same."""
 
     def listing() -> bytes:
-        if ranks.group.index:
+        if consensus.group.index:
             return b""
-        return json.dumps([(step, path.name) for step, path in listed(folder)]).encode()
+        return json.dumps([(step, path.name) for step, path in list_step_folders(folder)]).encode()
 
-    places = json.loads(ranks.judge("listing the checkpoints", listing)[0])
+    places = json.loads(consensus.gather_or_raise("listing the checkpoints", listing)[0])
     found = ((step, folder / name) for step, name in places)
-    return first_good(folder, found, lambda path, step: checked(path, ranks, check, step))
+    return first_valid(folder, found, lambda path, step: verify_checkpoint(path, consensus, check, step))
 
 
 def _seen(path: Path, manifest: Manifest) -> bytes:
     """A digest of which files these are: the same on two ranks only if they look at the same ones."""
-    found = {name: regular_status(path / name) for name in sorted(manifest.files)}
-    return sha256(repr([(name, status.st_ino, status.st_ctime_ns) for name, status in found.items()]).encode()).digest()
+    found = {name: stat_regular_file(path / name) for name in sorted(manifest.files)}
+    return sha256(
+        repr([(name, status.st_ino, status.st_ctime_ns) for name, status in found.items()]).encode()
+    ).digest()
 
 
-def _share(manifest: Manifest, told: Sequence[bytes], index: int) -> tuple[str, ...]:
+def _share(manifest: Manifest, run: Sequence[bytes], index: int) -> tuple[str, ...]:
     """The files that the rank at `index` reads, one of those that have told that they see the same."""
-    alike = [each for each, line in enumerate(told) if line == told[index]]
-    return dealt({name: shard.nbytes for name, shard in manifest.files.items()}, len(alike))[alike.index(index)]
+    alike = [each for each, line in enumerate(run) if line == run[index]]
+    return balance_by_size({name: shard.nbytes for name, shard in manifest.files.items()}, len(alike))[
+        alike.index(index)
+    ]

@@ -27,18 +27,22 @@ from typing import TypeAlias
 from meshwright.plan.job.errors import PlanError
 
 FORMAT, VERSION = "meshwright checkpoint", 1
-FILE_NAME = "manifest.json"
+MANIFEST_FILE = "manifest.json"
 ITEMSIZE = {
     **{"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1},
     **{"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1},
 }
 MAX_NBYTES = 1 << 50  # of one file or tensor: 1 PiB; larger numbers are damage or malice
 MAX_DIMS = 64  # torch's own limit
-MAX_SLICES = 1 << 16  # of one entry; a rank has at most three boxes of a matrix, so this is enough for 20,000 of them
+MAX_SLICES = (
+    1 << 16
+)  # of one entry; a rank has at most three boxes of a matrix, so this is enough for 20,000 of them
 MAX_NAME = 1000
-PLAIN_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")  # no separator, drive, "..", or hidden file fits
-SHA256 = re.compile(r"[0-9a-f]{64}")
-FIX = "resume from another checkpoint of the run; this one is damaged, or this version of meshwright did not write it"
+SHARD_FILE_PATTERN = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors"
+)  # no separator, drive, "..", or hidden file fits
+SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
+DAMAGED_FIX = "resume from another checkpoint of the run; this one is damaged, or this version of meshwright did not write it"
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
 
@@ -48,7 +52,7 @@ class CheckpointError(PlanError):
 
 
 @dataclass(frozen=True)
-class Slice:
+class StoredSlice:
     """A box of an entry: from index `start`, of size `shape`; stored in `file` as the tensor `key`."""
 
     file: str
@@ -58,16 +62,16 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One logical tensor: its shape, its dtype as in `ITEMSIZE`, and the slices that tile it."""
 
     shape: tuple[int, ...]
     dtype: str
-    slices: tuple[Slice, ...]
+    slices: tuple[StoredSlice, ...]
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardFile:
     """What a file must weigh, in bytes, and its sha256 in hexadecimal."""
 
     nbytes: int
@@ -82,15 +86,19 @@ class Manifest:
     """
 
     step: int
-    entries: Mapping[str, Entry] = field(hash=False)
-    files: Mapping[str, Shard] = field(hash=False)
+    entries: Mapping[str, TensorEntry] = field(hash=False)
+    files: Mapping[str, ShardFile] = field(hash=False)
     meta: Mapping[str, Json] = field(hash=False)
 
     def __post_init__(self) -> None:
         _check_files(self.files)
         for name, entry in self.entries.items():
             _check_entry(name, entry, self.files)
-        stored = [(box.file, box.key, _nbytes(box.shape, entry.dtype)) for entry in self.entries.values() for box in entry.slices]
+        stored = [
+            (box.file, box.key, _nbytes(box.shape, entry.dtype))
+            for entry in self.entries.values()
+            for box in entry.slices
+        ]
         _need(
             len({(file, key) for file, key, _ in stored}) == len(stored),
             "entries",
@@ -100,7 +108,11 @@ class Manifest:
         for file, _, nbytes in stored:
             held[file] += nbytes
         for file, shard in self.files.items():
-            _need(held[file] <= shard.nbytes, f"files.{file}", f"{shard.nbytes} bytes cannot hold slices of {held[file]} bytes")
+            _need(
+                held[file] <= shard.nbytes,
+                f"files.{file}",
+                f"{shard.nbytes} bytes cannot hold slices of {held[file]} bytes",
+            )
 
     def dump(self) -> str:
         """The canonical JSON of this manifest, sealed with its own sha256.
@@ -108,10 +120,12 @@ class Manifest:
         Raises CheckpointError when `meta` is not plain JSON.
         """
         try:
-            return seal({"format": FORMAT, "version": VERSION, **asdict(self)})
+            return seal_json({"format": FORMAT, "version": VERSION, **asdict(self)})
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(
-                f"meta is not plain JSON: {error}", fix="pass numbers, strings, lists and dicts", where="meta"
+                f"meta is not plain JSON: {error}",
+                fix="pass numbers, strings, lists and dicts",
+                location="meta",
             ) from error
 
     @classmethod
@@ -121,8 +135,10 @@ class Manifest:
             body = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
             found = checksum(body) if isinstance(body, dict) else ""
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"it is not JSON as meshwright writes it: {error}", fix=FIX, where=FILE_NAME) from error
-        body = _fields(body, FILE_NAME, ("format", "version"), others=True)
+            raise CheckpointError(
+                f"it is not JSON as meshwright writes it: {error}", fix=DAMAGED_FIX, location=MANIFEST_FILE
+            ) from error
+        body = _fields(body, MANIFEST_FILE, ("format", "version"), others=True)
         _need(body["format"] == FORMAT, "format", f"{body['format']!r} is given; needed is {FORMAT!r}")
         version = body["version"]
         _need(
@@ -130,53 +146,77 @@ class Manifest:
             "version",
             f"version {version!r} is unknown; this meshwright reads {VERSION}",
         )
-        body = _fields(body, FILE_NAME, ("format", "version", "step", "entries", "files", "meta", "sha256"))
+        body = _fields(
+            body, MANIFEST_FILE, ("format", "version", "step", "entries", "files", "meta", "sha256")
+        )
         _need(body["sha256"] == found, "sha256", "the manifest's own checksum differs: bit-flipped or edited")
         return cls(
             step=_whole(body["step"], "step"),
-            entries={name: _entry(value, f"entries.{name}") for name, value in _mapping(body["entries"], "entries").items()},
-            files={name: _shard(value, f"files.{name}") for name, value in _mapping(body["files"], "files").items()},
+            entries={
+                name: _entry(value, f"entries.{name}")
+                for name, value in _mapping(body["entries"], "entries").items()
+            },
+            files={
+                name: _shard(value, f"files.{name}")
+                for name, value in _mapping(body["files"], "files").items()
+            },
             meta=_mapping(body["meta"], "meta"),
         )
 
 
-def seal(body: Mapping[str, Json]) -> str:
+def seal_json(body: Mapping[str, Json]) -> str:
     """The canonical JSON of `body` with the field "sha256" set to the checksum of all other fields."""
-    return canonical({**body, "sha256": checksum(body)})
+    return canonical_json({**body, "sha256": checksum(body)})
 
 
 def checksum(body: Mapping[str, Json]) -> str:
     """The sha256 of the canonical JSON of all fields of `body` but "sha256"."""
-    return sha256(canonical({key: value for key, value in body.items() if key != "sha256"}).encode()).hexdigest()
+    return sha256(
+        canonical_json({key: value for key, value in body.items() if key != "sha256"}).encode()
+    ).hexdigest()
 
 
-def canonical(value: Mapping[str, Json]) -> str:
+def canonical_json(value: Mapping[str, Json]) -> str:
     """The one JSON text of `value`. Raises TypeError or ValueError when it is not plain JSON."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
-def _check_files(files: Mapping[str, Shard]) -> None:
+def _check_files(files: Mapping[str, ShardFile]) -> None:
     seen: dict[str, str] = {}
     for name, shard in files.items():
-        plain = PLAIN_FILE.fullmatch(name) is not None
+        plain = SHARD_FILE_PATTERN.fullmatch(name) is not None
         _need(plain, "files", f"{name!r} is no plain file name (letters, digits, - and _, then .safetensors)")
         twin = seen.setdefault(name.casefold(), name)
         _need(twin == name, "files", f"{name!r} and {twin!r} differ only in case")
         _need(0 <= shard.nbytes <= MAX_NBYTES, f"files.{name}", f"{shard.nbytes} bytes; needed are 0 to 2^50")
-        _need(SHA256.fullmatch(shard.sha256) is not None, f"files.{name}", f"{shard.sha256!r} is no sha256")
+        _need(
+            SHA256_PATTERN.fullmatch(shard.sha256) is not None,
+            f"files.{name}",
+            f"{shard.sha256!r} is no sha256",
+        )
 
 
-def _check_entry(name: str, entry: Entry, files: Mapping[str, Shard]) -> None:
+def _check_entry(name: str, entry: TensorEntry, files: Mapping[str, ShardFile]) -> None:
     where = f"entries.{name}"
     for text in (name, *(box.key for box in entry.slices)):
         fit = 0 < len(text) <= MAX_NAME and text.isprintable() and text != "__metadata__"
         _need(fit, where, f"{text[:80]!r} cannot name a tensor")
     _need(entry.dtype in ITEMSIZE, where, f"the dtype {entry.dtype!r} is unknown")
     _need(len(entry.shape) <= MAX_DIMS, where, f"{len(entry.shape)} dims; at most {MAX_DIMS} are possible")
-    _need(all(0 <= size <= MAX_NBYTES for size in entry.shape), where, f"the shape {entry.shape} is impossible")
+    _need(
+        all(0 <= size <= MAX_NBYTES for size in entry.shape), where, f"the shape {entry.shape} is impossible"
+    )
     nbytes = _nbytes(entry.shape, entry.dtype)
-    _need(nbytes <= MAX_NBYTES, where, f"the shape {entry.shape} takes {nbytes} bytes; at most 2^50 are believed")
-    _need(len(entry.slices) <= MAX_SLICES, where, f"{len(entry.slices)} slices; at most {MAX_SLICES} are believed")
+    _need(
+        nbytes <= MAX_NBYTES,
+        where,
+        f"the shape {entry.shape} takes {nbytes} bytes; at most 2^50 are believed",
+    )
+    _need(
+        len(entry.slices) <= MAX_SLICES,
+        where,
+        f"{len(entry.slices)} slices; at most {MAX_SLICES} are believed",
+    )
     for box in entry.slices:
         _need(box.file in files, where, f"the file {box.file!r} is not listed")
         ranks = len(box.start) == len(box.shape) == len(entry.shape)
@@ -194,13 +234,13 @@ def _inside(start: int, size: int, whole: int) -> bool:
     return start >= 0 and size >= 0 and start + size <= whole
 
 
-def _disjoint(boxes: Iterable[Slice]) -> bool:
+def _disjoint(boxes: Iterable[StoredSlice]) -> bool:
     """Whether no two boxes share an element: a sweep along the dim with most borders, comparing only boxes in reach."""
     full = [box for box in boxes if prod(box.shape)]
     if len(full) < 2 or not full[0].shape:
         return len(full) < 2
     dim = max(range(len(full[0].shape)), key=lambda d: len({box.start[d] for box in full}))
-    open_boxes: list[Slice] = []
+    open_boxes: list[StoredSlice] = []
     for box in sorted(full, key=lambda box: box.start[dim]):
         open_boxes = [other for other in open_boxes if other.start[dim] + other.shape[dim] > box.start[dim]]
         if any(_overlap(box, other) for other in open_boxes):
@@ -209,7 +249,7 @@ def _disjoint(boxes: Iterable[Slice]) -> bool:
     return True
 
 
-def _overlap(a: Slice, b: Slice) -> bool:
+def _overlap(a: StoredSlice, b: StoredSlice) -> bool:
     sides = zip(a.start, a.shape, b.start, b.shape, strict=True)
     return all(a0 < b0 + bn and b0 < a0 + an for a0, an, b0, bn in sides)
 
@@ -218,19 +258,27 @@ def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
     return prod(shape) * ITEMSIZE[dtype]
 
 
-def _entry(value: Json, where: str) -> Entry:
+def _entry(value: Json, where: str) -> TensorEntry:
     body = _fields(value, where, ("shape", "dtype", "slices"))
-    boxes = [_fields(box, f"{where}.slices", ("file", "key", "start", "shape")) for box in _list(body["slices"], where)]
+    boxes = [
+        _fields(box, f"{where}.slices", ("file", "key", "start", "shape"))
+        for box in _list(body["slices"], where)
+    ]
     slices = [
-        Slice(_text(b["file"], where), _text(b["key"], where), _sizes(b["start"], where), _sizes(b["shape"], where))
+        StoredSlice(
+            _text(b["file"], where),
+            _text(b["key"], where),
+            _sizes(b["start"], where),
+            _sizes(b["shape"], where),
+        )
         for b in boxes
     ]
-    return Entry(_sizes(body["shape"], where), _text(body["dtype"], where), tuple(slices))
+    return TensorEntry(_sizes(body["shape"], where), _text(body["dtype"], where), tuple(slices))
 
 
-def _shard(value: Json, where: str) -> Shard:
+def _shard(value: Json, where: str) -> ShardFile:
     body = _fields(value, where, ("nbytes", "sha256"))
-    return Shard(_whole(body["nbytes"], where), _text(body["sha256"], where))
+    return ShardFile(_whole(body["nbytes"], where), _text(body["sha256"], where))
 
 
 def _fields(value: Json, where: str, keys: tuple[str, ...], *, others: bool = False) -> dict[str, Json]:
@@ -276,7 +324,7 @@ def _need(true: bool, where: str, otherwise: str) -> None:
 
 
 def _refusal(where: str, what: str) -> CheckpointError:
-    return CheckpointError(what[:500], fix=FIX, where=f"{FILE_NAME}: {where[:200]}")
+    return CheckpointError(what[:500], fix=DAMAGED_FIX, location=f"{MANIFEST_FILE}: {where[:200]}")
 
 
 def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:

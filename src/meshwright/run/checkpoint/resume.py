@@ -12,31 +12,41 @@ from typing import Any, Never
 from meshwright.comm.algorithms import BACKEND
 from meshwright.comm.collectives.announce import SUMMING
 from meshwright.comm.collectives.group import World
-from meshwright.engine.step.executor import Player
+from meshwright.engine.step.executor import Executor
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
-from meshwright.run.checkpoint.consensus import Vote
-from meshwright.run.checkpoint.directories import listed, set_aside, set_best, step_folder
-from meshwright.run.checkpoint.integrity import checked, newest, readers
+from meshwright.run.checkpoint.consensus import RankConsensus
+from meshwright.run.checkpoint.directories import (
+    list_step_folders,
+    mark_best,
+    retire_later_checkpoints,
+    step_folder,
+)
+from meshwright.run.checkpoint.integrity import load_consensus, newest_valid_on_all_ranks, verify_checkpoint
 from meshwright.run.checkpoint.manifest import CheckpointError, Manifest
-from meshwright.run.checkpoint.save_load import stored
+from meshwright.run.checkpoint.save_load import open_tensors
 from meshwright.run.checkpoint.shard_io import check_sizes, read_manifest
-from meshwright.run.data.eval_split import SoFar
+from meshwright.run.data.eval_split import EvalHistory
 
-CHECKPOINTS = "checkpoints"
-OF_THE_MODEL = ("model/", "buffer/")  # what makes a checkpoint one of this model; the rest may come and go with the plan
+CHECKPOINTS_FOLDER = "checkpoints"
+MODEL_PREFIXES = (
+    "model/",
+    "buffer/",
+)  # what makes a checkpoint one of this model; the rest may come and go with the plan
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumeResult:
     """Where a run went on: the step (0: from the beginning), what to say about it, and what evaluations had shown."""
 
     step: int
     notes: tuple[str, ...] = ()
-    so_far: SoFar = field(default_factory=SoFar)
+    eval_history: EvalHistory = field(default_factory=EvalHistory)
 
 
-def resume(player: Player, plan: Plan, world: World, data_digest: str, step: int | None = None) -> Resumed:
+def resume(
+    executor: Executor, plan: Plan, world: World, data_digest: str, step: int | None = None
+) -> ResumeResult:
     """Take up the newest good checkpoint of the run's folder (or that of `step`) on every rank.
 
     Damaged checkpoints and those of another model are passed over. When the run goes back to `step` under a plan or with
@@ -45,51 +55,68 @@ def resume(player: Player, plan: Plan, world: World, data_digest: str, step: int
     Raises PlanError when `step` is asked for and not there, and when there are checkpoints and none can be used: starting
     from nothing would in time replace them. On every rank, whichever has found it.
     """
-    folder = Path(plan.run.folder) / CHECKPOINTS
+    folder = Path(plan.run.folder) / CHECKPOINTS_FOLDER
     notes: list[str] = []
-    ranks = readers(world, "the run does not go on")
-    manifest = _newest(folder, player, ranks, notes) if step is None else _asked_for(folder, player, ranks, step)
+    ranks = load_consensus(world, "the run does not go on")
+    manifest = (
+        _newest(folder, executor, ranks, notes) if step is None else _asked_for(folder, executor, ranks, step)
+    )
     if manifest is None:
-        return Resumed(0, ("starting from step 0", *notes))
+        return ResumeResult(0, ("starting from step 0", *notes))
     meta = manifest.meta
-    changes = [*_changes(meta, plan, data_digest), *_other_sums(meta, summed_by(plan, world))]
-    so_far = SoFar.of(meta.get("so_far"))
+    changes = [*_changes(meta, plan, data_digest), *_other_sums(meta, reduction_transports(plan, world))]
+    so_far = EvalHistory.from_saved(meta.get("so_far"))
     if world.rank == 0:
         if changes and step is not None:
-            aside = set_aside(folder, step)
-            notes += [f"later checkpoints were set aside: {', '.join(path.name for path in aside)}"] if aside else []
-        set_best(folder, so_far.best_step, so_far.best)
-    player.restore(stored(step_folder(folder, manifest.step), manifest.entries), manifest.step)
-    return Resumed(player.steps_done, (f"resumed from step {player.steps_done}", *notes, *changes), so_far)
+            aside = retire_later_checkpoints(folder, step)
+            notes += (
+                [f"later checkpoints were set aside: {', '.join(path.name for path in aside)}"]
+                if aside
+                else []
+            )
+        mark_best(folder, so_far.best_step, so_far.best_loss)
+    executor.load_state_dict(
+        open_tensors(step_folder(folder, manifest.step), manifest.entries), manifest.step
+    )
+    return ResumeResult(
+        executor.steps_done, (f"resumed from step {executor.steps_done}", *notes, *changes), so_far
+    )
 
 
-def refuse_unusable(plan: Plan) -> None:
+def check_checkpoints_usable(plan: Plan) -> None:
     """Raise PlanError, before any rank starts, when the run has checkpoints and none is whole and of this model.
 
     Looks at manifests and sizes only; checksums are for the ranks, which read the files anyway.
     """
-    folder = Path(plan.run.folder) / CHECKPOINTS
-    shapes = {f"model/{weight.name}": weight.shape for weight in plan.anatomy.weights}
-    finished = [path for step, path in listed(folder) if path == step_folder(folder, step)]
+    folder = Path(plan.run.folder) / CHECKPOINTS_FOLDER
+    shapes = {f"model/{weight.name}": weight.shape for weight in plan.model_spec.params}
+    finished = [path for step, path in list_step_folders(folder) if path == step_folder(folder, step)]
     reasons = []
     for path in finished:
         try:
             manifest = read_manifest(path)
             check_sizes(path, manifest.files)
-            theirs = {name: entry.shape for name, entry in manifest.entries.items() if name.startswith("model/")}
+            theirs = {
+                name: entry.shape for name, entry in manifest.entries.items() if name.startswith("model/")
+            }
             if theirs == shapes:
                 return
             reasons.append(f"{path.name}: it is of another model")
         except CheckpointError as error:
-            reasons.append(f"{path.name}: {error.faults[0].what}")
+            reasons.append(f"{path.name}: {error.diagnostics[0].problem}")
     if finished:
         _refuse_all(folder, reasons)
 
 
-def _newest(folder: Path, player: Player, ranks: Vote, notes: list[str]) -> Manifest | None:
+def _newest(folder: Path, executor: Executor, ranks: RankConsensus, notes: list[str]) -> Manifest | None:
     """The manifest of the newest checkpoint that can be used, the same on all ranks; None when none was ever finished."""
-    path, manifest, rejected = newest(folder, ranks, lambda manifest, place: check_model(manifest, player, place))
-    notes += [f"passed over {bad.name}: {why.replace(f'{bad}/', '').removeprefix(f'{bad}: ')}" for bad, why in rejected]
+    path, manifest, rejected = newest_valid_on_all_ranks(
+        folder, ranks, lambda manifest, place: check_model(manifest, executor, place)
+    )
+    notes += [
+        f"passed over {bad.name}: {why.replace(f'{bad}/', '').removeprefix(f'{bad}: ')}"
+        for bad, why in rejected
+    ]
     finished = [bad for bad, _ in rejected if ".partial-" not in bad.name]
     if path is not None and finished:
         notes.append(f"{path.name} is the newest good checkpoint")
@@ -102,38 +129,53 @@ def _refuse_all(folder: Path, reasons: Sequence[str]) -> Never:
     listing = "".join(f"\n  passed over {reason}" for reason in reasons)
     text = f"none of the {len(reasons)} checkpoints here can be used:{listing}"
     fix = "train into another run.folder, or restore a checkpoint from a copy; to start from step 0 here, move the folder away"
-    raise PlanError(text, fix=fix, where=str(folder))
+    raise PlanError(text, fix=fix, location=str(folder))
 
 
-def _asked_for(folder: Path, player: Player, ranks: Vote, step: int) -> Manifest:
+def _asked_for(folder: Path, executor: Executor, ranks: RankConsensus, step: int) -> Manifest:
     path = step_folder(folder, step)
 
     def there() -> bytes:
         if not path.is_dir():
-            fix = f"choose one of: {names_in(folder)}"
-            raise CheckpointError(f"there is no checkpoint of step {step}", fix=fix, where=str(folder))
+            fix = f"choose one of: {checkpoint_names(folder)}"
+            raise CheckpointError(f"there is no checkpoint of step {step}", fix=fix, location=str(folder))
         return b""
 
-    ranks.judge("looking for a checkpoint", there)
-    return checked(path, ranks, lambda manifest, place: check_model(manifest, player, place), step)
+    ranks.gather_or_raise("looking for a checkpoint", there)
+    return verify_checkpoint(
+        path, ranks, lambda manifest, place: check_model(manifest, executor, place), step
+    )
 
 
-def names_in(folder: Path) -> str:
+def checkpoint_names(folder: Path) -> str:
     """The checkpoints in `folder` in words, oldest first."""
-    return ", ".join(path.name for step, path in reversed(listed(folder)) if path == step_folder(folder, step)) or "none"
+    return (
+        ", ".join(
+            path.name
+            for step, path in reversed(list_step_folders(folder))
+            if path == step_folder(folder, step)
+        )
+        or "none"
+    )
 
 
-def check_model(manifest: Manifest, player: Player, path: Path) -> None:
+def check_model(manifest: Manifest, executor: Executor, path: Path) -> None:
     """Raise CheckpointError unless `manifest`, that of the checkpoint in `path`, is of the model that `player` plays."""
-    mine = {f"model/{weight.name}": weight.shape for weight in player.plan.anatomy.weights}
-    mine |= {name: tuple(tensor.shape) for name, tensor in player.tensors().items() if name.startswith("buffer/")}
-    theirs = {name: entry.shape for name, entry in manifest.entries.items() if name.startswith(OF_THE_MODEL)}
+    mine = {f"model/{weight.name}": weight.shape for weight in executor.plan.model_spec.params}
+    mine |= {
+        name: tuple(tensor.shape)
+        for name, tensor in executor.state_dict().items()
+        if name.startswith("buffer/")
+    }
+    theirs = {
+        name: entry.shape for name, entry in manifest.entries.items() if name.startswith(MODEL_PREFIXES)
+    }
     wrong = sorted(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
     if wrong:
         shown = "; ".join(f"{name}: {theirs.get(name)} saved, {mine.get(name)} here" for name in wrong[:3])
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         fix = "train into another run.folder, or go back to the model that saved it"
-        raise CheckpointError(f"it is of another model: {shown}{more}", fix=fix, where=str(path))
+        raise CheckpointError(f"it is of another model: {shown}{more}", fix=fix, location=str(path))
 
 
 def _changes(meta: Mapping[str, Any], plan: Plan, data_digest: str) -> list[str]:
@@ -146,17 +188,17 @@ def _changes(meta: Mapping[str, Any], plan: Plan, data_digest: str) -> list[str]
     return words + (["the data changed since that checkpoint"] if meta.get("data") != data_digest else [])
 
 
-def summed_by(plan: Plan, world: World) -> dict[str, str]:
+def reduction_transports(plan: Plan, world: World) -> dict[str, str]:
     """By axes, what adds up the plan's sums where nobody else says in which order: the transport decides on the last bits.
 
     Two summands have one order. All ranks call this: it may make groups.
     """
-    moves = [move for action in plan.actions for move in action.moves]
+    moves = [move for action in plan.actions for move in action.transfers]
     sums = {
         (move.axes, among)
         for move in moves
         if move.collective in SUMMING and move.algorithm == BACKEND
-        for among in move.parties(plan.mesh)
+        for among in move.member_groups(plan.mesh)
     }
     groups = {" x ".join((*axes, *map(str, among))): world.group(axes, among) for axes, among in sorted(sums)}
     return {name: group.transport for name, group in groups.items() if group.size > 2}
@@ -164,7 +206,9 @@ def summed_by(plan: Plan, world: World) -> dict[str, str]:
 
 def _other_sums(meta: Mapping[str, Any], now: Mapping[str, str]) -> list[str]:
     before = meta.get("summed_by", {})
-    changed = [(axes, before[axes], carrier) for axes, carrier in now.items() if before.get(axes, carrier) != carrier]
+    changed = [
+        (axes, before[axes], carrier) for axes, carrier in now.items() if before.get(axes, carrier) != carrier
+    ]
     return [
         f"sums over {axes} went through {old} and now go through {new}: from here on the last bits may differ"
         for axes, old, new in changed
@@ -185,7 +229,9 @@ def _named(plan: Mapping[str, Any]) -> dict[str, Any]:
 def _differing(old: Any, new: Any, path: str = "") -> list[str]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         return [
-            found for key in {**old, **new} for found in _differing(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+            found
+            for key in {**old, **new}
+            for found in _differing(old.get(key), new.get(key), f"{path}.{key}" if path else key)
         ]
     if isinstance(old, Mapping) or isinstance(new, Mapping):
         return [f"{path} is {'gone' if new is None else 'new'}"]

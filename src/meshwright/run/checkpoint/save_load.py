@@ -28,36 +28,51 @@ from pathlib import Path
 import torch
 
 from meshwright.comm.collectives.group import Group
-from meshwright.engine.optim.state_dict import Saved
-from meshwright.model.tensors.lazy_tensors import OnDemand
-from meshwright.run.checkpoint.consensus import Undecided, Vote
-from meshwright.run.checkpoint.directories import listed, partial_folder, prune, publish, remove, step_folder
-from meshwright.run.checkpoint.manifest import FILE_NAME, MAX_NBYTES, CheckpointError, Entry, Json, Manifest, Shard
+from meshwright.engine.optim.state_dict import SavedTensor
+from meshwright.model.tensors.lazy_tensors import LazyTensors
+from meshwright.run.checkpoint.consensus import ConsensusError, RankConsensus
+from meshwright.run.checkpoint.directories import (
+    list_step_folders,
+    partial_folder,
+    prune_checkpoints,
+    publish_checkpoint,
+    remove_checkpoint,
+    step_folder,
+)
+from meshwright.run.checkpoint.manifest import (
+    MANIFEST_FILE,
+    MAX_NBYTES,
+    CheckpointError,
+    Json,
+    Manifest,
+    ShardFile,
+    TensorEntry,
+)
 from meshwright.run.checkpoint.shard_io import (
-    TAGS,
-    check_sums,
+    SAFETENSORS_TAGS,
+    check_checksums,
     dtype_name,
     read_entries,
     read_entry,
     read_manifest,
-    write_all,
+    write_all_bytes,
     write_shard,
 )
-from meshwright.run.checkpoint.write_plan import Parts, shares_of
+from meshwright.run.checkpoint.write_plan import WritePlan, list_shards
 
-Wanted = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-Check = Callable[[Manifest, Path], None]  # raises CheckpointError
-Newest = tuple[Path | None, Manifest | None, list[tuple[Path, str]]]
+ExpectedTensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+ManifestCheck = Callable[[Manifest, Path], None]  # raises CheckpointError
+NewestCheckpoint = tuple[Path | None, Manifest | None, list[tuple[Path, str]]]
 
-SHOWN = 5  # differences listed in a message
+MAX_SHOWN_DIFFERENCES = 5  # differences listed in a message
 
 logger = logging.getLogger(__name__)
 
 
-def save(
+def save_tensors(
     folder: Path,
     step: int,
-    tensors: Mapping[str, Saved],
+    tensors: Mapping[str, SavedTensor],
     meta: Mapping[str, Json],
     group: Group,
     keep: int,
@@ -78,33 +93,41 @@ def save(
     Raises CheckpointError on every rank when any rank fails; on that rank the error is caused by its own OSError. The
     partial folder is gone then and earlier checkpoints are untouched.
     """
-    ranks = Vote(group, device or torch.device("cpu"), f"step {step} was not saved")
+    ranks = RankConsensus(group, device or torch.device("cpu"), f"step {step} was not saved")
     place = step_folder(folder, step)
     fix = "hold the same tensors on every rank before saving"
-    ranks.agree("the list of tensors", lambda: _state_digest(step, tensors, meta, keep), fix=fix)
-    parts = Parts.of(tensors, ranks.told("listing shares", lambda: shares_of(tensors)))
-    token = ranks.do("making the folder", lambda: _begin(place, step, parts.outline) if group.index == 0 else b"")[0][:4]
+    ranks.check_equal("the list of tensors", lambda: _state_digest(step, tensors, meta, keep), fix=fix)
+    parts = WritePlan.from_ranks(tensors, ranks.gather("listing shares", lambda: list_shards(tensors)))
+    token = ranks.run(
+        "making the folder", lambda: _begin(place, step, parts.outline) if group.index == 0 else b""
+    )[0][:4]
     partial = partial_folder(place, token.hex())
     names = [_file_name(index) for index in range(group.size)]
     try:
-        records = ranks.do("writing", lambda: _write(partial / names[group.index], parts.mine(tensors, group.index)))
-        files = {names[index]: _unpacked(records[index]) for index in parts.writers()}
-        ranks.do(
+        records = ranks.run(
+            "writing", lambda: _write(partial / names[group.index], parts.local_tensors(tensors, group.index))
+        )
+        files = {names[index]: _unpacked(records[index]) for index in parts.writer_indices()}
+        ranks.run(
             "publishing",
             lambda: (
-                _publish(partial, place, Manifest(step, parts.entries(names), files, dict(meta))) if group.index == 0 else b""
+                _publish(partial, place, Manifest(step, parts.entries(names), files, dict(meta)))
+                if group.index == 0
+                else b""
             ),
         )
     except CheckpointError:
         if group.index == 0 and partial.exists():
-            remove(partial)
+            remove_checkpoint(partial)
         raise
     if group.index == 0:
-        prune(place, keep)
+        prune_checkpoints(place, keep)
     return place
 
 
-def load(path: Path, wanted: Wanted | None = None) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Json]]:
+def load_tensors(
+    path: Path, expected: ExpectedTensors | None = None
+) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Json]]:
     """The tensors of the checkpoint in folder `path`, on the CPU, and its `meta`.
 
     Checksums are looked at here, and each tensor is read when it is asked for, into memory of its own: who keeps none holds one
@@ -112,66 +135,74 @@ def load(path: Path, wanted: Wanted | None = None) -> tuple[Mapping[str, torch.T
     needed are read. Raises CheckpointError when a file is damaged, or a wanted tensor is missing or of another shape or dtype.
     """
     manifest = read_manifest(path)
-    chosen = {name: entry for name, entry in manifest.entries.items() if wanted is None or name in wanted}
-    if wanted is not None:
-        _refuse(differences(chosen, wanted), path)
+    chosen = {name: entry for name, entry in manifest.entries.items() if expected is None or name in expected}
+    if expected is not None:
+        _refuse(tensor_differences(chosen, expected), path)
     needed = {box.file for entry in chosen.values() for box in entry.slices}
-    check_sums(path, {name: shard for name, shard in manifest.files.items() if name in needed})
-    return stored(path, chosen), manifest.meta
+    check_checksums(path, {name: shard for name, shard in manifest.files.items() if name in needed})
+    return open_tensors(path, chosen), manifest.meta
 
 
-def stored(path: Path, entries: Mapping[str, Entry]) -> Mapping[str, torch.Tensor]:
+def open_tensors(path: Path, entries: Mapping[str, TensorEntry]) -> Mapping[str, torch.Tensor]:
     """The tensors that the checkpoint in folder `path` has by its `entries`, likewise; checksums are not looked at."""
 
     def read(name: str, rows: range | None = None) -> torch.Tensor:
         return read_entry(path, name, entries[name], rows)
 
-    return OnDemand(entries, read, read, lambda name: entries[name].shape)
+    return LazyTensors(entries, read, read, lambda name: entries[name].shape)
 
 
-def newest_good(folder: Path, check: Check | None = None) -> Newest:
+def newest_valid(folder: Path, check: ManifestCheck | None = None) -> NewestCheckpoint:
     """The newest checkpoint in `folder` that is whole, its manifest, and the newer ones that were passed over, with reasons.
 
     `check(manifest, path)` raises CheckpointError for one that must be passed over too, such as that of another model. No
     good one: (None, None, all that were rejected); a folder that does not exist holds none.
     """
-    return first_good(folder, listed(folder), lambda path, step: _whole(path, step, check))
+    return first_valid(folder, list_step_folders(folder), lambda path, step: _whole(path, step, check))
 
 
-def first_good(folder: Path, places: Iterable[tuple[int, Path]], whole: Callable[[Path, int], Manifest]) -> Newest:
+def first_valid(
+    folder: Path, candidates: Iterable[tuple[int, Path]], validate: Callable[[Path, int], Manifest]
+) -> NewestCheckpoint:
     """Likewise, of `places` in `folder` by step the first; `whole(path, step)` is its manifest, or raises CheckpointError."""
     rejected: list[tuple[Path, str]] = []
-    for step, path in places:
+    for step, path in candidates:
         try:
             if path != step_folder(folder, step):
-                raise CheckpointError("half-written: the save was stopped", fix="save again", where=str(path))
-            return path, whole(path, step), rejected
-        except Undecided:
+                raise CheckpointError(
+                    "half-written: the save was stopped", fix="save again", location=str(path)
+                )
+            return path, validate(path, step), rejected
+        except ConsensusError:
             raise
         except CheckpointError as error:
-            rejected.append((path, "; ".join(f"{fault.where}: {fault.what}" for fault in error.faults)))
+            rejected.append(
+                (path, "; ".join(f"{fault.location}: {fault.problem}" for fault in error.diagnostics))
+            )
     return None, None, rejected
 
 
-def believed(path: Path, step: int | None = None, check: Check | None = None) -> Manifest:
+def checked_manifest(path: Path, step: int | None = None, check: ManifestCheck | None = None) -> Manifest:
     """The manifest of the checkpoint in `path`, that of `step` if one is named; its files are not looked at.
 
     Raises CheckpointError for one that is damaged, of another step, or refused by `check`.
     """
     manifest = read_manifest(path)
     if step is not None and manifest.step != step:
-        raise CheckpointError(f"its manifest is of step {manifest.step}", fix="rename the folder to match", where=str(path))
+        raise CheckpointError(
+            f"its manifest is of step {manifest.step}", fix="rename the folder to match", location=str(path)
+        )
     if check is not None:
         check(manifest, path)
     return manifest
 
 
-def check_state(manifest: Manifest, expected: Wanted, path: Path) -> None:
+def check_state(manifest: Manifest, expected: ExpectedTensors, path: Path) -> None:
     """Raise CheckpointError, listing the first differences, unless `manifest` holds exactly the tensors of `expected`."""
-    _refuse(differences(manifest.entries, expected), path)
+    _refuse(tensor_differences(manifest.entries, expected), path)
 
 
-def differences(entries: Mapping[str, Entry], expected: Wanted) -> list[str]:
+def tensor_differences(entries: Mapping[str, TensorEntry], expected: ExpectedTensors) -> list[str]:
     """One line per tensor that is missing in `entries`, left over, or of another shape or dtype; sorted by name."""
     have = {name: f"{list(entry.shape)} {entry.dtype}" for name, entry in entries.items()}
     need = {name: f"{list(shape)} {dtype_name(dtype)}" for name, (shape, dtype) in expected.items()}
@@ -182,7 +213,7 @@ def differences(entries: Mapping[str, Entry], expected: Wanted) -> list[str]:
     ]
 
 
-def compare(a: Path, b: Path) -> list[str]:
+def compare_checkpoints(a: Path, b: Path) -> list[str]:
     """The sorted names of the tensors that differ between two checkpoints in presence, shape, dtype or any bit.
 
     Raises CheckpointError when one of them is damaged.
@@ -190,7 +221,9 @@ def compare(a: Path, b: Path) -> list[str]:
     left, right = _whole(a), _whole(b)
     both = sorted(set(left.entries) & set(right.entries))
     alike = [
-        n for n in both if (left.entries[n].shape, left.entries[n].dtype) == (right.entries[n].shape, right.entries[n].dtype)
+        n
+        for n in both
+        if (left.entries[n].shape, left.entries[n].dtype) == (right.entries[n].shape, right.entries[n].dtype)
     ]
     ours = read_entries(a, {name: left.entries[name] for name in alike})
     theirs = read_entries(b, {name: right.entries[name] for name in alike})
@@ -198,16 +231,26 @@ def compare(a: Path, b: Path) -> list[str]:
     return sorted({*left.entries, *right.entries} - same)
 
 
-def _state_digest(step: int, tensors: Mapping[str, Saved], meta: Mapping[str, Json], keep: int) -> bytes:
+def _state_digest(
+    step: int, tensors: Mapping[str, SavedTensor], meta: Mapping[str, Json], keep: int
+) -> bytes:
     if not 0 <= step <= MAX_NBYTES or keep < 1:
         raise CheckpointError(
-            f"step {step}, keep = {keep}", fix="count steps from 0, and keep at least 1 checkpoint", where="checkpoint"
+            f"step {step}, keep = {keep}",
+            fix="count steps from 0, and keep at least 1 checkpoint",
+            location="checkpoint",
         )
-    strange = [f"{name} is {dtype_name(tensor.dtype)}" for name, tensor in tensors.items() if tensor.dtype not in TAGS]
+    strange = [
+        f"{name} is {dtype_name(tensor.dtype)}"
+        for name, tensor in tensors.items()
+        if tensor.dtype not in SAFETENSORS_TAGS
+    ]
     if strange:
-        known = ", ".join(map(dtype_name, TAGS))
+        known = ", ".join(map(dtype_name, SAFETENSORS_TAGS))
         raise CheckpointError(
-            f"{'; '.join(strange[:SHOWN])}: no such dtype in a checkpoint", fix=f"convert to one of {known}", where="checkpoint"
+            f"{'; '.join(strange[:MAX_SHOWN_DIFFERENCES])}: no such dtype in a checkpoint",
+            fix=f"convert to one of {known}",
+            location="checkpoint",
         )
     Manifest(step, {}, {}, dict(meta)).dump()  # refuses a meta that is not JSON before anything is written
     alike = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
@@ -215,7 +258,7 @@ def _state_digest(step: int, tensors: Mapping[str, Saved], meta: Mapping[str, Js
     return sha256(repr((step, state)).encode()).digest()
 
 
-def _begin(place: Path, step: int, outline: Wanted) -> bytes:
+def _begin(place: Path, step: int, outline: ExpectedTensors) -> bytes:
     """Make the partial folder and return its token. Raises CheckpointError when `place` holds another model."""
     place.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(place):
@@ -237,19 +280,21 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> bytes:
     return shard.nbytes.to_bytes(8, "little") + bytes.fromhex(shard.sha256)
 
 
-def _unpacked(record: bytes) -> Shard:
-    return Shard(int.from_bytes(record[:8], "little"), record[8:40].hex())
+def _unpacked(record: bytes) -> ShardFile:
+    return ShardFile(int.from_bytes(record[:8], "little"), record[8:40].hex())
 
 
 def _publish(partial: Path, place: Path, manifest: Manifest) -> bytes:
     if os.path.lexists(place) and _equals(place, manifest):
-        logger.info("step %d is saved already in '%s', equal to the last bit: left as it is", manifest.step, place)
-        remove(partial)
+        logger.info(
+            "step %d is saved already in '%s', equal to the last bit: left as it is", manifest.step, place
+        )
+        remove_checkpoint(partial)
         return b""
-    with (partial / FILE_NAME).open("xb", buffering=0) as file:
-        write_all(file.fileno(), memoryview(manifest.dump().encode()))
+    with (partial / MANIFEST_FILE).open("xb", buffering=0) as file:
+        write_all_bytes(file.fileno(), memoryview(manifest.dump().encode()))
         os.fsync(file.fileno())
-    publish(partial, place)
+    publish_checkpoint(partial, place)
     return b""
 
 
@@ -259,19 +304,21 @@ def _equals(place: Path, manifest: Manifest) -> bool:
     return False
 
 
-def _whole(path: Path, step: int | None = None, check: Check | None = None) -> Manifest:
+def _whole(path: Path, step: int | None = None, check: ManifestCheck | None = None) -> Manifest:
     """The manifest of the checkpoint in `path` after checking all of it. Raises CheckpointError."""
-    manifest = believed(path, step, check)
-    check_sums(path, manifest.files)
+    manifest = checked_manifest(path, step, check)
+    check_checksums(path, manifest.files)
     return manifest
 
 
 def _refuse(lines: list[str], path: Path) -> None:
     if lines:
-        more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-        what = f"it holds another model or optimizer: {'; '.join(lines[:SHOWN])}{more}"
+        more = f" and {len(lines) - MAX_SHOWN_DIFFERENCES} more" if len(lines) > MAX_SHOWN_DIFFERENCES else ""
+        what = f"it holds another model or optimizer: {'; '.join(lines[:MAX_SHOWN_DIFFERENCES])}{more}"
         raise CheckpointError(
-            what, fix="resume with the model and optimizer that wrote it, or start in an empty folder", where=str(path)
+            what,
+            fix="resume with the model and optimizer that wrote it, or start in an empty folder",
+            location=str(path),
         )
 
 

@@ -26,11 +26,19 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from meshwright.run.checkpoint.manifest import FILE_NAME, FIX, CheckpointError, Entry, Manifest, Shard, Slice
+from meshwright.run.checkpoint.manifest import (
+    DAMAGED_FIX,
+    MANIFEST_FILE,
+    CheckpointError,
+    Manifest,
+    ShardFile,
+    StoredSlice,
+    TensorEntry,
+)
 
-PIECE = 1 << 22  # bytes hashed and written at a time
-MAX_MANIFEST = 1 << 28  # bytes
-TAGS = {
+CHUNK_NBYTES = 1 << 22  # bytes hashed and written at a time
+MAX_MANIFEST_NBYTES = 1 << 28  # bytes
+SAFETENSORS_TAGS = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -44,7 +52,7 @@ TAGS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TAGS}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_TAGS}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -52,7 +60,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> Shard:
+def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> ShardFile:
     """Write `tensors` to the new file `path`, on disk when this returns; returns its size and sha256.
 
     Raises OSError when the file exists, the disk is full, or the folder may not be written.
@@ -63,7 +71,11 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> Shard:
     for name in order:
         tensor = tensors[name]
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": TAGS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": SAFETENSORS_TAGS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     digest, nbytes = sha256(), 0
@@ -71,12 +83,12 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> Shard:
         for data in (len(text).to_bytes(8, "little"), text, *(tensors[name] for name in order)):
             for piece in _pieces(data):
                 digest.update(piece)
-                nbytes += write_all(file.fileno(), piece)
+                nbytes += write_all_bytes(file.fileno(), piece)
         os.fsync(file.fileno())
-    return Shard(nbytes, digest.hexdigest())
+    return ShardFile(nbytes, digest.hexdigest())
 
 
-def write_all(descriptor: int, data: memoryview) -> int:
+def write_all_bytes(descriptor: int, data: memoryview) -> int:
     """Write all of `data`, however little the system takes at a time; returns the number of bytes."""
     done = 0
     while done < len(data):
@@ -90,53 +102,67 @@ def _pieces(data: bytes | torch.Tensor) -> Iterator[memoryview]:
         view = flat.view(torch.uint8).numpy().data
     else:
         view = memoryview(data)
-    for start in range(0, len(view), PIECE):
-        yield view[start : start + PIECE]
+    for start in range(0, len(view), CHUNK_NBYTES):
+        yield view[start : start + CHUNK_NBYTES]
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint in `folder`. Raises CheckpointError when it has none that can be believed."""
     if not stat.S_ISDIR(_status(folder).st_mode):
-        raise CheckpointError("it is no folder, or a link to one; links are not followed", fix=FIX, where=str(folder))
-    path = folder / FILE_NAME
-    nbytes = regular_status(path).st_size
-    if nbytes > MAX_MANIFEST:
-        raise CheckpointError(f"{nbytes} bytes are too many for a manifest", fix=FIX, where=str(path))
+        raise CheckpointError(
+            "it is no folder, or a link to one; links are not followed", fix=DAMAGED_FIX, location=str(folder)
+        )
+    path = folder / MANIFEST_FILE
+    nbytes = stat_regular_file(path).st_size
+    if nbytes > MAX_MANIFEST_NBYTES:
+        raise CheckpointError(
+            f"{nbytes} bytes are too many for a manifest", fix=DAMAGED_FIX, location=str(path)
+        )
     try:
         return Manifest.parse(path.read_bytes().decode())
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"it cannot be read: {error}", fix=FIX, where=str(path)) from error
+        raise CheckpointError(f"it cannot be read: {error}", fix=DAMAGED_FIX, location=str(path)) from error
 
 
-def check_sizes(folder: Path, files: Mapping[str, Shard]) -> None:
+def check_sizes(folder: Path, files: Mapping[str, ShardFile]) -> None:
     """Raise CheckpointError unless every one of `files` is in `folder`, a regular file, of the right size."""
     for name, shard in files.items():
-        nbytes = regular_status(folder / name).st_size
+        nbytes = stat_regular_file(folder / name).st_size
         if nbytes != shard.nbytes:
             word = "truncated" if nbytes < shard.nbytes else "too long"
-            raise CheckpointError(f"{word}: {nbytes} bytes of {shard.nbytes}", fix=FIX, where=str(folder / name))
+            raise CheckpointError(
+                f"{word}: {nbytes} bytes of {shard.nbytes}", fix=DAMAGED_FIX, location=str(folder / name)
+            )
 
 
-def check_sums(folder: Path, files: Mapping[str, Shard]) -> None:
+def check_checksums(folder: Path, files: Mapping[str, ShardFile]) -> None:
     """Raise CheckpointError unless every one of `files` has the right size and sha256; reads them whole."""
     check_sizes(folder, files)
     for name, shard in files.items():
         digest = sha256()
         try:
             with (folder / name).open("rb") as file:
-                while piece := file.read(PIECE):
+                while piece := file.read(CHUNK_NBYTES):
                     digest.update(piece)
         except OSError as error:
-            raise CheckpointError(f"it cannot be read: {error}", fix=FIX, where=str(folder / name)) from error
+            raise CheckpointError(
+                f"it cannot be read: {error}", fix=DAMAGED_FIX, location=str(folder / name)
+            ) from error
         if digest.hexdigest() != shard.sha256:
-            raise CheckpointError("bit-flipped: its checksum differs from the manifest's", fix=FIX, where=str(folder / name))
+            raise CheckpointError(
+                "bit-flipped: its checksum differs from the manifest's",
+                fix=DAMAGED_FIX,
+                location=str(folder / name),
+            )
 
 
-def regular_status(path: Path) -> os.stat_result:
+def stat_regular_file(path: Path) -> os.stat_result:
     """What the system says of the regular file `path`. Raises CheckpointError when it is missing, a link, or anything else."""
     status = _status(path)
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError("it is a link or no regular file; neither is followed", fix=FIX, where=str(path))
+        raise CheckpointError(
+            "it is a link or no regular file; neither is followed", fix=DAMAGED_FIX, location=str(path)
+        )
     return status
 
 
@@ -144,10 +170,12 @@ def _status(path: Path) -> os.stat_result:
     try:
         return os.lstat(path)
     except OSError as error:
-        raise CheckpointError(f"missing or unreachable: {error.strerror}", fix=FIX, where=str(path)) from error
+        raise CheckpointError(
+            f"missing or unreachable: {error.strerror}", fix=DAMAGED_FIX, location=str(path)
+        ) from error
 
 
-def read_entries(folder: Path, entries: Mapping[str, Entry]) -> Iterator[tuple[str, torch.Tensor]]:
+def read_entries(folder: Path, entries: Mapping[str, TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
     """Each of `entries` with its tensor, on the CPU and in memory of its own, one at a time; checksums are not looked at.
 
     Raises CheckpointError when a file does not hold what its manifest says.
@@ -161,7 +189,7 @@ def read_entries(folder: Path, entries: Mapping[str, Entry]) -> Iterator[tuple[s
             yield name, whole
 
 
-def read_entry(folder: Path, name: str, entry: Entry, rows: range | None = None) -> torch.Tensor:
+def read_entry(folder: Path, name: str, entry: TensorEntry, rows: range | None = None) -> torch.Tensor:
     """The tensor `name` of the checkpoint in `folder`, or its `rows` along dim 0 (nothing else is read), likewise."""
     if rows is None:
         return next(tensor for _, tensor in read_entries(folder, {name: entry}))
@@ -172,12 +200,16 @@ def read_entry(folder: Path, name: str, entry: Entry, rows: range | None = None)
             low, high = max(rows.start, box.start[0]), min(rows.stop, box.start[0] + box.shape[0])
             if low < high:
                 mine = range(low - box.start[0], high - box.start[0])
-                found = replace(box, start=(low - rows.start, *box.start[1:]), shape=(high - low, *box.shape[1:]))
+                found = replace(
+                    box, start=(low - rows.start, *box.start[1:]), shape=(high - low, *box.shape[1:])
+                )
                 _place(some, _slice(folder, box, files, stack, mine), found, where=str(folder / box.file))
     return some
 
 
-def _slice(folder: Path, box: Slice, files: dict[str, safe_open], stack: ExitStack, rows: range | None = None) -> torch.Tensor:
+def _slice(
+    folder: Path, box: StoredSlice, files: dict[str, safe_open], stack: ExitStack, rows: range | None = None
+) -> torch.Tensor:
     """The stored tensor of `box`, or `rows` of it; its file is opened once, kept in `files`, and closed by `stack`."""
     try:
         if box.file not in files:
@@ -186,13 +218,19 @@ def _slice(folder: Path, box: Slice, files: dict[str, safe_open], stack: ExitSta
             return files[box.file].get_tensor(box.key)
         return files[box.file].get_slice(box.key)[rows.start : rows.stop]
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"no tensor {box.key!r} in it: {error}", fix=FIX, where=str(folder / box.file)) from error
+        raise CheckpointError(
+            f"no tensor {box.key!r} in it: {error}", fix=DAMAGED_FIX, location=str(folder / box.file)
+        ) from error
 
 
-def _place(whole: torch.Tensor, part: torch.Tensor, box: Slice, where: str) -> None:
+def _place(whole: torch.Tensor, part: torch.Tensor, box: StoredSlice, where: str) -> None:
     if tuple(part.shape) != box.shape or part.dtype != whole.dtype:
         needed = f"the manifest says {box.shape} {dtype_name(whole.dtype)}"
-        raise CheckpointError(f"{box.key!r} is {tuple(part.shape)} {dtype_name(part.dtype)}; {needed}", fix=FIX, where=where)
+        raise CheckpointError(
+            f"{box.key!r} is {tuple(part.shape)} {dtype_name(part.dtype)}; {needed}",
+            fix=DAMAGED_FIX,
+            location=where,
+        )
     target = whole
     for dim, (start, size) in enumerate(zip(box.start, box.shape, strict=True)):
         target = target.narrow(dim, start, size)

@@ -44,38 +44,52 @@ from typing import Any, get_type_hints
 
 import tomli_w
 
-from meshwright.plan.job.errors import Fault, PlanError, nearest, raise_faults
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 from meshwright.plan.job.job import Job
-from meshwright.plan.job.run_options import Run
+from meshwright.plan.job.run_options import RunConfig
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.strategy import Strategy
-from meshwright.run.config.schema import Check
+from meshwright.run.config.schema import SchemaCheck
 
 
-def overridden(
-    document: dict[str, Any], words: Sequence[str], faults: list[Fault]
+def apply_overrides(
+    document: dict[str, Any], args: Sequence[str], diagnostics: list[Diagnostic]
 ) -> tuple[dict[str, Any], frozenset[tuple[str, ...]]]:
     """A copy of `document` with the overrides in `words`, and the paths that they set; `faults` grows by what is wrong."""
     document = deepcopy(document)
     paths = set()
-    for key, text in _pairs(words, faults):
-        path = _put(document, key.split("."), _value(text), faults)
+    for key, text in _pairs(args, diagnostics):
+        path = _put(document, key.split("."), _value(text), diagnostics)
         paths.add(path)
     return document, frozenset(paths - {()})
 
 
-def _pairs(words: Sequence[str], faults: list[Fault]) -> Iterator[tuple[str, str]]:
+def _pairs(words: Sequence[str], diagnostics: list[Diagnostic]) -> Iterator[tuple[str, str]]:
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or not all(word[2:].partition("=")[0].split(".")):
-            faults.append(Fault("this is not an override", "write --key.sub value, for example --train.batch 16", f"'{word}'"))
+            diagnostics.append(
+                Diagnostic(
+                    "this is not an override",
+                    "write --key.sub value, for example --train.batch 16",
+                    f"'{word}'",
+                )
+            )
             continue
         key, equals, text = word[2:].partition("=")
         if not equals:
             text = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-        if any("\ud800" <= letter <= "\udfff" for letter in key + text):  # how Python marks bytes that are not UTF-8
-            faults.append(Fault(f"{key + '=' + text!a} is not a text in UTF-8", "write it in UTF-8, as the file is", "override"))
+        if any(
+            "\ud800" <= letter <= "\udfff" for letter in key + text
+        ):  # how Python marks bytes that are not UTF-8
+            diagnostics.append(
+                Diagnostic(
+                    f"{key + '=' + text!a} is not a text in UTF-8",
+                    "write it in UTF-8, as the file is",
+                    "override",
+                )
+            )
             continue
         yield key, text
 
@@ -91,7 +105,9 @@ def _value(text: str) -> Any:
     return read["value"]
 
 
-def _put(document: dict[str, Any], path: Sequence[str], value: Any, faults: list[Fault]) -> tuple[str, ...]:
+def _put(
+    document: dict[str, Any], path: Sequence[str], value: Any, diagnostics: list[Diagnostic]
+) -> tuple[str, ...]:
     """Set `path` in `document`; returns it with names in place of positions, or () when it could not be set."""
     node: Any = document
     said: list[str] = []
@@ -99,9 +115,11 @@ def _put(document: dict[str, Any], path: Sequence[str], value: Any, faults: list
         where = f"--{'.'.join(path)}"
         if not isinstance(node, (dict, list)):
             text = f"{'.'.join(path[:depth])} is {node!r}, which has no keys"
-            faults.append(Fault(text, f"set it as a whole: --{'.'.join(path[:depth])} VALUE", where))
+            diagnostics.append(
+                Diagnostic(text, f"set it as a whole: --{'.'.join(path[:depth])} VALUE", where)
+            )
             return ()
-        key: Any = _place(node, part, where, faults) if isinstance(node, list) else part
+        key: Any = _place(node, part, where, diagnostics) if isinstance(node, list) else part
         if key is None:
             return ()
         last = depth == len(path) - 1
@@ -114,7 +132,7 @@ def _put(document: dict[str, Any], path: Sequence[str], value: Any, faults: list
     return tuple(said)
 
 
-def _place(items: list[Any], part: str, where: str, faults: list[Fault]) -> int | None:
+def _place(items: list[Any], part: str, where: str, diagnostics: list[Diagnostic]) -> int | None:
     """The position in `items` that `part` names: by the item's name, or by a number."""
     named = [i for i, item in enumerate(items) if _name(item, "") == part]
     if len(named) == 1:
@@ -123,16 +141,20 @@ def _place(items: list[Any], part: str, where: str, faults: list[Fault]) -> int 
         return int(part)
     if named:
         text = f"{len(named)} tables of this list are named '{part}'"
-        faults.append(Fault(text, f"address one by its place: {' or '.join(map(str, named))} instead of '{part}'", where))
+        diagnostics.append(
+            Diagnostic(
+                text, f"address one by its place: {' or '.join(map(str, named))} instead of '{part}'", where
+            )
+        )
     else:
-        faults.append(Fault(f"this list has no '{part}'", _repair(part, items), where))
+        diagnostics.append(Diagnostic(f"this list has no '{part}'", _repair(part, items), where))
     return None
 
 
 def _repair(part: str, items: Iterable[Any]) -> str:
     names = [_name(item, str(i)) for i, item in enumerate(items)]
     add = f'add a table with name = "{part}" to the file'
-    return f"{nearest(part, names)} or {add}" if names else add
+    return f"{suggest_name(part, names)} or {add}" if names else add
 
 
 def _name(item: Any, otherwise: str) -> str:
@@ -141,18 +163,18 @@ def _name(item: Any, otherwise: str) -> str:
     return otherwise
 
 
-FILE = re.compile(r"\.(csv|py)(:\w+)?$")  # a text of a strategy that names a file
-EXTRA = ("plan_hash", "version")  # written by a plan file
+FILE_PATTERN = re.compile(r"\.(csv|py)(:\w+)?$")  # a text of a strategy that names a file
+EXTRA_KEYS = ("plan_hash", "version")  # written by a plan file
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What a config or plan file asks for. `mesh` holds the sizes as written; `strategies` is None when none are listed,
     `cluster` the path of what was measured of the links ("": none is named).
     """
 
     job: Job = field(default_factory=Job)
-    run: Run = field(default_factory=Run)
+    run: RunConfig = field(default_factory=RunConfig)
     mesh: dict[str, int] = field(default_factory=dict)
     micro_batch: int = 0
     strategies: tuple[Strategy, ...] | None = None
@@ -160,42 +182,56 @@ class Request:
     cluster: str = ""
 
 
-def read_request(path: Path, overrides: Sequence[str], strategies: Mapping[str, type[Strategy]]) -> Request:
+def read_request(
+    path: Path, overrides: Sequence[str], strategies: Mapping[str, type[Strategy]]
+) -> PlanRequest:
     """The request in the TOML file at `path`, changed by `overrides` (run/overrides.py); `strategies` are known by name.
 
     Values are checked for their types only: whether they make sense together is for Plan.make to say.
     Raises PlanError with every fault of the file and the overrides.
     """
-    faults: list[Fault] = []
-    document, said = overridden(_parse(path), overrides, faults)
-    tables: dict[str, Any] = {**get_type_hints(Job), "run": Run}
-    hints = {**tables, "mesh": dict[str, int], "micro_batch": int, "cluster": str, **dict.fromkeys(EXTRA, str)}
-    check = Check(str(path), said, tables, faults)
+    faults: list[Diagnostic] = []
+    document, said = apply_overrides(_parse(path), overrides, faults)
+    tables: dict[str, Any] = {**get_type_hints(Job), "run": RunConfig}
+    hints = {
+        **tables,
+        "mesh": dict[str, int],
+        "micro_batch": int,
+        "cluster": str,
+        **dict.fromkeys(EXTRA_KEYS, str),
+    }
+    check = SchemaCheck(str(path), said, tables, faults)
     chosen = _strategies(document.pop("strategies", None), strategies, check, path.parent)
     for key in (key for key in document if key not in hints):
-        check.unknown(key, (*hints, "strategies"), (key,))
-    values = {key: check.fit(document[key], hint, (key,)) for key, hint in hints.items() if key in document}
+        check.add_unknown_key(key, (*hints, "strategies"), (key,))
+    values = {
+        key: check.convert(document[key], hint, (key,)) for key, hint in hints.items() if key in document
+    }
     for axis in (axis for axis in values.get("mesh") or () if axis not in AXES):
-        faults.append(Fault(f"there is no axis '{axis}'", nearest(axis, AXES), check.where(("mesh", axis))))
-    raise_faults(faults)
+        faults.append(
+            Diagnostic(
+                f"there is no axis '{axis}'", suggest_name(axis, AXES), check.describe_path(("mesh", axis))
+            )
+        )
+    raise_diagnostics(faults)
     job = Job(**{item.name: values[item.name] for item in fields(Job) if item.name in values})
-    return Request(
+    return PlanRequest(
         job=_with_absolute_sources(job, path.parent, said),
-        run=_with_absolute_files(values.get("run", Run()), path.parent, said),
+        run=_with_absolute_files(values.get("run", RunConfig()), path.parent, said),
         mesh=values.get("mesh", {}),
         micro_batch=values.get("micro_batch", 0),
         strategies=chosen,
         cluster=_anchored_cluster(values.get("cluster", ""), path.parent, said),
-        extra={key: values[key] for key in EXTRA if key in values},
+        extra={key: values[key] for key in EXTRA_KEYS if key in values},
     )
 
 
-def write_request(request: Request, path: Path) -> None:
+def write_request(request: PlanRequest, path: Path) -> None:
     """Write `request` to `path` as TOML, every default spelled out; a reader sees the old file or the new one, never a part.
 
     Raises PlanError when the file cannot be written.
     """
-    text = tomli_w.dumps(as_dict(request)).encode()
+    text = tomli_w.dumps(request_as_dict(request)).encode()
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,16 +244,20 @@ def write_request(request: Request, path: Path) -> None:
         with suppress(OSError):
             part.unlink()
         fix = "name a file in a folder that can be written to"
-        raise PlanError(f"the file cannot be written: {error.strerror}", fix=fix, where=str(path)) from error
+        raise PlanError(
+            f"the file cannot be written: {error.strerror}", fix=fix, location=str(path)
+        ) from error
 
 
-def as_dict(request: Request) -> dict[str, Any]:
+def request_as_dict(request: PlanRequest) -> dict[str, Any]:
     """`request` as plain values (dict, list, str, int, float, bool), in the schema of the file."""
     document: dict[str, Any] = {**request.extra, "micro_batch": request.micro_batch, **_plain(request.job)}
     document |= {"cluster": request.cluster} if request.cluster else {}
     document |= {"run": _plain(request.run), "mesh": dict(request.mesh)}
     if request.strategies is not None:
-        document["strategies"] = [{"name": strategy.name, **_plain(strategy)} for strategy in request.strategies]
+        document["strategies"] = [
+            {"name": strategy.name, **_plain(strategy)} for strategy in request.strategies
+        ]
     return document
 
 
@@ -229,7 +269,9 @@ def canonical_hash(document: Mapping[str, Any]) -> str:
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
         said = {item.name: (getattr(value, item.name), item.default) for item in fields(value) if item.init}
-        return {key: _plain(now) for key, (now, default) in said.items() if not (now is None and default is None)}
+        return {
+            key: _plain(now) for key, (now, default) in said.items() if not (now is None and default is None)
+        }
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
@@ -241,25 +283,33 @@ def _parse(path: Path) -> dict[str, Any]:
     where = str(path)
     if path.is_dir():
         names = ", ".join(sorted(found.name for found in path.glob("*.toml"))) or "there is none"
-        raise PlanError("this is a folder; needed is a TOML file", fix=f"name a file in it: {names}", where=where)
+        raise PlanError(
+            "this is a folder; needed is a TOML file", fix=f"name a file in it: {names}", location=where
+        )
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError as error:
         names = [found.name for found in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-        fix = nearest(path.name, names) if names else "check the path; the file is looked for from the current folder"
-        raise PlanError("there is no such file", fix=fix, where=where) from error
+        fix = (
+            suggest_name(path.name, names)
+            if names
+            else "check the path; the file is looked for from the current folder"
+        )
+        raise PlanError("there is no such file", fix=fix, location=where) from error
     except OSError as error:
-        raise PlanError(f"the file cannot be read: {error.strerror}", fix="check its permissions", where=where) from error
+        raise PlanError(
+            f"the file cannot be read: {error.strerror}", fix="check its permissions", location=where
+        ) from error
     except UnicodeDecodeError as error:
         fix = f"save it as UTF-8; the byte at position {error.start} is not"
-        raise PlanError("the file is not a text in UTF-8", fix=fix, where=where) from error
+        raise PlanError("the file is not a text in UTF-8", fix=fix, location=where) from error
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise _syntax_error(path, text, error) from error
     if not document:
         fix = "name at least a model and data: [model] source = ..., [data] source = ..."
-        raise PlanError("the file is empty: it sets no key", fix=fix, where=where)
+        raise PlanError("the file is empty: it sets no key", fix=fix, location=where)
     return document
 
 
@@ -270,40 +320,58 @@ def _syntax_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> Plan
     reason = str(error).split(" (at ")[0]
     fix = 'write key = value; texts stand in quotes ("text"), lists in brackets ([1, 2])'
     return PlanError(
-        f"not TOML: {reason}, in the line '{lines[min(line, len(lines)) - 1].strip()}'", fix=fix, where=f"{path}:{line}"
+        f"not TOML: {reason}, in the line '{lines[min(line, len(lines)) - 1].strip()}'",
+        fix=fix,
+        location=f"{path}:{line}",
     )
 
 
-def _strategies(listed: Any, known: Mapping[str, type[Strategy]], check: Check, folder: Path) -> tuple[Strategy, ...] | None:
+def _strategies(
+    listed: Any, known: Mapping[str, type[Strategy]], check: SchemaCheck, folder: Path
+) -> tuple[Strategy, ...] | None:
     if listed is None:
         return None
     path = ("strategies",)
     if not isinstance(listed, list) or not all(isinstance(table, dict) for table in listed):
         fix = '[[strategies]] in double brackets, then name = "replicate"; one such table for each technique'
-        check.faults.append(Fault("strategies is not a list of tables", fix, check.where(path)))
+        check.diagnostics.append(
+            Diagnostic("strategies is not a list of tables", fix, check.describe_path(path))
+        )
         return None
     chosen = []
     for i, table in enumerate(listed):
         name = table.get("name")
         if not isinstance(name, str):
             text = "the strategy has no name" if name is None else f"{name!r} is not the name of a strategy"
-            check.faults.append(Fault(text, f'write name = "...": {nearest("", known)}', check.where((*path, str(i), "name"))))
+            check.diagnostics.append(
+                Diagnostic(
+                    text,
+                    f'write name = "...": {suggest_name("", known)}',
+                    check.describe_path((*path, str(i), "name")),
+                )
+            )
         elif name not in known:
-            check.faults.append(
-                Fault(f"there is no strategy '{name}'", nearest(name, known), check.where((*path, str(i), "name")))
+            check.diagnostics.append(
+                Diagnostic(
+                    f"there is no strategy '{name}'",
+                    suggest_name(name, known),
+                    check.describe_path((*path, str(i), "name")),
+                )
             )
         else:
             places = (
-                (Path.cwd(), folder) if check.overridden & {("strategies", name, key) for key in table} else (folder, Path.cwd())
+                (Path.cwd(), folder)
+                if check.overridden & {("strategies", name, key) for key in table}
+                else (folder, Path.cwd())
             )
             values = {key: _file(value, places) for key, value in table.items() if key != "name"}
-            chosen.append(check.fit(values, known[name], (*path, name)))
+            chosen.append(check.convert(values, known[name], (*path, name)))
     return tuple(chosen)
 
 
 def _file(value: Any, folders: Sequence[Path]) -> Any:
     """`value`; the absolute path where it names a file of data or of Python that exists in one of `folders`."""
-    return _absolute(value, folders) if isinstance(value, str) and FILE.search(value) else value
+    return _absolute(value, folders) if isinstance(value, str) and FILE_PATTERN.search(value) else value
 
 
 def _with_absolute_sources(job: Job, folder: Path, said: frozenset[tuple[str, ...]]) -> Job:
@@ -324,9 +392,12 @@ def _with_absolute_sources(job: Job, folder: Path, said: frozenset[tuple[str, ..
     return replace(job, model=model, data=data, evaluate=evaluate)
 
 
-def _with_absolute_files(run: Run, folder: Path, said: frozenset[tuple[str, ...]]) -> Run:
+def _with_absolute_files(run: RunConfig, folder: Path, said: frozenset[tuple[str, ...]]) -> RunConfig:
     """`run`, where what names a file of measurements does so from anywhere."""
-    places = {key: (Path.cwd(), folder) if ("run", key) in said else (folder, Path.cwd()) for key in ("hardware", "cluster")}
+    places = {
+        key: (Path.cwd(), folder) if ("run", key) in said else (folder, Path.cwd())
+        for key in ("hardware", "cluster")
+    }
     hardware, cluster = (_absolute(vars(run)[key], where) for key, where in places.items())
     return replace(run, hardware=hardware, cluster=cluster)
 
@@ -340,6 +411,8 @@ def _absolute(source: str, folders: Sequence[Path]) -> str:
     head, colon, factory = source.rpartition(":")
     for folder in folders:
         for name, tail in ((source, ""), (head, colon + factory)):
-            if name and os.path.exists(folder / name):  # not Path.exists, which raises for texts that cannot be paths
+            if name and os.path.exists(
+                folder / name
+            ):  # not Path.exists, which raises for texts that cannot be paths
                 return os.path.abspath(folder / name) + tail
     return source

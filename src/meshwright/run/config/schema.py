@@ -19,10 +19,10 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from meshwright.plan.job.errors import Fault, PlanError, nearest
+from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
 
-Dotted = tuple[str, ...]  # a dotted path, split
-NEEDED = {
+KeyPath = tuple[str, ...]  # a dotted path, split
+TYPE_DESCRIPTIONS = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
@@ -37,7 +37,7 @@ NEEDED = {
 
 
 @dataclass
-class Check:
+class SchemaCheck:
     """Holds values against types and gathers every fault in `faults`.
 
     `file` and `overridden` (dotted paths, split) say where a value came from: a fault points to `file: train.batch` or
@@ -45,11 +45,11 @@ class Check:
     """
 
     file: str
-    overridden: frozenset[Dotted] = frozenset()
+    overridden: frozenset[KeyPath] = frozenset()
     tables: Mapping[str, type] = field(default_factory=dict)
-    faults: list[Fault] = field(default_factory=list)
+    diagnostics: list[Diagnostic] = field(default_factory=list)
 
-    def fit(self, value: Any, hint: Any, path: Dotted) -> Any:
+    def convert(self, value: Any, hint: Any, path: KeyPath) -> Any:
         """`value` as an object of type `hint`; None, with the reasons added to `faults`, when it does not fit."""
         known = self._known(value, hint, path)
         try:
@@ -57,10 +57,10 @@ class Check:
         except ValidationError as error:
             self._translate(error.errors(include_url=False), known, path)
         except PlanError as error:  # the dataclass itself refused its values
-            self.faults += error.faults
+            self.diagnostics += error.diagnostics
         return None
 
-    def unknown(self, key: str, known: Iterable[str], path: Dotted) -> None:
+    def add_unknown_key(self, key: str, known: Iterable[str], path: KeyPath) -> None:
         """Add the fault that `path` ends in `key`, which is not one of `known`."""
         homes = [f"{table}.{key}" for table, kind in self.tables.items() if key in _field_hints(kind)]
         known = tuple(known)
@@ -69,19 +69,23 @@ class Check:
         elif homes:
             fix = f"it belongs to another table: write {' or '.join(homes)}"
         else:
-            fix = nearest(key, known)
-        self.faults.append(Fault(f"there is no key '{key}' here", fix, self.where(path)))
+            fix = suggest_name(key, known)
+        self.diagnostics.append(Diagnostic(f"there is no key '{key}' here", fix, self.describe_path(path)))
 
-    def where(self, path: Dotted) -> str:
+    def describe_path(self, path: KeyPath) -> str:
         """The place of `path` in words: a word of the command line when an override set it, else the file and the key."""
         dotted = ".".join(path)
         given = any(path[: len(said)] == said or said[: len(path)] == path for said in self.overridden)
         return f"--{dotted}" if given else f"{self.file}: {dotted}"
 
-    def _known(self, value: Any, hint: Any, path: Dotted) -> Any:
+    def _known(self, value: Any, hint: Any, path: KeyPath) -> Any:
         """`value` without unknown keys, which become faults, and with None where `{}` stands for it."""
         if isinstance(value, (date, time)):
-            self.faults.append(Fault(f"{value} is read as a date", f'put it in quotes: "{value}"', self.where(path)))
+            self.diagnostics.append(
+                Diagnostic(
+                    f"{value} is read as a date", f'put it in quotes: "{value}"', self.describe_path(path)
+                )
+            )
             return str(value)
         members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         tables = [member for member in members if is_dataclass(member) or get_origin(member) is dict]
@@ -95,23 +99,25 @@ class Check:
             return [self._known(item, hints[i], (*path, str(i))) for i, item in enumerate(value)]
         return value
 
-    def _known_table(self, value: dict[str, Any], table: Any, path: Dotted) -> dict[str, Any]:
+    def _known_table(self, value: dict[str, Any], table: Any, path: KeyPath) -> dict[str, Any]:
         if get_origin(table) is dict:
             hint = get_args(table)[1]
             return {key: self._known(item, hint, (*path, key)) for key, item in value.items()}
         hints = _field_hints(table)
         for key in value:
             if key not in hints:
-                self.unknown(key, hints, (*path, key))
-        return {key: self._known(item, hints[key], (*path, key)) for key, item in value.items() if key in hints}
+                self.add_unknown_key(key, hints, (*path, key))
+        return {
+            key: self._known(item, hints[key], (*path, key)) for key, item in value.items() if key in hints
+        }
 
-    def _translate(self, errors: list[ErrorDetails], value: Any, path: Dotted) -> None:
-        groups: dict[Dotted, list[ErrorDetails]] = {}
+    def _translate(self, errors: list[ErrorDetails], value: Any, path: KeyPath) -> None:
+        groups: dict[KeyPath, list[ErrorDetails]] = {}
         for error in errors:
             inner = tuple(_steps_into(value, error))
             groups.setdefault((*path, *inner), []).append(error)
         for place, found in groups.items():
-            self.faults.append(_fault(found, self.where(place)))
+            self.diagnostics.append(_fault(found, self.describe_path(place)))
 
 
 def _field_hints(kind: type) -> dict[str, Any]:
@@ -143,26 +149,26 @@ def _has(value: Any, part: int | str) -> bool:
     return isinstance(value, dict) and part in value
 
 
-def _fault(errors: list[ErrorDetails], where: str) -> Fault:
+def _fault(errors: list[ErrorDetails], where: str) -> Diagnostic:
     """One fault for one value; a value that may be of several types comes with one error for each."""
     kind, given = errors[0]["type"], errors[0]["input"]
     if kind == "missing":
-        return Fault("this key is missing", "write it: it has no default", where)
+        return Diagnostic("this key is missing", "write it: it has no default", where)
     if kind == "literal_error":
         expected = errors[0]["ctx"]["expected"]
         words = [word.strip("'") for word in expected.replace(" or ", ", ").split(", ")]
-        fix = nearest(given, words) if isinstance(given, str) else f"write {expected}"
-        return Fault(f"given is {_shown(given)}; needed is {expected}", fix, where)
-    needed = [NEEDED.get(error["type"], error["msg"]) for error in errors]
+        fix = suggest_name(given, words) if isinstance(given, str) else f"write {expected}"
+        return Diagnostic(f"given is {_shown(given)}; needed is {expected}", fix, where)
+    needed = [TYPE_DESCRIPTIONS.get(error["type"], error["msg"]) for error in errors]
     text = ", or ".join(dict.fromkeys(needed))
-    fix = f"write {text}" if kind in NEEDED else "change it accordingly"
+    fix = f"write {text}" if kind in TYPE_DESCRIPTIONS else "change it accordingly"
     if kind == "string_type" and len(errors) == 1:
         fix = f"put it in quotes: {json.dumps(str(given))}" if not isinstance(given, (dict, list)) else fix
     elif isinstance(given, str) and kind in ("int_type", "float_type", "bool_type"):
         fix += ", without quotes"
     elif kind in ("tuple_type", "list_type"):
         fix = f"write [{_shown(given)}]" if not isinstance(given, dict) else fix
-    return Fault(f"given is {_shown(given)}; needed is {text}", fix, where)
+    return Diagnostic(f"given is {_shown(given)}; needed is {text}", fix, where)
 
 
 def _shown(given: Any) -> str:

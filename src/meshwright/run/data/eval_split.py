@@ -16,23 +16,23 @@ from typing import Any
 
 import torch
 
-from meshwright.plan.job.data_source import DataSource
+from meshwright.plan.job.data_source import DataConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Evaluate, Job
+from meshwright.plan.job.job import EvalConfig, Job
 from meshwright.plan.plan import Plan
-from meshwright.run.data.feed import Data
+from meshwright.run.data.feed import Dataset
 from meshwright.run.data.mixture import Mixture
-from meshwright.run.data.shuffle import ABSENT, share
-from meshwright.run.data.streaming import Stream
+from meshwright.run.data.shuffle import ABSENT_SAMPLE, rank_sample_ids
+from meshwright.run.data.streaming import TokenStream
 
 
-class Stretch:
+class DataSubset:
     """`count` samples of `data` from number `first` on, as samples of their own.
 
     `digest` names the content of the whole data: which part of it this is follows from the plan.
     """
 
-    def __init__(self, data: Data, first: int, count: int) -> None:
+    def __init__(self, data: Dataset, first: int, count: int) -> None:
         self._data, self._first, self._count = data, first, count
         self.digest, self.notes = data.digest, data.notes
 
@@ -41,18 +41,25 @@ class Stretch:
 
     def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
         """One row per id, -1 for an absent sample."""
-        return self._data.batch([i if i == ABSENT else i + self._first for i in ids])
+        return self._data.batch([i if i == ABSENT_SAMPLE else i + self._first for i in ids])
 
 
-def source_of(job: Job) -> DataSource | None:
+def eval_source(job: Job) -> DataConfig | None:
     """The source of the evaluation samples, read as the training data is; None when they are held out of that."""
     spec, data = job.evaluate, job.data
     if not spec.source and not spec.split:
         return None
-    return replace(data, source=spec.source or data.source, split=spec.split or data.split, mixture=(), streaming=False, epochs=0)
+    return replace(
+        data,
+        source=spec.source or data.source,
+        split=spec.split or data.split,
+        mixture=(),
+        streaming=False,
+        epochs=0,
+    )
 
 
-def divided(data: Data, spec: Evaluate) -> tuple[Data, Data | None]:
+def split_held_out(data: Dataset, spec: EvalConfig) -> tuple[Dataset, Dataset | None]:
     """`data` without its last evaluate.hold_out samples, and those; all of it and None when none are held out.
 
     Raises PlanError when there are not so many, and for data whose samples are not in one list: a mixture, a stream.
@@ -61,87 +68,104 @@ def divided(data: Data, spec: Evaluate) -> tuple[Data, Data | None]:
     if not num:
         return data, None
     where, fix = "evaluate.hold_out", "name other samples to evaluate on: evaluate.source"
-    if isinstance(data, (Mixture, Stream)):
+    if isinstance(data, (Mixture, TokenStream)):
         kind = "a mixture" if isinstance(data, Mixture) else "a stream"
-        raise PlanError(f"the last {num} samples of {kind}, which has no end to hold out", fix=fix, where=where)
+        raise PlanError(
+            f"the last {num} samples of {kind}, which has no end to hold out", fix=fix, location=where
+        )
     if num >= len(data):
         text = f"{num} samples are held out of {len(data)}, and none is left to train on"
-        raise PlanError(text, fix=f"hold out fewer than {len(data)}", where=where)
+        raise PlanError(text, fix=f"hold out fewer than {len(data)}", location=where)
     kept = len(data) - num
-    return Stretch(data, 0, kept), Stretch(data, kept, num)
+    return DataSubset(data, 0, kept), DataSubset(data, kept, num)
 
 
 @dataclass(frozen=True)
-class Evaluating:
+class EvalSamples:
     """The samples that the data rank `index` of `plan` evaluates on: its share of `data`, at most evaluate.samples of it."""
 
-    data: Data
+    dataset: Dataset
     plan: Plan
-    index: int
+    data_rank: int
 
     def batches(self) -> Iterator[dict[str, torch.Tensor] | None]:
         """This rank's rows of each evaluation batch, micro-batch after micro-batch; None where it has none."""
         plan, size, num = self.plan, self.plan.job.train.batch, self.num_samples
         for first in range(0, num, size):
-            ids = [i if i < num else ABSENT for i in range(first, first + size)]
-            mine = [i for micro in range(plan.num_micro) for i in share(ids, micro, plan.num_micro, self.index, plan.num_data)]
-            yield self.data.batch(mine) if any(i != ABSENT for i in mine) else None
+            ids = [i if i < num else ABSENT_SAMPLE for i in range(first, first + size)]
+            mine = [
+                i
+                for micro in range(plan.num_microbatches)
+                for i in rank_sample_ids(ids, micro, plan.num_microbatches, self.data_rank, plan.num_data)
+            ]
+            yield self.dataset.batch(mine) if any(i != ABSENT_SAMPLE for i in mine) else None
 
     @property
     def num_samples(self) -> int:
         """How many samples are evaluated, on all ranks together."""
-        return min(len(self.data), self.plan.job.evaluate.samples or len(self.data))
+        return min(len(self.dataset), self.plan.job.evaluate.samples or len(self.dataset))
 
     @property
     def digest(self) -> str:
         """What names the samples: a result is compared with earlier ones on the same samples only."""
         job = self.plan.job
-        said = f"{self.data.digest} {job.evaluate.hold_out} {self.num_samples} {len(self.data)}"
+        said = f"{self.dataset.digest} {job.evaluate.hold_out} {self.num_samples} {len(self.dataset)}"
         return sha256(said.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
-class SoFar:
+class EvalHistory:
     """What evaluations on the samples `on` have shown: the best loss and its step, and how many came since the last gain.
 
     `mark` is the loss that an evaluation must undercut to count as a gain: that of the last gain.
     """
 
-    on: str = ""
-    best: float | None = None
+    digest: str = ""
+    best_loss: float | None = None
     best_step: int = 0
-    mark: float | None = None
-    waited: int = 0
+    reference_loss: float | None = None
+    num_without_gain: int = 0
 
     @classmethod
-    def of(cls, saved: Any) -> "SoFar":
+    def from_saved(cls, saved: Any) -> "EvalHistory":
         """What a checkpoint says (as `as_dict` gave it); nothing, when it says nothing of the kind."""
         known = {"on": str, "best": float, "best_step": int, "mark": float, "waited": int}
         if not isinstance(saved, dict) or saved.keys() != known.keys():
             return cls()
-        fits = all(isinstance(saved[key], kind) or (saved[key] is None and kind is float) for key, kind in known.items())
+        fits = all(
+            isinstance(saved[key], kind) or (saved[key] is None and kind is float)
+            for key, kind in known.items()
+        )
         return cls(**saved) if fits else cls()
 
     def as_dict(self) -> dict[str, Any]:
         """This as plain values."""
         return asdict(self)
 
-    def comparable(self, evaluating: Evaluating) -> "SoFar":
+    def for_samples(self, eval_samples: EvalSamples) -> "EvalHistory":
         """This, or a fresh start when `evaluating` is about other samples."""
-        return self if self.on == evaluating.digest else SoFar(evaluating.digest)
+        return self if self.digest == eval_samples.digest else EvalHistory(eval_samples.digest)
 
-    def after(self, loss: float, step: int, min_delta: float) -> "SoFar":
+    def with_evaluation(self, loss: float, step: int, min_delta: float) -> "EvalHistory":
         """This, and an evaluation at `step` that gave `loss`; one that is not finite is no gain."""
         if not isfinite(loss):
-            return replace(self, waited=self.waited + 1)
-        found = replace(self, best=loss, best_step=step) if self.best is None or loss < self.best else self
-        if self.mark is None or loss < self.mark - min_delta:
-            return replace(found, mark=loss, waited=0)
-        return replace(found, waited=self.waited + 1)
+            return replace(self, num_without_gain=self.num_without_gain + 1)
+        found = (
+            replace(self, best_loss=loss, best_step=step)
+            if self.best_loss is None or loss < self.best_loss
+            else self
+        )
+        if self.reference_loss is None or loss < self.reference_loss - min_delta:
+            return replace(found, reference_loss=loss, num_without_gain=0)
+        return replace(found, num_without_gain=self.num_without_gain + 1)
 
-    def ended(self, spec: Evaluate) -> str:
+    def stop_reason(self, spec: EvalConfig) -> str:
         """Why the run ends early, in words; "" while it goes on."""
-        if not spec.patience or self.waited < spec.patience:
+        if not spec.patience or self.num_without_gain < spec.patience:
             return ""
-        best = "none was finite" if self.best is None else f"the best was {self.best:.4f} at step {self.best_step}"
-        return f"{self.waited} evaluations brought no gain above {spec.min_delta:g} ({best}); evaluate.patience = {spec.patience}"
+        best = (
+            "none was finite"
+            if self.best_loss is None
+            else f"the best was {self.best_loss:.4f} at step {self.best_step}"
+        )
+        return f"{self.num_without_gain} evaluations brought no gain above {spec.min_delta:g} ({best}); evaluate.patience = {spec.patience}"

@@ -12,19 +12,19 @@ from typing import Protocol
 
 import torch
 
-from meshwright.plan.job.data_source import DataSource
-from meshwright.plan.job.errors import Fault, PlanError, raise_faults
+from meshwright.plan.job.data_source import DataConfig
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 from meshwright.plan.plan import Plan
 from meshwright.run.data.documents import open_documents
 from meshwright.run.data.mixture import Mixture
-from meshwright.run.data.readers import idle_faults, kind_of, open_rows
-from meshwright.run.data.shuffle import ABSENT, Order
-from meshwright.run.data.streaming import Stream, StreamOrder
-from meshwright.run.data.text import TextData
-from meshwright.run.data.tokenizer import Codec, TokenData, codec_of
+from meshwright.run.data.readers import open_reader, source_format, unused_field_diagnostics
+from meshwright.run.data.shuffle import ABSENT_SAMPLE, ShuffledOrder
+from meshwright.run.data.streaming import StreamOrder, TokenStream
+from meshwright.run.data.text import TextDataset
+from meshwright.run.data.tokenizer import TokenDataset, Tokenizer, make_tokenizer
 
 
-class Data(Protocol):
+class Dataset(Protocol):
     """Samples by number: how many, what names their content, and rows for a list of ids (-1: an absent sample).
 
     `notes` are what a user should know of them, in sentences.
@@ -40,18 +40,18 @@ class Data(Protocol):
         ...
 
 
-class Ordering(Protocol):
+class SampleOrder(Protocol):
     """Which samples make up each global step; `total` is how many are played in all (None: not known, or without end)."""
 
     @property
-    def total(self) -> int | None: ...
+    def num_total(self) -> int | None: ...
 
     def ids(self, step: int, batch: int) -> list[int]:
         """The sample ids of global step `step`; -1 behind the end."""
         ...
 
 
-class ExampleData:
+class ExampleDataset:
     """The rows of the example batch that a model's factory returned, as a data set: sample i is row i."""
 
     notes = ()
@@ -70,7 +70,7 @@ class ExampleData:
 
     def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
         """The rows `ids`; absent samples are left out, so the batch may be short or empty."""
-        rows = torch.tensor([i for i in ids if i != ABSENT], dtype=torch.long)
+        rows = torch.tensor([i for i in ids if i != ABSENT_SAMPLE], dtype=torch.long)
         return {key: value[rows] for key, value in self._example.items()}
 
 
@@ -78,25 +78,26 @@ class ExampleData:
 class Feed:
     """The rows of each step that `rank` reads under `plan`."""
 
-    data: Data
-    order: Ordering
+    dataset: Dataset
+    order: SampleOrder
     plan: Plan
     rank: int
 
     def batch(self, step: int) -> dict[str, torch.Tensor] | None:
         """This rank's rows of global step `step` (from 0), micro-batch after micro-batch; None when all are absent."""
         ids = self.order.ids(step, self.plan.job.train.batch)
-        mine = [ids[row] for row in self.plan.rows_read(self.rank)]
-        return self.data.batch(mine) if any(i != ABSENT for i in mine) else None
+        mine = [ids[row] for row in self.plan.samples_read(self.rank)]
+        return self.dataset.batch(mine) if any(i != ABSENT_SAMPLE for i in mine) else None
 
-    def samples(self, step: int) -> list[list[int]]:
+    def sample_ids(self, step: int) -> list[list[int]]:
         """The ids of the samples that each data rank plays in global step `step`."""
         plan = self.plan
         ids = self.order.ids(step, plan.job.train.batch)
         rows = [
-            [row for first in plan.first_rows(i) for row in range(first, first + plan.micro_batch)] for i in range(plan.num_data)
+            [row for first in plan.microbatch_starts(i) for row in range(first, first + plan.micro_batch)]
+            for i in range(plan.num_data)
         ]
-        return [[ids[row] for row in mine if ids[row] != ABSENT] for mine in rows]
+        return [[ids[row] for row in mine if ids[row] != ABSENT_SAMPLE] for mine in rows]
 
     @property
     def num_steps(self) -> int | None:
@@ -104,27 +105,27 @@ class Feed:
 
         The last one may be short.
         """
-        total = self.order.total
+        total = self.order.num_total
         return None if total is None else -(-total // self.plan.job.train.batch)
 
     @property
-    def can_share(self) -> bool:
+    def is_thread_safe(self) -> bool:
         """Whether several threads may ask for batches, in any order; a stream has one reader."""
-        return not isinstance(self.data, Stream)
+        return not isinstance(self.dataset, TokenStream)
 
-    def over(self, step: int) -> bool:
+    def has_ended(self, step: int) -> bool:
         """Whether the samples end before global step `step`; a stream is read up to it."""
-        if isinstance(self.data, Stream):
-            return not self.data.has(step * self.plan.job.train.batch)
+        if isinstance(self.dataset, TokenStream):
+            return not self.dataset.has_sample(step * self.plan.job.train.batch)
         return self.num_steps is not None and step >= self.num_steps
 
 
-def open_data(
-    source: DataSource,
+def open_dataset(
+    source: DataConfig,
     example: Mapping[str, torch.Tensor] | None,
     cache: Path | None = None,
-    fits: Callable[[Codec], Iterable[Fault]] = lambda codec: (),
-) -> Data:
+    check_tokenizer: Callable[[Tokenizer], Iterable[Diagnostic]] = lambda codec: (),
+) -> Dataset:
     """The samples that `source` names; what has to be tokenised is kept in the folder `cache`.
 
     Plain text, read as bytes, and streams need none. `fits` is asked what is wrong with the tokenizer before anything is
@@ -133,56 +134,68 @@ def open_data(
     """
     if source.source == "example":
         return _example(source, example)
-    raise_faults(source.faults())
-    codec = codec_of(source.tokenizer)
-    faults, parts = list(fits(codec)), []
+    raise_diagnostics(source.diagnostics())
+    codec = make_tokenizer(source.tokenizer)
+    faults, parts = list(check_tokenizer(codec)), []
     unfit = bool(faults)
-    for part in source.parts() or (source,):
+    for part in source.part_configs() or (source,):
         try:
             parts += _tokens(part, codec, cache, unfit=unfit)
         except PlanError as error:
-            faults += error.faults
-    raise_faults(faults)
+            faults += error.diagnostics
+    raise_diagnostics(faults)
     return Mixture(parts, [part.weight for part in source.mixture]) if source.mixture else parts[0]
 
 
-def _tokens(source: DataSource, codec: Codec, cache: Path | None, *, unfit: bool) -> list[TokenData]:
+def _tokens(
+    source: DataConfig, tokenizer: Tokenizer, cache: Path | None, *, unfit: bool
+) -> list[TokenDataset]:
     """The samples of one source; none when the codec is `unfit`, and then only what can be seen without it is looked at."""
-    raise_faults(idle_faults(source))
-    if kind_of(source) == "text" and not source.tokenizer:
-        return [TextData(source)]
-    rows = open_rows(source)
+    raise_diagnostics(unused_field_diagnostics(source))
+    if source_format(source) == "text" and not source.tokenizer:
+        return [TextDataset(source)]
+    rows = open_reader(source)
     if unfit:
         return []
     if source.streaming:
-        return [Stream(source, rows, codec)]
+        return [TokenStream(source, rows, tokenizer)]
     if cache is None:
-        raise ValueError(f"'{source.source}' has to be tokenised, and no folder was given for the tokens: pass cache=Path(...)")
-    return [open_documents(source, rows, codec, cache)]
+        raise ValueError(
+            f"'{source.source}' has to be tokenised, and no folder was given for the tokens: pass cache=Path(...)"
+        )
+    return [open_documents(source, rows, tokenizer, cache)]
 
 
-def _example(source: DataSource, example: Mapping[str, torch.Tensor] | None) -> ExampleData:
+def _example(source: DataConfig, example: Mapping[str, torch.Tensor] | None) -> ExampleDataset:
     fix = "remove it, or set data.source to a file, a folder or a data set"
-    usual = DataSource(source.source)
-    raise_faults(
-        Fault(f"{name} = {vars(source)[name]!r} with the example batch, which is taken as it is", fix, f"data.{name}")
+    usual = DataConfig(source.source)
+    raise_diagnostics(
+        Diagnostic(
+            f"{name} = {vars(source)[name]!r} with the example batch, which is taken as it is",
+            fix,
+            f"data.{name}",
+        )
         for name in ("tokenizer", "chat", "streaming", "format", "column", "split")
         if vars(source)[name] != vars(usual)[name]
     )
     if example is None:
         fix = "set data.source to a text file or folder, or return meshwright.Model(module, example=...) from the factory"
-        raise PlanError('data.source is "example" and the model comes without an example batch', fix=fix, where="data.source")
-    return ExampleData(example)
+        raise PlanError(
+            'data.source is "example" and the model comes without an example batch',
+            fix=fix,
+            location="data.source",
+        )
+    return ExampleDataset(example)
 
 
-def open_feed(data: Data, plan: Plan, rank: int) -> Feed:
+def open_feed(dataset: Dataset, plan: Plan, rank: int) -> Feed:
     """The feed of `rank` under `plan`."""
-    data = data.again() if isinstance(data, Stream) else data
-    return Feed(data, _order(data, plan), plan, rank)
+    dataset = dataset.reopen() if isinstance(dataset, TokenStream) else dataset
+    return Feed(dataset, _order(dataset, plan), plan, rank)
 
 
-def _order(data: Data, plan: Plan) -> Ordering:
+def _order(data: Dataset, plan: Plan) -> SampleOrder:
     seed, epochs = plan.job.train.seed, plan.job.data.epochs
-    if isinstance(data, Stream):
+    if isinstance(data, TokenStream):
         return StreamOrder()
-    return data.order(seed, epochs) if isinstance(data, Mixture) else Order(len(data), seed, epochs)
+    return data.order(seed, epochs) if isinstance(data, Mixture) else ShuffledOrder(len(data), seed, epochs)

@@ -26,13 +26,13 @@ from math import gcd, lcm
 import numpy as np
 import torch
 
-from meshwright.run.data.shuffle import ABSENT, Order
-from meshwright.run.data.tokenizer import NO_LABEL, TokenData, checked
+from meshwright.run.data.shuffle import ABSENT_SAMPLE, ShuffledOrder
+from meshwright.run.data.tokenizer import IGNORE_INDEX, TokenDataset, check_ids
 
 MAX_PERIOD = 1 << 16
 
 
-def apportioned(weights: Sequence[float]) -> list[int]:
+def integer_shares(weights: Sequence[float]) -> list[int]:
     """Whole numbers in the ratios of `weights`, without a common divisor.
 
     Where they would need a sum above 2^16 they are rounded to that sum, with at least 1 each.
@@ -46,11 +46,13 @@ def apportioned(weights: Sequence[float]) -> list[int]:
     return [weight // gcd(*whole) for weight in whole]
 
 
-def interleaved(shares: Sequence[int]) -> np.ndarray:
+def interleave(shares: Sequence[int]) -> np.ndarray:
     """One period: for each of sum(shares) positions the source that it belongs to; source s has shares[s] of them."""
     period, counts, found = sum(shares), [0] * len(shares), []
     least = lcm(*shares)
-    behind = [least // share for share in shares]  # (count + 1) / share in whole numbers, each in units of 1 / least
+    behind = [
+        least // share for share in shares
+    ]  # (count + 1) / share in whole numbers, each in units of 1 / least
     for k in range(1, period + 1):
         s = min((behind[s], s) for s, share in enumerate(shares) if counts[s] * period < share * k)[1]
         counts[s] += 1
@@ -71,18 +73,20 @@ class MixedOrder:
     @cached_property
     def _period(self) -> tuple[np.ndarray, np.ndarray]:
         """The source of each position of a period, and how many of that source's positions come before it."""
-        sources = interleaved(self.shares)
+        sources = interleave(self.shares)
         before = np.zeros_like(sources)
         for s, share in enumerate(self.shares):
             before[sources == s] = np.arange(share)
         return sources, before
 
     @cached_property
-    def _orders(self) -> tuple[Order, ...]:
-        return tuple(Order(size, _seed(self.seed, s), self.epochs) for s, size in enumerate(self.sizes))
+    def _orders(self) -> tuple[ShuffledOrder, ...]:
+        return tuple(
+            ShuffledOrder(size, _seed(self.seed, s), self.epochs) for s, size in enumerate(self.sizes)
+        )
 
     @cached_property
-    def total(self) -> int | None:
+    def num_total(self) -> int | None:
         """The positions until a source would begin once too often; None without end."""
         if not self.epochs:
             return None
@@ -96,8 +100,8 @@ class MixedOrder:
     def ids(self, step: int, batch: int) -> list[int]:
         """The `batch` global sample ids of global step `step`, from 0. Places after the end hold -1, an absent sample."""
         first = step * batch
-        num = batch if self.total is None else min(max(self.total - first, 0), batch)
-        found = np.full(batch, ABSENT, np.int64)
+        num = batch if self.num_total is None else min(max(self.num_total - first, 0), batch)
+        found = np.full(batch, ABSENT_SAMPLE, np.int64)
         rounds, at = np.divmod(np.arange(first, first + num), sum(self.shares))
         sources, before = (table[at] for table in self._period)
         offset = 0
@@ -105,41 +109,41 @@ class MixedOrder:
             mine = np.flatnonzero(sources == s)
             if mine.size:  # the places of one source follow each other in its own order
                 begin = int(rounds[mine[0]] * share + before[mine[0]])
-                found[mine] = np.asarray(self._orders[s].span(begin, mine.size)) + offset
+                found[mine] = np.asarray(self._orders[s].ids_at(begin, mine.size)) + offset
             offset += size
         return found.tolist()
 
 
-class Mixture(TokenData):
+class Mixture(TokenDataset):
     """The samples of all `parts`, numbered one part after the other; `weights` are their shares."""
 
-    def __init__(self, parts: Sequence[TokenData], weights: Sequence[float]) -> None:
-        self.parts, self.shares = tuple(parts), tuple(apportioned(weights))
-        self.sequence, self.codec = parts[0].sequence, parts[0].codec
-        self.notes = tuple(note for part in parts for note in part.notes)
-        said = [f"{share} {part.digest}" for share, part in zip(self.shares, parts, strict=True)]
+    def __init__(self, datasets: Sequence[TokenDataset], weights: Sequence[float]) -> None:
+        self.datasets, self.shares = tuple(datasets), tuple(integer_shares(weights))
+        self.sequence, self.tokenizer = datasets[0].sequence, datasets[0].tokenizer
+        self.notes = tuple(note for part in datasets for note in part.notes)
+        said = [f"{share} {part.digest}" for share, part in zip(self.shares, datasets, strict=True)]
         self.digest = sha256("\n".join(said).encode()).hexdigest()
-        self._ends = np.cumsum([len(part) for part in parts])
+        self._ends = np.cumsum([len(part) for part in datasets])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def order(self, seed: int, epochs: int) -> MixedOrder:
         """The order in which the samples are played."""
-        return MixedOrder(tuple(len(part) for part in self.parts), self.shares, seed, epochs)
+        return MixedOrder(tuple(len(part) for part in self.datasets), self.shares, seed, epochs)
 
     def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
-        rows = checked(ids, len(self))
+        rows = check_ids(ids, len(self))
         owner = np.where(rows >= 0, np.searchsorted(self._ends, rows, side="right"), 0)
         found = {
             "input_ids": torch.zeros((len(rows), self.sequence), dtype=torch.int64),
-            "labels": torch.full((len(rows), self.sequence), NO_LABEL, dtype=torch.int64),
+            "labels": torch.full((len(rows), self.sequence), IGNORE_INDEX, dtype=torch.int64),
         }
-        for s, part in enumerate(self.parts):
+        for s, part in enumerate(self.datasets):
             mine = np.flatnonzero(owner == s)
             if mine.size:
                 first = int(self._ends[s]) - len(part)
-                here = part.batch(np.where(rows[mine] >= 0, rows[mine] - first, ABSENT).tolist())
+                here = part.batch(np.where(rows[mine] >= 0, rows[mine] - first, ABSENT_SAMPLE).tolist())
                 for key, value in found.items():
                     value[torch.from_numpy(mine)] = here[key]
         return found

@@ -21,49 +21,49 @@ from dataclasses import dataclass, field
 
 import torch
 
-from meshwright.run.data.feed import Data, Feed
+from meshwright.run.data.feed import Dataset, Feed
 
-FAILURE_S = 1.0
-Rows = dict[str, torch.Tensor] | None
+FAILURE_WAIT_S = 1.0
+MaybeBatch = dict[str, torch.Tensor] | None
 
 
 @dataclass
-class Ahead:
+class PrefetchedFeed:
     """A feed whose coming steps are made by the threads of `pool`, at most `depth` of them ahead of use."""
 
     feed: Feed
     pool: ThreadPoolExecutor
     depth: int
     _first: int = 0  # the step of the first in the queue
-    _queue: deque[Future[tuple[bool, Rows]]] = field(default_factory=deque)
+    _queue: deque[Future[tuple[bool, MaybeBatch]]] = field(default_factory=deque)
 
     @property
-    def data(self) -> Data:
+    def dataset(self) -> Dataset:
         """The samples."""
-        return self.feed.data
+        return self.feed.dataset
 
     @property
     def num_steps(self) -> int | None:
         """The global steps that the samples last; None when that is not known, or without end."""
         return self.feed.num_steps
 
-    def samples(self, step: int) -> list[list[int]]:
+    def sample_ids(self, step: int) -> list[list[int]]:
         """The ids of the samples that each data rank plays in global step `step`."""
-        return self.feed.samples(step)
+        return self.feed.sample_ids(step)
 
-    def over(self, step: int) -> bool:
+    def has_ended(self, step: int) -> bool:
         """Whether the samples end before global step `step`."""
         return self._made(step)[0]
 
-    def batch(self, step: int) -> Rows:
+    def batch(self, step: int) -> MaybeBatch:
         """This rank's rows of global step `step` (from 0); None when all are absent."""
         return self._made(step)[1]
 
-    def settle(self, timeout_s: float) -> None:
+    def wait_idle(self, timeout_s: float) -> None:
         """Wait until nothing is being made any more, at most `timeout_s` seconds."""
         wait(self._queue, timeout_s)
 
-    def _made(self, step: int) -> tuple[bool, Rows]:
+    def _made(self, step: int) -> tuple[bool, MaybeBatch]:
         """What was made for `step`; what was made for earlier steps is forgotten."""
         if step < self._first or step > self._first + len(self._queue):
             self._drop(len(self._queue))
@@ -74,8 +74,8 @@ class Ahead:
             self._queue.append(self.pool.submit(self._make, self._first + len(self._queue)))
         return self._queue[0].result()
 
-    def _make(self, step: int) -> tuple[bool, Rows]:
-        over = self.feed.over(step)
+    def _make(self, step: int) -> tuple[bool, MaybeBatch]:
+        over = self.feed.has_ended(step)
         return over, None if over else self.feed.batch(step)
 
     def _drop(self, count: int) -> None:
@@ -84,18 +84,18 @@ class Ahead:
 
 
 @contextmanager
-def ahead(feed: Feed, workers: int) -> Iterator[Feed | Ahead]:
+def prefetch(feed: Feed, workers: int) -> Iterator[Feed | PrefetchedFeed]:
     """`feed`, with its coming steps made by `workers` threads; with 0, `feed` itself. No thread is left on leaving."""
     if not workers:
         yield feed
         return
-    workers = workers if feed.can_share else 1
+    workers = workers if feed.is_thread_safe else 1
     pool = ThreadPoolExecutor(workers, thread_name_prefix="data")
-    made = Ahead(feed, pool, 2 * workers)
+    made = PrefetchedFeed(feed, pool, 2 * workers)
     try:
         yield made
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
-        made.settle(FAILURE_S)
+        made.wait_idle(FAILURE_WAIT_S)
         raise
     pool.shutdown(wait=True, cancel_futures=True)

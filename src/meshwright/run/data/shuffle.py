@@ -19,15 +19,15 @@ from hashlib import blake2b
 
 import numpy as np
 
-from meshwright.plan.job.errors import Fault, raise_faults
+from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 
-ABSENT = -1
-ROUNDS = 6
+ABSENT_SAMPLE = -1
+FEISTEL_ROUNDS = 6
 MAX_SAMPLES = 1 << 60  # both halves of an index and their products stay inside 64 bits
 
 
 @dataclass(frozen=True)
-class Order:
+class ShuffledOrder:
     """Which samples make up each global step: every sample once per epoch, `epochs` times (0: without end)."""
 
     num_samples: int
@@ -35,13 +35,21 @@ class Order:
     epochs: int = 0
 
     def __post_init__(self) -> None:
-        raise_faults(self._faults())
+        raise_diagnostics(self._faults())
 
-    def _faults(self) -> Iterator[Fault]:
+    def _faults(self) -> Iterator[Diagnostic]:
         if not 1 <= self.num_samples <= MAX_SAMPLES:
-            yield Fault(f"{self.num_samples} samples; needed are 1 to 2^60", "point data.source at more text", "data.source")
+            yield Diagnostic(
+                f"{self.num_samples} samples; needed are 1 to 2^60",
+                "point data.source at more text",
+                "data.source",
+            )
         if self.epochs < 0:
-            yield Fault(f"{self.epochs} epochs", "0 repeats without end; 1, 2, 3... stop after that many", "data.epochs")
+            yield Diagnostic(
+                f"{self.epochs} epochs",
+                "0 repeats without end; 1, 2, 3... stop after that many",
+                "data.epochs",
+            )
 
     def ids(self, step: int, batch: int) -> list[int]:
         """The `batch` global sample ids of global step `step`, from 0; steps run on over the borders of epochs.
@@ -52,29 +60,29 @@ class Order:
             raise ValueError(
                 f"step {step} with {batch} samples; needed are a step from 0 and at least 1 sample: count steps from 0"
             )
-        return self.span(step * batch, batch)
+        return self.ids_at(step * batch, batch)
 
-    def span(self, position: int, count: int) -> list[int]:
+    def ids_at(self, position: int, count: int) -> list[int]:
         """The `count` sample ids from `position` of the endless list of epochs on; -1 after the last epoch."""
         found: list[int] = []
         end = position + count
-        last = end if self.total is None else min(end, self.total)
+        last = end if self.num_total is None else min(end, self.num_total)
         while position < last:
             epoch, first = divmod(position, self.num_samples)
             num = min(self.num_samples - first, last - position)
             found += self._shuffled(epoch, np.arange(first, first + num, dtype=np.uint64))
             position += num
-        return found + [ABSENT] * (count - len(found))
+        return found + [ABSENT_SAMPLE] * (count - len(found))
 
     @property
-    def total(self) -> int | None:
+    def num_total(self) -> int | None:
         """The samples of all epochs; None without end."""
         return self.epochs * self.num_samples or None
 
     def _shuffled(self, epoch: int, index: np.ndarray) -> list[int]:
         """Where the permutation of `epoch` sends each of `index` (numbers below `num_samples`)."""
         half = max(1, ((self.num_samples - 1).bit_length() + 1) // 2)
-        seed = blake2b(f"order {self.seed} {epoch}".encode(), digest_size=8 * ROUNDS).digest()
+        seed = blake2b(f"order {self.seed} {epoch}".encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
         keys = np.frombuffer(seed, dtype="<u8").astype(np.uint64)
         index = _network(index, keys, half)
         while (outside := index >= self.num_samples).any():
@@ -82,7 +90,9 @@ class Order:
         return index.tolist()
 
 
-def share(ids: Sequence[int], micro: int, num_micro: int, index: int, count: int) -> list[int]:
+def rank_sample_ids(
+    ids: Sequence[int], microbatch: int, num_microbatches: int, data_rank: int, num_data_ranks: int
+) -> list[int]:
     """The ids that data rank `index` of `count` plays in micro-batch `micro` of `num_micro`: a contiguous slice of `ids`.
 
     With k = len(ids) / (num_micro x count), rounded up, micro m of rank r takes ids[(m x count + r) x k :][:k]. Every share
@@ -90,15 +100,15 @@ def share(ids: Sequence[int], micro: int, num_micro: int, index: int, count: int
 
     Raises ValueError for a micro-batch or a rank that does not exist.
     """
-    if not (0 <= micro < num_micro and 0 <= index < count):
+    if not (0 <= microbatch < num_microbatches and 0 <= data_rank < num_data_ranks):
         raise ValueError(
-            f"micro-batch {micro} of {num_micro} on data rank {index} of {count} does not exist; both count from 0, "
+            f"micro-batch {microbatch} of {num_microbatches} on data rank {data_rank} of {num_data_ranks} does not exist; both count from 0, "
             "so pass numbers below their totals"
         )
-    k = -(-len(ids) // (num_micro * count))
-    first = (micro * count + index) * k
+    k = -(-len(ids) // (num_microbatches * num_data_ranks))
+    first = (microbatch * num_data_ranks + data_rank) * k
     mine = list(ids[first : first + k])
-    return mine + [ABSENT] * (k - len(mine))
+    return mine + [ABSENT_SAMPLE] * (k - len(mine))
 
 
 def _network(index: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:

@@ -16,70 +16,74 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from meshwright.plan.job.data_source import DataSource
-from meshwright.plan.job.errors import Fault, PlanError, raise_faults
-from meshwright.run.data.documents import encoder_of
-from meshwright.run.data.readers import Row, Rows
-from meshwright.run.data.shuffle import ABSENT
-from meshwright.run.data.tokenizer import Codec, Encoded, TokenData, padded
+from meshwright.plan.job.data_source import DataConfig
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
+from meshwright.run.data.documents import make_encoder
+from meshwright.run.data.readers import LocatedRow, RowReader
+from meshwright.run.data.shuffle import ABSENT_SAMPLE
+from meshwright.run.data.tokenizer import EncodedDocument, TokenDataset, Tokenizer, pad_documents
 
-Item = TypeVar("Item")
+ItemT = TypeVar("ItemT")
 
 
 class StreamOrder:
     """The order of a stream: sample k is element k. How many there are is not known."""
 
-    total = None
+    num_total = None
 
     def ids(self, step: int, batch: int) -> list[int]:
         """The `batch` sample ids of global step `step`, from 0."""
         return list(range(step * batch, (step + 1) * batch))
 
 
-class Stream(TokenData):
+class TokenStream(TokenDataset):
     """The samples of a stream, by their number. It remembers where it is: take one (`again`) for each reader.
 
     Asking for an earlier sample than the last one begins the stream again. Raises PlanError when the first sample cannot
     be used, and later, on reading, for a row that cannot be.
     """
 
-    def __init__(self, source: DataSource, rows: Rows, codec: Codec) -> None:
-        self.sequence, self.codec, self._source, self._rows = source.sequence, codec, source, rows
-        self._encode = encoder_of(source, codec)
-        self._iterator, self._next, self._held = self._items(), 0, dict[int, Encoded | Row]()
+    def __init__(self, source: DataConfig, reader: RowReader, tokenizer: Tokenizer) -> None:
+        self.sequence, self.tokenizer, self._source, self._rows = source.sequence, tokenizer, source, reader
+        self._encode = make_encoder(source, tokenizer)
+        self._iterator, self._next, self._held = self._items(), 0, dict[int, EncodedDocument | LocatedRow]()
         first = self._sample(0)
         if first is None:
             raise self._empty()
-        said = f"stream {rows.digest} {codec.digest} {source.sequence} {source.column} {source.chat}"
+        said = f"stream {reader.digest} {tokenizer.digest} {source.sequence} {source.column} {source.chat}"
         self.digest = sha256(said.encode() + first.ids.astype("<i8").tobytes()).hexdigest()
         how = "passing over" if source.chat else "tokenising"
-        self.notes = (f"a stream: every rank reads all of it, and a resumed run reads from its beginning, {how} what was played",)
+        self.notes = (
+            f"a stream: every rank reads all of it, and a resumed run reads from its beginning, {how} what was played",
+        )
 
     def __len__(self) -> int:
-        raise TypeError("the samples of a stream cannot be counted; read it until `has` says that it has ended")
+        raise TypeError(
+            "the samples of a stream cannot be counted; read it until `has` says that it has ended"
+        )
 
-    def again(self) -> "Stream":
+    def reopen(self) -> "TokenStream":
         """The same stream from its beginning, for another reader."""
-        return Stream(self._source, self._rows, self.codec)
+        return TokenStream(self._source, self._rows, self.tokenizer)
 
-    def has(self, i: int) -> bool:
+    def has_sample(self, i: int) -> bool:
         """Whether the stream reaches sample `i`; reads up to it."""
         return self._item(i) is not None
 
     def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
         """The samples `ids`, best in rising order; those behind the end of the stream are absent."""
-        wanted = [i for i in ids if i != ABSENT]
+        wanted = [i for i in ids if i != ABSENT_SAMPLE]
         self._held = {i: item for i, item in self._held.items() if wanted and i >= min(wanted)}
-        rows = [None if i == ABSENT else self._sample(i) for i in ids]
-        return padded(rows, self.sequence, self.codec.end or 0)
+        rows = [None if i == ABSENT_SAMPLE else self._sample(i) for i in ids]
+        return pad_documents(rows, self.sequence, self.tokenizer.eos_token_id or 0)
 
-    def _sample(self, i: int) -> Encoded | None:
+    def _sample(self, i: int) -> EncodedDocument | None:
         item = self._item(i)
         if isinstance(item, tuple):
             return _sound(next(self._encode([item])))
         return item
 
-    def _item(self, i: int) -> Encoded | Row | None:
+    def _item(self, i: int) -> EncodedDocument | LocatedRow | None:
         if i not in self._held:
             if i < self._next:
                 self._iterator, self._next = self._items(), 0
@@ -90,11 +94,11 @@ class Stream(TokenData):
                     break
         return self._held.get(i)
 
-    def _items(self) -> Iterator[Encoded | Row]:
+    def _items(self) -> Iterator[EncodedDocument | LocatedRow]:
         """Every element in turn: conversations as rows, which are tokenised only by the rank that plays them; windows."""
         return self._passes(self._rows.read) if self._source.chat else self._windows()
 
-    def _windows(self) -> Iterator[Encoded]:
+    def _windows(self) -> Iterator[EncodedDocument]:
         held, num = [], 0
         for text in self._passes(lambda: map(_sound, self._encode(self._rows.read()))):
             held.append(text.ids)
@@ -102,13 +106,13 @@ class Stream(TokenData):
             if num > self.sequence:
                 tokens, at = np.concatenate(held), 0
                 while num - at > self.sequence:
-                    yield Encoded(tokens[at : at + self.sequence + 1])
+                    yield EncodedDocument(tokens[at : at + self.sequence + 1])
                     at += self.sequence
                 held, num = [tokens[at:]], num - at
         if num > 1:
-            yield Encoded(np.concatenate(held))
+            yield EncodedDocument(np.concatenate(held))
 
-    def _passes(self, read: Callable[[], Iterator[Item]]) -> Iterator[Item]:
+    def _passes(self, read: Callable[[], Iterator[ItemT]]) -> Iterator[ItemT]:
         """What `read()` gives, again and again for all epochs."""
         epoch = 0
         while not self._source.epochs or epoch < self._source.epochs:
@@ -122,11 +126,11 @@ class Stream(TokenData):
 
     def _empty(self) -> PlanError:
         text = f"the stream '{self._source.source}' is empty"
-        return PlanError(text, fix="point data.source at data that is not empty", where="data.source")
+        return PlanError(text, fix="point data.source at data that is not empty", location="data.source")
 
 
-def _sound(each: Encoded | Fault) -> Encoded:
-    if isinstance(each, Fault):
-        raise_faults([each])
+def _sound(each: EncodedDocument | Diagnostic) -> EncodedDocument:
+    if isinstance(each, Diagnostic):
+        raise_diagnostics([each])
         raise RuntimeError("a fault was not raised; this is a bug: report the config file")
     return each

@@ -24,19 +24,25 @@ from pathlib import Path, PurePath
 import numpy as np
 import torch
 
-from meshwright.plan.job.data_source import DataSource
-from meshwright.plan.job.errors import Fault, raise_faults
-from meshwright.run.data.tokenizer import Bytes, TokenData, num_windows, windows
+from meshwright.plan.job.data_source import DataConfig
+from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
+from meshwright.run.data.tokenizer import ByteTokenizer, TokenDataset, cut_windows, num_windows
 
 SEPARATOR = 0
-PATTERNS = ("*.txt", "*.md", "*.py")  # of the files of a folder that are read when data.include names none
-MAX_UNDECODABLE = 0.1  # share of a file's bytes; Latin-1 prose stays below 0.05, compressed data lies near 0.4
-PIECE = 1 << 20
+DEFAULT_PATTERNS = (
+    "*.txt",
+    "*.md",
+    "*.py",
+)  # of the files of a folder that are read when data.include names none
+MAX_UNDECODABLE = (
+    0.1  # share of a file's bytes; Latin-1 prose stays below 0.05, compressed data lies near 0.4
+)
+DECODE_NBYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
 
 
-class TextData(TokenData):
+class TextDataset(TokenDataset):
     """The samples of one `DataSource`. `files` are those that were read, in order; `digest` names their content.
 
     `digest` is the sha256 of the sequence length and the tokens: a checkpoint that holds it can tell that the data changed.
@@ -44,15 +50,17 @@ class TextData(TokenData):
     Raises PlanError holding every fault found: nothing there, nothing that matches, unreadable or binary files.
     """
 
-    def __init__(self, source: DataSource) -> None:
-        raise_faults(source.faults())
+    def __init__(self, source: DataConfig) -> None:
+        raise_diagnostics(source.diagnostics())
         root = Path(source.source)
-        self.sequence, self.codec = source.sequence, Bytes()
-        self.files = files_of(source, PATTERNS)
+        self.sequence, self.tokenizer = source.sequence, ByteTokenizer()
+        self.files = list_files(source, DEFAULT_PATTERNS)
         content = _joined(self.files)
         if len(content) < 2:
-            what = f"'{shown(root)}' holds {len(content)} bytes in all; needed are at least 2, a token and the one after it"
-            raise_faults([Fault(what, "point data.source at a text that is not empty", "data.source")])
+            what = f"'{printable_path(root)}' holds {len(content)} bytes in all; needed are at least 2, a token and the one after it"
+            raise_diagnostics(
+                [Diagnostic(what, "point data.source at a text that is not empty", "data.source")]
+            )
         self.tokens = np.frombuffer(content, dtype=np.uint8)
         self.tokens.flags.writeable = False
         self.digest = sha256(b"bytes, sequence %d\n" % self.sequence + sha256(content).digest()).hexdigest()
@@ -67,10 +75,10 @@ class TextData(TokenData):
         labels[:, t] is the token after input_ids[:, t], or -100 where none follows. The id -1 is an absent sample: inputs
         of 0 and labels of -100, so that it weighs nothing. Raises IndexError for an id that is neither.
         """
-        return windows(self.tokens, ids, self.sequence, SEPARATOR)
+        return cut_windows(self.tokens, ids, self.sequence, SEPARATOR)
 
 
-def files_of(source: DataSource, patterns: Sequence[str]) -> tuple[Path, ...]:
+def list_files(source: DataConfig, patterns: Sequence[str]) -> tuple[Path, ...]:
     """The files that `source` names, in order: itself, or those of the folder that match data.include, or else `patterns`.
 
     Raises PlanError when none matches, and for folders that cannot be read.
@@ -78,51 +86,61 @@ def files_of(source: DataSource, patterns: Sequence[str]) -> tuple[Path, ...]:
     root, include = Path(source.source), source.include or tuple(patterns)
     files = tuple(_files(root, include, source.exclude)) if root.is_dir() else (root,)
     if not files:
-        what = f"no file in '{shown(root)}' matches include = {list(include)}, exclude = {list(source.exclude)}"
+        what = f"no file in '{printable_path(root)}' matches include = {list(include)}, exclude = {list(source.exclude)}"
         names = sorted({path.suffix for path in root.iterdir() if path.suffix and path.is_file()})[:6]
         there = f"; it holds {', '.join(f'*{name}' for name in names)}" if names else ""
-        raise_faults([Fault(what + there, "change data.include or data.exclude, or set data.format", "data.include")])
+        raise_diagnostics(
+            [
+                Diagnostic(
+                    what + there, "change data.include or data.exclude, or set data.format", "data.include"
+                )
+            ]
+        )
     return files
 
 
-def read_text(path: Path) -> tuple[bytes, Fault | None]:
+def read_text(path: Path) -> tuple[bytes, Diagnostic | None]:
     """The bytes of the text file at `path`, or what is wrong with it: missing, unreadable, or no text in UTF-8."""
-    where = shown(path)
+    where = printable_path(path)
     text, fault = read_file(path)
     if fault:
         return b"", fault
     fix = "save it as UTF-8 text, or exclude it with data.exclude"
     if zeros := text.count(0):
-        return b"", Fault(f"{zeros} of its {len(text)} bytes are zero: binary data or UTF-16; needed is text", fix, where)
+        return b"", Diagnostic(
+            f"{zeros} of its {len(text)} bytes are zero: binary data or UTF-16; needed is text", fix, where
+        )
     odd = _undecodable(text)
     if odd > MAX_UNDECODABLE * len(text):
-        return b"", Fault(f"{odd} of its {len(text)} bytes are not UTF-8: binary data or another encoding", fix, where)
+        return b"", Diagnostic(
+            f"{odd} of its {len(text)} bytes are not UTF-8: binary data or another encoding", fix, where
+        )
     return text, None
 
 
-def missing(path: Path) -> Fault | None:
+def missing_file_diagnostic(path: Path) -> Diagnostic | None:
     """The fault that `path` is no file that can be read to its end; None when it is one."""
     if not path.exists():
         fix = 'correct data.source; for a data set of the Hugging Face hub set data.format = "datasets"'
-        return Fault("there is no such file or folder", fix, shown(path))
+        return Diagnostic("there is no such file or folder", fix, printable_path(path))
     if not path.is_file():  # a pipe or a device would be read for ever
-        return Fault("it is no regular file", "exclude it with data.exclude", shown(path))
+        return Diagnostic("it is no regular file", "exclude it with data.exclude", printable_path(path))
     return None
 
 
-def read_file(path: Path) -> tuple[bytes, Fault | None]:
+def read_file(path: Path) -> tuple[bytes, Diagnostic | None]:
     """The bytes of the file at `path`, or why they cannot be read."""
-    fault = missing(path)
+    fault = missing_file_diagnostic(path)
     if fault:
         return b"", fault
     try:
         return path.read_bytes(), None
     except OSError as error:
         fix = "allow reading it, or exclude it with data.exclude"
-        return b"", Fault(f"it cannot be read: {error.strerror}", fix, shown(path))
+        return b"", Diagnostic(f"it cannot be read: {error.strerror}", fix, printable_path(path))
 
 
-def shown(path: Path) -> str:
+def printable_path(path: Path) -> str:
     """The path as text that any terminal can print; undecodable bytes of a file name are escaped."""
     return str(path).encode(errors="backslashreplace").decode()
 
@@ -132,18 +150,26 @@ def _files(folder: Path, include: Sequence[str], exclude: Sequence[str]) -> Iter
     inside = folder.resolve()
     found: dict[str, Path] = {}
     denied: list[OSError] = []
-    for here, folders, names in os.walk(folder, onerror=denied.append):  # does not enter linked folders, so loops cannot trap it
+    for here, folders, names in os.walk(
+        folder, onerror=denied.append
+    ):  # does not enter linked folders, so loops cannot trap it
         for name in (*names, *(name for name in folders if Path(here, name).is_symlink())):
             path = Path(here, name)
             relative = path.relative_to(folder)
             if not _matches(relative, include) or _matches(relative, exclude):
                 continue
             if not path.resolve().is_relative_to(inside):
-                logger.warning("not read: '%s' is a link out of the folder; name its target as data.source", shown(path))
+                logger.warning(
+                    "not read: '%s' is a link out of the folder; name its target as data.source",
+                    printable_path(path),
+                )
             elif name in names:
                 found[relative.as_posix()] = path
     fix = "allow reading it, or point data.source elsewhere"
-    raise_faults(Fault(f"the folder cannot be read: {error.strerror}", fix, shown(Path(error.filename))) for error in denied)
+    raise_diagnostics(
+        Diagnostic(f"the folder cannot be read: {error.strerror}", fix, printable_path(Path(error.filename)))
+        for error in denied
+    )
     return (found[key] for key in sorted(found))
 
 
@@ -162,12 +188,12 @@ def _joined(files: Sequence[Path]) -> bytearray:
         elif text:
             content += b"\0" if content else b""
             content += text
-    raise_faults(faults)
+    raise_diagnostics(faults)
     return content
 
 
 def _undecodable(text: bytes) -> int:
     """The number of bytes that are no part of a UTF-8 character, found in pieces: a large file is not held twice."""
     decoder = getincrementaldecoder("utf-8")(errors="ignore")
-    pieces = (text[i : i + PIECE] for i in range(0, len(text), PIECE))
+    pieces = (text[i : i + DECODE_NBYTES] for i in range(0, len(text), DECODE_NBYTES))
     return len(text) - sum(len(decoder.decode(piece).encode()) for piece in pieces)

@@ -28,49 +28,53 @@ from typing import BinaryIO
 import numpy as np
 
 from meshwright.plan.job.errors import PlanError
-from meshwright.run.data.tokenizer import Encoded
+from meshwright.run.data.tokenizer import EncodedDocument
 
-VERSION = 1
-WIDTHS = {"tokens": "", "starts": "<i8", "wanted": "|u1"}  # the type of tokens stands in meta.json
-META = "meta.json"
-SMALL = 1 << 16
+CACHE_VERSION = 1
+ARRAY_DTYPES = {"tokens": "", "starts": "<i8", "wanted": "|u1"}  # the type of tokens stands in meta.json
+META_FILE = "meta.json"
+UINT16_VOCAB = 1 << 16
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Tokenised:
+class TokenCache:
     """Documents as arrays mapped from disk: `tokens` (N,), `starts` (documents + 1,), `wanted` (N,) or None.
 
     `digest` is the sha256 of the ids, the borders and what is wanted.
     """
 
     tokens: np.ndarray
-    starts: np.ndarray
-    wanted: np.ndarray | None
+    document_starts: np.ndarray
+    label_mask: np.ndarray | None
     digest: str
 
-    def document(self, i: int) -> Encoded:
+    def document(self, i: int) -> EncodedDocument:
         """Document `i`, from 0."""
-        here = slice(int(self.starts[i]), int(self.starts[i + 1]))
-        return Encoded(self.tokens[here], None if self.wanted is None else self.wanted[here])
+        here = slice(int(self.document_starts[i]), int(self.document_starts[i + 1]))
+        return EncodedDocument(self.tokens[here], None if self.label_mask is None else self.label_mask[here])
 
 
-def tokenised(cache: Path, key: str, size: int, documents: Callable[[], Iterable[Encoded]]) -> Tokenised:
+def open_token_cache(
+    cache: Path, key: str, vocab_size: int, documents: Callable[[], Iterable[EncodedDocument]]
+) -> TokenCache:
     """The documents of `key` from `cache`; when they are not there, made from `documents()` and kept.
 
     `size` is that of the vocabulary. What `documents()` raises is raised, and then nothing is kept. Raises PlanError when
     the cache cannot be written, or there is no token at all.
     """
-    place = cache / sha256(f"{VERSION} {size} {key}".encode()).hexdigest()[:32]
+    place = cache / sha256(f"{CACHE_VERSION} {vocab_size} {key}".encode()).hexdigest()[:32]
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(place.with_suffix(".lock")):
             if not _whole(place):
-                _build(place, size, documents())
+                _build(place, vocab_size, documents())
     except OSError as error:
         text = f"the tokens cannot be kept in '{cache}': {error.strerror or error}"
-        raise PlanError(text, fix="make room there, or name another folder: run.cache", where="run.cache") from error
+        raise PlanError(
+            text, fix="make room there, or name another folder: run.cache", location="run.cache"
+        ) from error
     return _opened(place)
 
 
@@ -85,23 +89,29 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _build(place: Path, size: int, documents: Iterable[Encoded]) -> None:
-    for left in place.parent.glob(f"{place.name}.partial-*"):  # of processes that were killed: the lock is ours
+def _build(place: Path, size: int, documents: Iterable[EncodedDocument]) -> None:
+    for left in place.parent.glob(
+        f"{place.name}.partial-*"
+    ):  # of processes that were killed: the lock is ours
         shutil.rmtree(left, ignore_errors=True)
     partial = place.with_name(f"{place.name}.partial-{secrets.token_hex(4)}")
     partial.mkdir()
     try:
-        meta = _write(partial, np.dtype("<u2" if size <= SMALL else "<u4"), documents)
-        (partial / META).write_text(json.dumps(meta), encoding="ascii")
+        meta = _write(partial, np.dtype("<u2" if size <= UINT16_VOCAB else "<u4"), documents)
+        (partial / META_FILE).write_text(json.dumps(meta), encoding="ascii")
         if place.exists():  # of another version of the files, or damaged
             shutil.rmtree(place)
-        with suppress(OSError):  # another process, on a file system without locks, was first: its files are as good
+        with suppress(
+            OSError
+        ):  # another process, on a file system without locks, was first: its files are as good
             os.rename(partial, place)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(folder: Path, width: np.dtype, documents: Iterable[Encoded]) -> dict[str, str | int | bool]:
+def _write(
+    folder: Path, width: np.dtype, documents: Iterable[EncodedDocument]
+) -> dict[str, str | int | bool]:
     digest, total, starts, chosen = sha256(), 0, [0], False
     with ExitStack() as stack:
         files: dict[str, BinaryIO] = {}
@@ -115,30 +125,44 @@ def _write(folder: Path, width: np.dtype, documents: Iterable[Encoded]) -> dict[
 
         for document in documents:
             put("tokens", document.ids.astype(width))
-            if document.wanted is not None:
+            if document.label_mask is not None:
                 chosen = True
-                put("wanted", document.wanted.astype(np.uint8))
+                put("wanted", document.label_mask.astype(np.uint8))
             total += document.ids.size
             starts.append(total)
-        put("starts", np.asarray(starts, dtype=WIDTHS["starts"]))
-    return {"tokens": total, "starts": len(starts), "wanted": total * chosen, "width": width.str, "digest": digest.hexdigest()}
+        put("starts", np.asarray(starts, dtype=ARRAY_DTYPES["starts"]))
+    return {
+        "tokens": total,
+        "starts": len(starts),
+        "wanted": total * chosen,
+        "width": width.str,
+        "digest": digest.hexdigest(),
+    }
 
 
 def _whole(place: Path) -> bool:
     """Whether the files at `place` are there, in the sizes that they should have."""
     try:
-        meta = json.loads((place / META).read_text(encoding="ascii"))
-        sizes = {name: meta[name] * np.dtype(kind or meta["width"]).itemsize for name, kind in WIDTHS.items()}
+        meta = json.loads((place / META_FILE).read_text(encoding="ascii"))
+        sizes = {
+            name: meta[name] * np.dtype(kind or meta["width"]).itemsize for name, kind in ARRAY_DTYPES.items()
+        }
         return all((place / f"{name}.bin").stat().st_size == size for name, size in sizes.items() if size)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def _opened(place: Path) -> Tokenised:
-    meta = json.loads((place / META).read_text(encoding="ascii"))
+def _opened(place: Path) -> TokenCache:
+    meta = json.loads((place / META_FILE).read_text(encoding="ascii"))
 
     def mapped(name: str) -> np.ndarray:
-        kind = np.dtype(WIDTHS[name] or meta["width"])
-        return np.memmap(place / f"{name}.bin", kind, mode="r", shape=(meta[name],)) if meta[name] else np.empty(0, kind)
+        kind = np.dtype(ARRAY_DTYPES[name] or meta["width"])
+        return (
+            np.memmap(place / f"{name}.bin", kind, mode="r", shape=(meta[name],))
+            if meta[name]
+            else np.empty(0, kind)
+        )
 
-    return Tokenised(mapped("tokens"), mapped("starts"), mapped("wanted") if meta["wanted"] else None, meta["digest"])
+    return TokenCache(
+        mapped("tokens"), mapped("starts"), mapped("wanted") if meta["wanted"] else None, meta["digest"]
+    )

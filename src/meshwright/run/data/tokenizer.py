@@ -19,13 +19,13 @@ import numpy as np
 import torch
 import transformers
 
-from meshwright.plan.job.errors import Fault, PlanError
+from meshwright.plan.job.errors import Diagnostic, PlanError
 
-NO_LABEL = -100  # what torch's cross entropy ignores by default
+IGNORE_INDEX = -100  # what torch's cross entropy ignores by default
 WHERE = "data.tokenizer"
 
 
-class Codec(ABC):
+class Tokenizer(ABC):
     """Texts to token ids and back.
 
     `size` is one more than the largest id, `end` the id that ends a document (None: there is none), `digest` names the
@@ -33,8 +33,8 @@ class Codec(ABC):
     """
 
     name: str
-    size: int
-    end: int | None
+    vocab_size: int
+    eos_token_id: int | None
     digest: str
 
     @abstractmethod
@@ -46,10 +46,10 @@ class Codec(ABC):
         """The text of `ids`; what is no text is shown as replacement characters."""
 
 
-class Bytes(Codec):
+class ByteTokenizer(Tokenizer):
     """The bytes of UTF-8 as tokens; a zero byte, which no text holds, ends a document."""
 
-    name, size, end, digest = "bytes", 256, 0, "bytes"
+    name, vocab_size, eos_token_id, digest = "bytes", 256, 0, "bytes"
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
@@ -58,7 +58,7 @@ class Bytes(Codec):
         return bytes(token % 256 for token in ids).decode(errors="replace")
 
 
-class Pretrained(Codec):
+class PretrainedTokenizer(Tokenizer):
     """The tokenizer that transformers loads from `name`, a folder or a name on the hub.
 
     Raises PlanError when there is none, when it needs code of its own, and when it has no end-of-text token.
@@ -68,29 +68,47 @@ class Pretrained(Codec):
         self.name = name
         if is_path(name) and not Path(name).is_dir():  # not to be asked of the hub, which is slow to say no
             text = f"no tokenizer: there is no folder '{name}'"
-            raise PlanError(text, fix="name a folder with tokenizer.json, or a model on the hub: owner/name", where=WHERE)
+            raise PlanError(
+                text,
+                fix="name a folder with tokenizer.json, or a model on the hub: owner/name",
+                location=WHERE,
+            )
         try:
             loaded: Any = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except Exception as error:  # transformers, its hub client and tokenizers raise a dozen kinds for what they cannot load
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            there = "holds none that can be read" if Path(name).is_dir() else "is no folder, and the hub gave none"
+            there = (
+                "holds none that can be read"
+                if Path(name).is_dir()
+                else "is no folder, and the hub gave none"
+            )
             fix = "name a folder with tokenizer.json, or a model on the hub (which needs a network, or a filled cache)"
-            raise PlanError(f"no tokenizer: '{name}' {there}: {reason}", fix=fix, where=WHERE) from error
+            raise PlanError(f"no tokenizer: '{name}' {there}: {reason}", fix=fix, location=WHERE) from error
         known: dict[str, int] = loaded.get_vocab()
-        self.tokenizer, self.size, self.end = loaded, max(known.values(), default=-1) + 1, loaded.eos_token_id
-        if self.size < 1:
+        self.hf_tokenizer, self.vocab_size, self.eos_token_id = (
+            loaded,
+            max(known.values(), default=-1) + 1,
+            loaded.eos_token_id,
+        )
+        if self.vocab_size < 1:
             text = f"the tokenizer '{name}' knows no token"
-            raise PlanError(text, fix="name a folder with tokenizer.json, or another model on the hub", where=WHERE)
-        said = sha256(json.dumps([sorted(known.items()), self.end, loaded.chat_template]).encode())
+            raise PlanError(
+                text, fix="name a folder with tokenizer.json, or another model on the hub", location=WHERE
+            )
+        said = sha256(json.dumps([sorted(known.items()), self.eos_token_id, loaded.chat_template]).encode())
         said.update(loaded.backend_tokenizer.to_str().encode() if loaded.is_fast else b"slow")
         self.digest = said.hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        found = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        found = (
+            self.hf_tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+            if texts
+            else []
+        )
         return [np.asarray(ids, dtype=np.int64) for ids in found]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+        return self.hf_tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
 
 
 def is_path(name: str) -> bool:
@@ -98,23 +116,27 @@ def is_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
 
 
-def codec_of(tokenizer: str) -> Codec:
+def make_tokenizer(name: str) -> Tokenizer:
     """The codec that `data.tokenizer` names; "" is bytes."""
-    return Pretrained(tokenizer) if tokenizer else Bytes()
+    return PretrainedTokenizer(name) if name else ByteTokenizer()
 
 
-def codec_faults(codec: Codec, *, packed: bool) -> Iterator[Fault]:
+def tokenizer_diagnostics(tokenizer: Tokenizer, *, is_packed: bool) -> Iterator[Diagnostic]:
     """What keeps `codec` from ending documents, where they are packed one after the other."""
-    if packed and codec.end is None:
+    if is_packed and tokenizer.eos_token_id is None:
         fix = 'set "eos_token" in its tokenizer_config.json, or choose another tokenizer'
-        yield Fault(f"the tokenizer '{codec.name}' has no end-of-text token; needed is one between documents", fix, WHERE)
+        yield Diagnostic(
+            f"the tokenizer '{tokenizer.name}' has no end-of-text token; needed is one between documents",
+            fix,
+            WHERE,
+        )
 
 
-class TokenData(ABC):
+class TokenDataset(ABC):
     """Samples of `sequence` tokens of `codec`; `digest` names their content, `notes` are what a user should know of them."""
 
     sequence: int
-    codec: Codec
+    tokenizer: Tokenizer
     digest: str
     notes: tuple[str, ...] = ()
 
@@ -128,37 +150,45 @@ class TokenData(ABC):
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedDocument:
     """The tokens of a document or conversation, and which of them are to be learnt (None: all); both 1-D, equally long."""
 
     ids: np.ndarray
-    wanted: np.ndarray | None = None
+    label_mask: np.ndarray | None = None
 
 
-def windows(tokens: np.ndarray, ids: Sequence[int], sequence: int, filler: int) -> dict[str, torch.Tensor]:
+def cut_windows(
+    tokens: np.ndarray, ids: Sequence[int], sequence: int, pad_id: int
+) -> dict[str, torch.Tensor]:
     """The windows `ids` of one row of `tokens`, window i being tokens[i T : i T + T + 1], as inputs and labels of (n, T).
 
     Where no token is, inputs hold `filler` and labels -100. Raises IndexError for a window that does not exist.
     """
-    rows = checked(ids, num_windows(tokens, sequence))
+    rows = check_ids(ids, num_windows(tokens, sequence))
     at = rows[:, None] * sequence + np.arange(sequence + 1)
     there = (rows[:, None] >= 0) & (at < tokens.size)
     window = tokens[np.where(there, at, 0)].astype(np.int64)
-    inputs = np.where(there[:, :-1], window[:, :-1], filler)
-    labels = np.where(there[:, 1:], window[:, 1:], NO_LABEL)
+    inputs = np.where(there[:, :-1], window[:, :-1], pad_id)
+    labels = np.where(there[:, 1:], window[:, 1:], IGNORE_INDEX)
     return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
 
 
-def padded(rows: Sequence[Encoded | None], sequence: int, filler: int) -> dict[str, torch.Tensor]:
+def pad_documents(
+    documents: Sequence[EncodedDocument | None], sequence: int, pad_id: int
+) -> dict[str, torch.Tensor]:
     """One row per document, cut or filled up to T inputs and labels: (n, T) each; None is an absent sample."""
-    inputs = np.full((len(rows), sequence), filler, dtype=np.int64)
-    labels = np.full((len(rows), sequence), NO_LABEL, dtype=np.int64)
-    for r, row in enumerate(rows):
+    inputs = np.full((len(documents), sequence), pad_id, dtype=np.int64)
+    labels = np.full((len(documents), sequence), IGNORE_INDEX, dtype=np.int64)
+    for r, row in enumerate(documents):
         if row is not None:
             ids = row.ids[: sequence + 1].astype(np.int64)
-            wanted = np.ones(ids.size, bool) if row.wanted is None else row.wanted[: sequence + 1].astype(bool)
+            wanted = (
+                np.ones(ids.size, bool)
+                if row.label_mask is None
+                else row.label_mask[: sequence + 1].astype(bool)
+            )
             inputs[r, : min(ids.size, sequence)] = ids[:sequence]
-            labels[r, : max(ids.size - 1, 0)] = np.where(wanted[1:], ids[1:], NO_LABEL)
+            labels[r, : max(ids.size - 1, 0)] = np.where(wanted[1:], ids[1:], IGNORE_INDEX)
     return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
 
 
@@ -167,7 +197,7 @@ def num_windows(tokens: np.ndarray, sequence: int) -> int:
     return -(-(tokens.size - 1) // sequence)
 
 
-def checked(ids: Sequence[int], num: int) -> np.ndarray:
+def check_ids(ids: Sequence[int], num: int) -> np.ndarray:
     """`ids` as an int64 array. Raises IndexError for one that is neither a sample nor -1, an absent one."""
     rows = np.asarray(ids, dtype=np.int64)
     wrong = rows[(rows < -1) | (rows >= num)]

@@ -30,13 +30,19 @@ def main(file: str, out: str, key: str = "") -> dict[str, Any]:
         held = held[key]
     if isinstance(held, torch.Tensor):
         return {"refused": "it holds one tensor without a name; needed are tensors by name"}
-    others = [name for name, value in held.items() if not isinstance(value, torch.Tensor)] if isinstance(held, Mapping) else []
+    others = (
+        [name for name, value in held.items() if not isinstance(value, torch.Tensor)]
+        if isinstance(held, Mapping)
+        else []
+    )
     if not isinstance(held, Mapping) or others or not all(isinstance(name, str) for name in held):
         return {"refused": "it holds other things than tensors by name", "entries": _entries(held)}
     seen: set[int] = set()
     tensors = {}
     for name, value in held.items():
-        shared = value.untyped_storage().data_ptr() in seen  # the format has no ties: each name gets its own bytes
+        shared = (
+            value.untyped_storage().data_ptr() in seen
+        )  # the format has no ties: each name gets its own bytes
         seen.add(value.untyped_storage().data_ptr())
         tensors[name] = value.detach().clone() if shared else value.detach().contiguous()
     save_file(tensors, out, metadata={"format": "pt"})
@@ -51,7 +57,9 @@ def _loaded(file: str) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    asked = re.search(r"GLOBAL ([\w.]+)", str(error))  # not torch's own words: they advise to read it without a guard
+    asked = re.search(
+        r"GLOBAL ([\w.]+)", str(error)
+    )  # not torch's own words: they advise to read it without a guard
     if asked:
         return f"it asks for {asked[1]}: it holds more than tensors"
     return f"it is no file that torch.save wrote, or it is damaged ({type(error).__name__})"

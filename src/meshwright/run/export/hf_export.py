@@ -26,53 +26,73 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.model.hf.metadata import is_pretrained
+from meshwright.model.hf.metadata import is_transformers_model
 from meshwright.model.hf.peft import is_adapted
-from meshwright.model.loading.key_mapping import Conversion, saving
+from meshwright.model.loading.key_mapping import KeyConversion, save_conversions
 from meshwright.model.loading.loader import load_model
-from meshwright.model.loading.meta_init import Blueprint
-from meshwright.model.loading.safetensors_io import DTYPES, INDEX, SINGLE
-from meshwright.plan.job.data_source import ModelSource
+from meshwright.model.loading.meta_init import DeferredInit
+from meshwright.model.loading.safetensors_io import DTYPES, INDEX_FILE, SINGLE_FILE
+from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.run.checkpoint.shard_io import PIECE, write_all
-from meshwright.run.export.peft_export import merged, write_adapter
-from meshwright.run.export.roundtrip_check import RoundTrip, check_import, compare_files, compare_logits
+from meshwright.run.checkpoint.shard_io import CHUNK_NBYTES, write_all_bytes
+from meshwright.run.export.peft_export import merge_adapter, write_adapter
+from meshwright.run.export.roundtrip_check import RoundTripResult, check_import, compare_files, compare_logits
 
-TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
+SAFETENSORS_TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
 MAX_SHARD_NBYTES = 5_000_000_000
-BESIDE = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt"),
-    *("merges.txt", "chat_template.jinja", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
+COMPANION_FILES = (
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "vocab.txt",
+    ),
+    *(
+        "merges.txt",
+        "chat_template.jinja",
+        "generation_config.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+    ),
 )
 
 
 @dataclass(frozen=True)
-class Trained:
+class ExportableModel:
     """A model and its values: `value(name)` gives a logical parameter (by its first name) or a persistent buffer, whole.
 
     `beside` is the folder that its config came from, whose tokenizer goes along; None when there is none. `base` is where the
     base of an adapter lies, if the blueprint does not know.
     """
 
-    blueprint: Blueprint
-    value: Callable[[str], torch.Tensor]
-    beside: Path | None = None
-    base: str = ""
+    deferred_init: DeferredInit
+    read_value: Callable[[str], torch.Tensor]
+    source_folder: Path | None = None
+    adapter_base: str = ""
 
     @classmethod
-    def saved(cls, blueprint: Blueprint, tensors: Mapping[str, torch.Tensor]) -> "Trained":
+    def from_checkpoint(
+        cls, deferred_init: DeferredInit, tensors: Mapping[str, torch.Tensor]
+    ) -> "ExportableModel":
         """The model whose values are `tensors`, by the names of a checkpoint: "model/...", "buffer/..."."""
-        return cls(blueprint, lambda name: tensors[f"model/{name}" if name in blueprint.logical else f"buffer/{name}"])
+        return cls(
+            deferred_init,
+            lambda name: tensors[
+                f"model/{name}" if name in deferred_init.logical_params else f"buffer/{name}"
+            ],
+        )
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """What was written: the files in `folder`, the bytes of the tensors, and how they were compared."""
 
     folder: Path
     files: tuple[str, ...]
     nbytes: int
-    round_trip: RoundTrip
+    round_trip: RoundTripResult
 
 
 @dataclass(frozen=True)
@@ -82,14 +102,14 @@ class _Slot:
     tensor: torch.Tensor  # without values
 
 
-def export(
-    trained: Trained,
+def export_model(
+    trained: ExportableModel,
     folder: Path,
     dtype: torch.dtype | None = None,
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
     *,
     merge: bool = False,
-) -> Exported:
+) -> ExportResult:
     """Write the model into `folder`, new or empty, its floating tensors in `dtype` (None: as they are), and compare.
 
     Of an adapted model, its adapter (`run.export_adapters`), unless it is to `merge` that into its base first. No file is
@@ -97,96 +117,137 @@ def export(
     `round_trip.passed`. Raises PlanError for a folder that is not empty or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise PlanError(f"{folder} exists and is not an empty folder", fix="name another folder", where="export")
+        raise PlanError(
+            f"{folder} exists and is not an empty folder", fix="name another folder", location="export"
+        )
     partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
     if merge:
-        blueprint, value = merged(trained.blueprint, _first_named(trained))
-        trained = replace(trained, blueprint=blueprint, value=value)
+        blueprint, value = merge_adapter(trained.deferred_init, _first_named(trained))
+        trained = replace(trained, deferred_init=blueprint, read_value=value)
     try:
         partial.mkdir(parents=True)
         return _exported(trained, folder, partial, dtype, max_shard_nbytes)
     except OSError as error:
         text = f"{folder} cannot be written: {error.strerror or error}"
-        raise PlanError(text, fix="name a folder on a disk with enough space that can be written to", where="export") from error
+        raise PlanError(
+            text, fix="name a folder on a disk with enough space that can be written to", location="export"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def initial(blueprint: Blueprint) -> Trained:
+def initial_model(deferred_init: DeferredInit) -> ExportableModel:
     """The model of `blueprint` with its initial values."""
-    module = blueprint.instance()
-    return Trained(blueprint, lambda name: blueprint.value(name) if name in blueprint.logical else module.get_buffer(name))
+    module = deferred_init.instantiate()
+    return ExportableModel(
+        deferred_init,
+        lambda name: (
+            deferred_init.initial_value(name)
+            if name in deferred_init.logical_params
+            else module.get_buffer(name)
+        ),
+    )
 
 
-def round_trip(source: ModelSource, seed: int, folder: Path) -> tuple[RoundTrip, RoundTrip]:
+def check_round_trip(source: ModelConfig, seed: int, folder: Path) -> tuple[RoundTripResult, RoundTripResult]:
     """The model of `source` with the initial values of `seed`, exported to `folder`, and that folder taken up again.
 
     How each compares with what transformers loads from `folder`; an export that fails is not taken up.
     """
-    blueprint = load_model(source, seed).blueprint
-    there = export(initial(blueprint), folder).round_trip
+    blueprint = load_model(source, seed).deferred_init
+    there = export_model(initial_model(blueprint), folder).round_trip
     if not there.passed:
         return there, there
-    return there, check_import(ModelSource(str(folder), weights=str(folder)))[0]
+    return there, check_import(ModelConfig(str(folder), weights=str(folder)))[0]
 
 
-def _exported(trained: Trained, folder: Path, partial: Path, dtype: torch.dtype | None, max_shard_nbytes: int) -> Exported:
-    module = trained.blueprint.instance()
+def _exported(
+    trained: ExportableModel, folder: Path, partial: Path, dtype: torch.dtype | None, max_shard_nbytes: int
+) -> ExportResult:
+    module = trained.deferred_init.instantiate()
     value = _first_named(trained)
     if is_adapted(module):
-        origin = trained.blueprint.origin
-        base = trained.base or ("" if origin is None else origin.source)
-        return _ended(folder, partial, *write_adapter(trained.blueprint, value, partial, dtype, base))
-    state = _state(trained.blueprint, module, value, dtype)
-    conversions = saving(module, state)
-    slots = _slots([made for each in conversions for made in each.apply(module, state.__getitem__).items()], max_shard_nbytes)
+        origin = trained.deferred_init.weights_origin
+        base = trained.adapter_base or ("" if origin is None else origin.source)
+        return _ended(folder, partial, *write_adapter(trained.deferred_init, value, partial, dtype, base))
+    state = _state(trained.deferred_init, module, value, dtype)
+    conversions = save_conversions(module, state)
+    slots = _slots(
+        [made for each in conversions for made in each.apply(module, state.__getitem__).items()],
+        max_shard_nbytes,
+    )
     begins = _write_headers(partial, slots)
-    _write_tensors(partial, slots, begins, conversions, module, lambda name: value(name).to(state[name].dtype))
+    _write_tensors(
+        partial, slots, begins, conversions, module, lambda name: value(name).to(state[name].dtype)
+    )
     if len(begins) > 1:
         _write_index(partial, slots)
-    if is_pretrained(module):
-        written = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
-        _write_config(module, partial, written, trained.beside)
-        verdict = compare_logits(trained.blueprint, value, partial, dtype)
+    if is_transformers_model(module):
+        written = next(
+            (tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32
+        )
+        _write_config(module, partial, written, trained.source_folder)
+        verdict = compare_logits(trained.deferred_init, value, partial, dtype)
     else:
         verdict = compare_files(partial, {name: tensor.dtype for name, tensor in state.items()}, value)
     return _ended(folder, partial, sum(slot.tensor.nbytes for slot in slots.values()), verdict)
 
 
-def _ended(folder: Path, partial: Path, nbytes: int, verdict: RoundTrip) -> Exported:
+def _ended(folder: Path, partial: Path, nbytes: int, verdict: RoundTripResult) -> ExportResult:
     files = tuple(sorted(path.name for path in partial.iterdir()))
     if verdict.passed:
         _publish(partial, folder)
-    return Exported(folder, files, nbytes, verdict)
+    return ExportResult(folder, files, nbytes, verdict)
 
 
-def _first_named(trained: Trained) -> Callable[[str], torch.Tensor]:
-    first = {alias: name for name, entry in trained.blueprint.logical.items() for alias in entry.aliases}
-    return lambda name: trained.value(first.get(name, name)).detach()
+def _first_named(trained: ExportableModel) -> Callable[[str], torch.Tensor]:
+    first = {
+        alias: name for name, entry in trained.deferred_init.logical_params.items() for alias in entry.aliases
+    }
+    return lambda name: trained.read_value(first.get(name, name)).detach()
 
 
 def _state(
-    blueprint: Blueprint, module: nn.Module, value: Callable[[str], torch.Tensor], dtype: torch.dtype | None
+    deferred_init: DeferredInit,
+    module: nn.Module,
+    value: Callable[[str], torch.Tensor],
+    dtype: torch.dtype | None,
 ) -> dict[str, torch.Tensor]:
     """The tensors to store by name, without values, in the dtype that they will have; a tie is stored once.
 
     Buffers keep their own dtype: rounded statistics would be wrong ones.
     """
     named = dict(module.state_dict())
-    if is_pretrained(module):
+    if is_transformers_model(module):
         pretrained: Any = module
-        named = {name: tensor for name, tensor in named.items() if name not in (pretrained._keys_to_ignore_on_save or ())}
+        named = {
+            name: tensor
+            for name, tensor in named.items()
+            if name not in (pretrained._keys_to_ignore_on_save or ())
+        }
         named = dict(transformers.modeling_utils.remove_tied_weights_from_state_dict(named, pretrained))
     else:
         known: dict[int, str] = {}
-        live = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
-        named = {name: tensor for name, tensor in named.items() if known.setdefault(id(live[name]), name) == name}
-    parameters = {name for name, p in module.named_parameters(remove_duplicate=False) if p.is_floating_point()}
-    sample = next((value(name).dtype for name in named if name in parameters and not blueprint.keeps_dtype(name)), None)
+        live = {
+            **dict(module.named_parameters(remove_duplicate=False)),
+            **dict(module.named_buffers(remove_duplicate=False)),
+        }
+        named = {
+            name: tensor for name, tensor in named.items() if known.setdefault(id(live[name]), name) == name
+        }
+    parameters = {
+        name for name, p in module.named_parameters(remove_duplicate=False) if p.is_floating_point()
+    }
+    sample = next(
+        (value(name).dtype for name in named if name in parameters and not deferred_init.keeps_dtype(name)),
+        None,
+    )
     state = {}
     for name, tensor in named.items():
         cast = name in parameters and sample is not None
-        kept = dtype or blueprint.made_in(name, sample) if cast and sample is not None else tensor.dtype
+        kept = (
+            dtype or deferred_init.init_dtype(name, sample) if cast and sample is not None else tensor.dtype
+        )
         state[name] = torch.empty(tensor.shape, dtype=kept, device="meta")
     return state
 
@@ -204,7 +265,7 @@ def _slots(tensors: Sequence[tuple[str, torch.Tensor]], max_nbytes: int) -> dict
     total = len(shards)
     slots = {}
     for number, shard in enumerate(shards, 1):
-        file = SINGLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+        file = SINGLE_FILE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
         start = 0
         for name, tensor in sorted(shard, key=lambda pair: -pair[1].element_size()):
             slots[name] = _Slot(file, start, tensor)
@@ -218,7 +279,11 @@ def _write_headers(folder: Path, slots: Mapping[str, _Slot]) -> dict[str, int]:
     for name, slot in slots.items():
         header = headers.setdefault(slot.file, {"__metadata__": {"format": "pt"}})
         offsets = [slot.start, slot.start + slot.tensor.nbytes]
-        header[name] = {"dtype": TAGS[slot.tensor.dtype], "shape": list(slot.tensor.shape), "data_offsets": offsets}
+        header[name] = {
+            "dtype": SAFETENSORS_TAGS[slot.tensor.dtype],
+            "shape": list(slot.tensor.shape),
+            "data_offsets": offsets,
+        }
     begins = {}
     for file, header in headers.items():
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -232,7 +297,7 @@ def _write_tensors(
     folder: Path,
     slots: Mapping[str, _Slot],
     begins: Mapping[str, int],
-    conversions: Sequence[Conversion],
+    conversions: Sequence[KeyConversion],
     module: nn.Module,
     value: Callable[[str], torch.Tensor],
 ) -> None:
@@ -242,8 +307,8 @@ def _write_tensors(
             data = tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
             with (folder / slot.file).open("r+b", buffering=0) as file:
                 file.seek(begins[slot.file] + slot.start)
-                for start in range(0, len(data), PIECE):
-                    write_all(file.fileno(), data[start : start + PIECE])
+                for start in range(0, len(data), CHUNK_NBYTES):
+                    write_all_bytes(file.fileno(), data[start : start + CHUNK_NBYTES])
     for name in begins:
         with (folder / name).open("r+b") as file:
             os.fsync(file.fileno())
@@ -251,9 +316,12 @@ def _write_tensors(
 
 def _write_index(folder: Path, slots: Mapping[str, _Slot]) -> None:
     tensors = [slot.tensor for slot in slots.values()]
-    totals = {"total_parameters": sum(map(torch.numel, tensors)), "total_size": sum(tensor.nbytes for tensor in tensors)}
+    totals = {
+        "total_parameters": sum(map(torch.numel, tensors)),
+        "total_size": sum(tensor.nbytes for tensor in tensors),
+    }
     index = {"metadata": totals, "weight_map": {name: slot.file for name, slot in sorted(slots.items())}}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_config(module: nn.Module, folder: Path, dtype: torch.dtype, beside: Path | None) -> None:
@@ -267,7 +335,9 @@ def _write_config(module: nn.Module, folder: Path, dtype: torch.dtype, beside: P
     config.dtype, config.architectures = str(dtype).removeprefix("torch."), [type(module).__name__]
     config.save_pretrained(folder)
     if pretrained.can_generate():
-        with suppress(ValueError):  # a generation config that contradicts itself is refused by transformers; it is optional
+        with suppress(
+            ValueError
+        ):  # a generation config that contradicts itself is refused by transformers; it is optional
             pretrained.generation_config.save_pretrained(folder)
     for path in _beside(beside, remote=config.to_dict().get("auto_map") is not None):
         shutil.copyfile(path, folder / path.name)
@@ -281,7 +351,7 @@ def _used_cache(beside: Path | None) -> bool:
 
 def _beside(folder: Path | None, *, remote: bool) -> Iterator[Path]:
     if folder is not None:
-        yield from (folder / name for name in BESIDE if (folder / name).is_file())
+        yield from (folder / name for name in COMPANION_FILES if (folder / name).is_file())
         yield from folder.glob("*.model")
         yield from folder.glob("*.py") if remote else ()
 

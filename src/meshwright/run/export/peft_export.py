@@ -18,23 +18,23 @@ import torch
 from torch import nn
 
 from meshwright.model.hf.hub import is_hub_id
-from meshwright.model.hf.peft import base_of, is_adapted, peft
-from meshwright.model.loading.init_tape import Tape
-from meshwright.model.loading.meta_init import Blueprint, Logical, logical_names
+from meshwright.model.hf.peft import import_peft, is_adapted, unload_adapters
+from meshwright.model.loading.init_tape import InitTape
+from meshwright.model.loading.meta_init import DeferredInit, LogicalParam, logical_names
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.checkpoint.shard_io import write_shard
-from meshwright.run.export.roundtrip_check import RoundTrip, compare_adapter, fill
+from meshwright.run.export.roundtrip_check import RoundTripResult, compare_adapter, load_values
 
 WHERE = "export"
-FILE = "adapter_model.safetensors"
-MERGE = "write the model that it makes of its base: --merge, engine.export(folder, merge=True)"
+ADAPTER_FILE = "adapter_model.safetensors"
+MERGE_FIX = "write the model that it makes of its base: --merge, engine.export(folder, merge=True)"
 
-Value = Callable[[str], torch.Tensor]
+ReadValue = Callable[[str], torch.Tensor]
 
 
 def write_adapter(
-    blueprint: Blueprint, value: Value, folder: Path, dtype: torch.dtype | None, base: str
-) -> tuple[int, RoundTrip]:
+    deferred_init: DeferredInit, read_value: ReadValue, folder: Path, dtype: torch.dtype | None, base: str
+) -> tuple[int, RoundTripResult]:
     """Write the adapter of `blueprint`'s model, its floating tensors in `dtype`, into `folder`; its bytes, how it compares.
 
     `value(name)` gives a logical parameter; `base` says where the base lies, where peft does not know.
@@ -42,61 +42,63 @@ def write_adapter(
     Raises PlanError for a model with several adapters, an adapter whose base is nowhere, one made of tokens, and one that peft
     writes in another way than tensor by tensor.
     """
-    model: Any = _checked(blueprint.instance())
+    model: Any = _checked(deferred_init.instantiate())
     adapters = list(model.peft_config)
     if len(adapters) != 1:
         text = f"the model holds {len(adapters)} adapters ({', '.join(adapters)}), and a folder is one"
-        raise PlanError(text, fix=f"leave one of them in the factory, or {MERGE}", where=WHERE)
+        raise PlanError(text, fix=f"leave one of them in the factory, or {MERGE_FIX}", location=WHERE)
     config = copy.deepcopy(model.peft_config[adapters[0]])
     config.base_model_name_or_path = _found(base or config.base_model_name_or_path or "")
-    names = stored_names(model, adapters[0])
-    tensors = {stored: _cast(value(name), dtype) for stored, name in names.items()}
+    names = adapter_tensor_names(model, adapters[0])
+    tensors = {stored: _cast(read_value(name), dtype) for stored, name in names.items()}
     _check(model, names, tensors)
-    shard = write_shard(folder / FILE, tensors)
+    shard = write_shard(folder / ADAPTER_FILE, tensors)
     _write_config(model, config, folder)
-    return shard.nbytes, compare_adapter(blueprint, value, folder, dtype, names)
+    return shard.nbytes, compare_adapter(deferred_init, read_value, folder, dtype, names)
 
 
-def stored_names(model: nn.Module, adapter: str) -> dict[str, str]:
+def adapter_tensor_names(model: nn.Module, adapter: str) -> dict[str, str]:
     """The name in the file of every tensor that belongs to `adapter`, and its name in `model`, which needs no values.
 
     An embedding that has an adapter of its own is left to the base: it was not trained.
     """
     state = model.state_dict()
     known = {id(tensor): name for name, tensor in state.items()}
-    found = peft().get_peft_model_state_dict(model, state, adapter, save_embedding_layers=False)
+    found = import_peft().get_peft_model_state_dict(model, state, adapter, save_embedding_layers=False)
     made = [stored for stored, tensor in found.items() if id(tensor) not in known]
     if made or not found:
         what = f"computes {made[0]} anew" if made else "finds no tensor of it"
-        raise PlanError(f"peft {what} when it saves the adapter '{adapter}'", fix=MERGE, where=WHERE)
+        raise PlanError(f"peft {what} when it saves the adapter '{adapter}'", fix=MERGE_FIX, location=WHERE)
     return {stored: known[id(tensor)] for stored, tensor in found.items()}
 
 
-def merged(blueprint: Blueprint, value: Value) -> tuple[Blueprint, Value]:
+def merge_adapter(deferred_init: DeferredInit, read_value: ReadValue) -> tuple[DeferredInit, ReadValue]:
     """The model that the adapter makes of its base: a blueprint without recipes, and its values.
 
     Raises PlanError for a model without an adapter, or with one made of tokens.
     """
-    if not is_adapted(blueprint.instance()):
-        text = f"a {type(blueprint.instance()).__name__} has no adapter that could be merged"
-        raise PlanError(text, fix="leave --merge out (merge=True)", where=WHERE)
-    whole: Any = _checked(blueprint.instance())
-    fill(whole, blueprint, value)
+    if not is_adapted(deferred_init.instantiate()):
+        text = f"a {type(deferred_init.instantiate()).__name__} has no adapter that could be merged"
+        raise PlanError(text, fix="leave --merge out (merge=True)", location=WHERE)
+    whole: Any = _checked(deferred_init.instantiate())
+    load_values(whole, deferred_init, read_value)
     base = whole.merge_and_unload()
-    bare, _ = base_of(blueprint.instance())
+    bare, _ = unload_adapters(deferred_init.instantiate())
     held = {**dict(base.named_parameters()), **dict(base.named_buffers())}
     entries = {name: base.get_parameter(name) for name in logical_names(bare)}
     logical = {
-        name: Logical(tuple(entries[name].shape), entries[name].dtype, entries[name].requires_grad, aliases)
+        name: LogicalParam(
+            tuple(entries[name].shape), entries[name].dtype, entries[name].requires_grad, aliases
+        )
         for name, aliases in logical_names(bare).items()
     }
-    return Blueprint(bare, logical, {}, Tape(), 0), lambda name: held[name].detach()
+    return DeferredInit(bare, logical, {}, InitTape(), 0), lambda name: held[name].detach()
 
 
 def _checked(model: Any) -> Any:
     if model.active_peft_config.is_prompt_learning:
         text = f"the adapter ({model.active_peft_config.peft_type}) is made of tokens in front of the text, not of weights"
-        raise PlanError(text, fix="adapt weights instead: peft.LoraConfig, peft.IA3Config", where=WHERE)
+        raise PlanError(text, fix="adapt weights instead: peft.LoraConfig, peft.IA3Config", location=WHERE)
     return model
 
 
@@ -104,9 +106,13 @@ def _found(base: str) -> str:
     """`base`, if it can be taken for the place of a base model."""
     if base and (is_hub_id(base) or Path(base).exists()):
         return base
-    text = f"its base is not there any more: {base}" if base else "its base has values from the seed, which are stored nowhere"
-    fix = f"start from a base that is stored (model.weights, read(..., weights=...)), or {MERGE}"
-    raise PlanError(f"an adapter is of use only with its base, and {text}", fix=fix, where=WHERE)
+    text = (
+        f"its base is not there any more: {base}"
+        if base
+        else "its base has values from the seed, which are stored nowhere"
+    )
+    fix = f"start from a base that is stored (model.weights, read(..., weights=...)), or {MERGE_FIX}"
+    raise PlanError(f"an adapter is of use only with its base, and {text}", fix=fix, location=WHERE)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -119,7 +125,9 @@ def _check(model: nn.Module, names: Mapping[str, str], tensors: Mapping[str, tor
     for stored, name in names.items():
         if tuple(tensors[stored].shape) != shapes[name]:
             text = f"{name} is {list(tensors[stored].shape)} here and {list(shapes[name])} in the model"
-            raise PlanError(text, fix="export with engine.export, which brings shards together", where=WHERE)
+            raise PlanError(
+                text, fix="export with engine.export, which brings shards together", location=WHERE
+            )
 
 
 def _write_config(model: Any, config: Any, folder: Path) -> None:

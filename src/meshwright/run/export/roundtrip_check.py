@@ -17,53 +17,63 @@ import transformers
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from meshwright.model.hf.hub import located
-from meshwright.model.hf.metadata import is_pretrained
-from meshwright.model.hf.peft import peft
+from meshwright.model.hf.hub import resolve_path
+from meshwright.model.hf.metadata import is_transformers_model
+from meshwright.model.hf.peft import import_peft
 from meshwright.model.loading.loader import load_model
-from meshwright.model.loading.meta_init import Blueprint
-from meshwright.model.loading.safetensors_io import look, read
-from meshwright.plan.job.data_source import ModelSource
+from meshwright.model.loading.meta_init import DeferredInit
+from meshwright.model.loading.safetensors_io import list_tensors, read_tensor
+from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError
 
-ROWS, TOKENS = 2, 8
-BOUND = 1e-6  # of float32 logits whose largest is at most 1; larger ones carry their rounding in proportion
+NUM_SAMPLES, NUM_TOKENS = 2, 8
+TOLERANCE = (
+    1e-6  # of float32 logits whose largest is at most 1; larger ones carry their rounding in proportion
+)
 
-Value = Callable[[str], torch.Tensor]
+ReadValue = Callable[[str], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class RoundTrip:
+class RoundTripResult:
     """What was compared, the largest difference, and what is allowed; `rounding` is what a narrower dtype changed."""
 
-    compared: str
-    difference: float
-    bound: float
-    rounding: float | None = None
+    description: str
+    max_difference: float
+    tolerance: float
+    rounding_difference: float | None = None
 
     @property
     def passed(self) -> bool:
         """Whether the difference is within the bound; NaN is not."""
-        return self.difference <= self.bound
+        return self.max_difference <= self.tolerance
 
     def __str__(self) -> str:
-        rounded = "" if self.rounding is None else f"; rounding changed them by {self.rounding:.2g}"
-        return f"{self.compared} differ by {self.difference:.2g} at most (allowed: {self.bound:.2g}){rounded}"
+        rounded = (
+            ""
+            if self.rounding_difference is None
+            else f"; rounding changed them by {self.rounding_difference:.2g}"
+        )
+        return f"{self.description} differ by {self.max_difference:.2g} at most (allowed: {self.tolerance:.2g}){rounded}"
 
 
-def compare_logits(blueprint: Blueprint, value: Value, folder: Path, dtype: torch.dtype | None = None) -> RoundTrip:
+def compare_logits(
+    deferred_init: DeferredInit, read_value: ReadValue, folder: Path, dtype: torch.dtype | None = None
+) -> RoundTripResult:
     """The transformers model of `blueprint` with the values `value(name)` beside what transformers loads from `folder`.
 
     `dtype` is what the folder's floating tensors were rounded to; None: they were not.
     """
-    module = blueprint.instance()
-    inputs = probe(module)
+    module = deferred_init.instantiate()
+    inputs = probe_inputs(module)
     if inputs is None:
         theirs = dict(_theirs(type(module), folder).state_dict())
-        rounded = {name: value(name) for name in blueprint.logical}
+        rounded = {name: read_value(name) for name in deferred_init.logical_params}
         pairs = ((_rounded(mine, dtype).float(), theirs[name].float()) for name, mine in rounded.items())
-        return RoundTrip("all parameters", max((_distance(mine, other) for mine, other in pairs), default=0.0), 0.0)
-    fill(module, blueprint, value)
+        return RoundTripResult(
+            "all parameters", max((_distance(mine, other) for mine, other in pairs), default=0.0), 0.0
+        )
+    load_values(module, deferred_init, read_value)
     exact = _outputs(module, inputs)
     mine, rounding = exact, None
     if dtype is not None and dtype.itemsize < 4:
@@ -76,103 +86,143 @@ def compare_logits(blueprint: Blueprint, value: Value, folder: Path, dtype: torc
     del module
     other = _outputs(_theirs(kind, folder), inputs)
     scale = max(1.0, mine.abs().max().item()) if mine.numel() else 1.0
-    bound = BOUND * scale if isfinite(scale) else 0.0
-    return RoundTrip(f"the outputs for {ROWS} x {TOKENS} tokens", _distance(mine, other), bound, rounding)
+    bound = TOLERANCE * scale if isfinite(scale) else 0.0
+    return RoundTripResult(
+        f"the outputs for {NUM_SAMPLES} x {NUM_TOKENS} tokens", _distance(mine, other), bound, rounding
+    )
 
 
 def compare_adapter(
-    blueprint: Blueprint, value: Value, folder: Path, dtype: torch.dtype | None, names: Mapping[str, str]
-) -> RoundTrip:
+    deferred_init: DeferredInit,
+    read_value: ReadValue,
+    folder: Path,
+    dtype: torch.dtype | None,
+    names: Mapping[str, str],
+) -> RoundTripResult:
     """The adapted model of `blueprint` with the values `value(name)` beside its base with the adapter that peft loads.
 
     `names` are those of the adapter's tensors, in the file and here. The base's own are what they are here, but for those that
     the adapter brings along: of these nothing is left in the base.
     """
-    module: Any = blueprint.instance()
-    inputs = probe(module.get_base_model()) if is_pretrained(module.get_base_model()) else None
+    module: Any = deferred_init.instantiate()
+    inputs = probe_inputs(module.get_base_model()) if is_transformers_model(module.get_base_model()) else None
     brought = set(names.values())
     mine = rounding = None
     if inputs is not None:
-        fill(module, blueprint, value)
+        load_values(module, deferred_init, read_value)
         exact = _outputs(module, inputs)
-        fill(module, blueprint, lambda name: _rounded(value(name), dtype if name in brought else None))
+        load_values(
+            module, deferred_init, lambda name: _rounded(read_value(name), dtype if name in brought else None)
+        )
         mine = _outputs(module, inputs)
         rounding = None if dtype is None or dtype.itemsize >= 4 else _distance(exact, mine)
     del module
-    bare: Any = blueprint.instance()
-    fill(bare, blueprint, lambda name: torch.zeros_like(value(name)) if name in brought else value(name))
+    bare: Any = deferred_init.instantiate()
+    load_values(
+        bare,
+        deferred_init,
+        lambda name: torch.zeros_like(read_value(name)) if name in brought else read_value(name),
+    )
     adapter = next(iter(bare.peft_config))
-    theirs = peft().PeftModel.from_pretrained(bare.unload(), str(folder), adapter, torch_device="cpu")
+    theirs = import_peft().PeftModel.from_pretrained(bare.unload(), str(folder), adapter, torch_device="cpu")
     if mine is None or inputs is None:
         state = theirs.state_dict()
-        pairs = ((_rounded(value(name), dtype).float(), state[name].float()) for name in brought)
-        return RoundTrip("the tensors of the adapter", max((_distance(*pair) for pair in pairs), default=0.0), 0.0)
+        pairs = ((_rounded(read_value(name), dtype).float(), state[name].float()) for name in brought)
+        return RoundTripResult(
+            "the tensors of the adapter", max((_distance(*pair) for pair in pairs), default=0.0), 0.0
+        )
     other = _outputs(theirs, inputs)
     scale = max(1.0, mine.abs().max().item()) if mine.numel() else 1.0
-    bound = BOUND * scale if isfinite(scale) else 0.0
-    return RoundTrip(f"the outputs for {ROWS} x {TOKENS} tokens", _distance(mine, other), bound, rounding)
+    bound = TOLERANCE * scale if isfinite(scale) else 0.0
+    return RoundTripResult(
+        f"the outputs for {NUM_SAMPLES} x {NUM_TOKENS} tokens", _distance(mine, other), bound, rounding
+    )
 
 
-def compare_files(folder: Path, dtypes: Mapping[str, torch.dtype], value: Value) -> RoundTrip:
+def compare_files(folder: Path, dtypes: Mapping[str, torch.dtype], read_value: ReadValue) -> RoundTripResult:
     """The tensors in the files of `folder` beside `value(name)` in the dtype of each; none may differ in a bit."""
-    stored = look(folder)
+    stored = list_tensors(folder)
     wrong = [name for name, dtype in dtypes.items() if name not in stored or stored[name].dtype != dtype]
     worst = max(
         (
-            _distance(read(stored[name], dtype).double(), value(name).to("cpu", dtype).double())
+            _distance(read_tensor(stored[name], dtype).double(), read_value(name).to("cpu", dtype).double())
             for name, dtype in dtypes.items()
             if name not in wrong
         ),
         default=0.0,
     )
-    return RoundTrip(f"{len(dtypes)} tensors read back", worst if not wrong else float("inf"), 0.0)
+    return RoundTripResult(f"{len(dtypes)} tensors read back", worst if not wrong else float("inf"), 0.0)
 
 
-def check_import(source: ModelSource) -> tuple[RoundTrip, int]:
+def check_import(source: ModelConfig) -> tuple[RoundTripResult, int]:
     """The model that `source.weights` gives here beside what transformers loads from the same folder; its parameters.
 
     Raises PlanError when the weights do not fit, or belong to no model of transformers.
     """
     loaded = load_model(source, seed=0)
-    module = loaded.blueprint.instance()
-    if not is_pretrained(module):
+    module = loaded.deferred_init.instantiate()
+    if not is_transformers_model(module):
         text = f"'{source.source}' builds a {type(module).__name__}, which is no model of transformers"
-        raise PlanError(text, fix="compare with your own loading; model.weights takes it as it is", where="model.source")
-    folder = located(source.weights, source, "model.weights")
-    numel = sum(torch.Size(entry.shape).numel() for entry in loaded.blueprint.logical.values())
+        raise PlanError(
+            text,
+            fix="compare with your own loading; model.weights takes it as it is",
+            location="model.source",
+        )
+    folder = resolve_path(source.weights, source, "model.weights")
+    numel = sum(torch.Size(entry.shape).numel() for entry in loaded.deferred_init.logical_params.values())
 
     def initial(name: str) -> torch.Tensor:
-        return loaded.blueprint.value(name) if name in loaded.blueprint.logical else module.get_buffer(name)
+        return (
+            loaded.deferred_init.initial_value(name)
+            if name in loaded.deferred_init.logical_params
+            else module.get_buffer(name)
+        )
 
-    return compare_logits(loaded.blueprint, initial, folder), numel
+    return compare_logits(loaded.deferred_init, initial, folder), numel
 
 
-def probe(module: nn.Module) -> dict[str, torch.Tensor] | None:
+def probe_inputs(module: nn.Module) -> dict[str, torch.Tensor] | None:
     """A few rows of input for a transformers model of text or images; None for one that takes anything else."""
     model: Any = module
     config = model.config
     said, text = config.to_dict(), config.get_text_config()
     vocabulary = text.to_dict().get(text.attribute_map.get("vocab_size", "vocab_size"))
     if model.main_input_name == "input_ids" and isinstance(vocabulary, int) and config is text:
-        tokens = torch.arange(ROWS * TOKENS).mul(7).add(3).remainder(vocabulary).view(ROWS, TOKENS)
-        return {"input_ids": tokens} | ({"decoder_input_ids": tokens.flip(1)} if said.get("is_encoder_decoder") else {})
+        tokens = (
+            torch.arange(NUM_SAMPLES * NUM_TOKENS)
+            .mul(7)
+            .add(3)
+            .remainder(vocabulary)
+            .view(NUM_SAMPLES, NUM_TOKENS)
+        )
+        return {"input_ids": tokens} | (
+            {"decoder_input_ids": tokens.flip(1)} if said.get("is_encoder_decoder") else {}
+        )
     size, channels = said.get("image_size"), said.get("num_channels", 3)
     if model.main_input_name == "pixel_values" and isinstance(size, int) and isinstance(channels, int):
-        return {"pixel_values": torch.linspace(-1, 1, ROWS * channels * size * size).view(ROWS, channels, size, size)}
+        return {
+            "pixel_values": torch.linspace(-1, 1, NUM_SAMPLES * channels * size * size).view(
+                NUM_SAMPLES, channels, size, size
+            )
+        }
     return None
 
 
-def fill(module: nn.Module, blueprint: Blueprint, value: Value) -> None:
+def load_values(module: nn.Module, deferred_init: DeferredInit, read_value: ReadValue) -> None:
     """Give `module` (an instance) the values, in float32."""
-    for first, entry in blueprint.logical.items():
-        mine = value(first)
-        parameter = nn.Parameter(mine.to("cpu", torch.float32 if mine.is_floating_point() else mine.dtype), requires_grad=False)
+    for first, entry in deferred_init.logical_params.items():
+        mine = read_value(first)
+        parameter = nn.Parameter(
+            mine.to("cpu", torch.float32 if mine.is_floating_point() else mine.dtype), requires_grad=False
+        )
         for name in (first, *entry.aliases):
             path, _, leaf = name.rpartition(".")
             module.get_submodule(path)._parameters[leaf] = parameter
-    stored = set(blueprint.logical) | {alias for entry in blueprint.logical.values() for alias in entry.aliases}
+    stored = set(deferred_init.logical_params) | {
+        alias for entry in deferred_init.logical_params.values() for alias in entry.aliases
+    }
     for name in module.state_dict().keys() - stored:
-        module.get_buffer(name).copy_(value(name))
+        module.get_buffer(name).copy_(read_value(name))
 
 
 def _theirs(kind: type[nn.Module], folder: Path) -> nn.Module:

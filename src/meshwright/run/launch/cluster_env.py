@@ -32,33 +32,37 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from zlib import crc32
 
-from meshwright.plan.job.errors import Fault, PlanError, raise_faults
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 
-ENTRY = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")  # up to a comma that stands outside of brackets
-FIRST = re.compile(r"\[(\w+)[^\]]*\]")
-COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+NODE_ENTRY = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")  # up to a comma that stands outside of brackets
+FIRST_INDEX = re.compile(r"\[(\w+)[^\]]*\]")
+TASK_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def first_host(nodes: str) -> str:
     """The first host of a list such as `node[01-04,07]`; "" of an empty list."""
-    found = ENTRY.match(nodes)
-    return FIRST.sub(r"\1", found.group()).strip() if found else ""
+    found = NODE_ENTRY.match(nodes)
+    return FIRST_INDEX.sub(r"\1", found.group()).strip() if found else ""
 
 
-def repeated(counts: str) -> list[int]:
+def tasks_per_host(counts: str) -> list[int]:
     """The counts per host of a list such as `4(x2),3`; [] where it is anything else."""
-    found = [COUNT.fullmatch(part) for part in counts.split(",")]
-    return [int(match[1]) for match in found if match for _ in range(int(match[2] or 1))] if all(found) else []
+    found = [TASK_COUNT.fullmatch(part) for part in counts.split(",")]
+    return (
+        [int(match[1]) for match in found if match for _ in range(int(match[2] or 1))] if all(found) else []
+    )
 
 
-PORT = 29500  # where nothing else is said; what torchrun's users expect
-LEAST_STEP = 0xFFFF_FFF0  # from here on SLURM numbers steps that are not srun's: batch script, interactive, extern
+DEFAULT_PORT = 29500  # where nothing else is said; what torchrun's users expect
+FIRST_SPECIAL_STEP = (
+    0xFFFF_FFF0  # from here on SLURM numbers steps that are not srun's: batch script, interactive, extern
+)
 LOOPBACK = "127.0.0.1"
 WHERE = "environment"
 
 
 @dataclass(frozen=True)
-class Place:
+class LauncherEnv:
     """Where this process stands in a job, and who says so.
 
     `master` and `port` are where the ranks meet (None for a rank alone); `served` when the launcher keeps a store there;
@@ -71,25 +75,27 @@ class Place:
     local_rank: int
     local_world: int
     host: str
-    master: str | None = None
-    port: int = PORT
-    served: bool = False
-    job: str = ""
-    restart: int = 0
+    master_addr: str | None = None
+    master_port: int = DEFAULT_PORT
+    has_store: bool = False
+    job_id: str = ""
+    num_restarts: int = 0
 
     @property
-    def one_host(self) -> bool:
+    def is_single_host(self) -> bool:
         """Whether all ranks are on this host, so that nothing needs to leave it."""
-        return self.local_world >= self.world or (self.master is not None and is_loopback(self.master))
+        return self.local_world >= self.world or (
+            self.master_addr is not None and is_loopback(self.master_addr)
+        )
 
     def __str__(self) -> str:
         text = f"rank {self.rank} of {self.world} ({self.launcher} on host {self.host}, {self.local_world} per host)"
-        text += "" if self.master is None else f", master {self.master}:{self.port}"
-        return text + (f", restart {self.restart}" if self.restart else "")
+        text += "" if self.master_addr is None else f", master {self.master_addr}:{self.master_port}"
+        return text + (f", restart {self.num_restarts}" if self.num_restarts else "")
 
 
 @dataclass(frozen=True)
-class Ranked:
+class RankEnv:
     """This process as one rank of a job, as its environment says.
 
     `store` is the file through which ranks of our own launcher meet; under any other, `place` says where the ranks do.
@@ -98,13 +104,13 @@ class Ranked:
     rank: int
     world: int
     local_rank: int
-    store: str | None = None
+    store_path: str | None = None
     lifeline_fd: int | None = None
-    place: Place | None = None
+    launcher_env: LauncherEnv | None = None
 
 
 @dataclass(frozen=True)
-class Claim:
+class LauncherClaim:
     """What one launcher says of this process. `rank_key` is the variable it says the rank with; None where it is silent."""
 
     launcher: str
@@ -115,7 +121,7 @@ class Claim:
     local_world: int | None = None
 
     @property
-    def hosts(self) -> int | None:
+    def num_hosts(self) -> int | None:
         """How many hosts it uses, if it says how many ranks each has."""
         return -(-self.world // self.local_world) if self.local_world else None
 
@@ -123,25 +129,39 @@ class Claim:
         return f"{self.launcher} says rank {self.rank} of {self.world} ({self.rank_key}={self.rank})"
 
 
-def place_in(env: Mapping[str, str], host: str, *, terminal: bool = False) -> Place | None:
+def find_launcher_env(env: Mapping[str, str], host: str, *, has_terminal: bool = False) -> LauncherEnv | None:
     """This process as one rank of the job that `env` tells of; None when it tells of none.
 
     `terminal`: whether somebody types into this process, as into the shell of `srun --pty bash`.
     Raises PlanError for variables that are no numbers, that are missing, and for launchers that disagree.
     """
-    claims = list(_claims(env, terminal))
+    claims = list(_claims(env, has_terminal))
     if not claims:
         return None
     first, *others = claims
-    raise_faults([*_disagreements(first, others), *_stale_world(env, first)])
+    raise_diagnostics([*_disagreements(first, others), *_stale_world(env, first)])
     local_world = first.local_world or (first.world if is_loopback(env.get("MASTER_ADDR", "")) else 1)
     local_rank = first.local_rank if first.local_rank is not None else first.rank % local_world
     job = _job(env, first.launcher)
     master, port = _master(env, first, local_world, job)
     served = first.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    counted = env.get("TORCHELASTIC_RESTART_COUNT" if first.launcher == "torchrun" else "SLURM_RESTART_COUNT", "0")
+    counted = env.get(
+        "TORCHELASTIC_RESTART_COUNT" if first.launcher == "torchrun" else "SLURM_RESTART_COUNT", "0"
+    )
     restart = int(counted) if counted.isdecimal() else 0
-    return Place(first.launcher, first.rank, first.world, local_rank, local_world, host, master, port, served, job, restart)
+    return LauncherEnv(
+        first.launcher,
+        first.rank,
+        first.world,
+        local_rank,
+        local_world,
+        host,
+        master,
+        port,
+        served,
+        job,
+        restart,
+    )
 
 
 def is_loopback(address: str) -> bool:
@@ -152,7 +172,7 @@ def is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def _claims(env: Mapping[str, str], terminal: bool) -> Iterator[Claim]:
+def _claims(env: Mapping[str, str], terminal: bool) -> Iterator[LauncherClaim]:
     """The claims, innermost launcher first."""
     if "RANK" in env:
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else WHERE
@@ -166,69 +186,85 @@ def _claims(env: Mapping[str, str], terminal: bool) -> Iterator[Claim]:
         yield _kubeflow(env)
     elif "RANK" not in env and "JOB_COMPLETION_INDEX" in env and "WORLD_SIZE" in env:
         claim = _claim(env, "Kubernetes", "JOB_COMPLETION_INDEX", "WORLD_SIZE")
-        yield Claim(claim.launcher, claim.rank_key, claim.rank, claim.world, 0, 1)
+        yield LauncherClaim(claim.launcher, claim.rank_key, claim.rank, claim.world, 0, 1)
     if _is_task(env, terminal):
         world = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
         claim = _claim(env, "SLURM", "SLURM_PROCID", world, "SLURM_LOCALID")
         if claim.world > 1:  # a step of one task is a place to start ranks from, like any shell
-            yield Claim(claim.launcher, claim.rank_key, claim.rank, claim.world, claim.local_rank, _tasks_here(env))
+            yield LauncherClaim(
+                claim.launcher, claim.rank_key, claim.rank, claim.world, claim.local_rank, _tasks_here(env)
+            )
 
 
-def _claim(env: Mapping[str, str], launcher: str, rank: str, world: str, local_rank: str = "", local_world: str = "") -> Claim:
+def _claim(
+    env: Mapping[str, str], launcher: str, rank: str, world: str, local_rank: str = "", local_world: str = ""
+) -> LauncherClaim:
     needed = {key: env.get(key, "") for key in (rank, world)}
     given = {key: env[key] for key in (local_rank, local_world) if key in env}
     odd = [f"{key}={value!r}" for key, value in {**needed, **given}.items() if not value.isdecimal()]
     fix = f"let {'the launcher' if launcher == WHERE else launcher} set them all"
     fix += f", or unset {rank} to let meshwright start the local ranks itself"
     if odd:
-        raise PlanError(f"{rank} is set in the environment, and {' and '.join(odd)}: needed are numbers", fix=fix, where=WHERE)
+        raise PlanError(
+            f"{rank} is set in the environment, and {' and '.join(odd)}: needed are numbers",
+            fix=fix,
+            location=WHERE,
+        )
     said = {key: int(value) for key, value in {**needed, **given}.items()}
     if said[rank] >= said[world]:
         text = f"{rank}={said[rank]} and {world}={said[world]}: ranks are counted from 0 to {said[world] - 1}"
-        raise PlanError(text, fix=fix, where=WHERE)
-    return Claim(launcher, rank, said[rank], said[world], said.get(local_rank), said.get(local_world) or None)
+        raise PlanError(text, fix=fix, location=WHERE)
+    return LauncherClaim(
+        launcher, rank, said[rank], said[world], said.get(local_rank), said.get(local_world) or None
+    )
 
 
-def _kubeflow(env: Mapping[str, str]) -> Claim:
+def _kubeflow(env: Mapping[str, str]) -> LauncherClaim:
     per_pod = env.get("PET_NPROC_PER_NODE", "1")
     if per_pod != "1":
         text = f"this pod shall run PET_NPROC_PER_NODE={per_pod} ranks, and this process is one"
-        raise PlanError(text, fix="start them with torchrun, which reads PET_*: torchrun -m meshwright ...", where=WHERE)
+        raise PlanError(
+            text,
+            fix="start them with torchrun, which reads PET_*: torchrun -m meshwright ...",
+            location=WHERE,
+        )
     claim = _claim(env, "Kubeflow", "PET_NODE_RANK", "PET_NNODES")
-    return Claim(claim.launcher, claim.rank_key, claim.rank, claim.world, 0, 1)
+    return LauncherClaim(claim.launcher, claim.rank_key, claim.rank, claim.world, 0, 1)
 
 
 def _is_task(env: Mapping[str, str], terminal: bool) -> bool:
     """Whether srun started this process as one of its tasks, and not as somebody's shell."""
     step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
-    if not step.isdecimal() or int(step) >= LEAST_STEP or "SLURM_PROCID" not in env:
+    if not step.isdecimal() or int(step) >= FIRST_SPECIAL_STEP or "SLURM_PROCID" not in env:
         return False
     return not (terminal and "SLURM_PTY_PORT" in env)
 
 
 def _tasks_here(env: Mapping[str, str]) -> int | None:
     """How many tasks of the step run on this host, of `4(x2),3`: four on the first two hosts, three on the next."""
-    per_host = repeated(env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", "")))
+    per_host = tasks_per_host(env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", "")))
     node = env.get("SLURM_NODEID", "0")
     return per_host[int(node)] if node.isdecimal() and int(node) < len(per_host) else None
 
 
-def _disagreements(first: Claim, others: Iterable[Claim]) -> Iterator[Fault]:
+def _disagreements(first: LauncherClaim, others: Iterable[LauncherClaim]) -> Iterator[Diagnostic]:
     for other in others:
         alike = (first.rank, first.world) == (other.rank, other.world)
-        per_host = {first.hosts}
-        if first.launcher in ("Open MPI", "PMI") and first.hosts:
-            per_host |= {first.hosts - 1}  # mpirun itself sits on the first host, and has srun start its daemons on the others
+        per_host = {first.num_hosts}
+        if first.launcher in ("Open MPI", "PMI") and first.num_hosts:
+            per_host |= {
+                first.num_hosts - 1
+            }  # mpirun itself sits on the first host, and has srun start its daemons on the others
         if not (alike or other.world == 1 or other.world in per_host):
             fix = f"start one {first.launcher} per host, as ranks of one job (srun round torchrun needs --nnodes and a rendezvous"
             fix += f"), or only one of the two; a stale variable goes with: unset {first.rank_key}"
-            yield Fault(f"{first}, and {other}", fix, WHERE)
+            yield Diagnostic(f"{first}, and {other}", fix, WHERE)
 
 
-def _stale_world(env: Mapping[str, str], claim: Claim) -> Iterator[Fault]:
+def _stale_world(env: Mapping[str, str], claim: LauncherClaim) -> Iterator[Diagnostic]:
     said = env.get("WORLD_SIZE", "")
     if claim.rank_key != "RANK" and said.isdecimal() and int(said) != claim.world:
-        yield Fault(f"{claim}, and WORLD_SIZE={said}", f"unset WORLD_SIZE, or start {said} ranks", WHERE)
+        yield Diagnostic(f"{claim}, and WORLD_SIZE={said}", f"unset WORLD_SIZE, or start {said} ranks", WHERE)
 
 
 def _job(env: Mapping[str, str], launcher: str) -> str:
@@ -240,18 +276,28 @@ def _job(env: Mapping[str, str], launcher: str) -> str:
     return env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", ""))
 
 
-def _master(env: Mapping[str, str], claim: Claim, local_world: int, job: str) -> tuple[str | None, int]:
+def _master(
+    env: Mapping[str, str], claim: LauncherClaim, local_world: int, job: str
+) -> tuple[str | None, int]:
     if claim.world == 1 and "MASTER_ADDR" not in env:
-        return None, PORT
+        return None, DEFAULT_PORT
     kubeflow = claim.launcher == "Kubeflow"
     address = env.get("PET_MASTER_ADDR" if kubeflow and "PET_MASTER_ADDR" in env else "MASTER_ADDR", "")
     said = env.get("PET_MASTER_PORT" if kubeflow and "PET_MASTER_PORT" in env else "MASTER_PORT", "")
     if said and not (said.isdecimal() and 0 < int(said) < 1 << 16):
         raise PlanError(
-            f"MASTER_PORT={said!r}; needed is a number from 1 to 65535", fix=f"export MASTER_PORT={PORT}", where=WHERE
+            f"MASTER_PORT={said!r}; needed is a number from 1 to 65535",
+            fix=f"export MASTER_PORT={DEFAULT_PORT}",
+            location=WHERE,
         )
     # between the ports of the system and those that it hands out to clients (from 32768 on)
-    port = int(said) if said else 10_000 + crc32(job.encode()) % 20_000 if job and claim.launcher != "torchrun" else PORT
+    port = (
+        int(said)
+        if said
+        else 10_000 + crc32(job.encode()) % 20_000
+        if job and claim.launcher != "torchrun"
+        else DEFAULT_PORT
+    )
     nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", env.get("SLURM_NODELIST", "")))
     if not address and claim.local_world is not None and local_world >= claim.world:
         address = LOOPBACK
@@ -259,5 +305,7 @@ def _master(env: Mapping[str, str], claim: Claim, local_world: int, job: str) ->
     if not address:
         fix = "export MASTER_ADDR=<the address of the host of rank 0> on every host"
         fix += "; with mpirun: -x MASTER_ADDR" if claim.launcher == "Open MPI" else ""
-        raise PlanError(f"{claim}, and MASTER_ADDR is not set: nobody knows where the ranks meet", fix=fix, where=WHERE)
+        raise PlanError(
+            f"{claim}, and MASTER_ADDR is not set: nobody knows where the ranks meet", fix=fix, location=WHERE
+        )
     return address, port

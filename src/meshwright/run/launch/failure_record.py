@@ -30,14 +30,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from meshwright.plan.job.errors import PEER_WORDS, CollectiveError, PlanError
+from meshwright.plan.job.errors import PEER_LOST_PATTERN, CollectiveError, PlanError
 
-Kind = Literal["own", "report", "peer", "request"]
+FailureKind = Literal["own", "report", "peer", "request"]
 PEER_TYPE = "DistError"  # the base of torch's errors of backends, networks and stores; by name: launching never imports torch
 
 
 @dataclass
-class Progress:
+class RankProgress:
     """Where a rank is: set by the training loop, told by the record of a failure."""
 
     step: int | None = None
@@ -45,12 +45,12 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Record:
+class FailureRecord:
     """How a rank failed. `time` is in seconds since the epoch; `traceback` is the whole text, chained errors included."""
 
     rank: int
     time: float
-    kind: Kind
+    kind: FailureKind
     type: str
     message: str
     traceback: str
@@ -59,28 +59,31 @@ class Record:
 
     def write(self, folder: Path) -> None:
         """Write this record to `folder`/failures; a reader sees all of it or nothing."""
-        path = record_path(folder, self.rank)
+        path = failure_path(folder, self.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
         part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="ascii")
         part.replace(path)
 
 
-def record_path(folder: Path, rank: int) -> Path:
+def failure_path(folder: Path, rank: int) -> Path:
     """Where `rank` writes how it failed."""
     return folder / "failures" / f"rank-{rank}.json"
 
 
-def read_records(folder: Path) -> dict[int, Record]:
+def read_failures(folder: Path) -> dict[int, FailureRecord]:
     """The records that ranks have written to `folder`/failures, by rank."""
-    found = (Record(**json.loads(path.read_text(encoding="ascii"))) for path in (folder / "failures").glob("rank-*.json"))
+    found = (
+        FailureRecord(**json.loads(path.read_text(encoding="ascii")))
+        for path in (folder / "failures").glob("rank-*.json")
+    )
     return {record.rank: record for record in found}
 
 
 @contextmanager
-def guard(
+def record_failure(
     rank: int, folder: Path, lifeline_fd: int | None = None, show: Callable[[str], None] | None = None
-) -> Iterator[Progress]:
+) -> Iterator[RankProgress]:
     """Run the body of one rank; the Progress that it yields may be kept up to date.
 
     An exception in the body is written to `folder`/failures and ends the process with code 1, without a word on the
@@ -91,8 +94,10 @@ def guard(
         faulthandler.enable(sys.__stderr__)  # a crash in native code leaves the Python line in the log
     if lifeline_fd is not None:
         os.set_inheritable(lifeline_fd, False)
-        threading.Thread(target=_end_without_parent, args=(lifeline_fd,), daemon=True, name="lifeline").start()
-    progress = Progress()
+        threading.Thread(
+            target=_end_without_parent, args=(lifeline_fd,), daemon=True, name="lifeline"
+        ).start()
+    progress = RankProgress()
     try:
         yield progress
     except Exception as error:
@@ -102,31 +107,35 @@ def guard(
         try:
             record.write(folder)
         except OSError as unwritable:  # a full disk, say: then the terminal is better than silence
-            error.add_note(f"This could not be written to {record_path(folder, rank)}: {unwritable}")
+            error.add_note(f"This could not be written to {failure_path(folder, rank)}: {unwritable}")
             raise error from error.__cause__
         if show is not None:
             whole = record.kind == "own" or (record.kind == "report" and _speaks(error))
             why = "it waited in vain" if record.kind == "report" else "it lost a peer"
-            show(told(record) if whole else f"{_headline(record)}: {why}; see {record_path(folder, rank)}")
+            show(
+                describe_failure(record)
+                if whole
+                else f"{_headline(record)}: {why}; see {failure_path(folder, rank)}"
+            )
         # Not sys.exit: threads and communicators that wait for a lost peer would keep the process from ending.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
 
-def told(record: Record) -> str:
+def describe_failure(record: FailureRecord) -> str:
     """How a rank failed, in words: where it was, and its traceback; of a wait in vain, who is to blame for it."""
     if record.kind == "report":
         return f"{_headline(record, 'waited in vain')}\n{record.message}"
     return f"{_headline(record)}\n{record.traceback.rstrip()}"
 
 
-def _headline(record: Record, what: str = "failed") -> str:
+def _headline(record: FailureRecord, what: str = "failed") -> str:
     step = "" if record.step is None else f" at step {record.step}"
     return f"rank {record.rank} {what}{step}{f' ({record.phase})' if record.phase else ''}"
 
 
-def kind_of(error: BaseException) -> Kind:
+def failure_kind(error: BaseException) -> FailureKind:
     """Which kind of failure `error` is. An error raised `from` a broken collective is one too."""
     if isinstance(error, PlanError):
         return "request"
@@ -134,7 +143,7 @@ def kind_of(error: BaseException) -> Kind:
         if isinstance(cause, CollectiveError) and cause.report:
             return "report"
         names = {kind.__name__ for kind in type(cause).__mro__}
-        if PEER_TYPE in names or (type(cause) is RuntimeError and PEER_WORDS.search(str(cause))):
+        if PEER_TYPE in names or (type(cause) is RuntimeError and PEER_LOST_PATTERN.search(str(cause))):
             return "peer"
     return "own"
 
@@ -148,14 +157,27 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 def _speaks(error: BaseException) -> bool:
     """Whether this rank is the one, of those that have the same report, to show it."""
-    return any(isinstance(cause, CollectiveError) and cause.report and cause.speaks for cause in _causes(error))
+    return any(
+        isinstance(cause, CollectiveError) and cause.report and cause.is_reporter for cause in _causes(error)
+    )
 
 
-def _record(rank: int, error: Exception, progress: Progress) -> Record:
+def _record(rank: int, error: Exception, progress: RankProgress) -> FailureRecord:
     here = error.__traceback__
-    trace = here.tb_next if here is not None and here.tb_next is not None else here  # leave out the line of guard itself
+    trace = (
+        here.tb_next if here is not None and here.tb_next is not None else here
+    )  # leave out the line of guard itself
     text = "".join(traceback.format_exception(type(error), error, trace))
-    return Record(rank, time.time(), kind_of(error), type(error).__name__, str(error), text, progress.step, progress.phase)
+    return FailureRecord(
+        rank,
+        time.time(),
+        failure_kind(error),
+        type(error).__name__,
+        str(error),
+        text,
+        progress.step,
+        progress.phase,
+    )
 
 
 def _end_without_parent(lifeline_fd: int) -> None:

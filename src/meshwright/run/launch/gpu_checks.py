@@ -17,10 +17,10 @@ from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.run.launch.host_checks import Finding
 
-OPERAND_BYTES = 4 * 2**20
-ROUNDS = 5
-CLOCK_S = 1.0
-LETTER = 8192  # bytes that each rank may send of its findings
+OPERAND_NBYTES = 4 * 2**20
+CLOCK_ROUNDS = 5
+MAX_CLOCK_SKEW_S = 1.0
+MAX_MESSAGE_NBYTES = 8192  # bytes that each rank may send of its findings
 
 
 def gpu_findings() -> Iterator[Finding]:
@@ -28,7 +28,12 @@ def gpu_findings() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         if Path("/dev/nvidia0").exists():
             text = f"there is a GPU, and torch {torch.__version__} cannot use it"
-            yield Finding("GPUs", "warning", text, "install a CUDA build of torch that fits the driver (nvidia-smi shows it)")
+            yield Finding(
+                "GPUs",
+                "warning",
+                text,
+                "install a CUDA build of torch that fits the driver (nvidia-smi shows it)",
+            )
         else:
             yield Finding("GPUs", "ok", "none; ranks train on the CPU, over gloo")
         return
@@ -42,15 +47,15 @@ def gpu_findings() -> Iterator[Finding]:
 def collective_findings(world: World, backend: str) -> Iterator[Finding]:
     """Sum over all ranks of `world`, and compare their clocks. Every rank calls it together."""
     group = world.group(AXES)
-    tensor = torch.ones(OPERAND_BYTES // 4, device=world.device)
+    tensor = torch.ones(OPERAND_NBYTES // 4, device=world.device)
     group.all_reduce(tensor).wait()
     right = bool((tensor == group.size).all())
     started = time.perf_counter()
-    for _ in range(ROUNDS):
+    for _ in range(CLOCK_ROUNDS):
         group.all_reduce(tensor.fill_(1)).wait()
     tensor[0].item()
-    seconds = (time.perf_counter() - started) / ROUNDS
-    text = f"{group.size} ranks over {backend}: an all-reduce of {OPERAND_BYTES >> 20} MiB takes {seconds * 1e3:.1f} ms"
+    seconds = (time.perf_counter() - started) / CLOCK_ROUNDS
+    text = f"{group.size} ranks over {backend}: an all-reduce of {OPERAND_NBYTES >> 20} MiB takes {seconds * 1e3:.1f} ms"
     if right:
         yield Finding(f"collective ({backend})", "ok", text)
     else:
@@ -65,17 +70,20 @@ def failed_collective(error: CollectiveError, backend: str) -> Finding:
     return Finding(f"collective ({backend})", "failure", str(error).split("\n", 1)[0], fix)
 
 
-def gathered(world: World, host: str, findings: Sequence[Finding]) -> dict[str, tuple[Finding, ...]]:
+def gather_findings(world: World, host: str, findings: Sequence[Finding]) -> dict[str, tuple[Finding, ...]]:
     """What the ranks of `world` found that is not ok, by host; the same on every rank."""
-    bad = [asdict(finding) for finding in findings if finding.outcome != "ok"]
-    while len(letter := json.dumps([host, bad]).encode()) > LETTER:
+    bad = [asdict(finding) for finding in findings if finding.level != "ok"]
+    while len(letter := json.dumps([host, bad]).encode()) > MAX_MESSAGE_NBYTES:
         bad.pop()
-    mine = torch.frombuffer(bytearray(letter.ljust(LETTER)), dtype=torch.uint8).to(world.device)
+    mine = torch.frombuffer(bytearray(letter.ljust(MAX_MESSAGE_NBYTES)), dtype=torch.uint8).to(world.device)
     group = world.group(AXES)
-    letters = mine.new_empty(group.size * LETTER)
+    letters = mine.new_empty(group.size * MAX_MESSAGE_NBYTES)
     group.all_gather(letters, mine).wait()
     told = bytes(letters.tolist())
-    read = (json.loads(told[start : start + LETTER]) for start in range(0, len(told), LETTER))
+    read = (
+        json.loads(told[start : start + MAX_MESSAGE_NBYTES])
+        for start in range(0, len(told), MAX_MESSAGE_NBYTES)
+    )
     return {name: tuple(Finding(**each) for each in found) for name, found in read}
 
 
@@ -84,11 +92,11 @@ def _clocks(world: World) -> Finding:
     group = world.group(AXES)
     times = torch.empty(group.size, dtype=torch.float64, device=world.device)
     apart = []
-    for _ in range(ROUNDS):
+    for _ in range(CLOCK_ROUNDS):
         group.barrier()
         group.all_gather(times, torch.tensor([time.time()], dtype=torch.float64, device=world.device)).wait()
         apart.append((times.max() - times.min()).item())
     text = f"within {min(apart) * 1e3:.1f} ms of each other on {group.size} ranks"
-    if min(apart) > CLOCK_S:
+    if min(apart) > MAX_CLOCK_SKEW_S:
         return Finding("clocks", "warning", text, "set them by NTP: records and logs are ordered by time")
     return Finding("clocks", "ok", text)

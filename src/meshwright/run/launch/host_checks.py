@@ -23,17 +23,19 @@ from typing import Literal
 
 import psutil
 
-from meshwright.plan.hardware.device_specs import cores
-from meshwright.run.launch.cluster_env import PORT
-from meshwright.run.launch.network import interface_towards, interfaces, loopback, resolved
+from meshwright.plan.hardware.device_specs import available_cores
+from meshwright.run.launch.cluster_env import DEFAULT_PORT
+from meshwright.run.launch.network import interface_to, list_interfaces, loopback_interface, resolve_host
 
-Outcome = Literal["ok", "warning", "failure"]
+FindingLevel = Literal["ok", "warning", "failure"]
 GIB = 2**30
-PYTHONS = ((3, 11), (3, 13))
-NEEDED = MappingProxyType({"torch": (2, 11), "transformers": (5,), "safetensors": (0, 5), "numpy": (1, 26), "psutil": (5, 9)})
-SHM_BYTES, MEMORY_BYTES = 256 * 2**20, 2 * GIB
-DISK_SMALL, DISK_FULL = 10 * GIB, GIB // 2
-CLOCK_S = 2.0
+SUPPORTED_PYTHONS = ((3, 11), (3, 13))
+MIN_VERSIONS = MappingProxyType(
+    {"torch": (2, 11), "transformers": (5,), "safetensors": (0, 5), "numpy": (1, 26), "psutil": (5, 9)}
+)
+MIN_SHM_NBYTES, MIN_MEMORY_NBYTES = 256 * 2**20, 2 * GIB
+LOW_DISK_NBYTES, MIN_DISK_NBYTES = 10 * GIB, GIB // 2
+MAX_CLOCK_SKEW_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Finding:
     """The answer to one question: `name` it, how it came out, what was seen, and the repair unless it is ok."""
 
     name: str
-    outcome: Outcome
+    level: FindingLevel
     text: str
     fix: str = ""
 
@@ -52,26 +54,28 @@ def host_findings(folder: Path, cache: Path, interface: str | None = None) -> It
     `interface` is the one that gloo is told to take (GLOO_SOCKET_IFNAME), if it is.
     """
     yield _python()
-    yield from (_package(name, least) for name, least in NEEDED.items())
+    yield from (_package(name, least) for name, least in MIN_VERSIONS.items())
     yield _cores()
     yield _memory()
     if sys.platform == "linux":
         yield _shared_memory(Path("/dev/shm"))
-    yield disk("disk of runs", folder)
-    yield disk("disk of caches", cache)
+    yield disk_finding("disk of runs", folder)
+    yield disk_finding("disk of caches", cache)
     yield _file_clock(folder)
     yield _host_name()
     yield _interfaces(interface)
     yield _exposure()
-    yield port(PORT)
+    yield port_finding(DEFAULT_PORT)
 
 
 def _python() -> Finding:
     here = sys.version_info[:2]
-    low, high = (".".join(map(str, each)) for each in PYTHONS)
-    if PYTHONS[0] <= here <= PYTHONS[1]:
+    low, high = (".".join(map(str, each)) for each in SUPPORTED_PYTHONS)
+    if SUPPORTED_PYTHONS[0] <= here <= SUPPORTED_PYTHONS[1]:
         return Finding("Python", "ok", platform.python_version())
-    return Finding("Python", "failure", f"{platform.python_version()}; needed is {low} to {high}", f"use Python {high}")
+    return Finding(
+        "Python", "failure", f"{platform.python_version()}; needed is {low} to {high}", f"use Python {high}"
+    )
 
 
 def _package(name: str, least: tuple[int, ...]) -> Finding:
@@ -79,53 +83,66 @@ def _package(name: str, least: tuple[int, ...]) -> Finding:
     try:
         found = version(name)
     except PackageNotFoundError:
-        return Finding(name, "failure", f"not installed; needed is {needed} or later", f"pip install '{name}>={needed}'")
+        return Finding(
+            name, "failure", f"not installed; needed is {needed} or later", f"pip install '{name}>={needed}'"
+        )
     parts = found.split("+")[0].split(".")
     numbers = tuple(int(part) for part in parts[: len(least)] if part.isdecimal())
     if numbers < least:
-        return Finding(name, "failure", f"{found}; needed is {needed} or later", f"pip install '{name}>={needed}'")
+        return Finding(
+            name, "failure", f"{found}; needed is {needed} or later", f"pip install '{name}>={needed}'"
+        )
     return Finding(name, "ok", found)
 
 
 def _cores() -> Finding:
-    own, every = cores(), os.cpu_count() or 1
+    own, every = available_cores(), os.cpu_count() or 1
     load = os.getloadavg()[0]
     text = f"{own} of {every} for this process, load {load:.1f}"
     if load > 1.5 * every:
-        return Finding("cores", "warning", text, "end what else runs here: ranks wait for the slowest of them")
+        return Finding(
+            "cores", "warning", text, "end what else runs here: ranks wait for the slowest of them"
+        )
     return Finding("cores", "ok", text)
 
 
 def _memory() -> Finding:
     memory = psutil.virtual_memory()
     text = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
-    if memory.available < MEMORY_BYTES:
+    if memory.available < MIN_MEMORY_NBYTES:
         return Finding("memory", "warning", text, "end what else runs here, or use a host with more")
     return Finding("memory", "ok", text)
 
 
 def _shared_memory(place: Path) -> Finding:
     if not place.is_dir():
-        return Finding("shared memory", "warning", f"there is no {place}", "mount it: NCCL and data workers use it")
+        return Finding(
+            "shared memory", "warning", f"there is no {place}", "mount it: NCCL and data workers use it"
+        )
     usage = shutil.disk_usage(place)
     text = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free in {place}"
-    if usage.free < SHM_BYTES:
+    if usage.free < MIN_SHM_NBYTES:
         return Finding(
-            "shared memory", "warning", text, "give the container more: --shm-size=8g, or an emptyDir of medium Memory"
+            "shared memory",
+            "warning",
+            text,
+            "give the container more: --shm-size=8g, or an emptyDir of medium Memory",
         )
     return Finding("shared memory", "ok", text)
 
 
-def disk(name: str, folder: Path) -> Finding:
+def disk_finding(name: str, folder: Path) -> Finding:
     """Whether `folder`, which may not exist yet, can be written to, and how much room its disk has."""
     place = _existing(folder)
     usage = shutil.disk_usage(place)
     text = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {place}"
     if not os.access(place, os.W_OK):
-        return Finding(name, "failure", f"{place} cannot be written to", "name another folder, or change its owner")
-    if usage.free < DISK_SMALL:
+        return Finding(
+            name, "failure", f"{place} cannot be written to", "name another folder, or change its owner"
+        )
+    if usage.free < LOW_DISK_NBYTES:
         fix = "free space: a checkpoint takes 12 bytes per parameter with Adam in float32, and run.keep of them stay"
-        return Finding(name, "failure" if usage.free < DISK_FULL else "warning", text, fix)
+        return Finding(name, "failure" if usage.free < MIN_DISK_NBYTES else "warning", text, fix)
     return Finding(name, "ok", text)
 
 
@@ -135,40 +152,49 @@ def _file_clock(folder: Path) -> Finding:
         with tempfile.NamedTemporaryFile(dir=_existing(folder)) as file:
             behind = time.time() - os.stat(file.name).st_mtime
     except OSError as error:
-        return Finding("clock", "warning", f"no file can be made in {folder}: {error.strerror}", "name another folder")
+        return Finding(
+            "clock", "warning", f"no file can be made in {folder}: {error.strerror}", "name another folder"
+        )
     text = f"{abs(behind):.2f} s from the time of files in {_existing(folder)}"
-    if abs(behind) > CLOCK_S:
+    if abs(behind) > MAX_CLOCK_SKEW_S:
         return Finding("clock", "warning", text, "set the clocks of this host and of the file server by NTP")
     return Finding("clock", "ok", text)
 
 
 def _host_name() -> Finding:
     name = socket.gethostname()
-    address = resolved(name)
+    address = resolve_host(name)
     if address is None:
         fix = f"add '{name}' to /etc/hosts or the DNS; until then gloo needs GLOO_SOCKET_IFNAME (meshwright sets it)"
         return Finding("host name", "warning", f"'{name}' does not resolve", fix)
-    only_here = ", which only this host can reach; meshwright tells gloo the interface" if address.is_loopback else ""
+    only_here = (
+        ", which only this host can reach; meshwright tells gloo the interface" if address.is_loopback else ""
+    )
     return Finding("host name", "ok", f"{name} is {address}{only_here}")
 
 
-def _interfaces(told: str | None) -> Finding:
-    found = list(interfaces())
+def _interfaces(run: str | None) -> Finding:
+    found = list(list_interfaces())
     names = ", ".join(f"{each.name} {each.address}" for each in found if not each.address.is_link_local)
-    if told is not None and told not in {each.name for each in found}:
+    if run is not None and run not in {each.name for each in found}:
         fix = "unset GLOO_SOCKET_IFNAME, or name one of these"
-        return Finding("interfaces", "failure", f"GLOO_SOCKET_IFNAME={told} is none of {names}", fix)
-    out = told or interface_towards("192.0.2.1")
-    if out is None or out == loopback():
+        return Finding("interfaces", "failure", f"GLOO_SOCKET_IFNAME={run} is none of {names}", fix)
+    out = run or interface_to("192.0.2.1")
+    if out is None or out == loopback_interface():
         text = f"{names}; none leads out: this host can only train alone"
         return Finding(
-            "interfaces", "ok" if told else "warning", text, "" if told else "connect it, if there shall be several hosts"
+            "interfaces",
+            "ok" if run else "warning",
+            text,
+            "" if run else "connect it, if there shall be several hosts",
         )
-    return Finding("interfaces", "ok", f"{names}; gloo takes {out} between hosts, {loopback()} on one")
+    return Finding(
+        "interfaces", "ok", f"{names}; gloo takes {out} between hosts, {loopback_interface()} on one"
+    )
 
 
 def _exposure() -> Finding:
-    public = [f"{each.name} {each.address}" for each in interfaces() if each.address.is_global]
+    public = [f"{each.name} {each.address}" for each in list_interfaces() if each.address.is_global]
     ports = sorted(_listening())
     text = f"{len(ports)} ports are open to other hosts"
     text += f" ({', '.join(map(str, ports[:8]))}{', ...' if len(ports) > 8 else ''})" if ports else ""
@@ -188,7 +214,7 @@ def _listening() -> set[int]:
     return {place.port for place in places if not place.ip.startswith(local)}
 
 
-def port(number: int) -> Finding:
+def port_finding(number: int) -> Finding:
     """Whether a rank 0 could listen at port `number` of this host."""
     with socket.socket() as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from textwrap import dedent, indent
 from types import MappingProxyType
 
-from meshwright.plan.job.errors import Fault, raise_faults
-from meshwright.run.launch.cluster_env import PORT
+from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
+from meshwright.run.launch.cluster_env import DEFAULT_PORT
 
-STOP_S = 180  # ahead of a limit: long enough to end a step and save
-RESTARTS = 3
+STOP_GRACE_S = 180  # ahead of a limit: long enough to end a step and save
+MAX_RESTARTS = 3
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class JobFile:
     Kubernetes. `gpus`: one per rank.
     """
 
-    words: Sequence[str]
+    train_args: Sequence[str]
     name: str
-    hosts: int
-    per_host: int
+    num_hosts: int
+    ranks_per_host: int
     gpus: bool = True
     image: str = ""
     volume: str = ""
@@ -41,40 +41,40 @@ class JobFile:
     @property
     def world(self) -> int:
         """The number of ranks."""
-        return self.hosts * self.per_host
+        return self.num_hosts * self.ranks_per_host
 
 
-def spread(world: int, hosts: int | None, per_host: int | None) -> tuple[int, int]:
+def distribute_ranks(world: int, num_hosts: int | None, ranks_per_host: int | None) -> tuple[int, int]:
     """Hosts and ranks per host for `world` ranks; what is None follows. Raises PlanError when they do not make `world`."""
-    if hosts is None:
-        hosts = 1 if per_host is None else max(1, world // per_host)
-    if per_host is None:
-        per_host = max(1, world // hosts)
-    if hosts * per_host != world:
+    if num_hosts is None:
+        num_hosts = 1 if ranks_per_host is None else max(1, world // ranks_per_host)
+    if ranks_per_host is None:
+        ranks_per_host = max(1, world // num_hosts)
+    if num_hosts * ranks_per_host != world:
         options = [f"--hosts {n} --per-host {world // n}" for n in range(1, world + 1) if world % n == 0]
         shown = ", ".join([*options[:3], *(["..."] if len(options) > 4 else []), *options[3:][-1:]])
-        text = f"{hosts} hosts x {per_host} ranks are {hosts * per_host}, and the mesh of the plan has {world}"
-        raise_faults([Fault(text, f"choose from {shown}; or change the mesh", "--hosts")])
-    return hosts, per_host
+        text = f"{num_hosts} hosts x {ranks_per_host} ranks are {num_hosts * ranks_per_host}, and the mesh of the plan has {world}"
+        raise_diagnostics([Diagnostic(text, f"choose from {shown}; or change the mesh", "--hosts")])
+    return num_hosts, ranks_per_host
 
 
-def slurm(job: JobFile) -> str:
+def slurm_script(job: JobFile) -> str:
     """A script for `sbatch`."""
-    gpus = f"#SBATCH --gpus-per-node={job.per_host}\n" if job.gpus else ""
+    gpus = f"#SBATCH --gpus-per-node={job.ranks_per_host}\n" if job.gpus else ""
     head = f"""\
         #!/bin/bash
         #SBATCH --job-name={job.name}
-        #SBATCH --nodes={job.hosts}
-        #SBATCH --ntasks-per-node={job.per_host}
+        #SBATCH --nodes={job.num_hosts}
+        #SBATCH --ntasks-per-node={job.ranks_per_host}
         #SBATCH --time={job.time_limit}
-        #SBATCH --signal=USR1@{STOP_S}
+        #SBATCH --signal=USR1@{STOP_GRACE_S}
         #SBATCH --requeue
         #SBATCH --open-mode=append
         #SBATCH --output={job.name}-%j.log
         """
     body = f"""\
 
-        # One task is one rank; meshwright reads its place from SLURM's variables. USR1 reaches every task {STOP_S} s before the
+        # One task is one rank; meshwright reads its place from SLURM's variables. USR1 reaches every task {STOP_GRACE_S} s before the
         # limit: they save together and end with 143, and the job goes back into the queue to go on from there.
         # The folder of the run, the data and the environment must be visible on every host.
         srun --kill-on-bad-exit=1 {_train(job)}
@@ -87,24 +87,26 @@ def slurm(job: JobFile) -> str:
     return dedent(head) + gpus + dedent(body)
 
 
-def torchrun(job: JobFile) -> str:
+def torchrun_command(job: JobFile) -> str:
     """The command line for each host."""
-    rest = f"--nproc-per-node={job.per_host} --max-restarts={RESTARTS} -m {_train(job)}"
-    if job.hosts == 1:
+    rest = f"--nproc-per-node={job.ranks_per_host} --max-restarts={MAX_RESTARTS} -m {_train(job)}"
+    if job.num_hosts == 1:
         return f"torchrun --standalone {rest}\n"
     master = '"${MASTER_ADDR:?set it to the address of host 0}"'
     lines = [
-        f"# host {host}\ntorchrun --nnodes={job.hosts} --node-rank={host} --master-addr={master} --master-port={PORT} {rest}\n"
-        for host in range(job.hosts)
+        f"# host {host}\ntorchrun --nnodes={job.num_hosts} --node-rank={host} --master-addr={master} --master-port={DEFAULT_PORT} {rest}\n"
+        for host in range(job.num_hosts)
     ]
     return "\n".join(lines)
 
 
-def kubernetes(job: JobFile) -> str:
+def kubernetes_manifest(job: JobFile) -> str:
     """A manifest for `kubectl apply`. Raises PlanError without an image, or on several hosts without a volume."""
     claim, _, path = job.volume.partition(":")
-    raise_faults(_pod_faults(job, claim, path))
-    limits = f"resources: {{limits: {{nvidia.com/gpu: {job.per_host}}}}}" if job.gpus else "resources: {}"
+    raise_diagnostics(_pod_faults(job, claim, path))
+    limits = (
+        f"resources: {{limits: {{nvidia.com/gpu: {job.ranks_per_host}}}}}" if job.gpus else "resources: {}"
+    )
     mounts, volumes = "- {name: shm, mountPath: /dev/shm}", "- {name: shm, emptyDir: {medium: Memory}}"
     if claim:
         mounts += f"\n- {{name: run, mountPath: {_quoted(path)}}}"
@@ -122,8 +124,17 @@ def kubernetes(job: JobFile) -> str:
           {limits}
           volumeMounts:
         """
-    spec = indent(dedent(container), "      ") + indent(mounts, "        ") + "\n      volumes:\n" + indent(volumes, "      ")
-    return dedent(_SERVICE).format(name=job.name, hosts=job.hosts, backoff=RESTARTS * job.hosts) + spec + "\n"
+    spec = (
+        indent(dedent(container), "      ")
+        + indent(mounts, "        ")
+        + "\n      volumes:\n"
+        + indent(volumes, "      ")
+    )
+    return (
+        dedent(_SERVICE).format(name=job.name, hosts=job.num_hosts, backoff=MAX_RESTARTS * job.num_hosts)
+        + spec
+        + "\n"
+    )
 
 
 _SERVICE = """\
@@ -162,19 +173,29 @@ _SERVICE = """\
 
 
 def _pod_command(job: JobFile) -> list[str]:
-    train = ["meshwright", "train", *job.words]
-    if job.per_host == 1:
+    train = ["meshwright", "train", *job.train_args]
+    if job.ranks_per_host == 1:
         return train
-    meeting = [f"--master-addr={_master(job)}", f"--master-port={PORT}"] if job.hosts > 1 else ["--standalone"]
-    hosts = [f"--nnodes={job.hosts}", "--node-rank=$(POD_INDEX)"] if job.hosts > 1 else []
-    return ["torchrun", *hosts, *meeting, f"--nproc-per-node={job.per_host}", "-m", *train]
+    meeting = (
+        [f"--master-addr={_master(job)}", f"--master-port={DEFAULT_PORT}"]
+        if job.num_hosts > 1
+        else ["--standalone"]
+    )
+    hosts = [f"--nnodes={job.num_hosts}", "--node-rank=$(POD_INDEX)"] if job.num_hosts > 1 else []
+    return ["torchrun", *hosts, *meeting, f"--nproc-per-node={job.ranks_per_host}", "-m", *train]
 
 
 def _pod_variables(job: JobFile) -> str:
-    if job.per_host > 1 or job.world == 1:
+    if job.ranks_per_host > 1 or job.world == 1:
         return "- {name: PYTHONUNBUFFERED, value: '1'}"
-    said = {"RANK": "$(POD_INDEX)", "WORLD_SIZE": job.world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": _master(job)}
-    said |= {"MASTER_PORT": PORT, "PYTHONUNBUFFERED": 1}
+    said = {
+        "RANK": "$(POD_INDEX)",
+        "WORLD_SIZE": job.world,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+        "MASTER_ADDR": _master(job),
+    }
+    said |= {"MASTER_PORT": DEFAULT_PORT, "PYTHONUNBUFFERED": 1}
     return "\n          ".join(f"- {{name: {key}, value: '{value}'}}" for key, value in said.items())
 
 
@@ -182,22 +203,30 @@ def _master(job: JobFile) -> str:
     return f"{job.name}-0.{job.name}"
 
 
-def _pod_faults(job: JobFile, claim: str, path: str) -> list[Fault]:
+def _pod_faults(job: JobFile, claim: str, path: str) -> list[Diagnostic]:
     faults = []
     if not job.image:
         text = "a pod needs a container image in which meshwright is installed"
-        faults.append(Fault(text, "name it: --image registry.example/team/meshwright:0.1", "--image"))
+        faults.append(Diagnostic(text, "name it: --image registry.example/team/meshwright:0.1", "--image"))
     if job.volume and not (claim and path.startswith("/")):
-        faults.append(Fault(f"'{job.volume}' is no volume", "write CLAIM:PATH, as in --volume shared-claim:/work", "--volume"))
-    if job.hosts > 1 and not job.volume:
-        text = f"{job.hosts} pods write one checkpoint together, into a folder that they all see"
-        fix = "name a claim that all of them can mount (ReadWriteMany), and where: --volume shared-claim:/work"
-        faults.append(Fault(text, fix, "--volume"))
+        faults.append(
+            Diagnostic(
+                f"'{job.volume}' is no volume",
+                "write CLAIM:PATH, as in --volume shared-claim:/work",
+                "--volume",
+            )
+        )
+    if job.num_hosts > 1 and not job.volume:
+        text = f"{job.num_hosts} pods write one checkpoint together, into a folder that they all see"
+        fix = (
+            "name a claim that all of them can mount (ReadWriteMany), and where: --volume shared-claim:/work"
+        )
+        faults.append(Diagnostic(text, fix, "--volume"))
     return faults
 
 
 def _train(job: JobFile) -> str:
-    return shlex.join(["meshwright", "train", *job.words])
+    return shlex.join(["meshwright", "train", *job.train_args])
 
 
 def _quoted(text: str) -> str:
@@ -205,4 +234,6 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-KINDS: Mapping[str, Callable[[JobFile], str]] = MappingProxyType({"slurm": slurm, "k8s": kubernetes, "torchrun": torchrun})
+JOB_FILE_KINDS: Mapping[str, Callable[[JobFile], str]] = MappingProxyType(
+    {"slurm": slurm_script, "k8s": kubernetes_manifest, "torchrun": torchrun_command}
+)

@@ -13,17 +13,22 @@ from meshwright.comm.collectives.group import World
 from meshwright.comm.rendezvous import Meeting
 from meshwright.comm.world import rendezvous
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.run_options import Limits
+from meshwright.plan.job.run_options import WaitLimits
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES, Mesh
-from meshwright.run.launch.cluster_env import Place, Ranked
+from meshwright.run.launch.cluster_env import LauncherEnv, RankEnv
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def joined(
-    ranked: Ranked, mesh: Mesh, limits: Limits | None = None, *, check_collectives: bool = False, shared: bool = True
+def join_world(
+    rank_env: RankEnv,
+    mesh: Mesh,
+    limits: WaitLimits | None = None,
+    *,
+    check_collectives: bool = False,
+    shared_memory: bool = True,
 ) -> Iterator[World]:
     """The world of `mesh` with this process as one of its ranks, on its GPU if there is one.
 
@@ -33,26 +38,30 @@ def joined(
     Raises PlanError when this host has fewer GPUs than ranks, or when the port of the meeting is taken.
     """
     cuda = torch.cuda.is_available()
-    if mesh.world == 1:
+    if mesh.world_size == 1:
         yield alone(torch.device("cuda" if cuda else "cpu"))
         return
-    own = ranked.store is not None
-    device = _gpu(ranked.local_rank, torch.cuda.device_count(), every_visible=own) if cuda else torch.device("cpu")
+    own = rank_env.store_path is not None
+    device = (
+        _gpu(rank_env.local_rank, torch.cuda.device_count(), every_visible=own)
+        if cuda
+        else torch.device("cpu")
+    )
     if cuda:
         torch.cuda.set_device(device)
-    meeting = None if own else _meeting(ranked.place)
+    meeting = None if own else _meeting(rank_env.launcher_env)
     backend = "nccl" if cuda else "gloo"
-    path = ranked.store
+    path = rank_env.store_path
     with rendezvous(
         mesh,
-        ranked.rank,
+        rank_env.rank,
         store_path=path,
         meeting=meeting,
         backend=backend,
         device=device,
-        limits=limits or Limits(),
+        limits=limits or WaitLimits(),
         check_collectives=check_collectives,
-        shared=shared,
+        shared=shared_memory,
     ) as world:
         world.lookout.abandon = _abandon
         yield world
@@ -70,17 +79,27 @@ def _gpu(local_rank: int, visible: int, *, every_visible: bool) -> torch.device:
     if local_rank >= visible and not alone_on_it:
         text = f"rank {local_rank} of this host needs a GPU of its own, and {visible} are visible"
         fix = f"start at most {visible} ranks per host, or CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
-        raise PlanError(text, fix=fix, where="environment")
+        raise PlanError(text, fix=fix, location="environment")
     return torch.device("cuda", 0 if alone_on_it else local_rank)
 
 
-def _meeting(place: Place | None) -> Meeting:
-    if place is None or place.master is None:
-        raise PlanError("nothing says where the ranks meet", fix="export MASTER_ADDR=<the host of rank 0>", where="environment")
-    return Meeting(place.master, place.port, served=place.served, one_host=place.one_host, job=place.job)
+def _meeting(place: LauncherEnv | None) -> Meeting:
+    if place is None or place.master_addr is None:
+        raise PlanError(
+            "nothing says where the ranks meet",
+            fix="export MASTER_ADDR=<the host of rank 0>",
+            location="environment",
+        )
+    return Meeting(
+        place.master_addr,
+        place.master_port,
+        served=place.has_store,
+        one_host=place.is_single_host,
+        job=place.job_id,
+    )
 
 
-def same_plan(world: World, plan: Plan) -> None:
+def check_same_plan(world: World, plan: Plan) -> None:
     """Return when every rank of `world` has `plan`. Raises PlanError on all of them otherwise: they would wait for ever."""
     words = sha256(f"{plan.hash} {plan.run}".encode()).digest()
     mine = torch.frombuffer(bytearray(words), dtype=torch.uint8).to(world.device)
@@ -94,4 +113,6 @@ def same_plan(world: World, plan: Plan) -> None:
     ]
     if others:
         text = f"rank {', '.join(map(str, others))} was started with another plan or [run] than rank 0"
-        raise PlanError(text, fix="start every rank with the same file and the same keys behind it", where="plan")
+        raise PlanError(
+            text, fix="start every rank with the same file and the same keys behind it", location="plan"
+        )

@@ -38,15 +38,15 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from meshwright.plan.hardware.device_specs import cores
-from meshwright.run.launch.failure_record import Record, read_records, record_path, told
-from meshwright.run.launch.signals import raise_if_told
+from meshwright.plan.hardware.device_specs import available_cores
+from meshwright.run.launch.failure_record import FailureRecord, describe_failure, failure_path, read_failures
+from meshwright.run.launch.signals import raise_if_interrupted
 
 PREFIX, LOCK = "meshwright-", "lock"
 
 
 @contextmanager
-def private_folder() -> Iterator[Path]:
+def temporary_folder() -> Iterator[Path]:
     """A new temporary folder that only this user can read; it is gone afterwards, and so are those of killed processes."""
     _remove_abandoned()
     with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
@@ -70,12 +70,12 @@ def _remove_abandoned() -> None:
 
 POLL_S = 0.02  # how often the parent looks at its ranks
 TAIL_LINES = 20  # of its log, shown for a rank that ended without a record
-AGREED = 128 + signal.SIGTERM  # how ranks end that stopped together, after one of them was told to
-STOPPED = (0, -signal.SIGTERM, AGREED)  # how a rank may end that was told to stop
+SIGTERM_EXIT_CODE = 128 + signal.SIGTERM  # how ranks end that stopped together, after one of them was told to
+CLEAN_EXIT_CODES = (0, -signal.SIGTERM, SIGTERM_EXIT_CODE)  # how a rank may end that was told to stop
 
 
 @dataclass(frozen=True)
-class Limits:
+class LaunchTimeouts:
     """How long the parent waits before it kills: for records after a failure, and for a save after a signal.
 
     `terminate_s` stays below the 30 s after which schedulers such as Kubernetes and SLURM kill by themselves.
@@ -87,7 +87,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Failure:
+class FirstFailure:
     """The rank that failed first, and what to show of it."""
 
     rank: int
@@ -95,12 +95,12 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LaunchResult:
     """How the job ended: the exit code, the failure to show, and the ranks that had to be killed."""
 
-    code: int
-    failure: Failure | None = None
-    killed: tuple[int, ...] = ()
+    exit_code: int
+    failure: FirstFailure | None = None
+    killed_ranks: tuple[int, ...] = ()
 
 
 @dataclass
@@ -118,11 +118,19 @@ class _Rank:
             _kill_group(self.process.pid)  # what the rank started and left behind
         return self.ended_s is None
 
-    def failed(self, stopping: bool) -> bool:
-        return self.ended_s is not None and self.process.returncode not in (STOPPED if stopping else (0, AGREED))
+    def failed(self, should_stop: bool) -> bool:
+        return self.ended_s is not None and self.process.returncode not in (
+            CLEAN_EXIT_CODES if should_stop else (0, SIGTERM_EXIT_CODE)
+        )
 
 
-def launch(child_argv: Sequence[str], world: int, folder: Path, env: Mapping[str, str], limits: Limits | None = None) -> Outcome:
+def launch_ranks(
+    child_argv: Sequence[str],
+    world: int,
+    folder: Path,
+    env: Mapping[str, str],
+    timeouts: LaunchTimeouts | None = None,
+) -> LaunchResult:
     """How `world` processes of `python child_argv...` ended; none of them, nor what they started, is left.
 
     Every rank finds in its environment, beside `env`: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MESHWRIGHT_STORE
@@ -132,16 +140,16 @@ def launch(child_argv: Sequence[str], world: int, folder: Path, env: Mapping[str
 
     Raises KeyboardInterrupt, and starts nothing, where one came before (run/interrupt.py).
     """
-    limits = limits or Limits()
+    timeouts = timeouts or LaunchTimeouts()
     _forget_failures(folder)
     ranks: list[_Rank] = []
-    raise_if_told()
-    with private_folder() as private, _lifeline() as lifeline_fd, _signals() as received:
+    raise_if_interrupted()
+    with temporary_folder() as private, _lifeline() as lifeline_fd, _signals() as received:
         try:
             for rank in range(world):
                 variables = _environment(env, rank, world, private / "store", lifeline_fd)
                 ranks.append(_start(child_argv, rank, folder, variables, lifeline_fd))
-            killed = _watch(ranks, received, limits)
+            killed = _watch(ranks, received, timeouts)
         finally:
             for each in ranks:
                 if each.alive():  # only then its number surely is still its own
@@ -151,10 +159,12 @@ def launch(child_argv: Sequence[str], world: int, folder: Path, env: Mapping[str
     return _outcome(ranks, killed, received, folder)
 
 
-def _environment(env: Mapping[str, str], rank: int, world: int, store: Path, lifeline_fd: int) -> dict[str, str]:
+def _environment(
+    env: Mapping[str, str], rank: int, world: int, store: Path, lifeline_fd: int
+) -> dict[str, str]:
     defaults = {
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "OMP_NUM_THREADS": str(max(1, cores() // world)),
+        "OMP_NUM_THREADS": str(max(1, available_cores() // world)),
         "PYTHONUNBUFFERED": "1",  # the last words of a rank that is killed are in its log
     }
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
@@ -183,7 +193,7 @@ def _start(argv: Sequence[str], rank: int, folder: Path, env: Mapping[str, str],
         return _Rank(rank, popen(output), log, start)
 
 
-def _watch(ranks: Sequence[_Rank], received: Sequence[int], limits: Limits) -> tuple[int, ...]:
+def _watch(ranks: Sequence[_Rank], received: Sequence[int], limits: LaunchTimeouts) -> tuple[int, ...]:
     """Return when all ranks have ended, or it is time to kill those that have not: their numbers."""
     told_s: float | None = None
     while alive := [each for each in ranks if each.alive()]:
@@ -193,51 +203,69 @@ def _watch(ranks: Sequence[_Rank], received: Sequence[int], limits: Limits) -> t
             for each in alive:
                 each.process.send_signal(signal.SIGTERM)
         stopping = told_s is not None
-        deadlines = [each.ended_s + limits.failure_s for each in ranks if each.ended_s is not None and each.failed(stopping)]
+        deadlines = [
+            each.ended_s + limits.failure_s
+            for each in ranks
+            if each.ended_s is not None and each.failed(stopping)
+        ]
         if told_s is not None:
-            deadlines.append(told_s + (limits.interrupt_s if received[0] == signal.SIGINT else limits.terminate_s))
+            deadlines.append(
+                told_s + (limits.interrupt_s if received[0] == signal.SIGINT else limits.terminate_s)
+            )
         if signal.SIGINT in received[1:] or now > min(deadlines, default=now):
             return tuple(each.rank for each in alive)
         time.sleep(POLL_S)
     return ()
 
 
-def _outcome(ranks: Sequence[_Rank], killed: tuple[int, ...], received: Sequence[int], folder: Path) -> Outcome:
-    records = read_records(folder)
+def _outcome(
+    ranks: Sequence[_Rank], killed: tuple[int, ...], received: Sequence[int], folder: Path
+) -> LaunchResult:
+    records = read_failures(folder)
     stopping = bool(received)
-    silent = [each for each in ranks if each.rank not in records and each.rank not in killed and each.failed(stopping)]
-    found = [(record.time, record.rank) for record in records.values() if record.kind not in ("peer", "report")]
+    silent = [
+        each
+        for each in ranks
+        if each.rank not in records and each.rank not in killed and each.failed(stopping)
+    ]
+    found = [
+        (record.time, record.rank) for record in records.values() if record.kind not in ("peer", "report")
+    ]
     found += [(each.ended_at, each.rank) for each in silent]
     if not found and not stopping:
         found = [(record.time, record.rank) for record in records.values()]
     if not found:
-        agreed = any(each.process.returncode == AGREED for each in ranks)
-        return Outcome(128 + received[0] if stopping else AGREED if agreed else 0, None, killed)
+        agreed = any(each.process.returncode == SIGTERM_EXIT_CODE for each in ranks)
+        return LaunchResult(
+            128 + received[0] if stopping else SIGTERM_EXIT_CODE if agreed else 0, None, killed
+        )
     reports = sorted((record.time, record.rank) for record in records.values() if record.kind == "report")
     if reports and not stopping and not any(record.kind in ("own", "request") for record in records.values()):
-        return Outcome(1, _reported(records[reports[0][1]], silent, records, folder), killed)
+        return LaunchResult(1, _reported(records[reports[0][1]], silent, records, folder), killed)
     _, rank = min(found)
     record = records.get(rank)
     if record is not None and record.kind == "request":
-        return Outcome(2, Failure(rank, record.message), killed)
-    text = told(record) if record is not None else _guessed(ranks[rank])
+        return LaunchResult(2, FirstFailure(rank, record.message), killed)
+    text = describe_failure(record) if record is not None else _guessed(ranks[rank])
     if record is not None and record.kind == "peer":
         gone = [str(each.rank) for each in ranks if each.process.returncode == 0]
         text += f"\nended before, without an error: rank {', '.join(gone)}" if gone else ""
-    others = [str(record_path(folder, other)) for other in sorted(records) if other != rank]
+    others = [str(failure_path(folder, other)) for other in sorted(records) if other != rank]
     text += f"\nwhat the other ranks said: {', '.join(others)}" if others else ""
-    return Outcome(1, Failure(rank, text), killed)
+    return LaunchResult(1, FirstFailure(rank, text), killed)
 
 
-def _reported(record: Record, silent: Sequence[_Rank], records: Mapping[int, Record], folder: Path) -> Failure:
+def _reported(
+    record: FailureRecord, silent: Sequence[_Rank], records: Mapping[int, FailureRecord], folder: Path
+) -> FirstFailure:
     """What a rank found out that waited in vain, and how those ended that wrote nothing."""
-    said, guesses = told(record), [_guessed(each) for each in silent]
+    said, guesses = describe_failure(record), [_guessed(each) for each in silent]
     # a backend aborts the rank that gets a message of another size than it expects: it is a victim, and the report knows more
     first = [] if any(each.process.returncode == -signal.SIGABRT for each in silent) else guesses
     text = "\n".join([*first, said, *(guess for guess in guesses if guess not in first)])
-    others = [str(record_path(folder, other)) for other in sorted(records) if other != record.rank]
+    others = [str(failure_path(folder, other)) for other in sorted(records) if other != record.rank]
     text += f"\nwhat the other ranks said: {', '.join(others)}" if others else ""
-    return Failure(silent[0].rank if first else record.rank, text)
+    return FirstFailure(silent[0].rank if first else record.rank, text)
 
 
 def _guessed(each: _Rank) -> str:
@@ -290,7 +318,9 @@ def _signals() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
 
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    previous = {
+        number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    }
     try:
         yield received
     finally:

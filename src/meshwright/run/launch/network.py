@@ -14,12 +14,12 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 
 import psutil
 
-ELSEWHERE = "192.0.2.1"  # reserved for documents: the way there is the way out of this host
-DISCARD = 9  # a port is needed to ask for a route
+EXTERNAL_ADDRESS = "192.0.2.1"  # reserved for documents: the way there is the way out of this host
+DISCARD_PORT = 9  # a port is needed to ask for a route
 
 
 @dataclass(frozen=True)
-class Interface:
+class NetworkInterface:
     """A network interface that is up, and one of its addresses."""
 
     name: str
@@ -27,7 +27,7 @@ class Interface:
     mbit_s: int
 
 
-def interfaces() -> Iterator[Interface]:
+def list_interfaces() -> Iterator[NetworkInterface]:
     """The interfaces of this host that are up, once per address; `mbit_s` is 0 where the system does not say."""
     stats = psutil.net_if_stats()
     for name, entries in psutil.net_if_addrs().items():
@@ -35,28 +35,28 @@ def interfaces() -> Iterator[Interface]:
             continue
         for entry in entries:
             if entry.family in (socket.AF_INET, socket.AF_INET6):
-                yield Interface(name, ip_address(entry.address.split("%")[0]), stats[name].speed)
+                yield NetworkInterface(name, ip_address(entry.address.split("%")[0]), stats[name].speed)
 
 
-def loopback() -> str:
+def loopback_interface() -> str:
     """The name of the interface that leads back to this host."""
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
-def interface_towards(address: str) -> str | None:
+def interface_to(address: str) -> str | None:
     """The interface by which this host reaches others at `address`, or itself when `address` is its own; None without one.
 
     A name that means loopback here (a host's own name, on Debian) is another host's way to this one, so then it is the
     interface that leads out.
     """
-    for target in (address, ELSEWHERE):
+    for target in (address, EXTERNAL_ADDRESS):
         mine = _source_address(target)
         if mine is not None and not mine.is_loopback:
-            return next((each.name for each in interfaces() if each.address == mine), None)
+            return next((each.name for each in list_interfaces() if each.address == mine), None)
     return None
 
 
-def resolved(name: str) -> IPv4Address | IPv6Address | None:
+def resolve_host(name: str) -> IPv4Address | IPv6Address | None:
     """What the host name `name` stands for on this host, IPv4 first; None when nothing."""
     try:
         found = socket.getaddrinfo(name, None)
@@ -68,7 +68,7 @@ def resolved(name: str) -> IPv4Address | IPv6Address | None:
 
 def _source_address(target: str) -> IPv4Address | IPv6Address | None:
     try:
-        routes = socket.getaddrinfo(target, DISCARD, type=socket.SOCK_DGRAM)
+        routes = socket.getaddrinfo(target, DISCARD_PORT, type=socket.SOCK_DGRAM)
     except OSError:
         return None
     for family, kind, protocol, _, place in routes:

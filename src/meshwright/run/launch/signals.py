@@ -7,19 +7,19 @@ import signal
 from types import FrameType
 
 
-class Interrupt:
+class InterruptHandler:
     """A handler of SIGINT that raises KeyboardInterrupt, and remembers it."""
 
     def __init__(self) -> None:
-        self.told = False
+        self.was_interrupted = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.told = True
+        self.was_interrupted = True
         raise KeyboardInterrupt
 
 
-def raise_if_told() -> None:
+def raise_if_interrupted() -> None:
     """Raise KeyboardInterrupt if an `Interrupt` handles SIGINT, and one has come."""
     handler = signal.getsignal(signal.SIGINT)
-    if isinstance(handler, Interrupt) and handler.told:
+    if isinstance(handler, InterruptHandler) and handler.was_interrupted:
         raise KeyboardInterrupt

@@ -19,11 +19,13 @@ from meshwright.plan.hardware.network_model import Cluster
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.run.checkpoint.resume import CHECKPOINTS
-from meshwright.run.measure.network_profile import read_cluster, this_machine
+from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER
+from meshwright.run.measure.network_profile import describe_machine, read_cluster
 
 
-def chosen(strategies: Sequence[Strategy], mesh: Mesh, cluster: str, folder: Path) -> tuple[tuple[Strategy, ...], list[str]]:
+def choose_algorithms(
+    strategies: Sequence[Strategy], mesh: Mesh, cluster: str, folder: Path
+) -> tuple[tuple[Strategy, ...], list[str]]:
     """`strategies` with a rule in place of every auto, and what was chosen and why, in a line each.
 
     `cluster` is the path of a cluster.toml ("": none is named), `folder` that of the run. Raises PlanError when there is
@@ -66,22 +68,22 @@ def _measured(cluster: str, strategy: Strategy) -> Cluster:
     if not cluster:
         text = "auto chooses by the measured cost of the links, and no measurement is named"
         fix = 'run `meshwright bench comm`, then write cluster = "cluster.toml" at the top of the file; or algorithm = "ring"'
-        raise PlanError(text, fix=fix, where=f"strategies.{strategy.name}.algorithm")
+        raise PlanError(text, fix=fix, location=f"strategies.{strategy.name}.algorithm")
     return read_cluster(Path(cluster))
 
 
 def _placed(strategy: Strategy, mesh: Mesh, cluster: Cluster) -> tuple[int, int]:
     """How many ranks reduce together for `strategy`, and how many of them share a host (0: all)."""
     ranks = mesh.peers(0, _axes(_said(strategy)))
-    if not cluster.per_host or len(ranks) == 1:
+    if not cluster.ranks_per_host or len(ranks) == 1:
         return len(ranks), 0
-    hosts = len({rank // cluster.per_host for rank in ranks})
+    hosts = len({rank // cluster.ranks_per_host for rank in ranks})
     return len(ranks), 0 if hosts == 1 else -(-len(ranks) // hosts)
 
 
 def _doubts(cluster: Cluster, path: str) -> Iterator[str]:
     """Why the measurement may not hold here."""
-    here = this_machine()
+    here = describe_machine()
     gpu = torch.cuda.is_available()
     if (cluster.transport == "nccl") != gpu:
         have = "has GPUs" if gpu else "has none"
@@ -98,7 +100,7 @@ def _axes(said: dict[str, Any]) -> tuple[str, str]:
 def _kept(strategy: Strategy, mesh: Mesh, folder: Path) -> str | None:
     """The rule with which the run in `folder` began, where it goes on with as many ranks along the strategy's axes."""
     path = folder / "plan.toml"
-    if not path.is_file() or not any((folder / CHECKPOINTS).glob("step-*")):
+    if not path.is_file() or not any((folder / CHECKPOINTS_FOLDER).glob("step-*")):
         return None
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -114,7 +116,10 @@ def _kept(strategy: Strategy, mesh: Mesh, folder: Path) -> str | None:
 def _rule(tables: Iterable[dict[str, Any]], mine: dict[str, Any]) -> str | None:
     for table in tables:
         text = table.get("algorithm")
-        if isinstance(text, str) and {key: value for key, value in table.items() if key != "algorithm"} == mine:
+        if (
+            isinstance(text, str)
+            and {key: value for key, value in table.items() if key != "algorithm"} == mine
+        ):
             try:
                 return str(Rule.parse(text))
             except PlanError:

@@ -26,18 +26,36 @@ import torch
 from torch.nn import functional
 
 from meshwright.comm.tuning.allreduce_bench import spread_of
-from meshwright.engine.runtime.cpu_allocator import MOST_MMAP
-from meshwright.plan.hardware.device_profile import Attended, Computed, Moved, Point
-from meshwright.run.measure.timing import FAR, Far, Operation, Watch, randoms, slices, timed
+from meshwright.engine.runtime.cpu_allocator import MAX_MMAP_THRESHOLD
+from meshwright.plan.hardware.device_profile import (
+    AttentionTiming,
+    ElementwiseTiming,
+    MatmulTiming,
+    MemoryOpTiming,
+)
+from meshwright.run.measure.timing import (
+    UNCACHED_NBYTES,
+    DeviceTimer,
+    Operation,
+    UncachedMemory,
+    random_tensor,
+    time_operations,
+    time_slices,
+)
 
-ROWS_CPU, ROWS_CUDA, WIDTH = 48, 1 << 17, 512  # on a CPU less than the heap asks the kernel for
+NUM_ROWS_CPU, NUM_ROWS_CUDA, WIDTH = 48, 1 << 17, 512  # on a CPU less than the heap asks the kernel for
 
 
-def computing(device: torch.device) -> tuple[int, dict[str, Callable[[], object]]]:
+def compute_heavy_operations(device: torch.device) -> tuple[int, dict[str, Callable[[], object]]]:
     """How many numbers each operation makes, and the operations by their names."""
-    rows = (ROWS_CUDA if device.type == "cuda" else ROWS_CPU, WIDTH)
+    rows = (NUM_ROWS_CUDA if device.type == "cuda" else NUM_ROWS_CPU, WIDTH)
     x, g = (torch.randn(rows, device=device) for _ in range(2))
-    aten, norm, above, weight = torch.ops.aten, torch.native_layer_norm, x.abs(), torch.ones(WIDTH, device=device)
+    aten, norm, above, weight = (
+        torch.ops.aten,
+        torch.native_layer_norm,
+        x.abs(),
+        torch.ones(WIDTH, device=device),
+    )
     _, mean, scale = norm(x, weight.shape, weight, weight, 1e-5)
     soft, spread, into = torch.softmax(x, -1), torch.log_softmax(x, -1), torch.empty_like(x)
     return x.numel(), {
@@ -67,35 +85,47 @@ def computing(device: torch.device) -> tuple[int, dict[str, Callable[[], object]
     }
 
 
-CHAIN = 200  # calls in a row
-TINY = 1e-9  # seconds
-SWEEPS, SLOT_S = 5, 0.03
-QUICK_SWEEPS, QUICK_SLOT_S, QUICK_MOST = 3, 0.008, 1 << 28  # multiplications of a product
+CHAIN_LENGTH = 200  # calls in a row
+MIN_SECONDS = 1e-9  # seconds
+NUM_SWEEPS, SLOT_S = 5, 0.03
+NUM_QUICK_SWEEPS, QUICK_SLOT_S, QUICK_MAX_MULTIPLICATIONS = 3, 0.008, 1 << 28  # multiplications of a product
 
-Product = tuple[int, int, int, int]  # m, n, k, batch
-Pairs = tuple[int, int, int, int, int]  # rows, heads, queries, keys, width
+MatmulSize = tuple[int, int, int, int]  # m, n, k, batch
+AttentionSize = tuple[int, int, int, int, int]  # rows, heads, queries, keys, width
 
-SQUARES: tuple[Product, ...] = tuple((size, size, size, 1) for size in (32, 64, 128, 256, 512, 1024))
-LAYERS: tuple[Product, ...] = (
+SQUARE_MATMULS: tuple[MatmulSize, ...] = tuple(
+    (size, size, size, 1) for size in (32, 64, 128, 256, 512, 1024)
+)
+LAYER_MATMULS: tuple[MatmulSize, ...] = (
     (128, 256, 256, 1),
     (128, 1024, 256, 1),
     (512, 512, 2048, 1),
     (512, 2048, 512, 1),
     (2048, 256, 256, 1),
 )
-THIN: tuple[Product, ...] = (
+THIN_MATMULS: tuple[MatmulSize, ...] = (
     (1, 1024, 1024, 1),
     (16, 1024, 1024, 1),
     (1024, 16, 1024, 1),
     (1024, 1024, 16, 1),
     (64, 512, 4096, 1),
 )
-LONG: tuple[Product, ...] = ((512, 8192, 256, 1), (4096, 128, 128, 1), (128, 128, 4096, 1), (4096, 512, 512, 1))
-MANY: tuple[Product, ...] = ((64, 64, 32, 16), (128, 128, 64, 8), (256, 64, 256, 16))
-LARGE: tuple[Product, ...] = ((2048, 2048, 2048, 1), (4096, 2048, 1024, 1))
-LARGER: tuple[Product, ...] = ((4096, 4096, 4096, 1), (8192, 8192, 8192, 1), (16384, 4096, 4096, 1), (4096, 16384, 4096, 1))
+LONG_MATMULS: tuple[MatmulSize, ...] = (
+    (512, 8192, 256, 1),
+    (4096, 128, 128, 1),
+    (128, 128, 4096, 1),
+    (4096, 512, 512, 1),
+)
+BATCHED_MATMULS: tuple[MatmulSize, ...] = ((64, 64, 32, 16), (128, 128, 64, 8), (256, 64, 256, 16))
+LARGE_MATMULS: tuple[MatmulSize, ...] = ((2048, 2048, 2048, 1), (4096, 2048, 1024, 1))
+LARGEST_MATMULS: tuple[MatmulSize, ...] = (
+    (4096, 4096, 4096, 1),
+    (8192, 8192, 8192, 1),
+    (16384, 4096, 4096, 1),
+    (4096, 16384, 4096, 1),
+)
 
-HEADS: tuple[Pairs, ...] = (
+ATTENTION_SIZES: tuple[AttentionSize, ...] = (
     (1, 4, 64, 64, 32),
     (8, 4, 64, 64, 64),
     (4, 8, 128, 128, 32),
@@ -105,79 +135,115 @@ HEADS: tuple[Pairs, ...] = (
     (2, 4, 512, 512, 128),
     (1, 2, 1024, 1024, 64),
 )
-LARGER_HEADS: tuple[Pairs, ...] = ((1, 16, 2048, 2048, 128), (1, 16, 8192, 8192, 128), (8, 32, 2048, 2048, 64))
-MOVED = tuple(4096 << shift for shift in (0, 2, 4, 6, 8, 10, 12, 13, 14, 16))  # 4 KiB to 256 MiB, read and written together
+LARGE_ATTENTION_SIZES: tuple[AttentionSize, ...] = (
+    (1, 16, 2048, 2048, 128),
+    (1, 16, 8192, 8192, 128),
+    (8, 32, 2048, 2048, 64),
+)
+MEMORY_NBYTES = tuple(
+    4096 << shift for shift in (0, 2, 4, 6, 8, 10, 12, 13, 14, 16)
+)  # 4 KiB to 256 MiB, read and written together
 
 
 @dataclass(frozen=True)
-class Rated:
+class DeviceTimings:
     """What was measured of a device; seconds of a call forward and backward, and of slices of work in a row."""
 
-    products: tuple[Point, ...]
-    attention: tuple[Attended, ...]
-    moved: tuple[Moved, ...]
-    computed: tuple[Computed, ...]
+    products: tuple[MatmulTiming, ...]
+    attention: tuple[AttentionTiming, ...]
+    memory: tuple[MemoryOpTiming, ...]
+    compute_heavy: tuple[ElementwiseTiming, ...]
     slices: tuple[float, ...]
     call_s: float
     call_backward_s: float
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BenchSizes:
     """What is measured: products, attention, and bytes that are read and written."""
 
-    products: tuple[Product, ...]
-    attention: tuple[Pairs, ...]
-    moved: tuple[int, ...]
+    products: tuple[MatmulSize, ...]
+    attention: tuple[AttentionSize, ...]
+    memory: tuple[int, ...]
 
 
-def sizes_of(kind: str, *, quick: bool = False) -> Sizes:
+def bench_sizes(kind: str, *, quick: bool = False) -> BenchSizes:
     """The usual sizes for a device of `kind`, or, for a `quick` look, those that are soon done."""
     if quick:
-        small = tuple(each for each in (*SQUARES, *LAYERS, *THIN, *MANY) if prod(each) <= QUICK_MOST)
-        return Sizes(small, HEADS[:6], MOVED[:-1])
+        small = tuple(
+            each
+            for each in (*SQUARE_MATMULS, *LAYER_MATMULS, *THIN_MATMULS, *BATCHED_MATMULS)
+            if prod(each) <= QUICK_MAX_MULTIPLICATIONS
+        )
+        return BenchSizes(small, ATTENTION_SIZES[:6], MEMORY_NBYTES[:-1])
     large = kind == "cuda"
-    products = (*SQUARES, *LAYERS, *THIN, *MANY, *LONG, *LARGE, *(LARGER if large else ()))
-    return Sizes(products, (*HEADS, *(LARGER_HEADS if large else ())), MOVED)
+    products = (
+        *SQUARE_MATMULS,
+        *LAYER_MATMULS,
+        *THIN_MATMULS,
+        *BATCHED_MATMULS,
+        *LONG_MATMULS,
+        *LARGE_MATMULS,
+        *(LARGEST_MATMULS if large else ()),
+    )
+    return BenchSizes(products, (*ATTENTION_SIZES, *(LARGE_ATTENTION_SIZES if large else ())), MEMORY_NBYTES)
 
 
-def rated(device: torch.device, sizes: Sizes, *, quick: bool = False, meet: Callable[[], None] = lambda: None) -> Rated:
+def time_device(
+    device: torch.device,
+    sizes: BenchSizes,
+    *,
+    quick: bool = False,
+    barrier: Callable[[], None] = lambda: None,
+) -> DeviceTimings:
     """What `device` does at `sizes`, measured with as many threads as torch is set to.
 
     Several ranks that share it `meet` while they look how evenly it goes, so that they do so at the same moment.
     """
-    watch = Watch(device, QUICK_SWEEPS if quick else SWEEPS, QUICK_SLOT_S if quick else SLOT_S)
-    products: list[Point] = []
-    attention: list[Attended] = []
+    watch = DeviceTimer(device, NUM_QUICK_SWEEPS if quick else NUM_SWEEPS, QUICK_SLOT_S if quick else SLOT_S)
+    products: list[MatmulTiming] = []
+    attention: list[AttentionTiming] = []
     for dtype in (torch.float32, torch.bfloat16):
-        products += products_of(dtype, timed(watch, product_cells(device, dtype, sizes.products)))
-        forward, both = (timed(watch, attention_cells(device, dtype, sizes.attention, back=back)) for back in (False, True))
-        attention += attention_of(dtype, forward, both)
-    moved = moved_of(timed(watch, moved_cells(device, sizes.moved)))
-    forwards, backwards = zip(*(calls(watch) for _ in range(3 * watch.sweeps)), strict=True)
-    numel, operations = computing(device)
-    computed = computed_of(timed(watch, operations), numel, median(forwards))
+        products += matmul_points(
+            dtype, time_operations(watch, matmul_operations(device, dtype, sizes.products))
+        )
+        forward, both = (
+            time_operations(watch, attention_operations(device, dtype, sizes.attention, backward=back))
+            for back in (False, True)
+        )
+        attention += attention_points(dtype, forward, both)
+    moved = memory_points(time_operations(watch, memory_operations(device, sizes.memory)))
+    forwards, backwards = zip(*(time_calls(watch) for _ in range(3 * watch.num_sweeps)), strict=True)
+    numel, operations = compute_heavy_operations(device)
+    computed = compute_heavy_points(time_operations(watch, operations), numel, median(forwards))
     found = tuple(products), tuple(attention), tuple(moved), tuple(computed)
-    return Rated(*found, slices(device, meet, quick=quick), median(forwards), median(backwards))
+    return DeviceTimings(
+        *found, time_slices(device, barrier, quick=quick), median(forwards), median(backwards)
+    )
 
 
-def product_cells(device: torch.device, dtype: torch.dtype, sizes: Sequence[Product]) -> dict[Product, Operation]:
+def matmul_operations(
+    device: torch.device, dtype: torch.dtype, sizes: Sequence[MatmulSize]
+) -> dict[MatmulSize, Operation]:
     """The products of linear layers of these sizes."""
     most = max(batch * k * (m + n) for m, n, k, batch in sizes)
-    far = Far(device, dtype, max(FAR // dtype.itemsize, most))
+    far = UncachedMemory(device, dtype, max(UNCACHED_NBYTES // dtype.itemsize, most))
     return {each: _linear(far, *each) for each in sorted(sizes, key=prod)}
 
 
-def products_of(dtype: torch.dtype, samples: Mapping[Product, Sequence[float]]) -> list[Point]:
+def matmul_points(dtype: torch.dtype, samples: Mapping[MatmulSize, Sequence[float]]) -> list[MatmulTiming]:
     """What the samples say, of which each is of three products."""
     rates = {each: 2.0 * prod(each) / (median(seen) / 3) for each, seen in samples.items()}
-    return [Point(*each, _name(dtype), rate, spread_of(samples[each])) for each, rate in rates.items()]
+    return [MatmulTiming(*each, _name(dtype), rate, spread_of(samples[each])) for each, rate in rates.items()]
 
 
-def _linear(far: Far, m: int, n: int, k: int, batch: int) -> Operation:
+def _linear(far: UncachedMemory, m: int, n: int, k: int, batch: int) -> Operation:
     """The products of a linear layer from k to n numbers on m tokens; of many at once, as within attention."""
     lead = () if batch == 1 else (batch,)
-    g, places = randoms(far.memory.device, far.memory.dtype, *lead, m, n), far.places((*lead, m, k), (*lead, n, k))
+    g, places = (
+        random_tensor(far.memory.device, far.memory.dtype, *lead, m, n),
+        far.operands((*lead, m, k), (*lead, n, k)),
+    )
 
     def three() -> object:
         x, w = next(places)
@@ -186,28 +252,32 @@ def _linear(far: Far, m: int, n: int, k: int, batch: int) -> Operation:
     return three
 
 
-def attention_cells(device: torch.device, dtype: torch.dtype, sizes: Sequence[Pairs], *, back: bool) -> dict[Pairs, Operation]:
+def attention_operations(
+    device: torch.device, dtype: torch.dtype, sizes: Sequence[AttentionSize], *, backward: bool
+) -> dict[AttentionSize, Operation]:
     """Fused attention of these sizes, with its backward or without."""
-    return {each: _attended(device, dtype, each, back=back) for each in sorted(sizes, key=prod)}
+    return {each: _attended(device, dtype, each, back=backward) for each in sorted(sizes, key=prod)}
 
 
-def attention_of(
-    dtype: torch.dtype, forward: Mapping[Pairs, Sequence[float]], both: Mapping[Pairs, Sequence[float]]
-) -> list[Attended]:
+def attention_points(
+    dtype: torch.dtype,
+    forward: Mapping[AttentionSize, Sequence[float]],
+    both: Mapping[AttentionSize, Sequence[float]],
+) -> list[AttentionTiming]:
     """What the samples of forwards say, and of forwards with their backward."""
     found = []
     for size in (size for size in forward if size in both):
         first, whole = median(forward[size]), median(both[size])
         spread = max(spread_of(forward[size]), spread_of(both[size]))
-        found.append(Attended(*size, _name(dtype), first, max(whole - first, 0.2 * first), spread))
+        found.append(AttentionTiming(*size, _name(dtype), first, max(whole - first, 0.2 * first), spread))
     return found
 
 
-def _attended(device: torch.device, dtype: torch.dtype, size: Pairs, *, back: bool) -> Operation:
+def _attended(device: torch.device, dtype: torch.dtype, size: AttentionSize, *, back: bool) -> Operation:
     rows, heads, queries, keys, width = size
-    q = randoms(device, dtype, rows, heads, queries, width).requires_grad_()
-    k, v = (randoms(device, dtype, rows, heads, keys, width).requires_grad_() for _ in range(2))
-    g = randoms(device, dtype, rows, heads, queries, width)
+    q = random_tensor(device, dtype, rows, heads, queries, width).requires_grad_()
+    k, v = (random_tensor(device, dtype, rows, heads, keys, width).requires_grad_() for _ in range(2))
+    g = random_tensor(device, dtype, rows, heads, queries, width)
 
     def forward() -> object:
         return functional.scaled_dot_product_attention(q, k, v)
@@ -218,23 +288,25 @@ def _attended(device: torch.device, dtype: torch.dtype, size: Pairs, *, back: bo
     return both if back else forward
 
 
-def moved_cells(device: torch.device, sizes: Sequence[int]) -> dict[int, Operation]:
+def memory_operations(device: torch.device, sizes: Sequence[int]) -> dict[int, Operation]:
     """Sums that read and write so many bytes, two in each."""
-    far = Far(device, torch.float32, max(FAR // 4, max(sizes) // 12))
+    far = UncachedMemory(device, torch.float32, max(UNCACHED_NBYTES // 4, max(sizes) // 12))
     return {nbytes: _added(far, nbytes // 12) for nbytes in sizes}
 
 
-def moved_of(samples: Mapping[int, Sequence[float]]) -> list[Moved]:
+def memory_points(samples: Mapping[int, Sequence[float]]) -> list[MemoryOpTiming]:
     """What the samples say, of which each is of two sums."""
-    return [Moved(nbytes, 2 * nbytes / median(seen), spread_of(seen)) for nbytes, seen in samples.items()]
+    return [
+        MemoryOpTiming(nbytes, 2 * nbytes / median(seen), spread_of(seen)) for nbytes, seen in samples.items()
+    ]
 
 
-def _added(far: Far, numel: int) -> Operation:
+def _added(far: UncachedMemory, numel: int) -> Operation:
     """A sum of what lies far off, and one with that sum, into other far places; what is too large for the heap, into new ones."""
-    if 4 * numel > MOST_MMAP:
+    if 4 * numel > MAX_MMAP_THRESHOLD:
         first, second, third = (far.take(numel) for _ in range(3))
         return lambda: torch.add(torch.add(first, second), third)
-    places = far.places(*[(numel,)] * 5)
+    places = far.operands(*[(numel,)] * 5)
 
     def two() -> object:
         first, second, third, between, end = next(places)
@@ -243,23 +315,28 @@ def _added(far: Far, numel: int) -> Operation:
     return two
 
 
-def computed_of(samples: Mapping[str, Sequence[float]], numel: int, call_s: float) -> list[Computed]:
+def compute_heavy_points(
+    samples: Mapping[str, Sequence[float]], numel: int, call_s: float
+) -> list[ElementwiseTiming]:
     """What the samples say of operations that make `numel` numbers."""
-    return [Computed(name, max(median(seen) - call_s, TINY) / numel, spread_of(seen)) for name, seen in samples.items()]
+    return [
+        ElementwiseTiming(name, max(median(seen) - call_s, MIN_SECONDS) / numel, spread_of(seen))
+        for name, seen in samples.items()
+    ]
 
 
-def calls(watch: Watch) -> tuple[float, float]:
+def time_calls(timer: DeviceTimer) -> tuple[float, float]:
     """Seconds of one call that autograd records, and of its part of a backward."""
-    start = torch.ones((), device=watch.device, requires_grad=True)
+    start = torch.ones((), device=timer.device, requires_grad=True)
 
     def chain() -> torch.Tensor:
         found = start
-        for _ in range(CHAIN):
+        for _ in range(CHAIN_LENGTH):
             found = found * 1.0001
         return found
 
     end = chain()
-    return watch.once(chain) / CHAIN, watch.once(end.backward) / CHAIN
+    return timer.time_once(chain) / CHAIN_LENGTH, timer.time_once(end.backward) / CHAIN_LENGTH
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -28,22 +28,33 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from meshwright.plan.hardware.device_profile import Profile
-from meshwright.plan.hardware.device_specs import DTYPES, Device, devices, find_device
-from meshwright.plan.job.errors import Fault, PlanError, nearest, raise_faults
+from meshwright.plan.hardware.device_profile import DeviceProfile
+from meshwright.plan.hardware.device_specs import DTYPES, DeviceSpec, find_device, known_devices
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 from meshwright.planner.machine.efficiency import NAMES, rates_of
 from meshwright.planner.machine.from_benchmark import measured_device, measured_rates
 from meshwright.planner.machine.machine import Machine, machine
-from meshwright.run.config.schema import Check
-from meshwright.run.measure.measured_files import fitted, parsed, read_profile
+from meshwright.run.config.schema import SchemaCheck
+from meshwright.run.measure.measured_files import parse_measurements, read_profile, read_toml
 
-UNITS = 100
-LINKS = "measure links: meshwright bench comm, then --cluster cluster.toml; or say it in a [device] table beside `measured`"
-FIX = "write a [device] table (docs/planning.md), or measure: meshwright bench device --out device.toml"
-SHARES = ("product", "product_float8", "product_blocks", "product_float4", "attention", "memory", "link", "nic")
-SHARES += ("tail", "tensor_hidden", "sums_hidden")  # of which none is more than 1
-OFTEN = 1000.0  # times, at most, of a rate that is no share
-BETWEEN = {  # of rates that are neither shares nor times, or of which less is known to be wrong
+DEFAULT_NUM_UNITS = 100
+LINKS_FIX = "measure links: meshwright bench comm, then --cluster cluster.toml; or say it in a [device] table beside `measured`"
+DEVICE_FIX = (
+    "write a [device] table (docs/planning.md), or measure: meshwright bench device --out device.toml"
+)
+FRACTION_RATES = (
+    "product",
+    "product_float8",
+    "product_blocks",
+    "product_float4",
+    "attention",
+    "memory",
+    "link",
+    "nic",
+)
+FRACTION_RATES += ("tail", "tensor_hidden", "sums_hidden")  # of which none is more than 1
+MAX_FACTOR = 1000.0  # times, at most, of a rate that is no share
+RATE_RANGES = {  # of rates that are neither shares nor times, or of which less is known to be wrong
     "attention_back": (0.01, 5.0, "a share of what attention reaches"),
     "attention_old": (0.01, 5.0, "a share of what attention reaches"),
     "attention_new": (0.01, 5.0, "times what attention reaches"),
@@ -53,7 +64,7 @@ BETWEEN = {  # of rates that are neither shares nor times, or of which less is k
     **dict.fromkeys(("start_s", "launch_s", "latency_s"), (0.0, 1.0, "seconds: 3e-5 are 30 us")),
     **dict.fromkeys(("turn_s", "fixed_s"), (0.0, 3600.0, "seconds")),
 }
-MOST = {  # beyond which a figure is in another unit
+MAX_VALUES = {  # beyond which a figure is in another unit
     "memory_gb": (1e4, "GiB: 80 for an H100"),
     "memory_gb_s": (1e6, "1e9 bytes per second: 3350 for an H100"),
     "link_gb_s": (1e5, "1e9 bytes per second: 450 for an H100"),
@@ -61,12 +72,17 @@ MOST = {  # beyond which a figure is in another unit
     "per_host": (1e6, "the devices of one host: 8"),
     "units": (1e7, "multiprocessors, compute units or cores: 132 for an H100"),
 }
-GIGA = {"memory_gb": 2**30, "memory_gb_s": 1e9, "link_gb_s": 1e9, "nic_gb_s": 1e9}
-OF_DEVICE = {"memory_gb": "memory", "memory_gb_s": "memory_rate", "link_gb_s": "link_rate", "nic_gb_s": "nic_rate"}
+UNIT_SCALES = {"memory_gb": 2**30, "memory_gb_s": 1e9, "link_gb_s": 1e9, "nic_gb_s": 1e9}
+DEVICE_FIELDS = {
+    "memory_gb": "memory",
+    "memory_gb_s": "memory_rate",
+    "link_gb_s": "link_rate",
+    "nic_gb_s": "nic_rate",
+}
 
 
 @dataclass(frozen=True)
-class Described:
+class DeviceTable:
     """The table [device] as it is written; what is 0 or empty is not said."""
 
     like: str = ""
@@ -85,61 +101,77 @@ class Described:
 class _File:
     """A file that describes a machine."""
 
-    device: Described
+    device: DeviceTable
     rates: dict[str, float] = field(default_factory=dict)
 
 
-def is_file(word: str) -> bool:
+def is_hardware_file(hardware: str) -> bool:
     """Whether `word` is a file, not the name of a kind."""
-    return word.endswith(".toml") or Path(word).is_file()
+    return hardware.endswith(".toml") or Path(hardware).is_file()
 
 
-def machine_of(word: str, count: int) -> Machine:
+def read_machine(hardware: str, count: int) -> Machine:
     """`count` devices of what `word` names; see the module. Raises PlanError with all that is wrong with it.
 
     Where a file says nothing of links, or of hosts, those of the machine are 0: not known.
     """
-    if not is_file(word):
-        return machine(word, count)
-    path = Path(word)
-    document = parsed(path, FIX)
+    if not is_hardware_file(hardware):
+        return machine(hardware, count)
+    path = Path(hardware)
+    document = read_toml(path, DEVICE_FIX)
     if isinstance(document.get("device"), str):
-        profile = fitted(document, Profile, path)
+        profile = parse_measurements(document, DeviceProfile, path)
         device = measured_device(profile)
         return Machine(device, count, measured_rates(profile, device))
     if "device" not in document:
-        raise PlanError("this file has no [device] table, nor did `bench device` write it", fix=FIX, where=word)
-    faults: list[Fault] = []
-    said = Check(str(path), tables={"device": Described}, faults=faults).fit(document, _File, ())
+        raise PlanError(
+            "this file has no [device] table, nor did `bench device` write it",
+            fix=DEVICE_FIX,
+            location=hardware,
+        )
+    faults: list[Diagnostic] = []
+    said = SchemaCheck(str(path), tables={"device": DeviceTable}, diagnostics=faults).convert(
+        document, _File, ()
+    )
     if said is None:  # what fits may have faults of its own, which are told with these
         document = _fitting(document)
-        said = Check(str(path)).fit(document, _File, ())
+        said = SchemaCheck(str(path)).convert(document, _File, ())
     return _described(said, document["device"], path, count, faults)
 
 
-def linked(given: Machine, word: str) -> Machine:
+def with_host_links(machine: Machine, hardware: str) -> Machine:
     """`given` with a host for its devices. Raises PlanError where they have to meet over links of which nothing is known."""
-    if given.count == 1:
-        return replace(given, per_host=given.host or 1)
-    device, host = given.device, given.host
+    if machine.count == 1:
+        return replace(machine, per_host=machine.host or 1)
+    device, host = machine.device, machine.host
     faults = []
     for key, known in (("link_gb_s", device.link_rate), ("per_host", host)):
         if not known:
-            faults.append(Fault(f"{given.count} devices, and nothing is known of {key}", LINKS, word))
-    if host and given.count > host and not device.nic_rate:
-        faults.append(Fault(f"{given.count} devices on hosts of {host}, and nothing is known of nic_gb_s", LINKS, word))
-    raise_faults(faults)
-    return replace(given, device=replace(device, per_host=device.per_host or host), per_host=host)
+            faults.append(
+                Diagnostic(f"{machine.count} devices, and nothing is known of {key}", LINKS_FIX, hardware)
+            )
+    if host and machine.count > host and not device.nic_rate:
+        faults.append(
+            Diagnostic(
+                f"{machine.count} devices on hosts of {host}, and nothing is known of nic_gb_s",
+                LINKS_FIX,
+                hardware,
+            )
+        )
+    raise_diagnostics(faults)
+    return replace(
+        machine, device=replace(device, devices_per_host=device.devices_per_host or host), per_host=host
+    )
 
 
-def profile_in(word: str) -> Profile | None:
+def find_profile(hardware: str) -> DeviceProfile | None:
     """What `bench device` measured, where `word` names such a file, or one that names it; None for a kind. Raises PlanError."""
-    if not is_file(word):
+    if not is_hardware_file(hardware):
         return None
-    path = Path(word)
-    document = parsed(path, FIX)
+    path = Path(hardware)
+    document = read_toml(path, DEVICE_FIX)
     if isinstance(document.get("device"), str):
-        return fitted(document, Profile, path)
+        return parse_measurements(document, DeviceProfile, path)
     table = document.get("device")
     said = table.get("measured") if isinstance(table, dict) else None
     return read_profile(path.parent / said) if isinstance(said, str) and said else None
@@ -151,34 +183,44 @@ def _fitting(document: dict[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {"device": {}, "rates": {}}
     for name, table in tables.items():
         for key, value in table.items():
-            if Check("").fit({"device": {}, name: {key: value}}, _File, ()) is not None:
+            if SchemaCheck("").convert({"device": {}, name: {key: value}}, _File, ()) is not None:
                 kept[name][key] = value
     return kept
 
 
-def _described(said: _File, keys: Iterable[str], path: Path, count: int, before: Iterable[Fault]) -> Machine:
+def _described(
+    said: _File, keys: Iterable[str], path: Path, count: int, before: Iterable[Diagnostic]
+) -> Machine:
     """The machine of a [device] table in which these `keys` are written. Of what has a fault `before`, no other one is told."""
     table, faults = said.device, list(before)
-    places = [fault.where for fault in faults]
+    places = [fault.location for fault in faults]
     for fault in _faults(said, keys):
-        where = f"{path}: {fault.where}"
-        if not any(f"{where}.".startswith(f"{each}.") or f"{each}.".startswith(f"{where}.") for each in places):
-            faults.append(replace(fault, where=where))
+        where = f"{path}: {fault.location}"
+        if not any(
+            f"{where}.".startswith(f"{each}.") or f"{each}.".startswith(f"{where}.") for each in places
+        ):
+            faults.append(replace(fault, location=where))
     profile, base = None, None
     if table.measured:
         try:
             profile = read_profile(path.parent / table.measured)
         except PlanError as error:
-            faults += error.faults
+            faults += error.diagnostics
     if table.like:
         base = find_device(table.like)
         if base is None:
             text = f"'{table.like}' is no device that is known here"
-            faults.append(Fault(text, nearest(table.like.upper(), [each.name for each in devices()]), f"{path}: device.like"))
+            faults.append(
+                Diagnostic(
+                    text,
+                    suggest_name(table.like.upper(), [each.name for each in known_devices()]),
+                    f"{path}: device.like",
+                )
+            )
     if base is not None and profile is not None and find_device(profile.device) is not base:
         text = f"like = '{table.like}', and {table.measured} was measured on {profile.device}"
-        faults.append(Fault(text, "leave one of the two out", f"{path}: device.measured"))
-    raise_faults(faults)
+        faults.append(Diagnostic(text, "leave one of the two out", f"{path}: device.measured"))
+    raise_diagnostics(faults)
     if base is None:
         base = measured_device(profile) if profile is not None else _bare()
     device = _device(table, base, path)
@@ -186,61 +228,96 @@ def _described(said: _File, keys: Iterable[str], path: Path, count: int, before:
     return Machine(device, count, replace(rates, **said.rates))
 
 
-def _device(table: Described, base: Device, path: Path) -> Device:
-    figures = {name: vars(table)[key] * GIGA[key] for key, name in OF_DEVICE.items() if vars(table)[key]}
+def _device(table: DeviceTable, base: DeviceSpec, path: Path) -> DeviceSpec:
+    figures = {
+        name: vars(table)[key] * UNIT_SCALES[key] for key, name in DEVICE_FIELDS.items() if vars(table)[key]
+    }
     flops = {**base.flops, **{dtype: 1e12 * value for dtype, value in table.tflops.items()}}
     if "float32" in flops and not {"bfloat16", "float16"} & set(flops):
         flops["bfloat16"] = flops["float32"]  # without units for 16 bits they are computed as 32
     name = table.name or (f"{base.name} of {path.name}" if table.like else base.name or path.stem)
-    pattern = base.pattern or re.escape(name)  # a name of one's own changes nothing of what a driver calls the device
+    pattern = base.pattern or re.escape(
+        name
+    )  # a name of one's own changes nothing of what a driver calls the device
     given = replace(base, name=name, pattern=pattern, flops=flops, source=str(path), **figures)
-    return replace(given, per_host=table.per_host or given.per_host, units=table.units or given.units)
+    return replace(
+        given,
+        devices_per_host=table.per_host or given.devices_per_host,
+        num_compute_units=table.units or given.num_compute_units,
+    )
 
 
-def _bare() -> Device:
-    return Device("", "", {}, 0.0, 0.0, 0.0, 0.0, 0, UNITS, "")
+def _bare() -> DeviceSpec:
+    return DeviceSpec("", "", {}, 0.0, 0.0, 0.0, 0.0, 0, DEFAULT_NUM_UNITS, "")
 
 
-def _faults(said: _File, keys: Iterable[str]) -> Iterator[Fault]:
+def _faults(said: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
     """All that is wrong with the figures of a [device] table in which these `keys` are written, and what is missing."""
     table = said.device
     if not table.like and not table.measured:
-        lacking = [each.name for each in fields(Described) if each.name not in ("like", "measured", "units")]
+        lacking = [
+            each.name for each in fields(DeviceTable) if each.name not in ("like", "measured", "units")
+        ]
         for key in lacking:
             if not vars(table)[key] and (key not in keys or key in ("name", "tflops")):
-                yield Fault("this key is missing", 'write it, or a kind that is most like yours: like = "h100"', f"device.{key}")
-    for key, (most, unit) in MOST.items():
+                yield Diagnostic(
+                    "this key is missing",
+                    'write it, or a kind that is most like yours: like = "h100"',
+                    f"device.{key}",
+                )
+    for key, (most, unit) in MAX_VALUES.items():
         value = vars(table)[key]
         if key in keys and not 0 < value < inf:  # a 0 that is written is no word for "not said"
-            fix = "write a number above 0" + (", or leave the key out" if table.like or table.measured else "")
-            yield Fault(f"{key} = {value}", fix, f"device.{key}")
+            fix = "write a number above 0" + (
+                ", or leave the key out" if table.like or table.measured else ""
+            )
+            yield Diagnostic(f"{key} = {value}", fix, f"device.{key}")
         elif value > most:
-            yield Fault(f"{key} = {value:g}, more than {most:g}", f"write {unit}", f"device.{key}")
+            yield Diagnostic(f"{key} = {value:g}, more than {most:g}", f"write {unit}", f"device.{key}")
     yield from _peak_faults(table)
     for name, value in said.rates.items():
-        least, most, unit = BETWEEN.get(name, (0.0, 1.0 if name in SHARES else OFTEN, "a number of times"))
+        least, most, unit = RATE_RANGES.get(
+            name, (0.0, 1.0 if name in FRACTION_RATES else MAX_FACTOR, "a number of times")
+        )
         if name not in NAMES:
-            yield Fault(f"there is no rate '{name}'", nearest(name, NAMES), f"rates.{name}")
+            yield Diagnostic(f"there is no rate '{name}'", suggest_name(name, NAMES), f"rates.{name}")
         elif not 0 < value < inf:
-            yield Fault(f"{name} = {value}", "write a number above 0", f"rates.{name}")
-        elif value > most and name in SHARES:
-            yield Fault(f"{name} = {value}, more than all", "write a share, 1 at most", f"rates.{name}")
+            yield Diagnostic(f"{name} = {value}", "write a number above 0", f"rates.{name}")
+        elif value > most and name in FRACTION_RATES:
+            yield Diagnostic(f"{name} = {value}, more than all", "write a share, 1 at most", f"rates.{name}")
         elif not least <= value <= most:
-            yield Fault(f"{name} = {value:g}; needed is {unit}", f"write {least:g} to {most:g}", f"rates.{name}")
+            yield Diagnostic(
+                f"{name} = {value:g}; needed is {unit}", f"write {least:g} to {most:g}", f"rates.{name}"
+            )
 
 
-def _peak_faults(table: Described) -> Iterator[Fault]:
+def _peak_faults(table: DeviceTable) -> Iterator[Diagnostic]:
     """What is wrong with the peaks of products."""
     for dtype, value in table.tflops.items():
         if dtype not in DTYPES:
-            bits = re.sub(r"^(float|bfloat|fp|bf|tf)(?=\d)", "", dtype)  # float64 is no float4 misspelt, nor int8 float8
+            bits = re.sub(
+                r"^(float|bfloat|fp|bf|tf)(?=\d)", "", dtype
+            )  # float64 is no float4 misspelt, nor int8 float8
             alike = [each for each in DTYPES if bits.isdecimal() and each.endswith(bits)]
-            fix = nearest(dtype, alike) if alike else f"leave it out, or choose one of: {', '.join(DTYPES)}"
-            yield Fault(f"there is no dtype '{dtype}' in plans", fix, f"device.tflops.{dtype}")
+            fix = (
+                suggest_name(dtype, alike)
+                if alike
+                else f"leave it out, or choose one of: {', '.join(DTYPES)}"
+            )
+            yield Diagnostic(f"there is no dtype '{dtype}' in plans", fix, f"device.tflops.{dtype}")
         elif not 0 < value < inf:
-            yield Fault(f"{value} TFLOP/s", "write a number above 0", f"device.tflops.{dtype}")
+            yield Diagnostic(f"{value} TFLOP/s", "write a number above 0", f"device.tflops.{dtype}")
         elif value > 1e6:
-            yield Fault(f"{value:g} TFLOP/s, more than 1e6", "write TFLOP/s: 989 for an H100", f"device.tflops.{dtype}")
-    if table.tflops and not table.like and not table.measured and not {"bfloat16", "float16", "float32"} & set(table.tflops):
+            yield Diagnostic(
+                f"{value:g} TFLOP/s, more than 1e6",
+                "write TFLOP/s: 989 for an H100",
+                f"device.tflops.{dtype}",
+            )
+    if (
+        table.tflops
+        and not table.like
+        and not table.measured
+        and not {"bfloat16", "float16", "float32"} & set(table.tflops)
+    ):
         text = f"tflops of {', '.join(table.tflops)} alone, and plans are chosen in 16 bits"
-        yield Fault(text, "add those of bfloat16: tflops = {bfloat16 = 500}", "device.tflops")
+        yield Diagnostic(text, "add those of bfloat16: tflops = {bfloat16 = 500}", "device.tflops")

@@ -16,45 +16,51 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from meshwright.plan.hardware.device_profile import Profile
-from meshwright.plan.job.errors import Fault, PlanError, raise_faults
-from meshwright.run.config.schema import Check
+from meshwright.plan.hardware.device_profile import DeviceProfile
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
+from meshwright.run.config.schema import SchemaCheck
 from meshwright.run.telemetry.trace import replace_file
 
 
-class Figures(Protocol):
+class Measurements(Protocol):
     """What such a file says."""
 
-    def faults(self) -> Iterator[Fault]:
+    def diagnostics(self) -> Iterator[Diagnostic]:
         """Everything that is wrong with it."""
         ...
 
 
-Said = TypeVar("Said", bound=Figures)
+MeasurementsT = TypeVar("MeasurementsT", bound=Measurements)
 
 
-def parsed(path: Path, fix: str) -> dict[str, Any]:
+def read_toml(path: Path, fix: str) -> dict[str, Any]:
     """The TOML document at `path`. Raises PlanError when there is none, with `fix` as the repair."""
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError as error:
-        raise PlanError("there is no such file", fix=fix, where=str(path)) from error
+        raise PlanError("there is no such file", fix=fix, location=str(path)) from error
     except OSError as error:
         text = f"the file cannot be read: {error.strerror}"
-        raise PlanError(text, fix="name a file that can be read", where=str(path)) from error
+        raise PlanError(text, fix="name a file that can be read", location=str(path)) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"not TOML: {error}", fix=fix, where=str(path)) from error
+        raise PlanError(f"not TOML: {error}", fix=fix, location=str(path)) from error
 
 
-def fitted(
-    document: dict[str, Any], kind: type[Said], path: Path, also: Callable[[Said], Iterable[Fault]] = lambda said: ()
-) -> Said:
+def parse_measurements(
+    document: dict[str, Any],
+    kind: type[MeasurementsT],
+    path: Path,
+    extra_diagnostics: Callable[[MeasurementsT], Iterable[Diagnostic]] = lambda said: (),
+) -> MeasurementsT:
     """The figures of this `kind` in `document`, read from `path`. Raises PlanError with its faults, and those of `also`."""
-    faults: list[Fault] = []
-    found = Check(str(path), faults=faults).fit(document, kind, ())
+    faults: list[Diagnostic] = []
+    found = SchemaCheck(str(path), diagnostics=faults).convert(document, kind, ())
     if found is not None and not faults:
-        faults += [replace(fault, where=f"{path}: {fault.where}") for fault in (*found.faults(), *also(found))]
-    raise_faults(faults)
+        faults += [
+            replace(fault, location=f"{path}: {fault.location}")
+            for fault in (*found.faults(), *extra_diagnostics(found))
+        ]
+    raise_diagnostics(faults)
     return found
 
 
@@ -64,14 +70,16 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
         replace_file(path, "\n".join([*lines, ""]))
     except OSError as error:
         fix = "name a file in a folder that can be written to: --out"
-        raise PlanError(f"the file cannot be written: {error.strerror}", fix=fix, where=str(path)) from error
+        raise PlanError(
+            f"the file cannot be written: {error.strerror}", fix=fix, location=str(path)
+        ) from error
 
 
-HEAD = """\
+PROFILE_HEADER = """\
 # What a device does per second, measured by `meshwright bench device`. Plans are priced by it: --hardware device.toml. Measure
 # again when the device, torch or the number of threads change.
 """
-LISTS = {
+TABLE_COMMENTS = {
     "products": "matrix products, [m, k] by [k, n] so many at once: FLOP/s, and the distance of the quartiles as a share",
     "attention": "fused attention without a mask: seconds, backward alone",
     "moved": "operations that only read and write: bytes of both together, bytes/s",
@@ -80,25 +88,29 @@ LISTS = {
 }
 
 
-def read_profile(path: Path) -> Profile:
+def read_profile(path: Path) -> DeviceProfile:
     """The profile in the file at `path`. Raises PlanError with every fault of it."""
-    return fitted(parsed(path, "measure the device first: meshwright bench device --out device.toml"), Profile, path)
+    return parse_measurements(
+        read_toml(path, "measure the device first: meshwright bench device --out device.toml"),
+        DeviceProfile,
+        path,
+    )
 
 
-def write_profile(profile: Profile, path: Path) -> Profile:
+def write_profile(profile: DeviceProfile, path: Path) -> DeviceProfile:
     """Write `profile` to `path`; returns it as a reader gets it, with figures of four digits.
 
     Raises PlanError when the file cannot be written.
     """
-    write_lines(path, [HEAD, *_lines(profile)])
+    write_lines(path, [PROFILE_HEADER, *_lines(profile)])
     return read_profile(path)
 
 
-def _lines(profile: Profile) -> Iterator[str]:
+def _lines(profile: DeviceProfile) -> Iterator[str]:
     for key, value in vars(profile).items():
-        if key not in LISTS and not key.startswith("_"):
+        if key not in TABLE_COMMENTS and not key.startswith("_"):
             yield f"{key} = {_said(value)}"
-    for key, words in LISTS.items():
+    for key, words in TABLE_COMMENTS.items():
         yield f"\n# {words}\n{key} = ["
         yield from _tables(vars(profile)[key])
         yield "]"

@@ -16,32 +16,36 @@ from pathlib import Path
 import torch
 
 from meshwright.comm.algorithms import named
-from meshwright.plan.hardware.device_specs import cores
-from meshwright.plan.hardware.network_model import Cluster, Link
-from meshwright.plan.job.errors import Fault, PlanError
-from meshwright.run.measure.measured_files import fitted, parsed, write_lines
-from meshwright.run.telemetry.run_info import processor
+from meshwright.plan.hardware.device_specs import available_cores
+from meshwright.plan.hardware.network_model import Cluster, LinkCost
+from meshwright.plan.job.errors import Diagnostic, PlanError
+from meshwright.run.measure.measured_files import parse_measurements, read_toml, write_lines
+from meshwright.run.telemetry.run_info import processor_name
 
-HEAD = """\
+CLUSTER_HEADER = """\
 # The links of a cluster, measured by `meshwright bench comm`. Named by the key cluster of a config, it makes a rule by
 # message size of algorithm = "auto". Measure again when machine, transport or number of ranks change.
 """
 
 
-def this_machine() -> str:
+def describe_machine() -> str:
     """The machine in words: its GPU, or its processor and cores. No name by which it could be found."""
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name(0)} x {torch.cuda.device_count()}"
-    return f"{processor()}, {cores()} cores"
+    return f"{processor_name()}, {available_cores()} cores"
 
 
 def read_cluster(path: Path) -> Cluster:
     """The cluster in the file at `path`. Raises PlanError with every fault of it."""
     fix = "measure the links first: meshwright bench comm --out cluster.toml"
-    document = parsed(path, fix)
+    document = read_toml(path, fix)
     if "device" in document:
-        raise PlanError("this file describes a device, not links", fix="name it behind --hardware; " + fix, where=str(path))
-    return fitted(document, Cluster, path, _names)
+        raise PlanError(
+            "this file describes a device, not links",
+            fix="name it behind --hardware; " + fix,
+            location=str(path),
+        )
+    return parse_measurements(document, Cluster, path, _names)
 
 
 def write_cluster(cluster: Cluster, path: Path) -> Cluster:
@@ -49,40 +53,48 @@ def write_cluster(cluster: Cluster, path: Path) -> Cluster:
 
     Raises PlanError when the file cannot be written.
     """
-    write_lines(path, [HEAD, *_lines(cluster)])
+    write_lines(path, [CLUSTER_HEADER, *_lines(cluster)])
     return read_cluster(path)
 
 
-def _names(cluster: Cluster) -> Iterator[Fault]:
-    for number, series in enumerate(cluster.measured):
+def _names(cluster: Cluster) -> Iterator[Diagnostic]:
+    for number, series in enumerate(cluster.measurements):
         try:
             named(series.algorithm, f"measured.{number}.algorithm")
         except PlanError as error:
-            yield from error.faults
+            yield from error.diagnostics
 
 
 def _lines(cluster: Cluster) -> Iterator[str]:
     for key in ("version", "date", "machine", "torch", "transport", "per_host"):
         yield f"{key} = {json.dumps(vars(cluster)[key], ensure_ascii=False)}"
     yield "\n[fit]  # median relative error at sizes that were not fitted: of the model, and with what was measured nearby"
-    yield f"model = {cluster.fit.model:.4g}\ncorrected = {cluster.fit.corrected:.4g}"
+    yield f"model = {cluster.fit_error.model:.4g}\ncorrected = {cluster.fit_error.corrected:.4g}"
     yield "\n[network]"
-    crowds = [f"    {{receiving = {crowd.receiving}, seconds = {crowd.seconds:.4g}}}," for crowd in cluster.network.crowds]
+    crowds = [
+        f"    {{receiving = {crowd.num_receivers}, seconds = {crowd.seconds:.4g}}},"
+        for crowd in cluster.network.round_overheads
+    ]
     yield "\n".join(["crowds = [", *crowds, "]"])
     network = cluster.network
-    for name, link in (("host", network.host), ("rank", network.rank), ("added", network.added), ("between", network.between)):
+    for name, link in (
+        ("host", network.intra_host),
+        ("rank", network.busiest_rank),
+        ("added", network.local_sum),
+        ("between", network.inter_host),
+    ):
         if link is not None:
             yield f"\n[network.{name}]\n{_bands(link)}"
-    for series in cluster.measured:
+    for series in cluster.measurements:
         yield f'\n[[measured]]\nalgorithm = "{series.algorithm}"\nranks = {series.ranks}'
         yield f"nbytes = {list(series.nbytes)}"
         yield f"seconds = [{', '.join(f'{took:.4g}' for took in series.seconds)}]"
         yield f"spread = [{', '.join(f'{spread:.3g}' for spread in series.spread)}]"
 
 
-def _bands(link: Link) -> str:
+def _bands(link: LinkCost) -> str:
     said = [
-        f"    {{upto = {band.upto}, latency_s = {band.latency_s:.4g}, bytes_per_s = {band.bytes_per_s:.4g}}},"
+        f"    {{upto = {band.max_nbytes}, latency_s = {band.latency_s:.4g}, bytes_per_s = {band.bytes_per_s:.4g}}},"
         for band in link.bands
     ]
     return "\n".join(["bands = [", *said, "]"])

@@ -18,21 +18,33 @@ from statistics import median
 from types import UnionType
 from typing import Any, NamedTuple
 
-from meshwright.plan.job.errors import Fault, PlanError, raise_faults
-from meshwright.run.telemetry.run_info import NAME as ABOUT
-from meshwright.run.telemetry.trace import FOLDER as TRACES
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
+from meshwright.run.telemetry.run_info import RUN_INFO_FILE as ABOUT
+from meshwright.run.telemetry.trace import TRACE_FOLDER as TRACES
 
-JOURNAL = "metrics.jsonl"
-LEAST = 10  # steps, without the first
-MEETINGS = ("all_reduce", "all_gather", "reduce_scatter")  # in which all send as much: nobody waits for what another computes
-COMPUTED = ("forward", "backward", "optimizer", "other")
-STEP: Mapping[str, type | UnionType] = {"seconds": int | float, "data_s": int | float, "skipped": bool}  # of a line of a step
-MOVE: Mapping[str, type | UnionType] = {"step": int, "axes": str, "bytes": int}  # of an event of a message
-AGAIN = "trace steps again: --run.trace_steps 3; or remove the folder trace: then one factor stands for computing and sending"
+METRICS_FILE = "metrics.jsonl"
+MIN_STEPS = 10  # steps, without the first
+EQUAL_COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+)  # in which all send as much: nobody waits for what another computes
+COMPUTE_PARTS = ("forward", "backward", "optimizer", "other")
+STEP_KEYS: Mapping[str, type | UnionType] = {
+    "seconds": int | float,
+    "data_s": int | float,
+    "skipped": bool,
+}  # of a line of a step
+TRANSFER_KEYS: Mapping[str, type | UnionType] = {
+    "step": int,
+    "axes": str,
+    "bytes": int,
+}  # of an event of a message
+RETRACE_FIX = "trace steps again: --run.trace_steps 3; or remove the folder trace: then one factor stands for computing and sending"
 
 
 @dataclass(frozen=True)
-class Message:
+class TimedCollective:
     """A collective that a run issued, and what it took: `axes` are those along which its ranks lie."""
 
     collective: str
@@ -41,17 +53,17 @@ class Message:
     seconds: float
 
 
-class Sent(NamedTuple):
+class CollectiveKey(NamedTuple):
     """Which message of a step it is: the `number`th of its kind."""
 
     collective: str
     axes: str
     nbytes: int
-    number: int
+    index: int
 
 
 @dataclass(frozen=True)
-class Past:
+class PreviousRun:
     """A run that was: the device that computed, and the median of so many steps, in seconds.
 
     Where it was traced, `computed_s` are the seconds that the slowest rank computed in a step, and `messages` what was sent.
@@ -59,45 +71,53 @@ class Past:
 
     folder: Path
     device: str
-    steps: int
+    num_steps: int
     step_s: float
-    computed_s: float | None
-    messages: tuple[Message, ...]
+    compute_s: float | None
+    collectives: tuple[TimedCollective, ...]
 
 
-def past(folder: Path) -> Past:
+def read_previous_run(folder: Path) -> PreviousRun:
     """What the run in `folder` tells. Raises PlanError when it is no run or has too few steps, or with all that is damaged."""
     where = str(folder)
     if not folder.is_dir():
-        raise PlanError("there is no such folder", fix="name the folder of a run: run.folder in its config", where=where)
-    faults: list[Fault] = []
+        raise PlanError(
+            "there is no such folder",
+            fix="name the folder of a run: run.folder in its config",
+            location=where,
+        )
+    faults: list[Diagnostic] = []
     device = _device(folder / ABOUT, faults)
-    seconds = _steps(folder / JOURNAL, faults)
+    seconds = _steps(folder / METRICS_FILE, faults)
     computed, messages = _traced(folder / TRACES, faults)
-    raise_faults(faults)
-    if len(seconds) < LEAST:
-        text = f"{len(seconds)} steps beyond the first were timed; needed are {LEAST} for a median"
-        raise PlanError(text, fix=f"train longer: --train.steps {LEAST + 2} or more", where=where)
-    return Past(folder, device, len(seconds), median(seconds), computed, messages)
+    raise_diagnostics(faults)
+    if len(seconds) < MIN_STEPS:
+        text = f"{len(seconds)} steps beyond the first were timed; needed are {MIN_STEPS} for a median"
+        raise PlanError(text, fix=f"train longer: --train.steps {MIN_STEPS + 2} or more", location=where)
+    return PreviousRun(folder, device, len(seconds), median(seconds), computed, messages)
 
 
-def _text(path: Path, reason: str, faults: list[Fault]) -> str:
+def _text(path: Path, reason: str, diagnostics: list[Diagnostic]) -> str:
     """What the file says; "" where it is not there, for this `reason`, or cannot be read: a fault."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         text = f"there is no {path.name} in it: {reason}"
-        faults.append(Fault(text, "name the folder of a run that has trained: run.folder in its config", str(path.parent)))
+        diagnostics.append(
+            Diagnostic(
+                text, "name the folder of a run that has trained: run.folder in its config", str(path.parent)
+            )
+        )
     except (OSError, ValueError) as error:
-        faults.append(Fault(f"the file cannot be read: {error}", "name another run", str(path)))
+        diagnostics.append(Diagnostic(f"the file cannot be read: {error}", "name another run", str(path)))
     return ""
 
 
-def _json(text: str, path: Path, fix: str, faults: list[Fault]) -> Any:
+def _json(text: str, path: Path, fix: str, diagnostics: list[Diagnostic]) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        faults.append(Fault(f"the file cannot be read: {error}", fix, str(path)))
+        diagnostics.append(Diagnostic(f"the file cannot be read: {error}", fix, str(path)))
     return None
 
 
@@ -112,88 +132,103 @@ def _lacking(said: object, needed: Mapping[str, type | UnionType]) -> str:
     return ", ".join([*missing, *given])
 
 
-def _device(path: Path, faults: list[Fault]) -> str:
+def _device(path: Path, diagnostics: list[Diagnostic]) -> str:
     """What computed."""
-    text = _text(path, "the run has not begun, or is not one of `meshwright train`", faults)
-    about = _json(text, path, "name another run", faults) if text else None
+    text = _text(path, "the run has not begun, or is not one of `meshwright train`", diagnostics)
+    about = _json(text, path, "name another run", diagnostics) if text else None
     if about is None:
         return ""
-    lacking = _lacking(about, {"machine": dict}) or _lacking(about["machine"], {"device": str, "processor": str})
+    lacking = _lacking(about, {"machine": dict}) or _lacking(
+        about["machine"], {"device": str, "processor": str}
+    )
     if lacking:
         text = f"it does not say which device computed: {lacking}"
-        faults.append(Fault(text, "name a run of this version of meshwright; its first steps write the file", str(path)))
+        diagnostics.append(
+            Diagnostic(
+                text, "name a run of this version of meshwright; its first steps write the file", str(path)
+            )
+        )
         return ""
     machine = about["machine"]
     return machine["processor"] if machine["device"] == "cpu" else machine["device"]
 
 
-def _steps(path: Path, faults: list[Fault]) -> list[float]:
+def _steps(path: Path, diagnostics: list[Diagnostic]) -> list[float]:
     """Seconds of each step but the first and those that were left out, without the wait for data."""
     found = []
-    for number, line in enumerate(_text(path, "no step was timed", faults).splitlines(), start=1):
+    for number, line in enumerate(_text(path, "no step was timed", diagnostics).splitlines(), start=1):
         try:
             said = json.loads(line)
         except ValueError:  # the last line of a process that was killed
             continue
         if isinstance(said, dict) and said.get("kind"):
             continue
-        lacking = _lacking(said, STEP)
+        lacking = _lacking(said, STEP_KEYS)
         took = 1.0 if lacking else said["seconds"] - said["data_s"]
         if not 0 < took < inf:
             lacking = f"{took:g} seconds without the wait for data, and needed is a number above 0"
         if lacking:
             fix = "remove the line, or name another run"
-            faults.append(Fault(f"line {number} is no step as `train` writes it: {lacking}", fix, str(path)))
+            diagnostics.append(
+                Diagnostic(f"line {number} is no step as `train` writes it: {lacking}", fix, str(path))
+            )
         elif not said["skipped"]:
             found.append(took)
     return found[1:]
 
 
-def _traced(folder: Path, faults: list[Fault]) -> tuple[float | None, tuple[Message, ...]]:
+def _traced(folder: Path, diagnostics: list[Diagnostic]) -> tuple[float | None, tuple[TimedCollective, ...]]:
     """Seconds that the slowest rank computed in a traced step, and the shortest time of each message."""
     computed: list[float] = []
-    shortest: dict[Sent, float] = {}
+    shortest: dict[CollectiveKey, float] = {}
     for path in sorted(folder.glob("rank-*.json")):
-        before = len(faults)
-        said = _json(_text(path, "", faults), path, AGAIN, faults)
-        if len(faults) > before:
+        before = len(diagnostics)
+        said = _json(_text(path, "", diagnostics), path, RETRACE_FIX, diagnostics)
+        if len(diagnostics) > before:
             continue
         wrong = _untraced(said)
         if wrong:
-            faults.append(Fault(f"no trace as `train` writes it: {wrong}", AGAIN, str(path)))
+            diagnostics.append(Diagnostic(f"no trace as `train` writes it: {wrong}", RETRACE_FIX, str(path)))
             continue
-        computed.append(median(sum(parts[name] for name in COMPUTED) for parts in said["otherData"]["seconds"].values()))
+        computed.append(
+            median(
+                sum(parts[name] for name in COMPUTE_PARTS) for parts in said["otherData"]["seconds"].values()
+            )
+        )
         seen: Counter[tuple[int, str, str, int]] = Counter()
         for event in said["traceEvents"]:
             move = event.get("args", {})
-            if move.get("collective") in MEETINGS:
+            if move.get("collective") in EQUAL_COLLECTIVES:
                 what = move["collective"], move["axes"], move["bytes"]
                 number = seen[move["step"], *what]
                 seen[move["step"], *what] += 1
-                sent = Sent(*what, number)
+                sent = CollectiveKey(*what, number)
                 shortest[sent] = min(shortest.get(sent, inf), event["dur"] / 1e6)
     messages = tuple(
-        Message(each.collective, tuple(each.axes.split(" x ")), each.nbytes, took) for each, took in shortest.items()
+        TimedCollective(each.collective, tuple(each.axes.split(" x ")), each.nbytes, took)
+        for each, took in shortest.items()
     )
     return (max(computed), messages) if computed else (None, ())
 
 
 def _untraced(said: Any) -> str:
     """What keeps a document from being a trace, in words; "": nothing."""
-    lacking = _lacking(said, {"otherData": dict, "traceEvents": list}) or _lacking(said["otherData"], {"seconds": dict})
+    lacking = _lacking(said, {"otherData": dict, "traceEvents": list}) or _lacking(
+        said["otherData"], {"seconds": dict}
+    )
     if lacking:
         return lacking
     if not said["otherData"]["seconds"]:
         return "seconds of no step are in it, and needed are those of one"
     for step, parts in said["otherData"]["seconds"].items():
-        if lacking := _lacking(parts, dict.fromkeys(COMPUTED, int | float)):
+        if lacking := _lacking(parts, dict.fromkeys(COMPUTE_PARTS, int | float)):
             return f"of step {step} {lacking}"
-        if not 0 < sum(parts[name] for name in COMPUTED) < inf:
+        if not 0 < sum(parts[name] for name in COMPUTE_PARTS) < inf:
             return f"in step {step} nothing was computed"
     for number, event in enumerate(said["traceEvents"]):
         lacking = _lacking(event, {}) or _lacking(event.get("args", {}), {})
-        if not lacking and event.get("args", {}).get("collective") in MEETINGS:
-            lacking = _lacking(event["args"], MOVE) or _lacking(event, {"dur": int | float})
+        if not lacking and event.get("args", {}).get("collective") in EQUAL_COLLECTIVES:
+            lacking = _lacking(event["args"], TRANSFER_KEYS) or _lacking(event, {"dur": int | float})
         if lacking:
             return f"of event {number} {lacking}"
     return ""

@@ -25,57 +25,57 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from meshwright.plan.hardware.device_profile import LEAST
-from meshwright.plan.hardware.stragglers import Stretch
+from meshwright.plan.hardware.device_profile import MIN_MEASUREMENTS
+from meshwright.plan.hardware.stragglers import LagSample
 
-FAR, MOST_PLACES = 256 << 20, 512  # bytes, of which each operation reads others, and how often
-MOST_S = 1.0  # an operation that takes longer, and all that are larger, is left out
+UNCACHED_NBYTES, MAX_OPERANDS = 256 << 20, 512  # bytes, of which each operation reads others, and how often
+MAX_OPERATION_S = 1.0  # an operation that takes longer, and all that are larger, is left out
 
-Size = TypeVar("Size")
+SizeT = TypeVar("SizeT")
 Operation = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Watch:
+class DeviceTimer:
     """The clock of a device: a sample repeats its operation for `slot_s` seconds, a cell has `sweeps` samples."""
 
     device: torch.device
-    sweeps: int
+    num_sweeps: int
     slot_s: float
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Return when the device has done all that it was asked for."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def once(self, operation: Callable[[], object]) -> float:
+    def time_once(self, operation: Callable[[], object]) -> float:
         """Seconds of `operation`, alone."""
-        self.settle()
+        self.synchronize()
         start = perf_counter()
         operation()
-        self.settle()
+        self.synchronize()
         return perf_counter() - start
 
-    def sample(self, operation: Callable[[], object], about_s: float) -> float:
+    def time_sample(self, operation: Callable[[], object], about_s: float) -> float:
         """Seconds of `operation`, the mean of as many in a row as fit into a slot; one takes `about_s`."""
         times = max(1, round(self.slot_s / max(about_s, 1e-7)))
-        self.settle()
+        self.synchronize()
         start = perf_counter()
         for _ in range(times):
             operation()
-        self.settle()
+        self.synchronize()
         return (perf_counter() - start) / times
 
 
-class Far:
+class UncachedMemory:
     """So many numbers of memory, given out piece by piece, round and round: by the time a piece comes again no cache has it."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, numel: int) -> None:
-        self.memory, self._at = randoms(device, dtype, numel), 0
+        self.memory, self._at = random_tensor(device, dtype, numel), 0
 
-    def places(self, *sizes: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, ...]]:
+    def operands(self, *sizes: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, ...]]:
         """Pieces of these sizes, others each time, for ever: they are cut once, so that cutting takes no time."""
-        count = max(1, min(MOST_PLACES, self.memory.numel() // sum(map(prod, sizes))))
+        count = max(1, min(MAX_OPERANDS, self.memory.numel() // sum(map(prod, sizes))))
         return cycle([tuple(self.take(*size) for size in sizes) for _ in range(count)])
 
     def take(self, *size: int) -> torch.Tensor:
@@ -86,74 +86,78 @@ class Far:
         return self.memory[start : self._at].view(size)
 
 
-def timed(watch: Watch, cells: Mapping[Size, Operation]) -> dict[Size, list[float]]:
+def time_operations(timer: DeviceTimer, operations: Mapping[SizeT, Operation]) -> dict[SizeT, list[float]]:
     """The samples of each cell, in seconds. `cells` come in rising order; from one that takes too long on, they are left out."""
-    about: dict[Size, float] = {}
-    for size, operation in cells.items():
+    about: dict[SizeT, float] = {}
+    for size, operation in operations.items():
         operation()  # loads kernels, brings the memory
-        about[size] = watch.once(operation)
-        if about[size] > MOST_S and len(about) > LEAST:
+        about[size] = timer.time_once(operation)
+        if about[size] > MAX_OPERATION_S and len(about) > MIN_MEASUREMENTS:
             del about[size]
             break
-    samples: dict[Size, list[float]] = {size: [] for size in about}
-    for sweep in range(watch.sweeps):
+    samples: dict[SizeT, list[float]] = {size: [] for size in about}
+    for sweep in range(timer.num_sweeps):
         for size in list(about)[:: 1 if sweep % 2 == 0 else -1]:
-            samples[size].append(watch.sample(cells[size], about[size]))
+            samples[size].append(timer.time_sample(operations[size], about[size]))
     return samples
 
 
-def randoms(device: torch.device, dtype: torch.dtype, *size: int) -> torch.Tensor:
+def random_tensor(device: torch.device, dtype: torch.dtype, *size: int) -> torch.Tensor:
     """Numbers drawn from a normal distribution."""
     return torch.randn(size, device=device).to(dtype)
 
 
-SIDE, PRODUCTS = 256, 10  # of a slice: on a core of today about 5 ms, on every rank the same work
-BATCH, BATCHES, QUICK_BATCHES = 64, 40, 3
-TIMES, MIN_CALLS = 4, 12  # of a length there are so many stretches at least
+MATMUL_SIZE, NUM_MATMULS = 256, 10  # of a slice: on a core of today about 5 ms, on every rank the same work
+SLICES_PER_BATCH, NUM_BATCHES, NUM_QUICK_BATCHES = 64, 40, 3
+WINDOW_GROWTH, MIN_WINDOWS = 4, 12  # of a length there are so many stretches at least
 
 
-def slices(device: torch.device, meet: Callable[[], None] = lambda: None, *, quick: bool = False) -> tuple[float, ...]:
+def time_slices(
+    device: torch.device, barrier: Callable[[], None] = lambda: None, *, quick: bool = False
+) -> tuple[float, ...]:
     """Seconds of each of many slices in a row on `device`, with as many threads as torch is set to; ranks `meet` on the way.
 
     None on a GPU: there a slice would time the host, which asks ahead; nobody has looked yet how evenly one goes.
     """
     if device.type != "cpu":
         return ()
-    batch, found = batches(), list[float]()
-    for _ in range(QUICK_BATCHES if quick else BATCHES):
-        meet()
+    batch, found = slice_batch_timer(), list[float]()
+    for _ in range(NUM_QUICK_BATCHES if quick else NUM_BATCHES):
+        barrier()
         found += batch()
     return tuple(found)
 
 
-def batches() -> Callable[[], tuple[float, ...]]:
+def slice_batch_timer() -> Callable[[], tuple[float, ...]]:
     """What works for a batch of slices, and says how many seconds each took."""
-    x = torch.randn(SIDE, SIDE)
+    x = torch.randn(MATMUL_SIZE, MATMUL_SIZE)
     into = torch.empty_like(x)
 
     def one() -> float:
         start = perf_counter()
-        for _ in range(PRODUCTS):
+        for _ in range(NUM_MATMULS):
             torch.mm(x, x, out=into)
         return perf_counter() - start
 
     one()
-    return lambda: tuple(one() for _ in range(BATCH))
+    return lambda: tuple(one() for _ in range(SLICES_PER_BATCH))
 
 
-def stretches(ranks: Sequence[Sequence[float]]) -> tuple[Stretch, ...]:
+def timing_windows(ranks: Sequence[Sequence[float]]) -> tuple[LagSample, ...]:
     """What the slices of each of `ranks`, in seconds and as they followed each other, say of lengths of which there are enough.
 
     Of several ranks those are compared that worked at the same moment: one that is always slower is behind always, and what slows
     all of them down keeps nobody waiting. Of one rank all are compared with each other, as if they were of several.
     """
-    found, count, shortest = [], 1, min(map(len, ranks)) // BATCH * BATCH
-    while count <= BATCH and shortest // count >= MIN_CALLS:
+    found, count, shortest = [], 1, min(map(len, ranks)) // SLICES_PER_BATCH * SLICES_PER_BATCH
+    while count <= SLICES_PER_BATCH and shortest // count >= MIN_WINDOWS:
         whole = np.asarray([each[:shortest] for each in ranks]).reshape(len(ranks), -1, count).sum(axis=2)
         mean = float(whole.mean())
-        apart = _apart(whole[0]) if len(ranks) == 1 else float(np.mean([_apart(moment) for moment in whole.T]))
-        found.append(Stretch(mean, apart / 2 / mean))
-        count *= TIMES
+        apart = (
+            _apart(whole[0]) if len(ranks) == 1 else float(np.mean([_apart(moment) for moment in whole.T]))
+        )
+        found.append(LagSample(mean, apart / 2 / mean))
+        count *= WINDOW_GROWTH
     return tuple(found)
 
 

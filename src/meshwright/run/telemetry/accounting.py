@@ -20,67 +20,67 @@ from typing import Any
 import torch
 
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.step_profiler import Watch
-from meshwright.engine.step.executor import Player
+from meshwright.engine.runtime.step_profiler import StepProfiler
+from meshwright.engine.step.executor import Executor
 from meshwright.plan.hardware.device_specs import peak_flops
 from meshwright.plan.plan import Plan
-from meshwright.run.telemetry.trace import Phase, Tracer, replace_file
+from meshwright.run.telemetry.trace import LoopPhase, StepTracer, replace_file
 
-FOLDER = "ranks"
+RANKS_FOLDER = "ranks"
 
 logger = logging.getLogger(__name__)
 
 
-def rank_path(folder: Path, rank: int) -> Path:
+def accounting_path(folder: Path, rank: int) -> Path:
     """Where `rank` writes what it used, inside the run's `folder`."""
-    return folder / FOLDER / f"rank-{rank}.json"
+    return folder / RANKS_FOLDER / f"rank-{rank}.json"
 
 
-class Account:
+class RankAccounting:
     """The account of one rank over the steps that are left, up to `last`."""
 
-    def __init__(self, player: Player, plan: Plan, world: World, last: int) -> None:
-        self._player, self._plan, self._world = player, plan, world
-        folder, first = Path(plan.run.folder), player.steps_done
-        self._path = rank_path(folder, world.rank)
-        self._tracer = Tracer(folder, world.rank, world.device, plan.run.trace_steps, first, last)
+    def __init__(self, executor: Executor, plan: Plan, world: World, last: int) -> None:
+        self._player, self._plan, self._world = executor, plan, world
+        folder, first = Path(plan.run.folder), executor.steps_done
+        self._path = accounting_path(folder, world.rank)
+        self._tracer = StepTracer(folder, world.rank, world.device, plan.run.trace_steps, first, last)
         self._step, self._steps = first, 0
         self._seconds: dict[str, float] = defaultdict(float)
         self._last: dict[str, float] = {}
         self._before = dict(world.ledger.sent)
-        self._flops = plan.anatomy.learning_flops
+        self._flops = plan.model_spec.train_flops
         self._peak = _peak(plan, world.device)
 
-    def begin(self, step: int) -> Watch | None:
+    def begin_step(self, step: int) -> StepProfiler | None:
         """`step` begins; returns what the player shall tell of it, None when it is not traced."""
         self._step = step
-        return self._tracer.watch(step)
+        return self._tracer.start_step(step)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def timed_phase(self, name: str) -> Iterator[None]:
         """The body is the phase `name` of the step that was begun last."""
         begin = perf_counter()
         yield
         end = perf_counter()
         self._last[name] = end - begin
         self._seconds[name] += end - begin
-        self._tracer.note(self._step, Phase(name, begin, end))
+        self._tracer.add_phase(self._step, LoopPhase(name, begin, end))
 
-    def spent(self, name: str) -> float:
+    def pop_phase_seconds(self, name: str) -> float:
         """Seconds of the last phase `name`, told once; 0 when there was none since."""
         return self._last.pop(name, 0.0)
 
-    def speed(self, samples: int, seconds: float) -> tuple[float | None, float | None]:
+    def throughput(self, samples: int, seconds: float) -> tuple[float | None, float | None]:
         """FLOP/s of all ranks for a step of `samples`, and its share of their peak; None for what is not known."""
         if not self._flops:
             return None, None
         flops = self._flops * samples / seconds
-        return flops, None if self._peak is None else flops / (self._peak * self._plan.mesh.world)
+        return flops, None if self._peak is None else flops / (self._peak * self._plan.mesh.world_size)
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         """The step is over, saving included."""
         self._steps += 1
-        self._tracer.end(self._step)
+        self._tracer.end_step(self._step)
         if self._steps == 1:
             self.write()
 
@@ -106,7 +106,7 @@ class Account:
             "steps": self._steps,
             "last_step": self._step,
             "seconds": dict(self._seconds),
-            "memory": {**self._player.sizes(), "peak": peak_memory(device)},
+            "memory": {**self._player.memory_by_category(), "peak": peak_memory(device)},
             "sent": {name: nbytes for name, nbytes in sent.items() if nbytes},
         }
 

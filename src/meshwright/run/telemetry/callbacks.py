@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-Wish = Literal["stop"] | None
-STOP: Wish = "stop"
+StopRequest = Literal["stop"] | None
+STOP: StopRequest = "stop"
 
 
 @dataclass(frozen=True)
-class Line:
+class StepRecord:
     """What is known after a step: the metrics, how fast it went (all ranks), and this rank's memory in bytes.
 
     `seconds` are those of the whole step, `data_s` what of them went into waiting for data, `save_s` what saving took since
@@ -49,7 +49,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Moment:
+class CallbackEvent:
     """Where a run is: its step, and what there is to say of it: the line of a step, an evaluation, a checkpoint's folder.
 
     `evaluation` holds loss and tokens, and perplexity where the loss is one per token; `best` says that it is the best so
@@ -57,28 +57,28 @@ class Moment:
     """
 
     step: int
-    line: Line | None = None
+    step_record: StepRecord | None = None
     evaluation: Mapping[str, float] = field(default_factory=dict)
-    best: bool = False
+    is_best: bool = False
     spike: str = ""
     checkpoint: Path | None = None
 
 
-Heard = Callable[[Moment], Wish]
+CallbackFunction = Callable[[CallbackEvent], StopRequest]
 
 
 @dataclass(frozen=True)
 class Callback:
     """Functions to call when the training begins, after each step, evaluation and save, and at the end; None: do not."""
 
-    on_train_begin: Heard | None = None
-    on_step_end: Heard | None = None
-    on_evaluate: Heard | None = None
-    on_save: Heard | None = None
-    on_train_end: Heard | None = None
+    on_train_begin: CallbackFunction | None = None
+    on_step_end: CallbackFunction | None = None
+    on_evaluate: CallbackFunction | None = None
+    on_save: CallbackFunction | None = None
+    on_train_end: CallbackFunction | None = None
 
 
-def call(heard: Iterable[Heard | None], moment: Moment) -> Wish:
+def call_callbacks(functions: Iterable[CallbackFunction | None], event: CallbackEvent) -> StopRequest:
     """Call each of `heard` with `moment`; STOP when one of them asks for it."""
-    wishes = [each(moment) for each in heard if each is not None]
+    wishes = [each(event) for each in functions if each is not None]
     return STOP if STOP in wishes else None

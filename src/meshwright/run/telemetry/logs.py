@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 FORMAT = "%(asctime)s rank %(rank)d %(levelname)s %(name)s: %(message)s"
-RECORD = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ rank (\d+) (WARNING|ERROR|CRITICAL) [\w.]+: (.*)$")
-SHOWN = 5  # warnings told at the end; the others are counted
+RECORD_PATTERN = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ rank (\d+) (WARNING|ERROR|CRITICAL) [\w.]+: (.*)$")
+MAX_SHOWN_WARNINGS = 5  # warnings told at the end; the others are counted
 
 logger = logging.getLogger(__name__)
 
@@ -60,25 +60,32 @@ def rank_log(folder: Path, rank: int, show: Callable[[str], None] | None = None)
             handler.close()
 
 
-def marks(folder: Path) -> dict[Path, int]:
+def log_sizes(folder: Path) -> dict[Path, int]:
     """How long every log of the run is by now, in bytes."""
     return {path: path.stat().st_size for path in folder.glob("logs/rank-*.log")}
 
 
-def unheard(folder: Path, before: Mapping[Path, int]) -> list[str]:
+def unshown_warnings(folder: Path, sizes_before: Mapping[Path, int]) -> list[str]:
     """What ranks other than 0 have warned of since `before` and rank 0 has not, in words, a line for each text."""
     first: dict[str, Path] = {}
     ranks: dict[str, set[int]] = {}
     for path in sorted(folder.glob("logs/rank-*.log")):
         with path.open("rb") as file:
-            file.seek(before.get(path, 0))
+            file.seek(sizes_before.get(path, 0))
             lines = file.read().decode(errors="replace").splitlines()
-        for match in filter(None, map(RECORD.match, lines)):
+        for match in filter(None, map(RECORD_PATTERN.match, lines)):
             first.setdefault(match[3], path)
             ranks.setdefault(match[3], set()).add(int(match[1]))
     alone = [text for text, who in ranks.items() if 0 not in who]
-    said = [f"rank {', '.join(map(str, sorted(ranks[text])))} warned: {text}  ({first[text]})" for text in alone[:SHOWN]]
-    more = [f"and {len(alone) - SHOWN} more warnings, in {folder / 'logs'}"] if len(alone) > SHOWN else []
+    said = [
+        f"rank {', '.join(map(str, sorted(ranks[text])))} warned: {text}  ({first[text]})"
+        for text in alone[:MAX_SHOWN_WARNINGS]
+    ]
+    more = (
+        [f"and {len(alone) - MAX_SHOWN_WARNINGS} more warnings, in {folder / 'logs'}"]
+        if len(alone) > MAX_SHOWN_WARNINGS
+        else []
+    )
     return said + more
 
 
@@ -86,7 +93,9 @@ class _Shown(logging.Handler):
     def __init__(self, rank: int, show: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
         self._show = show
-        self.setFormatter(logging.Formatter("warning: %(message)s" if rank == 0 else "warning (rank %(rank)d): %(message)s"))
+        self.setFormatter(
+            logging.Formatter("warning: %(message)s" if rank == 0 else "warning (rank %(rank)d): %(message)s")
+        )
 
     def emit(self, record: logging.LogRecord) -> None:
         self._show(self.format(record))

@@ -22,32 +22,36 @@ from typing import Any
 from meshwright.plan.job.errors import PlanError
 
 STEP, EVALUATION, SPIKE = "", "evaluation", "spike"
-EXACT = {STEP: ("loss", "grad_norm", "tokens"), EVALUATION: ("loss", "tokens"), SPIKE: ("loss", "grad_norm")}
+EXACT_KEYS = {
+    STEP: ("loss", "grad_norm", "tokens"),
+    EVALUATION: ("loss", "tokens"),
+    SPIKE: ("loss", "grad_norm"),
+}
 
 
 @dataclass
-class Replay:
+class ReplayCheck:
     """How many steps were played again, and the first line that differed, with both."""
 
-    steps: int = 0
-    first: int | None = None
-    differs: tuple[dict[str, Any], dict[str, Any]] | None = None
+    num_steps: int = 0
+    first_step: int | None = None
+    first_difference: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     def __str__(self) -> str:
-        if not self.steps:
+        if not self.num_steps:
             return ""
-        if self.differs is None:
-            if self.steps == 1:
-                return f"step {self.first} was played again and equals its first playing to the last bit"
-            return f"{self.steps} steps were played again from step {self.first}: each equals its first playing to the last bit"
-        old, new = self.differs
+        if self.first_difference is None:
+            if self.num_steps == 1:
+                return f"step {self.first_step} was played again and equals its first playing to the last bit"
+            return f"{self.num_steps} steps were played again from step {self.first_step}: each equals its first playing to the last bit"
+        old, new = self.first_difference
         keys = [key for key in _exact(old) if repr(old[key]) != repr(new[key])]
         pairs = ", ".join(f"{key} {old[key]!r} then, {new[key]!r} now" for key in keys)
         what = f"the {old['kind']} at step" if old.get("kind") else "step"
         return f"{what} {old['step']} was played again and differs: {pairs}"
 
 
-class Journal:
+class MetricsLog:
     """`metrics.jsonl` in the run's folder, written by rank 0. `known` are the lines, by kind and step, that it held when opened.
 
     Raises PlanError when a whole line of the file is not one that a journal writes.
@@ -56,20 +60,20 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
-        self.known = self._read()
-        self.replay = Replay()
+        self.known_lines = self._read()
+        self.replay = ReplayCheck()
         self._file = self.path.open("a", encoding="ascii")
 
     def write(self, line: dict[str, Any]) -> None:
         """Append a line; one that was written before is held against the old one, and appended if it differs."""
-        old = self.known.get(_key(line))
+        old = self.known_lines.get(_key(line))
         if old is not None:
             if not line.get("kind"):
-                self.replay.steps += 1
-                self.replay.first = self.replay.first or line["step"]
+                self.replay.num_steps += 1
+                self.replay.first_step = self.replay.first_step or line["step"]
             if all(repr(old[key]) == repr(line[key]) for key in _exact(line)):  # repr: a NaN equals a NaN
                 return
-            self.replay.differs = self.replay.differs or (old, line)
+            self.replay.first_difference = self.replay.first_difference or (old, line)
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
@@ -84,7 +88,10 @@ class Journal:
         end = raw.rfind(b"\n") + 1
         if end < len(raw):  # the kill came in the middle of a line
             os.truncate(self.path, end)
-        lines = (_line(text, f"{self.path}:{number}") for number, text in enumerate(raw[:end].splitlines(), start=1))
+        lines = (
+            _line(text, f"{self.path}:{number}")
+            for number, text in enumerate(raw[:end].splitlines(), start=1)
+        )
         return {_key(line): line for line in lines}
 
 
@@ -93,7 +100,7 @@ def _key(line: dict[str, Any]) -> tuple[str, int]:
 
 
 def _exact(line: dict[str, Any]) -> tuple[str, ...]:
-    return EXACT[line.get("kind", STEP)]
+    return EXACT_KEYS[line.get("kind", STEP)]
 
 
 def _line(text: bytes, where: str) -> dict[str, Any]:
@@ -102,7 +109,9 @@ def _line(text: bytes, where: str) -> dict[str, Any]:
     except ValueError:
         line = None
     kind = str(line.get("kind", STEP)) if isinstance(line, dict) else ""
-    if not isinstance(line, dict) or kind not in EXACT or not {"step", *EXACT[kind]} <= line.keys():
+    if not isinstance(line, dict) or kind not in EXACT_KEYS or not {"step", *EXACT_KEYS[kind]} <= line.keys():
         what = f"this line is not one of metrics: {text[:60].decode(errors='replace')!r}"
-        raise PlanError(what, fix="remove the line, or move the file away: the steps are written anew", where=where)
+        raise PlanError(
+            what, fix="remove the line, or move the file away: the steps are written anew", location=where
+        )
     return line

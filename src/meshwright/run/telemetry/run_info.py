@@ -22,48 +22,52 @@ import psutil
 import torch
 
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.action import written
+from meshwright.plan.step.action import program_to_dict
 from meshwright.run.telemetry.accounting import device_name
 from meshwright.run.telemetry.trace import replace_file
 
-NAME = "about.json"
-Held = Mapping[str, Mapping[str, int]]
+RUN_INFO_FILE = "about.json"
+MemoryByRole = Mapping[str, Mapping[str, int]]
 PACKAGES = ("meshwright", "torch", "transformers")
 
 
-def write_about(
-    plan: Plan, words: Mapping[str, str], held: Held, device: torch.device, predicted: Mapping[str, Any] | None = None
+def write_run_info(
+    plan: Plan,
+    summary: Mapping[str, str],
+    resident_nbytes: MemoryByRole,
+    device: torch.device,
+    prediction: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write what `plan` is into its run's folder; returns the file. Raises OSError."""
-    visits = plan.anatomy.visits
-    starts = [0, *(visits.index(cut) for cut in plan.space.cuts), len(visits)]
+    visits = plan.model_spec.block_calls
+    starts = [0, *(visits.index(cut) for cut in plan.sharding.split_points), len(visits)]
     said: dict[str, Any] = {
         "hash": plan.hash,
         "mesh": str(plan.mesh),
-        "world": plan.mesh.world,
+        "world": plan.mesh.world_size,
         "sizes": {axis: plan.mesh.size(axis) for axis in _axes(plan)},
-        "words": dict(words),
-        "held": {role: dict(each) for role, each in held.items()},
-        "predicted": dict(predicted or {}),
+        "words": dict(summary),
+        "held": {role: dict(each) for role, each in resident_nbytes.items()},
+        "predicted": dict(prediction or {}),
         "parts": [list(visits[begin:end]) for begin, end in pairwise(starts)],
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
-            "processor": processor(),
+            "processor": processor_name(),
             "cores": psutil.cpu_count() or 0,
             "memory": psutil.virtual_memory().total,
             "device": device_name(device),
         },
-        "program": written(plan.program),
+        "program": program_to_dict(plan.program),
     }
-    path = Path(plan.run.folder) / NAME
+    path = Path(plan.run.folder) / RUN_INFO_FILE
     replace_file(path, json.dumps(said) + "\n")
     return path
 
 
 def _axes(plan: Plan) -> list[str]:
     """The axes over which some action moves something."""
-    moves = [move for _, actions in plan.program.roles for action in actions for move in action.moves]
+    moves = [move for _, actions in plan.program.roles for action in actions for move in action.transfers]
     return sorted({axis for move in moves for axis in move.axes})
 
 
@@ -74,7 +78,7 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def processor() -> str:
+def processor_name() -> str:
     """The processor as its maker calls it, where that can be found."""
     if sys.platform == "linux":
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -34,29 +34,29 @@ from threading import Event, Thread
 from time import time
 from typing import Any, Protocol
 
-from meshwright.run.telemetry.callbacks import Callback, Line, Moment
+from meshwright.run.telemetry.callbacks import Callback, CallbackEvent, StepRecord
 
-CLOSE_S = 8.0  # below the time that run/launch.py leaves a rank after Ctrl-C
-QUEUE = 10_000
+CLOSE_TIMEOUT_S = 8.0  # below the time that run/launch.py leaves a rank after Ctrl-C
+QUEUE_LENGTH = 10_000
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Told:
+class TrackerRun:
     """What a tracker learns of a run: its folder and name, the project, its config as nested tables, the step it starts at."""
 
     folder: Path
     name: str
     project: str
     config: Mapping[str, Any]
-    first: int = 0
+    first_step: int = 0
 
 
 class Tracker(Protocol):
     """One tracker that has started. All calls come from one thread."""
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take the metrics of a global step."""
         ...
 
@@ -65,90 +65,94 @@ class Tracker(Protocol):
         ...
 
 
-Start = Callable[[Told], Tracker]
+StartTracker = Callable[[TrackerRun], Tracker]
 
 
 @contextmanager
-def tracked(names: Sequence[str], told: Told, known: Mapping[str, Start]) -> Iterator[tuple[Callback, ...]]:
+def open_trackers(
+    names: Sequence[str], run: TrackerRun, starters: Mapping[str, StartTracker]
+) -> Iterator[tuple[Callback, ...]]:
     """Callbacks that tell the trackers `names`, each started by its function in `known`; on leaving, they are closed."""
-    desks = [Desk(name, known[name], told) for name in dict.fromkeys(names)]
+    desks = [TrackerQueue(name, starters[name], run) for name in dict.fromkeys(names)]
     try:
-        yield tuple(Callback(on_step_end=desk.step, on_evaluate=desk.evaluation) for desk in desks)
+        yield tuple(Callback(on_step_end=desk.put_step, on_evaluate=desk.put_evaluation) for desk in desks)
     finally:
         for desk in desks:
-            desk.shut()
+            desk.begin_close()
         for desk in desks:
-            desk.leave()
+            desk.wait_closed()
 
 
 @dataclass
-class Desk:
+class TrackerQueue:
     """Where one tracker's lines wait for it."""
 
     name: str
-    start: Start
-    told: Told
-    close_s: float = CLOSE_S
-    length: int = QUEUE
-    dropped: int = 0
-    off: Event = field(default_factory=Event)
-    ending: Event = field(default_factory=Event)
+    start: StartTracker
+    run: TrackerRun
+    close_s: float = CLOSE_TIMEOUT_S
+    max_length: int = QUEUE_LENGTH
+    num_dropped: int = 0
+    failed: Event = field(default_factory=Event)
+    closing: Event = field(default_factory=Event)
 
     def __post_init__(self) -> None:
-        self._lines: Queue[tuple[int, dict[str, float]] | None] = Queue(self.length)
+        self._lines: Queue[tuple[int, dict[str, float]] | None] = Queue(self.max_length)
         self._thread = Thread(target=self._serve, name=f"tracker {self.name}", daemon=True)
         self._thread.start()
 
-    def step(self, moment: Moment) -> None:
+    def put_step(self, event: CallbackEvent) -> None:
         """Queue the line of a step."""
-        if moment.line is not None:
-            self._put(moment.step, numbers_of(moment.line))
+        if event.step_record is not None:
+            self._put(event.step, metrics_by_name(event.step_record))
 
-    def evaluation(self, moment: Moment) -> None:
+    def put_evaluation(self, event: CallbackEvent) -> None:
         """Queue an evaluation."""
-        numbers = {name: value for name, value in moment.evaluation.items() if type(value) in (int, float)}
-        self._put(moment.step, {f"eval/{name}": float(value) for name, value in numbers.items()})
+        numbers = {name: value for name, value in event.evaluation.items() if type(value) in (int, float)}
+        self._put(event.step, {f"eval/{name}": float(value) for name, value in numbers.items()})
 
-    def shut(self) -> None:
+    def begin_close(self) -> None:
         """Take no more lines: the tracker closes once it has told those that wait."""
-        self.ending.set()
+        self.closing.set()
         try:
             self._lines.put_nowait(None)  # wakes a thread that waits for a line
         except Full:
             logger.debug("%s has a full queue and sees by itself that the end has come", self.name)
 
-    def leave(self) -> None:
+    def wait_closed(self) -> None:
         """Wait for the tracker to close, `close_s` at most; say what it did not get."""
         self._thread.join(self.close_s)
         if self._thread.is_alive():
             text = "the tracker %s did not end within %g s and is left behind; all lines are in metrics.jsonl"
             logger.warning(text, self.name, self.close_s)
-        if self.dropped:
+        if self.num_dropped:
             text = "the tracker %s was too slow: %d lines were not told; all are in metrics.jsonl"
-            logger.warning(text, self.name, self.dropped)
+            logger.warning(text, self.name, self.num_dropped)
 
-    def _put(self, step: int, numbers: dict[str, float]) -> None:
-        if self.off.is_set():
+    def _put(self, step: int, values: dict[str, float]) -> None:
+        if self.failed.is_set():
             return
         try:
-            self._lines.put_nowait((step, numbers))
+            self._lines.put_nowait((step, values))
         except Full:
-            self.dropped += 1
+            self.num_dropped += 1
 
     def _serve(self) -> None:
         try:
-            tracker = self.start(self.told)
+            tracker = self.start(self.run)
             while (line := self._next()) is not None:
                 tracker.log(*line)
             tracker.close()
-        except BaseException as error:  # SystemExit too: some trackers leave that way; a failure of theirs is never the run's
-            self.off.set()
+        except (
+            BaseException
+        ) as error:  # SystemExit too: some trackers leave that way; a failure of theirs is never the run's
+            self.failed.set()
             text = "the tracker %s is off: %s: %s. The run goes on, and its metrics are in metrics.jsonl"
             logger.warning(text, self.name, type(error).__name__, " ".join(str(error).split())[:300])
 
     def _next(self) -> tuple[int, dict[str, float]] | None:
         """The next line; None when there is none and none will come."""
-        if not self.ending.is_set():
+        if not self.closing.is_set():
             line = self._lines.get()
             if line is not None:
                 return line
@@ -158,29 +162,37 @@ class Desk:
             return None
 
 
-def numbers_of(line: Line) -> dict[str, float]:
+def metrics_by_name(line: StepRecord) -> dict[str, float]:
     """The metrics of a step by name; those that are not known are left out."""
-    said = {key: value for key, value in asdict(line).items() if key not in ("step", "skipped", "overflow") and value is not None}
+    said = {
+        key: value
+        for key, value in asdict(line).items()
+        if key not in ("step", "skipped", "overflow") and value is not None
+    }
     return {f"train/{key}": float(value) for key, value in said.items()}
 
 
-class TensorBoard(Tracker):
+class TensorBoardTracker(Tracker):
     """Event files in the run's folder. Steps of an earlier start that will be played again are hidden."""
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, run: TrackerRun) -> None:
         _package("tensorboard", "tensorboard")
         module = import_module("torch.utils.tensorboard")
-        self._writer = module.SummaryWriter(str(told.folder / "tensorboard"), purge_step=told.first + 1 if told.first else None)
-        flat = dict(flattened(told.config))
-        lines = [f"    {key} = {value}" for key, value in flat.items()]  # four spaces: code, in the text tab's Markdown
-        self._writer.add_text("config", "\n".join(lines), told.first)
+        self._writer = module.SummaryWriter(
+            str(run.folder / "tensorboard"), purge_step=run.first_step + 1 if run.first_step else None
+        )
+        flat = dict(flatten_config(run.config))
+        lines = [
+            f"    {key} = {value}" for key, value in flat.items()
+        ]  # four spaces: code, in the text tab's Markdown
+        self._writer.add_text("config", "\n".join(lines), run.first_step)
         summary = import_module("torch.utils.tensorboard.summary")
         # not add_hparams, which makes a run of its own beside this one
         for part in summary.hparams(flat, {"train/loss": 0.0}):
             self._writer.file_writer.add_summary(part)
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        for name, value in numbers.items():
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
@@ -188,81 +200,96 @@ class TensorBoard(Tracker):
         self._writer.close()
 
 
-class Wandb(Tracker):
+class WandbTracker(Tracker):
     """A run of Weights & Biases."""
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, run: TrackerRun) -> None:
         wandb = _package("wandb", "wandb")
-        kept = told.folder / "trackers" / "wandb"
+        kept = run.folder / "trackers" / "wandb"
         name = kept.read_text() if kept.exists() else secrets.token_hex(4)
         self._run = wandb.init(
-            project=told.project,
-            name=told.name,
+            project=run.project,
+            name=run.name,
             id=name,
             resume="allow",
-            dir=str(told.folder),
-            config=dict(told.config),
+            dir=str(run.folder),
+            config=dict(run.config),
             settings=wandb.Settings(console="off", silent=True),
         )
         _keep(kept, name)
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log(dict(numbers), step=step)
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
 
     def close(self) -> None:
         self._run.finish()
 
 
-class Trackio(Tracker):
+class TrackioTracker(Tracker):
     """A run of trackio."""
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, run: TrackerRun) -> None:
         trackio = _package("trackio", "trackio")
-        self._run = trackio.init(project=told.project, name=told.name, config=dict(flattened(told.config)), resume="allow")
+        self._run = trackio.init(
+            project=run.project, name=run.name, config=dict(flatten_config(run.config)), resume="allow"
+        )
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log(dict(numbers), step=step)
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
 
     def close(self) -> None:
         self._run.finish()
 
 
-class MLflow(Tracker):
+class MLflowTracker(Tracker):
     """A run of MLflow, through its client: the module's own functions keep a state per thread."""
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, run: TrackerRun) -> None:
         self._mlflow = _package("mlflow", "mlflow")
         self._client = self._mlflow.MlflowClient()
-        kept = told.folder / "trackers" / "mlflow"
+        kept = run.folder / "trackers" / "mlflow"
         if kept.exists():
             self._run = kept.read_text()
             self._client.update_run(self._run, status="RUNNING")
             return
-        found = self._client.get_experiment_by_name(told.project)
-        experiment = self._client.create_experiment(told.project) if found is None else found.experiment_id
-        self._run = self._client.create_run(experiment, run_name=told.name).info.run_id
+        found = self._client.get_experiment_by_name(run.project)
+        experiment = self._client.create_experiment(run.project) if found is None else found.experiment_id
+        self._run = self._client.create_run(experiment, run_name=run.name).info.run_id
         _keep(kept, self._run)
-        params = [self._mlflow.entities.Param(key, str(value)[:500]) for key, value in flattened(told.config)]
+        params = [
+            self._mlflow.entities.Param(key, str(value)[:500]) for key, value in flatten_config(run.config)
+        ]
         for first in range(0, len(params), 100):  # the most that a server takes at once
             self._client.log_batch(self._run, params=params[first : first + 100])
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time() * 1000)
-        metrics = [self._mlflow.entities.Metric(name, value, now, step) for name, value in numbers.items() if isfinite(value)]
+        metrics = [
+            self._mlflow.entities.Metric(name, value, now, step)
+            for name, value in values.items()
+            if isfinite(value)
+        ]
         self._client.log_batch(self._run, metrics=metrics)
 
     def close(self) -> None:
         self._client.set_terminated(self._run)
 
 
-ADAPTERS: Mapping[str, Start] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "mlflow": MLflow}
+TRACKERS: Mapping[str, StartTracker] = {
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+    "trackio": TrackioTracker,
+    "mlflow": MLflowTracker,
+}
 
 
-def flattened(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float | bool | str]]:
+def flatten_config(
+    config: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, int | float | bool | str]]:
     """The values of nested tables by dotted key; lists as text."""
     for key, value in config.items():
         if isinstance(value, Mapping):
-            yield from flattened(value, f"{prefix}{key}.")
+            yield from flatten_config(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value if isinstance(value, (bool, int, float, str)) else str(value)
 
@@ -271,7 +298,9 @@ def _package(name: str, extra: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        text = f"the package {name} cannot be imported ({error}); install it: pip install 'meshwright[{extra}]'"
+        text = (
+            f"the package {name} cannot be imported ({error}); install it: pip install 'meshwright[{extra}]'"
+        )
         raise RuntimeError(text) from error
 
 

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from meshwright.engine.runtime.loss import logits_of
-from meshwright.model.tensors.counter_rng import key, uniform
-from meshwright.run.data.tokenizer import Bytes, Codec
+from meshwright.engine.runtime.loss import get_logits
+from meshwright.model.tensors.counter_rng import derive_key, uniform
+from meshwright.run.data.tokenizer import ByteTokenizer, Tokenizer
 
 
 def sample_text(
@@ -15,7 +15,7 @@ def sample_text(
     context: int,
     seed: int,
     temperature: float = 0.7,
-    codec: Codec | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> str:
     """`prompt` continued by `num_tokens` tokens of `codec` (None: bytes), drawn at `temperature`, seeing `context` tokens back.
 
@@ -24,18 +24,18 @@ def sample_text(
     """
     was_training = module.training
     device = next(module.parameters()).device
-    codec = codec or Bytes()
-    tokens = codec.encode([prompt or "\n"])[0].tolist() or [codec.end or 0]
+    tokenizer = tokenizer or ByteTokenizer()
+    tokens = tokenizer.encode([prompt or "\n"])[0].tolist() or [tokenizer.eos_token_id or 0]
     module.eval()
     try:
         with torch.no_grad():
             for number in range(num_tokens):
                 ids = torch.tensor([tokens[-context:]], device=device)
-                scores = logits_of(module(input_ids=ids))[0, -1].double() / temperature
+                scores = get_logits(module(input_ids=ids))[0, -1].double() / temperature
                 reached = scores.softmax(-1).cumsum(-1)
-                drawn = uniform(key(seed, "sample", number), 0, 1, torch.float64, device)
+                drawn = uniform(derive_key(seed, "sample", number), 0, 1, torch.float64, device)
                 tokens.append(min(int(torch.searchsorted(reached, drawn).item()), len(reached) - 1))
     finally:
         module.train(was_training)
-    text = codec.decode(tokens)
+    text = tokenizer.decode(tokens)
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)

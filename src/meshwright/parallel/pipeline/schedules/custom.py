@@ -30,70 +30,81 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from meshwright.parallel.pipeline.schedules.schedule import KEY, Costs, Kind, Order, Slot, Stage, Stuck, play
-from meshwright.plan.job.errors import Fault, PlanError, nearest, raise_faults
+from meshwright.parallel.pipeline.schedules.schedule import (
+    PIPELINE_KEY,
+    PassKind,
+    Schedule,
+    ScheduleAction,
+    ScheduleDeadlock,
+    StageCosts,
+    VirtualStage,
+    simulate,
+)
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 
-CELL = re.compile(r"(\d+)([FBIW])(\d+)")
-FOLLOWS = re.compile(r"(\d+)(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)")
-PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-WHERE = f"{KEY}.schedule"
-SHOWN = 12  # cells that cannot be read and are told one by one
-FORM = "write stage, kind and micro-batch, as in 1F0, where the kind is F, B, I or W; leave a cell empty for a pause"
+CELL_PATTERN = re.compile(r"(\d+)([FBIW])(\d+)")
+DERIVED_CELL_PATTERN = re.compile(r"(\d+)(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)")
+OVERLAP_PATTERN = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+SCHEDULE_KEY = f"{PIPELINE_KEY}.schedule"
+MAX_REPORTED = 12  # cells that cannot be read and are told one by one
+CELL_FORMAT = "write stage, kind and micro-batch, as in 1F0, where the kind is F, B, I or W; leave a cell empty for a pause"
 
 
-class Cell(NamedTuple):
+class ScheduleCell(NamedTuple):
     """A slot and where it was written; rows and columns begin at 1."""
 
-    slot: Slot
+    action: ScheduleAction
     row: int
     column: int
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Where it stands, in words."""
         return f"row {self.row}, column {self.column}"
 
 
-def order(source: str, ranks: int, micros: int) -> Order:
+def load_schedule(source: str, num_ranks: int, num_microbatches: int) -> Schedule:
     """The order that `source` gives, a path of a CSV or `file.py:function`, for as many ranks and micro-batches as the plan has.
 
     Raises PlanError with everything that is wrong with it.
     """
-    return _checked(_rows(source, ranks, micros), source, ranks, micros)
+    return _checked_schedule(
+        _read_source(source, num_ranks, num_microbatches), source, num_ranks, num_microbatches
+    )
 
 
-def _rows(source: str, ranks: int, micros: int) -> Order | Sequence[Sequence[str]]:
+def _read_source(source: str, ranks: int, micros: int) -> Schedule | Sequence[Sequence[str]]:
     """What `source` says, unread."""
     path, _, function = source.rpartition(":")
     if path.endswith(".py"):
-        return _called(Path(path), function, ranks, micros)
+        return _call_function(Path(path), function, ranks, micros)
     try:
         text = Path(source).read_text(encoding="utf-8-sig")
         rows = list(csv.reader(io.StringIO(text, newline="")))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         fix = "give the path of a CSV file with a row per rank, or of a function: file.py:function"
-        raise PlanError(f"{source} cannot be read: {error}", fix=fix, where=WHERE) from error
+        raise PlanError(f"{source} cannot be read: {error}", fix=fix, location=SCHEDULE_KEY) from error
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
     return rows
 
 
-def is_source(name: str) -> bool:
+def is_schedule_source(name: str) -> bool:
     """Whether `name` is meant as a file with a schedule, not as the name of one."""
     return name.endswith(".csv") or ".py:" in name
 
 
-def stages(source: str, ranks: int) -> tuple[Stage, ...]:
+def load_virtual_stages(source: str, num_ranks: int) -> tuple[VirtualStage, ...]:
     """Where the parts lie that `source` orders; a function is asked for as many micro-batches as there are ranks.
 
     Raises PlanError where it cannot be read, or is for another number of ranks.
     """
-    made, faults, _ = _made(_rows(source, ranks, ranks), source, ranks)
-    raise_faults(faults)
-    return made.stages
+    made, faults, _ = _parse(_read_source(source, num_ranks, num_ranks), source, num_ranks)
+    raise_diagnostics(faults)
+    return made.virtual_stages
 
 
-def digest(source: str) -> str:
+def file_digest(source: str) -> str:
     """16 hex digits that name what the file of `source` holds; nothing where there is none."""
     path = _path(source)
     return sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
@@ -103,123 +114,186 @@ def _path(source: str) -> Path:
     return Path(source.rpartition(":")[0] if ".py:" in source else source)
 
 
-def table(order: Order) -> str:
+def to_csv(schedule: Schedule) -> str:
     """`order` as a CSV with a row per rank, without pauses."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([f"{s.stage}{s.kind}{s.micro}" for s in slots] for slots in order.slots)
+    csv.writer(text, lineterminator="\n").writerows(
+        [f"{s.virtual_stage}{s.kind}{s.microbatch}" for s in slots] for slots in schedule.actions
+    )
     return text.getvalue()
 
 
-def _called(path: Path, function: str, ranks: int, micros: int) -> Order | Sequence[Sequence[str]]:
+def _call_function(path: Path, function: str, ranks: int, micros: int) -> Schedule | Sequence[Sequence[str]]:
     """What the function returns."""
     try:
         made = runpy.run_path(str(path))
     except (Exception, SystemExit) as error:  # one that leaves would end the command without a word
         fix = "repair the file; it must run without side effects"
-        raise PlanError(f"running {path} {_raised(error, path)}", fix=fix, where=WHERE) from error
+        raise PlanError(
+            f"running {path} {_describe_error(error, path)}", fix=fix, location=SCHEDULE_KEY
+        ) from error
     functions = [name for name, value in made.items() if callable(value) and not name.startswith("_")]
     if function not in functions:
-        fix = nearest(function, functions) if functions else "define a function of the numbers of ranks and of micro-batches"
-        raise PlanError(f"{path} has no function '{function}'", fix=fix, where=WHERE)
+        fix = (
+            suggest_name(function, functions)
+            if functions
+            else "define a function of the numbers of ranks and of micro-batches"
+        )
+        raise PlanError(f"{path} has no function '{function}'", fix=fix, location=SCHEDULE_KEY)
     try:
         rows = made[function](ranks, micros)
     except (Exception, SystemExit) as error:
         fix = "repair the function; it takes the numbers of ranks and of micro-batches"
-        raise PlanError(f"{function}({ranks}, {micros}) {_raised(error, path)}", fix=fix, where=WHERE) from error
-    if not isinstance(rows, Order) and not _is_table(rows):
+        raise PlanError(
+            f"{function}({ranks}, {micros}) {_describe_error(error, path)}", fix=fix, location=SCHEDULE_KEY
+        ) from error
+    if not isinstance(rows, Schedule) and not _is_table(rows):
         text = f"{function}({ranks}, {micros}) returned a value of type {type(rows).__name__}"
-        fix = "return a list per rank of cells such as '1F0', or a meshwright.parallel.pipeline.schedules.schedule.Order"
-        raise PlanError(text, fix=fix, where=WHERE)
+        fix = "return a list per rank of cells such as '1F0', or a meshwright.parallel.pipeline.schedules.schedule.Schedule"
+        raise PlanError(text, fix=fix, location=SCHEDULE_KEY)
     return rows
 
 
-def _raised(error: BaseException, path: Path) -> str:
+def _describe_error(error: BaseException, path: Path) -> str:
     """What was raised, and the last line of the file at `path` that led to it."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
+    ]
     return f"raised {type(error).__name__}: {error}" + (f" ({path}, line {lines[-1]})" if lines else "")
 
 
 def _is_table(rows: object) -> bool:
-    lists = isinstance(rows, Sequence) and all(isinstance(row, Sequence) and not isinstance(row, str) for row in rows)
-    return lists and all(isinstance(cell, str) for row in cast("Sequence[Sequence[object]]", rows) for cell in row)
+    lists = isinstance(rows, Sequence) and all(
+        isinstance(row, Sequence) and not isinstance(row, str) for row in rows
+    )
+    return lists and all(
+        isinstance(cell, str) for row in cast("Sequence[Sequence[object]]", rows) for cell in row
+    )
 
 
-def _checked(given: Order | Sequence[Sequence[str]], source: str, ranks: int, micros: int) -> Order:
+def _checked_schedule(
+    given: Schedule | Sequence[Sequence[str]], source: str, ranks: int, micros: int
+) -> Schedule:
     """The order of `given`. Raises PlanError with everything that is wrong with it."""
-    made, faults, cells = _made(given, source, ranks)
-    if made.micros != micros:
-        text = f"{source} is for {made.micros} micro-batches, and the plan has {micros}"
-        faults.append(Fault(text, f"write it for {micros}, or set the micro-batches to {made.micros}", WHERE))
-    raise_faults(faults)
+    made, faults, cells = _parse(given, source, ranks)
+    if made.num_microbatches != micros:
+        text = f"{source} is for {made.num_microbatches} micro-batches, and the plan has {micros}"
+        faults.append(
+            Diagnostic(
+                text,
+                f"write it for {micros}, or set the micro-batches to {made.num_microbatches}",
+                SCHEDULE_KEY,
+            )
+        )
+    raise_diagnostics(faults)
     try:
-        play(made, Costs.equal(made.parts))
-    except Stuck as stuck:
-        cell = cells[stuck.rank][stuck.at]
+        simulate(made, StageCosts.uniform(made.num_stages))
+    except ScheduleDeadlock as stuck:
+        cell = cells[stuck.rank][stuck.action_index]
         fix = "move that cell behind what it waits for, or what it waits for ahead"
-        raise PlanError(str(stuck), fix=fix, where=f"{source}, {cell.place}") from stuck
+        raise PlanError(str(stuck), fix=fix, location=f"{source}, {cell.location}") from stuck
     return made
 
 
-def _made(given: Order | Sequence[Sequence[str]], source: str, ranks: int) -> tuple[Order, list[Fault], list[list[Cell]]]:
+def _parse(
+    given: Schedule | Sequence[Sequence[str]], source: str, ranks: int
+) -> tuple[Schedule, list[Diagnostic], list[list[ScheduleCell]]]:
     """The order of `given`, what is wrong with it as lists, and its cells. Raises PlanError where it cannot be read."""
-    if isinstance(given, Order):
-        made, cells = given, [[Cell(slot, *at) for slot, at in _numbered(slots, rank)] for rank, slots in enumerate(given.slots)]
+    if isinstance(given, Schedule):
+        made, cells = (
+            given,
+            [
+                [ScheduleCell(slot, *at) for slot, at in _with_positions(slots, rank)]
+                for rank, slots in enumerate(given.actions)
+            ],
+        )
     else:
-        cells, faults = _read(given)
-        faults += _rank_faults(cells)
-        raise_faults(fault if fault.where == WHERE else replace(fault, where=f"{source}, {fault.where}") for fault in faults)
-        made = _order(cells)
-    faults = [Fault(text, "add, move or remove the cells", source) for text in made.faults()]
-    if made.ranks != ranks:
-        rows = f"{made.ranks} row{'s' * (made.ranks != 1)}"
-        faults.append(Fault(f"{source} has {rows}, and the pipeline {ranks} ranks", "write a row per rank", WHERE))
+        cells, faults = _parse_cells(given)
+        faults += _check_rows(cells)
+        raise_diagnostics(
+            fault
+            if fault.location == SCHEDULE_KEY
+            else replace(fault, location=f"{source}, {fault.location}")
+            for fault in faults
+        )
+        made = _schedule_from_cells(cells)
+    faults = [Diagnostic(text, "add, move or remove the cells", source) for text in made.errors()]
+    if made.num_ranks != ranks:
+        rows = f"{made.num_ranks} row{'s' * (made.num_ranks != 1)}"
+        faults.append(
+            Diagnostic(
+                f"{source} has {rows}, and the pipeline {ranks} ranks", "write a row per rank", SCHEDULE_KEY
+            )
+        )
     return made, faults, cells
 
 
-def _numbered(slots: Sequence[Slot], rank: int) -> Iterator[tuple[Slot, tuple[int, int]]]:
+def _with_positions(
+    slots: Sequence[ScheduleAction], rank: int
+) -> Iterator[tuple[ScheduleAction, tuple[int, int]]]:
     yield from ((slot, (rank + 1, at)) for at, slot in enumerate(slots, start=1))
 
 
-def _read(rows: Sequence[Sequence[str]]) -> tuple[list[list[Cell]], list[Fault]]:
+def _parse_cells(rows: Sequence[Sequence[str]]) -> tuple[list[list[ScheduleCell]], list[Diagnostic]]:
     """The cells that order something, row by row, and what cannot be read."""
-    cells: list[list[Cell]] = []
-    faults: list[Fault] = []
+    cells: list[list[ScheduleCell]] = []
+    faults: list[Diagnostic] = []
     for number, row in enumerate(rows, start=1):
         cells.append([])
         for column, text in enumerate(row, start=1):
-            pair = PAIR.fullmatch(text.strip())
+            pair = OVERLAP_PATTERN.fullmatch(text.strip())
             for part in pair[1].split(";") if pair else [text]:
-                found = CELL.fullmatch(part.strip())
+                found = CELL_PATTERN.fullmatch(part.strip())
                 if found:
-                    slot = Slot(cast("Kind", found[2]), int(found[1]), int(found[3]))
-                    cells[-1].append(Cell(slot, number, column))
-                elif part.strip() and not FOLLOWS.fullmatch(part.strip()):
-                    faults.append(Fault(f"'{part.strip()}' is no act of a rank", FORM, f"row {number}, column {column}"))
-    if len(faults) > SHOWN:  # a table in another spelling
-        more = len(faults) - SHOWN
-        faults[SHOWN:] = [Fault(f"{more} more cells are no act of a rank, up to the one here", FORM, faults[-1].where)]
+                    slot = ScheduleAction(cast("PassKind", found[2]), int(found[1]), int(found[3]))
+                    cells[-1].append(ScheduleCell(slot, number, column))
+                elif part.strip() and not DERIVED_CELL_PATTERN.fullmatch(part.strip()):
+                    faults.append(
+                        Diagnostic(
+                            f"'{part.strip()}' is no act of a rank",
+                            CELL_FORMAT,
+                            f"row {number}, column {column}",
+                        )
+                    )
+    if len(faults) > MAX_REPORTED:  # a table in another spelling
+        more = len(faults) - MAX_REPORTED
+        faults[MAX_REPORTED:] = [
+            Diagnostic(
+                f"{more} more cells are no act of a rank, up to the one here",
+                CELL_FORMAT,
+                faults[-1].location,
+            )
+        ]
     return cells, faults
 
 
-def _rank_faults(rows: Sequence[Sequence[Cell]]) -> list[Fault]:
+def _check_rows(rows: Sequence[Sequence[ScheduleCell]]) -> list[Diagnostic]:
     """Stages in two rows, slots that stand twice, numbers of stages that are left out."""
-    faults: list[Fault] = []
-    homes: dict[int, Cell] = {}
-    seen: dict[Slot, Cell] = {}
+    faults: list[Diagnostic] = []
+    homes: dict[int, ScheduleCell] = {}
+    seen: dict[ScheduleAction, ScheduleCell] = {}
     for cell in (cell for row in rows for cell in row):
-        home, first = homes.setdefault(cell.slot.stage, cell), seen.setdefault(cell.slot, cell)
+        home, first = homes.setdefault(cell.action.virtual_stage, cell), seen.setdefault(cell.action, cell)
         if home.row != cell.row:
-            text = f"stage {cell.slot.stage} lies on the rank of row {home.row} already (column {home.column})"
-            faults.append(Fault(text, "keep each stage in one row", cell.place))
+            text = f"stage {cell.action.virtual_stage} lies on the rank of row {home.row} already (column {home.column})"
+            faults.append(Diagnostic(text, "keep each stage in one row", cell.location))
         elif first is not cell:
-            faults.append(Fault(f"{cell.slot} stands in column {first.column} already", "remove one of them", cell.place))
+            faults.append(
+                Diagnostic(
+                    f"{cell.action} stands in column {first.column} already",
+                    "remove one of them",
+                    cell.location,
+                )
+            )
     if sorted(homes) != list(range(len(homes))):
         text = f"the stages are {', '.join(map(str, sorted(homes)))}"
-        faults.append(Fault(text, f"number them 0 .. {len(homes) - 1}, in the order of the model", WHERE))
+        faults.append(
+            Diagnostic(text, f"number them 0 .. {len(homes) - 1}, in the order of the model", SCHEDULE_KEY)
+        )
     return faults
 
 
-def _order(rows: Sequence[Sequence[Cell]]) -> Order:
-    homes = {cell.slot.stage: cell.row - 1 for row in rows for cell in row}
-    stages = tuple(Stage(homes[stage], stage) for stage in sorted(homes))
-    return Order(stages, tuple(tuple(cell.slot for cell in row) for row in rows))
+def _schedule_from_cells(rows: Sequence[Sequence[ScheduleCell]]) -> Schedule:
+    homes = {cell.action.virtual_stage: cell.row - 1 for row in rows for cell in row}
+    stages = tuple(VirtualStage(homes[stage], stage) for stage in sorted(homes))
+    return Schedule(stages, tuple(tuple(cell.action for cell in row) for row in rows))

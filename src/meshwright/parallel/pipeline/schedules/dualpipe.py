@@ -27,77 +27,92 @@ Paper: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437 (secti
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
-from meshwright.parallel.pipeline.schedules.schedule import Order, Slot, Stage, count_faults
-from meshwright.parallel.pipeline.schedules.zb_v import Act, folded, times
-from meshwright.plan.job.errors import Fault, raise_faults
+from meshwright.parallel.pipeline.schedules.schedule import (
+    Schedule,
+    ScheduleAction,
+    VirtualStage,
+    check_counts,
+)
+from meshwright.parallel.pipeline.schedules.zb_v import StagePass, repeat_passes, v_shaped_placement
+from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 
-OWED = -1  # in place of a stage: the W that waits longest
+OLDEST_PENDING_W = -1  # in place of a stage: the W that waits longest
 
 
-def dualpipe(ranks: int, micros: int) -> Order:
+def dualpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """The lists of DualPipe: stage k is part k on rank k, going up, stage p + k is part p - 1 - k on rank k, going down.
 
     The first half of the micro-batches goes up; if they are odd, one more does. Raises PlanError for an odd number of ranks.
     """
-    raise_faults(faults(ranks, micros))
-    up, half, each = (micros + 1) // 2, ranks // 2, max((micros + 1) // 2, ranks)
+    raise_diagnostics(check_dualpipe(num_ranks, num_microbatches))
+    up, half, each = (num_microbatches + 1) // 2, num_ranks // 2, max((num_microbatches + 1) // 2, num_ranks)
 
-    def slots(rank: int) -> Iterator[Slot]:
-        early, late = (rank, ranks + rank) if rank < half else (ranks + rank, rank)
-        for kind, stage, micro in _numbered(_acts(early, late, half, min(rank, ranks - 1 - rank), each)):
-            upwards = stage < ranks
-            if micro < (up if upwards else micros - up):
-                yield Slot(kind, stage, micro if upwards else up + micro)
+    def slots(rank: int) -> Iterator[ScheduleAction]:
+        early, late = (rank, num_ranks + rank) if rank < half else (num_ranks + rank, rank)
+        for kind, stage, micro in _number_microbatches(
+            _rank_passes(early, late, half, min(rank, num_ranks - 1 - rank), each)
+        ):
+            upwards = stage < num_ranks
+            if micro < (up if upwards else num_microbatches - up):
+                yield ScheduleAction(kind, stage, micro if upwards else up + micro)
 
-    stages = [Stage(rank, rank) for rank in range(ranks)] + [Stage(rank, ranks - 1 - rank) for rank in range(ranks)]
-    return Order(tuple(stages), tuple(tuple(slots(rank)) for rank in range(ranks)))
+    stages = [VirtualStage(rank, rank) for rank in range(num_ranks)] + [
+        VirtualStage(rank, num_ranks - 1 - rank) for rank in range(num_ranks)
+    ]
+    return Schedule(tuple(stages), tuple(tuple(slots(rank)) for rank in range(num_ranks)))
 
 
-def dualpipev(ranks: int, micros: int) -> Order:
+def dualpipev_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """The lists of DualPipeV: part k on rank k, and on rank 2 p - 1 - k after the turn."""
-    raise_faults(count_faults(ranks, micros))
-    each = max(micros, 2 * ranks)
-    lists = (_numbered(_acts(rank, 2 * ranks - 1 - rank, ranks, rank, each)) for rank in range(ranks))
-    return Order(folded(ranks), tuple(tuple(slot for slot in slots if slot.micro < micros) for slots in lists))
+    raise_diagnostics(check_counts(num_ranks, num_microbatches))
+    each = max(num_microbatches, 2 * num_ranks)
+    lists = (
+        _number_microbatches(_rank_passes(rank, 2 * num_ranks - 1 - rank, num_ranks, rank, each))
+        for rank in range(num_ranks)
+    )
+    return Schedule(
+        v_shaped_placement(num_ranks),
+        tuple(tuple(slot for slot in slots if slot.microbatch < num_microbatches) for slots in lists),
+    )
 
 
-def faults(ranks: int, micros: int) -> Iterator[Fault]:
+def check_dualpipe(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
     """Why these counts cannot work for DualPipe; DualPipeV takes any."""
-    yield from count_faults(ranks, micros)
-    if ranks > 0 and ranks % 2:
-        text = f"{ranks} ranks; both directions must meet between two of them, so their number is even"
-        near = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"
-        yield Fault(text, f"use {near} ranks, or dualpipev, which takes any number", "mesh.pp")
+    yield from check_counts(num_ranks, num_microbatches)
+    if num_ranks > 0 and num_ranks % 2:
+        text = f"{num_ranks} ranks; both directions must meet between two of them, so their number is even"
+        near = f"{num_ranks - 1} or {num_ranks + 1}" if num_ranks > 1 else "2"
+        yield Diagnostic(text, f"use {near} ranks, or dualpipev, which takes any number", "mesh.pp")
 
 
-def _acts(early: int, late: int, half: int, near: int, micros: int) -> Iterator[Act]:
+def _rank_passes(early: int, late: int, half: int, near: int, micros: int) -> Iterator[StagePass]:
     """(kind, stage) of the rank that is `near` ranks from where its `early` stage begins; W is the oldest that is owed.
 
     Each stage takes `micros` micro-batches, at least 2 `half`.
     """
     far = half - 1 - near
-    weights: Act = ("W", OWED)
-    yield from times(2 * far, ("F", early))
-    yield from times(near + 1, ("F", early), ("F", late))
-    yield from times(far, ("I", late), weights, ("F", late))
-    yield from times(micros - half - far, ("F", early), ("B", late), ("F", late), ("B", early))
-    yield from times(far, ("B", late), ("F", late), ("B", early))
+    weights: StagePass = ("W", OLDEST_PENDING_W)
+    yield from repeat_passes(2 * far, ("F", early))
+    yield from repeat_passes(near + 1, ("F", early), ("F", late))
+    yield from repeat_passes(far, ("I", late), weights, ("F", late))
+    yield from repeat_passes(micros - half - far, ("F", early), ("B", late), ("F", late), ("B", early))
+    yield from repeat_passes(far, ("B", late), ("F", late), ("B", early))
     for at in range(2 * (near + 1)):  # from the middle on W waits, to fill what follows
         yield "I" if at > near else "B", early if at % 2 else late
-    yield from times(far, weights, ("I", early))
-    yield from times(near + 1, weights)
+    yield from repeat_passes(far, weights, ("I", early))
+    yield from repeat_passes(near + 1, weights)
 
 
-def _numbered(acts: Iterable[Act]) -> Iterator[Slot]:
+def _number_microbatches(acts: Iterable[StagePass]) -> Iterator[ScheduleAction]:
     """The slots of `acts`: the k-th forward and the k-th backward of a stage are those of its micro-batch k."""
     done: Counter[tuple[bool, int]] = Counter()
-    owed: deque[Slot] = deque()
+    owed: deque[ScheduleAction] = deque()
     for kind, stage in acts:
         if kind == "W":
             yield owed.popleft()
             continue
         key = kind == "F", stage
-        yield Slot(kind, stage, done[key])
+        yield ScheduleAction(kind, stage, done[key])
         if kind == "I":
-            owed.append(Slot("W", stage, done[key]))
+            owed.append(ScheduleAction("W", stage, done[key]))
         done[key] += 1

@@ -18,15 +18,18 @@ Paper: Huang et al. 2019, "GPipe", arXiv 1811.06965 (section 2.3: bubble O((K - 
 
 from collections.abc import Iterator
 
-from meshwright.parallel.pipeline.schedules.schedule import Order, Slot, count_faults
-from meshwright.plan.job.errors import Fault
+from meshwright.parallel.pipeline.schedules.schedule import Schedule, ScheduleAction, check_counts
+from meshwright.plan.job.errors import Diagnostic
 
 
-def order(ranks: int, micros: int) -> Order:
+def gpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """The lists of `ranks` ranks, a part each: backward in the order of forward, so that the oldest is let go of first."""
-    return Order.looped([Slot(kind, rank, micro) for kind in ("F", "B") for micro in range(micros)] for rank in range(ranks))
+    return Schedule.with_looped_placement(
+        [ScheduleAction(kind, rank, micro) for kind in ("F", "B") for micro in range(num_microbatches)]
+        for rank in range(num_ranks)
+    )
 
 
-def faults(ranks: int, micros: int) -> Iterator[Fault]:
+def check_gpipe(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
     """Why these counts cannot work."""
-    yield from count_faults(ranks, micros)
+    yield from check_counts(num_ranks, num_microbatches)

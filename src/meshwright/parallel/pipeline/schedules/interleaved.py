@@ -23,37 +23,47 @@ Paper: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on 
 
 from collections.abc import Iterator, Sequence
 
-from meshwright.parallel.pipeline.schedules.schedule import KEY, Order, Slot, count_faults
-from meshwright.plan.job.errors import Fault
+from meshwright.parallel.pipeline.schedules.schedule import (
+    PIPELINE_KEY,
+    Schedule,
+    ScheduleAction,
+    check_counts,
+)
+from meshwright.plan.job.errors import Diagnostic
 
 
-def order(ranks: int, micros: int, chunks: int = 2) -> Order:
+def interleaved_schedule(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 2) -> Schedule:
     """The lists of `ranks` ranks with `chunks` parts each: part k lies on rank k modulo `ranks`."""
-    sizes = groups(ranks, micros)
-    forwards, backwards = list(_turns(sizes, range(chunks))), list(_turns(sizes, range(chunks)[::-1]))
-    hops = 2 if chunks > 1 else 1  # to the next chunk it is once round, there and back; a single chunk is 1F1B
+    sizes = group_sizes(num_ranks, num_microbatches)
+    forwards, backwards = (
+        list(_chunk_order(sizes, range(num_virtual_stages))),
+        list(_chunk_order(sizes, range(num_virtual_stages)[::-1])),
+    )
+    hops = (
+        2 if num_virtual_stages > 1 else 1
+    )  # to the next chunk it is once round, there and back; a single chunk is 1F1B
 
-    def slots(rank: int) -> Iterator[Slot]:
-        ahead = min((chunks - 1) * max(sizes) + hops * (ranks - 1 - rank), len(forwards))
+    def slots(rank: int) -> Iterator[ScheduleAction]:
+        ahead = min((num_virtual_stages - 1) * max(sizes) + hops * (num_ranks - 1 - rank), len(forwards))
         for at in range(ahead + len(backwards)):
             if at < len(forwards):
                 chunk, micro = forwards[at]
-                yield Slot("F", chunk * ranks + rank, micro)
+                yield ScheduleAction("F", chunk * num_ranks + rank, micro)
             if at >= ahead:
                 chunk, micro = backwards[at - ahead]
-                yield Slot("B", chunk * ranks + rank, micro)
+                yield ScheduleAction("B", chunk * num_ranks + rank, micro)
 
-    return Order.looped(map(slots, range(ranks)), chunks)
+    return Schedule.with_looped_placement(map(slots, range(num_ranks)), num_virtual_stages)
 
 
-def groups(ranks: int, micros: int) -> list[int]:
+def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
     """How many micro-batches go round together, group by group: larger ones first, sizes that differ by one at most."""
-    count = max(1, micros // ranks)
-    each, more = divmod(micros, count)
+    count = max(1, num_microbatches // num_ranks)
+    each, more = divmod(num_microbatches, count)
     return [each + (group < more) for group in range(count)]
 
 
-def _turns(sizes: Sequence[int], chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _chunk_order(sizes: Sequence[int], chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
     """(chunk, micro-batch) of one direction, in order: each group through all chunks."""
     first = 0
     for size in sizes:
@@ -61,9 +71,11 @@ def _turns(sizes: Sequence[int], chunks: Sequence[int]) -> Iterator[tuple[int, i
         first += size
 
 
-def faults(ranks: int, micros: int, chunks: int = 2) -> Iterator[Fault]:
+def check_interleaved(
+    num_ranks: int, num_microbatches: int, num_virtual_stages: int = 2
+) -> Iterator[Diagnostic]:
     """Why these counts cannot work."""
-    yield from count_faults(ranks, micros, chunks)
-    if ranks == 1 and chunks > 1:
-        text = f"chunks = {chunks} on one rank, which has no one to take turns with"
-        yield Fault(text, "write chunks = 1, or give the pipeline more ranks", f"{KEY}.chunks")
+    yield from check_counts(num_ranks, num_microbatches, num_virtual_stages)
+    if num_ranks == 1 and num_virtual_stages > 1:
+        text = f"chunks = {num_virtual_stages} on one rank, which has no one to take turns with"
+        yield Diagnostic(text, "write chunks = 1, or give the pipeline more ranks", f"{PIPELINE_KEY}.chunks")

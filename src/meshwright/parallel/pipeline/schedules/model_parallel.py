@@ -18,15 +18,18 @@ Paper: Huang et al. 2019, "GPipe", arXiv 1811.06965 (figure 2b shows it as what 
 
 from collections.abc import Iterator
 
-from meshwright.parallel.pipeline.schedules.schedule import Order, Slot, count_faults
-from meshwright.plan.job.errors import Fault
+from meshwright.parallel.pipeline.schedules.schedule import Schedule, ScheduleAction, check_counts
+from meshwright.plan.job.errors import Diagnostic
 
 
-def order(ranks: int, micros: int) -> Order:
+def model_parallel_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """The lists of `ranks` ranks, a part each: forward and backward of one micro-batch, then those of the next."""
-    return Order.looped([Slot(kind, rank, micro) for micro in range(micros) for kind in ("F", "B")] for rank in range(ranks))
+    return Schedule.with_looped_placement(
+        [ScheduleAction(kind, rank, micro) for micro in range(num_microbatches) for kind in ("F", "B")]
+        for rank in range(num_ranks)
+    )
 
 
-def faults(ranks: int, micros: int) -> Iterator[Fault]:
+def check_model_parallel(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
     """Why these counts cannot work."""
-    yield from count_faults(ranks, micros)
+    yield from check_counts(num_ranks, num_microbatches)

@@ -20,24 +20,27 @@ Fan et al. 2021, "DAPPLE", arXiv 2007.01045 (early backward scheduling).
 
 from collections.abc import Iterator
 
-from meshwright.parallel.pipeline.schedules.schedule import Order, Slot, count_faults
-from meshwright.plan.job.errors import Fault
+from meshwright.parallel.pipeline.schedules.schedule import Schedule, ScheduleAction, check_counts
+from meshwright.plan.job.errors import Diagnostic
 
 
-def order(ranks: int, micros: int) -> Order:
+def one_f_one_b_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """The lists of `ranks` ranks, a part each."""
-    return Order.looped(_slots(rank, min(ranks - 1 - rank, micros), micros) for rank in range(ranks))
+    return Schedule.with_looped_placement(
+        _rank_actions(rank, min(num_ranks - 1 - rank, num_microbatches), num_microbatches)
+        for rank in range(num_ranks)
+    )
 
 
-def _slots(rank: int, ahead: int, micros: int) -> Iterator[Slot]:
+def _rank_actions(rank: int, ahead: int, micros: int) -> Iterator[ScheduleAction]:
     """`ahead` forwards, then pairs of a forward and a backward, then the backwards that are left."""
-    yield from (Slot("F", rank, micro) for micro in range(ahead))
+    yield from (ScheduleAction("F", rank, micro) for micro in range(ahead))
     for micro in range(micros - ahead):
-        yield Slot("F", rank, micro + ahead)
-        yield Slot("B", rank, micro)
-    yield from (Slot("B", rank, micro) for micro in range(micros - ahead, micros))
+        yield ScheduleAction("F", rank, micro + ahead)
+        yield ScheduleAction("B", rank, micro)
+    yield from (ScheduleAction("B", rank, micro) for micro in range(micros - ahead, micros))
 
 
-def faults(ranks: int, micros: int) -> Iterator[Fault]:
+def check_one_f_one_b(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
     """Why these counts cannot work."""
-    yield from count_faults(ranks, micros)
+    yield from check_counts(num_ranks, num_microbatches)

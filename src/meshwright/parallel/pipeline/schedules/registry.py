@@ -23,67 +23,81 @@ from meshwright.parallel.pipeline.schedules import (
     zb_v,
     zero_bubble,
 )
-from meshwright.parallel.pipeline.schedules.schedule import Costs, Order, Stage, count_faults
-from meshwright.plan.job.errors import Fault, PlanError
+from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts, VirtualStage, check_counts
+from meshwright.plan.job.errors import Diagnostic, PlanError
 
-Make = Callable[[int, int, int, Costs], Order]  # of ranks, micro-batches, parts per rank and what the parts cost
-Refuse = Callable[[int, int], Iterator[Fault]]
+ScheduleBuilder = Callable[
+    [int, int, int, StageCosts], Schedule
+]  # of ranks, micro-batches, parts per rank and what the parts cost
+CountCheck = Callable[[int, int], Iterator[Diagnostic]]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ScheduleEntry:
     """A way to make lists. `chunks` are the parts per rank, 0 where that is for the plan to say, which has `usual` otherwise.
 
     `source` is the file that says what it is, if one does: that says the parts too.
     """
 
-    make: Make
-    refuse: Refuse
-    chunks: int = 1
-    usual: int = 1
+    build: ScheduleBuilder
+    check: CountCheck
+    num_virtual_stages: int = 1
+    default_virtual_stages: int = 1
     source: str = ""
 
-    def stages(self, ranks: int, chunks: int) -> tuple[Stage, ...]:
+    def virtual_stages(self, num_ranks: int, num_virtual_stages: int) -> tuple[VirtualStage, ...]:
         """Which part lies where, for any number of micro-batches."""
         if self.source:
-            return custom.stages(self.source, ranks)
-        return self.make(ranks, 1, chunks, Costs.equal(ranks * chunks)).stages
+            return custom.load_virtual_stages(self.source, num_ranks)
+        return self.build(
+            num_ranks, 1, num_virtual_stages, StageCosts.uniform(num_ranks * num_virtual_stages)
+        ).virtual_stages
 
 
-def _plain(order: Callable[[int, int], Order], refuse: Refuse, chunks: int = 1) -> Schedule:
-    return Schedule(lambda ranks, micros, _chunks, _costs: order(ranks, micros), refuse, chunks)
+def _fixed_entry(order: Callable[[int, int], Schedule], refuse: CountCheck, chunks: int = 1) -> ScheduleEntry:
+    return ScheduleEntry(lambda ranks, micros, _chunks, _costs: order(ranks, micros), refuse, chunks)
 
 
-SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
+SCHEDULES: Mapping[str, ScheduleEntry] = MappingProxyType(
     {
-        "model_parallel": _plain(model_parallel.order, model_parallel.faults),
-        "gpipe": _plain(gpipe.order, gpipe.faults),
-        "1f1b": _plain(one_f_one_b.order, one_f_one_b.faults),
-        "interleaved": Schedule(
-            lambda ranks, micros, chunks, _costs: interleaved.order(ranks, micros, chunks), interleaved.faults, chunks=0, usual=2
+        "model_parallel": _fixed_entry(
+            model_parallel.model_parallel_schedule, model_parallel.check_model_parallel
         ),
-        "zb_h1": _plain(zero_bubble.h1, zero_bubble.faults),
-        "zb_h2": _plain(zero_bubble.h2, zero_bubble.faults),
-        "zb_2p": Schedule(lambda ranks, micros, _chunks, costs: zero_bubble.two_p(ranks, micros, costs), zero_bubble.faults),
-        "zb_v": _plain(zb_v.v, zb_v.faults, chunks=2),
-        "zb_v_half": _plain(zb_v.v_half, zb_v.faults, chunks=2),
-        "zb_v_min": _plain(zb_v.v_min, zb_v.faults, chunks=2),
-        "dualpipe": _plain(dualpipe.dualpipe, dualpipe.faults),
-        "dualpipev": _plain(dualpipe.dualpipev, count_faults, chunks=2),
-        "automatic": Schedule(search.order, count_faults, chunks=0),
+        "gpipe": _fixed_entry(gpipe.gpipe_schedule, gpipe.check_gpipe),
+        "1f1b": _fixed_entry(one_f_one_b.one_f_one_b_schedule, one_f_one_b.check_one_f_one_b),
+        "interleaved": ScheduleEntry(
+            lambda ranks, micros, chunks, _costs: interleaved.interleaved_schedule(ranks, micros, chunks),
+            interleaved.check_interleaved,
+            num_virtual_stages=0,
+            default_virtual_stages=2,
+        ),
+        "zb_h1": _fixed_entry(zero_bubble.zb_h1_schedule, zero_bubble.check_zero_bubble),
+        "zb_h2": _fixed_entry(zero_bubble.zb_h2_schedule, zero_bubble.check_zero_bubble),
+        "zb_2p": ScheduleEntry(
+            lambda ranks, micros, _chunks, costs: zero_bubble.zb_2p_schedule(ranks, micros, costs),
+            zero_bubble.check_zero_bubble,
+        ),
+        "zb_v": _fixed_entry(zb_v.zb_v_schedule, zb_v.check_zb_v, chunks=2),
+        "zb_v_half": _fixed_entry(zb_v.zb_v_half_schedule, zb_v.check_zb_v, chunks=2),
+        "zb_v_min": _fixed_entry(zb_v.zb_v_min_schedule, zb_v.check_zb_v, chunks=2),
+        "dualpipe": _fixed_entry(dualpipe.dualpipe_schedule, dualpipe.check_dualpipe),
+        "dualpipev": _fixed_entry(dualpipe.dualpipev_schedule, check_counts, chunks=2),
+        "automatic": ScheduleEntry(search.automatic_schedule, check_counts, num_virtual_stages=0),
     }
 )
 
 
-def schedule_of(name: str) -> Schedule | None:
+def find_schedule(name: str) -> ScheduleEntry | None:
     """The schedule of that name, or the one that a file gives; None where there is none."""
-    if name in SCHEDULES or not custom.is_source(name):
+    if name in SCHEDULES or not custom.is_schedule_source(name):
         return SCHEDULES.get(name)
 
-    def refuse(ranks: int, micros: int) -> Iterator[Fault]:
+    def refuse(ranks: int, micros: int) -> Iterator[Diagnostic]:
         try:
-            custom.stages(name, ranks)
+            custom.load_virtual_stages(name, ranks)
         except PlanError as error:
-            yield from error.faults
+            yield from error.diagnostics
 
-    return Schedule(lambda ranks, micros, _chunks, _costs: custom.order(name, ranks, micros), refuse, source=name)
+    return ScheduleEntry(
+        lambda ranks, micros, _chunks, _costs: custom.load_schedule(name, ranks, micros), refuse, source=name
+    )

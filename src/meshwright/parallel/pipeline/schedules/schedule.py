@@ -25,44 +25,56 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, NamedTuple
 
-from meshwright.plan.job.errors import Fault
-from meshwright.plan.step.simulator import Span
+from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.step.simulator import TimelineSpan
 
-KEY = "strategies.pipeline"  # of the one strategy whose data schedules are
-BITS = 16
-WEIGHTS: Mapping[str, int] = {"F": 1, "B": 1 << BITS, "I": 1 << 2 * BITS, "W": 1 << 3 * BITS}
-WHOLE = (WEIGHTS["F"] + WEIGHTS["B"], WEIGHTS["F"] + WEIGHTS["I"] + WEIGHTS["W"])
+PIPELINE_KEY = "strategies.pipeline"  # of the one strategy whose data schedules are
+COUNT_BITS = 16
+KIND_UNITS: Mapping[str, int] = {
+    "F": 1,
+    "B": 1 << COUNT_BITS,
+    "I": 1 << 2 * COUNT_BITS,
+    "W": 1 << 3 * COUNT_BITS,
+}
+COMPLETE_COUNTS = (KIND_UNITS["F"] + KIND_UNITS["B"], KIND_UNITS["F"] + KIND_UNITS["I"] + KIND_UNITS["W"])
 
 
-def count_faults(ranks: int, micros: int, chunks: int = 1) -> Iterator[Fault]:
+def check_counts(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) -> Iterator[Diagnostic]:
     """What no schedule can do: no rank, no micro-batch, no part per rank."""
     for count, what, key in (
-        (ranks, "ranks", "mesh.pp"),
-        (micros, "micro-batches", "micro_batch"),
-        (chunks, "parts per rank", f"{KEY}.chunks"),
+        (num_ranks, "ranks", "mesh.pp"),
+        (num_microbatches, "micro-batches", "micro_batch"),
+        (num_virtual_stages, "parts per rank", f"{PIPELINE_KEY}.chunks"),
     ):
         if count < 1:
-            yield Fault(f"{count} {what}; needed is at least one", "write a positive number", key)
+            yield Diagnostic(f"{count} {what}; needed is at least one", "write a positive number", key)
 
 
-def missing(done: Mapping[tuple[int, int], int], parts: int, micros: Sequence[int]) -> Iterator[str]:
+def missing_actions(
+    done: Mapping[tuple[int, int], int], num_stages: int, microbatches: Sequence[int]
+) -> Iterator[str]:
     """What parts have not done of micro-batches, or too often; alike ones in one line."""
     wrong: dict[tuple[int, int], list[int]] = {}
-    for part in range(parts):
-        for micro in micros:
+    for part in range(num_stages):
+        for micro in microbatches:
             count = done.get((part, micro), 0)
-            if count not in WHOLE:
+            if count not in COMPLETE_COUNTS:
                 wrong.setdefault((part, count), []).append(micro)
     for (part, count), which in wrong.items():
-        found = "".join(kind * (count // weight % (1 << BITS)) for kind, weight in WEIGHTS.items()) or "nothing"
-        several = f"micro-batches {numbers(which)} have" if len(which) > 1 else f"micro-batch {which[0]} has"
+        found = (
+            "".join(kind * (count // weight % (1 << COUNT_BITS)) for kind, weight in KIND_UNITS.items())
+            or "nothing"
+        )
+        several = (
+            f"micro-batches {format_numbers(which)} have" if len(which) > 1 else f"micro-batch {which[0]} has"
+        )
         yield f"{several} {found} in part {part}: needed is one F, and one B or one I and one W"
 
 
-def numbers(rising: Sequence[int]) -> str:
+def format_numbers(sorted_numbers: Sequence[int]) -> str:
     """Rising numbers in words: 0 .. 3, 5, 7 .. 9."""
     runs: list[list[int]] = []
-    for number in rising:
+    for number in sorted_numbers:
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
@@ -70,85 +82,92 @@ def numbers(rising: Sequence[int]) -> str:
     return ", ".join(f"{run[0]} .. {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
-Kind = Literal["F", "B", "I", "W"]
-KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
-Need = tuple[str, int, int]  # (F or I, part, micro)
+PassKind = Literal["F", "B", "I", "W"]
+PASS_KINDS: tuple[PassKind, ...] = ("F", "B", "I", "W")
+Dependency = tuple[str, int, int]  # (F or I, part, micro)
 
 
-class Slot(NamedTuple):
+class ScheduleAction(NamedTuple):
     """One act of a rank: `kind` of the stage with this number, for this micro-batch."""
 
-    kind: Kind
-    stage: int
-    micro: int
+    kind: PassKind
+    virtual_stage: int
+    microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.micro} of stage {self.stage}"
+        return f"{self.kind}{self.microbatch} of stage {self.virtual_stage}"
 
 
-class Stage(NamedTuple):
+class VirtualStage(NamedTuple):
     """Where a part of the model runs. Two stages may run the same part, on several ranks, for other micro-batches."""
 
-    rank: int
-    part: int
+    pp_rank: int
+    stage: int
 
 
 @dataclass(frozen=True)
-class Order:
+class Schedule:
     """The stages by number, and the slots of each rank in the order in which it does them."""
 
-    stages: tuple[Stage, ...]
-    slots: tuple[tuple[Slot, ...], ...]
+    virtual_stages: tuple[VirtualStage, ...]
+    actions: tuple[tuple[ScheduleAction, ...], ...]
 
     @classmethod
-    def looped(cls, slots: Iterable[Iterable[tuple[Kind, int, int]]], chunks: int = 1) -> "Order":
+    def with_looped_placement(
+        cls, actions: Iterable[Iterable[tuple[PassKind, int, int]]], num_virtual_stages: int = 1
+    ) -> "Schedule":
         """The order of `slots`, a list per rank, where part `k` is stage `k` and lies on rank `k` modulo the ranks."""
-        lists = tuple(tuple(Slot(*slot) for slot in each) for each in slots)
-        return cls(tuple(Stage(part % len(lists), part) for part in range(len(lists) * chunks)), lists)
+        lists = tuple(tuple(ScheduleAction(*slot) for slot in each) for each in actions)
+        return cls(
+            tuple(VirtualStage(part % len(lists), part) for part in range(len(lists) * num_virtual_stages)),
+            lists,
+        )
 
     @property
-    def ranks(self) -> int:
+    def num_ranks(self) -> int:
         """How many ranks there are."""
-        return len(self.slots)
+        return len(self.actions)
 
     @property
-    def parts(self) -> int:
+    def num_stages(self) -> int:
         """Into how many parts the model is cut."""
-        return 1 + max((stage.part for stage in self.stages), default=-1)
+        return 1 + max((stage.stage for stage in self.virtual_stages), default=-1)
 
     @property
-    def micros(self) -> int:
+    def num_microbatches(self) -> int:
         """How many micro-batches go through."""
-        return len({slot[2] for slots in self.slots for slot in slots})
+        return len({slot[2] for slots in self.actions for slot in slots})
 
-    def needs(self, slot: Slot) -> Iterator[Need]:
+    def dependencies_of(self, action: ScheduleAction) -> Iterator[Dependency]:
         """What must have ended before `slot`, as (F or I, part, micro): B counts as I, which gives the same gradient."""
-        part, micro = self.stages[slot.stage].part, slot.micro
-        if slot.kind == "F":
+        part, micro = self.virtual_stages[action.virtual_stage].stage, action.microbatch
+        if action.kind == "F":
             if part:
                 yield "F", part - 1, micro
-        elif slot.kind == "W":
+        elif action.kind == "W":
             yield "I", part, micro
         else:
             yield "F", part, micro
-            if part + 1 < self.parts:
+            if part + 1 < self.num_stages:
                 yield "I", part + 1, micro
 
-    def gives(self, slot: Slot) -> Need | None:
+    def output_of(self, action: ScheduleAction) -> Dependency | None:
         """What others may wait for once `slot` has ended; None for W."""
-        part = self.stages[slot.stage].part
-        return None if slot.kind == "W" else ("F" if slot.kind == "F" else "I", part, slot.micro)
+        part = self.virtual_stages[action.virtual_stage].stage
+        return None if action.kind == "W" else ("F" if action.kind == "F" else "I", part, action.microbatch)
 
-    def faults(self) -> Iterator[str]:
+    def errors(self) -> Iterator[str]:
         """What is wrong with the lists as lists: slots on the wrong rank, twice, or missing. `play` tells who waits for ever."""
-        stages, parts = self.stages, self.parts
+        stages, parts = self.virtual_stages, self.num_stages
         done: dict[tuple[int, int], int] = {}  # (part, micro) -> how often each kind, as one number
         place: dict[tuple[int, int], int] = {}  # (part, micro) -> the stage that does it
         split: dict[tuple[int, int], set[int]] = {}
-        for rank, slots in enumerate(self.slots):
+        for rank, slots in enumerate(self.actions):
             once = dict.fromkeys(slots)
             if len(once) < len(slots):
-                yield from (f"rank {rank} does {slot} {n} times" for slot, n in Counter(slots).items() if n > 1)
+                yield from (
+                    f"rank {rank} does {slot} {n} times" for slot, n in Counter(slots).items() if n > 1
+                )
             for kind, stage, micro in once:
                 if not 0 <= stage < len(stages):
                     yield f"rank {rank} does {kind}{micro} of stage {stage}, and there are {len(stages)} stages"
@@ -157,109 +176,127 @@ class Order:
                 if at != rank:
                     yield f"rank {rank} does {kind}{micro} of stage {stage}, which lies on rank {at}"
                 key = part, micro
-                done[key] = done.get(key, 0) + WEIGHTS[kind]
+                done[key] = done.get(key, 0) + KIND_UNITS[kind]
                 if place.setdefault(key, stage) != stage:
                     split.setdefault(key, {place[key]}).add(stage)
         micros = sorted({micro for _, micro in done})
         if micros != list(range(len(micros))):
-            yield f"the micro-batches are {numbers(micros)}: needed are 0 .. {len(micros) - 1}, each number once"
-        yield from missing(done, parts, micros)
+            yield f"the micro-batches are {format_numbers(micros)}: needed are 0 .. {len(micros) - 1}, each number once"
+        yield from missing_actions(done, parts, micros)
         for (part, micro), at in sorted(split.items()):
             yield f"micro-batch {micro} is split in part {part}, over the stages {', '.join(map(str, sorted(at)))}"
 
 
 @dataclass(frozen=True)
-class Costs:
+class StageCosts:
     """Seconds (or any unit) of F, I and W by part; B takes I and W together. `transfer` lies between two ranks.
 
     Memory in any unit: a part keeps `held` from F to the backward, of which `late` stays from I to W.
     """
 
     forward: Sequence[float]
-    inputs: Sequence[float]
-    weights: Sequence[float]
+    input_grad: Sequence[float]
+    weight_grad: Sequence[float]
     transfer: float = 0.0
-    held: Sequence[float] = ()
-    late: Sequence[float] = ()
+    activation_memory: Sequence[float] = ()
+    weight_grad_memory: Sequence[float] = ()
 
     @classmethod
-    def equal(
+    def uniform(
         cls,
-        parts: int,
+        num_stages: int,
         forward: float = 1.0,
-        inputs: float = 1.0,
-        weights: float = 1.0,
+        input_grad: float = 1.0,
+        weight_grad: float = 1.0,
         transfer: float = 0.0,
-        held: float = 1.0,
-    ) -> "Costs":
+        activation_memory: float = 1.0,
+    ) -> "StageCosts":
         """Of equal parts, each of which takes these times and keeps `held` of a micro-batch, all of it until W."""
-        each = [held] * parts
-        return cls([forward] * parts, [inputs] * parts, [weights] * parts, transfer, each, each)
+        each = [activation_memory] * num_stages
+        return cls(
+            [forward] * num_stages,
+            [input_grad] * num_stages,
+            [weight_grad] * num_stages,
+            transfer,
+            each,
+            each,
+        )
 
-    def seconds(self, kind: Kind, part: int) -> float:
+    def seconds(self, kind: PassKind, stage: int) -> float:
         """How long a slot of this kind takes."""
         if kind == "F":
-            return self.forward[part]
-        return {"I": self.inputs[part], "W": self.weights[part], "B": self.inputs[part] + self.weights[part]}[kind]
+            return self.forward[stage]
+        return {
+            "I": self.input_grad[stage],
+            "W": self.weight_grad[stage],
+            "B": self.input_grad[stage] + self.weight_grad[stage],
+        }[kind]
 
 
 @dataclass(frozen=True)
-class Timeline:
+class ScheduleTimeline:
     """When each slot of each rank starts and ends, and the most memory that a rank holds."""
 
-    order: Order
+    schedule: Schedule
     spans: tuple[tuple[tuple[float, float], ...], ...]
-    peaks: tuple[float, ...]
+    peak_memory: tuple[float, ...]
 
     @property
     def end(self) -> float:
         """When the last slot ends; the first starts at 0."""
         return max((spans[-1][1] for spans in self.spans if spans), default=0.0)
 
-    def busy(self, rank: int) -> float:
+    def busy_time(self, rank: int) -> float:
         """How long `rank` works."""
         return sum(end - start for start, end in self.spans[rank])
 
     @property
     def bubble(self) -> float:
         """The share of the time in which ranks wait, over all of them: (end - work) / end, as published rates are stated."""
-        return 1.0 - sum(map(self.busy, range(self.order.ranks))) / (self.end * self.order.ranks)
+        return 1.0 - sum(map(self.busy_time, range(self.schedule.num_ranks))) / (
+            self.end * self.schedule.num_ranks
+        )
 
 
-class Stuck(Exception):
+class ScheduleDeadlock(Exception):
     """Nobody can go on. The message shows where each rank stands; an arrow marks the root: `rank`, at its slot number `at`."""
 
-    def __init__(self, text: str, rank: int = 0, at: int = 0) -> None:
+    def __init__(self, text: str, rank: int = 0, action_index: int = 0) -> None:
         super().__init__(text)
-        self.rank, self.at = rank, at
+        self.rank, self.action_index = rank, action_index
 
 
-def play(order: Order, costs: Costs) -> Timeline:
+def simulate(schedule: Schedule, costs: StageCosts) -> ScheduleTimeline:
     """`order`, which has no faults, on paper: every slot as early as its list and what it needs allow.
 
     Raises Stuck where the lists make ranks wait for each other for ever.
     """
-    paper = _Paper(order, costs)
+    paper = _Simulation(schedule, costs)
     while paper.ready:
         paper.advance(paper.ready.pop())
     at = [len(spans) for spans in paper.spans]
-    if at != [len(slots) for slots in order.slots]:
-        raise _stuck(order, at)
-    peaks = tuple(max((during for during, _ in held(order, costs, rank)), default=0.0) for rank in range(order.ranks))
-    return Timeline(order, tuple(map(tuple, paper.spans)), peaks)
+    if at != [len(slots) for slots in schedule.actions]:
+        raise _deadlock(schedule, at)
+    peaks = tuple(
+        max((during for during, _ in memory_over_time(schedule, costs, rank)), default=0.0)
+        for rank in range(schedule.num_ranks)
+    )
+    return ScheduleTimeline(schedule, tuple(map(tuple, paper.spans)), peaks)
 
 
-class _Paper:
+class _Simulation:
     """How far each rank has come. What has ended is known by a number: 2 (micro parts + part), and 1 more for a gradient."""
 
-    def __init__(self, order: Order, costs: Costs) -> None:
-        self.slots, self.parts, self.transfer = order.slots, order.parts, costs.transfer
-        self.part = [stage.part for stage in order.stages]
-        self.seconds = {kind: [costs.seconds(kind, part) for part in range(order.parts)] for kind in KINDS}
-        self.spans: list[list[tuple[float, float]]] = [[] for _ in order.slots]
+    def __init__(self, order: Schedule, costs: StageCosts) -> None:
+        self.slots, self.parts, self.transfer = order.actions, order.num_stages, costs.transfer
+        self.part = [stage.stage for stage in order.virtual_stages]
+        self.seconds = {
+            kind: [costs.seconds(kind, part) for part in range(order.num_stages)] for kind in PASS_KINDS
+        }
+        self.spans: list[list[tuple[float, float]]] = [[] for _ in order.actions]
         self.ended: dict[int, tuple[float, int]] = {}
         self.waiting: dict[int, list[int]] = {}  # what ranks stand before
-        self.ready = list(range(order.ranks))
+        self.ready = list(range(order.num_ranks))
 
     def advance(self, rank: int) -> None:
         """Play `rank` until it waits for another one; those who waited for what it did become ready."""
@@ -290,47 +327,64 @@ class _Paper:
                 self.ready += waiting.pop(given, ())
 
 
-def held(order: Order, costs: Costs, rank: int) -> list[tuple[float, float]]:
+def memory_over_time(schedule: Schedule, costs: StageCosts, rank: int) -> list[tuple[float, float]]:
     """What `rank` holds during each of its slots, and after it: F takes when it starts, backwards give back when they end."""
-    if not costs.held:
+    if not costs.activation_memory:
         return []
-    late = costs.late or [0.0] * len(costs.held)
+    late = costs.weight_grad_memory or [0.0] * len(costs.activation_memory)
     change = [
         {"F": (keeps, 0.0), "B": (0.0, keeps), "I": (0.0, keeps - rest), "W": (0.0, rest)}
-        for keeps, rest in zip(costs.held, late, strict=True)
+        for keeps, rest in zip(costs.activation_memory, late, strict=True)
     ]
     now, found = 0.0, []
-    for kind, stage, _ in order.slots[rank]:
-        takes, gives = change[order.stages[stage].part][kind]
+    for kind, stage, _ in schedule.actions[rank]:
+        takes, gives = change[schedule.virtual_stages[stage].stage][kind]
         found.append((now + takes, now + takes - gives))
         now += takes - gives
     return found
 
 
-def _stuck(order: Order, at: Sequence[int]) -> Stuck:
+def _deadlock(order: Schedule, at: Sequence[int]) -> ScheduleDeadlock:
     """Where each rank stands (`at` its slot with this number) and what it waits for."""
-    stands = {rank: slots[done] for rank, (done, slots) in enumerate(zip(at, order.slots, strict=True)) if done < len(slots)}
-    ended = {order.gives(slot) for done, slots in zip(at, order.slots, strict=True) for slot in slots[:done]}
-    needed = {rank: [need for need in order.needs(slot) if need not in ended] for rank, slot in stands.items()}
-    kinds = {order.gives(slot): slot.kind for slots in order.slots for slot in slots}  # B where no I gives a gradient
-    root, why = _root(order, at, needed)
+    stands = {
+        rank: slots[done]
+        for rank, (done, slots) in enumerate(zip(at, order.actions, strict=True))
+        if done < len(slots)
+    }
+    ended = {
+        order.output_of(slot) for done, slots in zip(at, order.actions, strict=True) for slot in slots[:done]
+    }
+    needed = {
+        rank: [need for need in order.dependencies_of(slot) if need not in ended]
+        for rank, slot in stands.items()
+    }
+    kinds = {
+        order.output_of(slot): slot.kind for slots in order.actions for slot in slots
+    }  # B where no I gives a gradient
+    root, why = _deadlock_root(order, at, needed)
     lines = ["nobody can go on:"]
-    for rank, slots in enumerate(order.slots):
+    for rank, slots in enumerate(order.actions):
         if rank in stands:
-            what = " and ".join(f"{kinds.get(need, need[0])}{need[2]} of part {need[1]}" for need in needed[rank])
+            what = " and ".join(
+                f"{kinds.get(need, need[0])}{need[2]} of part {need[1]}" for need in needed[rank]
+            )
             arrow = f"  <-- {why}" if rank == root else ""
-            lines.append(f"  rank {rank}: slot {at[rank]} of {len(slots)}, {stands[rank]}, waits for {what}{arrow}")
+            lines.append(
+                f"  rank {rank}: slot {at[rank]} of {len(slots)}, {stands[rank]}, waits for {what}{arrow}"
+            )
         else:
             lines.append(f"  rank {rank}: finished")
-    return Stuck("\n".join(lines), root, at[root])
+    return ScheduleDeadlock("\n".join(lines), root, at[root])
 
 
-def _root(order: Order, at: Sequence[int], needed: Mapping[int, Sequence[Need]]) -> tuple[int, str]:
+def _deadlock_root(
+    order: Schedule, at: Sequence[int], needed: Mapping[int, Sequence[Dependency]]
+) -> tuple[int, str]:
     """The rank at which a standstill begins, and why: from the first rank that waits, along what each waits for."""
-    doers: dict[Need | None, tuple[int, int]] = {}
+    doers: dict[Dependency | None, tuple[int, int]] = {}
     for rank in needed:
-        for index in range(at[rank], len(order.slots[rank])):
-            doers.setdefault(order.gives(order.slots[rank][index]), (rank, index))
+        for index in range(at[rank], len(order.actions[rank])):
+            doers.setdefault(order.output_of(order.actions[rank][index]), (rank, index))
     path = [min(needed)]
     while path[-1] not in path[:-1]:
         rank = path[-1]
@@ -346,25 +400,32 @@ def _root(order: Order, at: Sequence[int], needed: Mapping[int, Sequence[Need]])
     return turned[0], f"waits for ever: {' for '.join(f'rank {rank}' for rank in turned)}"
 
 
-def planned(found: Timeline, costs: Costs) -> list[list[Span]]:
+def schedule_spans(timeline: ScheduleTimeline, costs: StageCosts) -> list[list[TimelineSpan]]:
     """The spans of a schedule on paper. Where a rank is free and waits for a transfer, this is a span of its own."""
-    order = found.order
+    order = timeline.schedule
     ended = {
-        order.gives(slot): (end, rank)
-        for rank, (slots, spans) in enumerate(zip(order.slots, found.spans, strict=True))
+        order.output_of(slot): (end, rank)
+        for rank, (slots, spans) in enumerate(zip(order.actions, timeline.spans, strict=True))
         for slot, (_, end) in zip(slots, spans, strict=True)
     }
-    rows: list[list[Span]] = []
-    for rank, (slots, spans) in enumerate(zip(order.slots, found.spans, strict=True)):
-        mine = sorted(number for number, stage in enumerate(order.stages) if stage.rank == rank)
-        holds = held(order, costs, rank) or [(0.0, 0.0)] * len(slots)
-        row: list[Span] = []
+    rows: list[list[TimelineSpan]] = []
+    for rank, (slots, spans) in enumerate(zip(order.actions, timeline.spans, strict=True)):
+        mine = sorted(number for number, stage in enumerate(order.virtual_stages) if stage.pp_rank == rank)
+        holds = memory_over_time(order, costs, rank) or [(0.0, 0.0)] * len(slots)
+        row: list[TimelineSpan] = []
         free, now = 0.0, 0.0
         for slot, (begin, end), (during, after) in zip(slots, spans, holds, strict=True):
-            sent = max((ended[need][0] for need in order.needs(slot) if ended[need][1] != rank), default=begin)
+            sent = max(
+                (ended[need][0] for need in order.dependencies_of(slot) if ended[need][1] != rank),
+                default=begin,
+            )
             if max(free, sent) < begin:
-                row.append(Span("~", max(free, sent), begin, held=now, left=now))
-            row.append(Span(slot.kind, begin, end, slot.micro, mine.index(slot.stage), during, after))
+                row.append(TimelineSpan("~", max(free, sent), begin, memory=now, memory_after=now))
+            row.append(
+                TimelineSpan(
+                    slot.kind, begin, end, slot.microbatch, mine.index(slot.virtual_stage), during, after
+                )
+            )
             free, now = end, after
         rows.append(row)
     return rows

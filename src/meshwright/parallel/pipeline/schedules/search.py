@@ -29,35 +29,65 @@ from math import inf
 from random import Random
 
 from meshwright.parallel.pipeline.schedules import gpipe, interleaved, model_parallel, one_f_one_b
-from meshwright.parallel.pipeline.schedules.dualpipe import dualpipev
-from meshwright.parallel.pipeline.schedules.list_scheduler import ROUNDING, Rule, filled, fits, greedy, longest, split
-from meshwright.parallel.pipeline.schedules.schedule import KEY, Costs, Order, Stage, Stuck, Timeline, count_faults, play
-from meshwright.parallel.pipeline.schedules.zb_v import folded, v, v_half, v_min
-from meshwright.parallel.pipeline.schedules.zero_bubble import h1, h2
-from meshwright.plan.job.errors import Fault, raise_faults
+from meshwright.parallel.pipeline.schedules.dualpipe import dualpipev_schedule
+from meshwright.parallel.pipeline.schedules.list_scheduler import (
+    ROUNDING,
+    PriorityRule,
+    fill_bubbles,
+    fits_memory,
+    greedy_schedule,
+    longest_rank_time,
+    split_backwards,
+)
+from meshwright.parallel.pipeline.schedules.schedule import (
+    PIPELINE_KEY,
+    Schedule,
+    ScheduleDeadlock,
+    ScheduleTimeline,
+    StageCosts,
+    VirtualStage,
+    check_counts,
+    simulate,
+)
+from meshwright.parallel.pipeline.schedules.zb_v import (
+    v_shaped_placement,
+    zb_v_half_schedule,
+    zb_v_min_schedule,
+    zb_v_schedule,
+)
+from meshwright.parallel.pipeline.schedules.zero_bubble import zb_h1_schedule, zb_h2_schedule
+from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 
-Measure = Callable[[Timeline], float]
-AHEAD = (2 / 3, 1.0, 1.5, 2.0, 3.0, inf)  # for one part per rank; for more, that much less
+TimelineMeasure = Callable[[ScheduleTimeline], float]
+FORWARDS_IN_FLIGHT = (2 / 3, 1.0, 1.5, 2.0, 3.0, inf)  # for one part per rank; for more, that much less
 PATIENCE = (0.0, 0.5, 1.0)
-KINDS = ("IFW", "IWF", "FIW")
+KIND_PRIORITIES = ("IFW", "IWF", "FIW")
 
 
-def order(ranks: int, micros: int, chunks: int, costs: Costs) -> Order:
+def automatic_schedule(
+    num_ranks: int, num_microbatches: int, num_virtual_stages: int, costs: StageCosts
+) -> Schedule:
     """The lists found where all ranks wait for each other at the end; two parts per rank are folded."""
-    stages = folded(ranks) if chunks == 2 else tuple(Stage(part % ranks, part) for part in range(ranks * chunks))
-    return search(ranks, micros, costs, measure=lambda timeline: timeline.end, stages=stages).order
+    stages = (
+        v_shaped_placement(num_ranks)
+        if num_virtual_stages == 2
+        else tuple(VirtualStage(part % num_ranks, part) for part in range(num_ranks * num_virtual_stages))
+    )
+    return search_schedule(
+        num_ranks, num_microbatches, costs, measure=lambda timeline: timeline.end, virtual_stages=stages
+    ).schedule
 
 
-def search(
-    ranks: int,
-    micros: int,
-    costs: Costs,
+def search_schedule(
+    num_ranks: int,
+    num_microbatches: int,
+    costs: StageCosts,
     limits: Sequence[float] = (),
     *,
-    measure: Measure = longest,
-    trials: int = 200,
-    stages: tuple[Stage, ...] = (),
-) -> Timeline:
+    measure: TimelineMeasure = longest_rank_time,
+    num_trials: int = 200,
+    virtual_stages: tuple[VirtualStage, ...] = (),
+) -> ScheduleTimeline:
     """The order found for these costs and its times; the number of parts is that of the costs, `ranks` or a multiple of it.
 
     Args:
@@ -68,115 +98,144 @@ def search(
 
     Raises PlanError if the counts do not go together or a micro-batch does not fit, with the smallest limits that do.
     """
-    raise_faults(faults(ranks, micros, costs, limits))
-    room = list(limits) or [inf] * ranks
-    best: Timeline | None = None
-    for candidate in _candidates(ranks, micros, costs, room):
-        if stages and candidate.stages != stages:
+    raise_diagnostics(check_search(num_ranks, num_microbatches, costs, limits))
+    room = list(limits) or [inf] * num_ranks
+    best: ScheduleTimeline | None = None
+    for candidate in _candidates(num_ranks, num_microbatches, costs, room):
+        if virtual_stages and candidate.virtual_stages != virtual_stages:
             continue
-        found = play(candidate, costs)
-        if fits(found, room) and (best is None or measure(found) < measure(best)):
+        found = simulate(candidate, costs)
+        if fits_memory(found, room) and (best is None or measure(found) < measure(best)):
             best = found
     if best is None:
-        raise RuntimeError("no rule fits: the clock takes one micro-batch at a time where the room is small, so one must")
-    return _improved(best, costs, room, measure, trials)
+        raise RuntimeError(
+            "no rule fits: the clock takes one micro-batch at a time where the room is small, so one must"
+        )
+    return _improve(best, costs, room, measure, num_trials)
 
 
-def named(ranks: int, micros: int, parts: int) -> Iterator[tuple[str, Order]]:
+def named_schedules(num_ranks: int, num_microbatches: int, num_stages: int) -> Iterator[tuple[str, Schedule]]:
     """The schedules with names for so many parts, a multiple of the ranks, one stage each."""
-    if parts == ranks:
-        yield "model_parallel", model_parallel.order(ranks, micros)
-        yield "gpipe", gpipe.order(ranks, micros)
-        yield "one_f_one_b", one_f_one_b.order(ranks, micros)
-        yield "h1", h1(ranks, micros)
-        yield "h2", h2(ranks, micros)
+    if num_stages == num_ranks:
+        yield "model_parallel", model_parallel.model_parallel_schedule(num_ranks, num_microbatches)
+        yield "gpipe", gpipe.gpipe_schedule(num_ranks, num_microbatches)
+        yield "one_f_one_b", one_f_one_b.one_f_one_b_schedule(num_ranks, num_microbatches)
+        yield "h1", zb_h1_schedule(num_ranks, num_microbatches)
+        yield "h2", zb_h2_schedule(num_ranks, num_microbatches)
         return
-    yield "interleaved", interleaved.order(ranks, micros, parts // ranks)
-    if parts == 2 * ranks:
-        yield "v", v(ranks, micros)
-        yield "v_half", v_half(ranks, micros)
-        yield "v_min", v_min(ranks, micros)
-        yield "dualpipev", dualpipev(ranks, micros)
+    yield (
+        "interleaved",
+        interleaved.interleaved_schedule(num_ranks, num_microbatches, num_stages // num_ranks),
+    )
+    if num_stages == 2 * num_ranks:
+        yield "v", zb_v_schedule(num_ranks, num_microbatches)
+        yield "v_half", zb_v_half_schedule(num_ranks, num_microbatches)
+        yield "v_min", zb_v_min_schedule(num_ranks, num_microbatches)
+        yield "dualpipev", dualpipev_schedule(num_ranks, num_microbatches)
 
 
-def faults(ranks: int, micros: int, costs: Costs, limits: Sequence[float] = ()) -> Iterator[Fault]:
+def check_search(
+    num_ranks: int, num_microbatches: int, costs: StageCosts, limits: Sequence[float] = ()
+) -> Iterator[Diagnostic]:
     """Why no order can be found."""
     parts = len(costs.forward)
-    counts = list(count_faults(ranks, micros))
+    counts = list(check_counts(num_ranks, num_microbatches))
     yield from counts
     if counts:
         return
-    if parts == 0 or parts % ranks:
-        text = f"costs of {parts} parts on {ranks} ranks; needed is the same number of parts on each"
-        yield Fault(text, f"cut the model into {max(1, round(parts / ranks)) * ranks} parts", KEY)
-    elif limits and (len(limits) != ranks or not costs.held):
-        text = f"{len(limits)} limits for {ranks} ranks, with {'' if costs.held else 'no '}word of what a micro-batch holds"
-        yield Fault(text, "give a limit per rank, and costs.held per part", KEY)
+    if parts == 0 or parts % num_ranks:
+        text = f"costs of {parts} parts on {num_ranks} ranks; needed is the same number of parts on each"
+        yield Diagnostic(
+            text, f"cut the model into {max(1, round(parts / num_ranks)) * num_ranks} parts", PIPELINE_KEY
+        )
+    elif limits and (len(limits) != num_ranks or not costs.activation_memory):
+        text = f"{len(limits)} limits for {num_ranks} ranks, with {'' if costs.activation_memory else 'no '}word of what a micro-batch holds"
+        yield Diagnostic(text, "give a limit per rank, and costs.held per part", PIPELINE_KEY)
     elif limits:
-        least = [_least(ranks, placed, costs) for placed in _placements(ranks, parts)]
-        if not any(_above(limits, each) for each in least):
-            fewest = min(least, key=lambda each: sum(max(0.0, need - limit) for need, limit in zip(each, limits, strict=True)))
-            rank = next(rank for rank in range(ranks) if limits[rank] * (1 + ROUNDING) < fewest[rank])
+        least = [_min_memory(num_ranks, placed, costs) for placed in _placements(num_ranks, parts)]
+        if not any(_covers(limits, each) for each in least):
+            fewest = min(
+                least,
+                key=lambda each: sum(
+                    max(0.0, need - limit) for need, limit in zip(each, limits, strict=True)
+                ),
+            )
+            rank = next(rank for rank in range(num_ranks) if limits[rank] * (1 + ROUNDING) < fewest[rank])
             text = f"rank {rank} may hold {limits[rank]:g}, and one micro-batch of its parts holds {fewest[rank]:g}"
             smallest = ", ".join(f"{need:g}" for need in fewest)
-            yield Fault(text, f"the smallest limits that work are {smallest}; or cut the model elsewhere", KEY)
+            yield Diagnostic(
+                text,
+                f"the smallest limits that work are {smallest}; or cut the model elsewhere",
+                PIPELINE_KEY,
+            )
 
 
-def _placements(ranks: int, parts: int) -> Iterator[tuple[Stage, ...]]:
+def _placements(ranks: int, parts: int) -> Iterator[tuple[VirtualStage, ...]]:
     """Where parts can lie: dealt out in turn, and, if there are two per rank, folded."""
-    yield tuple(Stage(part % ranks, part) for part in range(parts))
+    yield tuple(VirtualStage(part % ranks, part) for part in range(parts))
     if parts == 2 * ranks:
-        yield folded(ranks)
+        yield v_shaped_placement(ranks)
 
 
-def _least(ranks: int, stages: Sequence[Stage], costs: Costs) -> list[float]:
+def _min_memory(ranks: int, stages: Sequence[VirtualStage], costs: StageCosts) -> list[float]:
     """What one micro-batch holds on each rank when it turns round."""
-    return [sum(costs.held[stage.part] for stage in stages if stage.rank == rank) for rank in range(ranks)]
+    return [
+        sum(costs.activation_memory[stage.stage] for stage in stages if stage.pp_rank == rank)
+        for rank in range(ranks)
+    ]
 
 
-def _above(limits: Sequence[float], least: Sequence[float]) -> bool:
+def _covers(limits: Sequence[float], least: Sequence[float]) -> bool:
     return all(limit * (1 + ROUNDING) >= need for limit, need in zip(limits, least, strict=True))
 
 
-def _candidates(ranks: int, micros: int, costs: Costs, room: Sequence[float]) -> Iterator[Order]:
+def _candidates(ranks: int, micros: int, costs: StageCosts, room: Sequence[float]) -> Iterator[Schedule]:
     parts = len(costs.forward)
-    for _, order in named(ranks, micros, parts):
+    for _, order in named_schedules(ranks, micros, parts):
         yield order
-        yield from (filled(split(order), costs, room, patience) for patience in (0.5, 1.0))
+        yield from (fill_bubbles(split_backwards(order), costs, room, patience) for patience in (0.5, 1.0))
     for stages in _placements(ranks, parts):
-        if room[0] == inf or _above(room, _least(ranks, stages, costs)):
-            yield from (greedy(stages, micros, costs, rule, room) for rule in _rules(parts // ranks))
+        if room[0] == inf or _covers(room, _min_memory(ranks, stages, costs)):
+            yield from (greedy_schedule(stages, micros, costs, rule, room) for rule in _rules(parts // ranks))
 
 
-def _rules(chunks: int) -> Iterator[Rule]:
+def _rules(chunks: int) -> Iterator[PriorityRule]:
     for deep in (True, False)[: min(chunks, 2)]:
-        for kinds in KINDS:
-            yield from (Rule(kinds, ahead / chunks, patience, deep) for ahead in AHEAD for patience in PATIENCE)
+        for kinds in KIND_PRIORITIES:
+            yield from (
+                PriorityRule(kinds, ahead / chunks, patience, deep)
+                for ahead in FORWARDS_IN_FLIGHT
+                for patience in PATIENCE
+            )
 
 
-def _improved(best: Timeline, costs: Costs, room: Sequence[float], measure: Measure, trials: int) -> Timeline:
+def _improve(
+    best: ScheduleTimeline, costs: StageCosts, room: Sequence[float], measure: TimelineMeasure, trials: int
+) -> ScheduleTimeline:
     """`best` with slots moved, as long as that is no worse; the same moves whenever it is called."""
     random = Random(0)
-    bound = max(map(best.busy, range(best.order.ranks)))
+    bound = max(map(best.busy_time, range(best.schedule.num_ranks)))
     for _ in range(trials):
         if measure(best) <= bound * (1 + ROUNDING):
             break
         try:
-            found = play(_moved(best, random), costs)
-        except Stuck:
+            found = simulate(_move_action(best, random), costs)
+        except ScheduleDeadlock:
             continue
-        if fits(found, room) and measure(found) <= measure(best):
+        if fits_memory(found, room) and measure(found) <= measure(best):
             best = found
     return best
 
 
-def _moved(timeline: Timeline, random: Random) -> Order:
+def _move_action(timeline: ScheduleTimeline, random: Random) -> Schedule:
     """The order with one slot put earlier: into a gap before which it could have begun, or else before its neighbour."""
-    order = timeline.order
-    rank = random.choice([rank for rank, slots in enumerate(order.slots) if len(slots) > 1] or [0])
-    slots, spans = list(order.slots[rank]), timeline.spans[rank]
+    order = timeline.schedule
+    rank = random.choice([rank for rank, slots in enumerate(order.actions) if len(slots) > 1] or [0])
+    slots, spans = list(order.actions[rank]), timeline.spans[rank]
     gaps = [at for at in range(1, len(slots)) if spans[at][0] > spans[at - 1][1] * (1 + ROUNDING)]
     to = random.choice(gaps) if gaps and random.random() < 0.7 else random.randrange(max(1, len(slots) - 1))
     later = min(to + 1 + int(random.expovariate(0.3)), len(slots) - 1)
     slots.insert(to, slots.pop(later))
-    return Order(order.stages, tuple(chain(order.slots[:rank], [tuple(slots)], order.slots[rank + 1 :])))
+    return Schedule(
+        order.virtual_stages, tuple(chain(order.actions[:rank], [tuple(slots)], order.actions[rank + 1 :]))
+    )

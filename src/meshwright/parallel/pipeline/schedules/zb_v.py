@@ -29,15 +29,23 @@ from collections.abc import Iterator, Sequence
 from itertools import permutations
 from typing import NamedTuple
 
-from meshwright.parallel.pipeline.schedules.list_scheduler import filled
-from meshwright.parallel.pipeline.schedules.schedule import Costs, Kind, Order, Slot, Stage, count_faults, play
-from meshwright.plan.job.errors import Fault, raise_faults
+from meshwright.parallel.pipeline.schedules.list_scheduler import fill_bubbles
+from meshwright.parallel.pipeline.schedules.schedule import (
+    PassKind,
+    Schedule,
+    ScheduleAction,
+    StageCosts,
+    VirtualStage,
+    check_counts,
+    simulate,
+)
+from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 
-INTERVAL = 6  # slots of a rank per micro-batch: F, I and W of two parts
-Act = tuple[Kind, int]  # and the part, or the stage
+ACTIONS_PER_MICROBATCH = 6  # slots of a rank per micro-batch: F, I and W of two parts
+StagePass = tuple[PassKind, int]  # and the part, or the stage
 
 
-class Pattern(NamedTuple):
+class VSchedulePattern(NamedTuple):
     """How many slots a micro-batch takes from rank to rank on its four ways, and how many it waits before the last three.
 
     The ways are: F down and back, I down and back.
@@ -47,97 +55,120 @@ class Pattern(NamedTuple):
     waits: tuple[int, int, int]
 
 
-def folded(ranks: int) -> tuple[Stage, ...]:
+def v_shaped_placement(num_ranks: int) -> tuple[VirtualStage, ...]:
     """Two parts per rank, down and back again."""
-    return tuple(Stage(min(part, 2 * ranks - 1 - part), part) for part in range(2 * ranks))
+    return tuple(VirtualStage(min(part, 2 * num_ranks - 1 - part), part) for part in range(2 * num_ranks))
 
 
-def v(ranks: int, micros: int) -> Order:
+def zb_v_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """The lists of ZB-V: the memory of 1F1B on every rank, no bubble where all slots take the same time."""
-    raise_faults(faults(ranks, micros))
-    return Order(folded(ranks), tuple(_kept(_acts(rank, ranks, max(micros, 2 * ranks - 1)), micros) for rank in range(ranks)))
+    raise_diagnostics(check_zb_v(num_ranks, num_microbatches))
+    return Schedule(
+        v_shaped_placement(num_ranks),
+        tuple(
+            _first_microbatches(
+                _rank_passes(rank, num_ranks, max(num_microbatches, 2 * num_ranks - 1)), num_microbatches
+            )
+            for rank in range(num_ranks)
+        ),
+    )
 
 
-def v_half(ranks: int, micros: int) -> Order:
+def zb_v_half_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """The lists of V-Half: about half the memory and half the bubble of 1F1B."""
-    return _repeated(ranks, micros, Pattern((1, 2, 1, 2), (1, 0, 0) if ranks % 2 else (3, 0, 4)))
+    return _repeat_pattern(
+        num_ranks, num_microbatches, VSchedulePattern((1, 2, 1, 2), (1, 0, 0) if num_ranks % 2 else (3, 0, 4))
+    )
 
 
-def v_min(ranks: int, micros: int) -> Order:
+def zb_v_min_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """The lists of V-Min: about a third of the memory and two thirds of the bubble of 1F1B."""
-    return _repeated(ranks, micros, Pattern((1, 1, 1, 1), (0, 0, 0) if ranks % 3 else (2, 0, 2)))
+    return _repeat_pattern(
+        num_ranks, num_microbatches, VSchedulePattern((1, 1, 1, 1), (0, 0, 0) if num_ranks % 3 else (2, 0, 2))
+    )
 
 
-def faults(ranks: int, micros: int) -> Iterator[Fault]:
+def check_zb_v(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
     """Why these counts cannot work."""
-    yield from count_faults(ranks, micros)
+    yield from check_counts(num_ranks, num_microbatches)
 
 
-def times(count: int, *acts: Act) -> tuple[Act, ...]:
+def repeat_passes(count: int, *acts: StagePass) -> tuple[StagePass, ...]:
     """These acts, one behind the other, so many times."""
     return acts * count
 
 
-def _acts(rank: int, ranks: int, micros: int) -> Iterator[Act]:
+def _rank_passes(rank: int, ranks: int, micros: int) -> Iterator[StagePass]:
     """(kind, part) of ZB-V, one after the other; the k-th of each is that of micro-batch k."""
     down, back = rank, 2 * ranks - 1 - rank
-    gradient: tuple[Act, ...] = (("F", back), ("I", back), ("W", back))
+    gradient: tuple[StagePass, ...] = (("F", back), ("I", back), ("W", back))
     ahead = 2 * (ranks - rank) - 1 + rank  # forwards down before the first gradient
-    yield from times(ahead - rank, ("F", down))
-    yield from times(rank, ("F", back), ("F", down))
-    yield from times(ranks - rank, *gradient)
+    yield from repeat_passes(ahead - rank, ("F", down))
+    yield from repeat_passes(rank, ("F", back), ("F", down))
+    yield from repeat_passes(ranks - rank, *gradient)
     for micro in range(micros - ranks):
         if micro < micros - ahead:
             yield "F", down
         yield from (("I", down), ("W", down), *gradient)
-    yield from times(rank, ("I", down), ("I", back))
-    yield from times(ranks - rank, ("I", down), ("W", down))
-    yield from times(rank, ("W", back))
-    yield from times(rank, ("W", down))
+    yield from repeat_passes(rank, ("I", down), ("I", back))
+    yield from repeat_passes(ranks - rank, ("I", down), ("W", down))
+    yield from repeat_passes(rank, ("W", back))
+    yield from repeat_passes(rank, ("W", down))
 
 
-def _kept(acts: Iterator[Act], micros: int) -> tuple[Slot, ...]:
+def _first_microbatches(acts: Iterator[StagePass], micros: int) -> tuple[ScheduleAction, ...]:
     """The slots of `acts` for the first `micros` micro-batches: leaving out whole micro-batches makes nobody wait for ever."""
-    done: dict[Act, int] = {}
+    done: dict[StagePass, int] = {}
     slots = []
     for act in acts:
         micro = done[act] = done.get(act, -1) + 1
         if micro < micros:
-            slots.append(Slot(*act, micro))
+            slots.append(ScheduleAction(*act, micro))
     return tuple(slots)
 
 
-def _repeated(ranks: int, micros: int, pattern: Pattern) -> Order:
+def _repeat_pattern(ranks: int, micros: int, pattern: VSchedulePattern) -> Schedule:
     """The pattern, once per micro-batch and interval, with W moved to where ranks would wait."""
-    raise_faults(faults(ranks, micros))
+    raise_diagnostics(check_zb_v(ranks, micros))
     lists = []
     for rank in range(ranks):
-        begins = _begins(rank, ranks, pattern)
-        timed = sorted((begin + micro * INTERVAL, *act, micro) for act, begin in begins.items() for micro in range(micros))
-        lists.append(tuple(Slot(kind, part, micro) for _, kind, part, micro in timed))
-    order, costs = Order(folded(ranks), tuple(lists)), Costs.equal(2 * ranks)
-    return filled(order, costs, play(order, costs).peaks)
+        begins = _begin_times(rank, ranks, pattern)
+        timed = sorted(
+            (begin + micro * ACTIONS_PER_MICROBATCH, *act, micro)
+            for act, begin in begins.items()
+            for micro in range(micros)
+        )
+        lists.append(tuple(ScheduleAction(kind, part, micro) for _, kind, part, micro in timed))
+    order, costs = Schedule(v_shaped_placement(ranks), tuple(lists)), StageCosts.uniform(2 * ranks)
+    return fill_bubbles(order, costs, simulate(order, costs).peak_memory)
 
 
-def _begins(rank: int, ranks: int, pattern: Pattern) -> dict[Act, int]:
+def _begin_times(rank: int, ranks: int, pattern: VSchedulePattern) -> dict[StagePass, int]:
     """When `rank` does what for micro-batch 0, in slots."""
     down, back, others = rank, 2 * ranks - 1 - rank, ranks - 1
     turn = others * pattern.steps[0] + 1 + pattern.waits[0]
     end = turn + others * pattern.steps[1]  # the last part, on rank 0
     begin = end + 1 + pattern.waits[1]
     again = begin + others * pattern.steps[2] + 1 + pattern.waits[2]
-    begins: dict[Act, int] = {
+    begins: dict[StagePass, int] = {
         ("F", down): rank * pattern.steps[0],
         ("F", back): turn + (others - rank) * pattern.steps[1],
         ("I", back): begin + rank * pattern.steps[2],
         ("I", down): again + (others - rank) * pattern.steps[3],
     }
-    free = [slot for slot in range(INTERVAL) if slot not in {each % INTERVAL for each in begins.values()}]
+    free = [
+        slot
+        for slot in range(ACTIONS_PER_MICROBATCH)
+        if slot not in {each % ACTIONS_PER_MICROBATCH for each in begins.values()}
+    ]
     gradients = (begins["I", down], begins["I", back])
-    soonest = min((_after(gradients, slots) for slots in permutations(free, 2)), key=sum)
+    soonest = min((_next_free_times(gradients, slots) for slots in permutations(free, 2)), key=sum)
     return {**begins, ("W", down): soonest[0], ("W", back): soonest[1]}
 
 
-def _after(begins: Sequence[int], slots: Sequence[int]) -> list[int]:
+def _next_free_times(begins: Sequence[int], slots: Sequence[int]) -> list[int]:
     """The first times behind `times` that fall into these slots of the interval."""
-    return [begin + 1 + (slot - begin - 1) % INTERVAL for begin, slot in zip(begins, slots, strict=True)]
+    return [
+        begin + 1 + (slot - begin - 1) % ACTIONS_PER_MICROBATCH
+        for begin, slot in zip(begins, slots, strict=True)
+    ]

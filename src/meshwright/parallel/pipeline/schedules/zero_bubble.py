@@ -28,63 +28,95 @@ Paper: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv 2401.10241 (sec
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from meshwright.parallel.pipeline.schedules.list_scheduler import Rule, filled, fits, greedy, longest
-from meshwright.parallel.pipeline.schedules.schedule import Costs, Order, Slot, count_faults, play
-from meshwright.plan.job.errors import Fault, raise_faults
+from meshwright.parallel.pipeline.schedules.list_scheduler import (
+    PriorityRule,
+    fill_bubbles,
+    fits_memory,
+    greedy_schedule,
+    longest_rank_time,
+)
+from meshwright.parallel.pipeline.schedules.schedule import (
+    Schedule,
+    ScheduleAction,
+    StageCosts,
+    check_counts,
+    simulate,
+)
+from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 
-RULES = tuple(
-    Rule(kinds, ahead, patience) for kinds in ("IFW", "FIW") for ahead in (1.0, 2.0, 3.0) for patience in (0.0, 0.5, 1.0)
+PRIORITY_RULES = tuple(
+    PriorityRule(kinds, ahead, patience)
+    for kinds in ("IFW", "FIW")
+    for ahead in (1.0, 2.0, 3.0)
+    for patience in (0.0, 0.5, 1.0)
 )
 
 
-def h1(ranks: int, micros: int) -> Order:
+def zb_h1_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """The lists of ZB-H1: the memory of 1F1B, about a third of its bubble."""
-    return _by_hand(ranks, micros, lambda rank: ranks - rank, lambda rank: rank)
+    return _handcrafted(num_ranks, num_microbatches, lambda rank: num_ranks - rank, lambda rank: rank)
 
 
-def h2(ranks: int, micros: int) -> Order:
+def zb_h2_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """The lists of ZB-H2: twice the memory of 1F1B, no bubble where all slots take the same time."""
-    return _by_hand(ranks, micros, lambda rank: 2 * (ranks - rank) - 1, lambda rank: 2 * rank)
+    return _handcrafted(
+        num_ranks, num_microbatches, lambda rank: 2 * (num_ranks - rank) - 1, lambda rank: 2 * rank
+    )
 
 
-def two_p(ranks: int, micros: int, costs: Costs) -> Order:
+def zb_2p_schedule(num_ranks: int, num_microbatches: int, costs: StageCosts) -> Schedule:
     """The lists of ZB-2p, made for these costs: no rank holds more than 2 `ranks` micro-batches of its part."""
-    return within(ranks, micros, costs, 2 * ranks)
+    return zb_schedule_within_memory(num_ranks, num_microbatches, costs, 2 * num_ranks)
 
 
-def within(ranks: int, micros: int, costs: Costs, room: int) -> Order:
+def zb_schedule_within_memory(
+    num_ranks: int, num_microbatches: int, costs: StageCosts, max_microbatches: int
+) -> Schedule:
     """The lists in which the busiest rank takes the least time, of those that `RULES`, H1 and H2 give for these costs.
 
     No rank holds more than `room` micro-batches of its part; ZB-1p is that with `ranks`. Without `costs.held`, a micro-batch
     keeps one unit until W.
     """
-    raise_faults(faults(ranks, micros))
-    if not costs.held:
-        costs = replace(costs, held=[1.0] * ranks, late=[1.0] * ranks)
-    limits = [room * held for held in costs.held]
-    hand = [h1(ranks, micros), h2(ranks, micros)]
-    made = [greedy(hand[0].stages, micros, costs, rule, limits) for rule in RULES]
-    timed = [play(order, costs) for order in (*hand, *(filled(order, costs, limits) for order in hand), *made)]
-    return min((timeline for timeline in timed if fits(timeline, limits)), key=longest).order
+    raise_diagnostics(check_zero_bubble(num_ranks, num_microbatches))
+    if not costs.activation_memory:
+        costs = replace(costs, activation_memory=[1.0] * num_ranks, weight_grad_memory=[1.0] * num_ranks)
+    limits = [max_microbatches * held for held in costs.activation_memory]
+    hand = [zb_h1_schedule(num_ranks, num_microbatches), zb_h2_schedule(num_ranks, num_microbatches)]
+    made = [
+        greedy_schedule(hand[0].virtual_stages, num_microbatches, costs, rule, limits)
+        for rule in PRIORITY_RULES
+    ]
+    timed = [
+        simulate(order, costs)
+        for order in (*hand, *(fill_bubbles(order, costs, limits) for order in hand), *made)
+    ]
+    return min(
+        (timeline for timeline in timed if fits_memory(timeline, limits)), key=longest_rank_time
+    ).schedule
 
 
-def faults(ranks: int, micros: int) -> Iterator[Fault]:
+def check_zero_bubble(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
     """Why these counts cannot work."""
-    yield from count_faults(ranks, micros)
+    yield from check_counts(num_ranks, num_microbatches)
 
 
-def _by_hand(ranks: int, micros: int, ahead: Callable[[int], int], late: Callable[[int], int]) -> Order:
+def _handcrafted(
+    ranks: int, micros: int, ahead: Callable[[int], int], late: Callable[[int], int]
+) -> Schedule:
     """Lists with `ahead(rank)` forwards before the first gradient and W `late(rank)` micro-batches behind I."""
-    raise_faults(faults(ranks, micros))
-    return Order.looped(_slots(rank, min(ahead(rank), micros), min(late(rank), micros), micros) for rank in range(ranks))
+    raise_diagnostics(check_zero_bubble(ranks, micros))
+    return Schedule.with_looped_placement(
+        _rank_actions(rank, min(ahead(rank), micros), min(late(rank), micros), micros)
+        for rank in range(ranks)
+    )
 
 
-def _slots(rank: int, ahead: int, late: int, micros: int) -> Iterator[Slot]:
-    yield from (Slot("F", rank, micro) for micro in range(ahead))
+def _rank_actions(rank: int, ahead: int, late: int, micros: int) -> Iterator[ScheduleAction]:
+    yield from (ScheduleAction("F", rank, micro) for micro in range(ahead))
     for micro in range(micros):
-        yield Slot("I", rank, micro)
+        yield ScheduleAction("I", rank, micro)
         if micro >= late:
-            yield Slot("W", rank, micro - late)
+            yield ScheduleAction("W", rank, micro - late)
         if micro + ahead < micros:
-            yield Slot("F", rank, micro + ahead)
-    yield from (Slot("W", rank, micro) for micro in range(micros - late, micros))
+            yield ScheduleAction("F", rank, micro + ahead)
+    yield from (ScheduleAction("W", rank, micro) for micro in range(micros - late, micros))
