@@ -1,6 +1,7 @@
 """Makes the pages of the techniques: one per module of `parallel/`, from its essay, and their index."""
 
-from collections.abc import Iterable
+import ast
+from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
 
 from docs.generator.essay import NOTE, PACKAGE, Essay, cell, markdown
@@ -66,16 +67,32 @@ def technique_pages(modules: Iterable[Essay]) -> dict[str, str]:
 
 
 def _page(essay: Essay) -> str:
-    family = str(PurePosixPath(place(essay)).parent)
-    head = [
-        f"# {essay.name}",
-        "",
-        NOTE.format(origin=essay.path),
-        "",
-        f"Family: {family}. Source: `{essay.path}`.",
-        "",
-    ]
+    family = PurePosixPath(place(essay)).parent
+    facts = [f"Family: {family}.", *_in_config(essay), f"Source: `{essay.path}`."]
+    head = [f"# {essay.name}", "", NOTE.format(origin=essay.path), "", " ".join(facts), ""]
     return "\n".join([*head, markdown(essay.text), ""])
+
+
+def _in_config(essay: Essay) -> list[str]:
+    """How a config asks for the technique, where the module has a strategy."""
+    reference = "../" * (place(essay).count("/") + 1) + "reference/config.md"
+    stated = []
+    for node in essay.tree.body:
+        given = dict(_constants(node)) if isinstance(node, ast.ClassDef) else {}
+        if "name" in given:
+            stated.append(
+                ", ".join(f'`{key} = "{given[key]}"`' for key in ("name", "mode") if given.get(key))
+            )
+    return [f"In a config: {' or '.join(stated)} ([options]({reference}#strategies))."] if stated else []
+
+
+def _constants(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """The class attributes of a class that are strings."""
+    for each in node.body:
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+            annotated = ast.unparse(each.annotation).startswith("ClassVar")
+            if annotated and isinstance(each.value, ast.Constant) and isinstance(each.value.value, str):
+                yield each.target.id, each.value.value
 
 
 def _index(found: list[Essay]) -> str:

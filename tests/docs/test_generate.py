@@ -63,6 +63,16 @@ def test_every_technique_has_a_page_and_a_row_of_the_index(root: Path):
     assert "| [gamma](pipeline/schedules/gamma.md) | The third idea. |" in index
 
 
+def test_a_page_says_how_a_config_asks_for_the_technique(root: Path):
+    text = '"""Idea."""\nclass A(Strategy):\n    name: ClassVar[str] = "a"\n    mode: ClassVar[str] = "2d"\n'
+    (root / "src/meshwright/parallel/data/alpha.py").write_text(text)
+    write(root)
+    page = (root / "docs/techniques/data/alpha.md").read_text()
+    assert (
+        'In a config: `name = "a"`, `mode = "2d"` ([options](../../reference/config.md#strategies)).' in page
+    )
+
+
 def test_a_kind_is_owned_by_the_module_that_makes_and_describes_it(root: Path):
     found = {kind.name: (Path(kind.owner).name, kind.meaning) for kind in kinds(essays(root))}
     assert found == {
