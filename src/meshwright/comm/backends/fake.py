@@ -45,7 +45,7 @@ class FakeGroup(Group):
 
     def receive(self, tensor: torch.Tensor, *, source: int, action: str = "") -> Work:
         """Leave `tensor` as it is: the equal peer would send the same."""
-        announce(self, "receive", tensor, action=action, source=source)
+        announce(self, "recv", tensor, action=action, source=source)
         return Done()
 
     def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = "backend") -> Work:

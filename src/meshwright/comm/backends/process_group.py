@@ -101,7 +101,7 @@ class TorchGroup(Group):
 
     def receive(self, tensor: torch.Tensor, *, source: int, action: str = "") -> Work:
         """Fill `tensor` with what the rank at index `source` sends."""
-        call = announce(self, "receive", tensor, action=action, source=source)
+        call = announce(self, "recv", tensor, action=action, source=source)
         if self.on_gloo:
             return self._issue(
                 call,

@@ -227,7 +227,7 @@ def _results(call: Call, operands: list[torch.Tensor]) -> Iterable[torch.Tensor]
             totals = [operand.detach().view(-1).clone() for operand in operands]
             play_all(named(call.algorithm), totals)
             return totals
-        case "send" | "receive":
+        case "send" | "recv":
             return [operands[0]] * size
         case "all_reduce" | "reduce":
             return [ordered_sum(operands)] * size
@@ -290,7 +290,7 @@ class ThreadGroup(Group):
 
     def receive(self, tensor: torch.Tensor, *, source: int, action: str = "") -> Work:
         """Fill `tensor` with what the rank at index `source` sends."""
-        return self._post(announce(self, "receive", tensor, action=action, source=source), tensor, tensor)
+        return self._post(announce(self, "recv", tensor, action=action, source=source), tensor, tensor)
 
     def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = "backend") -> Work:
         """Sum `tensor` over the group, in place: in rank order, or as the rounds of `algorithm` say.

@@ -28,7 +28,7 @@ FROM_ONE, TO_ONE = (
     ("broadcast", "scatter"),
     ("gather", "reduce"),
 )  # who sends: the one rank alone, or all but it
-PAIRWISE = ("send", "receive")
+PAIRWISE = ("send", "recv")
 WIDTHS = MappingProxyType({**FLOAT_NBYTES, **INTEGER_NBYTES})
 SUMMING = ("all_reduce", "reduce_scatter", "reduce")
 

@@ -97,7 +97,7 @@ class Recent:
             if len(self._texts) >= KNOWN:
                 self._texts.clear()
             text = self._texts[key] = _text(group, call, f"{file}:{row}")
-        line = own if call.collective not in ("send", "receive") else (own, call.collective, call.source)
+        line = own if call.collective not in ("send", "recv") else (own, call.collective, call.source)
         number = self._counts[line] = self._counts[line] + 1
         self.order += 1
         at = self.order % SLOTS * SLOT
@@ -150,7 +150,7 @@ def _slots(memory: bytearray | mmap) -> Iterator[Issued]:
 
 def _text(group: "Group", call: "Call", place: str) -> bytes:
     pair: tuple[int, ...] = ()
-    if call.collective in ("send", "receive") and call.source is not None:
+    if call.collective in ("send", "recv") and call.source is not None:
         own, peer = group.ranks[group.index], group.ranks[call.source]
         pair = (own, peer) if call.collective == "send" else (peer, own)
     what = str(call).removesuffix(f" for {call.action}").removesuffix(" (no action named)")

@@ -48,7 +48,7 @@ def move(
     Shapes in and out: see the module's note; strides may be any. The ledger books the backward under
     "`action` backward", or under what `action` tells by then. All ranks of the group call this, and all or none of them
     need the gradient. `meanwhile()` is called while the tensor is under way. An act that leaves the values alone ("keep", and
-    "once" on rank 0) returns a view of `tensor`; all others new memory.
+    "first_rank_only" on rank 0) returns a view of `tensor`; all others new memory.
 
     Raises PlanError when a dim to be sharded does not divide by the size of the group, or does not exist.
     """
@@ -133,9 +133,9 @@ def _act(
             return _stacked(tensor, group, dst_dim, action)[group.index].clone(
                 memory_format=torch.contiguous_format
             )
-        case "embed":
+        case "zero_pad":
             return embed(tensor, group, src_dim)
-        case "once":
+        case "first_rank_only":
             return tensor.view_as(tensor) if group.index == 0 else torch.zeros_like(tensor)
         case other:
             raise NotImplementedError(

@@ -36,10 +36,10 @@ from meshwright.plan.hardware.network_model import (
 
 BOUNDS = (16 << 10, 256 << 10, 4 << 20, 0)  # 0: the last band is open
 FASTEST = 1e15  # bytes per second, where a byte costs nothing that could be measured
-PARTS = ("host", "rank", "added", "between")
+PARTS = ("intra_host", "busiest_rank", "local_sum", "inter_host")
 FIXED = (
-    "host",
-    "between",
+    "intra_host",
+    "inter_host",
 )  # the parts with a latency of their own; the crowd of a round is that of the others
 
 Feature = tuple[str, int, str]  # a part or "crowd", the band or the number of ranks, "latency" or "bytes"
@@ -124,13 +124,13 @@ def _features(cell: AllReduceTiming, per_host: int) -> dict[Feature, float]:
 def _asked(demand: Demand, nbytes: int) -> list[tuple[Feature, float]]:
     found: list[tuple[Feature, float]] = []
     messages: dict[str, list[tuple[float, float]]] = {
-        "added": [(demand.added * nbytes, 1)] if demand.added else []
+        "local_sum": [(demand.added * nbytes, 1)] if demand.added else []
     }
     if demand.leaving:
-        messages["between"] = [(demand.leaving * nbytes, 1)]
+        messages["inter_host"] = [(demand.leaving * nbytes, 1)]
     else:
-        messages |= {"host": [(share * nbytes, count) for share, count in demand.host]}
-        messages |= {"rank": [(share * nbytes, count) for share, count in demand.rank]}
+        messages |= {"intra_host": [(share * nbytes, count) for share, count in demand.host]}
+        messages |= {"busiest_rank": [(share * nbytes, count) for share, count in demand.rank]}
         found.append((("crowd", demand.receiving, "latency"), 1))
     for part, sizes in messages.items():
         for size, count in sizes:

@@ -33,8 +33,8 @@ class NormFormula:
 class LayerCall:
     """One call of a layer that can be divided: its module, the visit, and its role.
 
-    Roles: "columns" and "rows" of a pair of linear layers, "inside" of what stands between them, "gathered" of a columns
-    layer without rows, "table" (an embedding), "head" (the linear layer that makes logits), "lookup" and "logits" (such a table
+    Roles: "colwise" and "rowwise" of a pair of linear layers, "between_pair" of what stands between them, "colwise_gather_output" of a columns
+    layer without rows, "embedding" (an embedding), "lm_head" (the linear layer that makes logits), "embedding_unsharded" and "lm_head_unsharded" (such a table
     or head that cannot be divided by words), "norm" (one over the last dim). `source` numbers the tensors that such layers take
     in: those that take the same one have the same number. `into` and `out` are elements per sample. `needed` tells whether the
     gradient of what goes in is needed.

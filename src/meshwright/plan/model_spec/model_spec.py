@@ -240,7 +240,7 @@ class ModelSpec:
         }  # a module of two blocks bears its name in the first
         elsewhere = blocks - mine
         divided = self.logits is not None and any(
-            call.name == self.logits.layer and call.role == "head" for call in calls
+            call.name == self.logits.layer and call.role == "lm_head" for call in calls
         )
         return replace(
             self,

@@ -36,9 +36,9 @@ REDISTRIBUTIONS: dict[tuple[Letter, Letter], str] = {
     ("S", "S"): "all_to_all",  # to another dim; "keep" when the dim is the same
     ("R", "S"): "slice",
     ("I", "S"): "slice",
-    ("S", "P"): "embed",  # the slice amid zeros
-    ("R", "P"): "once",  # rank 0 keeps the value, the others hold zeros
-    ("I", "P"): "once",
+    ("S", "P"): "zero_pad",  # the slice amid zeros
+    ("R", "P"): "first_rank_only",  # rank 0 keeps the value, the others hold zeros
+    ("I", "P"): "first_rank_only",
 }
 
 ADJOINT: dict[Letter, Letter] = {"R": "P", "P": "R", "I": "I", "S": "S"}

@@ -72,7 +72,7 @@ def _shard_index(sharding: ShardingPlan) -> int:
 
 
 FULL = Fraction(1)
-MATMUL_ROLES = ("columns", "rows", "gathered")  # roles of layers that multiply with a matrix
+MATMUL_ROLES = ("colwise", "rowwise", "colwise_gather_output")  # roles of layers that multiply with a matrix
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def block_shares(sharding: ShardingPlan) -> dict[str, BlockShare]:
         on = _local_amount(
             sharding, visit, numel, [(weight, call.out_numel) for call, weight in mine if call.name == head]
         )
-        apart = [(weight, call.out_numel) for call, weight in mine if call.role not in ("rows", "norm")]
+        apart = [(weight, call.out_numel) for call, weight in mine if call.role not in ("rowwise", "norm")]
         owed = (
             _local_amount(sharding, visit, sum(call.out_numel for call, _ in mine), apart) if mine else kept
         )
@@ -141,7 +141,7 @@ def chunked_head_call(sharding: ShardingPlan) -> LayerCall | None:
         (
             call
             for call in sharding.model_spec.layer_calls
-            if call.name == logits.layer and call.role == "head"
+            if call.name == logits.layer and call.role == "lm_head"
         ),
         None,
     )

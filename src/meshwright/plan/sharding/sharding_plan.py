@@ -94,7 +94,7 @@ class ShardingPlan:
             if passage.consumer == call.block_call
         ]
         return (
-            call.role == "head"
+            call.role == "lm_head"
             and call.name == call.block_call
             and any(visit in self.sequence_sliced_calls for visit in behind)
         )
@@ -106,7 +106,7 @@ class ShardingPlan:
         heads = [
             call
             for call in logical.model_spec.layer_calls
-            if call.role == "head" and f"{call.name}.weight" in cut
+            if call.role == "lm_head" and f"{call.name}.weight" in cut
         ]
         slices = {
             *self.sequence_sliced_calls,

@@ -73,7 +73,7 @@ class StageValueShards:
 
 def stage_value_diagnostics(sharding: ShardingPlan, values: Iterable[StageValue]) -> Iterator[Diagnostic]:
     """Those of `values` of which nobody can tell what a rank has, where the stream goes in slices."""
-    places, where = _places(sharding), "strategies.pipeline.cuts"
+    places, where = _places(sharding), "strategies.pipeline.split_points"
     if not places:
         return
     axes, fix = (

@@ -92,7 +92,7 @@ class Prices:
 
     def cost(self, action: Action) -> Cost:
         """What `action` costs."""
-        if action.stream == "receive":  # a message is counted where it is sent
+        if action.stream == "recv":  # a message is counted where it is sent
             return Cost()
         own = 0.0 if action.transfer is None else self._moved(action.transfer)
         if action.stream != "compute":

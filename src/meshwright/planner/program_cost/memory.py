@@ -153,7 +153,7 @@ def peak_parts(plan: Plan, rank: int) -> dict[str, int]:
     for name, nbytes in others.items():
         most["gradients" if name.startswith(("gradient(", "summed gradient")) else "buffers"] += nbytes
     most["buffers"] += _cast(plan.job, kept)
-    states = {"parameters": said.parameters, "master": said.master, "moments": said.moments}
+    states = {"parameters": said.parameters, "master": said.master, "optimizer_states": said.moments}
     found = {**states, **{name: most[name] for name in ("gradients", "buffers", "activations", "optimizer")}}
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 
@@ -217,7 +217,7 @@ def _kept(plan: Plan, rank: int) -> Iterator[_Kept]:
 
 def _passes(action: Action) -> bool:
     """Whether what `action` takes comes and goes within a step, as what another rank has sent does."""
-    return action.kind in PASSING or action.stream == "receive"
+    return action.kind in PASSING or action.stream == "recv"
 
 
 def _held(plan: Plan) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Seconds of what ranks send each other: by what was measured of a cluster, or by the rates of a kind of device.
 
-    measured      `meshwright bench comm` has measured sums (all_reduce). A sum is a scatter of sums and a gather, of equal bytes:
+    measured      `meshwright bench network` has measured sums (all_reduce). A sum is a scatter of sums and a gather, of equal bytes:
 
                       all_reduce of S = reduce_scatter of S + all_gather of S          so each of the two is half of it
 
@@ -22,7 +22,7 @@ from meshwright.plan.step.action import Transfer
 from meshwright.planner.machine.machine import Machine
 from meshwright.planner.machine.roofline import gathered, sent
 
-PAIRWISE = ("send", "receive", "shift")
+PAIRWISE = ("send", "recv", "shift")
 GATHERING = ("all_gather", "gather")  # whose bytes are those of one rank's piece
 
 
@@ -35,7 +35,7 @@ class Wire(Protocol):
 
 @dataclass(frozen=True)
 class Measured:
-    """The links of a cluster, as `bench comm` has measured them."""
+    """The links of a cluster, as `bench network` has measured them."""
 
     cluster: Cluster
 
@@ -50,7 +50,7 @@ class Measured:
         )
         if move.collective == "all_reduce":
             return predicted(self.cluster, move.algorithm, size, move.nbytes, per_host)
-        if move.collective in ("send", "receive"):
+        if move.collective in ("send", "recv"):
             apart = bool(host) and ranks[0] // host != ranks[-1] // host
             return message(self.cluster.network, move.nbytes, apart=apart)
         whole = move.nbytes * size if move.collective in GATHERING else move.nbytes

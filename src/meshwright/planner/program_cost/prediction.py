@@ -107,7 +107,7 @@ def meeting(program: Program) -> Program:
     named: dict[str, dict[str, Action]] = {}
     for role, actions in program.roles:
         for action in actions:
-            if action.stream == "wire" and action.transfer is not None and "pp" in action.transfer.axes:
+            if action.stream == "comm" and action.transfer is not None and "pp" in action.transfer.axes:
                 named.setdefault(action.name, {})[role] = action
     if not any(len(roles) > 1 for roles in named.values()):
         return program
@@ -157,7 +157,7 @@ def _message(tick: SimulatedAction, ended: Mapping[str, SimulatedAction]) -> flo
     last = max(waits, key=lambda each: each.end, default=None)
     if last is None or last.action.stream == "compute":
         return 0.0
-    if last.action.stream != "receive":
+    if last.action.stream != "recv":
         return last.end - last.start
     sends = [ended[qualified_name(last.role, wait)] for wait in last.action.waits]
     return max((each.end - each.start for each in sends), default=0.0)

@@ -79,7 +79,7 @@ def lagging(prices: Prices, actions: Iterable[Action]) -> dict[int, Cost]:
                 clock, cost, [who for who in map(clock.meeting, action.transfers) if who.count > 1]
             )
             clock.done += cost.computing
-        elif action.stream == "wire" and action.transfer is not None:
+        elif action.stream == "comm" and action.transfer is not None:
             who = clock.meeting(action.transfer)
             sent[action.name] = who, clock.done
             cost = replace(cost, late=clock.behind(who))

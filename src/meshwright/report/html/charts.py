@@ -30,7 +30,7 @@ COLOURS = {
     "parameters": "#3b82f6",
     "gradients": "#10b981",
     "master": "#6366f1",
-    "moments": "#8b5cf6",
+    "optimizer_states": "#8b5cf6",
     "buckets": "#f59e0b",
     "activations": "#ec4899",
 }
@@ -154,7 +154,7 @@ def _row_order(row: str) -> tuple[int, int, str]:
     """By rank (a role stands first), then run, compute, wire."""
     words = row.split()
     rank = int(words[1]) if words[0] == "rank" else -1
-    lane = next((i for i, lane in enumerate(("run", "compute", "wire")) if lane in words), 3)
+    lane = next((i for i, lane in enumerate(("run", "compute", "comm")) if lane in words), 3)
     return rank, lane, row
 
 

@@ -23,7 +23,7 @@ TRACED = {  # what a trace calls what was predicted
     "messages and waiting": (("meeting", "waiting"), ("exposed communication",)),
     "norm and optimizer": (("stepping",), ("optimizer",)),
 }
-KEPT = ("parameters", "master", "moments")
+KEPT = ("parameters", "master", "optimizer_states")
 
 
 @dataclass(frozen=True)

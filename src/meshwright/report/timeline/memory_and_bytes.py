@@ -19,12 +19,12 @@ from meshwright.report.timeline.run_record import Record
 CATEGORIES = {  # by the first words of a hold's name
     **{"gradient": "gradients", "summed gradient": "gradients"},
     **{
-        "stream": "activations",
-        "inside": "activations",
-        "stream gradient": "activations",
+        "output": "activations",
+        "saved activations": "activations",
+        "output gradient": "activations",
         "scratch": "activations",
     },
-    **dict.fromkeys(("owed", "RECV", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"), "activations"),
+    **dict.fromkeys(("deferred gradient", "RECV", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"), "activations"),
     **{
         "bucket": "buckets",
         "weight buffer": "buckets",
@@ -32,7 +32,7 @@ CATEGORIES = {  # by the first words of a hold's name
         "old weights": "buckets",
     },
 }
-ORDER = ("parameters", "master", "gradients", "moments", "buckets", "activations")
+ORDER = ("parameters", "master", "gradients", "optimizer_states", "buckets", "activations")
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def sent(record: Record) -> list[Sent]:
     """
     listed: dict[str, dict[str, list[Action]]] = {}
     for role, actions in record.program.roles if record.program else ():
-        for action in (action for action in actions if action.transfers and action.stream != "receive"):
+        for action in (action for action in actions if action.transfers and action.stream != "recv"):
             label = f"{action.kind}({action.subject})" if action.stream == "send" else action.name
             listed.setdefault(label, {}).setdefault(role, []).append(action)
     ledgers = [rank for rank in record.ranks.values() if rank.get("steps")]

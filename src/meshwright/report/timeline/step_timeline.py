@@ -130,7 +130,7 @@ def lengths(record: Record, events: Events) -> dict[str, float]:
     steps = {step for _, step, _ in times}
     passed: dict[str, list[float]] = defaultdict(list)
     for role, actions in record.program.roles:
-        for action in (action for action in actions if action.stream == "receive" and action.waits):
+        for action in (action for action in actions if action.stream == "recv" and action.waits):
             known[action.name] = 0.0
             source, name = action.waits[0].split("/", 1)
             for step in steps:
@@ -180,12 +180,12 @@ def _measured(rank: int, events: Sequence[Mapping[str, Any]], step: int) -> list
     for event in events:
         if event["args"]["step"] != step or event["cat"] == "step":
             continue
-        lane = ("run", "compute", "wire")[min(event["tid"], 2)]
+        lane = ("run", "compute", "comm")[min(event["tid"], 2)]
         more = f" ({event['tid'] - 1})" if event["tid"] > 2 else ""
         said = "; ".join(
             f"{key} {event['args'][key]}" for key in ("bytes", "collective", "flops") if key in event["args"]
         )
-        part = PART_OF.get(event["cat"], "communication" if lane == "wire" else "other")
+        part = PART_OF.get(event["cat"], "communication" if lane == "comm" else "other")
         bars.append(
             Bar(f"rank {rank} {lane}{more}", event["name"], part, event["ts"] / 1e3, event["dur"] / 1e3, said)
         )
@@ -208,7 +208,7 @@ def _planned(program: Program, known: Mapping[str, float]) -> list[Bar]:
         Bar(
             f"{tick.role} {tick.action.stream}",
             tick.action.name,
-            PART_OF.get(tick.action.kind, "communication" if tick.action.stream == "wire" else "other"),
+            PART_OF.get(tick.action.kind, "communication" if tick.action.stream == "comm" else "other"),
             tick.start,
             tick.end - tick.start,
             _words(tick.action),
