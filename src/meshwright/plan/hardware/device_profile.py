@@ -194,7 +194,11 @@ class DeviceProfile:
                     yield Diagnostic(
                         f"{count} of {dtype}; a law takes {MIN_MEASUREMENTS} at least", again, name
                     )
-        for name, least in (("matmuls", MIN_MEASUREMENTS), ("attention", MIN_MEASUREMENTS), ("memory_ops", 2)):
+        for name, least in (
+            ("matmuls", MIN_MEASUREMENTS),
+            ("attention", MIN_MEASUREMENTS),
+            ("memory_ops", 2),
+        ):
             if len(vars(self)[name]) < least and not (vars(self)[name] and name != "memory_ops"):
                 yield Diagnostic(f"{len(vars(self)[name])} were measured; needed are {least}", again, name)
         for each in sorted({each.operation for each in self.elementwise_ops}.difference(COMPUTE_HEAVY_OPS)):

@@ -146,11 +146,16 @@ class NetworkModel:
         counts = [crowd.num_receivers for crowd in self.round_overheads]
         if counts != sorted(set(counts)) or any(count < 1 for count in counts):
             yield Diagnostic(
-                f"round overheads of {counts} ranks", "write each number once, rising from 1", f"{location}.round_overheads"
+                f"round overheads of {counts} ranks",
+                "write each number once, rising from 1",
+                f"{location}.round_overheads",
             )
         for number, crowd in enumerate(self.round_overheads):
             if not 0 <= crowd.seconds < inf:
-                text, place = f"a round overhead of {crowd.seconds} s", f"{location}.round_overheads.{number}.seconds"
+                text, place = (
+                    f"a round overhead of {crowd.seconds} s",
+                    f"{location}.round_overheads.{number}.seconds",
+                )
                 yield Diagnostic(text, "write seconds, 0 or more", place)
 
 
@@ -236,7 +241,9 @@ class Cluster:
             )
         if self.ranks_per_host < 0:
             yield Diagnostic(
-                f"{self.ranks_per_host} ranks per host", "write 0 when all ranks share one host", "ranks_per_host"
+                f"{self.ranks_per_host} ranks per host",
+                "write 0 when all ranks share one host",
+                "ranks_per_host",
             )
         yield from self.network.diagnostics("network")
         if not self.measurements:

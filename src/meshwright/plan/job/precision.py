@@ -71,7 +71,9 @@ class PrecisionConfig:
         if self.optimizer_states not in ("", self.effective.master):
             text = f"optimizer_states in {self.optimizer_states}; the optimizer keeps them in the dtype of what it steps, {self.effective.master}"
             yield Diagnostic(
-                text, f'remove it, or set precision.master = "{self.optimizer_states}"', "precision.optimizer_states"
+                text,
+                f'remove it, or set precision.master = "{self.optimizer_states}"',
+                "precision.optimizer_states",
             )
         yield from self._scale_faults()
 
