@@ -1,9 +1,9 @@
 """Splits one dim of a parameter among the ranks of an axis: consecutive sections, each of units that stay
 whole.
 
-    q, one section of 6 heads, 4 ranks      | h0 h1 | h2 h3 | h4 | h5 |           even, the first ranks get one more
-    qkv, three sections, 2 ranks            | q q : k k : v v |  ->  rank 0: q k v, rank 1: q k v
-    a packed gate and up, 2 ranks           | gate : up |        ->  rank 0: the first half of each
+    q, one section of 6 heads, 4 ranks     | h0 h1 | h2 h3 | h4 | h5 |          the first ranks get one more
+    qkv, three sections, 2 ranks           | q q : k k : v v |  ->  rank 0: q k v, rank 1: q k v
+    a packed gate and up, 2 ranks          | gate : up |        ->  rank 0: the first half of each
 
 A plain matrix is one section whose units are single rows. Grouped-query heads are split by group: a unit of q
 is all heads that share one key, a unit of k or v is one head. All sections of a parameter have the same
@@ -12,8 +12,8 @@ number of units, so a rank gets the same units of each.
 With more ranks than units, single heads are distributed, and every rank needs the keys and values of its
 heads:
 
-    q, 3 heads a unit, 3 ranks              | h0 h1 | h2 : h3 | h4 h5 |         a rank may have heads of two units
-    k, one head a unit                      | k0 | k0 k1 | k1 |                  these overlap: k stays replicated
+    q, 3 heads a unit, 3 ranks             | h0 h1 | h2 : h3 | h4 h5 |        a rank may have heads of two units
+    k, one head a unit                     | k0 | k0 k1 | k1 |                these overlap: k stays replicated
 
 A parameter has two sides: "out", one index per feature that the layer returns (also of its bias), and "in",
 one index per feature that it takes (per vocabulary entry, for an embedding).
@@ -154,7 +154,6 @@ class DimShard:
 
 
 def _merge_adjacent(ranges: Iterator[Range]) -> Iterator[Range]:
-    """The same elements in the same order, in as few ranges as can be."""
     last: Range | None = None
     for first, end in ranges:
         if last is not None and last[1] == first:

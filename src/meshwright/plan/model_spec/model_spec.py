@@ -76,7 +76,7 @@ class ParamSpec:
         )
 
     def split_of_side(self, side: str) -> DimSplit | None:
-        """The split of the "in" or the "out" side of the layer in this parameter; None without such a side."""
+        """The split of the "in" or "out" side of the layer in this parameter; None without such a side."""
         return next((split for split in self.dim_splits if split.side == side), None)
 
     @property

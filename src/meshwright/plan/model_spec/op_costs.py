@@ -87,7 +87,7 @@ class ModelMemory:
     ops: "ModelOps | None" = None
 
 
-# Operations, by torch's names for them, that compute so much for each number that memory does not say what they take on a CPU.
+# Operations, by their names in torch, whose time on a CPU is not determined by the bytes they read and write.
 COMPUTE_HEAVY_OPS = (
     *(
         "tanh",

@@ -17,9 +17,9 @@ A stage receives a value from the previous stage on its own rank if that has it;
 before it that uses the value and forwards it, or from the producer. Stages without use for a value never
 receive it:
 
-    stages 0 1 2 3 on ranks 0 1 2 3      z of 0, used by 3            0 ----------> 3                 sent directly
-                                         z of 0, used by 1, 2, 3      0 --> 1 --> 2 --> 3             forwarded by users
-    stages 0 1 2 3 on ranks 0 1 0 1      z of 0, used by 1, 2, 3      0 --> 1, and 2 and 3 have it    sent once
+    stages 0 1 2 3 on ranks 0 1 2 3      z of 0, used by 3            0 ----------> 3              direct
+                                         z of 0, used by 1, 2, 3      0 --> 1 --> 2 --> 3          forwarded
+    stages 0 1 2 3 on ranks 0 1 0 1      z of 0, used by 1, 2, 3      0 --> 1, 2 and 3 have it     sent once
 """
 
 from collections.abc import Iterator, Sequence
@@ -161,29 +161,32 @@ class StageBoundaries:
         order.
         """
         raise_diagnostics(self.diagnostics(boundaries))
-        starts = [0, *(self.index[border] for border in boundaries), len(self.block_calls)]
+        starts = [0, *(self.index[boundary] for boundary in boundaries), len(self.block_calls)]
         return tuple(self._part(start, end) for start, end in pairwise(starts))
 
     def diagnostics(self, boundaries: Sequence[str]) -> Iterator[Diagnostic]:
         """Yields what keeps the model from being split at `boundaries`."""
-        known = [border for border in boundaries if border in self.index]
-        for border in boundaries:
-            if border not in self.index:
+        known = [boundary for boundary in boundaries if boundary in self.index]
+        for boundary in boundaries:
+            if boundary not in self.index:
                 yield Diagnostic(
-                    f"'{border}' is not a block call", suggest_name(border, self.block_calls), "borders"
+                    f"'{boundary}' is not a block call",
+                    suggest_name(boundary, self.block_calls),
+                    "boundaries",
                 )
-        at = [self.index[border] for border in known]
+        at = [self.index[boundary] for boundary in known]
         if at != sorted(set(at)) or 0 in at:
-            text = f"the boundaries {', '.join(known)} are not in the order of the forward, each once and after its first block call"
+            text = f"the boundaries {', '.join(known)} are not in the order of the forward, each once"
+            text += " and after its first block call"
             yield Diagnostic(
                 text, f"give them in this order: {', '.join(self.block_calls[1:])}", "boundaries"
             )
         closed = {boundary_info.block_call: boundary_info for boundary_info in self.closed_boundaries}
-        for border in known:
-            if border in closed and self.index[border]:
-                before = self.block_calls[self.index[border] - 1]
-                text = f"no stage can begin with '{border}', after '{before}': {closed[border].reason}"
-                yield Diagnostic(text, f"{self._instead(border)}{closed[border].fix}", "boundaries")
+        for boundary in known:
+            if boundary in closed and self.index[boundary]:
+                before = self.block_calls[self.index[boundary] - 1]
+                text = f"no stage can begin with '{boundary}', after '{before}': {closed[boundary].reason}"
+                yield Diagnostic(text, f"{self._instead(boundary)}{closed[boundary].fix}", "boundaries")
 
     def _instead(self, boundary: str) -> str:
         """The open boundaries next to a closed one, as text."""
