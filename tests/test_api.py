@@ -11,7 +11,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.job import OptimizerConfig, TrainConfig
 from meshwright.run.checkpoint.manifest import CheckpointError
-from meshwright.testing.ranks import ProcessPool, on_threads
+from meshwright.testing.ranks import ProcessPool, run_on_threads
 
 BATCH, STEPS = 6, 5
 JOB = mw.Job(
@@ -57,8 +57,8 @@ def module() -> Regression:
     return made
 
 
-def plan_for(ranks: int, micro_batch: int = 0) -> tuple[mw.Reading, mw.Plan]:
-    reading = mw.read(module(), example=batch(0), loss=squares())
+def plan_for(ranks: int, micro_batch: int = 0) -> tuple[mw.AnalyzedModel, mw.Plan]:
+    reading = mw.analyze(module(), example=batch(0), loss=squares())
     return reading, mw.make_plan(reading, JOB, mw.Mesh(dp_replicate=ranks), micro_batch=micro_batch)
 
 
@@ -83,7 +83,7 @@ def train(
     """The user's loop on one rank: its losses, and the parameters that it ends with; it goes on from `folder` if that exists."""
     reading, plan = plan_for(ranks, micro_batch)
     losses = []
-    with mw.build(reading, plan, optimizer=heavy_ball, loss=squares(), world=world) as engine:
+    with mw.parallelize(reading, plan, optimizer=heavy_ball, loss=squares(), world=world) as engine:
         if folder and Path(folder).exists():
             engine.load(folder)
         while engine.steps_done < stop_at:
@@ -116,7 +116,7 @@ def test_one_rank_is_the_ordinary_loop_with_the_users_own_module_loss_and_optimi
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 0), (3, 1), (6, 0)])
 def test_ranks_share_a_global_batch_and_compute_the_same(ranks, micro_batch):
     wanted, expected = by_hand()
-    results = on_threads(
+    results = run_on_threads(
         lambda world: train(world, ranks, micro_batch=micro_batch), mw.Mesh(dp_replicate=ranks)
     )
     for losses, state in results:
@@ -153,9 +153,9 @@ def test_on_two_processes_a_saved_and_loaded_engine_goes_on_bit_for_bit(process_
 def test_the_users_module_is_left_untouched():
     mine = module()
     before = {name: value.clone() for name, value in mine.state_dict().items()}
-    reading = mw.read(mine, example=batch(0), loss=squares())
+    reading = mw.analyze(mine, example=batch(0), loss=squares())
     plan = mw.make_plan(reading, JOB)
-    with mw.build(reading, plan, loss=squares()) as engine:
+    with mw.parallelize(reading, plan, loss=squares()) as engine:
         engine.step(engine.share(batch(0)))
         assert engine.module is not mine
         assert not torch.equal(engine.module.state_dict()["first.weight"], before["first.weight"])
@@ -166,7 +166,7 @@ def test_the_users_module_is_left_untouched():
 
 def test_after_close_the_trained_module_runs_by_itself():
     reading, plan = plan_for(1)
-    engine = mw.build(reading, plan, loss=squares())
+    engine = mw.parallelize(reading, plan, loss=squares())
     engine.step(engine.share(batch(0)))
     engine.close()
     trained = engine.module
@@ -176,7 +176,7 @@ def test_after_close_the_trained_module_runs_by_itself():
 
 
 def test_a_short_batch_and_none_at_all_are_steps_too():
-    results = on_threads(lambda world: short(world), mw.Mesh(dp_replicate=3))
+    results = run_on_threads(lambda world: short(world), mw.Mesh(dp_replicate=3))
     assert results[0] == results[1] == results[2]
     (loss, tokens, _), (nothing, none, skipped) = results[0]
     mine, rows = module(), batch(0, 4)
@@ -189,7 +189,7 @@ def test_a_short_batch_and_none_at_all_are_steps_too():
 
 def short(world: World) -> list[tuple[float, int, bool]]:
     reading, plan = plan_for(3)
-    with mw.build(reading, plan, loss=squares(), world=world) as engine:
+    with mw.parallelize(reading, plan, loss=squares(), world=world) as engine:
         found = [engine.step(engine.share(batch(0, 4))), engine.step(None)]
     return [(metrics.loss, metrics.tokens, metrics.skipped) for metrics in found]
 
@@ -210,15 +210,15 @@ def test_verify_notices_a_loss_that_is_a_mean():
     assert verdict.cause == "loss scale"
 
 
-def build_with(world: World | None = None, **options: object) -> mw.Engine:
+def build_with(world: World | None = None, **options: object) -> mw.Trainer:
     reading, plan = plan_for(2)
-    return mw.build(options.pop("model", reading), plan, loss=squares(), world=world, **options)
+    return mw.parallelize(options.pop("model", reading), plan, loss=squares(), world=world, **options)
 
 
 def test_a_plan_for_more_ranks_than_there_are_is_refused():
     with pytest.raises(mw.PlanError) as caught:
         build_with()
-    (fault,) = caught.value.faults
+    (fault,) = caught.value.diagnostics
     assert fault.what == "the plan is for dp_replicate 2 (2 ranks) and the world is one device (1)"
     assert fault.fix == "start 2 ranks, or make a plan for this world"
 
@@ -237,35 +237,35 @@ def test_a_model_without_an_example_is_refused():
 
 def test_a_batch_larger_than_the_plans_is_refused_not_cut():
     reading, plan = plan_for(1)
-    with mw.build(reading, plan, loss=squares()) as engine, pytest.raises(mw.PlanError) as caught:
+    with mw.parallelize(reading, plan, loss=squares()) as engine, pytest.raises(mw.PlanError) as caught:
         engine.share(batch(0, BATCH + 1))
-    (fault,) = caught.value.faults
+    (fault,) = caught.value.diagnostics
     assert fault.what == f"a batch of {BATCH + 1} rows; the plan's global batch is {BATCH}"
 
 
 def test_a_checkpoint_is_found_by_its_contents_not_by_the_name_of_its_folder(tmp_path):
     reading, plan = plan_for(1)
-    with mw.build(reading, plan, loss=squares()) as engine:
+    with mw.parallelize(reading, plan, loss=squares()) as engine:
         engine.step(engine.share(batch(0)))
         place = engine.save(tmp_path)
     best = place.rename(tmp_path / "best")
-    with mw.build(reading, plan, loss=squares()) as engine:
+    with mw.parallelize(reading, plan, loss=squares()) as engine:
         assert engine.load(best) == engine.steps_done == 1
         assert engine.load(str(best)) == 1
 
 
 @pytest.mark.parametrize("damage", ["folder above", "another model", "truncated"])
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, damage):
-    other = mw.read(
+    other = mw.analyze(
         Regression(7) if damage == "another model" else module(), example=batch(0), loss=squares()
     )
-    with mw.build(other, mw.make_plan(other, JOB), loss=squares()) as engine:
+    with mw.parallelize(other, mw.make_plan(other, JOB), loss=squares()) as engine:
         place = engine.save(tmp_path)
     if damage == "truncated":
         shard = place / "rank-00000.safetensors"
         shard.write_bytes(shard.read_bytes()[:-4])
     reading, plan = plan_for(1)
-    with mw.build(reading, plan, loss=squares()) as engine:
+    with mw.parallelize(reading, plan, loss=squares()) as engine:
         before = {name: value.clone() for name, value in engine.module.state_dict().items()}
         with pytest.raises(CheckpointError) as caught:
             engine.load(tmp_path if damage == "folder above" else place)
@@ -281,10 +281,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, damage):
 def test_saving_the_same_step_of_another_course_keeps_what_was_saved_last(tmp_path):
     reading, plan = plan_for(1)
     for seed in (1, 2):
-        with mw.build(reading, plan, loss=squares()) as engine:
+        with mw.parallelize(reading, plan, loss=squares()) as engine:
             engine.step(engine.share(batch(seed)))
             place = engine.save(tmp_path)
             last = engine.module.state_dict()["first.weight"].clone()
-    with mw.build(reading, plan, loss=squares()) as engine:
+    with mw.parallelize(reading, plan, loss=squares()) as engine:
         engine.load(place)
         assert torch.equal(engine.module.state_dict()["first.weight"], last)

@@ -12,7 +12,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import reading_of, tiny_job
 
 SHARD = BatchSplit(axis="dp_shard")
@@ -66,7 +66,7 @@ def test_each_rank_has_its_share_of_the_values_that_one_device_begins_with(stage
         with parallelize(reading, plan, world=world) as engine:
             return {name: value.clone() for name, value in engine.executor.gather_parameters().items()}
 
-    for found in on_threads(rank, plan.mesh):
+    for found in run_on_threads(rank, plan.mesh):
         assert {name: value.tolist() for name, value in found.items()} == {
             name: value.tolist() for name, value in whole.items()
         }

@@ -16,7 +16,7 @@ from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.job import OptimizerConfig, TrainConfig
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.model.published_models import logits, published
 
 JOB = mw.Job(ModelConfig("mine"), DataConfig("mine"), TrainConfig(steps=2, batch=6), OptimizerConfig(lr=0.01))
@@ -29,14 +29,14 @@ def batch() -> dict[str, torch.Tensor]:
 
 def test_three_ranks_start_from_weights_and_the_first_writes_what_they_trained(tmp_path: Path):
     theirs = published(tmp_path / "in")
-    reading = mw.read(
+    reading = mw.analyze(
         lambda: transformers.LlamaForCausalLM(theirs.config), batch(), weights=str(tmp_path / "in")
     )
     plan = mw.make_plan(reading, JOB, mw.Mesh(dp_replicate=3))
     before = {name: value.detach().clone() for name, value in theirs.named_parameters()}
 
     def rank(world: World) -> tuple[bool, object, dict[str, torch.Tensor]]:
-        with mw.build(reading, plan, world=world) as engine:
+        with mw.parallelize(reading, plan, world=world) as engine:
             started = all(
                 torch.equal(value, before[name]) for name, value in engine.module.named_parameters()
             )
@@ -48,7 +48,7 @@ def test_three_ranks_start_from_weights_and_the_first_writes_what_they_trained(t
                 {name: value.detach().clone() for name, value in engine.module.named_parameters()},
             )
 
-    first, *others = on_threads(rank, plan.mesh)
+    first, *others = run_on_threads(rank, plan.mesh)
     assert all(started for started, _, _ in (first, *others))
     assert first[1].round_trip.passed
     assert [written for _, written, _ in others] == [None, None]
@@ -62,19 +62,19 @@ def test_three_ranks_start_from_weights_and_the_first_writes_what_they_trained(t
 )
 def test_what_has_masters_is_written_as_exactly_as_they_are(tmp_path: Path, strategies: tuple[Strategy, ...]):
     theirs = published(tmp_path / "in")
-    reading = mw.read(
+    reading = mw.analyze(
         lambda: transformers.LlamaForCausalLM(theirs.config), batch(), weights=str(tmp_path / "in")
     )
     precision = PrecisionConfig("bfloat16", "bfloat16", "float32", master="float32")
     plan = mw.make_plan(reading, replace(JOB, precision=precision), mw.Mesh(dp_replicate=3), strategies)
 
     def rank(world: World) -> dict[str, torch.Tensor]:
-        with mw.build(reading, plan, world=world) as engine:
+        with mw.parallelize(reading, plan, world=world) as engine:
             engine.step(engine.share(batch()))
             engine.export(tmp_path / "out", torch.float32)
             return engine.player.parameters()
 
-    rounded, *_ = on_threads(rank, plan.mesh)
+    rounded, *_ = run_on_threads(rank, plan.mesh)
     loaded = dict(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
     assert all(torch.equal(loaded[name].bfloat16(), value) for name, value in rounded.items())
     assert any(not torch.equal(loaded[name].double(), value.double()) for name, value in rounded.items())
@@ -84,11 +84,11 @@ def test_a_plan_s_hash_names_the_stored_values(tmp_path: Path):
     hashes = set()
     for seed in (1, 2):
         theirs = published(tmp_path / str(seed), seed=seed)
-        reading = mw.read(
+        reading = mw.analyze(
             lambda config=theirs.config: transformers.LlamaForCausalLM(config),
             batch(),
             weights=str(tmp_path / str(seed)),
         )
         hashes.add(mw.make_plan(reading, JOB).hash)
-    drawn = mw.read(lambda: transformers.LlamaForCausalLM(theirs.config), batch())
+    drawn = mw.analyze(lambda: transformers.LlamaForCausalLM(theirs.config), batch())
     assert len(hashes | {mw.make_plan(drawn, JOB).hash}) == 3

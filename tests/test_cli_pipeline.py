@@ -101,7 +101,7 @@ def test_processes_prove_it(config, forks, tmp_path):
 def test_a_run_goes_on_with_other_parts_with_none_and_with_copies(config, left_alone, forks, tmp_path):
     run, theirs = tmp_path / "run", metrics(left_alone[0])
     shutil.copytree(checkpoint(left_alone[0], 10 * (STEPS // 10 - 2)), checkpoint(run, STEPS - 20))
-    copies = '[{name = "batch"}, {name = "replicate"}]'
+    copies = '[{name = "batch_split"}, {name = "ddp"}]'
     changes = (
         (
             "mesh.pp was 3, is 2, strategies.pipeline.schedule was 1f1b, is gpipe",
@@ -193,7 +193,7 @@ def test_the_report_draws_who_works_when_planned_above_measured(left_alone, fork
         word in drawn
         for word in ("rank 0", "rank 2", "bubble", "exposed communication", "forward of micro-batch 3", "KiB")
     )
-    assert "stage2 planned, at its fullest" in text
+    assert "pp2 planned, at its fullest" in text
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_the_report_draws_who_works_when_planned_above_measured(left_alone, fork
         (("--mesh.pp", 5), "5 ranks for a model that can be cut into 4 parts", "set mesh.pp to 4 at most"),
         (("--strategies.pipeline.schedule", "1b1f"), "there is no schedule '1b1f'", "did you mean '1f1b'?"),
         (
-            ("--strategies.pipeline.cuts", '["layers.7"]'),
+            ("--strategies.pipeline.split_points", '["layers.7"]'),
             "'layers.7' is no visit of a block",
             "did you mean 'layers.1'?",
         ),
@@ -232,4 +232,4 @@ def test_the_plan_shows_parts_borders_and_turns_and_warns_of_few_micro_batches(c
     assert "micro-batches for 3 ranks" not in out
     few = forks("plan", config, "--micro_batch", 6)[1]
     assert "2 micro-batches for 3 ranks in a line: bubble" in few
-    assert len(forks("plan", config, "--all")[1].splitlines()) > len(out.splitlines())
+    assert len(forks("plan", config, "--all-actions")[1].splitlines()) > len(out.splitlines())

@@ -12,8 +12,8 @@ from tests.command_line import Command, become_the_only_rank, checkpoint, forget
 
 STEPS, EVERY = 40, 10
 ALONE = {"mesh": {"dp_replicate": 1}}
-SPLIT = {"name": "batch", "axis": "dp_shard"}
-BOTH = [{"name": "batch"}, SPLIT]
+SPLIT = {"name": "batch_split", "axis": "dp_shard"}
+BOTH = [{"name": "batch_split"}, SPLIT]
 COURSES: list[dict] = [
     {"mesh": {"dp_replicate": 1, "dp_shard": 2}},  # no strategies: shards of everything
     {"mesh": {"dp_replicate": 1, "dp_shard": 3}, "strategies": [SPLIT, {"name": "zero", "stage": 2}]},

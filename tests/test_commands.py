@@ -47,7 +47,7 @@ def test_a_plan_is_a_table_of_what_will_happen(config, say):
     ):
         assert word in folded
     assert max(map(len, out.splitlines())) <= 80
-    every = say("plan", config, "--all")[1]
+    every = say("plan", config, "--all-actions")[1]
     assert len(every.splitlines()) > len(out.splitlines())
 
 
@@ -92,7 +92,7 @@ def test_an_edited_plan_is_refused_by_every_verb(config, say, tmp_path):
         (["--trian.steps", 3], "--trian: there is no key 'trian' here", "did you mean 'train'?"),
         (["--wrold", 3], "there is no key 'wrold'", "options of the command itself: --out, --world"),
         (["--mesh.dp_replicat", 2], "there is no axis 'dp_replicat'", "did you mean 'dp_replicate'?"),
-        (["--mesh.tp", 2], "no pair of linear layers of build is known to split", "--explain-model"),
+        (["--mesh.tp", 2], "no pair of linear layers of build is known to split", "meshwright inspect"),
         (["--mesh.cp", 2], "layers.0 takes cumsum over tokens", "mesh.dp_shard = 2 are as many ranks"),
         (["--mesh.tp_depth", 2], "no strategy uses the axis tp_depth", "give the axis a strategy"),
         (["--mesh.dp_replicate", -1], "dp_replicate is -1 and the number of ranks is not known", "--world N"),

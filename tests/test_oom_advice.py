@@ -180,7 +180,7 @@ def test_the_message_says_what_was_planned_what_was_live_and_the_first_change_th
     lines = text.splitlines()
     assert lines[0].startswith("rank 1 ran out of memory: [enforce fail")
     assert lines[1].startswith("  planned ")
-    assert "moments" in lines[1]
+    assert "optimizer_states" in lines[1]
     assert "live       4 KiB (parameters 4 KiB); in all" in lines[2]
     assert f"this fits:  {fitting.description}: " in text
     assert text.count("this fits") == 1

@@ -7,8 +7,9 @@ from functools import cache
 import torch
 from torch import nn
 
-from meshwright.api import analyze, make_plan, make_stateless_rng, make_trained_module
+from meshwright.api import analyze, make_plan
 from meshwright.comm.collectives.group import World
+from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
 from meshwright.engine.runtime.loss import IGNORE_INDEX, Loss, token_cross_entropy
 from meshwright.engine.runtime.state import RankState
 from meshwright.engine.step.executor import Executor
@@ -20,7 +21,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Strategy
 from meshwright.run.data.feed import ExampleDataset, open_feed
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import compare_rank, make_verdict, parity_job, single_device_job
 from meshwright.verifier.reference import ParityCase, run_reference
 from meshwright.verifier.verdict import Verdict
@@ -125,7 +126,7 @@ def verdict_of(
     reference = run_reference(case, steps)
     return make_verdict(
         case,
-        on_threads(lambda world: compare_rank(on_rank(case, world), world, reference), case.plan.mesh),
+        run_on_threads(lambda world: compare_rank(on_rank(case, world), world, reference), case.plan.mesh),
         "threads",
         {},
     )

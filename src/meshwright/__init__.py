@@ -1,12 +1,16 @@
-"""meshwright: plan, verify and train any PyTorch model with any combination of parallel techniques.
+"""meshwright: plan, verify and train any PyTorch model with any combination of parallelism techniques.
 
-    job = meshwright.Job(train=meshwright.Train(steps=1000, batch=16))
-    reading = meshwright.read(model, example=batch)
-    plan = meshwright.make_plan(reading, job, mesh)
-    engine = meshwright.build(reading, plan, optimizer=..., loss=...)
-    metrics = engine.step(engine.share(batch))
+    import meshwright as mw
 
-Names are imported on first use, so that `import meshwright` costs nothing and needs no torch.
+    job = mw.Job(train=mw.TrainConfig(steps=1000, batch=16))
+    analyzed = mw.analyze(model, example_batch)
+    strategies = [mw.BatchSplit(axis="dp_shard"), mw.ZeRO(), mw.TensorParallel()]
+    plan = mw.make_plan(analyzed, job, mw.Mesh(dp_shard=4, tp=2), strategies)
+    mw.verify(analyzed, plan, [batch], loss=loss).raise_if_failed()
+    trainer = mw.parallelize(analyzed, plan, optimizer=torch.optim.AdamW, loss=loss)
+    metrics = trainer.step(trainer.local_batch(batch))
+
+A name is imported on first use, so `import meshwright` is fast and does not import torch.
 """
 
 from importlib import import_module
@@ -14,44 +18,58 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Callback": "meshwright.run.telemetry.callbacks",
-    "DataSource": "meshwright.plan.job.data_source",
-    "Engine": "meshwright.api",
-    "Evaluate": "meshwright.plan.job.job",
-    "Guard": "meshwright.plan.job.job",
-    "Job": "meshwright.plan.job.job",
-    "Loss": "meshwright.engine.runtime.loss",
-    "Mesh": "meshwright.plan.sharding.mesh",
-    "Metrics": "meshwright.engine.runtime.state",
-    "Model": "meshwright.model.loading.loader",
-    "ModelSource": "meshwright.plan.job.data_source",
-    "Optimizer": "meshwright.plan.job.job",
-    "ParameterGroup": "meshwright.plan.job.job",
-    "Part": "meshwright.plan.job.data_source",
-    "Plan": "meshwright.plan.plan",
-    "PlanError": "meshwright.plan.job.errors",
-    "Precision": "meshwright.plan.job.job",
-    "Reading": "meshwright.model.analysis.analyze",
-    "Run": "meshwright.plan.job.run_options",
-    "Schedule": "meshwright.plan.job.job",
-    "Train": "meshwright.plan.job.job",
-    "build": "meshwright.api",
-    "make_plan": "meshwright.api",
-    "read": "meshwright.api",
-    "token_cross_entropy": "meshwright.engine.runtime.loss",
-    "trace": "meshwright.api",
-    "train": "meshwright.commands.train_function",
-    "verify": "meshwright.api",
+_MODULES = {
+    "meshwright.api": ("analyze", "make_plan", "parallelize", "trace", "verify"),
+    "meshwright.commands.train_function": ("train",),
+    "meshwright.engine.forward.evaluation": ("Evaluation",),
+    "meshwright.engine.runtime.loss": ("Loss", "token_cross_entropy"),
+    "meshwright.engine.runtime.state": ("Metrics",),
+    "meshwright.model.analysis.analyze": ("AnalyzedModel",),
+    "meshwright.model.loading.loader": ("Model",),
+    "meshwright.oom_advice": ("OutOfMemory",),
+    "meshwright.parallel.context.hybrid": ("HybridContextParallel",),
+    "meshwright.parallel.context.ring": ("RingAttention",),
+    "meshwright.parallel.context.ulysses": ("Ulysses",),
+    "meshwright.parallel.data.batch_split": ("BatchSplit",),
+    "meshwright.parallel.data.data_parallel_master": ("DataParallelMaster",),
+    "meshwright.parallel.data.ddp": ("DDP",),
+    "meshwright.parallel.data.ddp_naive": ("NaiveDDP",),
+    "meshwright.parallel.data.zero": ("ZeRO",),
+    "meshwright.parallel.memory.activation_checkpointing": ("ActivationCheckpointing",),
+    "meshwright.parallel.memory.chunked_loss": ("ChunkedLoss",),
+    "meshwright.parallel.memory.tiled_mlp": ("TiledMLP",),
+    "meshwright.parallel.pipeline.pipedream": ("PipeDream",),
+    "meshwright.parallel.pipeline.pipeline": ("Pipeline",),
+    "meshwright.parallel.tensor.cube_3d": ("TensorParallel3D",),
+    "meshwright.parallel.tensor.megatron_1d": ("TensorParallel",),
+    "meshwright.parallel.tensor.optimus_2d": ("TensorParallel2D",),
+    "meshwright.parallel.tensor.sequence_parallel": ("SequenceParallel",),
+    "meshwright.parallel.tensor.tesseract_25d": ("TensorParallel25D",),
+    "meshwright.parallel.tensor.vocab_parallel": ("VocabParallel",),
+    "meshwright.plan.job.data_source": ("DataConfig", "MixturePart", "ModelConfig"),
+    "meshwright.plan.job.errors": ("Diagnostic", "PlanError"),
+    "meshwright.plan.job.job": (
+        *("EvalConfig", "Job", "LossGuard", "OptimizerConfig", "ParamGroupConfig", "ScheduleConfig"),
+        "TrainConfig",
+    ),
+    "meshwright.plan.job.precision": ("PrecisionConfig",),
+    "meshwright.plan.job.run_options": ("RunConfig",),
+    "meshwright.plan.plan": ("Plan",),
+    "meshwright.plan.sharding.mesh": ("Mesh",),
+    "meshwright.plan.strategy": ("Strategy",),
+    "meshwright.run.telemetry.callbacks": ("Callback",),
+    "meshwright.run.training.engine": ("Trainer",),
+    "meshwright.verifier.verdict": ("Verdict",),
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = [*_HOMES, "__version__"]
+__all__ = [*sorted(_MODULE_OF), "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'meshwright' has no attribute '{name}'; it has {', '.join(__all__)}")
-    return vars(import_module(_HOMES[name]))[name]
+    return vars(import_module(_MODULE_OF[name]))[name]
 
 
 def __dir__() -> list[str]:

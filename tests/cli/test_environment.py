@@ -33,7 +33,7 @@ def test_a_process_that_nobody_started_is_no_rank():
 
 def test_ranks_on_one_host_stay_on_its_loopback(monkeypatch):
     start(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
-    assert current_rank().launcher_env.one_host
+    assert current_rank().launcher_env.is_single_host
     assert os.environ["GLOO_SOCKET_IFNAME"] == loopback_interface()
 
 

@@ -1,4 +1,4 @@
-"""`bench comm`: what can be asked for, what is refused, and one real measurement by three local ranks."""
+"""`bench network`: what can be asked for, what is refused, and one real measurement by three local ranks."""
 
 import json
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_ranks_alone_or_not_host_by_host_are_refused(
             parse_request("2", "", quick=True),
             tmp_path / "cluster.toml",
         )
-    assert raised.value.diagnostics[0].location == "bench comm"
+    assert raised.value.diagnostics[0].location == "bench network"
 
 
 @pytest.mark.timeout(240)

@@ -1,4 +1,4 @@
-"""`plan --explain-model`: the model is read, and nothing else is asked for."""
+"""`inspect`: the model is read, and nothing else is asked for."""
 
 import json
 from pathlib import Path
@@ -76,7 +76,7 @@ def test_a_model_that_is_not_there_is_refused(config: Path):
 
 def test_the_command_shows_the_model_and_writes_json(config: Path, tmp_path: Path):
     done = CliRunner().invoke(
-        app, ["plan", str(config), "--explain-model", "--json", str(tmp_path / "found.json")]
+        app, ["inspect", str(config), "--json", str(tmp_path / "found.json")]
     )
     assert done.exit_code == 0, done.output
     assert "blocks, in the order of their visits" in done.output
@@ -85,7 +85,7 @@ def test_the_command_shows_the_model_and_writes_json(config: Path, tmp_path: Pat
 
 def test_a_forward_that_needs_other_inputs_is_explained_and_then_refused(config: Path, tmp_path: Path):
     source = f"{tmp_path / 'net.py'}:Net"
-    done = CliRunner().invoke(app, ["plan", str(config), "--explain-model", "--model.source", source])
+    done = CliRunner().invoke(app, ["inspect", str(config), "--model.source", source])
     assert done.exit_code == 2
     assert "blocks, as the module tree has them" in done.output
     said = " ".join((done.output + done.stderr).split())
@@ -96,7 +96,7 @@ def test_a_forward_that_needs_other_inputs_is_explained_and_then_refused(config:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--explain-model", "--out", "plan.toml"], "--explain-model makes no plan"),
+        (["--devices", "8"], "choose a plan with `meshwright search MODEL`"),
     ],
 )
 def test_words_that_do_not_go_together_are_refused(config: Path, words: list[str], said: str):
@@ -111,8 +111,8 @@ def test_a_file_that_cannot_be_written_is_refused(config: Path, tmp_path: Path):
 
 
 def test_a_mesh_that_divides_shows_where_every_parameter_lies(config: Path, tmp_path: Path):
-    words = ["--explain-model", "--mesh.tp", "2", "--json", str(tmp_path / "found.json")]
-    done = CliRunner().invoke(app, ["plan", str(config), *words], env={"COLUMNS": "200"})
+    words = ["--mesh.tp", "2", "--json", str(tmp_path / "found.json")]
+    done = CliRunner().invoke(app, ["inspect", str(config), *words], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
     assert "parameters over tp 2" in done.output
     rows = {row["pattern"]: row for row in json.loads((tmp_path / "found.json").read_text())["parameters"]}
@@ -121,13 +121,13 @@ def test_a_mesh_that_divides_shows_where_every_parameter_lies(config: Path, tmp_
 
 
 def test_without_one_it_shows_what_could_be_divided(config: Path):
-    done = CliRunner().invoke(app, ["plan", str(config), "--explain-model"], env={"COLUMNS": "200"})
+    done = CliRunner().invoke(app, ["inspect", str(config)], env={"COLUMNS": "200"})
     assert "parameters, if they were divided over tp 2" in done.output
 
 
 def test_what_keeps_it_from_being_divided_is_said_behind_the_tables(config: Path):
     done = CliRunner().invoke(
-        app, ["plan", str(config), "--explain-model", "--mesh.tp", "48"], env={"COLUMNS": "200"}
+        app, ["inspect", str(config), "--mesh.tp", "48"], env={"COLUMNS": "200"}
     )
     assert done.exit_code == 2
     assert "parameters over tp 48" in done.output
@@ -135,8 +135,8 @@ def test_what_keeps_it_from_being_divided_is_said_behind_the_tables(config: Path
 
 
 def test_parts_of_a_model_are_explained_one_by_one(config: Path, tmp_path: Path):
-    words = ["--explain-model", "--mesh.pp", "2", "--mesh.tp", "2", "--json", str(tmp_path / "found.json")]
-    done = CliRunner().invoke(app, ["plan", str(config), *words], env={"COLUMNS": "240"})
+    words = ["--mesh.pp", "2", "--mesh.tp", "2", "--json", str(tmp_path / "found.json")]
+    done = CliRunner().invoke(app, ["inspect", str(config), *words], env={"COLUMNS": "240"})
     assert done.exit_code == 0, done.output
     assert "on rank 0" in done.output
     assert "parameters over pp 2 x tp 2" in done.output
@@ -149,7 +149,7 @@ def test_parts_of_a_model_are_explained_one_by_one(config: Path, tmp_path: Path)
 
 def test_more_parts_than_blocks_are_said_behind_the_tables(config: Path):
     done = CliRunner().invoke(
-        app, ["plan", str(config), "--explain-model", "--mesh.pp", "48"], env={"COLUMNS": "200"}
+        app, ["inspect", str(config), "--mesh.pp", "48"], env={"COLUMNS": "200"}
     )
     assert done.exit_code == 2
     assert "48 ranks for a model that can be cut into" in " ".join((done.output + done.stderr).split())

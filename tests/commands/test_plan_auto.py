@@ -26,7 +26,7 @@ SERIES = AllReduceSeries("ring", 3, (1024, 1 << 20, 64 << 20), (1e-3, 1e-2, 1e-1
 LATENT, SLOW = (
     NetworkModel(inter_host=LinkCost((SizeBand(0, *figures),))) for figures in ((1e-2, 1e12), (1e-9, 1e6))
 )
-AUTO = [{"name": "batch"}, {"name": "replicate", "algorithm": "auto"}]
+AUTO = [{"name": "batch_split"}, {"name": "ddp", "algorithm": "auto"}]
 
 
 def measured(path: Path, network: NetworkModel) -> None:
@@ -79,7 +79,7 @@ def test_without_a_cluster_the_plan_is_refused_with_the_command_that_measures_on
     config = lay_out(tmp_path, strategies=AUTO, mesh={"dp_replicate": 3})
     with pytest.raises(PlanError) as raised:
         resolve_config(config, [], None)
-    assert "meshwright bench comm" in raised.value.diagnostics[0].fix
+    assert "meshwright bench network" in raised.value.diagnostics[0].fix
 
 
 def test_plan_says_what_was_chosen_and_why(

@@ -24,8 +24,8 @@ from meshwright.plan.hardware.network_model import (
     SizeBand,
 )
 from meshwright.plan.job.errors import PlanError
-from meshwright.planner.program_cost.device_time import ByKind
-from meshwright.planner.program_cost.network_time import ByRates, Measured, Unknown
+from meshwright.planner.program_cost.device_time import RatedDeviceTime
+from meshwright.planner.program_cost.network_time import RatedNetworkTime, MeasuredNetworkTime, UnknownNetworkTime
 from meshwright.run.measure.measured_files import write_profile
 from meshwright.run.measure.network_profile import write_cluster
 from tests.command_line import forget_ranks, refuse_to_start
@@ -97,9 +97,9 @@ def test_a_plan_says_what_a_step_takes_on_the_hardware_that_is_named(folder: Pat
     assert "on 2 x A CPU, 2 cores" in shown
     assert "messages between acts" in shown
     said = json.loads((folder / "said.json").read_text())
-    assert said["step_s"] == pytest.approx(sum(said["roles"]["stage0"].values()))
-    assert said["held"]["stage0"]["parameters"] > 0
-    assert said["sent"]["stage0"] > 0
+    assert said["step_s"] == pytest.approx(sum(said["roles"]["pp0"].values()))
+    assert said["held"]["pp0"]["parameters"] > 0
+    assert said["sent"]["pp0"] > 0
 
 
 def test_without_hardware_a_plan_says_how_to_get_seconds_and_keeps_bytes(folder: Path):
@@ -120,26 +120,26 @@ def test_a_config_names_its_hardware_from_its_own_folder(folder: Path):
 
 def test_unknown_links_cost_nothing_and_that_is_said(folder: Path):
     found = prediction_hardware(str(folder / "device.toml"), "", 2)
-    assert isinstance(found.wire, Unknown)
+    assert isinstance(found.network_time, UnknownNetworkTime)
     assert "nothing is known of the links" in found.notes[0]
     assert "links" not in str(prediction_hardware(str(folder / "device.toml"), "", 1).notes)
 
 
 def test_ranks_share_the_cores_that_were_busy_while_one_was_measured(folder: Path):
     four = prediction_hardware(str(folder / "device.toml"), str(folder / "cluster.toml"), 4)
-    assert (four.cores, four.threads, four.slower, four.ahead) == (2, 1, 1.0, False)
+    assert (four.cores_per_host, four.threads_per_rank, four.slowdown, four.async_launch) == (2, 1, 1.0, False)
     assert four.notes[0] == "4 ranks share 2 cores: what they do at once takes as much longer"
-    assert isinstance(four.wire, Measured)
+    assert isinstance(four.network_time, MeasuredNetworkTime)
     one = prediction_hardware(str(folder / "device.toml"), "", 1)
-    assert (one.threads, one.slower) == (2, 0.5)
+    assert (one.threads_per_rank, one.slowdown) == (2, 0.5)
 
 
 def test_a_kind_of_device_has_its_links_and_its_peak():
     found = prediction_hardware("h100", "", 8)
-    assert isinstance(found.wire, ByRates)
-    assert isinstance(found.pace, ByKind)
-    assert (found.ahead, found.cores) == (True, 0)
-    assert found.peaks["bfloat16"] > 9e14
+    assert isinstance(found.network_time, RatedNetworkTime)
+    assert isinstance(found.device_time, RatedDeviceTime)
+    assert (found.async_launch, found.cores_per_host) == (True, 0)
+    assert found.peak_flops["bfloat16"] > 9e14
 
 
 @pytest.mark.parametrize(

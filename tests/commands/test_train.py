@@ -65,7 +65,7 @@ def test_lines_show_every_figure_under_its_name(config, capsys):
 def test_the_folder_says_what_the_run_is_and_what_it_used(config, capsys):
     said(capsys, *alone(config, "--run.trace_steps", 1))
     run = config.parent / "run"
-    assert json.loads((run / "about.json").read_text())["world"] == 1
+    assert json.loads((run / "run_info.json").read_text())["world"] == 1
     assert json.loads((run / "ranks" / "rank-0.json").read_text())["steps"] == 4
     assert json.loads((run / "trace" / "rank-0.json").read_text())["traceEvents"]
     code, out, _ = said(capsys, "report", run)
@@ -108,8 +108,8 @@ def test_what_was_predicted_is_kept_with_the_run_and_shown_beside_what_was_measu
         capsys, *alone(config, "--run.hardware", tmp_path / "device.toml", "--run.trace_steps", 1)
     )
     assert code == 0, err
-    (folder,) = (path.parent for path in tmp_path.rglob("about.json"))
-    predicted = json.loads((folder / "about.json").read_text())["predicted"]
+    (folder,) = (path.parent for path in tmp_path.rglob("run_info.json"))
+    predicted = json.loads((folder / "run_info.json").read_text())["predicted"]
     assert predicted["step_s"] > 0
     _, out, _ = said(capsys, "report", folder)
     first, step, *others = out.splitlines()

@@ -18,7 +18,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.telemetry.callbacks import STOP, Callback, CallbackEvent
 from meshwright.run.training.train_loop import TrainResult
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import part
 from tests.tiny_model import reading_of, rows, tiny_job
 
@@ -38,7 +38,7 @@ def played(plan: Plan, **more: object) -> list[TrainResult]:
         with parallelize(READING, plan, world=world) as engine:
             return meshwright.train(engine, DATA, **more)
 
-    return on_threads(rank, plan.mesh)
+    return run_on_threads(rank, plan.mesh)
 
 
 def test_a_run_is_trained_evaluated_and_saved(tmp_path):
@@ -88,7 +88,7 @@ def test_an_engine_evaluates_batches_of_its_own(tmp_path):
 
     with parallelize(READING, make_plan(READING, plan.job)) as alone:
         wanted = alone.evaluate(batches).loss
-    assert on_threads(rank, plan.mesh) == [pytest.approx(wanted, rel=1e-12)] * 2
+    assert run_on_threads(rank, plan.mesh) == [pytest.approx(wanted, rel=1e-12)] * 2
 
 
 def test_several_optimizers_from_python_train_as_one_that_does_the_same(tmp_path):

@@ -1,9 +1,4 @@
-"""Rules about who may know whom: an organ knows no technique, neither by an identifier nor by a compared string.
-
-Some techniques are called by an everyday word. `ORDINARY` lists those that organs use in the everyday sense, each with
-that sense; the list may hold no more than is used. Such a word is still refused where a string is compared with it.
-`FOREIGN` lists identifiers of torch that contain a technique's name.
-"""
+"""Rules on layers: outside `parallel/` nothing compares with the name of a strategy or of a technique's file."""
 
 import ast
 import re
@@ -12,123 +7,59 @@ from pathlib import PurePosixPath
 
 from tests.house.source import PACKAGE, Finding, Rule, Source, package_sources
 
-ORGANS = frozenset({"plan", "engine", "comm", "planner", "verifier", "run", "report"})
-
+# Strategy names and module names that are ordinary strings elsewhere, each with the other thing that it names.
 ORDINARY = {
-    "batch": "the samples of one step, job.train.batch",
-    "given": "what a user or a caller gave",
-    "interleaved": "the samples of several sources by turns",
-    "line": "a line of text or source",
-    "master": "the host and port where processes meet, as torch and its MASTER_ADDR have it",
-    "replicate": "half of the name of the mesh axis dp_replicate",
-    "ring": "the slots in which a rank notes its last collectives, the newest over the oldest",
-    "vocabulary": "the words that a tokenizer and a model know",
-    "sequence": "the tokens of a sample, job.data.sequence",
+    "custom": "the kind of a network model",
+    "ring": "an all-reduce algorithm",
+    "search": "a command",
 }
-
-FOREIGN = {
-    "grid": "rich.table.Table.grid",
-    "zero_": "torch.Tensor.zero_",
-    "zero_grad": "torch.optim.Optimizer.zero_grad",
-}
-
-WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 
 
 def technique_names(sources: Iterable[Source]) -> frozenset[str]:
-    """The stems of `parallel/FAMILY/NAME.py`."""
-    return frozenset(PurePosixPath(source.path).stem for source in sources if source.is_technique)
+    """Returns the `name` of every strategy, and the stem of every technique's file."""
+    stems = {PurePosixPath(source.path).stem for source in sources if source.is_technique}
+    names = {name for source in sources if source.is_technique for name in _strategy_names(source)}
+    return frozenset(stems | names) - ORDINARY.keys()
 
 
-def identifiers(source: Source) -> Iterator[tuple[str, int]]:
-    """Every identifier with its line; text in docstrings and strings is none."""
-    for node in ast.walk(source.tree):
-        match node:
-            case (
-                ast.Name(id=name)
-                | ast.Attribute(attr=name)
-                | ast.FunctionDef(name=name)
-                | ast.ClassDef(name=name)
-            ):
-                yield name, node.lineno
-            case ast.AsyncFunctionDef(name=name) | ast.arg(arg=name):
-                yield name, node.lineno
-            case ast.keyword(arg=str(name)):
-                yield name, node.value.lineno
-            case ast.Import(names=names) | ast.ImportFrom(names=names):
-                parts = [
-                    getattr(node, "module", None),
-                    *(part for alias in names for part in (alias.name, alias.asname)),
-                ]
-                yield from ((word, node.lineno) for part in parts if part for word in part.split("."))
+def _strategy_names(source: Source) -> Iterator[str]:
+    text = re.compile(r'^    name: ClassVar\[str\] = "(\w+)"', re.MULTILINE)
+    yield from text.findall(source.text)
 
 
 def compared_strings(source: Source) -> Iterator[tuple[str, int]]:
-    """Every string that something is compared with: ==, in, match."""
+    """Yields every string that something is compared with (`==`, `in`, `match`), with its line."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Compare | ast.match_case):
-            inside = [node.left, *node.comparators] if isinstance(node, ast.Compare) else [node.pattern]
+            inside = (
+                [node.left, *node.comparators] if isinstance(node, ast.Compare) else [node.pattern]
+            )
             for constant in (leaf for part in inside for leaf in ast.walk(part)):
                 if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
                     yield constant.value, constant.lineno
 
 
-def named_techniques(source: Source, names: frozenset[str]) -> Iterator[tuple[str, Finding]]:
-    """Each technique that an identifier of `source` names, in whole words, with where."""
-    for identifier, line in identifiers(source):
-        if identifier in FOREIGN:
-            continue
-        said = "_".join(word.lower() for word in WORD.findall(identifier))
-        for name in sorted(names):
-            if f"_{name}_" in f"_{said}_":
-                yield (
-                    name,
-                    Finding(
-                        line,
-                        f"{identifier} names the technique '{name}': the core lacks a word; add the word, not the if",
-                    ),
-                )
-
-
-def technique_in_organ(source: Source, names: frozenset[str]) -> Iterator[Finding]:
-    yield from (finding for name, finding in named_techniques(source, names) if name not in ORDINARY)
+def compared_technique(source: Source, names: frozenset[str]) -> Iterator[Finding]:
     for text, line in compared_strings(source):
         if text in names:
-            yield Finding(
-                line,
-                f"a comparison with '{text}', a technique: the core lacks a word; add the word, not the if",
-            )
+            what = f"a comparison with '{text}', a technique"
+            yield Finding(line, f"{what}: add the missing concept to the plan, not a condition")
 
 
-def _organ(source: Source) -> bool:
-    # all-reduce algorithms are called what lectures call them, and one has the name of a technique that does the same by hand
-    return (
-        source.path.startswith(PACKAGE) and source.organ in ORGANS and "/comm/algorithms/" not in source.path
-    )
+def _outside_parallel(source: Source) -> bool:
+    return source.path.startswith(PACKAGE) and source.organ != "parallel"
 
 
 RULES = (
     Rule(
-        "organs contain no technique's name",
-        lambda source: technique_in_organ(source, technique_names(package_sources())),
+        "nothing outside parallel/ compares with the name of a technique",
+        lambda source: compared_technique(source, technique_names(package_sources())),
         bad=(
-            "if naive_reduction: pass\n",
-            "class NaiveState: pass\n",
-            "f(naive=1)\n",
-            "from x.naive import y\n",
-            "def is_naive(): pass\n",
-            "x.naive = 1\n",
-            "if name == 'batch': pass\n",
-            "if name in ('x', 'naive'): pass\n",
-            "match x:\n    case 'naive': pass\n",
+            "if name == 'zero': pass\n",
+            "if name in ('x', 'tensor_parallel'): pass\n",
+            "match x:\n    case 'pipeline': pass\n",
         ),
-        good=(
-            '"""Made for naive."""\n',
-            "naivety = 1\n",
-            "f('naive')\n",
-            "micro_batch = 1\n",
-            "x.zero_grad()\n",
-        ),
-        where=_organ,
+        good=("f('zero')\n", "zero = 1\n", "if x == 0: pass\n"),
+        where=_outside_parallel,
     ),
 )

@@ -1,5 +1,6 @@
 """Rules about the tree as a whole: tests mirror the source, pages and tables are complete, imports stay light."""
 
+import ast
 import configparser
 import re
 import subprocess
@@ -124,6 +125,46 @@ def test_the_first_answer_does_not_wait_for_heavy_imports(command: str):
     assert done.returncode == 0, done.stderr
     assert loaded is not None, done.stdout
     assert loaded.group(1).split() == []
+
+
+MAX_MODULES = 12
+
+
+def modules_by_folder() -> dict[str, list[str]]:
+    """The names of the modules of every folder of the package, `__init__` left out."""
+    found: dict[str, list[str]] = {}
+    for source in package_sources():
+        path = PurePosixPath(source.path)
+        names = found.setdefault(path.parent.as_posix(), [])
+        if path.stem not in ("__init__", "__main__"):
+            names.append(path.stem)
+    return found
+
+
+def test_a_folder_holds_at_most_twelve_modules():
+    crowded = {folder: len(names) for folder, names in modules_by_folder().items() if len(names) > MAX_MODULES}
+    assert not crowded, f"more than {MAX_MODULES} modules: {crowded}"
+
+
+def test_the_docstring_of_every_package_names_all_its_modules():
+    docs = {source.path: ast.get_docstring(source.tree) or "" for source in package_sources()}
+    found = []
+    for folder, names in modules_by_folder().items():
+        text = docs.get(f"{folder}/__init__.py", "")
+        lacking = [name for name in names if not re.search(rf"\b{name}\b", text)]
+        if lacking and folder != PACKAGE:
+            found.append((f"{folder}/__init__.py", Finding(1, f"does not name {', '.join(lacking)}")))
+    assert not found, report("the docstring of every package is its map", found)
+
+
+def test_no_two_public_classes_have_one_name():
+    places: dict[str, list[str]] = {}
+    for source in package_sources():
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(source.path)
+    twice = {name: paths for name, paths in places.items() if len(paths) > 1}
+    assert not twice, f"{len(twice)} class names occur twice: {twice}"
 
 
 def test_every_organ_has_its_layer():

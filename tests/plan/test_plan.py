@@ -69,7 +69,7 @@ OTHER = {  # another value for every field of a job
     "precision.reduce": "bfloat16",
     "precision.master": "float32",
     "precision.gradients": "bfloat16",
-    "precision.moments": "float32",
+    "precision.optimizer_states": "float32",
     "precision.loss_scale": 1024.0,
     "precision.loss_scale_window": 100,
     "model.frozen": ("embed.*",),
@@ -93,7 +93,7 @@ OTHER = {  # another value for every field of a job
 @dataclass(frozen=True)
 class Order(Strategy):
     name: ClassVar[str] = "ordered"
-    phase: ClassVar[StrategyPhase] = "order"
+    phase: ClassVar[StrategyPhase] = "schedule"
     number: int = 0
 
 
@@ -102,7 +102,7 @@ class Keep(Strategy):
     """Stands for whatever uses the axis tp, and stores whole weights everywhere."""
 
     name: ClassVar[str] = "kept"
-    phase: ClassVar[StrategyPhase] = "store"
+    phase: ClassVar[StrategyPhase] = "storage"
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         return sharding.map_param_shardings(
@@ -222,7 +222,7 @@ def test_a_plan_is_refused_with_every_fault_at_once():
         "data.source: no data is named",
         "train.steps: 0 steps",
         "strategies: ordered and ordered both decide the order of the step",
-        "strategies.replicate: the copies along dp_shard would all see the same samples: nothing splits the batch there",
+        "strategies.ddp: the copies along dp_shard would all see the same samples: nothing splits the batch there",
         "strategies: the gradients of 3 parameters (layer0.weight...) stay pending sums over dp_replicate",
         "train.batch: a global batch of 13 samples does not divide by 3 data-parallel ranks",
     ]
@@ -242,7 +242,7 @@ def test_a_plan_is_refused_with_every_fault_at_once():
         ),
         (
             {"strategies": (BatchSplit(),)},
-            'repair: add a strategy that stores weights along dp_replicate: [[strategies]] name = "replicate"',
+            'repair: add a strategy that stores weights along dp_replicate: [[strategies]] name = "ddp"',
         ),
         (
             {"strategies": (*PAIR, DDP())},
@@ -298,7 +298,7 @@ def test_a_model_in_which_nothing_is_trained_is_refused():
 @pytest.mark.timeout(10)
 def test_a_hundred_thousand_ranks_are_planned_as_cheaply_as_three():
     wide = plan(replace(JOB, train=TrainConfig(batch=100_000)), Mesh(dp_replicate=100_000))
-    assert wide.program.actions("stage0") != ()
+    assert wide.program.actions("pp0") != ()
     assert len(wide.program.roles) == 1
     assert wide.data_index(77_777) == 77_777
 
@@ -326,7 +326,7 @@ def test_core_is_imported_without_torch():
 
 def test_a_weight_without_elements_is_planned():
     empty = replace(MODEL, params=(*MODEL.params, ParamSpec("layer0.empty", (0,), ("layer0",))))
-    assert Plan.make(JOB, Mesh(dp_replicate=3), empty, PAIR).program.actions("stage0")
+    assert Plan.make(JOB, Mesh(dp_replicate=3), empty, PAIR).program.actions("pp0")
 
 
 def test_precision_is_checked_against_the_strategies():

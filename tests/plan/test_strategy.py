@@ -24,19 +24,19 @@ class Shard(Strategy):
 @dataclass(frozen=True)
 class Store(Strategy):
     name: ClassVar[str] = "store it"
-    phase: ClassVar[StrategyPhase] = "store"
+    phase: ClassVar[StrategyPhase] = "storage"
 
 
 @dataclass(frozen=True)
 class Wire(Strategy):
     name: ClassVar[str] = "wire it"
-    phase: ClassVar[StrategyPhase] = "wire"
+    phase: ClassVar[StrategyPhase] = "comm"
 
 
 @pytest.mark.parametrize("written", list(permutations([Shard(), Store(), Wire()])))
 def test_phases_fix_the_order_whatever_was_written(written: tuple[Strategy, ...]):
     assert sort_by_phase(written) == (Shard(), Store(), Wire())
-    assert PHASES == ("shard", "order", "memory", "store", "wire")
+    assert PHASES == ("shard", "schedule", "memory", "storage", "comm")
 
 
 def test_within_a_phase_the_written_order_stays():

@@ -1,41 +1,75 @@
-"""The command line. Thin: it reads words, calls the verbs, and shows what comes back.
+"""The command line: parses arguments, calls `meshwright.commands`, and prints what comes back.
 
-    meshwright plan   CONFIG.toml [--out PLAN.toml] [--train.steps 100]
-    meshwright verify PLAN.toml
-    meshwright train  PLAN.toml
-    meshwright report RUN [RUN2]
-    meshwright launch PLAN.toml --print slurm | k8s | torchrun
+    meshwright plan    CONFIG.toml [--out PLAN.toml] [--train.steps 100]
+    meshwright inspect CONFIG.toml
+    meshwright search  MODEL --devices 64 --hardware h100 --batch 1024 [--set tp=8]
+    meshwright verify  PLAN.toml
+    meshwright train   PLAN.toml
+    meshwright report  RUN [RUN2]
+    meshwright launch  PLAN.toml --print slurm | k8s | torchrun
     meshwright doctor
-    meshwright bench comm
-    meshwright export RUN OUT          (and import, convert)
+    meshwright bench   network | device
+    meshwright export  RUN OUT          (and import, convert)
 
-Any key of the file can be set behind it: `--optimizer.lr 1e-3`. Started as one rank (by torchrun, SLURM, MPI...) the
-command is that rank; otherwise it starts the local ranks itself. The only package that reads the environment. torch is
-imported when a verb runs, not for `--help`.
+Any key of the config can be set after it: `--optimizer.lr 1e-3`. If a launcher (torchrun, SLURM, MPI ...)
+starts the command as one rank, it is that rank; otherwise it starts the local ranks itself. No other package
+reads the environment. torch is imported when a command runs, not for `--help`.
 
-Exit codes: 0 done, 1 a rank failed or a verdict is negative, 2 the request cannot work, 130 after Ctrl-C, 143 after SIGTERM.
+Exit codes: 0 done; 1 a rank failed or a comparison failed; 2 the plan cannot work; 130 after Ctrl-C; 143
+after SIGTERM.
+
+    artifacts            report, export, import, convert
+    bench                bench network, bench device
+    environment          the launcher's variables, signals, the local launcher
+    error_output         errors and failures as a user sees them
+    launch_doctor        launch, doctor
+    lazy_import          imports a command when it is called
+    plan_verify_train    plan, inspect, verify, train
+    search               search
 """
 
 import signal
 import sys
+from typing import Annotated
 
 import typer
 
+from meshwright import __version__
 from meshwright.cli import artifacts, bench, launch_doctor, plan_verify_train
+from meshwright.cli.search import register_search
 
-HELP = """Train any PyTorch model on any number of devices, and prove that it trains what one device would.
+HELP = """Train any PyTorch model on any number of devices, and verify that it computes what one device would.
 
-Any key of the config can be set behind it: meshwright train CONFIG.toml --train.steps 100 --optimizer.lr 1e-3"""
+Any key of the config can be set after it: meshwright train CONFIG.toml --train.steps 100"""
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=HELP)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"meshwright {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
 plan_verify_train.register_plan_verify_train(app)
-artifacts.register_weights(app)
+register_search(app)
+artifacts.register_report(app)
 launch_doctor.register_launch_doctor(app)
 bench.register_bench(app)
 artifacts.register_weights(app)
 
 
 def main() -> None:
-    """The console script."""
+    """Runs the console script."""
     try:
         app(standalone_mode=True)
     except KeyboardInterrupt:

@@ -1,7 +1,4 @@
-"""The words of the verbs that weights go through: export, import, convert.
-
-The words of `report`: what a run left behind, to look at.
-"""
+"""The commands that work on what a run wrote: report, export, import, convert."""
 
 import os
 from pathlib import Path
@@ -18,34 +15,36 @@ KEPT_VARIABLES = (
     "LANG",
     "LC_ALL",
     "TMPDIR",
-)  # what a child needs to start; no token, no proxy, no home
+)  # the child needs these to start; it gets no token, no proxy and no home
 
 
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A run's folder (its newest good checkpoint), or the folder of one step.")
+        Path, typer.Argument(help="A run's folder (its newest valid checkpoint), or the folder of one step.")
     ],
     out: Annotated[Path, typer.Argument(help="The folder to write, new or empty.")],
     dtype: Annotated[
         str, typer.Option(help="Store weights as float32, bfloat16, float16 (default: as trained).")
     ] = "",
-    max_shard_size: Annotated[str, typer.Option(help="No file is larger, unless one tensor is.")] = "5GB",
+    max_shard_size: Annotated[
+        str, typer.Option(help="The largest size of a file; a single tensor may exceed it.")
+    ] = "5GB",
     merge: Annotated[
-        bool, typer.Option("--merge", help="Of an adapted model: the whole model, not the adapter.")
+        bool, typer.Option("--merge", help="Export an adapted model with the adapter merged into it.")
     ] = False,
 ) -> None:
-    """Write a checkpoint as a folder that transformers loads, and compare its logits with the checkpoint's."""
+    """Write a checkpoint as a folder that transformers loads, and compare the logits of both."""
     with exit_on_error():
-        found, written = import_command("weights").export_checkpoint(
+        found, result = import_command("weights").export_checkpoint(
             checkpoint, out, dtype, max_shard_size, merge=merge
         )
-        trip = written.round_trip
-        if not trip.passed:
-            errors.print(f"[bold red]error[/] not exported: {trip}", soft_wrap=True)
+        round_trip = result.round_trip
+        if not round_trip.passed:
+            errors.print(f"[bold red]error[/] not exported: {round_trip}", soft_wrap=True)
             raise typer.Exit(1)
         console.print(f"exported    {found}", markup=False, soft_wrap=True)
-        console.print(f"to          {out}: {', '.join(written.files)}", markup=False, soft_wrap=True)
-        console.print(f"round trip  {trip}", markup=False, soft_wrap=True)
+        console.print(f"to          {out}: {', '.join(result.files)}", markup=False, soft_wrap=True)
+        console.print(f"round trip  {round_trip}", markup=False, soft_wrap=True)
 
 
 def import_(
@@ -54,13 +53,18 @@ def import_(
     ],
     revision: Annotated[str, typer.Option(help="A branch, tag or commit of a hub id.")] = "",
 ) -> None:
-    """Check that weights are loaded as transformers loads them, and show the table `model` that trains them."""
+    """Compare loaded weights with those that transformers loads, and print the [model] table that trains
+    them.
+    """
     with exit_on_error():
-        model, trip, numel = import_command("weights").import_weights(source, revision)
-        if not trip.passed:
-            errors.print(f"[bold red]error[/] loaded otherwise than by transformers: {trip}", soft_wrap=True)
+        model, round_trip, numel = import_command("weights").import_weights(source, revision)
+        if not round_trip.passed:
+            errors.print(
+                f"[bold red]error[/] the values differ from those that transformers loads: {round_trip}",
+                soft_wrap=True,
+            )
             raise typer.Exit(1)
-        console.print(f"round trip  {trip}; {numel:,} parameters", markup=False, soft_wrap=True)
+        console.print(f"round trip  {round_trip}; {numel:,} parameters", markup=False, soft_wrap=True)
         lines = {
             "source": model.source,
             "weights": model.weights,
@@ -75,7 +79,7 @@ def convert(
     out: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
     key: Annotated[str, typer.Option(help="The entry of the file that holds the tensors.")] = "",
 ) -> None:
-    """Turn a pickle of tensors into safetensors, in a child process that can do nothing else."""
+    """Convert a pickle of tensors to safetensors, in a restricted child process."""
     with exit_on_error():
         environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         count = import_command("weights").convert(file, out, key, environment)
@@ -83,7 +87,7 @@ def convert(
 
 
 def register_weights(app: typer.Typer) -> None:
-    """Give `app` the commands of this file."""
+    """Adds the commands `export`, `import` and `convert` to `app`."""
     app.command()(export)
     app.command("import")(import_)
     app.command()(convert)
@@ -92,20 +96,20 @@ def register_weights(app: typer.Typer) -> None:
 def report(
     run: Annotated[Path, typer.Argument(help="The folder of a run: its run.folder.")],
     other: Annotated[
-        Path | None, typer.Argument(metavar="[RUN2]", help="Another run, to be shown beside it.")
+        Path | None, typer.Argument(metavar="[RUN2]", help="Another run to compare with.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write the page here (default: report.html in the run's folder).")
     ] = None,
 ) -> None:
-    """Write one HTML file, for any browser and without a network: curves, a step on its lanes, time, memory, bytes, the plan."""
+    """Write one self-contained HTML file: loss curves, the timeline of a step, memory, bytes, the plan."""
     with exit_on_error(("--out",)):
-        path, beside = import_command("report").report(run, other, out)
-        if beside is not None:
-            console.print(beside)
+        path, comparison = import_command("report").write_report(run, other, out)
+        if comparison is not None:
+            console.print(comparison)
         console.print(f"report written to {path}", markup=False, soft_wrap=True)
 
 
 def register_report(app: typer.Typer) -> None:
-    """Give `app` the command of this file."""
+    """Adds the command `report` to `app`."""
     app.command()(report)

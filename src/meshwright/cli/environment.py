@@ -1,4 +1,4 @@
-"""The environment as the command meets it: which rank this process is, and how local ranks are started and stopped."""
+"""Reads the environment of the process: the launcher's variables, the gloo interface, and signals."""
 
 import os
 import signal
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def current_launcher_env() -> LauncherEnv | None:
-    """Where this process stands in a job, when a launcher other than our own has started it as one rank."""
+    """Returns what another launcher (torchrun, SLURM, MPI ...) says of this process; None if none started it
+    as a rank.
+    """
     if "MESHWRIGHT_STORE" in os.environ:
         return None
     terminal = sys.stdin is not None and sys.stdin.isatty()
@@ -29,72 +31,82 @@ def current_launcher_env() -> LauncherEnv | None:
 
 
 def current_rank() -> RankEnv | None:
-    """This process as one rank, when a launcher has started it; what its libraries read is then in the environment.
+    """Returns this process as one rank if a launcher started it, and sets what gloo and OpenMP read from the
+    environment.
 
-    Raises PlanError when the launcher's variables make no sense, or keep gloo from the other hosts.
+    Raises PlanError when the launcher's variables contradict each other, or keep gloo from reaching the other
+    hosts.
     """
-    place, said = current_launcher_env(), os.environ
-    if place is not None:
-        told, master = gloo_interface(), resolve_host(place.master_addr or "localhost")
-        if told == loopback_interface() and not (
-            place.is_single_host or master is None or master.is_loopback
+    launcher_env, env = current_launcher_env(), os.environ
+    if launcher_env is not None:
+        interface, master = gloo_interface(), resolve_host(launcher_env.master_addr or "localhost")
+        if interface == loopback_interface() and not (
+            launcher_env.is_single_host or master is None or master.is_loopback
         ):
-            given = f"GLOO_SOCKET_IFNAME={told}, and {place.world} ranks on several hosts ({place.local_world} here)"
+            num_ranks = f"{launcher_env.world} ranks on several hosts ({launcher_env.local_world} here)"
+            given = f"GLOO_SOCKET_IFNAME={interface} with {num_ranks}"
             fix = "unset GLOO_SOCKET_IFNAME: the interface towards the master is then found"
-            raise PlanError(
-                f"{given}: nobody reaches another host over the loopback", fix=fix, location="environment"
-            )
-        for key, value in _missing(place).items():
-            said.setdefault(key, value)
-        return RankEnv(place.rank, place.world, place.local_rank, launcher_env=place)
-    if "MESHWRIGHT_STORE" not in said:
+            raise PlanError(f"{given}: the loopback reaches no other host", fix=fix, location="environment")
+        for key, value in _missing(launcher_env).items():
+            env.setdefault(key, value)
+        return RankEnv(
+            launcher_env.rank, launcher_env.world, launcher_env.local_rank, launcher_env=launcher_env
+        )
+    if "MESHWRIGHT_STORE" not in env:
         return None
-    lifeline = said.get("MESHWRIGHT_LIFELINE")
-    rank, world, local_rank = (int(said[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    lifeline = env.get("MESHWRIGHT_LIFELINE")
+    rank, world, local_rank = (int(env[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     lifeline_fd = None if lifeline is None else int(lifeline)
-    return RankEnv(rank, world, local_rank, said["MESHWRIGHT_STORE"], lifeline_fd)
+    return RankEnv(rank, world, local_rank, env["MESHWRIGHT_STORE"], lifeline_fd)
 
 
-def _missing(place: LauncherEnv) -> dict[str, str]:
-    """What gloo and OpenMP need and launchers leave unsaid: the interface, and the share of the cores."""
+def _missing(launcher_env: LauncherEnv) -> dict[str, str]:
     found: dict[str, str] = {}
-    if place.world > 1:
-        name = loopback_interface() if place.is_single_host else interface_to(place.master_addr or "")
+    if launcher_env.world > 1:
+        name = (
+            loopback_interface()
+            if launcher_env.is_single_host
+            else interface_to(launcher_env.master_addr or "")
+        )
         found |= {} if name is None else {"GLOO_SOCKET_IFNAME": name}
-    if "SLURM_CPUS_PER_TASK" in os.environ and place.launcher == "SLURM":
+    if "SLURM_CPUS_PER_TASK" in os.environ and launcher_env.launcher == "SLURM":
         found["OMP_NUM_THREADS"] = os.environ["SLURM_CPUS_PER_TASK"]
     elif (
         sys.platform == "linux" and len(os.sched_getaffinity(0)) == os.cpu_count()
     ):  # else it is bound to its share already
-        found["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // place.local_world))
+        found["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // launcher_env.local_world))
     return found
 
 
 def gloo_interface() -> str | None:
-    """The interface that gloo is told to take, if it is."""
+    """Returns the network interface that GLOO_SOCKET_IFNAME names, or None."""
     return os.environ.get("GLOO_SOCKET_IFNAME")
 
 
 def cache_folder() -> Path:
-    """Where downloaded models and data are kept."""
-    said = os.environ
+    """Returns the folder of downloaded models and data sets."""
+    env = os.environ
     return Path(
-        said.get("HF_HOME") or Path(said.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+        env.get("HF_HOME") or Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
     )
 
 
 def local_launcher() -> "LocalLauncher":
-    """Starts `meshwright ARGV...` as `world` local ranks."""
-    launch = import_module("meshwright.run.launch.local_launcher").launch
-    return lambda argv, world, folder: launch(["-m", "meshwright", *argv], world, folder, dict(os.environ))
+    """Returns a function that starts `meshwright ARGV...` as `world` local ranks."""
+    launch_ranks = import_module("meshwright.run.launch.local_launcher").launch_ranks
+    return lambda argv, world, folder: launch_ranks(
+        ["-m", "meshwright", *argv], world, folder, dict(os.environ)
+    )
 
 
 @contextmanager
 def stop_flag(received: list[int]) -> Iterator[Callable[[], bool]]:
-    """Whether this rank was told to stop: the SIGTERM and SIGINT that arrive meanwhile are added to `received`.
+    """Yields a function that returns True after SIGTERM, SIGINT or SIGUSR1; the signals are appended to
+    `received`.
 
-    All ranks stop together after the step that carries the wish. SIGUSR1, which schedulers send ahead of a time limit,
-    counts as SIGTERM. Outside of this context they end the process: a rank that waits for others cannot hear a wish.
+    The flag travels with the next step, so all ranks stop after the same step. SIGUSR1, which schedulers send
+    before a time limit, counts as SIGTERM. Outside this context the signals end the process: a rank that
+    waits for others cannot read a flag.
     """
 
     def note(number: int, frame: FrameType | None) -> None:

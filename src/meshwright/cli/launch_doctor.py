@@ -1,4 +1,6 @@
-"""The words about machines: launch (a job file for a scheduler) and doctor (is this host fit to train?)."""
+"""The commands `launch` (writes a job file for a scheduler) and `doctor` (checks whether this host can
+train).
+"""
 
 import json
 from pathlib import Path
@@ -30,7 +32,7 @@ def launch(
     kind: Annotated[str, typer.Option("--print", help="slurm, k8s or torchrun.")],
     hosts: Annotated[int | None, typer.Option(help="Number of hosts.", min=1)] = None,
     per_host: Annotated[int | None, typer.Option(help="Ranks on each host.", min=1)] = None,
-    out: Annotated[Path | None, typer.Option(help="Write it here, not to the terminal.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the job file here, not to the terminal.")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Ask for no GPUs.")] = False,
     name: Annotated[str, typer.Option(help="The name of the job (default: meshwright-CONFIG).")] = "",
     image: Annotated[str, typer.Option(help="k8s: the container image.")] = "",
@@ -41,39 +43,39 @@ def launch(
 ) -> None:
     """Print the job file that trains a plan under SLURM, Kubernetes or torchrun."""
     with exit_on_error(LAUNCH_OPTIONS):
-        verb = import_command("launch")
-        wanted = verb.Wanted(hosts, per_host, not cpu, name, image, volume, time)
-        text = verb.job_file(config, context.args, kind, wanted)
+        command = import_command("launch")
+        options = command.JobFileOptions(hosts, per_host, not cpu, name, image, volume, time)
+        text = command.make_job_file(config, context.args, kind, options)
         if out is None:
             typer.echo(text, nl=False)
             return
-        verb.write(text, out)
+        command.write_job_file(text, out)
         console.print(f"job file written to {out}", soft_wrap=True)
 
 
 def doctor(
-    folder: Annotated[Path, typer.Option(help="Where runs are written: its disk is looked at.")] = Path(
-        "runs"
-    ),
+    folder: Annotated[Path, typer.Option(help="The folder of runs; its disk is checked.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Say whether this host is fit to train, in under 20 s. Under a launcher, all ranks try a collective together."""
+    """Check whether this host can train, in under 20 s. Under a launcher, all ranks try a collective
+    together.
+    """
     with exit_on_error():
-        told = gloo_interface()  # before this_rank chooses one
-        rank, verb = current_rank(), import_command("doctor")
-        if rank is not None and rank.store_path is not None:
-            verb.try_as_rank(rank, folder)
+        interface = gloo_interface()  # before current_rank chooses one
+        rank_env, command = current_rank(), import_command("doctor")
+        if rank_env is not None and rank_env.store_path is not None:
+            command.check_as_rank(rank_env, folder)
             return
-        report = verb.examine(folder, cache_folder(), told, rank, local_launcher())
-        if rank is None or rank.rank == 0:
+        report = command.examine_host(folder, cache_folder(), interface, rank_env, local_launcher())
+        if rank_env is None or rank_env.rank == 0:
             if as_json:
                 typer.echo(json.dumps(report.as_dict(), indent=1))
             else:
-                console.print(verb.view(report))
+                console.print(command.report_view(report))
         raise typer.Exit(1 if report.failed else 0)
 
 
 def register_launch_doctor(app: typer.Typer) -> None:
-    """Give `app` the commands of this file."""
+    """Adds the commands `launch` and `doctor` to `app`."""
     app.command(context_settings=EXTRA_ARGS)(launch)
     app.command()(doctor)

@@ -1,4 +1,4 @@
-"""The module behind a word of the command line, imported when the word is said: it imports torch."""
+"""Imports the module of a command when the command is called: it imports torch, which takes a second."""
 
 import os
 import signal
@@ -10,18 +10,19 @@ from meshwright.run.launch.signals import InterruptHandler
 
 
 def import_command(command: str) -> Any:
-    """The module of `meshwright.commands` that does what `word` says. Ctrl-C meanwhile ends the process, with 130.
+    """Returns the module `meshwright.commands.<command>`. Ctrl-C during the import ends the process with code
+    130.
 
-    As an exception it can be lost: code that runs while a package is imported (callbacks of weak references) swallows it. From
-    then on it is one that is remembered.
+    After the import, Ctrl-C raises KeyboardInterrupt and is remembered (`InterruptHandler`).
     """
-    usual = signal.getsignal(signal.SIGINT)
-    if usual is signal.default_int_handler:
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is signal.default_int_handler:
+        # an exception could be lost: callbacks of weak references that run during an import swallow it
         signal.signal(signal.SIGINT, _end)
     try:
         return import_module(f"meshwright.commands.{command}")
     finally:
-        if usual is signal.default_int_handler:
+        if previous is signal.default_int_handler:
             signal.signal(signal.SIGINT, InterruptHandler())
 
 

@@ -28,14 +28,14 @@ import torch.distributed as dist
 from meshwright.plan.job.errors import CollectiveError, PlanError
 
 POLL_S = 0.01
-QUIET_S = 30.0  # then a rank says for whom it waits
-BACKLOG = 2048
+LOG_AFTER_S = 30.0  # then a rank says for whom it waits
+LISTEN_BACKLOG = 2048
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RendezvousEndpoint:
     """Where ranks meet. `served`: somebody else keeps the store there; `one_host`: nobody comes from elsewhere.
 
     `job` keeps jobs apart that share a store.
@@ -43,87 +43,87 @@ class Meeting:
 
     address: str
     port: int
-    served: bool = False
-    one_host: bool = False
-    job: str = ""
+    has_external_store: bool = False
+    is_single_host: bool = False
+    job_id: str = ""
 
     def __str__(self) -> str:
         return f"{self.address}:{self.port}"
 
 
-class _Patience:
+class _RendezvousWait:
     """How long `rank` has waited at `meeting`."""
 
-    def __init__(self, meeting: Meeting, rank: int, timeout_s: float) -> None:
-        self.meeting, self.rank, self.timeout_s = meeting, rank, timeout_s
-        self.started, self.said = time.monotonic(), False
+    def __init__(self, endpoint: RendezvousEndpoint, rank: int, timeout_s: float) -> None:
+        self.endpoint, self.rank, self.timeout_s = endpoint, rank, timeout_s
+        self.started_at, self.logged = time.monotonic(), False
 
-    def wait(self, whom: str) -> None:
+    def wait(self, awaited: str) -> None:
         """Sleep a moment; say once for whom. Raises TimeoutError when the time is up."""
-        waited = time.monotonic() - self.started
+        waited = time.monotonic() - self.started_at
         if waited > self.timeout_s:
-            raise TimeoutError(whom)
-        if waited > QUIET_S and not self.said:
-            logger.warning("rank %d waits at %s for %s", self.rank, self.meeting, whom)
-            self.said = True
+            raise TimeoutError(awaited)
+        if waited > LOG_AFTER_S and not self.logged:
+            logger.warning("rank %d waits at %s for %s", self.rank, self.endpoint, awaited)
+            self.logged = True
         time.sleep(POLL_S)
 
 
-def meet(meeting: Meeting, rank: int, world: int, timeout_s: float) -> dist.Store:
+def rendezvous_store(endpoint: RendezvousEndpoint, rank: int, world: int, timeout_s: float) -> dist.Store:
     """The store of this attempt, when all of `world` ranks have come to it.
 
     Raises PlanError when the port is taken on the host of rank 0, CollectiveError when not all come within `timeout_s`.
     """
-    patience = _Patience(meeting, rank, timeout_s)
-    store = _store(meeting, rank, timeout_s)
-    hall = dist.PrefixStore(f"meshwright/{meeting.job}", store)
+    patience = _RendezvousWait(endpoint, rank, timeout_s)
+    store = _connect_store(endpoint, rank, timeout_s)
+    hall = dist.PrefixStore(f"meshwright/{endpoint.job_id}", store)
     try:
-        word = _gather(hall, world, patience) if rank == 0 else _come(hall, rank, patience)
+        word = _admit_ranks(hall, world, patience) if rank == 0 else _request_admission(hall, rank, patience)
     except RuntimeError as error:
-        text = f"rank {rank} lost the store at {meeting} while the ranks met ({error})"
+        text = f"rank {rank} lost the store at {endpoint} while the ranks met ({error})"
         raise CollectiveError(
             f"{text}. Look for the rank that failed first, then start all of them again"
         ) from error
     except TimeoutError as error:
-        text = f"rank {rank} waited {timeout_s:g} s at {meeting} for {error}"
+        text = f"rank {rank} waited {timeout_s:g} s at {endpoint} for {error}"
         raise CollectiveError(
             f"{text}. Look for a rank that failed or was not started, then start all of them again"
         ) from error
     return dist.PrefixStore(word, store)
 
 
-def listener(meeting: Meeting) -> socket.socket:
+def listen(endpoint: RendezvousEndpoint) -> socket.socket:
     """A socket that listens at the address of `meeting`; on every interface where that is not this host's own.
 
     Raises PlanError when the port is taken.
     """
-    family, place = _own_address(meeting)
+    family, place = _bind_address(endpoint)
     try:
-        return _listening(family, place)
+        return _bind_socket(family, place)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
-            raise _refusal(meeting, error) from error
+            raise _bind_error(endpoint, error) from error
     # an address that somebody else translates into this host's: that of a Kubernetes service, of a cloud's router
     try:
-        return _listening(socket.AF_INET, ("", meeting.port))
+        return _bind_socket(socket.AF_INET, ("", endpoint.port))
     except OSError as error:
-        raise _refusal(meeting, error) from error
+        raise _bind_error(endpoint, error) from error
 
 
-def _store(meeting: Meeting, rank: int, timeout_s: float) -> dist.TCPStore:
+def _connect_store(endpoint: RendezvousEndpoint, rank: int, timeout_s: float) -> dist.TCPStore:
     timeout = timedelta(seconds=timeout_s)
-    if rank != 0 or meeting.served:
+    if rank != 0 or endpoint.has_external_store:
         try:
-            return dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=timeout)
+            return dist.TCPStore(endpoint.address, endpoint.port, is_master=False, timeout=timeout)
         except RuntimeError as error:
-            text = f"rank {rank} found no store at {meeting} within {timeout_s:g} s ({error})"
+            text = f"rank {rank} found no store at {endpoint} within {timeout_s:g} s ({error})"
             fix = "is rank 0 running there, and does no firewall stand between? `meshwright doctor` on both hosts tells more"
             raise CollectiveError(f"{text}. Rank 0 opens it: {fix}") from error
-    with listener(meeting) as listening:
+    with listen(endpoint) as listening:
         fd = listening.detach()  # the store closes it
     return dist.TCPStore(
-        meeting.address,
-        meeting.port,
+        endpoint.address,
+        endpoint.port,
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,
@@ -131,68 +131,68 @@ def _store(meeting: Meeting, rank: int, timeout_s: float) -> dist.TCPStore:
     )
 
 
-def _gather(hall: dist.Store, world: int, patience: _Patience) -> str:
+def _admit_ranks(store: dist.Store, world: int, wait: _RendezvousWait) -> str:
     """Hand the word of this attempt to every rank that comes; return it when all have it."""
     word = secrets.token_hex(8)
     answered: dict[int, bytes] = {}
     missing = set(range(1, world))
     while missing:
         for rank in sorted(missing):
-            if hall.check([f"here/{word}/{rank}"]):
+            if store.check([f"here/{word}/{rank}"]):
                 missing.discard(rank)
-            elif hall.check([f"come/{rank}"]) and (number := hall.get(f"come/{rank}")) != answered.get(rank):
-                hall.set(f"go/{number.decode()}", word)
+            elif store.check([f"come/{rank}"]) and (number := store.get(f"come/{rank}")) != answered.get(rank):
+                store.set(f"go/{number.decode()}", word)
                 answered[rank] = number
         if missing:
             shown = ", ".join(map(str, sorted(missing)[:8])) + (", ..." if len(missing) > 8 else "")
-            patience.wait(f"ranks {shown}" if len(missing) > 1 else f"rank {shown}")
+            wait.wait(f"ranks {shown}" if len(missing) > 1 else f"rank {shown}")
     return word
 
 
-def _come(hall: dist.Store, rank: int, patience: _Patience) -> str:
+def _request_admission(store: dist.Store, rank: int, wait: _RendezvousWait) -> str:
     number = secrets.token_hex(8)
-    hall.set(f"come/{rank}", number)
+    store.set(f"come/{rank}", number)
     # not a blocking get, in which a signal would wait
-    while not hall.check([f"go/{number}"]):
-        patience.wait("rank 0")
-    word = hall.get(f"go/{number}").decode()
-    hall.set(f"here/{word}/{rank}", "")
+    while not store.check([f"go/{number}"]):
+        wait.wait("rank 0")
+    word = store.get(f"go/{number}").decode()
+    store.set(f"here/{word}/{rank}", "")
     return word
 
 
-def _own_address(meeting: Meeting) -> tuple[socket.AddressFamily, tuple[str, int]]:
+def _bind_address(endpoint: RendezvousEndpoint) -> tuple[socket.AddressFamily, tuple[str, int]]:
     """Where rank 0 listens: at the address itself, unless its name means loopback here and ranks come from elsewhere."""
     try:
-        found = socket.getaddrinfo(meeting.address, meeting.port, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(endpoint.address, endpoint.port, type=socket.SOCK_STREAM)
     except OSError as error:
         fix = "set MASTER_ADDR to a name or number of the host of rank 0 that every host can resolve"
-        text = f"the address '{meeting.address}' is not known here ({error.strerror})"
+        text = f"the address '{endpoint.address}' is not known here ({error.strerror})"
         raise PlanError(text, fix=fix, location="MASTER_ADDR") from error
     family, _, _, _, place = min(found, key=lambda each: each[0] != socket.AF_INET)
     address = str(place[0])
-    if ip_address(address.split("%")[0]).is_loopback and not meeting.one_host:
+    if ip_address(address.split("%")[0]).is_loopback and not endpoint.is_single_host:
         address = ""  # Debian maps a host's own name to 127.0.1.1
-    return family, (address, meeting.port)
+    return family, (address, endpoint.port)
 
 
-def _listening(family: socket.AddressFamily, place: tuple[str, int]) -> socket.socket:
+def _bind_socket(family: socket.AddressFamily, place: tuple[str, int]) -> socket.socket:
     opened = socket.socket(family, socket.SOCK_STREAM)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind(place)
-        opened.listen(BACKLOG)
+        opened.listen(LISTEN_BACKLOG)
     except OSError:
         opened.close()
         raise
     return opened
 
 
-def _refusal(meeting: Meeting, error: OSError) -> PlanError:
+def _bind_error(endpoint: RendezvousEndpoint, error: OSError) -> PlanError:
     if error.errno == errno.EADDRINUSE:
-        text = f"port {meeting.port} is in use on {meeting.address}, where rank 0 listens"
-        other = meeting.port + 1 if meeting.port < 65535 else 29500
+        text = f"port {endpoint.port} is in use on {endpoint.address}, where rank 0 listens"
+        other = endpoint.port + 1 if endpoint.port < 65535 else 29500
         fix = f"choose another, the same on every host: export MASTER_PORT={other}; or end what uses it (ss -ltnp shows it)"
         return PlanError(text, fix=fix, location="MASTER_PORT")
-    text = f"rank 0 cannot listen at {meeting}: {error.strerror}"
+    text = f"rank 0 cannot listen at {endpoint}: {error.strerror}"
     fix = "set MASTER_ADDR to an address of this host, MASTER_PORT to a port above 1023"
     return PlanError(text, fix=fix, location="MASTER_ADDR")

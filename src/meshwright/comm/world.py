@@ -16,19 +16,19 @@ import torch.distributed as dist
 
 from meshwright.comm.backends.fake import FakeGroup
 from meshwright.comm.backends.process_group import TorchGroup
-from meshwright.comm.collectives.announce import ordered_axes, shown, some
+from meshwright.comm.collectives.announce import ordered_axes, format_ranks, member_ranks
 from meshwright.comm.collectives.group import Group, Ledger, World
-from meshwright.comm.rendezvous import Meeting, meet
-from meshwright.comm.shared_memory.group import SharedGroup
-from meshwright.comm.shared_memory.handshake import Apart, on_one_host, share
-from meshwright.comm.watchdog.desync_check import Comparison
-from meshwright.comm.watchdog.watchdog import Lookout
+from meshwright.comm.rendezvous import RendezvousEndpoint, rendezvous_store
+from meshwright.comm.shared_memory.group import SharedMemoryGroup
+from meshwright.comm.shared_memory.handshake import CannotShareMemory, on_one_host, share_segment
+from meshwright.comm.watchdog.desync_check import DesyncCheck
+from meshwright.comm.watchdog.watchdog import Watchdog
 from meshwright.plan.job.errors import CollectiveError, PlanError
 from meshwright.plan.job.run_options import WaitLimits
 from meshwright.plan.sharding.mesh import AXES, Mesh
 
-MARGIN_S = 60.0  # by which a backend is more patient than we are, so that it is we who say what happened
-LINGER_S = 2.0  # for others to read the last words in a store that this process keeps
+BACKEND_TIMEOUT_MARGIN_S = 60.0  # by which a backend is more patient than we are, so that it is we who say what happened
+STORE_LINGER_S = 2.0  # for others to read the last words in a store that this process keeps
 POLL_S = 0.01
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class TorchWorld(World):
         store: dist.Store | None = None,
         limits: WaitLimits | None = None,
         check_collectives: bool = False,
-        shared: bool = True,
+        shared_memory: bool = True,
     ) -> None:
         if (dist.get_rank(), dist.get_world_size()) != (rank, mesh.world_size):
             here = f"this process is rank {dist.get_rank()} of {dist.get_world_size()}"
@@ -66,106 +66,106 @@ class TorchWorld(World):
             )
         self.mesh = mesh
         self.rank = rank
-        self.ledger = Ledger(compare=Comparison(), first_only=not check_collectives)
-        self.lookout = Lookout(store or _default_store(), mesh, rank, self.ledger, limits or WaitLimits())
+        self.ledger = Ledger(check_desync=DesyncCheck(), compare_first_step_only=not check_collectives)
+        self.watchdog = Watchdog(store or _default_store(), mesh, rank, self.ledger, limits or WaitLimits())
         self.device = torch.device(device)  # pyrefly: ignore[read-only]  torch.device has a __get__, and is no descriptor here
-        self._shared = shared and self.device.type == "cpu"
-        self.directed = self.device.type != "cpu"
-        self._told: set[str] = set()
+        self._use_shared_memory = shared_memory and self.device.type == "cpu"
+        self.serializes_p2p = self.device.type != "cpu"
+        self._logged: set[str] = set()
         self._groups: dict[tuple[tuple[str, ...], tuple[int, ...]], Group] = {}
-        self._joined: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
-    def group(self, axes: Iterable[str], among: Sequence[int] = ()) -> Group:
+    def group(self, axes: Iterable[str], member_indices: Sequence[int] = ()) -> Group:
         """The group along `axes`, or that of some ranks there. Every rank asks for the same in the same order, also who is none
         of those `among` whom it is: a first request is collective.
 
         Raises PlanError for an unknown axis.
         """
         along = ordered_axes(tuple(axes))
-        key = along, tuple(among)
+        key = along, tuple(member_indices)
         if key not in self._groups:
-            ranks = some(self.mesh.peers(self.rank, along), among, self.rank)
-            joined = self._join(along, key[1], ranks)
+            ranks = member_ranks(self.mesh.peers(self.rank, along), member_indices, self.rank)
+            joined = self._create_process_group(along, key[1], ranks)
             if joined is None:
                 self._groups[key] = FakeGroup(along, ranks, 0, self.ledger)
             else:
-                self._groups[key] = self._nearest(
-                    TorchGroup(along, ranks, joined, self, self.lookout), joined
+                self._groups[key] = self._fastest_group(
+                    TorchGroup(along, ranks, joined, self, self.watchdog), joined
                 )
-            self._groups[key].among = key[1]
+            self._groups[key].member_indices = key[1]
         return self._groups[key]
 
-    def fail(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         """Tell the others that this rank ends with `error`, and break the connections: what is under way never completes."""
-        self.lookout.leave(error)
+        self.watchdog.announce_exit(error)
         for group in self._groups.values():
-            if isinstance(group, TorchGroup | SharedGroup):
-                group.cut()
+            if isinstance(group, TorchGroup | SharedMemoryGroup):
+                group.abort()
 
     def close(self) -> None:
         """Destroy the process groups made here. The default group is left to whoever initialised it."""
-        self.lookout.close()
+        self.watchdog.close()
         for group in self._groups.values():
-            if isinstance(group, TorchGroup | SharedGroup):
+            if isinstance(group, TorchGroup | SharedMemoryGroup):
                 group.close()
-        while self._joined:
-            dist.destroy_process_group(self._joined.popitem()[1])
+        while self._process_groups:
+            dist.destroy_process_group(self._process_groups.popitem()[1])
         self._groups.clear()
 
-    def _nearest(self, outer: TorchGroup, joined: dist.ProcessGroup) -> Group:
+    def _fastest_group(self, gloo_group: TorchGroup, process_group: dist.ProcessGroup) -> Group:
         """The ranks of `outer` over memory, where all are on this host and able to; else `outer`, told whether they are."""
-        if not outer.on_gloo:
-            return outer
-        if not self._shared:
-            outer.near = outer.size > 2 and on_one_host(joined, outer.size)
-            return outer
+        if not gloo_group.on_gloo:
+            return gloo_group
+        if not self._use_shared_memory:
+            gloo_group.is_single_host = gloo_group.size > 2 and on_one_host(process_group, gloo_group.size)
+            return gloo_group
         try:
-            segment = share(joined, outer.ranks, self.rank, num_on_host=self.mesh.world_size)
-        except Apart as apart:
-            outer.near = not apart.expected
-            level = logging.INFO if apart.expected else logging.WARNING
-            self._tell(level, f"ranks do not share memory, and talk over gloo, which is slower: {apart}")
-            return outer
+            segment = share_segment(process_group, gloo_group.ranks, self.rank, num_on_host=self.mesh.world_size)
+        except CannotShareMemory as apart:
+            gloo_group.is_single_host = not apart.is_expected
+            level = logging.INFO if apart.is_expected else logging.WARNING
+            self._log_once(level, f"ranks do not share memory, and talk over gloo, which is slower: {apart}")
+            return gloo_group
         except RuntimeError as error:
-            where = f"rank {self.rank}: the ranks over {' x '.join(outer.axes)}"
-            raise self.lookout.report(f"{where} did not meet: {error}") from error
-        self._tell(logging.INFO, "ranks of this host sum through shared memory")
-        return SharedGroup(outer, segment)
+            where = f"rank {self.rank}: the ranks over {' x '.join(gloo_group.axes)}"
+            raise self.watchdog.diagnose(f"{where} did not meet: {error}") from error
+        self._log_once(logging.INFO, "ranks of this host sum through shared memory")
+        return SharedMemoryGroup(gloo_group, segment)
 
-    def _tell(self, level: int, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _log_once(self, level: int, text: str) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
             logger.log(level, "%s", text)
 
-    def _join(
+    def _create_process_group(
         self, axes: tuple[str, ...], among: tuple[int, ...], ranks: tuple[int, ...]
     ) -> dist.ProcessGroup | None:
         everyone = dist.group.WORLD
-        if everyone is not None and len(ranks) == self.mesh.world_size > 1 and not (self.directed and among):
+        if everyone is not None and len(ranks) == self.mesh.world_size > 1 and not (self.serializes_p2p and among):
             return everyone
         size = len(among) or self.mesh.group_size(axes)
-        if size > 1 and ranks not in self._joined:
+        if size > 1 and ranks not in self._process_groups:
             # every rank makes the groups of all ranks, in this order: new_group is collective over the whole job
             for peers in self.mesh.groups(axes):
                 joined = dist.new_group([peers[index] for index in among] or list(peers))
                 if isinstance(joined, dist.ProcessGroup):  # a number stands for a group of others
-                    self._joined[ranks] = joined
-        return self._joined.get(ranks)
+                    self._process_groups[ranks] = joined
+        return self._process_groups.get(ranks)
 
 
 @contextmanager
-def rendezvous(
+def init_world(
     mesh: Mesh,
     rank: int,
     *,
     store_path: str | PathLike[str] | None = None,
-    meeting: Meeting | None = None,
+    endpoint: RendezvousEndpoint | None = None,
     backend: str = "gloo",
     device: torch.device | str = "cpu",
     timeout_s: float = 600.0,
     limits: WaitLimits | None = None,
     check_collectives: bool = False,
-    shared: bool = True,
+    shared_memory: bool = True,
 ) -> Iterator[TorchWorld]:
     """Join the job as `rank`, yield its world, and leave no process group behind.
 
@@ -180,13 +180,13 @@ def rendezvous(
     device = torch.device(device)
     limits = limits or WaitLimits.uniform(timeout_s)
     timeout_s = limits.init_s
-    if meeting is not None and store_path is None:
-        store = meet(meeting, rank, mesh.world_size, timeout_s)
-    elif meeting is None and store_path is not None:
+    if endpoint is not None and store_path is None:
+        store = rendezvous_store(endpoint, rank, mesh.world_size, timeout_s)
+    elif endpoint is None and store_path is not None:
         store = dist.FileStore(fspath(store_path), mesh.world_size)
-        _assemble(store, rank, mesh.world_size, timeout_s)
+        _wait_for_ranks(store, rank, mesh.world_size, timeout_s)
     else:
-        given = "neither" if meeting is None else "both"
+        given = "neither" if endpoint is None else "both"
         raise ValueError(
             f"store_path and meeting: {given} given; one is needed. Pass a file on one host, an address otherwise"
         )
@@ -196,14 +196,14 @@ def rendezvous(
             store=store,
             rank=rank,
             world_size=mesh.world_size,
-            timeout=timedelta(seconds=limits.longest_s + MARGIN_S),
+            timeout=timedelta(seconds=limits.longest_s + BACKEND_TIMEOUT_MARGIN_S),
             device_id=device if device.type == "cuda" else None,
         )
     except RuntimeError as error:
-        raise _unmet(rank, mesh.world_size, timeout_s, f" ({error})") from error
+        raise _rendezvous_error(rank, mesh.world_size, timeout_s, f" ({error})") from error
     try:
         world = TorchWorld(
-            mesh, rank, device, store=store, limits=limits, check_collectives=check_collectives, shared=shared
+            mesh, rank, device, store=store, limits=limits, check_collectives=check_collectives, shared_memory=shared_memory
         )
         try:
             yield world
@@ -211,9 +211,9 @@ def rendezvous(
                 action="leave"
             )  # who closes sockets early can take data with it that a peer has not read
         except BaseException as error:
-            world.fail(error)
-            if rank == 0 and meeting is not None and not meeting.served:
-                time.sleep(LINGER_S)  # this process keeps the store in which the others read what happened
+            world.abort(error)
+            if rank == 0 and endpoint is not None and not endpoint.has_external_store:
+                time.sleep(STORE_LINGER_S)  # this process keeps the store in which the others read what happened
             raise
         finally:
             world.close()
@@ -221,17 +221,17 @@ def rendezvous(
         dist.destroy_process_group()
 
 
-def _assemble(store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
+def _wait_for_ranks(store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
     """Return when all ranks have come to `store`. Raises CollectiveError, with those that have not, after `timeout_s`."""
     store.set(f"here/{rank}", "")
     missing, end = [other for other in range(world) if other != rank], time.monotonic() + timeout_s
     while missing := [other for other in missing if not store.check([f"here/{other}"])]:
         if time.monotonic() > end:
-            raise _unmet(rank, world, timeout_s, f": rank {shown(missing)} did not come")
+            raise _rendezvous_error(rank, world, timeout_s, f": rank {format_ranks(missing)} did not come")
         time.sleep(POLL_S)
 
 
-def _unmet(rank: int, world: int, timeout_s: float, why: str) -> CollectiveError:
+def _rendezvous_error(rank: int, world: int, timeout_s: float, why: str) -> CollectiveError:
     text = f"rank {rank} did not meet the other {world - 1} ranks within {timeout_s:g} s{why}"
     return CollectiveError(
         f"{text}. Look for a rank that failed or was not started, then start all of them again"

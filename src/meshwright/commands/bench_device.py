@@ -126,7 +126,7 @@ def measure_device(
             str(request.num_threads),
             "--ranks",
             str(request.num_ranks),
-            "--into",
+            "--result-folder",
             private,
         ]
         outcome = launcher(

@@ -1,4 +1,4 @@
-"""`bench comm`: the links measured by local ranks, or by the ranks of a job; the model fitted; cluster.toml written."""
+"""`bench network`: the links measured by local ranks, or by the ranks of a job; the model fitted; cluster.toml written."""
 
 import json
 import os
@@ -16,15 +16,15 @@ from rich.console import Console
 
 import meshwright
 from meshwright.comm.algorithms import PLAIN
-from meshwright.comm.algorithms.hierarchical import Hierarchical
-from meshwright.comm.tuning.allreduce_bench import measure
-from meshwright.comm.tuning.network_fit import with_errors
+from meshwright.comm.algorithms.hierarchical import HierarchicalAllReduce
+from meshwright.comm.tuning.allreduce_bench import time_all_reduces
+from meshwright.comm.tuning.network_fit import with_fit
 from meshwright.commands.local_ranks import LocalLauncher, RanksFailed
 from meshwright.plan.hardware.network_model import VERSION, AllReduceTiming, Cluster, FitError, NetworkModel
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.report.bench.allreduce_lesson import lesson_view
-from meshwright.report.bench.network import links_page, links_view
+from meshwright.report.bench.network import network_page, network_view
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.failure_record import record_failure
 from meshwright.run.launch.join import join_world
@@ -115,7 +115,7 @@ def bench_local_ranks(
         console.print(f"measuring with {ranks} ranks ...", markup=False)
         with TemporaryDirectory(prefix="meshwright-bench-") as private:
             folder = Path(private)
-            argv = ["bench", "comm", "--sizes", ",".join(map(str, request.sizes)), "--into", private]
+            argv = ["bench", "network", "--sizes", ",".join(map(str, request.sizes)), "--result-folder", private]
             outcome = launcher([*argv, *(["--quick"] if request.quick else [])], ranks, folder)
             if outcome.exit_code:
                 raise RanksFailed(outcome)
@@ -146,12 +146,12 @@ def bench_job(rank_env: RankEnv, request: NetworkBenchRequest, out: Path) -> Clu
         raise PlanError(
             text,
             fix="start at least 2 ranks, or run it without a launcher: --ranks 2,3,4",
-            location="bench comm",
+            location="bench network",
         )
     if place.rank % place.local_world != place.local_rank or place.world % place.local_world:
         text = f"rank {place.rank} is number {place.local_rank} of {place.local_world} on its host: ranks do not lie host by host"
         fix = "start as many ranks on every host, neighbours on one host (srun --distribution=block)"
-        raise PlanError(text, fix=fix, location="bench comm")
+        raise PlanError(text, fix=fix, location="bench network")
     per_host = 0 if place.local_world == place.world else place.local_world
     timings, transport = _measured(rank_env, request, per_host)
     return write_cluster(_cluster(timings, transport, per_host), out) if rank_env.rank == 0 else None
@@ -159,7 +159,7 @@ def bench_job(rank_env: RankEnv, request: NetworkBenchRequest, out: Path) -> Clu
 
 def print_cluster(cluster: Cluster, console: Console, *, lesson: bool) -> None:
     """The table of what was measured and how far the model is off; the lecture's table when asked for."""
-    console.print(links_view(cluster))
+    console.print(network_view(cluster))
     if lesson:
         console.print()
         console.print(lesson_view(cluster))
@@ -169,7 +169,7 @@ def write_page(cluster: Cluster, path: Path) -> None:
     """Write the plot of measured against model. Raises PlanError when the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(links_page(cluster, meshwright.__version__), encoding="utf-8")
+        path.write_text(network_page(cluster, meshwright.__version__), encoding="utf-8")
     except OSError as error:
         text = f"the page cannot be written: {error.strerror}"
         raise PlanError(text, fix="name another file: --html", location=str(path)) from error
@@ -179,11 +179,11 @@ def _measured(
     rank_env: RankEnv, request: NetworkBenchRequest, per_host: int
 ) -> tuple[list[AllReduceTiming], str]:
     names = [str(each) for each in PLAIN if each.refusal(rank_env.world) is None]
-    if per_host and Hierarchical(per_host).refusal(rank_env.world) is None:
-        names.append(str(Hierarchical(per_host)))
+    if per_host and HierarchicalAllReduce(per_host).refusal(rank_env.world) is None:
+        names.append(str(HierarchicalAllReduce(per_host)))
     with join_world(rank_env, Mesh(dp_replicate=rank_env.world)) as world:
         least = 2 if request.quick else 3
-        return measure(world, names, request.sizes, request.budget_s, least=least), world.group(
+        return time_all_reduces(world, names, request.sizes, request.budget_s, min_samples=least), world.group(
             AXES
         ).transport
 
@@ -201,7 +201,7 @@ def _cluster(timings: Sequence[AllReduceTiming], transport: str, per_host: int) 
         NetworkModel(),
         (),
     )
-    return with_errors(empty, timings)
+    return with_fit(empty, timings)
 
 
 def _ranks(text: str, diagnostics: list[Diagnostic]) -> tuple[int, ...]:

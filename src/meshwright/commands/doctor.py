@@ -12,7 +12,7 @@ import torch
 from rich.console import RenderableType
 from rich.table import Table
 
-from meshwright.comm.world import rendezvous
+from meshwright.comm.world import init_world
 from meshwright.commands.local_ranks import LocalLauncher
 from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.job.run_options import WaitLimits
@@ -92,7 +92,7 @@ def check_as_rank(rank_env: RankEnv, folder: Path) -> None:
             torch.cuda.set_device(device)
         store = f"{rank_env.store_path}.{backend}"
         try:
-            with rendezvous(
+            with init_world(
                 LOCAL_MESH,
                 rank_env.rank,
                 store_path=store,

@@ -10,10 +10,12 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 import meshwright
-from meshwright.api import default_strategies, make_loss_spec, model_spec_for
+from meshwright.api import default_strategies
 from meshwright.commands.predict import NOT_PREDICTED, predict_plan
+from meshwright.engine.runtime.loss import make_loss_spec
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.model_report import ModelReport, make_model_report
+from meshwright.model.analysis.plan_checks import model_spec_for
 from meshwright.model.hf.config import text_limits
 from meshwright.model.loading.loader import load_model
 from meshwright.parallel import STRATEGIES
@@ -23,9 +25,9 @@ from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.strategy import sort_by_phase
-from meshwright.planner.program_cost.prediction import Prediction
-from meshwright.report.terminal.explain_model import explain_dict, explain_view
-from meshwright.report.terminal.params_table import parameter_rows, parameters_view
+from meshwright.planner.program_cost.prediction import StepPrediction
+from meshwright.report.terminal.explain_model import model_report_dict, model_report_view
+from meshwright.report.terminal.params_table import param_rows, params_view
 from meshwright.report.terminal.plan_table import plan_view
 from meshwright.report.terminal.prediction import prediction_dict, prediction_view
 from meshwright.resolve import ResolvedRun, factory_loss, resolve_request
@@ -97,24 +99,24 @@ def _absolute(word: str) -> str:
     return str(Path(word).absolute()) if Path(word).is_file() else word
 
 
-def predict_step(resolved: ResolvedRequest) -> Prediction | None:
+def predict_step(resolved: ResolvedRequest) -> StepPrediction | None:
     """What a step takes; None where no hardware is named. Raises PlanError with all that is wrong with what is."""
     plan = resolved[1].plan
     return predict_plan(plan, plan.run.hardware, plan.run.cluster)
 
 
 def resolved_view(
-    resolved: ResolvedRequest, prediction: Prediction | None, *, all_actions: bool
+    resolved: ResolvedRequest, prediction: StepPrediction | None, *, all_actions: bool
 ) -> RenderableType:
     """The plan as a table; below it what it takes, and what was chosen for it, and why."""
     plan, notes = resolved[1].plan, resolved[1].notes
     taken = Text(NOT_PREDICTED) if prediction is None else prediction_view(plan, prediction)
     return Group(
-        plan_view(plan, every=all_actions), "", taken, *(Text(note, style="green") for note in notes)
+        plan_view(plan, show_all=all_actions), "", taken, *(Text(note, style="green") for note in notes)
     )
 
 
-def write_prediction(resolved: ResolvedRequest, prediction: Prediction | None, path: Path) -> None:
+def write_prediction(resolved: ResolvedRequest, prediction: StepPrediction | None, path: Path) -> None:
     """Write what the plan will hold, send and take as JSON. Raises PlanError when the file cannot be written."""
     plan = resolved[1].plan
     said = {"plan": plan.hash, "mesh": str(plan.mesh), **prediction_dict(plan, prediction)}
@@ -172,7 +174,7 @@ def _laid(analyzed: AnalyzedModel, request: PlanRequest) -> tuple[ShardingPlan, 
     dividing = [
         strategy
         for strategy in chosen
-        if strategy.phase == "shard" or (strategy.phase == "order" and not faults)
+        if strategy.phase == "shard" or (strategy.phase == "schedule" and not faults)
     ]
     dividing = dividing if asked else []
     for strategy in sort_by_phase(chosen):
@@ -187,11 +189,11 @@ def _laid(analyzed: AnalyzedModel, request: PlanRequest) -> tuple[ShardingPlan, 
 
 def explanation_view(explanation: ModelExplanation) -> RenderableType:
     """What `explain` found, as tables."""
-    view = explain_view(explanation.report, explanation.param_itemsize)
+    view = model_report_view(explanation.report, explanation.param_itemsize)
     if explanation.sharding is None:
         return view
     return Group(
-        view, parameters_view(explanation.sharding, explanation.param_dtype, asked=explanation.is_divided)
+        view, params_view(explanation.sharding, explanation.param_dtype, plan_given=explanation.is_divided)
     )
 
 
@@ -201,10 +203,10 @@ def write_explanation(explanation: ModelExplanation, path: Path) -> None:
         rows = (
             []
             if explanation.sharding is None
-            else parameter_rows(explanation.sharding, explanation.param_dtype)
+            else param_rows(explanation.sharding, explanation.param_dtype)
         )
         plain = {
-            **explain_dict(explanation.report, explanation.param_itemsize),
+            **model_report_dict(explanation.report, explanation.param_itemsize),
             "parameters": [asdict(row) for row in rows],
         }
         path.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
 """What a plan that exists will take: its own program, priced on measured or known hardware, and what it will hold and send.
 
-`--hardware` names a kind of device, or a file of `bench device`; `--cluster` one of `bench comm`. Of a device.toml measured on a
+`--hardware` names a kind of device, or a file of `bench device`; `--cluster` one of `bench network`. Of a device.toml measured on a
 CPU by n processes of t threads, n x t cores are taken to be all that a host has: its ranks share them.
 """
 
@@ -9,28 +9,28 @@ from pathlib import Path
 from meshwright.plan.hardware.device_profile import DeviceProfile
 from meshwright.plan.hardware.network_model import Cluster
 from meshwright.plan.plan import Plan
-from meshwright.planner.machine.from_benchmark import with_cluster
+from meshwright.planner.machine.from_benchmark import with_measured_links
 from meshwright.planner.machine.machine import Machine
-from meshwright.planner.program_cost.device_time import ByKind, Ground
-from meshwright.planner.program_cost.network_time import ByRates, Measured, Unknown, Wire
-from meshwright.planner.program_cost.prediction import Prediction, predict
+from meshwright.planner.program_cost.device_time import RatedDeviceTime, ExecutionTarget
+from meshwright.planner.program_cost.network_time import RatedNetworkTime, MeasuredNetworkTime, UnknownNetworkTime, NetworkTime
+from meshwright.planner.program_cost.prediction import StepPrediction, predict_step
 from meshwright.run.measure.hardware_lookup import find_profile, read_machine
 from meshwright.run.measure.network_profile import read_cluster
 
 ATTENTION_BLOCK_KEYS = 512  # keys that torch's kernel on a CPU goes through at once: shorter rows are computed whole, whatever the mask
-NOT_PREDICTED = "seconds      not predicted: measure this machine (meshwright bench device, bench comm), then --hardware device.toml"
-UNMEASURED_LINKS = "nothing is known of the links between ranks, so messages cost nothing here: measure them (meshwright bench comm)"
+NOT_PREDICTED = "seconds      not predicted: measure this machine (meshwright bench device, bench network), then --hardware device.toml"
+UNMEASURED_LINKS = "nothing is known of the links between ranks, so messages cost nothing here: measure them (meshwright bench network)"
 
 
-def predict_plan(plan: Plan, hardware: str, cluster: str) -> Prediction | None:
+def predict_plan(plan: Plan, hardware: str, cluster: str) -> StepPrediction | None:
     """What a step of `plan` takes on what these name; None where no `hardware` is named.
 
     Raises PlanError with all that is wrong with it, for a dtype that nobody measured, and for links of another machine.
     """
-    return predict(plan, prediction_hardware(hardware, cluster, plan.mesh.world_size)) if hardware else None
+    return predict_step(plan, prediction_hardware(hardware, cluster, plan.mesh.world_size)) if hardware else None
 
 
-def prediction_hardware(hardware: str, cluster: str, world: int) -> Ground:
+def prediction_hardware(hardware: str, cluster: str, world: int) -> ExecutionTarget:
     """The hardware that these words name, for `world` ranks. Raises PlanError with all that is wrong with it."""
     profile = find_profile(hardware)
     links = read_cluster(Path(cluster)) if cluster else None
@@ -39,7 +39,7 @@ def prediction_hardware(hardware: str, cluster: str, world: int) -> Ground:
     return _on_devices(read_machine(hardware, world), profile, links)
 
 
-def _on_cores(profile: DeviceProfile, links: Cluster | None, world: int) -> Ground:
+def _on_cores(profile: DeviceProfile, links: Cluster | None, world: int) -> ExecutionTarget:
     """Hosts whose ranks share the cores that were busy while one of them was measured."""
     cores = profile.ranks * profile.threads
     per_host = min(world, links.ranks_per_host) if links is not None and links.ranks_per_host else world
@@ -54,32 +54,32 @@ def _on_cores(profile: DeviceProfile, links: Cluster | None, world: int) -> Grou
     slower = profile.threads / threads
     name = f"{profile.device}, {cores} cores"
     hosts = max(1, world // per_host)
-    return Ground(
+    return ExecutionTarget(
         name, profile, wire, False, cores, threads, slower, hosts, ATTENTION_BLOCK_KEYS, notes=(*notes, *said)
     )
 
 
-def _on_devices(machine: Machine, profile: DeviceProfile | None, links: Cluster | None) -> Ground:
+def _on_devices(machine: Machine, profile: DeviceProfile | None, links: Cluster | None) -> ExecutionTarget:
     """A device for each rank: as it was measured, where it was, or as its kind is."""
-    wire, notes = _wire(links, machine.count)
+    wire, notes = _wire(links, machine.num_devices)
     if links is not None:
-        machine, more = with_cluster(machine, links)
+        machine, more = with_measured_links(machine, links)
         notes = (*notes, *more)
     elif (
         machine.device.link_rate
-        and machine.count > 1
-        and (machine.device.nic_rate or machine.count <= machine.host)
+        and machine.num_devices > 1
+        and (machine.device.nic_rate or machine.num_devices <= machine.devices_per_host)
     ):
-        wire, notes = ByRates(machine), ()
-    pace = ByKind(machine) if profile is None else profile
-    return Ground(machine.device.name, pace, wire, peaks=machine.device.flops, notes=notes)
+        wire, notes = RatedNetworkTime(machine), ()
+    pace = RatedDeviceTime(machine) if profile is None else profile
+    return ExecutionTarget(machine.device.name, pace, wire, peak_flops=machine.device.flops, notes=notes)
 
 
-def _wire(links: Cluster | None, world: int) -> tuple[Wire, tuple[str, ...]]:
+def _wire(links: Cluster | None, world: int) -> tuple[NetworkTime, tuple[str, ...]]:
     if links is None:
-        return Unknown(), (UNMEASURED_LINKS,) if world > 1 else ()
+        return UnknownNetworkTime(), (UNMEASURED_LINKS,) if world > 1 else ()
     if world > max(links.ranks):
-        return Measured(links), (
+        return MeasuredNetworkTime(links), (
             f"{max(links.ranks)} ranks at most were measured together: of more the model of the links says",
         )
-    return Measured(links), ()
+    return MeasuredNetworkTime(links), ()

@@ -7,9 +7,9 @@ from rich.console import Group, RenderableType
 
 import meshwright
 from meshwright.plan.job.errors import PlanError
-from meshwright.report.html.predicted_vs_measured import beside, beside_table
-from meshwright.report.html.run_page import page
-from meshwright.report.timeline.run_record import read_record
+from meshwright.report.html.predicted_vs_measured import compare_run, comparison_table
+from meshwright.report.html.run_page import run_page
+from meshwright.report.timeline.run_record import read_run_record
 
 REPORT_FILE = "report.html"
 
@@ -22,12 +22,12 @@ def write_report(run: Path, other: Path | None, out: Path | None) -> tuple[Path,
 
     Raises PlanError for a folder that is none of a run, and for a file that cannot be written.
     """
-    records = [read_record(folder) for folder in (run, other) if folder is not None]
+    records = [read_run_record(folder) for folder in (run, other) if folder is not None]
     if other is not None and records[0].name == records[1].name:
         pairs = zip(records, (run, other), strict=True)
         records = [replace(record, name=str(folder)) for record, folder in pairs]
     path = out or run / REPORT_FILE
-    text = page(records, meshwright.__version__)
+    text = run_page(records, meshwright.__version__)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -36,6 +36,6 @@ def write_report(run: Path, other: Path | None, out: Path | None) -> tuple[Path,
         raise PlanError(
             f"the report cannot be written: {error.strerror}", fix=fix, location=str(path)
         ) from error
-    found = {record.name: beside(record) for record in records}
-    tables = [beside_table(each, name) for name, each in found.items() if each]
+    found = {record.name: compare_run(record) for record in records}
+    tables = [comparison_table(each, name) for name, each in found.items() if each]
     return path, Group(*tables) if tables else None

@@ -20,11 +20,11 @@ from meshwright.commands.predict import predict_plan
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
-from meshwright.planner.program_cost.prediction import Prediction
-from meshwright.report.terminal.memory_table import held_nbytes
-from meshwright.report.terminal.plan_table import plan_words
-from meshwright.report.terminal.prediction import prediction_dict, seconds
-from meshwright.report.terminal.progress import Figures, Show, duration, training_view
+from meshwright.planner.program_cost.prediction import StepPrediction
+from meshwright.report.terminal.memory_table import state_nbytes_by_role
+from meshwright.report.terminal.plan_table import plan_summary
+from meshwright.report.terminal.prediction import prediction_dict, format_seconds
+from meshwright.report.terminal.progress import ProgressMetrics, ShowStep, format_duration, training_view
 from meshwright.resolve import ResolvedRun
 from meshwright.run.checkpoint.directories import step_folder
 from meshwright.run.checkpoint.resume import (
@@ -63,7 +63,7 @@ def rank0_callbacks(
     folder = Path(plan.run.folder)
     try:
         write_run_info(
-            plan, plan_words(plan), held_nbytes(plan), device, prediction_dict(plan, _priced(plan))
+            plan, plan_summary(plan), state_nbytes_by_role(plan), device, prediction_dict(plan, _priced(plan))
         )
     except OSError as error:
         logger.warning("what the run is cannot be written, and its report will know less: %s", error)
@@ -78,7 +78,7 @@ def rank0_callbacks(
         yield (Callback(on_step_end=partial(_show, show)), *trackers)
 
 
-def _priced(plan: Plan) -> Prediction | None:
+def _priced(plan: Plan) -> StepPrediction | None:
     """What a step is predicted to take; where that cannot be said any more, the run goes on without it."""
     try:
         return predict_plan(plan, plan.run.hardware, plan.run.cluster)
@@ -94,11 +94,11 @@ def warning_printer(rank_env: RankEnv, console: Console) -> Callable[[str], None
     return partial(console.print, style="yellow", markup=False, soft_wrap=True)
 
 
-def _show(show: Show, event: CallbackEvent) -> None:
+def _show(show: ShowStep, event: CallbackEvent) -> None:
     line = event.step_record
     if line is not None:
         speeds = (line.tokens_per_s, line.flops_per_s, line.mfu)
-        show(Figures(line.step, line.loss, line.grad_norm, line.lr, line.memory, *speeds, line.loss_scale))
+        show(ProgressMetrics(line.step, line.loss, line.grad_norm, line.lr, line.memory, *speeds, line.loss_scale))
 
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def train(
     _announce(resolved[1], console)
     if prediction is not None:
         console.print(
-            f"predicted: {seconds(prediction.step_s)} a step on {prediction.on}", markup=False, soft_wrap=True
+            f"predicted: {format_seconds(prediction.step_s)} a step on {prediction.target_name}", markup=False, soft_wrap=True
         )
     argv = ["train", str(path), *([] if from_step is None else ["--from-step", str(from_step)])]
     before = log_sizes(folder)
@@ -297,7 +297,7 @@ def _conclude(
         return
     word = "stopped at" if ended.stopped else "done:"
     console.print(
-        f"{word} step {ended.step}, loss {ended.loss:.4f}; {ended.step - first} steps took {duration(seconds)}",
+        f"{word} step {ended.step}, loss {ended.loss:.4f}; {ended.step - first} steps took {format_duration(seconds)}",
         soft_wrap=True,
     )
     if ended.num_skipped:

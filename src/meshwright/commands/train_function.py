@@ -1,6 +1,6 @@
 """The loop of the command, for people who have an engine: `meshwright.train(engine, data)` in place of a loop of one's own.
 
-    engine = meshwright.build(reading, plan)
+    engine = meshwright.parallelize(reading, plan)
     ended  = meshwright.train(engine, rows, held_out=other_rows, callbacks=[Callback(on_evaluate=...)])
 
 It does what `meshwright train` does with a config: shuffles, steps, evaluates, saves, writes metrics, and when it is

@@ -11,7 +11,6 @@ from pydantic import TypeAdapter
 from rich.console import RenderableType
 
 import meshwright
-from meshwright.api import parity_case
 from meshwright.api import trace as trace_plan
 from meshwright.commands.local_ranks import LocalLauncher, RanksFailed
 from meshwright.commands.plan import resolve_config
@@ -24,8 +23,9 @@ from meshwright.run.config.config_file import PlanRequest, read_request
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.failure_record import record_failure
 from meshwright.run.launch.join import join_world
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import RankReport, compare_rank, make_verdict
+from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import ParityCase, run_reference
 from meshwright.verifier.trace import NeedsRealTensorsError, TraceVerdict
 from meshwright.verifier.verdict import Verdict
@@ -62,7 +62,7 @@ def verify(
     folder = Path(plan.run.folder) / "verify"
     if launcher is None:
         reference = run_reference(case, steps)
-        reports = on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=600)
+        reports = run_on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=600)
     else:
         size = ["--shrink"] if shrink else []
         argv = [
@@ -170,7 +170,7 @@ def _scaled_down(request: PlanRequest, world: int | None) -> ResolvedRun:
 
 
 def _case(ready: ResolvedRun) -> ParityCase:
-    return parity_case(
+    return make_parity_case(
         ready.analyzed, ready.plan, ready.loss, lambda plan, rank: ready.feed(plan, rank).batch
     )
 

@@ -224,17 +224,17 @@ class Plan:
                 {**strategy.as_dict(), **dict(more)}
                 for strategy, more in zip(self.strategies, self.file_digests, strict=True)
             ],
-            "visits": list(self.model_spec.block_calls),
-            "weights": weights,
-            **({"calls": _layer_calls(self.model_spec)} if _slices_params(self.sharding) else {}),
-            **({"whole_batch": True} if self.model_spec.needs_global_batch else {}),
+            "block_calls": list(self.model_spec.block_calls),
+            "params": weights,
+            **({"layer_calls": _layer_calls(self.model_spec)} if _slices_params(self.sharding) else {}),
+            **({"needs_global_batch": True} if self.model_spec.needs_global_batch else {}),
             **(
                 {"hidden": [w.name for w in self.model_spec.params if w.is_hidden_matrix]}
                 if depends_on_role(self.job.optimizer)
                 else {}
             ),
             **(
-                {"values": self.model_spec.pretrained_source.digest}
+                {"pretrained": self.model_spec.pretrained_source.digest}
                 if self.model_spec.pretrained_source
                 else {}
             ),

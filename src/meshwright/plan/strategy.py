@@ -21,8 +21,8 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program
 from meshwright.plan.step.single_device import StageCalls
 
-StrategyPhase = Literal["shard", "order", "memory", "store", "wire"]
-PHASES: tuple[StrategyPhase, ...] = ("shard", "order", "memory", "store", "wire")
+StrategyPhase = Literal["shard", "schedule", "memory", "storage", "comm"]
+PHASES: tuple[StrategyPhase, ...] = ("shard", "schedule", "memory", "storage", "comm")
 
 
 class Runtime(Protocol):
@@ -106,6 +106,7 @@ class Strategy(ABC):
     """A technique as a value. The methods default to "change nothing"; a technique overrides what it needs."""
 
     name: ClassVar[str]
+    mode: ClassVar[str] = ""  # which of several strategies of that name: the key `mode` of its table
     phase: ClassVar[StrategyPhase]
     exact: ClassVar[bool] = True
     needs_sequence_info: ClassVar[bool] = (
@@ -148,7 +149,8 @@ class Strategy(ABC):
 
     def as_dict(self) -> dict[str, Any]:
         """The strategy as a table of a plan file."""
-        return {"name": self.name, **{item.name: getattr(self, item.name) for item in fields(self)}}
+        mode = {"mode": self.mode} if self.mode else {}
+        return {"name": self.name, **mode, **{item.name: getattr(self, item.name) for item in fields(self)}}
 
     def __str__(self) -> str:
         unset = {item.name for item in fields(self) if not item.default}  # nothing of it, by default

@@ -28,14 +28,14 @@ def model_diagnostics(model_spec: ModelSpec) -> Iterator[Diagnostic]:
 
 def strategy_choice_diagnostics(strategies: tuple[Strategy, ...]) -> Iterator[Diagnostic]:
     """Strategies that cannot stand beside each other."""
-    order = [strategy.name for strategy in strategies if strategy.phase == "order"]
+    order = [strategy.name for strategy in strategies if strategy.phase == "schedule"]
     if len(order) > 1:
         yield Diagnostic(
             f"{' and '.join(order)} both decide the order of the step", "keep one of them", "strategies"
         )
     stores: dict[str, list[str]] = {}
     for strategy in dict.fromkeys(strategies):
-        if strategy.phase == "store":
+        if strategy.phase == "storage":
             stores.setdefault(strategy.as_dict().get("axis", ""), []).append(strategy.name)
     for axis, names in stores.items():
         if len(names) > 1:
@@ -61,7 +61,7 @@ def sharding_diagnostics(sharding: ShardingPlan, strategies: tuple[Strategy, ...
     if pending:
         axes = ", ".join(sorted({axis for home in pending for axis in home.grad_layout.axes_with("P")}))
         text = f"the gradients of {len(pending)} parameters ({pending[0].param.name}...) stay pending sums over {axes}"
-        fix = f'add a strategy that stores weights along {axes}: [[strategies]] name = "replicate"'
+        fix = f'add a strategy that stores weights along {axes}: [[strategies]] name = "ddp"'
         if any(
             home.flat_shard_axes for home in pending
         ):  # who cuts them into shards must hand those out along other axes too

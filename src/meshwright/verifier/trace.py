@@ -28,8 +28,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.comm.backends.fake import Done, FakeWorld
-from meshwright.comm.collectives.group import Entry, Work
+from meshwright.comm.backends.fake import CompletedWork, FakeWorld
+from meshwright.comm.collectives.group import LedgerEntry, Work
 from meshwright.engine.runtime.loss import Batch, Loss
 from meshwright.engine.runtime.state import RankState, TrainedModule
 from meshwright.engine.step.executor import Executor
@@ -99,6 +99,11 @@ class TraceVerdict:
     diagnostics: tuple[Diagnostic, ...] = ()
     rank_backend: str = "trace"
     versions: dict[str, str] = field(default_factory=dict)
+
+    def raise_if_failed(self) -> None:
+        """Raises PlanError, with all diagnostics, unless every rank issued what the program states."""
+        if not self.passed:
+            raise PlanError.from_diagnostics(self.diagnostics)
 
     def write(self, path: Path) -> None:
         """Write the verdict as JSON."""
@@ -185,7 +190,7 @@ def trace_rank(
 ) -> RankTrace:
     """What `rank` issues in `steps` steps. Raises NeedsValues when `fake` tensors cannot play the model."""
     world = FakeWorld(plan.mesh, rank)
-    world.ledger.recording = True
+    world.ledger.is_recording = True
     subject = make_trained_module(FakeTensorMode(allow_non_fake_inputs=True) if fake else None)
     issued = []
     try:
@@ -193,7 +198,7 @@ def trace_rank(
             if fake:
                 opened.enter_context(_ones(subject.module))
             works: dict[str, Work] = defaultdict(
-                Done
+                CompletedWork
             )  # who waits for a collective that was forgotten goes on: it is named below
             good = replace(
                 plan, job=replace(plan.job, guard=LossGuard())
@@ -213,7 +218,7 @@ def trace_rank(
         raise NeedsRealTensorsError(
             text, fix="trace it on real tensors: fake=False; it is then made whole", location="trace"
         ) from error
-    return RankTrace(rank, tuple(issued), sum(entry.sent for entry in world.ledger.entries))
+    return RankTrace(rank, tuple(issued), sum(entry.sent_nbytes for entry in world.ledger.entries))
 
 
 def compare_trace(planned: Sequence[TracedMessage], rank_trace: RankTrace) -> Iterator[Diagnostic]:
@@ -265,9 +270,9 @@ def _differences(
             return
 
 
-def _message(entry: Entry) -> TracedMessage:
+def _message(entry: LedgerEntry) -> TracedMessage:
     return TracedMessage(
-        entry.action, entry.collective, entry.axes, entry.size, entry.nbytes, entry.dtype, entry.algorithm
+        entry.action, entry.collective, entry.axes, entry.group_size, entry.nbytes, entry.dtype, entry.algorithm
     )
 
 

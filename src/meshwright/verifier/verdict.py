@@ -11,6 +11,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from meshwright.plan.job.errors import PlanError
+
 COMPARED_QUANTITIES = (
     "initial value",
     "samples",
@@ -74,6 +76,12 @@ class Verdict:
     not_compared: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     reference: str = "one device"
+
+    def raise_if_failed(self) -> None:
+        """Raises PlanError, with the first difference, unless the plan computes what one device computes."""
+        if not self.passed:
+            fix = "repair the plan or the model, then verify again"
+            raise PlanError(str(self), fix=fix, location="verify")
 
     def write(self, path: Path) -> None:
         """Write the verdict as JSON; an error that is no finite number becomes the text "nan" or "inf"."""

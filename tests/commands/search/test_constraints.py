@@ -5,26 +5,26 @@ import pytest
 from meshwright.commands.search.constraints import SCHEDULES, SEARCHED_SCHEDULES, SearchConstraints
 from meshwright.commands.search.search import SearchOptions, run_search
 from meshwright.plan.job.errors import PlanError
-from meshwright.planner.analytic.parallel_config import Layout
+from meshwright.planner.analytic.parallel_config import ParallelConfig
 from meshwright.planner.search.search import search
 
 SMALL = "small: layers 24 hidden 2048 heads 16 gated vocab 32000"
 LONG = f"{SMALL} sequence 16384"
 
 
-def best(*words: str, model: str = SMALL, devices: int = 16, batch: int = 64) -> list[tuple[Layout, str]]:
+def best(*words: str, model: str = SMALL, devices: int = 16, batch: int = 64) -> list[tuple[ParallelConfig, str]]:
     found = run_search(SearchOptions(model, devices, "a100", batch, constraints=words)).result.best
-    return [(each.layout, each.schedule) for each in found]
+    return [(each.config, each.schedule) for each in found]
 
 
 def test_each_word_is_obeyed_by_every_layout_that_is_shown():
-    assert {layout.shards for layout, _ in best("zero=3", "dp_shard=4")} == {3}
-    assert {layout.within for layout, _ in best("zero=1", "dp_shard=4")} == {4}
+    assert {layout.zero_stage for layout, _ in best("zero=3", "dp_shard=4")} == {3}
+    assert {layout.zero_group_size for layout, _ in best("zero=1", "dp_shard=4")} == {4}
     assert {layout.micro_batch for layout, _ in best("micro=2")} == {2}
-    assert {layout.reruns for layout, _ in best("recompute=layers")} == {"layers"}
-    assert {layout.reruns for layout, _ in best("recompute=none")} == {"none"}
-    assert {layout.chunks for layout, _ in best("chunks=4")} == {4}
-    assert all(layout.outside for layout, _ in best("inside=dp", "tp=2"))
+    assert {layout.recompute for layout, _ in best("recompute=layers")} == {"layers"}
+    assert {layout.recompute for layout, _ in best("recompute=none")} == {"none"}
+    assert {layout.virtual_stages for layout, _ in best("chunks=4")} == {4}
+    assert all(layout.tp_across_hosts for layout, _ in best("inside=dp", "tp=2"))
     for name in SCHEDULES:
         found = best(f"schedule={name}")
         assert {schedule for _, schedule in found} == {name}
@@ -37,8 +37,8 @@ def test_each_word_is_obeyed_by_every_layout_that_is_shown():
 def test_a_method_for_rows_in_parts_divides_them_so(method: str, swapping: set[int]):
     found = best(f"method={method}", model=LONG, batch=8)
     assert all(layout.cp > 1 for layout, _ in found)
-    assert {layout.swaps for layout, _ in found} <= swapping
-    assert all((layout.swaps == layout.cp) == (method == "ulysses") for layout, _ in found)
+    assert {layout.ulysses_degree for layout, _ in found} <= swapping
+    assert all((layout.ulysses_degree == layout.cp) == (method == "ulysses") for layout, _ in found)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from meshwright.commands.search.search import SearchOptions, outcome_as_dict, ru
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.planner.analytic.model_shape import Shape
-from meshwright.planner.analytic.parallel_config import Layout
-from meshwright.planner.analytic.step_time import step
-from meshwright.planner.machine.from_run import Learnt
+from meshwright.planner.analytic.model_shape import ModelShape
+from meshwright.planner.analytic.parallel_config import ParallelConfig
+from meshwright.planner.analytic.step_time import step_time
+from meshwright.planner.machine.from_run import RunCalibration
 from meshwright.run.config.config_file import read_request
 from meshwright.run.measure.measured_files import write_profile
 from meshwright.run.measure.network_profile import write_cluster
@@ -23,11 +23,11 @@ from tests.plan.hardware.synthetic_device import profile
 from tests.planner.machine.test_from_benchmark import LATENCY_S, LINK, cluster, series
 from tests.run.measure.run_folders import COMPUTED_S, PLAN, SENT_S, STEP_S, run_folder
 
-SHAPE = Shape("small", 4, 256, 4, vocab=1000, sequence=64)
+SHAPE = ModelShape("small", 4, 256, 4, vocab=1000, sequence=64)
 WORDS = "small: layers 4 hidden 256 heads 4 vocab 1000 sequence 64"
 
 
-def shapes(source: str, sequence: int) -> Shape:
+def shapes(source: str, sequence: int) -> ModelShape:
     assert (source, sequence) == ("there", 64)
     return SHAPE
 
@@ -42,7 +42,7 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 def test_a_measured_device_with_measured_links_is_a_machine_and_says_so(files: tuple[str, str]):
     found, notes = search_machine(files[0], 8, files[1], "", shapes)
-    assert (found.count, found.host, found.device.name) == (8, 8, "Abacus 7")
+    assert (found.num_devices, found.devices_per_host, found.device.name) == (8, 8, "Abacus 7")
     assert found.link_rate == pytest.approx(LINK, rel=0.05)
     assert "4 ranks at most were measured: links of 8 are taken to be as fast" in notes
     assert (
@@ -53,8 +53,8 @@ def test_a_measured_device_with_measured_links_is_a_machine_and_says_so(files: t
 def test_a_traced_run_teaches_what_computing_and_sending_take(files: tuple[str, str], tmp_path: Path):
     before, _ = search_machine(files[0], 2, files[1], "", shapes)
     found, notes = search_machine(files[0], 2, files[1], str(run_folder(tmp_path / "run")), shapes)
-    layout = Layout(dp=2, micro_batch=2, micros=2, dtype="float32")
-    planned, now = step(SHAPE, layout, before), step(SHAPE, layout, found)
+    layout = ParallelConfig(dp=2, micro_batch=2, num_microbatches=2, dtype="float32")
+    planned, now = step_time(SHAPE, layout, before), step_time(SHAPE, layout, found)
     assert now.compute + now.optimizer + now.fixed == pytest.approx(COMPUTED_S, rel=1e-6)
     assert now.compute > 2 * planned.compute
     sent = (1 << 22) / found.link_rate + 2 * found.rates.latency_s
@@ -65,7 +65,7 @@ def test_a_traced_run_teaches_what_computing_and_sending_take(files: tuple[str, 
 def test_a_run_without_a_trace_teaches_one_factor(files: tuple[str, str], tmp_path: Path):
     run = run_folder(tmp_path / "run", traced=False)
     found, notes = search_machine(files[0], 2, files[1], str(run), shapes)
-    now = step(SHAPE, Layout(dp=2, micro_batch=2, micros=2, dtype="float32"), found)
+    now = step_time(SHAPE, ParallelConfig(dp=2, micro_batch=2, num_microbatches=2, dtype="float32"), found)
     assert now.seconds == pytest.approx(STEP_S, rel=1e-6)
     assert "no trace" in notes[-1]
 
@@ -81,7 +81,7 @@ def test_a_faster_run_than_the_hardware_allows_is_doubted(
 def test_what_a_run_cannot_teach_is_refused(files: tuple[str, str], tmp_path: Path):
     known, _ = search_machine(files[0], 2, files[1], "", shapes)
 
-    def learned(folder: Path) -> Learnt:
+    def learned(folder: Path) -> RunCalibration:
         return calibrate_from_run(folder, read_previous_run(folder), known, shapes)
 
     with pytest.raises(
@@ -103,7 +103,7 @@ def test_a_gpu_is_known_by_what_its_driver_calls_it(tmp_path: Path):
     run = run_folder(tmp_path / "run", device="NVIDIA A100-SXM4-80GB")
     found, _ = search_machine("a100", 16, "", str(run), shapes)
     plain, _ = search_machine("a100", 16, "", "", shapes)
-    assert found.rates.product < plain.rates.product
+    assert found.rates.matmul < plain.rates.matmul
     assert found.rates.nic == plain.rates.nic  # two ranks of one host have taught nothing of it
 
 
@@ -149,8 +149,8 @@ def test_a_device_with_a_name_of_its_own_is_known_by_what_it_is_like(
 def test_a_plan_is_laid_out_as_a_search_would(tmp_path: Path):
     text = PLAN.format(micro=2, store="replicate", more="")
     text = text.replace(
-        '{ name = "replicate", axis = "dp_replicate" }',
-        '{ name = "zero", axis = "dp_shard", stage = 2 }, {name = "recompute"}',
+        '{ name = "ddp", axis = "dp_replicate" }',
+        '{ name = "zero", axis = "dp_shard", stage = 2 }, {name = "activation_checkpointing"}',
     )
     path = tmp_path / "plan.toml"
     path.write_text(
@@ -160,8 +160,8 @@ def test_a_plan_is_laid_out_as_a_search_would(tmp_path: Path):
     )
     request = read_request(path, (), STRATEGIES)
     found = parallel_config_of(request, Mesh.infer(request.mesh))
-    assert (found.dp, found.tp, found.pp, found.cp, found.shards) == (2, 3, 2, 2, 2)
-    assert (found.micro_batch, found.micros, found.reruns, found.within) == (2, 2, "layers", 0)
+    assert (found.dp, found.tp, found.pp, found.cp, found.zero_stage) == (2, 3, 2, 2, 2)
+    assert (found.micro_batch, found.num_microbatches, found.recompute, found.zero_group_size) == (2, 2, "layers", 0)
 
 
 def test_a_plan_is_chosen_for_what_was_measured(files: tuple[str, str]):
@@ -178,7 +178,7 @@ def test_the_command_line_hears_of_all_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ):
     forget_ranks(monkeypatch)
-    words = ("plan", WORDS, "--devices", 2, "--batch", 16, "--hardware", files[0])
+    words = ("search", WORDS, "--devices", 2, "--batch", 16, "--hardware", files[0])
     code, out, err = said(capsys, *words, "--cluster", files[1], "--json", tmp_path / "plan.json")
     assert (code, err) == (0, "")
     assert "2 Abacus 7" in out
@@ -197,4 +197,4 @@ def test_words_for_a_search_are_refused_where_a_plan_is_there(
     forget_ranks(monkeypatch)
     code, _, err = said(capsys, "plan", tmp_path / "config.toml", "--calibrate-from", "run", "--batch", 8)
     assert code == 2
-    assert "--batch, --calibrate-from are for a plan that is to be chosen" in err
+    assert "--calibrate-from, --batch: `plan` checks the plan of a config and does not choose one" in err

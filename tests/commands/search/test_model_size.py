@@ -38,7 +38,7 @@ def test_a_config_is_read_and_its_model_counted(tmp_path: Path):
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
     shape = model_shape(str(tmp_path), 512)
-    assert (shape.layers, shape.hidden, shape.heads, shape.groups, shape.inner) == (3, 96, 6, 2, 200)
+    assert (shape.layers, shape.hidden, shape.heads, shape.num_kv_heads, shape.ffn_dim) == (3, 96, 6, 2, 200)
     assert (shape.vocab, shape.sequence, shape.gated, shape.tied) == (130, 512, True, False)
 
 
@@ -210,7 +210,7 @@ def test_heads_may_be_wider_than_their_share_of_the_hidden_size(tmp_path: Path):
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(tmp_path)
     known = model_size(str(tmp_path), 512)
-    assert (known.shape.head, known.shape.width, known.shape.attended) == (16, 16, 128)
+    assert (known.shape.head, known.shape.head_dim, known.shape.attention_dim) == (16, 16, 128)
     assert known.num_matrix_params == known.shape.numel
     assert not list(size_warnings(known))
 

@@ -8,21 +8,21 @@ from meshwright.commands.search.constraints import SCHEDULES
 from meshwright.commands.search.plot import plotted_candidates, winner_timeline, write_plot
 from meshwright.commands.search.search import SearchOptions, run_search
 from meshwright.plan.job.errors import PlanError
-from meshwright.report.search.pareto import pareto
+from meshwright.report.search.pareto import pareto_front
 
 SMALL = "small: layers 24 hidden 2048 heads 16 gated vocab 32000"
 
 
 def test_no_layout_on_the_line_is_both_slower_and_larger_than_another():
     found = plotted_candidates(run_search(SearchOptions(SMALL, 8, "a100", 64)))
-    front = pareto(found)
-    assert front[0] == min(found, key=lambda each: (each.seconds, each.footprint.total))
-    assert front[-1].footprint.total == min(each.footprint.total for each in found)
+    front = pareto_front(found)
+    assert front[0] == min(found, key=lambda each: (each.seconds, each.memory.total))
+    assert front[-1].memory.total == min(each.memory.total for each in found)
     for one in front:
         assert not any(
-            each.seconds < one.seconds and each.footprint.total < one.footprint.total for each in found
+            each.seconds < one.seconds and each.memory.total < one.memory.total for each in found
         )
-    assert front[-1].footprint.total < front[0].footprint.total / 2
+    assert front[-1].memory.total < front[0].memory.total / 2
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -37,7 +37,7 @@ def test_the_turns_that_are_drawn_take_what_the_sketch_says(schedule: str):
     rows = winner_timeline(chosen.request, best)
     assert len(rows) == 4
     drawn = max(span.end for row in rows for span in row)
-    said = best.step.compute + best.step.tensor + best.step.waiting
+    said = best.step.compute + best.step.tp_comm + best.step.pipeline_wait
     assert drawn == pytest.approx(said, rel=0.1)
 
 

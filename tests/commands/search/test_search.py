@@ -19,7 +19,7 @@ from meshwright.commands.search.search import (
 )
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError
-from meshwright.report.search.search_result import Budget
+from meshwright.report.search.search_result import TrainingBudget
 from meshwright.run.config.config_file import read_request
 
 SMALL = "small: layers 24 hidden 2048 heads 16 gated vocab 32000"
@@ -32,7 +32,7 @@ def shown(asked: SearchOptions) -> str:
 
 
 def test_a_model_in_words_is_planned_and_explained():
-    text = shown(SearchOptions(SMALL, 8, "a100", 64, budget=Budget(1e9, 2.0)))
+    text = shown(SearchOptions(SMALL, 8, "a100", 64, budget=TrainingBudget(1e9, 2.0)))
     assert "1.74 B weights on 8 A100" in text
     assert "Everything fits on each device" in text
     assert "wins: " in text
@@ -64,7 +64,7 @@ def test_the_winner_is_a_config_that_resolves(tmp_path: Path):
     chosen = run_search(
         SearchOptions("13b: layers 40 hidden 5120 heads 40", 64, "a100", 128, constraints=("tp=4", "pp=2"))
     )
-    best = chosen.result.best[0].layout
+    best = chosen.result.best[0].config
     assert (best.tp, best.pp) == (4, 2)
     path = tmp_path / "plan.toml"
     write_config(chosen, path)
@@ -80,7 +80,7 @@ def test_the_winner_is_a_config_that_resolves(tmp_path: Path):
 
 
 def test_what_is_shown_is_there_as_plain_values():
-    chosen = run_search(SearchOptions(SMALL, 8, "h100", 64, budget=Budget(1e12, 3.0)))
+    chosen = run_search(SearchOptions(SMALL, 8, "h100", 64, budget=TrainingBudget(1e12, 3.0)))
     said = json.loads(json.dumps(outcome_as_dict(chosen)))
     first = said["layouts"][0]
     assert first["step_s"] == pytest.approx(sum(first["seconds"].values()))
@@ -159,7 +159,7 @@ def test_model_hardware_links_and_words_are_refused_together():
             )
         )
     places = " ".join(fault.location for fault in raised.value.diagnostics)
-    assert all(place in places for place in ("--hardware", "nope.toml", "nowhere", "--fix", "--fit")), places
+    assert all(place in places for place in ("--hardware", "nope.toml", "nowhere", "--set", "--fit")), places
     assert "nosuch" in raised.value.diagnostics[0].problem
     assert len(raised.value.diagnostics) == 6
 

@@ -1,4 +1,4 @@
-"""`plan MODEL` as a user types it: every option is heard, and what is missing or contradicts itself is told."""
+"""`search MODEL` on the command line: every option has an effect; missing and contradicting options are refused."""
 
 import json
 import tomllib
@@ -18,7 +18,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_limit_is_looked_for_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = ["--hardware", "a100", "--batch", 64, "--fit", "devices", "--json", tmp_path / "said.json"]
-    code, out, _ = said(capsys, "plan", SMALL, *words, "--out", tmp_path / "plan.toml")
+    code, out, _ = said(capsys, "search", SMALL, *words, "--out", tmp_path / "plan.toml")
     assert code == 0
     found = json.loads((tmp_path / "said.json").read_text())["limit"]
     assert (found["what"], found["beyond"]) == ("devices", 0) or found["value"] > found["beyond"]
@@ -27,13 +27,13 @@ def test_a_limit_is_looked_for_and_written(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_the_largest_batch_needs_no_batch(capsys: pytest.CaptureFixture[str]):
-    code, out, _ = said(capsys, "plan", SMALL, "--hardware", "a100", "--devices", 8, "--fit", "batch")
+    code, out, _ = said(capsys, "search", SMALL, "--hardware", "a100", "--devices", 8, "--fit", "batch")
     assert code == 0
     assert "The largest batch that goes through at once is" in " ".join(out.split())
 
 
 def test_unlike_devices_need_no_number_of_devices(capsys: pytest.CaptureFixture[str]):
-    code, out, _ = said(capsys, "plan", SMALL, "--hardware", "h100:8,a100:8", "--batch", 64)
+    code, out, _ = said(capsys, "search", SMALL, "--hardware", "h100:8,a100:8", "--batch", 64)
     assert code == 0
     text = " ".join(out.split())
     assert "on 8 H100 and 8 A100" in text
@@ -41,9 +41,9 @@ def test_unlike_devices_need_no_number_of_devices(capsys: pytest.CaptureFixture[
 
 
 def test_a_plot_is_written_and_what_is_fixed_is_heard(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    words = ["--hardware", "a100", "--devices", 8, "--batch", 64, "--fix", "zero=2", "--fix", "micro=4"]
+    words = ["--hardware", "a100", "--devices", 8, "--batch", 64, "--set", "zero=2", "--set", "micro_batch=4"]
     code, out, _ = said(
-        capsys, "plan", SMALL, *words, "--plot", tmp_path / "plot.html", "--tokens", 1e9, "--price", 2
+        capsys, "search", SMALL, *words, "--plot", tmp_path / "plot.html", "--tokens", 1e9, "--price", 2
     )
     assert code == 0
     assert (tmp_path / "plot.html").read_text().startswith("<!DOCTYPE html>")
@@ -53,17 +53,17 @@ def test_a_plot_is_written_and_what_is_fixed_is_heard(tmp_path: Path, capsys: py
     assert "of it waiting" in text
 
 
-def test_sizes_alone_are_a_plan_to_be_chosen(capsys: pytest.CaptureFixture[str]):
-    code, _, err = said(capsys, "plan", SMALL)
+def test_sizes_alone_are_not_enough(capsys: pytest.CaptureFixture[str]):
+    code, _, err = said(capsys, "search", SMALL)
     assert code == 2
-    assert "a plan is to be chosen, and --devices and --hardware and --batch are not said" in err
+    assert "--devices and --hardware and --batch are missing" in err
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--hardware", "a100", "--batch", 64], "--devices is not said"),
-        (["--hardware", "a100", "--devices", 8], "--batch is not said"),
+        (["--hardware", "a100", "--batch", 64], "--devices is missing"),
+        (["--hardware", "a100", "--devices", 8], "--batch is missing"),
         (
             ["--hardware", "a100:4,h100:4", "--devices", 9, "--batch", 64],
             "--devices 9, and a100:4,h100:4 are 8",
@@ -72,16 +72,16 @@ def test_sizes_alone_are_a_plan_to_be_chosen(capsys: pytest.CaptureFixture[str])
         (["--hardware", "a100:4,h100:4", "--batch", 64, "--fit", "layers"], "on several kinds of devices"),
         (["--hardware", "a100:4,h100:4", "--batch", 64, "--cluster", "c.toml"], "leave it away"),
         (["--hardware", "a100", "--devices", 8, "--batch", 64, "--fit", "bach"], "did you mean 'batch'?"),
-        (["--hardware", "a100", "--devices", 8, "--batch", 64, "--price", 2], "no tokens to pay for"),
-        (["--hardware", "a100", "--devices", 8, "--batch", 64, "--tokens", "inf"], "no end of tokens"),
+        (["--hardware", "a100", "--devices", 8, "--batch", 64, "--price", 2], "no training time to price"),
+        (["--hardware", "a100", "--devices", 8, "--batch", 64, "--tokens", "inf"], "needed are finite numbers"),
         (["--hardware", "a100", "--devices", 8, "--batch", 64, "--tokns", "1e9"], "did you mean '--tokens'?"),
         (
             ["--hardware", "a100", "--devices", 8, "--batch", 64, "--train.steps", 3],
-            "--train.steps: a plan that is to be chosen",
+            "--train.steps: `search` has no such option",
         ),
         (
             ["--hardware", "a100", "--devices", 8, "--batch", 64, "--world", 4],
-            "--world: a plan that is to be chosen",
+            "--world: `search` has no such option",
         ),
         (["--hardware", "a100:\u00b2", "--batch", 64], "how many devices are a100?"),
         (
@@ -97,7 +97,7 @@ def test_sizes_alone_are_a_plan_to_be_chosen(capsys: pytest.CaptureFixture[str])
 def test_what_is_missing_or_contradicts_itself_is_told(
     words: list[object], told: str, capsys: pytest.CaptureFixture[str]
 ):
-    code, _, error = said(capsys, "plan", SMALL, *words)
+    code, _, error = said(capsys, "search", SMALL, *words)
     assert code
     assert told in " ".join(error.split())
     assert "repair" in error

@@ -18,7 +18,7 @@ from meshwright.commands.search.search import (
     write_config,
 )
 from meshwright.commands.verify import verify
-from meshwright.planner.analytic.parallel_config import Layout
+from meshwright.planner.analytic.parallel_config import ParallelConfig
 from tests.command_line import TEXT
 
 LLAMA = {
@@ -81,7 +81,7 @@ def test_plan_takes_what_was_chosen(tmp_path: Path, wish: str):
     found = chosen(tmp_path, LLAMA, wish)
     path, rest = written(found, tmp_path)
     plan = resolve_config(path, rest, None)[1].plan
-    layout: Layout = found.result.best[0].layout
+    layout: ParallelConfig = found.result.best[0].config
     mesh = plan.mesh
     assert (mesh.pp, mesh.tp, mesh.cp, mesh.dp_replicate * mesh.dp_shard) == (
         layout.pp,
@@ -111,7 +111,7 @@ def test_unequal_parts_of_unlike_devices_are_cuts_that_plan_takes(tmp_path: Path
     found = run_search(
         SearchOptions(str(tmp_path / "model"), 0, "h100:3,a100:1", 12, 24, constraints=("pp=4",), num_kept=1)
     )
-    counts = [count for _, count in found.result.best[0].dealt]
+    counts = [count for _, count in found.result.best[0].layer_assignment]
     assert len(counts) == 4
     assert sum(counts) == 6
     path, rest = written(found, tmp_path)

@@ -54,4 +54,4 @@ def test_every_bad_figure_is_told_with_its_place():
 
 def test_a_cluster_without_measurements_is_told_to_measure():
     (fault,) = replace(GOOD, measurements=()).diagnostics()
-    assert "bench comm" in fault.fix
+    assert "bench network" in fault.fix

@@ -75,4 +75,4 @@ def test_every_fault_of_a_network_is_told():
         "network.crowds.0.seconds",
     ]
     (fault,) = NetworkModel().diagnostics("network")
-    assert "bench comm" in fault.fix
+    assert "bench network" in fault.fix

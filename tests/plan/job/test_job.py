@@ -172,7 +172,7 @@ def test_a_job_with_a_model_and_data_is_accepted():
         ),
         (
             {"precision": PrecisionConfig(optimizer_states="bfloat16")},
-            "precision.moments",
+            "precision.optimizer_states",
             "moments in bfloat16; the optimizer keeps them",
         ),
         (

@@ -69,6 +69,6 @@ def test_a_part_has_the_numbers_of_its_own_blocks_and_of_glue():
 
 
 def test_a_module_of_two_blocks_has_its_numbers_in_the_part_of_either():
-    shared = LayerCall("one.attention.query", "two", "columns", input_id=0, in_numel=1, out_numel=1)
+    shared = LayerCall("one.attention.query", "two", "colwise", input_id=0, in_numel=1, out_numel=1)
     part = replace(DIVIDED, layer_calls=(shared,)).restricted_to(["two"])
     assert [number.module for number in part.size_attributes] == ["one.attention", "two", "positions"]

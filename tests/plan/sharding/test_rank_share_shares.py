@@ -11,12 +11,12 @@ from meshwright.plan.sharding.placement import Layout, S
 from meshwright.plan.sharding.rank_share import BlockShare, block_shares, weight_grad_flops
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 
-UP = ParamSpec("up.weight", (3, 4), ("layer",), role="columns", dim_splits=(DimSplit(0, 3, (3,)),))
-HEAD = ParamSpec("head.weight", (8, 4), ("head",), role="head", dim_splits=(DimSplit(0, 8, (8,)),))
+UP = ParamSpec("up.weight", (3, 4), ("layer",), role="colwise", dim_splits=(DimSplit(0, 3, (3,)),))
+HEAD = ParamSpec("head.weight", (8, 4), ("head",), role="lm_head", dim_splits=(DimSplit(0, 8, (8,)),))
 CALLS = (
     LayerCall("norm", "layer", "norm", 0, 4, 4, saved_numel=6),
-    LayerCall("up", "layer", "columns", 1, 4, 3, flops=30, saved_numel=9),
-    LayerCall("head", "head", "head", 2, 4, 8, flops=80),
+    LayerCall("up", "layer", "colwise", 1, 4, 3, flops=30, saved_numel=9),
+    LayerCall("head", "head", "lm_head", 2, 4, 8, flops=80),
 )
 MODEL = ModelSpec(
     "model", ("layer", "head"), (UP, HEAD), (20, 8), (50, 80), saved_numel=(25, 4), layer_calls=CALLS
@@ -79,7 +79,7 @@ def test_one_device_has_all():
 
 
 def test_gradients_that_weights_need_are_those_of_what_layers_give_out():
-    wide = replace(MODEL, layer_calls=(*CALLS, LayerCall("out", "layer", "rows", 3, 3, 40)))
+    wide = replace(MODEL, layer_calls=(*CALLS, LayerCall("out", "layer", "rowwise", 3, 3, 40)))
     space = ShardingPlan(
         Mesh(tp=2),
         wide,

@@ -109,9 +109,9 @@ def test_what_is_as_large_as_weights_is_divided_as_they_are_whatever_becomes_of_
 def test_the_program_holds_what_was_weighed():
     actions = single_device_program(
         ShardingPlan.one_device(Mesh(), WEIGHED), Job(), 2, sequential_stage_calls(WEIGHED.block_calls, 2)
-    ).actions("stage0")
+    ).actions("pp0")
     held = {action.name: {hold.name: hold.nbytes for hold in action.allocations} for action in actions}
-    assert held["F(body, 0)"] == {"stream(body, 0)": 160 + 9, "inside(body, 0)": 212}
+    assert held["F(body, 0)"] == {"output(body, 0)": 160 + 9, "saved activations(body, 0)": 212}
     assert held["LOSS(0)"][SCRATCH] == 128
     assert held["B(body, 0)"][SCRATCH] == 420 - 6 * 4
     assert held["B(body, 1)"][SCRATCH] == 400

@@ -85,7 +85,7 @@ def test_one_batch_size_alone_is_refused():
 def test_a_rank_that_steps_for_others_is_refused():
     with pytest.raises(
         PlanError,
-        match=r'train\.noise_scale(?s:.*)use the strategy "replicate", or set train\.noise_scale = false',
+        match=r'train\.noise_scale(?s:.*)use the strategy "ddp", or set train\.noise_scale = false',
     ):
         plan_of(READING, 3, (BatchSplit(), DataParallelMaster()), job=noisy())
 

@@ -11,7 +11,7 @@ def compute(name: str, *waits: str) -> Action:
 
 
 def wire(name: str, *waits: str) -> Action:
-    return Action(name, stream="wire", waits=waits)
+    return Action(name, stream="comm", waits=waits)
 
 
 def times(
@@ -88,8 +88,8 @@ def test_a_pipeline_of_three_roles_takes_its_turns():
         for i in range(3)
     }
     ends = {(tick.role, tick.action.subject): tick.end for tick in simulate(Program.from_dict(roles))}
-    assert ends["stage2", "0"] == 3
-    assert ends["stage2", "1"] == 4
+    assert ends["pp2", "0"] == 3
+    assert ends["pp2", "1"] == 4
 
 
 def test_a_cycle_is_shown_with_an_arrow_at_every_role():

@@ -97,7 +97,7 @@ def test_activations_are_counted_in_the_dtype_of_compute_and_gradients_in_that_o
         for a in listed(1, 3, Job(precision=PrecisionConfig("float32", "bfloat16")))
         for h in a.allocations
     }
-    assert taken["stream(b, 0)"] == 20 * 3 * 2
+    assert taken["output(b, 0)"] == 20 * 3 * 2
     assert taken["gradient(b)"] == 4 * 4
 
 
@@ -107,7 +107,7 @@ def test_what_a_visit_computes_within_is_held_from_its_forward_to_its_backward()
         ShardingPlan.one_device(Mesh(), model), Job(), 2, sequential_stage_calls(model.block_calls, 1)
     ).actions(FIRST_ROLE)
     assert {h.name: h.nbytes for a in actions if a.kind == "F" for h in a.allocations}[
-        "inside(b, 0)"
+        "saved activations(b, 0)"
     ] == 7 * 2 * 4
     assert held_after(actions)[-1] == {}
 

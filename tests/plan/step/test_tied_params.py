@@ -34,13 +34,13 @@ def plan_of(mesh: Mesh, *strategies: Strategy, precision: PrecisionConfig | None
     return make_plan(reading_of(tied=True), job, mesh, (Pipeline(), *strategies), 2)
 
 
-def end(plan: Plan, role: str = "stage0") -> list[str]:
+def end(plan: Plan, role: str = "pp0") -> list[str]:
     """The names from the last backward on."""
     names = [action.name for action in plan.program.actions(role)]
     return names[max(i for i, name in enumerate(names) if name.startswith("B(")) + 1 :]
 
 
-def of_kind(plan: Plan, kind: str, role: str = "stage0") -> Action:
+def of_kind(plan: Plan, kind: str, role: str = "pp0") -> Action:
     (found,) = (
         action
         for action in plan.program.actions(role)
@@ -61,8 +61,8 @@ def test_it_stands_behind_everything_else_that_is_sent_and_before_what_looks_at_
         "STEP()",
     ]
     assert end(plan) == tail
-    assert end(plan, "stage2")[1:] == tail  # behind what it sends back
-    assert end(plan, "stage1")[1:] == [
+    assert end(plan, "pp2")[1:] == tail  # behind what it sends back
+    assert end(plan, "pp1")[1:] == [
         "LOSS_SUM()",
         "LOCAL_NORM(norm)",
         "GLOBAL_NORM(norm)",
@@ -70,19 +70,19 @@ def test_it_stands_behind_everything_else_that_is_sent_and_before_what_looks_at_
         "STEP()",
     ]
     tie = of_kind(plan, "REDUCE_TIED")
-    assert tie.waits == (f"WAIT({NAME}, tied)", f"stage2/WAIT({NAME}, tied)")
+    assert tie.waits == (f"WAIT({NAME}, tied)", f"pp2/WAIT({NAME}, tied)")
     assert tie.transfer is not None
     assert (tie.transfer.collective, tie.transfer.axes, tie.transfer.member_indices) == (
         "all_reduce",
         ("pp",),
         (0, 2),
     )
-    readers = [action for action in plan.program.actions("stage0") if action.kind in ("LOCAL_NORM", "CLIP")]
+    readers = [action for action in plan.program.actions("pp0") if action.kind in ("LOCAL_NORM", "CLIP")]
     assert all(tie.name in action.waits for action in readers)
 
 
 def test_alone_gradients_are_packed_once_and_stay_where_they_are_summed():
-    actions = plan_of(Mesh(pp=3)).program.actions("stage0")
+    actions = plan_of(Mesh(pp=3)).program.actions("pp0")
     (pack,) = (action for action in actions if action.kind == "PACK")
     first = next(action for action in actions if action.kind == "B" and action.subject == "embed")
     assert actions.index(pack) == actions.index(first) + 1
@@ -116,7 +116,7 @@ def test_of_a_bundle_in_shards_a_shard_travels_in_the_dtype_of_gradients():
 )
 def test_of_narrow_gradients_it_is_the_wider_buffer_that_is_summed(mesh: Mesh, store: tuple[Strategy, ...]):
     plan = plan_of(mesh, *store, precision=WIDE)
-    tie, actions = of_kind(plan, "REDUCE_TIED"), plan.program.actions("stage0")
+    tie, actions = of_kind(plan, "REDUCE_TIED"), plan.program.actions("pp0")
     assert tie.transfer is not None
     assert tie.transfer.dtype == "float32"
     unpacks = [
@@ -128,7 +128,7 @@ def test_of_narrow_gradients_it_is_the_wider_buffer_that_is_summed(mesh: Mesh, s
 def test_weights_that_one_rank_uses_alone_have_none():
     tied = {
         name
-        for action in plan_of(Mesh(pp=3)).program.actions("stage0")
+        for action in plan_of(Mesh(pp=3)).program.actions("pp0")
         if action.kind == "REDUCE_TIED"
         for name in action.tensors
     }

@@ -25,7 +25,7 @@ def test_uses_that_follow_each_other_are_one_stay():
 
 def test_a_micro_batch_or_a_step_is_one_stay_where_asked_for():
     twice = CHAIN + [ParamUse(use.param_groups, 1) for use in CHAIN]
-    assert spans(unshard_windows(twice, ONES, "micro")) == [
+    assert spans(unshard_windows(twice, ONES, "microbatch")) == [
         ("a", 0, 11),
         ("b", 1, 4),
         ("c", 2, 3),

@@ -10,7 +10,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.run.checkpoint.manifest import CheckpointError, ShardFile
 from meshwright.run.checkpoint.save_load import save_tensors
 from meshwright.run.checkpoint.shard_io import write_shard
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.run.checkpoint.awkward_states import (
     META,
     THREE,
@@ -31,7 +31,7 @@ def test_ranks_that_hold_different_states_are_named(tmp_path):
             save_tensors(tmp_path, 1, tensors, {}, world.group(("dp_shard",)), 1)
         return str(caught.value)
 
-    for message in on_threads(body, THREE):
+    for message in run_on_threads(body, THREE):
         assert "the list of tensors differs on ranks [1] from rank 0" in message
         assert "hold the same tensors on every rank" in message
     assert names(tmp_path) == []
@@ -39,11 +39,11 @@ def test_ranks_that_hold_different_states_are_named(tmp_path):
 
 def test_every_vote_is_an_entry_of_the_ledger(tmp_path):
     def body(world: World) -> set[str]:
-        world.ledger.recording = True
+        world.ledger.is_recording = True
         save_tensors(tmp_path, 1, state(), META, world.group(("dp_shard",)), 1)
         return {f"{entry.action} {entry.collective}" for entry in world.ledger.entries}
 
-    assert on_threads(body, THREE) == [{"SAVE all_gather"}] * 3
+    assert run_on_threads(body, THREE) == [{"SAVE all_gather"}] * 3
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
@@ -59,7 +59,7 @@ def test_a_disk_that_is_full_under_one_rank_is_an_error_on_all(culprit: int, tmp
                 machine.arm(at, "full")
             return attempt(folder, 2, world.group(("dp_shard",)))
 
-        errors = on_threads(body, THREE)
+        errors = run_on_threads(body, THREE)
         reached = machine.disarm()
         if reached:
             for rank, error in enumerate(errors):
@@ -85,7 +85,7 @@ def test_an_error_that_is_none_of_the_system_is_told_to_all_ranks_too(tmp_path, 
         return str(caught.value)
 
     monkeypatch.setattr("meshwright.run.checkpoint.save_load.write_shard", broken)
-    first, second, third = on_threads(body, THREE)
+    first, second, third = run_on_threads(body, THREE)
     assert "writing failed on rank 1 (its own message says why): the device is gone" in second
     assert first == third
     assert "writing failed on rank 1 (its own message says why)\n" in first

@@ -16,7 +16,7 @@ from meshwright.run.checkpoint.integrity import load_consensus, newest_valid_on_
 from meshwright.run.checkpoint.manifest import CheckpointError, Manifest
 from meshwright.run.checkpoint.save_load import save_tensors
 from meshwright.run.checkpoint.shard_io import read_manifest
-from meshwright.testing.ranks import ProcessPool, on_threads
+from meshwright.testing.ranks import ProcessPool, run_on_threads
 from tests.run.checkpoint.awkward_states import META, THREE, state
 
 FILES = [f"rank-{rank:05d}.safetensors" for rank in range(3)]
@@ -27,7 +27,7 @@ Places = Callable[[int], Path]  # by rank
 def by_ranks(folder: Path, step: int, ranks: int = 3) -> Path:
     """The checkpoint of `step` that so many ranks have saved in `folder`."""
     mesh = Mesh(dp_shard=ranks)
-    return on_threads(
+    return run_on_threads(
         lambda world: save_tensors(folder, step, state(step), META, world.group(("dp_shard",)), 9), mesh
     )[0]
 
@@ -48,7 +48,7 @@ def verdict(world: World, place: Path) -> str:
 
 
 def verdicts(place: Places) -> list[str]:
-    return on_threads(lambda world: verdict(world, place(world.rank)), THREE)
+    return run_on_threads(lambda world: verdict(world, place(world.rank)), THREE)
 
 
 def assert_refused_by_all(path: Path, file: str) -> str:
@@ -82,7 +82,7 @@ def test_each_file_is_read_for_its_sum_by_exactly_one_rank_and_ranks_read_alike(
 ):
     path = by_ranks(tmp_path, 1, ranks=4)
     read = read_since(monkeypatch)
-    assert on_threads(lambda world: verdict(world, path), Mesh(dp_shard=ranks)) == [""] * ranks
+    assert run_on_threads(lambda world: verdict(world, path), Mesh(dp_shard=ranks)) == [""] * ranks
     files = read_manifest(path).files
     assert Counter(file.name for _, file in read) == dict.fromkeys(files, 1)
     nbytes = Counter({f"rank {rank}": 0 for rank in range(ranks)})
@@ -175,7 +175,7 @@ def test_a_check_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path):
         return str(caught.value)
 
     assert (
-        on_threads(body, THREE) == [f"{path}: it does not fit (found by rank 1)\n  repair: take another"] * 3
+        run_on_threads(body, THREE) == [f"{path}: it does not fit (found by rank 1)\n  repair: take another"] * 3
     )
 
 
@@ -202,7 +202,7 @@ def test_processes_refuse_together_too(tmp_path: Path, process_pool: ProcessPool
 def test_a_half_written_checkpoint_is_passed_over_by_all(tmp_path: Path):
     by_ranks(tmp_path, 1)
     by_ranks(tmp_path, 2).rename(tmp_path / "step-00000002.partial-0123abcd")
-    for path, manifest, rejected in on_threads(
+    for path, manifest, rejected in run_on_threads(
         lambda world: newest_valid_on_all_ranks(tmp_path, load_consensus(world, "")), THREE
     ):
         assert path == step_folder(tmp_path, 1)
@@ -211,7 +211,7 @@ def test_a_half_written_checkpoint_is_passed_over_by_all(tmp_path: Path):
             ("step-00000002.partial-0123abcd", "the save was stopped")
         ]
     assert (
-        on_threads(
+        run_on_threads(
             lambda world: newest_valid_on_all_ranks(tmp_path / "none", load_consensus(world, "")), THREE
         )
         == [(None, None, [])] * 3
@@ -233,7 +233,7 @@ def test_a_failure_that_is_none_of_the_checkpoint_is_an_error_on_all_and_no_reas
             newest_valid_on_all_ranks(tmp_path, load_consensus(world, "the test does not go on"), broken)
         return str(caught.value)
 
-    first, second, third = on_threads(body, THREE)
+    first, second, third = run_on_threads(body, THREE)
     assert first == second
     assert (
         "the test does not go on: looking at a checkpoint failed on rank 2 (its own message says why)\n"
@@ -247,8 +247,8 @@ def test_every_vote_of_a_reading_is_an_entry_of_the_ledger(tmp_path: Path):
     path = by_ranks(tmp_path, 1)
 
     def body(world: World) -> set[str]:
-        world.ledger.recording = True
+        world.ledger.is_recording = True
         verify_checkpoint(path, load_consensus(world, ""))
         return {f"{entry.action} {entry.collective}" for entry in world.ledger.entries}
 
-    assert on_threads(body, THREE) == [{"RESUME all_gather"}] * 3
+    assert run_on_threads(body, THREE) == [{"RESUME all_gather"}] * 3

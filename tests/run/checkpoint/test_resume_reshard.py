@@ -22,7 +22,7 @@ from meshwright.plan.strategy import Strategy
 from meshwright.run.checkpoint.save_load import compare_checkpoints, load_tensors, newest_valid
 from meshwright.run.checkpoint.shard_io import read_manifest
 from meshwright.run.data.feed import ExampleDataset, open_feed
-from meshwright.testing.ranks import ProcessPool, on_threads
+from meshwright.testing.ranks import ProcessPool, run_on_threads
 from tests.run.checkpoint.awkward_states import bits
 from tests.tiny_model import reading_of, rows, tiny_job
 
@@ -101,7 +101,7 @@ def left(
                 play(engine, plan, world, LAST)
                 return Left(middle, engine.save(folder / "end"))
 
-        found[layout] = on_threads(rank, plan.mesh)[0]
+        found[layout] = run_on_threads(rank, plan.mesh)[0]
     return request.param, found
 
 
@@ -123,7 +123,7 @@ def test_what_any_layout_saved_is_taken_up_to_the_last_bit_and_goes_on_as_if_nev
                 found.append((other, names, engine.save(tmp_path / other)))
         return found
 
-    told = on_threads(rank, plan.mesh)
+    told = run_on_threads(rank, plan.mesh)
     for index, (other, _, place) in enumerate(told[0]):
         names = set().union(*(each[index][1] for each in told))
         assert names == set(read_manifest(runs[other].middle).entries), (
@@ -148,7 +148,7 @@ def test_moments_that_are_forgotten_are_noticed(left, monkeypatch: pytest.Monkey
             names = assert_holds(engine, load_tensors(runs["one device"].middle)[0].items())
             return any(name.startswith("optimizer/") for name in names)
 
-    assert on_threads(rank, plan.mesh) == [False, False]
+    assert run_on_threads(rank, plan.mesh) == [False, False]
 
 
 def test_a_checkpoint_of_shards_is_judged_like_any_other(left):
@@ -172,7 +172,7 @@ def test_frozen_weights_and_buffers_of_nobody_in_particular_come_back(tmp_path: 
             play(engine, first, world, 1)
             return engine.save(tmp_path)
 
-    (place, *_) = on_threads(save, first.mesh)
+    (place, *_) = run_on_threads(save, first.mesh)
     assert tuple(read_manifest(place).entries["model/embed.weight"].shape) == (13, 6)
 
     def resume(world: World) -> dict[str, torch.Tensor]:
@@ -180,7 +180,7 @@ def test_frozen_weights_and_buffers_of_nobody_in_particular_come_back(tmp_path: 
             engine.load(place)
             return engine.executor.gather_parameters()
 
-    for found in on_threads(resume, then.mesh):
+    for found in run_on_threads(resume, then.mesh):
         for name, tensor in found.items():
             assert bits(tensor) == bits(load_tensors(place)[0][f"model/{name}"]), name
 
@@ -226,7 +226,7 @@ def test_a_rank_asks_for_one_tensor_at_a_time_and_for_none_of_which_it_keeps_not
             assert_holds(engine, whole.items())
         return asked
 
-    told = on_threads(rank, plan.mesh)
+    told = run_on_threads(rank, plan.mesh)
     models = [name for name in whole if name.startswith("model/")]
     for asked in told:
         assert len(asked) == len(set(asked))

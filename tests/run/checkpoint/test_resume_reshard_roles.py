@@ -12,7 +12,7 @@ from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.run.checkpoint.save_load import compare_checkpoints, load_tensors
 from meshwright.run.checkpoint.shard_io import read_manifest
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.parallel.data.optimizer_cases import Wide
 from tests.run.checkpoint.test_resume_reshard import LAST, LAYOUTS, SAVED, Left, assert_holds, play
 from tests.tiny_model import rows, tiny_job
@@ -59,7 +59,7 @@ def test_what_is_kept_is_taken_up_to_the_last_bit_and_a_plan_goes_on_from_its_ow
                 play(engine, plan, world, LAST)
                 return Left(middle, engine.save(tmp_path / layout / "end"))
 
-        runs[layout] = on_threads(rank, plan.mesh)[0]
+        runs[layout] = run_on_threads(rank, plan.mesh)[0]
 
     for layout in SOME:
         plan = plan_of(layout, job)
@@ -73,7 +73,7 @@ def test_what_is_kept_is_taken_up_to_the_last_bit_and_a_plan_goes_on_from_its_ow
                 play(engine, plan, world, LAST)
                 return names, engine.save(tmp_path / layout / "again")
 
-        told = on_threads(again, plan.mesh)
+        told = run_on_threads(again, plan.mesh)
         assert compare_checkpoints(told[0][1], runs[layout].end) == []
         everything = set(read_manifest(runs[layout].middle).entries)
         for held in zip(*(names for names, _ in told), strict=True):

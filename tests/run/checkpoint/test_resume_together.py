@@ -11,7 +11,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.checkpoint.manifest import MANIFEST_FILE
 from meshwright.run.checkpoint.resume import ResumeResult, resume
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.run.checkpoint.awkward_states import names
 from tests.run.checkpoint.test_integrity import FILES, flip, read_since
 from tests.run.training.small_run import DATA, READING, Course
@@ -49,7 +49,7 @@ def go_on(course: Course, step: int | None = None) -> list[ResumeResult | str]:
         finally:
             player.close()
 
-    return on_threads(rank, course.plan.mesh)
+    return run_on_threads(rank, course.plan.mesh)
 
 
 def test_a_run_that_goes_on_reads_each_file_of_its_checkpoint_for_its_sum_once(course: Course, monkeypatch):
@@ -68,7 +68,7 @@ def test_an_engine_that_loads_does_likewise(course: Course, monkeypatch):
         with parallelize(READING, course.plan, world=world) as engine:
             return engine.load(course.at(8))
 
-    assert on_threads(rank, course.plan.mesh) == [8] * 3
+    assert run_on_threads(rank, course.plan.mesh) == [8] * 3
     assert Counter(path for _, path in read) == {course.at(8) / file: 1 for file in FILES}
 
 

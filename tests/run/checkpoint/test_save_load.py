@@ -19,7 +19,7 @@ from meshwright.run.checkpoint.save_load import (
     save_tensors,
 )
 from meshwright.run.checkpoint.shard_io import read_manifest
-from meshwright.testing.ranks import ProcessPool, on_threads
+from meshwright.testing.ranks import ProcessPool, run_on_threads
 from tests.run.checkpoint.awkward_states import (
     META,
     THREE,
@@ -40,7 +40,7 @@ def test_any_number_of_ranks_writes_one_checkpoint_that_one_process_reads(size: 
     def body(world: World) -> Path:
         return save_tensors(tmp_path, 100, state(), META, world.group(("dp_shard",)), 1)
 
-    places = on_threads(body, Mesh(dp_shard=size))
+    places = run_on_threads(body, Mesh(dp_shard=size))
     assert places == [tmp_path / "step-00000100"] * size
     assert names(tmp_path) == ["step-00000100"]
     tensors, meta = load_tensors(places[0])
@@ -84,17 +84,17 @@ def test_the_largest_tensors_are_dealt_first_so_that_ranks_write_alike(tmp_path)
             9,
         )
 
-    path = on_threads(body, THREE)[0]
+    path = run_on_threads(body, THREE)[0]
     sizes = [shard.nbytes for shard in read_manifest(path).files.values()]
     assert max(sizes) - min(sizes) < 4 * 5000
-    again = on_threads(
+    again = run_on_threads(
         lambda world: save_tensors(tmp_path / "again", 3, tensors, {}, world.group(("dp_shard",)), 1), THREE
     )[0]
     assert (path / MANIFEST_FILE).read_bytes() == (again / MANIFEST_FILE).read_bytes()
 
 
 def test_only_the_wanted_tensors_and_their_files_are_read(tmp_path):
-    path = on_threads(
+    path = run_on_threads(
         lambda world: save_tensors(tmp_path, 1, state(), META, world.group(("dp_shard",)), 1), THREE
     )[0]
     file = read_manifest(path).entries["model/double"].slices[0].file
@@ -202,7 +202,7 @@ def test_compare_names_what_differs_in_any_bit(tmp_path):
     }
     del second["model/d"]
     a = save_tensors(tmp_path / "a", 1, first, {}, alone(), 1)
-    b = on_threads(
+    b = run_on_threads(
         lambda world: save_tensors(tmp_path / "b", 1, second, {}, world.group(("dp_shard",)), 1), THREE
     )[0]
     assert compare_checkpoints(a, a) == []
@@ -217,7 +217,7 @@ def test_compare_names_what_differs_in_any_bit(tmp_path):
 def test_any_truncated_or_flipped_file_is_passed_over_for_the_one_before(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     saved(folder, 1)
-    newer = on_threads(
+    newer = run_on_threads(
         lambda world: save_tensors(folder, 2, state(2), META, world.group(("dp_shard",)), 2), THREE
     )[0]
     file = newer / data.draw(st.sampled_from(names(newer)))

@@ -16,12 +16,12 @@ from meshwright.run.checkpoint.manifest import (
 )
 from meshwright.run.checkpoint.save_load import load_tensors, save_tensors
 from meshwright.run.checkpoint.shard_io import read_entry, read_manifest, write_shard
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.run.checkpoint.awkward_states import META, THREE, alone, assert_holds, bits, saved, state
 
 
 def test_the_files_are_safetensors_that_anybody_can_read(tmp_path):
-    path = on_threads(
+    path = run_on_threads(
         lambda world: save_tensors(tmp_path, 1, state(), META, world.group(("dp_shard",)), 1), THREE
     )[0]
     together: dict[str, torch.Tensor] = {}

@@ -13,7 +13,7 @@ from meshwright.run.config.config_file import PlanRequest, read_request
 @dataclass(frozen=True)
 class Copies(Strategy):
     name = "copies"
-    phase = "store"
+    phase = "storage"
     bucket_mb: float | None = 25.0
     overlap: bool = True
 
@@ -21,7 +21,7 @@ class Copies(Strategy):
 @dataclass(frozen=True)
 class Layers(Strategy):
     name = "layers"
-    phase = "order"
+    phase = "schedule"
     chunks: tuple[int, ...] = ()
     note: str = ""
 
@@ -34,7 +34,7 @@ class Layers(Strategy):
             )
 
 
-KNOWN = {"copies": Copies, "layers": Layers}
+KNOWN = {"copies": {"": Copies}, "layers": {"": Layers}}
 CONFIG = """
 micro_batch = 2
 [model]

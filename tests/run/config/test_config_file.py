@@ -106,7 +106,7 @@ def test_a_schedule_of_your_own_is_found_beside_the_file_and_a_name_stays_a_name
         ("absent.csv", "absent.csv"),
     ):
         (tmp_path / "run.toml").write_text(f'[[strategies]]\nname = "pipeline"\nschedule = "{said}"\n')
-        strategies = read_request(tmp_path / "run.toml", [], {"pipeline": Pipeline}).strategies
+        strategies = read_request(tmp_path / "run.toml", [], {"pipeline": {"": Pipeline}}).strategies
         assert strategies == (Pipeline(schedule=expected),)
 
 

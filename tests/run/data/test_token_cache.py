@@ -124,7 +124,7 @@ def test_damaged_entries_are_made_again(tmp_path, damage: str):
     if damage == "cut":
         (place / "tokens.bin").write_bytes(b"12")
     elif damage == "gone":
-        (place / "starts.bin").unlink()
+        (place / "document_starts.bin").unlink()
     else:
         (place / "meta.json").write_text("{}")
     made, calls = counted(TEXTS)

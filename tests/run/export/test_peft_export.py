@@ -23,7 +23,7 @@ from meshwright.run.export import peft_export
 from meshwright.run.export.hf_export import ExportableModel, ExportResult, export_model, initial_model
 from meshwright.run.export.peft_export import ADAPTER_FILE
 from meshwright.run.training.train_loop import save_run_checkpoint
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.command_line import lay_out, said
 from tests.model.hf.lora_models import QUIET, adapted, adapted_reading, base, stirred, stored_base
 from tests.model.hf.test_peft import planned
@@ -59,7 +59,7 @@ def trained(reading: AnalyzedModel, plan: Plan, out: Path) -> tuple[ExportResult
                 name: value.clone() for name, value in engine.executor.gather_parameters().items()
             }
 
-    return on_threads(rank, plan.mesh)[0]
+    return run_on_threads(rank, plan.mesh)[0]
 
 
 def stirred_up(folder: Path, **lora: object) -> ExportableModel:
@@ -257,7 +257,7 @@ def test_a_run_on_shards_leaves_as_an_adapter_and_as_a_whole_model(
             engine.step(ready.feed(ready.plan, world.rank).batch(0))
             save_run_checkpoint(engine.executor, ready.plan, world, ready.dataset.digest)
 
-    on_threads(rank, ready.plan.mesh)
+    run_on_threads(rank, ready.plan.mesh)
     code, out, err = said(capsys, "export", tmp_path / "job" / "run", tmp_path / "adapter")
     assert (code, err) == (0, "")
     assert "adapter_config.json, adapter_model.safetensors" in out
@@ -286,4 +286,4 @@ def test_adam_keeps_moments_of_adapters_only(folder: Path):
                 if name.startswith("optimizer/exp_avg/")
             }
 
-    assert set().union(*on_threads(rank, plan.mesh)) == names
+    assert set().union(*run_on_threads(rank, plan.mesh)) == names

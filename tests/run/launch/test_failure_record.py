@@ -30,23 +30,23 @@ def chained(error: Exception, cause: Exception) -> Exception:
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (ValueError("x"), "own"),
-        (RuntimeError("shape mismatch"), "own"),
-        (TimeoutError("timed out"), "own"),
-        (ConnectionResetError("Connection reset by peer"), "own"),
-        (RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1"), "peer"),
+        (ValueError("x"), "error"),
+        (RuntimeError("shape mismatch"), "error"),
+        (TimeoutError("timed out"), "error"),
+        (ConnectionResetError("Connection reset by peer"), "error"),
+        (RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1"), "lost_peer"),
         (
             RuntimeError("[unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation to complete"),
-            "peer",
+            "lost_peer",
         ),
-        (RuntimeError("Application timeout caused pair closure"), "peer"),
-        (DistBackendError("NCCL error: remote process exited"), "peer"),
-        (chained(ValueError("reduce of layer 3"), DistBackendError("x")), "peer"),
-        (chained(RuntimeError("Connection closed by peer"), ValueError("x")), "peer"),
-        (PlanError("x", fix="y"), "request"),
-        (CollectiveError("x", report="rank 1 did not come"), "report"),
-        (chained(ValueError("x"), CollectiveError("x", report="rank 1 did not come")), "report"),
-        (CollectiveError("no report"), "own"),
+        (RuntimeError("Application timeout caused pair closure"), "lost_peer"),
+        (DistBackendError("NCCL error: remote process exited"), "lost_peer"),
+        (chained(ValueError("reduce of layer 3"), DistBackendError("x")), "lost_peer"),
+        (chained(RuntimeError("Connection closed by peer"), ValueError("x")), "lost_peer"),
+        (PlanError("x", fix="y"), "plan_error"),
+        (CollectiveError("x", report="rank 1 did not come"), "hang"),
+        (chained(ValueError("x"), CollectiveError("x", report="rank 1 did not come")), "hang"),
+        (CollectiveError("no report"), "error"),
     ],
 )
 def test_a_failure_is_of_its_kind(error, kind):
@@ -82,14 +82,14 @@ def test_a_record_holds_the_whole_story(tmp_path, monkeypatch):
         fail(progress)
     assert caught.value.code == 1
     (record,) = read_failures(tmp_path).values()
-    assert (record.rank, record.kind, record.type, record.message) == (2, "own", "ValueError", "\u00fcber")
+    assert (record.rank, record.kind, record.type, record.message) == (2, "error", "ValueError", "\u00fcber")
     assert (record.step, record.phase) == (3, "forward")
     assert "KeyError: 'weight'" in record.traceback
     assert json.loads(failure_path(tmp_path, 2).read_text())["rank"] == 2
 
 
 def test_a_record_is_read_back(tmp_path):
-    record = FailureRecord(1, 2.5, "peer", "RuntimeError", "m", "t", 4, "save")
+    record = FailureRecord(1, 2.5, "lost_peer", "RuntimeError", "m", "t", 4, "save")
     record.write(tmp_path)
     assert read_failures(tmp_path) == {1: record}
     assert [path.name for path in (tmp_path / "failures").iterdir()] == ["rank-1.json"]

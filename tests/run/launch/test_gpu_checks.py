@@ -10,7 +10,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.launch import gpu_checks
 from meshwright.run.launch.gpu_checks import collective_findings, gather_findings, gpu_findings
 from meshwright.run.launch.host_checks import Finding
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 
 MESH = Mesh(dp_replicate=3)
 
@@ -22,7 +22,7 @@ def test_the_gpus_are_one_finding():
 
 
 def test_ranks_that_reach_each_other_and_agree_on_the_time_are_ok():
-    for findings in on_threads(lambda world: list(collective_findings(world, "gloo")), MESH, timeout_s=60):
+    for findings in run_on_threads(lambda world: list(collective_findings(world, "gloo")), MESH, timeout_s=60):
         assert [(finding.name, finding.level) for finding in findings] == [
             ("collective (gloo)", "ok"),
             ("clocks", "ok"),
@@ -32,7 +32,7 @@ def test_ranks_that_reach_each_other_and_agree_on_the_time_are_ok():
 
 def test_a_wrong_sum_is_a_failure(monkeypatch):
     monkeypatch.setattr(gpu_checks.torch, "ones", lambda *shape, device: torch.full(shape, 2.0))
-    for findings in on_threads(lambda world: list(collective_findings(world, "gloo")), MESH, timeout_s=60):
+    for findings in run_on_threads(lambda world: list(collective_findings(world, "gloo")), MESH, timeout_s=60):
         assert findings[0].level == "failure"
 
 
@@ -48,7 +48,7 @@ def test_a_clock_that_is_off_is_seen_on_every_rank(monkeypatch):
             late.add(threading.current_thread())
         return list(collective_findings(world, "gloo"))[1]
 
-    found = on_threads(look, MESH, timeout_s=60)
+    found = run_on_threads(look, MESH, timeout_s=60)
     assert [finding.level for finding in found] == ["warning"] * 3
     assert "NTP" in found[0].fix
 
@@ -58,7 +58,7 @@ def test_what_is_not_ok_on_a_host_reaches_all():
         mine = [Finding("a", "ok", "fine"), Finding("b", "warning", f"from {world.rank}", "repair it")]
         return gather_findings(world, f"host-{world.rank}", mine if world.rank else mine[:1])
 
-    told = on_threads(tell, MESH, timeout_s=60)
+    told = run_on_threads(tell, MESH, timeout_s=60)
     assert told[0] == told[1] == told[2]
     assert told[0]["host-0"] == ()
     assert told[0]["host-2"] == (Finding("b", "warning", "from 2", "repair it"),)
@@ -66,4 +66,4 @@ def test_what_is_not_ok_on_a_host_reaches_all():
 
 def test_more_than_fits_is_cut_short():
     many = [Finding("b", "warning", "x" * 3000, "y")] * 9
-    assert len(on_threads(lambda world: gather_findings(world, "h", many), MESH, timeout_s=60)[0]["h"]) == 2
+    assert len(run_on_threads(lambda world: gather_findings(world, "h", many), MESH, timeout_s=60)[0]["h"]) == 2

@@ -10,7 +10,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.join import _gpu, check_same_plan, join_world
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import plan_of, reading_of
 
 
@@ -51,7 +51,7 @@ def test_ranks_with_another_plan_or_another_folder_are_named_on_all_ranks():
         return ""
 
     assert (
-        on_threads(start, mesh, timeout_s=60)
+        run_on_threads(start, mesh, timeout_s=60)
         == ["rank 1 was started with another plan or [run] than rank 0"] * 3
     )
-    assert on_threads(lambda world: check_same_plan(world, plan), mesh, timeout_s=60) == [None] * 3
+    assert run_on_threads(lambda world: check_same_plan(world, plan), mesh, timeout_s=60) == [None] * 3

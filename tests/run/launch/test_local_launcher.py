@@ -62,7 +62,7 @@ for_ever()
     assert capfd.readouterr() == ("", "")
     assert (tmp_path / "logs" / "rank-1.log").read_text() == ""
     record = json.loads(failure_path(tmp_path, 1).read_text())
-    assert (record["kind"], record["type"], record["message"]) == ("own", "ValueError", "a bad batch")
+    assert (record["kind"], record["type"], record["message"]) == ("error", "ValueError", "a bad batch")
 
 
 def test_the_cause_is_shown_although_its_consequences_were_written_first(tmp_path):
@@ -146,7 +146,7 @@ def test_a_request_that_cannot_work_is_its_message_alone(tmp_path):
 
 
 def test_failures_of_an_earlier_attempt_do_not_count(tmp_path):
-    FailureRecord(7, 0.0, "own", "ValueError", "old", "old").write(tmp_path)
+    FailureRecord(7, 0.0, "error", "ValueError", "old", "old").write(tmp_path)
     assert run(tmp_path, "pass") == LaunchResult(0)
     assert not failure_path(tmp_path, 7).exists()
 
@@ -204,7 +204,7 @@ dist.all_reduce(ones)
     assert outcome.failure.rank == 1
     assert "ArithmeticError: the sum was 3.0" in outcome.failure.text
     kinds = {json.loads(path.read_text())["kind"] for path in (tmp_path / "failures").glob("rank-[02].json")}
-    assert kinds == {"peer"}
+    assert kinds == {"lost_peer"}
 
 
 def test_ranks_that_stopped_together_because_one_of_them_was_told_are_no_failure(tmp_path):

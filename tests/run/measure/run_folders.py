@@ -6,7 +6,7 @@ from pathlib import Path
 STEP_S, COMPUTED_S, SENT_S, NBYTES = 0.5, 0.4, 0.05, 1 << 22
 PLAN = """
 micro_batch = {micro}
-strategies = [{{ name = "batch", axis = "dp_replicate" }}, {{ name = "{store}", axis = "dp_replicate" }}{more}]
+strategies = [{{ name = "batch_split", axis = "dp_replicate" }}, {{ name = "{store}", axis = "dp_replicate" }}{more}]
 [model]
 source = "there"
 [data]
@@ -35,7 +35,7 @@ def run_folder(
         if device.startswith("Abacus")
         else {"device": device, "processor": "x"}
     )
-    (folder / "about.json").write_text(json.dumps({"machine": machine}))
+    (folder / "run_info.json").write_text(json.dumps({"machine": machine}))
     (folder / "plan.toml").write_text(PLAN.format(micro=2, store=store, more=more))
     lines = [{"step": 1, "seconds": 10 * STEP_S, "data_s": 0.0, "skipped": False}]
     lines += [

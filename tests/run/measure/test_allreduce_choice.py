@@ -7,8 +7,8 @@ import pytest
 import tomli_w
 import torch
 
-from meshwright.comm.algorithms.size_rule import Rule
-from meshwright.comm.tuning.autoselect import choose
+from meshwright.comm.algorithms.size_rule import SizeRule
+from meshwright.comm.tuning.autoselect import choose_rule
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.hardware.network_model import (
@@ -49,7 +49,7 @@ def rule_of(strategies: tuple[object, ...]) -> str:
 
 def test_auto_becomes_the_rule_that_the_cluster_gives(file: str, tmp_path: Path):
     strategies, notes = choose_algorithms(AUTO, MESH, file, tmp_path / "run")
-    assert rule_of(strategies) == str(choose(CLUSTER, 3).rule) != "auto"
+    assert rule_of(strategies) == str(choose_rule(CLUSTER, 3).rule) != "auto"
     assert strategies[0] == BatchSplit()
     (note,) = notes
     assert note.startswith(f"auto chose '{rule_of(strategies)}' for 3 ranks, because ")
@@ -68,8 +68,8 @@ def test_without_a_cluster_the_repair_is_to_measure_one(tmp_path: Path):
     with pytest.raises(PlanError) as raised:
         choose_algorithms(AUTO, MESH, "", tmp_path)
     (fault,) = raised.value.diagnostics
-    assert fault.location == "strategies.replicate.algorithm"
-    assert "meshwright bench comm" in fault.fix
+    assert fault.location == "strategies.ddp.algorithm"
+    assert "meshwright bench network" in fault.fix
 
 
 def test_one_rank_takes_the_backend(file: str, tmp_path: Path):
@@ -90,7 +90,7 @@ def test_a_measurement_of_another_machine_or_transport_is_told(tmp_path: Path):
 
 def begun(folder: Path, algorithm: str, ranks: int = 3) -> None:
     (folder / "checkpoints" / "step-00000010").mkdir(parents=True)
-    tables = [{"name": "batch", "axis": "dp_replicate"}, DDP(algorithm=algorithm).as_dict()]
+    tables = [{"name": "batch_split", "axis": "dp_replicate"}, DDP(algorithm=algorithm).as_dict()]
     (folder / "plan.toml").write_text(tomli_w.dumps({"mesh": {"dp_replicate": ranks}, "strategies": tables}))
 
 
@@ -109,7 +109,7 @@ def test_a_run_on_another_mesh_or_with_a_spoilt_plan_chooses_anew(
 ):
     begun(tmp_path / "run", algorithm, ranks)
     strategies, _ = choose_algorithms(AUTO, MESH, file, tmp_path / "run")
-    assert rule_of(strategies) == str(choose(CLUSTER, 3).rule)
+    assert rule_of(strategies) == str(choose_rule(CLUSTER, 3).rule)
 
 
 def test_a_run_that_has_saved_nothing_chooses_anew(file: str, tmp_path: Path):
@@ -129,7 +129,7 @@ def test_ranks_of_one_host_are_priced_as_such_and_ranks_of_several_as_theirs(tmp
     path = tmp_path / "cluster.toml"
     write_cluster(replace(CLUSTER, ranks_per_host=2, network=network), path)
     strategies, _ = choose_algorithms(AUTO, Mesh(dp_replicate=4), str(path), tmp_path)
-    assert "hierarchical/2" in Rule.parse(rule_of(strategies)).names
+    assert "hierarchical/2" in SizeRule.parse(rule_of(strategies)).algorithm_names
     strategies, notes = choose_algorithms(AUTO, Mesh(dp_replicate=2), str(path), tmp_path)
     assert (
         "64 MiB takes 3.03 ms" in notes[-1]
@@ -138,6 +138,6 @@ def test_ranks_of_one_host_are_priced_as_such_and_ranks_of_several_as_theirs(tmp
 
 def test_ranks_with_other_tokens_of_the_same_samples_count(file: str, tmp_path: Path):
     found, _ = choose_algorithms((DDP(algorithm="auto"),), Mesh(dp_replicate=2, cp=3), file, tmp_path)
-    assert rule_of(found) == str(choose(CLUSTER, 6, 1).rule)
+    assert rule_of(found) == str(choose_rule(CLUSTER, 6, 1).rule)
     _, notes = choose_algorithms((DDP(axis="cp", algorithm="auto"),), Mesh(cp=3), file, tmp_path)
-    assert notes[-1] == str(choose(CLUSTER, 3, 1))
+    assert notes[-1] == str(choose_rule(CLUSTER, 3, 1))

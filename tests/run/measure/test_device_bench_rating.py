@@ -6,7 +6,7 @@ import torch
 from meshwright.plan.hardware.device_profile import MIN_MEASUREMENTS, VERSION, DeviceProfile
 from meshwright.plan.model_spec.op_costs import COMPUTE_HEAVY_OPS
 from meshwright.run.measure import timing
-from meshwright.run.measure.device_bench import BenchSizes, bench_sizes, spread_of, time_device
+from meshwright.run.measure.device_bench import BenchSizes, bench_sizes, relative_spread, time_device
 
 TINY = BenchSizes(
     (*((size, size, 8, 1) for size in (4, 8, 12, 16, 24, 32)), (8, 8, 8, 2)),
@@ -47,6 +47,6 @@ def test_the_usual_sizes_are_enough_for_a_law_and_a_gpu_has_larger_ones():
 
 
 def test_spread_is_the_distance_of_the_quartiles_as_a_share():
-    assert spread_of([1.0, 1.0, 1.0]) == 0.0
-    assert spread_of([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2 / 3)
-    assert spread_of([7.0]) == 0.0
+    assert relative_spread([1.0, 1.0, 1.0]) == 0.0
+    assert relative_spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2 / 3)
+    assert relative_spread([7.0]) == 0.0

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.plan.hardware.device_specs import known_devices
 from meshwright.plan.job.errors import PlanError
-from meshwright.planner.machine.efficiency import rates_of
+from meshwright.planner.machine.efficiency import load_rates
 from meshwright.run.measure.hardware_lookup import find_profile, read_machine, with_host_links
 from meshwright.run.measure.measured_files import write_profile
 from tests.plan.hardware.synthetic_device import profile
@@ -44,11 +44,11 @@ def test_a_kind_is_found_by_its_name_and_another_one_is_refused_with_the_nearest
 
 def test_a_device_that_nobody_knows_takes_a_few_lines(tmp_path: Path):
     found = read_machine(written(tmp_path, OWN), 16)
-    assert (found.device.name, found.count, found.host) == ("X9", 16, 8)
-    assert found.peak("bfloat16") == found.peak("float16") == 500e12
+    assert (found.device.name, found.num_devices, found.devices_per_host) == ("X9", 16, 8)
+    assert found.peak_flops("bfloat16") == found.peak_flops("float16") == 500e12
     assert (found.device.memory, found.device.memory_rate) == (64 * 2**30, 2e12)
     assert (found.device.link_rate, found.device.nic_rate) == (200e9, 25e9)
-    assert found.rates == rates_of("")
+    assert found.rates == load_rates("")
     assert with_host_links(found, "my.toml") == with_host_links(with_host_links(found, "my.toml"), "my.toml")
 
 
@@ -59,14 +59,14 @@ def test_what_differs_from_a_kind_is_enough(tmp_path: Path):
     plain = read_machine("h100", 32)
     assert found.device.nic_rate == 12.5e9
     assert found.device.link_rate == plain.device.link_rate
-    assert found.rates.product == 0.5
+    assert found.rates.matmul == 0.5
     assert found.rates.attention == plain.rates.attention
     assert found.device.name == "H100 of my.toml"
 
 
 def test_a_device_without_units_for_16_bits_computes_them_as_32(tmp_path: Path):
     found = read_machine(written(tmp_path, OWN.replace("bfloat16 = 500", "float32 = 20")), 8)
-    assert found.peak("bfloat16") == found.peak("float32") == 20e12
+    assert found.peak_flops("bfloat16") == found.peak_flops("float32") == 20e12
 
 
 def test_all_that_is_wrong_with_a_file_is_told_at_once(tmp_path: Path):
@@ -134,10 +134,10 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path):
 def test_what_was_measured_on_one_device_serves_for_many(tmp_path: Path):
     write_profile(profile("NVIDIA H100 80GB HBM3", "cuda", 600e12), tmp_path / "device.toml")
     found = read_machine(str(tmp_path / "device.toml"), 64)
-    assert (found.device.name, found.device.link_rate, found.host) == ("H100", 450e9, 8)
-    assert found.rates.product < rates_of("H100").product
-    assert found.rates.launch_s == pytest.approx(2e-6)
-    assert with_host_links(found, "").count == 64
+    assert (found.device.name, found.device.link_rate, found.devices_per_host) == ("H100", 450e9, 8)
+    assert found.rates.matmul < load_rates("H100").matmul
+    assert found.rates.kernel_launch_s == pytest.approx(2e-6)
+    assert with_host_links(found, "").num_devices == 64
     assert find_profile(str(tmp_path / "device.toml")) is not None
 
 
@@ -151,11 +151,11 @@ def test_a_measured_device_of_which_no_link_is_known_stands_alone_or_says_what_i
     path = tmp_path / "device.toml"
     write_profile(profile(), path)
     alone = with_host_links(read_machine(str(path), 1), str(path))
-    assert (alone.host, alone.device.name, alone.device.memory) == (1, "Abacus 7", 32 << 30)
+    assert (alone.devices_per_host, alone.device.name, alone.device.memory) == (1, "Abacus 7", 32 << 30)
     with pytest.raises(PlanError) as raised:
         with_host_links(read_machine(str(path), 4), str(path))
     assert "nothing is known of link_gb_s" in str(raised.value)
-    assert "meshwright bench comm" in str(raised.value)
+    assert "meshwright bench network" in str(raised.value)
     text = '[device]\nmeasured = "device.toml"\nlink_gb_s = 10\nper_host = 2\n'
     assert "4 devices on hosts of 2, and nothing is known of nic_gb_s" in refused(tmp_path, text, 4)
     described = with_host_links(read_machine(written(tmp_path, text), 2), "my.toml")
@@ -208,10 +208,10 @@ def test_rates_that_no_device_has_are_refused(tmp_path: Path):
 
 def test_rates_that_are_shipped_are_none_that_are_refused(tmp_path: Path):
     for kind in ("", *(each.name for each in known_devices())):
-        rates = "".join(f"{name} = {value}\n" for name, value in vars(rates_of(kind)).items())
+        rates = "".join(f"{name} = {value}\n" for name, value in vars(load_rates(kind)).items())
         assert read_machine(
             written(tmp_path, f'[device]\nlike = "h100"\n[rates]\n{rates}'), 8
-        ).rates == rates_of(kind)
+        ).rates == load_rates(kind)
 
 
 def test_a_dtype_that_plans_do_not_have_is_not_taken_for_a_narrower_one(tmp_path: Path):

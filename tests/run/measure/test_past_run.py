@@ -37,13 +37,13 @@ def test_a_run_with_too_few_steps_is_refused(tmp_path: Path):
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
     with pytest.raises(PlanError, match="there is no such folder"):
         read_previous_run(tmp_path / "none")
-    with pytest.raises(PlanError, match=r"there is no about.json in it"):
+    with pytest.raises(PlanError, match=r"there is no run_info.json in it"):
         read_previous_run(tmp_path)
     folder = run_folder(tmp_path / "run")
     (folder / "metrics.jsonl").unlink()
     with pytest.raises(PlanError, match=r"there is no metrics.jsonl in it: no step was timed"):
         read_previous_run(folder)
-    (folder / "about.json").write_text("{")
+    (folder / "run_info.json").write_text("{")
     with pytest.raises(PlanError, match="the file cannot be read"):
         read_previous_run(folder)
 
@@ -59,8 +59,8 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
 )
 def test_a_run_that_does_not_say_what_computed_is_refused(tmp_path: Path, said: object, told: str):
     folder = run_folder(tmp_path / "run")
-    (folder / "about.json").write_text(json.dumps(said))
-    with pytest.raises(PlanError, match=r"about.json: it does not say which device computed: ") as raised:
+    (folder / "run_info.json").write_text(json.dumps(said))
+    with pytest.raises(PlanError, match=r"run_info.json: it does not say which device computed: ") as raised:
         read_previous_run(folder)
     assert told in str(raised.value)
     assert "name a run of this version" in str(raised.value)
@@ -125,13 +125,13 @@ def test_a_trace_that_is_damaged_is_named_and_may_be_left_away(tmp_path: Path, s
 
 def test_all_that_is_damaged_in_a_run_is_told_at_once(tmp_path: Path):
     folder = run_folder(tmp_path / "run")
-    (folder / "about.json").write_text("{}")
+    (folder / "run_info.json").write_text("{}")
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     (folder / "trace" / "rank-1.json").write_text("{")
     with pytest.raises(PlanError) as raised:
         read_previous_run(folder)
     assert [Path(fault.location).name for fault in raised.value.diagnostics] == [
-        "about.json",
+        "run_info.json",
         "metrics.jsonl",
         "rank-1.json",
     ]

@@ -15,7 +15,7 @@ from meshwright.run.telemetry import accounting as account_module
 from meshwright.run.telemetry.accounting import RankAccounting, accounting_path
 from meshwright.run.telemetry.trace import trace_path
 from meshwright.run.training.train_loop import train_loop
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import plan_of, player_of, reading_of, rows, tiny_job
 
 READING = reading_of()
@@ -33,7 +33,7 @@ def trained(folder: Path, ranks: int, **run: object) -> Plan:
         train_loop(player, plan, feed, world, lambda: False)
         player.close()
 
-    on_threads(rank, plan.mesh)
+    run_on_threads(rank, plan.mesh)
     return plan
 
 
@@ -95,7 +95,7 @@ def test_mfu_is_a_share_of_the_peak_of_all_ranks(tmp_path, monkeypatch):
     def speeds(world) -> tuple[float | None, float | None]:
         return RankAccounting(player_of(READING, plan, world), plan, world, 1).throughput(12, 0.5)
 
-    for flops, mfu in on_threads(speeds, plan.mesh):
+    for flops, mfu in run_on_threads(speeds, plan.mesh):
         assert flops == 3 * sum(READING.model_spec.flops) * 12 / 0.5
         assert mfu == pytest.approx(flops / 3e12)
 

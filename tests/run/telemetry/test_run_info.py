@@ -18,10 +18,10 @@ def test_about_holds_the_plan_its_program_versions_and_machine(tmp_path):
     plan = replace(plan_of(reading_of(), 3), run=RunConfig(str(tmp_path / "run")))
     path = write_run_info(plan, {"model": "a model"}, {FIRST_ROLE: {"parameters": 8}}, torch.device("cpu"))
     said = json.loads(path.read_text())
-    assert path == tmp_path / "run" / "about.json"
-    assert (said["hash"], said["world"], said["sizes"]) == (plan.hash, 3, {"dp_replicate": 3})
-    assert (said["words"], said["held"]) == ({"model": "a model"}, {FIRST_ROLE: {"parameters": 8}})
-    assert said["parts"] == [list(plan.model_spec.block_calls)]
+    assert path == tmp_path / "run" / "run_info.json"
+    assert (said["hash"], said["world"], said["axis_sizes"]) == (plan.hash, 3, {"dp_replicate": 3})
+    assert (said["summary"], said["resident_memory"]) == ({"model": "a model"}, {FIRST_ROLE: {"parameters": 8}})
+    assert said["stages"] == [list(plan.model_spec.block_calls)]
     assert [action.name for action in program_from_dict(said["program"]).actions(FIRST_ROLE)] == [
         action.name for action in plan.program.actions(FIRST_ROLE)
     ]
@@ -34,7 +34,7 @@ def test_about_names_no_host_and_no_user(tmp_path):
     plan = replace(plan_of(reading_of(), 1), run=RunConfig(str(tmp_path / "run")))
     said = json.loads(write_run_info(plan, {}, {}, torch.device("cpu"), {"step_s": 2.0}).read_text())
     machine = said["machine"]
-    assert said["predicted"] == {"step_s": 2.0}
+    assert said["prediction"] == {"step_s": 2.0}
     assert set(machine) == {"system", "processor", "cores", "memory", "device"}
     assert platform.node() not in machine.values()
     assert getpass.getuser() not in machine.values()

@@ -86,11 +86,11 @@ def test_messages_that_overlap_stand_on_rows_of_their_own(tmp_path):
     move = Transfer("all_reduce", ("dp_replicate",), 24, dtype="float64")
     for name in ("a", "b"):
         watch.begin_span(
-            f"REDUCE({name})", "REDUCE", "wire", Action("REDUCE", name, stream="wire", transfer=move)
+            f"REDUCE({name})", "REDUCE", "comm", Action("REDUCE", name, stream="comm", transfer=move)
         )
     watch.end_comm_span("REDUCE(a)")
     watch.end_comm_span("REDUCE(b)")
-    watch.begin_span("REDUCE(c)", "REDUCE", "wire", Action("REDUCE", "c", stream="wire", transfer=move))
+    watch.begin_span("REDUCE(c)", "REDUCE", "comm", Action("REDUCE", "c", stream="comm", transfer=move))
     watch.end_comm_span("REDUCE(c)")
     tracer.end_step(1)
     events = json.loads(trace_path(tmp_path, 0).read_text())["traceEvents"]
@@ -111,7 +111,7 @@ def test_every_moment_of_a_step_counts_once():
         ProfilerSpan("forward(0)", GLUE, "compute", 0.0, 4.0),
         ProfilerSpan("F(a, 0)", "F", "compute", 1.0, 2.0),
         ProfilerSpan("wait TOKEN_COUNT()", WAIT, "compute", 2.0, 3.0),
-        ProfilerSpan("TOKEN_COUNT()", "TOKEN_COUNT", "wire", 0.0, 9.5),
+        ProfilerSpan("TOKEN_COUNT()", "TOKEN_COUNT", "comm", 0.0, 9.5),
         ProfilerSpan("LOSS(0)", "LOSS", "compute", 4.0, 5.0),
         ProfilerSpan("B(a, 0)", "B", "compute", 5.0, 7.0),
         ProfilerSpan("PACK(a)", "PACK", "compute", 7.0, 7.5),

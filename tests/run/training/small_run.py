@@ -20,7 +20,7 @@ from meshwright.run.data.eval_split import EvalSamples, split_held_out
 from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.run.telemetry.callbacks import Callback
 from meshwright.run.training.train_loop import TrainResult, train_loop
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import plan_of, player_of, reading_of, rows, tiny_job
 
 READING = reading_of(p=0.1)
@@ -81,7 +81,7 @@ class Course:
             finally:
                 player.close()
 
-        return on_threads(rank, plan.mesh)
+        return run_on_threads(rank, plan.mesh)
 
     def lines(self, kind: str = "") -> dict[int, dict[str, Any]]:
         lines = [json.loads(text) for text in (self.folder / "metrics.jsonl").read_text().splitlines()]

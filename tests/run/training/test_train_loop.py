@@ -24,7 +24,7 @@ from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.run.launch.failure_record import RankProgress
 from meshwright.run.telemetry.callbacks import Callback, CallbackEvent, StepRecord
 from meshwright.run.training.train_loop import TrainResult, save_run_checkpoint, train_loop
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import plan_of, player_of, reading_of, rows, tiny_job
 
 STEPS = 12
@@ -72,7 +72,7 @@ class Course:
             player.close()
             return resumed, ended, lines
 
-        return on_threads(rank, plan.mesh)
+        return run_on_threads(rank, plan.mesh)
 
     def kept(self) -> list[str]:
         return sorted(path.name for path in (self.folder / CHECKPOINTS_FOLDER).iterdir())
@@ -187,7 +187,7 @@ def test_a_run_whose_data_changed_says_so(tmp_path):
 
 def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(tmp_path, whole):
     with pytest.raises(PlanError) as caught:
-        whole.play(step=5)
+        whole.run(step=5)
     (fault,) = caught.value.diagnostics
     assert fault.problem == "there is no checkpoint of step 5"
     assert fault.fix == "choose one of: step-00000004, step-00000008, step-00000012"
@@ -246,7 +246,7 @@ def test_a_failure_can_say_where_it_happened(tmp_path):
         train_loop(player, course.plan, feed, world, lambda: False, (watch,), progress)
         player.close()
 
-    on_threads(rank, course.plan.mesh)
+    run_on_threads(rank, course.plan.mesh)
     assert seen == [(step, step, "training") for step in range(1, STEPS + 1)]
     assert (progress.step, progress.phase) == (STEPS, "ending")
 
@@ -277,7 +277,7 @@ def test_a_checkpoint_names_its_plan_and_its_data(tmp_path):
         player.close()
         return place
 
-    (place,) = on_threads(rank, course.plan.mesh)
+    (place,) = run_on_threads(rank, course.plan.mesh)
     meta = json.loads((place / "manifest.json").read_text())["meta"]
     assert (meta["plan_hash"], meta["data"], meta["torch"]) == (course.plan.hash, "d" * 64, torch.__version__)
     assert meta["plan"]["job"]["optimizer"]["name"] == "adamw"
@@ -299,12 +299,12 @@ def test_data_in_which_nothing_counts_ends_the_run_after_one_epoch_and_not_befor
             player.close()
 
     if valid:
-        assert [ended.step for ended in on_threads(rank, plan.mesh)] == [STEPS] * 3
+        assert [ended.step for ended in run_on_threads(rank, plan.mesh)] == [STEPS] * 3
     else:
         with pytest.raises(
             PlanError, match=r"(?s)nothing counts in any of the 24 samples, all played up to step 2.*-100"
         ):
-            on_threads(rank, plan.mesh)
+            run_on_threads(rank, plan.mesh)
     skipped = [json.loads(text)["skipped"] for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert (
         skipped == [True, True]

@@ -46,7 +46,7 @@ def test_the_best_checkpoint_stays_and_is_named(whole):
     assert whole.kept() == [6, 8, 12], "the newest two, and the best"
     assert whole.best() == {"step": 6, "folder": "step-00000006", "loss": 1.0}
     _, meta = load_tensors(whole.at(12))
-    assert EvalHistory.from_saved(meta["so_far"]).best_step == 6
+    assert EvalHistory.from_saved(meta["eval_history"]).best_step == 6
 
 
 def test_without_keep_best_no_checkpoint_more_is_saved(tmp_path):

@@ -21,27 +21,27 @@ Paper: Gloo, docs/algorithms.md (ring); Hu et al. 2025, "Demystifying NCCL", arX
 from dataclasses import dataclass
 from typing import ClassVar
 
-from meshwright.comm.algorithms.ring import Ring
-from meshwright.comm.algorithms.schedule import Algorithm, Round
+from meshwright.comm.algorithms.ring import RingAllReduce
+from meshwright.comm.algorithms.schedule import AllReduceAlgorithm, Round
 
 
 @dataclass(frozen=True)
-class Backend(Algorithm):
+class BackendAllReduce(AllReduceAlgorithm):
     """Counted and priced as the ring; what is played is the transport's own."""
 
     name: ClassVar[str] = "backend"
 
     def num_pieces(self, size: int) -> int:
-        return Ring().num_pieces(size)
+        return RingAllReduce().num_pieces(size)
 
     def rounds(self, size: int, index: int) -> tuple[Round, ...]:
-        return Ring().rounds(size, index)
+        return RingAllReduce().rounds(size, index)
 
     def num_rounds(self, size: int) -> int:
-        return Ring().num_rounds(size)
+        return RingAllReduce().num_rounds(size)
 
     def num_sent(self, size: int, index: int, numel: int) -> int:
-        return Ring().num_sent(size, index, numel)
+        return RingAllReduce().num_sent(size, index, numel)
 
     def seconds(self, size: int, nbytes: int, latency_s: float, bytes_per_s: float) -> float:
-        return Ring().seconds(size, nbytes, latency_s, bytes_per_s)
+        return RingAllReduce().seconds(size, nbytes, latency_s, bytes_per_s)

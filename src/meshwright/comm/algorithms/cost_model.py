@@ -18,14 +18,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.comm.algorithms.schedule import Algorithm, Round
+from meshwright.comm.algorithms.schedule import AllReduceAlgorithm, Round
 from meshwright.plan.hardware.network_model import NetworkModel
 
-Messages = tuple[tuple[float, int], ...]  # the share of the tensor that one holds, and how many of them
+MessageCounts = tuple[tuple[float, int], ...]  # the share of the tensor that one holds, and how many of them
 
 
 @dataclass(frozen=True)
-class Demand:
+class RoundLoad:
     """What a round asks for: sizes are shares of the tensor.
 
     `receiving`: the most ranks of one host that receive from within it. `host`: the messages inside the host that moves most.
@@ -33,111 +33,111 @@ class Demand:
     that leaves, or comes into, one host.
     """
 
-    receiving: int
-    host: Messages
-    rank: Messages
-    added: float
-    leaving: float
+    num_receivers: int
+    intra_host: MessageCounts
+    busiest_rank: MessageCounts
+    local_sum: float
+    inter_host: float
 
 
-def seconds(
-    algorithm: Algorithm, size: int, nbytes: float, network: NetworkModel, per_host: int = 0
+def all_reduce_seconds(
+    algorithm: AllReduceAlgorithm, size: int, nbytes: float, network: NetworkModel, ranks_per_host: int = 0
 ) -> float:
     """The time of an all-reduce of `nbytes` among `size` ranks, `per_host` of them on each host (0: all on one)."""
     return sum(
-        count * _round(demand, nbytes, network) for demand, count in demands(algorithm, size, per_host)
+        count * _round_seconds(demand, nbytes, network) for demand, count in round_loads(algorithm, size, ranks_per_host)
     )
 
 
-def _round(demand: Demand, nbytes: float, network: NetworkModel) -> float:
+def _round_seconds(load: RoundLoad, nbytes: float, network: NetworkModel) -> float:
     between, inside = network.inter_host, 0.0
-    if demand.host:
+    if load.intra_host:
         if network.intra_host is None or network.busiest_rank is None:
             if between is None:
-                raise ValueError("the network has no price at all; measure it: meshwright bench comm")
-            inside = between.seconds(sum(share * count for share, count in demand.host) * nbytes)
+                raise ValueError("the network has no price at all; measure it: meshwright bench network")
+            inside = between.seconds(sum(share * count for share, count in load.intra_host) * nbytes)
         else:
-            inside = network.round_overhead_s(demand.receiving)
-            inside += sum(count * network.intra_host.seconds(share * nbytes) for share, count in demand.host)
+            inside = network.round_overhead_s(load.num_receivers)
+            inside += sum(count * network.intra_host.seconds(share * nbytes) for share, count in load.intra_host)
             inside += sum(
-                count * network.busiest_rank.seconds(share * nbytes) for share, count in demand.rank
+                count * network.busiest_rank.seconds(share * nbytes) for share, count in load.busiest_rank
             )
     outside = 0.0
-    if demand.leaving and network.intra_host is not None and between is None:
+    if load.inter_host and network.intra_host is not None and between is None:
         raise ValueError(
-            "messages leave their host, and the network has no price for that; measure it across hosts: bench comm"
+            "messages leave their host, and the network has no price for that; measure it across hosts: bench network"
         )
-    if demand.leaving and between is not None:
-        outside = between.seconds(demand.leaving * nbytes)
+    if load.inter_host and between is not None:
+        outside = between.seconds(load.inter_host * nbytes)
     added = (
-        network.local_sum.seconds(demand.added * nbytes)
-        if network.local_sum is not None and demand.added
+        network.local_sum.seconds(load.local_sum * nbytes)
+        if network.local_sum is not None and load.local_sum
         else 0.0
     )
     return max(inside, outside) + added
 
 
 @lru_cache(maxsize=256)
-def demands(algorithm: Algorithm, size: int, per_host: int = 0) -> tuple[tuple[Demand, int], ...]:
+def round_loads(algorithm: AllReduceAlgorithm, size: int, ranks_per_host: int = 0) -> tuple[tuple[RoundLoad, int], ...]:
     """What the rounds of `algorithm` ask for among `size` ranks, `per_host` on each host (0: all on one), and how often."""
-    per_host = per_host or size
-    gathered: list[_Gathered] = []
+    ranks_per_host = ranks_per_host or size
+    gathered: list[_RoundTotals] = []
     pieces = algorithm.num_pieces(size)
     for index in range(size):
         for number, each in enumerate(algorithm.rounds(size, index)):
             if number == len(gathered):
-                gathered.append(_Gathered())
-            gathered[number].take(each, index, per_host, pieces)
-    return tuple(Counter(round_.demand() for round_ in gathered).items())
+                gathered.append(_RoundTotals())
+            gathered[number].add_rank(each, index, ranks_per_host, pieces)
+    return tuple(Counter(round_.round_load() for round_ in gathered).items())
 
 
-class _Gathered:
+class _RoundTotals:
     """One round, rank after rank."""
 
     def __init__(self) -> None:
-        self.hosts: dict[int, Counter[int]] = {}
-        self.receiving: Counter[int] = Counter()
-        self.ranks: dict[int, tuple[int, Counter[int]]] = {}  # of each host the busiest
-        self.added = 0.0
-        self.out: Counter[int] = Counter()  # pieces that leave a host, and that come into it
-        self.into: Counter[int] = Counter()
-        self.pieces = 1
+        self.messages_by_host: dict[int, Counter[int]] = {}
+        self.receivers_by_host: Counter[int] = Counter()
+        self.busiest_rank_by_host: dict[int, tuple[int, Counter[int]]] = {}  # of each host the busiest
+        self.max_added = 0.0
+        self.sent_from_host: Counter[int] = Counter()  # pieces that leave a host, and that come into it
+        self.received_by_host: Counter[int] = Counter()
+        self.num_pieces = 1
 
-    def take(self, each: Round, index: int, per_host: int, pieces: int) -> None:
+    def add_rank(self, round_: Round, index: int, ranks_per_host: int, num_pieces: int) -> None:
         """Count in what the rank at `index` does."""
-        self.pieces = pieces
-        host = index // per_host
-        sent = [parcel for parcel in each.sends if parcel.peer // per_host == host]
-        come = [parcel for parcel in each.receives if parcel.peer // per_host == host]
-        self.hosts.setdefault(host, Counter()).update(len(parcel.pieces) for parcel in sent)
-        self.receiving[host] += bool(come)
+        self.num_pieces = num_pieces
+        host = index // ranks_per_host
+        sent = [parcel for parcel in round_.sends if parcel.peer // ranks_per_host == host]
+        come = [parcel for parcel in round_.receives if parcel.peer // ranks_per_host == host]
+        self.messages_by_host.setdefault(host, Counter()).update(len(parcel.pieces) for parcel in sent)
+        self.receivers_by_host[host] += bool(come)
         mine = Counter(len(parcel.pieces) for parcel in (*sent, *come))
-        if host not in self.ranks or _total(mine) > _total(self.ranks[host][1]):
-            self.ranks[host] = (index, mine)
-        self.out[host] += sum(len(parcel.pieces) for parcel in each.sends) - sum(
+        if host not in self.busiest_rank_by_host or _total_pieces(mine) > _total_pieces(self.busiest_rank_by_host[host][1]):
+            self.busiest_rank_by_host[host] = (index, mine)
+        self.sent_from_host[host] += sum(len(parcel.pieces) for parcel in round_.sends) - sum(
             len(parcel.pieces) for parcel in sent
         )
-        self.into[host] += sum(len(parcel.pieces) for parcel in each.receives) - sum(
+        self.received_by_host[host] += sum(len(parcel.pieces) for parcel in round_.receives) - sum(
             len(parcel.pieces) for parcel in come
         )
-        if each.adds:
-            self.added = max(self.added, sum(len(parcel.pieces) for parcel in each.receives))
+        if round_.accumulate:
+            self.max_added = max(self.max_added, sum(len(parcel.pieces) for parcel in round_.receives))
 
-    def demand(self) -> Demand:
+    def round_load(self) -> RoundLoad:
         """What the round asks for."""
-        host = max(self.hosts, key=lambda each: _total(self.hosts[each]))
-        leaving = max(*self.out.values(), *self.into.values())
-        return Demand(
-            max(self.receiving.values()),
-            self._shares(self.hosts[host]),
-            self._shares(self.ranks[host][1]),
-            self.added / self.pieces,
-            leaving / self.pieces,
+        host = max(self.messages_by_host, key=lambda each: _total_pieces(self.messages_by_host[each]))
+        leaving = max(*self.sent_from_host.values(), *self.received_by_host.values())
+        return RoundLoad(
+            max(self.receivers_by_host.values()),
+            self._fractions(self.messages_by_host[host]),
+            self._fractions(self.busiest_rank_by_host[host][1]),
+            self.max_added / self.num_pieces,
+            leaving / self.num_pieces,
         )
 
-    def _shares(self, counts: Mapping[int, int]) -> Messages:
-        return tuple((length / self.pieces, count) for length, count in sorted(counts.items()) if count)
+    def _fractions(self, counts: Mapping[int, int]) -> MessageCounts:
+        return tuple((length / self.num_pieces, count) for length, count in sorted(counts.items()) if count)
 
 
-def _total(counts: Mapping[int, int]) -> int:
+def _total_pieces(counts: Mapping[int, int]) -> int:
     return sum(length * count for length, count in counts.items())

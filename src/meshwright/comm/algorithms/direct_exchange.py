@@ -19,11 +19,11 @@ Paper: Bruck et al. 1997, "Efficient algorithms for all-to-all communications", 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from meshwright.comm.algorithms.schedule import Algorithm, Parcel, Round
+from meshwright.comm.algorithms.schedule import AllReduceAlgorithm, PieceMessage, Round
 
 
 @dataclass(frozen=True)
-class Parallel(Algorithm):
+class DirectExchangeAllReduce(AllReduceAlgorithm):
     """1 round: the whole operand to all others."""
 
     name: ClassVar[str] = "parallel"
@@ -32,8 +32,8 @@ class Parallel(Algorithm):
         return 1
 
     def rounds(self, size: int, index: int) -> tuple[Round, ...]:
-        others = tuple(Parcel(other, (0,)) for other in range(size) if other != index)
-        return (Round(others, others, adds=True),) if others else ()
+        others = tuple(PieceMessage(other, (0,)) for other in range(size) if other != index)
+        return (Round(others, others, accumulate=True),) if others else ()
 
     def num_rounds(self, size: int) -> int:
         return 1 if size > 1 else 0

@@ -25,18 +25,18 @@ Paper: Jia et al. 2018, arXiv 1807.11205 (section 3.3.2); Cho et al. 2019, "Blue
 from dataclasses import dataclass
 from typing import ClassVar
 
-from meshwright.comm.algorithms.schedule import Algorithm, Parcel, Round, length
+from meshwright.comm.algorithms.schedule import AllReduceAlgorithm, PieceMessage, Round, piece_numel
 
 
 @dataclass(frozen=True)
-class Hierarchical(Algorithm):
+class HierarchicalAllReduce(AllReduceAlgorithm):
     """A ring inside each host of `per_host` ranks, one across hosts for each slice, one inside again."""
 
     name: ClassVar[str] = "hierarchical"
-    per_host: int
+    ranks_per_host: int
 
     def __str__(self) -> str:
-        return f"{self.name}/{self.per_host}"
+        return f"{self.name}/{self.ranks_per_host}"
 
     def num_pieces(self, size: int) -> int:
         return size
@@ -44,32 +44,32 @@ class Hierarchical(Algorithm):
     def rounds(self, size: int, index: int) -> tuple[Round, ...]:
         if size == 1:
             return ()
-        hosts = size // self.per_host
-        host, place = divmod(index, self.per_host)
-        inside = [host * self.per_host + other for other in range(self.per_host)]
-        across = [other * self.per_host + place for other in range(hosts)]
+        hosts = size // self.ranks_per_host
+        host, place = divmod(index, self.ranks_per_host)
+        inside = [host * self.ranks_per_host + other for other in range(self.ranks_per_host)]
+        across = [other * self.ranks_per_host + place for other in range(hosts)]
         slices = [tuple(range(first, first + hosts)) for first in range(0, size, hosts)]
         pieces: list[tuple[int, ...]] = [(piece,) for piece in slices[place]]
         return (
-            *_turn(inside, place, slices, place - 1, adds=True),
-            *_turn(across, host, pieces, host - 1, adds=True),
-            *_turn(across, host, pieces, host, adds=False),
-            *_turn(inside, place, slices, place, adds=False),
+            *_ring_rounds(inside, place, slices, place - 1, adds=True),
+            *_ring_rounds(across, host, pieces, host - 1, adds=True),
+            *_ring_rounds(across, host, pieces, host, adds=False),
+            *_ring_rounds(inside, place, slices, place, adds=False),
         )
 
     def num_rounds(self, size: int) -> int:
-        return 2 * (self.per_host - 1) + 2 * (size // self.per_host - 1) if size > 1 else 0
+        return 2 * (self.ranks_per_host - 1) + 2 * (size // self.ranks_per_host - 1) if size > 1 else 0
 
     def num_sent(self, size: int, index: int, numel: int) -> int:
         if size == 1:
             return 0
-        hosts = size // self.per_host
-        host, place = divmod(index, self.per_host)
+        hosts = size // self.ranks_per_host
+        host, place = divmod(index, self.ranks_per_host)
         own, right = (
-            length(numel, self.per_host, place),
-            length(numel, self.per_host, (place + 1) % self.per_host),
+            piece_numel(numel, self.ranks_per_host, place),
+            piece_numel(numel, self.ranks_per_host, (place + 1) % self.ranks_per_host),
         )
-        kept = (length(numel, size, place * hosts + piece % hosts) for piece in (host, host + 1))
+        kept = (piece_numel(numel, size, place * hosts + piece % hosts) for piece in (host, host + 1))
         return (
             2 * numel - own - right + 2 * own - sum(kept)
         )  # inside: all but what the ring keeps; across: of the own slice
@@ -78,7 +78,7 @@ class Hierarchical(Algorithm):
         return self.num_rounds(size) * latency_s + 2 * (size - 1) / size * nbytes / bytes_per_s
 
     def refusal(self, size: int) -> tuple[str, str] | None:
-        if size == 1 or (1 < self.per_host < size and size % self.per_host == 0):
+        if size == 1 or (1 < self.ranks_per_host < size and size % self.ranks_per_host == 0):
             return None
         fitting = [f"{self.name}/{ranks}" for ranks in range(2, size) if size % ranks == 0]
         fix = (
@@ -86,19 +86,19 @@ class Hierarchical(Algorithm):
             if fitting
             else f"write ring: {size} ranks have no hosts of equal size"
         )
-        if self.per_host in (1, size):
-            where = "inside a host" if self.per_host == 1 else "between hosts"
-            return f"with {self.per_host} of {size} ranks on a host there is nothing to sum {where}", fix
-        return f"{size} ranks are no whole number of hosts with {self.per_host} ranks each", fix
+        if self.ranks_per_host in (1, size):
+            where = "inside a host" if self.ranks_per_host == 1 else "between hosts"
+            return f"with {self.ranks_per_host} of {size} ranks on a host there is nothing to sum {where}", fix
+        return f"{size} ranks are no whole number of hosts with {self.ranks_per_host} ranks each", fix
 
 
-def _turn(ring: list[int], at: int, parts: list[tuple[int, ...]], first: int, *, adds: bool) -> list[Round]:
+def _ring_rounds(ring: list[int], at: int, parts: list[tuple[int, ...]], first: int, *, adds: bool) -> list[Round]:
     """One turn round `ring` (indices of ranks; this rank stands `at`): part `first` goes to the right, then the one before it."""
     num, right, left = len(ring), ring[(at + 1) % len(ring)], ring[at - 1]
     return [
         Round(
-            (Parcel(right, parts[(first - step) % num]),),
-            (Parcel(left, parts[(first - step - 1) % num]),),
+            (PieceMessage(right, parts[(first - step) % num]),),
+            (PieceMessage(left, parts[(first - step - 1) % num]),),
             adds,
         )
         for step in range(num - 1)

@@ -20,13 +20,13 @@ Paper: Chan et al. 2007, "Collective communication: theory, practice, and experi
 from dataclasses import dataclass
 from typing import ClassVar
 
-from meshwright.comm.algorithms.schedule import Algorithm, Parcel, Round
+from meshwright.comm.algorithms.schedule import AllReduceAlgorithm, PieceMessage, Round
 
-WHOLE = (0,)
+WHOLE_TENSOR = (0,)
 
 
 @dataclass(frozen=True)
-class Naive(Algorithm):
+class NaiveAllReduce(AllReduceAlgorithm):
     """n rounds: in round r everyone sends its whole operand to rank r."""
 
     name: ClassVar[str] = "naive"
@@ -37,10 +37,10 @@ class Naive(Algorithm):
     def rounds(self, size: int, index: int) -> tuple[Round, ...]:
         if size == 1:
             return ()
-        others = tuple(Parcel(other, WHOLE) for other in range(size) if other != index)
-        as_root = Round(receives=others, adds=True, fresh=True)
+        others = tuple(PieceMessage(other, WHOLE_TENSOR) for other in range(size) if other != index)
+        as_root = Round(receives=others, accumulate=True, uses_original_operand=True)
         return tuple(
-            as_root if root == index else Round(sends=(Parcel(root, WHOLE),), fresh=True)
+            as_root if root == index else Round(sends=(PieceMessage(root, WHOLE_TENSOR),), uses_original_operand=True)
             for root in range(size)
         )
 

@@ -22,11 +22,11 @@ Paper: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communic
 from dataclasses import dataclass
 from typing import ClassVar
 
-from meshwright.comm.algorithms.schedule import Algorithm, Parcel, Round
+from meshwright.comm.algorithms.schedule import AllReduceAlgorithm, PieceMessage, Round
 
 
 @dataclass(frozen=True)
-class Doubling(Algorithm):
+class RecursiveDoublingAllReduce(AllReduceAlgorithm):
     """log2 n rounds of the whole tensor, with the rank at index xor 1, 2, 4 ..."""
 
     name: ClassVar[str] = "doubling"
@@ -35,34 +35,34 @@ class Doubling(Algorithm):
         return 1
 
     def rounds(self, size: int, index: int) -> tuple[Round, ...]:
-        power, extra, swaps = _folded(size)
+        power, extra, swaps = _power_of_two_split(size)
         if index >= power:
-            host = _with(index - power)
-            return Round(sends=host, adds=True), *[Round(adds=True)] * swaps, Round(receives=host)
-        doubling = [_with(index ^ (1 << bit)) for bit in range(swaps)]
-        inner = tuple(Round(partner, partner, adds=True) for partner in doubling)
+            host = _whole_tensor_with(index - power)
+            return Round(sends=host, accumulate=True), *[Round(accumulate=True)] * swaps, Round(receives=host)
+        doubling = [_whole_tensor_with(index ^ (1 << bit)) for bit in range(swaps)]
+        inner = tuple(Round(partner, partner, accumulate=True) for partner in doubling)
         if not extra:
             return inner
-        guest = _with(index + power) if index < extra else ()
-        return Round(receives=guest, adds=True), *inner, Round(sends=guest)
+        guest = _whole_tensor_with(index + power) if index < extra else ()
+        return Round(receives=guest, accumulate=True), *inner, Round(sends=guest)
 
     def num_rounds(self, size: int) -> int:
-        _, extra, swaps = _folded(size)
+        _, extra, swaps = _power_of_two_split(size)
         return swaps + (2 if extra else 0)
 
     def num_sent(self, size: int, index: int, numel: int) -> int:
-        power, extra, swaps = _folded(size)
+        power, extra, swaps = _power_of_two_split(size)
         return numel if index >= power else (swaps + (index < extra)) * numel
 
     def seconds(self, size: int, nbytes: int, latency_s: float, bytes_per_s: float) -> float:
         return self.num_rounds(size) * (latency_s + nbytes / bytes_per_s)
 
 
-def _folded(size: int) -> tuple[int, int, int]:
+def _power_of_two_split(size: int) -> tuple[int, int, int]:
     """The largest power of two within `size`, the ranks above it, and the rounds in which that power doubles up."""
     swaps = size.bit_length() - 1
     return 1 << swaps, size - (1 << swaps), swaps
 
 
-def _with(peer: int) -> tuple[Parcel, ...]:
-    return (Parcel(peer, (0,)),)
+def _whole_tensor_with(peer: int) -> tuple[PieceMessage, ...]:
+    return (PieceMessage(peer, (0,)),)

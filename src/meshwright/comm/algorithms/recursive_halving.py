@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
-from meshwright.comm.algorithms.schedule import Algorithm, Parcel, Round, circle_length, length, log2_up
+from meshwright.comm.algorithms.schedule import AllReduceAlgorithm, PieceMessage, Round, wrapped_numel, piece_numel, ceil_log2
 
 
 @dataclass(frozen=True)
-class Halving(Algorithm):
+class RecursiveHalvingAllReduce(AllReduceAlgorithm):
     """ceil(log2 n) rounds of half of what is left to the rank that far on, and as many back."""
 
     name: ClassVar[str] = "halving"
@@ -42,26 +42,26 @@ class Halving(Algorithm):
 
     def rounds(self, size: int, index: int) -> tuple[Round, ...]:
         collect, hand_out = [], []
-        for left, kept in _halves(size):
+        for left, kept in _halving_counts(size):
             ahead, behind = (index + kept) % size, (index - kept) % size
-            far = Parcel(ahead, _circle(size, index + kept, left - kept))
-            near = Parcel(behind, _circle(size, index, left - kept))
-            collect.append(Round((far,), (near,), adds=True))
+            far = PieceMessage(ahead, _wrapped_pieces(size, index + kept, left - kept))
+            near = PieceMessage(behind, _wrapped_pieces(size, index, left - kept))
+            collect.append(Round((far,), (near,), accumulate=True))
             hand_out.append(Round((near,), (far,)))
         return (*collect, *reversed(hand_out))
 
     def num_rounds(self, size: int) -> int:
-        return 2 * log2_up(size)
+        return 2 * ceil_log2(size)
 
     def num_sent(self, size: int, index: int, numel: int) -> int:
-        collected = numel - length(numel, size, index)  # every piece but the own one leaves once
-        return collected + sum(circle_length(numel, size, index, left - kept) for left, kept in _halves(size))
+        collected = numel - piece_numel(numel, size, index)  # every piece but the own one leaves once
+        return collected + sum(wrapped_numel(numel, size, index, left - kept) for left, kept in _halving_counts(size))
 
     def seconds(self, size: int, nbytes: int, latency_s: float, bytes_per_s: float) -> float:
         return self.num_rounds(size) * latency_s + 2 * (size - 1) / size * nbytes / bytes_per_s
 
 
-def _halves(size: int) -> Iterator[tuple[int, int]]:
+def _halving_counts(size: int) -> Iterator[tuple[int, int]]:
     """The pieces that are left before each round, and after it: 5 -> 3, 3 -> 2, 2 -> 1."""
     left = [size]
     while left[-1] > 1:
@@ -69,5 +69,5 @@ def _halves(size: int) -> Iterator[tuple[int, int]]:
     return pairwise(left)
 
 
-def _circle(size: int, first: int, num: int) -> tuple[int, ...]:
+def _wrapped_pieces(size: int, first: int, num: int) -> tuple[int, ...]:
     return tuple((first + step) % size for step in range(num))

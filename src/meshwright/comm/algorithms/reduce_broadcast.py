@@ -18,13 +18,13 @@ Paper: Chan et al. 2007, "Collective communication: theory, practice, and experi
 from dataclasses import dataclass
 from typing import ClassVar
 
-from meshwright.comm.algorithms.schedule import Algorithm, Parcel, Round
+from meshwright.comm.algorithms.schedule import AllReduceAlgorithm, PieceMessage, Round
 
-ROOT, WHOLE = 0, (0,)
+ROOT, WHOLE_TENSOR = 0, (0,)
 
 
 @dataclass(frozen=True)
-class Root(Algorithm):
+class ReduceBroadcastAllReduce(AllReduceAlgorithm):
     """2 rounds: all to the rank at index 0, and the sum back to all."""
 
     name: ClassVar[str] = "root"
@@ -36,10 +36,10 @@ class Root(Algorithm):
         if size == 1:
             return ()
         if index == ROOT:
-            others = tuple(Parcel(other, WHOLE) for other in range(size) if other != ROOT)
-            return Round(receives=others, adds=True), Round(sends=others)
-        to_root = (Parcel(ROOT, WHOLE),)
-        return Round(sends=to_root, adds=True), Round(receives=to_root)
+            others = tuple(PieceMessage(other, WHOLE_TENSOR) for other in range(size) if other != ROOT)
+            return Round(receives=others, accumulate=True), Round(sends=others)
+        to_root = (PieceMessage(ROOT, WHOLE_TENSOR),)
+        return Round(sends=to_root, accumulate=True), Round(receives=to_root)
 
     def num_rounds(self, size: int) -> int:
         return 2 if size > 1 else 0

@@ -22,11 +22,11 @@ Paper: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clu
 from dataclasses import dataclass
 from typing import ClassVar
 
-from meshwright.comm.algorithms.schedule import Algorithm, Parcel, Round, length
+from meshwright.comm.algorithms.schedule import AllReduceAlgorithm, PieceMessage, Round, piece_numel
 
 
 @dataclass(frozen=True)
-class Ring(Algorithm):
+class RingAllReduce(AllReduceAlgorithm):
     """2 (n-1) rounds of one piece each, to the right neighbour."""
 
     name: ClassVar[str] = "ring"
@@ -45,7 +45,7 @@ class Ring(Algorithm):
 
     def num_sent(self, size: int, index: int, numel: int) -> int:
         # every piece goes out twice, but for the own one in the first turn and the right neighbour's in the second
-        kept = length(numel, size, index) + length(numel, size, (index + 1) % size)
+        kept = piece_numel(numel, size, index) + piece_numel(numel, size, (index + 1) % size)
         return 2 * numel - kept if size > 1 else 0
 
     def seconds(self, size: int, nbytes: int, latency_s: float, bytes_per_s: float) -> float:
@@ -53,4 +53,4 @@ class Ring(Algorithm):
 
     def _round(self, size: int, right: int, left: int, piece: int, *, adds: bool) -> Round:
         """`piece` goes to the right; the one before it comes from the left."""
-        return Round((Parcel(right, (piece % size,)),), (Parcel(left, ((piece - 1) % size,)),), adds)
+        return Round((PieceMessage(right, (piece % size,)),), (PieceMessage(left, ((piece - 1) % size,)),), adds)

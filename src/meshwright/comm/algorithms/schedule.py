@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-ASKED = 64  # ranks at either end
+NUM_SAMPLED_RANKS = 64  # ranks at either end
 
 
 @dataclass(frozen=True)
-class Parcel:
+class PieceMessage:
     """What goes to, or comes from, the rank at index `peer` in one round: pieces, in this order."""
 
     peer: int
@@ -41,14 +41,14 @@ class Round:
     With `fresh`, the operand as it came is sent and added to, whatever earlier rounds have made of it.
     """
 
-    sends: tuple[Parcel, ...] = ()
-    receives: tuple[Parcel, ...] = ()
-    adds: bool = False
-    fresh: bool = False
+    sends: tuple[PieceMessage, ...] = ()
+    receives: tuple[PieceMessage, ...] = ()
+    accumulate: bool = False
+    uses_original_operand: bool = False
 
 
 @dataclass(frozen=True)
-class Algorithm(ABC):
+class AllReduceAlgorithm(ABC):
     """One way to all-reduce. Its file states idea, picture, cost and where the textbook's O() is loose."""
 
     name: ClassVar[str]
@@ -81,40 +81,40 @@ class Algorithm(ABC):
         return None
 
 
-def length(numel: int, num_pieces: int, piece: int) -> int:
+def piece_numel(numel: int, num_pieces: int, piece: int) -> int:
     """The elements of `piece` when `numel` are cut into `num_pieces`."""
     return (piece + 1) * numel // num_pieces - piece * numel // num_pieces
 
 
-def circle_length(numel: int, num_pieces: int, first: int, num: int) -> int:
+def wrapped_numel(numel: int, num_pieces: int, first: int, num_selected: int) -> int:
     """The elements of `num` pieces from `first` on, going round behind the last."""
-    whole, end = divmod(first + num, num_pieces)
+    whole, end = divmod(first + num_selected, num_pieces)
     return whole * numel + end * numel // num_pieces - first * numel // num_pieces
 
 
-def log2_up(size: int) -> int:
+def ceil_log2(size: int) -> int:
     """The smallest k with 2^k >= `size`: how often the number of those who know can double."""
     return (size - 1).bit_length()
 
 
 @lru_cache(maxsize=1024)
-def rounds_of(algorithm: Algorithm, size: int, index: int) -> tuple[Round, ...]:
+def cached_rounds(algorithm: AllReduceAlgorithm, size: int, index: int) -> tuple[Round, ...]:
     """The rounds of `algorithm`, remembered: a step asks for the same ones again and again."""
     return algorithm.rounds(size, index)
 
 
 @lru_cache(maxsize=4096)
-def sent_elements(algorithm: Algorithm, size: int, index: int, numel: int) -> int:
+def cached_num_sent(algorithm: AllReduceAlgorithm, size: int, index: int, numel: int) -> int:
     """The elements that the rank at `index` sends: by the formula, to which tests hold every round; remembered."""
     return algorithm.num_sent(size, index, numel)
 
 
 @lru_cache(maxsize=1024)
-def least_and_most(algorithm: Algorithm, size: int, numel: int) -> tuple[int, int]:
+def min_max_sent(algorithm: AllReduceAlgorithm, size: int, numel: int) -> tuple[int, int]:
     """The elements that the rank which sends least sends, and the one which sends most; of the first and the last `ASKED` ranks.
 
     Roles go by index, and the busiest is at index 0; in between, ranks differ by the odd elements of their pieces.
     """
-    indices = {*range(min(size, ASKED)), *range(max(0, size - ASKED), size)}
+    indices = {*range(min(size, NUM_SAMPLED_RANKS)), *range(max(0, size - NUM_SAMPLED_RANKS), size)}
     sent = [algorithm.num_sent(size, index, numel) for index in indices]
     return min(sent), max(sent)

@@ -22,11 +22,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from meshwright.comm.algorithms.schedule import Algorithm, Parcel, Round, log2_up
+from meshwright.comm.algorithms.schedule import AllReduceAlgorithm, PieceMessage, Round, ceil_log2
 
 
 @dataclass(frozen=True)
-class Tree(Algorithm):
+class TreeAllReduce(AllReduceAlgorithm):
     """ceil(log2 n) rounds of the whole tensor up to the rank at index 0, as many down."""
 
     name: ClassVar[str] = "tree"
@@ -35,27 +35,27 @@ class Tree(Algorithm):
         return 1
 
     def rounds(self, size: int, index: int) -> tuple[Round, ...]:
-        up = tuple(self._climb(size, index))
+        up = tuple(self._reduce_rounds(size, index))
         down = tuple(Round(sends=each.receives, receives=each.sends) for each in reversed(up))
         return (*up, *down)
 
     def num_rounds(self, size: int) -> int:
-        return 2 * log2_up(size)
+        return 2 * ceil_log2(size)
 
     def num_sent(self, size: int, index: int, numel: int) -> int:
         above = index & -index if index else size  # a child is nearer than the parent
-        children = sum(1 << bit < above and index + (1 << bit) < size for bit in range(log2_up(size)))
+        children = sum(1 << bit < above and index + (1 << bit) < size for bit in range(ceil_log2(size)))
         return (children + (index > 0)) * numel
 
     def seconds(self, size: int, nbytes: int, latency_s: float, bytes_per_s: float) -> float:
         return self.num_rounds(size) * (latency_s + nbytes / bytes_per_s)
 
-    def _climb(self, size: int, index: int) -> Iterator[Round]:
-        for bit in range(log2_up(size)):
+    def _reduce_rounds(self, size: int, index: int) -> Iterator[Round]:
+        for bit in range(ceil_log2(size)):
             far = 1 << bit
             if index % (2 * far) == far:
-                yield Round(sends=(Parcel(index - far, (0,)),), adds=True)
+                yield Round(sends=(PieceMessage(index - far, (0,)),), accumulate=True)
             elif index % (2 * far) == 0 and index + far < size:
-                yield Round(receives=(Parcel(index + far, (0,)),), adds=True)
+                yield Round(receives=(PieceMessage(index + far, (0,)),), accumulate=True)
             else:
-                yield Round(adds=True)
+                yield Round(accumulate=True)

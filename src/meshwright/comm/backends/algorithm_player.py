@@ -14,62 +14,62 @@ from functools import lru_cache
 
 import torch
 
-from meshwright.comm.algorithms.schedule import Algorithm, Parcel, Round, rounds_of
+from meshwright.comm.algorithms.schedule import AllReduceAlgorithm, PieceMessage, Round, cached_rounds
 from meshwright.comm.collectives.deterministic_sum import ordered_sum
 
-Parcels = list[tuple[int, torch.Tensor]]  # the index of the peer, and flat memory
-Run = tuple[int, int]  # the first element, and the one behind the last
+PeerTensors = list[tuple[int, torch.Tensor]]  # the index of the peer, and flat memory
+ElementRange = tuple[int, int]  # the first element, and the one behind the last
 
 
 @dataclass(frozen=True)
-class Stretch:
+class MessageRanges:
     """Where the pieces of one parcel lie in a flat tensor: runs of memory, as few as there can be."""
 
     peer: int
-    runs: tuple[Run, ...]
+    ranges: tuple[ElementRange, ...]
 
     @property
     def numel(self) -> int:
         """The elements of all runs."""
-        return sum(end - first for first, end in self.runs)
+        return sum(end - first for first, end in self.ranges)
 
 
 @dataclass(frozen=True)
-class Step:
+class SizedRound:
     """A round for tensors of one size. `scratch` are the elements that arrive beside the tensor; empty parcels are left out."""
 
     round: Round
-    sends: tuple[Stretch, ...]
-    receives: tuple[Stretch, ...]
-    scratch: int
+    sends: tuple[MessageRanges, ...]
+    receives: tuple[MessageRanges, ...]
+    scratch_numel: int
 
 
-def playing(
-    algorithm: Algorithm, size: int, index: int, flat: torch.Tensor
-) -> Generator[tuple[Parcels, Parcels]]:
+def run_rounds(
+    algorithm: AllReduceAlgorithm, size: int, index: int, flat: torch.Tensor
+) -> Generator[tuple[PeerTensors, PeerTensors]]:
     """One rank's part of an all-reduce of `flat`, in place: what to send and what to fill, to be done before it goes on.
 
     Call it where gradients are off. A round in which this rank has nothing to do yields two empty lists.
     """
-    steps = _steps(algorithm, size, index, flat.numel())
-    operand = flat.clone() if any(step.round.fresh for step in steps) else flat
+    steps = _sized_rounds(algorithm, size, index, flat.numel())
+    operand = flat.clone() if any(step.round.uses_original_operand for step in steps) else flat
     # one piece of memory for all rounds: at 64 MiB, new pages in every round cost as much as the sums
-    scratch = flat.new_empty(max((step.scratch for step in steps), default=0))
+    scratch = flat.new_empty(max((step.scratch_numel for step in steps), default=0))
     for step in steps:
-        mine = operand if step.round.fresh else flat
-        landings = _landings(flat, scratch, step)
-        yield [(each.peer, _packed(mine, each)) for each in step.sends], landings
-        if step.round.adds:
-            _add(step, index, mine, flat, landings)
+        mine = operand if step.round.uses_original_operand else flat
+        landings = _receive_views(flat, scratch, step)
+        yield [(each.peer, _pack(mine, each)) for each in step.sends], landings
+        if step.round.accumulate:
+            _add_received(step, index, mine, flat, landings)
         else:
-            _put(step, flat, landings)
+            _copy_received(step, flat, landings)
 
 
 @torch.no_grad()
-def play_all(algorithm: Algorithm, operands: Sequence[torch.Tensor]) -> None:
+def run_all_ranks(algorithm: AllReduceAlgorithm, operands: Sequence[torch.Tensor]) -> None:
     """All-reduce `operands`, the flat tensors of all ranks in order, in place and in turn."""
     size = len(operands)
-    parts = [playing(algorithm, size, index, flat) for index, flat in enumerate(operands)]
+    parts = [run_rounds(algorithm, size, index, flat) for index, flat in enumerate(operands)]
     for rounds in zip(*parts, strict=True):
         sent = {(index, peer): parcel for index, (sends, _) in enumerate(rounds) for peer, parcel in sends}
         for index, (_, receives) in enumerate(rounds):
@@ -82,27 +82,27 @@ def play_all(algorithm: Algorithm, operands: Sequence[torch.Tensor]) -> None:
 
 
 @lru_cache(maxsize=512)
-def _steps(algorithm: Algorithm, size: int, index: int, numel: int) -> tuple[Step, ...]:
+def _sized_rounds(algorithm: AllReduceAlgorithm, size: int, index: int, numel: int) -> tuple[SizedRound, ...]:
     cuts = [piece * numel // algorithm.num_pieces(size) for piece in range(algorithm.num_pieces(size) + 1)]
 
-    def stretches(parcels: Iterable[Parcel]) -> tuple[Stretch, ...]:
+    def stretches(parcels: Iterable[PieceMessage]) -> tuple[MessageRanges, ...]:
         found = [
-            Stretch(parcel.peer, _runs([(cuts[piece], cuts[piece + 1]) for piece in parcel.pieces]))
+            MessageRanges(parcel.peer, _merge_ranges([(cuts[piece], cuts[piece + 1]) for piece in parcel.pieces]))
             for parcel in parcels
         ]
         return tuple(stretch for stretch in found if stretch.numel)
 
     steps = []
-    for each in rounds_of(algorithm, size, index):
+    for each in cached_rounds(algorithm, size, index):
         receives = stretches(each.receives)
-        beside = sum(stretch.numel for stretch in receives if each.adds or len(stretch.runs) > 1)
-        steps.append(Step(each, stretches(each.sends), receives, beside))
+        beside = sum(stretch.numel for stretch in receives if each.accumulate or len(stretch.ranges) > 1)
+        steps.append(SizedRound(each, stretches(each.sends), receives, beside))
     return tuple(steps)
 
 
-def _runs(pieces: Iterable[Run]) -> tuple[Run, ...]:
+def _merge_ranges(pieces: Iterable[ElementRange]) -> tuple[ElementRange, ...]:
     """`pieces` with neighbours joined."""
-    runs: list[Run] = []
+    runs: list[ElementRange] = []
     for first, end in pieces:
         if runs and runs[-1][1] == first:
             runs[-1] = (runs[-1][0], end)
@@ -111,37 +111,37 @@ def _runs(pieces: Iterable[Run]) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def _packed(mine: torch.Tensor, stretch: Stretch) -> torch.Tensor:
-    views = [mine[first:end] for first, end in stretch.runs]
+def _pack(mine: torch.Tensor, stretch: MessageRanges) -> torch.Tensor:
+    views = [mine[first:end] for first, end in stretch.ranges]
     return views[0] if len(views) == 1 else torch.cat(views)
 
 
-def _landings(flat: torch.Tensor, scratch: torch.Tensor, step: Step) -> Parcels:
+def _receive_views(flat: torch.Tensor, scratch: torch.Tensor, step: SizedRound) -> PeerTensors:
     """Where the parcels of a round are to arrive: in their places, or in `scratch` one behind the other."""
     landings, used = [], 0
     for stretch in step.receives:
-        if step.round.adds or len(stretch.runs) > 1:
+        if step.round.accumulate or len(stretch.ranges) > 1:
             numel = stretch.numel
             landings.append((stretch.peer, scratch[used : used + numel]))
             used += numel
         else:
-            ((first, end),) = stretch.runs
+            ((first, end),) = stretch.ranges
             landings.append((stretch.peer, flat[first:end]))
     return landings
 
 
-def _put(step: Step, flat: torch.Tensor, landings: Parcels) -> None:
+def _copy_received(step: SizedRound, flat: torch.Tensor, landings: PeerTensors) -> None:
     for stretch, (_, arrived) in zip(step.receives, landings, strict=True):
-        if len(stretch.runs) > 1:
-            for (first, end), part in _parts(stretch, arrived):
+        if len(stretch.ranges) > 1:
+            for (first, end), part in _split_received(stretch, arrived):
                 flat[first:end].copy_(part)
 
 
-def _add(step: Step, index: int, mine: torch.Tensor, flat: torch.Tensor, landings: Parcels) -> None:
+def _add_received(step: SizedRound, index: int, mine: torch.Tensor, flat: torch.Tensor, landings: PeerTensors) -> None:
     """Add what has arrived to the own pieces: summands of one place in the order of the ranks, the own one among them."""
-    places: dict[Run, dict[int, torch.Tensor]] = {}
+    places: dict[ElementRange, dict[int, torch.Tensor]] = {}
     for stretch, (peer, arrived) in zip(step.receives, landings, strict=True):
-        for run, part in _parts(stretch, arrived):
+        for run, part in _split_received(stretch, arrived):
             places.setdefault(run, {})[peer] = part
     for (first, end), parts in places.items():
         if len(parts) == 1 and mine is flat:  # two summands: a + b is b + a
@@ -151,5 +151,5 @@ def _add(step: Step, index: int, mine: torch.Tensor, flat: torch.Tensor, landing
             flat[first:end].copy_(ordered_sum([everyone[peer] for peer in sorted(everyone)]))
 
 
-def _parts(stretch: Stretch, arrived: torch.Tensor) -> Iterable[tuple[Run, torch.Tensor]]:
-    return zip(stretch.runs, arrived.split([end - first for first, end in stretch.runs]), strict=True)
+def _split_received(stretch: MessageRanges, arrived: torch.Tensor) -> Iterable[tuple[ElementRange, torch.Tensor]]:
+    return zip(stretch.ranges, arrived.split([end - first for first, end in stretch.ranges]), strict=True)

@@ -14,54 +14,54 @@ from datetime import timedelta
 
 import torch
 
-from meshwright.comm.backends.gloo_paths import Issued
-from meshwright.comm.collectives.announce import Call
+from meshwright.comm.backends.gloo_paths import BackendWork
+from meshwright.comm.collectives.announce import CollectiveCall
 from meshwright.comm.collectives.group import Group, Work
-from meshwright.comm.watchdog.watchdog import SLICE_S, Lookout, Waiting, waited
+from meshwright.comm.watchdog.watchdog import WAIT_SLICE_S, Watchdog, WatchedWait, wait_until
 from meshwright.plan.job.errors import CollectiveError
 
-SLICE = timedelta(seconds=SLICE_S)
+WAIT_SLICE = timedelta(seconds=WAIT_SLICE_S)
 
 
-class Asked:
+class CollectiveWait:
     """What a work of torch.distributed serves: the `call` that `group` announced last. `pairwise`: by sends and receives."""
 
-    __slots__ = ("_call", "_group", "_lookout", "_on_gloo", "_order", "_pairwise")
+    __slots__ = ("_call", "_group", "_watchdog", "_on_gloo", "_sequence_id", "_is_p2p")
 
-    def __init__(self, group: Group, call: Call, lookout: Lookout, *, on_gloo: bool, pairwise: bool) -> None:
-        self._group, self._call, self._lookout = group, call, lookout
-        self._on_gloo, self._pairwise = on_gloo, pairwise
-        self._order = group.ledger.recent.order
+    def __init__(self, group: Group, call: CollectiveCall, watchdog: Watchdog, *, on_gloo: bool, is_p2p: bool) -> None:
+        self._group, self._call, self._watchdog = group, call, watchdog
+        self._on_gloo, self._is_p2p = on_gloo, is_p2p
+        self._sequence_id = group.ledger.flight_recorder.sequence_id
 
-    def wait(self, work: Issued) -> None:
+    def wait(self, work: BackendWork) -> None:
         """Return when `work` is over. Raises CollectiveError, with who is to blame, when that cannot be or takes too long."""
-        with self._lookout.waiting(self._order) as waiting:
+        with self._watchdog.watch_wait(self._sequence_id) as waiting:
             try:
                 if not self._on_gloo:
                     work.wait()
-                elif self._pairwise:
-                    work.wait(timedelta(seconds=max(0.001, waiting.left_s)))
+                elif self._is_p2p:
+                    work.wait(timedelta(seconds=max(0.001, waiting.remaining_s)))
                 else:
-                    if not _over(work, SLICE):  # it mostly is: no limit to look up, nothing to make
+                    if not _completes_within(work, WAIT_SLICE):  # it mostly is: no limit to look up, nothing to make
                         waiting.check()
-                        waited(waiting, lambda seconds: _over(work, timedelta(seconds=seconds)))
+                        wait_until(waiting, lambda seconds: _completes_within(work, timedelta(seconds=seconds)))
             except CollectiveError:
                 raise
             except RuntimeError as error:
-                raise self._failed(error, waiting) from error
+                raise self._diagnosed_error(error, waiting) from error
 
-    def failed(self, error: RuntimeError) -> CollectiveError:
+    def error_for(self, error: RuntimeError) -> CollectiveError:
         """What to raise when the backend said `error` as soon as it was asked."""
-        with self._lookout.waiting(self._order) as waiting:
-            return self._failed(error, waiting)
+        with self._watchdog.watch_wait(self._sequence_id) as waiting:
+            return self._diagnosed_error(error, waiting)
 
-    def _failed(self, error: RuntimeError, waiting: Waiting) -> CollectiveError:
+    def _diagnosed_error(self, error: RuntimeError, waiting: WatchedWait) -> CollectiveError:
         ranks = self._group.ranks
         here = f"rank {ranks[self._group.index]}: {self._call} over {' x '.join(self._group.axes)}"
-        return waiting.failed(f"{here} (ranks {', '.join(map(str, ranks))}) did not complete: {error}")
+        return waiting.error_for(f"{here} (ranks {', '.join(map(str, ranks))}) did not complete: {error}")
 
 
-def _over(work: Issued, time: timedelta) -> bool:
+def _completes_within(work: BackendWork, time: timedelta) -> bool:
     """Whether `work` is over within `time`; on gloo, which can be asked again."""
     try:
         work.wait(time)
@@ -81,10 +81,10 @@ class TorchWork(Work):
     """
 
     def __init__(
-        self, work: Issued, asked: Asked, keep: tuple[torch.Tensor, ...], finish: Callable[[], None] | None
+        self, work: BackendWork, collective_wait: CollectiveWait, keep: tuple[torch.Tensor, ...], finish: Callable[[], None] | None
     ) -> None:
-        self._work: Issued | None = work
-        self._asked = asked
+        self._work: BackendWork | None = work
+        self._collective_wait = collective_wait
         self._keep = keep
         self._finish = finish
 
@@ -92,40 +92,40 @@ class TorchWork(Work):
         """Return when the result is in place. Raises CollectiveError when a peer is gone or did not come in time."""
         if self._work is None:
             return
-        self._asked.wait(self._work)
+        self._collective_wait.wait(self._work)
         if self._finish is not None:
             self._finish()
         self._work, self._keep, self._finish = None, (), None
 
-    def then(self, call: Callable[[], None]) -> None:
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Have `call` called when the backend has done its part."""
         if self._work is None:
-            call()
+            callback()
         else:
-            self._work.get_future().add_done_callback(lambda future: call())
+            self._work.get_future().add_done_callback(lambda future: callback())
 
 
-class PairWork(Work):
+class P2PWork(Work):
     """A send or a receive under way, of which gloo tells only those who wait."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
-        self._calls: list[Callable[[], None]] = []
-        self._over = False
+        self._callbacks: list[Callable[[], None]] = []
+        self._done = False
 
     def wait(self) -> None:
         """Return when the tensor has been handed over, or has come. Raises CollectiveError when the peer is gone."""
         self._work.wait()
-        self._over = True
-        while self._calls:
-            self._calls.pop(0)()
+        self._done = True
+        while self._callbacks:
+            self._callbacks.pop(0)()
 
-    def then(self, call: Callable[[], None]) -> None:
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Have `call` called by whoever waits."""
-        if self._over:
-            call()
+        if self._done:
+            callback()
         else:
-            self._calls.append(call)
+            self._callbacks.append(callback)
 
 
 class StreamWork(Work):
@@ -140,7 +140,7 @@ class StreamWork(Work):
         torch.cuda.current_stream().wait_event(self._event)
         self._keep = None
 
-    def then(self, call: Callable[[], None]) -> None:
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call `call` on the stream of the rounds."""
         with torch.cuda.stream(self._stream):
-            call()
+            callback()

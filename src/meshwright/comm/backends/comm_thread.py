@@ -17,96 +17,96 @@ from threading import Lock, Thread
 from meshwright.comm.collectives.group import Work
 
 
-class LaneWork(Work):
+class CommThreadWork(Work):
     """Something that was put into a lane."""
 
-    def __init__(self, lane: "Lane", do: Callable[[], None]) -> None:
-        self._lane = lane
-        self._do: Callable[[], None] | None = do
+    def __init__(self, comm_thread: "CommThread", function: Callable[[], None]) -> None:
+        self._comm_thread = comm_thread
+        self._function: Callable[[], None] | None = function
         self._error: BaseException | None = None
-        self._calls: list[Callable[[], None]] = []
-        self._over = Lock()  # held by whoever ends it, or adds a call
+        self._callbacks: list[Callable[[], None]] = []
+        self._done_lock = Lock()  # held by whoever ends it, or adds a call
 
     @property
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         """Whether it has been played."""
-        return self._do is None
+        return self._function is None
 
     def wait(self) -> None:
         """Return when it has been played. Raises what it raised, or what a call raised that was to follow."""
-        if self._do is not None:
-            self._lane.play_to(self)
+        if self._function is not None:
+            self._comm_thread.run_until(self)
         if self._error is not None:
             raise self._error
 
-    def then(self, call: Callable[[], None]) -> None:
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Have `call` called by whoever plays it."""
-        with self._over:
-            if self._do is not None:
-                self._calls.append(call)
+        with self._done_lock:
+            if self._function is not None:
+                self._callbacks.append(callback)
                 return
-        call()
+        callback()
 
-    def play(self) -> None:
+    def run(self) -> None:
         """Do it; the error, if any, is kept for those who wait."""
         try:
-            if self._do is not None:
-                self._do()
+            if self._function is not None:
+                self._function()
         except BaseException as error:
             self._error = error
-        with self._over:
-            self._do = None
-        for call in self._calls:
+        with self._done_lock:
+            self._function = None
+        for call in self._callbacks:
             try:
                 call()
             except BaseException as error:
                 self._error = self._error or error
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         """Never do it: whoever waits learns so."""
         self._error = RuntimeError(
             "the group was closed before this had been played. Wait for a collective before the world closes"
         )
-        with self._over:
-            self._do = None
+        with self._done_lock:
+            self._function = None
 
 
-class Lane:
+class CommThread:
     """Works in the order in which they were put, played by a thread of the lane's own or by whoever waits for one."""
 
     def __init__(self, name: str) -> None:
-        self._queue: deque[LaneWork] = deque()
-        self._turn = Lock()  # held by whoever plays
-        self._bell: SimpleQueue[bool] = SimpleQueue()  # False: nothing more will come
+        self._queue: deque[CommThreadWork] = deque()
+        self._run_lock = Lock()  # held by whoever plays
+        self._wakeups: SimpleQueue[bool] = SimpleQueue()  # False: nothing more will come
         self._thread = Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, do: Callable[[], None]) -> Work:
+    def submit(self, function: Callable[[], None]) -> Work:
         """`do`, to be called after all that was put before."""
-        work = LaneWork(self, do)
+        work = CommThreadWork(self, function)
         self._queue.append(work)
-        self._bell.put(True)
+        self._wakeups.put(True)
         return work
 
-    def play_to(self, work: LaneWork) -> None:
+    def run_until(self, work: CommThreadWork) -> None:
         """Return when `work` has been played, with all before it."""
-        with self._turn:
-            while not work.over and self._queue:
-                self._queue.popleft().play()
+        with self._run_lock:
+            while not work.is_done and self._queue:
+                self._queue.popleft().run()
         if self._queue:  # the thread may have come for it while the turn was taken
-            self._bell.put(True)
+            self._wakeups.put(True)
 
     def close(self) -> None:
         """Let the thread end. What has not been played is not played any more."""
         while self._queue:
-            self._queue.popleft().drop()
-        self._bell.put(False)
+            self._queue.popleft().cancel()
+        self._wakeups.put(False)
 
     def _serve(self) -> None:
-        while self._bell.get():
-            while self._queue and self._turn.acquire(blocking=False):
+        while self._wakeups.get():
+            while self._queue and self._run_lock.acquire(blocking=False):
                 try:
                     if self._queue:
-                        self._queue.popleft().play()
+                        self._queue.popleft().run()
                 finally:
-                    self._turn.release()
+                    self._run_lock.release()

@@ -11,20 +11,20 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from meshwright.comm.collectives.announce import announce, ordered_axes, overlap, slices, some
+from meshwright.comm.collectives.announce import announce, ordered_axes, shares_memory, rank_slices, member_ranks
 from meshwright.comm.collectives.group import Group, Ledger, Work, World
 from meshwright.plan.sharding.mesh import Mesh
 
 
-class Done(Work):
+class CompletedWork(Work):
     """A collective that was complete when it was issued."""
 
     def wait(self) -> None:
         """Return at once."""
 
-    def then(self, call: Callable[[], None]) -> None:
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call `call`."""
-        call()
+        callback()
 
 
 class FakeGroup(Group):
@@ -41,50 +41,50 @@ class FakeGroup(Group):
     def send(self, tensor: torch.Tensor, *, target: int, action: str = "") -> Work:
         """Write it down."""
         announce(self, "send", tensor, action=action, source=target)
-        return Done()
+        return CompletedWork()
 
-    def receive(self, tensor: torch.Tensor, *, source: int, action: str = "") -> Work:
+    def recv(self, tensor: torch.Tensor, *, source: int, action: str = "") -> Work:
         """Leave `tensor` as it is: the equal peer would send the same."""
-        announce(self, "receive", tensor, action=action, source=source)
-        return Done()
+        announce(self, "recv", tensor, action=action, source=source)
+        return CompletedWork()
 
     def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = "backend") -> Work:
         """Multiply `tensor` by the size of the group, in place."""
         announce(self, "all_reduce", tensor, action=action, algorithm=algorithm)
         with torch.no_grad():
             tensor.mul_(self.size)
-        return Done()
+        return CompletedWork()
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
         """Fill `output` (size x tensor.numel() elements) with copies of `tensor`."""
         announce(self, "all_gather", tensor, output, action=action)
         with torch.no_grad():
             _repeat(tensor, output, self.size)
-        return Done()
+        return CompletedWork()
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
         """Fill `output` with this rank's slice of `tensor` (size x output.numel() elements), times the size."""
         announce(self, "reduce_scatter", tensor, output, action=action)
         with torch.no_grad():
-            torch.mul(slices(tensor, self.size)[self.index], self.size, out=output.view(-1))
-        return Done()
+            torch.mul(rank_slices(tensor, self.size)[self.index], self.size, out=output.view(-1))
+        return CompletedWork()
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
         """Fill every slice of `output` with this rank's slice of `tensor`: what each equal peer would send here."""
         announce(self, "all_to_all", tensor, output, action=action)
         with torch.no_grad():
-            output.view(self.size, tensor.numel() // self.size).copy_(slices(tensor, self.size)[self.index])
-        return Done()
+            output.view(self.size, tensor.numel() // self.size).copy_(rank_slices(tensor, self.size)[self.index])
+        return CompletedWork()
 
-    def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, by: int = 1, action: str = "") -> Work:
+    def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, offset: int = 1, action: str = "") -> Work:
         """Fill `output` with this rank's `tensor`: what the equal peer would send here."""
-        announce(self, "shift", tensor, output, action=action, source=by % self.size)
-        return kept(output, tensor)
+        announce(self, "shift", tensor, output, action=action, source=offset % self.size)
+        return copy_to_output(output, tensor)
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
         """Leave `tensor` as it is: the source holds the same."""
         announce(self, "broadcast", tensor, action=action, source=source)
-        return Done()
+        return CompletedWork()
 
     def scatter(
         self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = ""
@@ -93,8 +93,8 @@ class FakeGroup(Group):
         announce(self, "scatter", output, tensor, action=action, source=source)
         if tensor is not None:
             with torch.no_grad():
-                output.view(-1).copy_(slices(tensor, self.size)[self.index])
-        return Done()
+                output.view(-1).copy_(rank_slices(tensor, self.size)[self.index])
+        return CompletedWork()
 
     def gather(
         self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = ""
@@ -104,7 +104,7 @@ class FakeGroup(Group):
         if output is not None:
             with torch.no_grad():
                 _repeat(tensor, output, self.size)
-        return Done()
+        return CompletedWork()
 
     def reduce(self, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
         """Multiply `tensor` by the size of the group, in place, where this rank is the target."""
@@ -112,7 +112,7 @@ class FakeGroup(Group):
         if self.index == target:
             with torch.no_grad():
                 tensor.mul_(self.size)
-        return Done()
+        return CompletedWork()
 
     def barrier(self, *, action: str = "") -> None:
         """Return at once."""
@@ -120,14 +120,14 @@ class FakeGroup(Group):
 
 
 @torch.no_grad()
-def kept(output: torch.Tensor, tensor: torch.Tensor) -> Work:
+def copy_to_output(output: torch.Tensor, tensor: torch.Tensor) -> Work:
     """The work that has filled `output` with this rank's own `tensor`, of as many elements."""
     output.view(-1).copy_(tensor.view(-1))
-    return Done()
+    return CompletedWork()
 
 
 def _repeat(tensor: torch.Tensor, output: torch.Tensor, size: int) -> None:
-    if size > 1 and overlap(tensor, output):
+    if size > 1 and shares_memory(tensor, output):
         tensor = tensor.clone()  # in place: a slice of the output
     output.view(size, tensor.numel()).copy_(tensor.view(1, tensor.numel()))
 
@@ -142,13 +142,13 @@ class FakeWorld(World):
         self.device = torch.device(device)  # pyrefly: ignore[read-only]  torch.device has a __get__, and is no descriptor here
         self._groups: dict[tuple[tuple[str, ...], tuple[int, ...]], Group] = {}
 
-    def group(self, axes: Iterable[str], among: Sequence[int] = ()) -> Group:
+    def group(self, axes: Iterable[str], member_indices: Sequence[int] = ()) -> Group:
         """The group along `axes`. Raises PlanError for an unknown axis."""
-        key = ordered_axes(tuple(axes)), tuple(among)
+        key = ordered_axes(tuple(axes)), tuple(member_indices)
         if key not in self._groups:
-            ranks = some(self.mesh.peers(self.rank, key[0]), among, self.rank)
+            ranks = member_ranks(self.mesh.peers(self.rank, key[0]), member_indices, self.rank)
             self._groups[key] = FakeGroup(key[0], ranks, ranks.index(self.rank), self.ledger)
-            self._groups[key].among = key[1]
+            self._groups[key].member_indices = key[1]
         return self._groups[key]
 
     def close(self) -> None:

@@ -26,19 +26,19 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.collectives.announce import slices
+from meshwright.comm.collectives.announce import rank_slices
 from meshwright.comm.collectives.deterministic_sum import ordered_sum
 from meshwright.comm.collectives.group import Work
 
 
-class Future(Protocol):
+class CallbackFuture(Protocol):
     """What calls when it is over."""
 
     def add_done_callback(self, callback: Callable[..., None]) -> None:
         """Have `callback` called then, or at once."""
 
 
-class Issued(Protocol):
+class BackendWork(Protocol):
     """What a backend hands back: a `dist.Work`, or several that are one."""
 
     def wait(self, timeout: timedelta = ...) -> object:
@@ -47,11 +47,11 @@ class Issued(Protocol):
     def is_completed(self) -> bool:
         """Whether it is over."""
 
-    def get_future(self) -> Future:
+    def get_future(self) -> CallbackFuture:
         """What calls when it is over."""
 
 
-class Handed:
+class BroadcastWorks:
     """The broadcasts of one all-gather."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
@@ -66,7 +66,7 @@ class Handed:
         """Whether all slices are in place."""
         return all(work.is_completed() for work in self._works)
 
-    def get_future(self) -> "Handed":
+    def get_future(self) -> "BroadcastWorks":
         """Itself: it calls when the last slice is in place."""
         return self
 
@@ -86,19 +86,19 @@ class Handed:
 
 
 @torch.no_grad()
-def hand_out(
+def broadcast_all_gather(
     output: torch.Tensor, tensor: torch.Tensor, *, index: int, group: dist.ProcessGroup, async_op: bool
-) -> Handed:
+) -> BroadcastWorks:
     """Start to fill flat `output` with every rank's flat `tensor`, in rank order; this rank's own is there at once."""
-    pieces = slices(output, group.size())
+    pieces = rank_slices(output, group.size())
     if pieces[index].data_ptr() != tensor.data_ptr():
         pieces[index].copy_(tensor)
-    works = [group.broadcast([piece], _options(source, async_op)) for source, piece in enumerate(pieces)]
-    return Handed(works)
+    works = [group.broadcast([piece], _broadcast_options(source, async_op)) for source, piece in enumerate(pieces)]
+    return BroadcastWorks(works)
 
 
 @lru_cache(maxsize=256)
-def _options(source: int, async_op: bool) -> dist.BroadcastOptions:
+def _broadcast_options(source: int, async_op: bool) -> dist.BroadcastOptions:
     options = dist.BroadcastOptions()
     options.rootRank = source
     if "asyncOp" in vars(dist.BroadcastOptions):
@@ -106,28 +106,28 @@ def _options(source: int, async_op: bool) -> dist.BroadcastOptions:
     return options
 
 
-NUM_MEMORIES = 2
+NUM_RECEIVE_BUFFERS = 2
 
 
 @dataclass
-class _Memory:
+class _ReceiveBuffer:
     """Bytes, as many as the largest message so far, and the work that fills them."""
 
     flat: torch.Tensor | None = None
     work: Work | None = None
 
 
-class Arrivals:
+class ReceiveBuffers:
     """The memory of one group on one rank; its works are waited for here when their memory is needed."""
 
     def __init__(self) -> None:
-        self._memories = [_Memory() for _ in range(NUM_MEMORIES)]
-        self._issued = 0
+        self._buffers = [_ReceiveBuffer() for _ in range(NUM_RECEIVE_BUFFERS)]
+        self._num_issued = 0
 
     def receive(self, like: torch.Tensor, issue: Callable[[torch.Tensor], Work]) -> Work:
         """The work of `issue(arrived)`, which fills `arrived`: flat memory for the elements of `like`, of its dtype."""
-        memory = self._memories[self._issued % NUM_MEMORIES]
-        self._issued += 1
+        memory = self._buffers[self._num_issued % NUM_RECEIVE_BUFFERS]
+        self._num_issued += 1
         if memory.work is not None:
             memory.work.wait()
         if memory.flat is None or memory.flat.numel() < like.nbytes:

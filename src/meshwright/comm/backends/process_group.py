@@ -19,20 +19,20 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm.algorithms import BACKEND, named
-from meshwright.comm.backends.algorithm_player import Parcels, playing
-from meshwright.comm.backends.async_work import Asked, PairWork, StreamWork, TorchWork
-from meshwright.comm.backends.comm_thread import Lane
-from meshwright.comm.backends.fake import Done, kept
-from meshwright.comm.backends.gloo_paths import Arrivals, Issued, hand_out, sum_into
-from meshwright.comm.collectives.announce import PAIRWISE, Call, announce, slices
-from meshwright.comm.collectives.deterministic_sum import SUMMABLE
+from meshwright.comm.backends.algorithm_player import PeerTensors, run_rounds
+from meshwright.comm.backends.async_work import CollectiveWait, P2PWork, StreamWork, TorchWork
+from meshwright.comm.backends.comm_thread import CommThread
+from meshwright.comm.backends.fake import CompletedWork, copy_to_output
+from meshwright.comm.backends.gloo_paths import ReceiveBuffers, BackendWork, broadcast_all_gather, sum_into
+from meshwright.comm.collectives.announce import POINT_TO_POINT, CollectiveCall, announce, rank_slices
+from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
 from meshwright.comm.collectives.group import Group, Work, World
-from meshwright.comm.watchdog.watchdog import Lookout
+from meshwright.comm.watchdog.watchdog import Watchdog
 from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.sharding.mesh import AXES
 
-PAIR_MOST = 8 * 2**20  # bytes of an all_reduce that a pair does as an exchange
-OWN, ROUND, CUT = 0, 1, 2  # tags: what a caller sends, what rounds send, and what never comes, do not meet
+MAX_PAIR_EXCHANGE_NBYTES = 8 * 2**20  # bytes of an all_reduce that a pair does as an exchange
+USER_TAG, ROUND_TAG, ABORT_TAG = 0, 1, 2  # tags: what a caller sends, what rounds send, and what never comes, do not meet
 
 
 class TorchGroup(Group):
@@ -42,49 +42,49 @@ class TorchGroup(Group):
         self,
         axes: tuple[str, ...],
         ranks: tuple[int, ...],
-        joined: dist.ProcessGroup,
+        process_group: dist.ProcessGroup,
         world: World,
-        lookout: Lookout,
+        watchdog: Watchdog,
     ) -> None:
         self.axes = axes
         self.ranks = ranks
         self.index = ranks.index(world.rank)
         self.ledger = world.ledger
-        self._joined, self._there = (
-            joined,
+        self._process_group, self._backend_ranks = (
+            process_group,
             [sorted(ranks).index(rank) for rank in ranks],
         )  # torch has its own order
         self.device = world.device
-        self.lookout = lookout
-        self.transport = dist.get_backend(joined)
-        self.on_gloo, self.near = self.transport == "gloo", False
+        self.watchdog = watchdog
+        self.transport = dist.get_backend(process_group)
+        self.on_gloo, self.is_single_host = self.transport == "gloo", False
         # groups over different axes may be the same ranks and share `joined`, while each has a lane of its own
-        self._round = ROUND + sum(2 << AXES.index(axis) for axis in axes)
-        self._sum = dist.AllreduceOptions()
+        self._round_tag = ROUND_TAG + sum(2 << AXES.index(axis) for axis in axes)
+        self._all_reduce_options = dist.AllreduceOptions()
         if "asyncOp" in vars(
             dist.AllreduceOptions
         ):  # newer torch: on a stream of the backend's own, as it always was
-            self._sum.asyncOp = True
-        self._all = dist.AllToAllOptions()
+            self._all_reduce_options.asyncOp = True
+        self._all_to_all_options = dist.AllToAllOptions()
         if "asyncOp" in vars(dist.AllToAllOptions):
-            self._all.asyncOp = True
-        self._lane: Lane | None = None
-        self._arrivals = Arrivals()
+            self._all_to_all_options.asyncOp = True
+        self._comm_thread: CommThread | None = None
+        self._receive_buffers = ReceiveBuffers()
         self._stream: torch.cuda.Stream | None = None
 
     def close(self) -> None:
         """Let the thread of the group end, where it has one."""
-        if self._lane is not None:
-            self._lane.close()
+        if self._comm_thread is not None:
+            self._comm_thread.close()
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Break the connections, so that what is under way ends with an error, here and on the peers: gloo alone waits for it."""
         if self.on_gloo:
             peer = (self.index + 1) % self.size
             with suppress(
                 RuntimeError
             ):  # a receive that is late makes gloo close every connection of the group
-                self._joined.recv([torch.empty(1)], peer, CUT).wait(timedelta(milliseconds=1))
+                self._process_group.recv([torch.empty(1)], peer, ABORT_TAG).wait(timedelta(milliseconds=1))
 
     def send(self, tensor: torch.Tensor, *, target: int, action: str = "") -> Work:
         """Send `tensor` to the rank at index `target`."""
@@ -92,24 +92,24 @@ class TorchGroup(Group):
         if self.on_gloo:  # straight to the backend, as in `_summed`: the same way, 15 us shorter
             return self._issue(
                 call,
-                lambda **how: self._joined.send([_flat(tensor)], self._there[target], OWN),
+                lambda **how: self._process_group.send([_flat(tensor)], self._backend_ranks[target], USER_TAG),
                 keep=(tensor,),
             )
         return self._issue(
-            call, partial(_pairwise, dist.isend, _flat(tensor), self.ranks[target]), keep=(tensor,)
+            call, partial(_start_p2p, dist.isend, _flat(tensor), self.ranks[target]), keep=(tensor,)
         )
 
-    def receive(self, tensor: torch.Tensor, *, source: int, action: str = "") -> Work:
+    def recv(self, tensor: torch.Tensor, *, source: int, action: str = "") -> Work:
         """Fill `tensor` with what the rank at index `source` sends."""
-        call = announce(self, "receive", tensor, action=action, source=source)
+        call = announce(self, "recv", tensor, action=action, source=source)
         if self.on_gloo:
             return self._issue(
                 call,
-                lambda **how: self._joined.recv([_flat(tensor)], self._there[source], OWN),
+                lambda **how: self._process_group.recv([_flat(tensor)], self._backend_ranks[source], USER_TAG),
                 keep=(tensor,),
             )
         return self._issue(
-            call, partial(_pairwise, dist.irecv, _flat(tensor), self.ranks[source]), keep=(tensor,)
+            call, partial(_start_p2p, dist.irecv, _flat(tensor), self.ranks[source]), keep=(tensor,)
         )
 
     def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = BACKEND) -> Work:
@@ -119,27 +119,27 @@ class TorchGroup(Group):
         """
         call = announce(self, "all_reduce", tensor, action=action, algorithm=algorithm)
         if algorithm != BACKEND:
-            return self._play(call, _flat(tensor))
-        if self._exchanges(tensor):
-            return self._exchange(call, _flat(tensor), _flat(tensor))
-        return self._issue(call, partial(self._summed, _flat(tensor)), keep=(tensor,))
+            return self._run_algorithm(call, _flat(tensor))
+        if self._uses_pair_exchange(tensor):
+            return self._pair_exchange(call, _flat(tensor), _flat(tensor))
+        return self._issue(call, partial(self._backend_all_reduce, _flat(tensor)), keep=(tensor,))
 
-    def summed(self, tensor: torch.Tensor, *, action: str = "") -> tuple[torch.Tensor, Work]:
+    def all_reduce_copy(self, tensor: torch.Tensor, *, action: str = "") -> tuple[torch.Tensor, Work]:
         """A new sum, as in `Group`; a pair makes it of both summands, without a copy of its own."""
-        if not self._exchanges(tensor):
-            return super().summed(tensor, action=action)
+        if not self._uses_pair_exchange(tensor):
+            return super().all_reduce_copy(tensor, action=action)
         tensor = tensor.detach().contiguous()
         total = torch.empty_like(tensor)
         call = announce(self, "all_reduce", tensor, action=action)
-        return total, self._exchange(call, _flat(tensor), _flat(total))
+        return total, self._pair_exchange(call, _flat(tensor), _flat(total))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
         """Fill `output` (size x tensor.numel() elements) with every rank's `tensor`, in rank order."""
         call = announce(self, "all_gather", tensor, output, action=action)
         how = (
-            partial(hand_out, index=self.index)
-            if self.on_gloo and (self.near or self.size == 2)
-            else _renamed("all_gather")
+            partial(broadcast_all_gather, index=self.index)
+            if self.on_gloo and (self.is_single_host or self.size == 2)
+            else _collective_fn("all_gather")
         )
         return self._issue(call, partial(how, _flat(output), _flat(tensor)), keep=(output, tensor))
 
@@ -148,10 +148,10 @@ class TorchGroup(Group):
         call = announce(self, "reduce_scatter", tensor, output, action=action)
         if not self.on_gloo:
             return self._issue(
-                call, partial(_renamed("reduce_scatter"), _flat(output), _flat(tensor)), keep=(output, tensor)
+                call, partial(_collective_fn("reduce_scatter"), _flat(output), _flat(tensor)), keep=(output, tensor)
             )
 
-        mine, pieces = self.index, slices(_flat(tensor), self.size)
+        mine, pieces = self.index, rank_slices(_flat(tensor), self.size)
         alone = (
             self.size == 2
         )  # a pair sends the other's half alone: its own is not copied, and summed where it is
@@ -162,11 +162,11 @@ class TorchGroup(Group):
         def issue(arrived: torch.Tensor) -> Work:
             start = partial(dist.all_to_all_single, arrived, sent, **splits)
             finish = partial(
-                sum_into, output, (pieces[mine], arrived) if alone else slices(arrived, self.size)
+                sum_into, output, (pieces[mine], arrived) if alone else rank_slices(arrived, self.size)
             )
             return self._issue(call, start, keep=(tensor, arrived), finish=finish)
 
-        return self._arrivals.receive(sent, issue)
+        return self._receive_buffers.receive(sent, issue)
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
         """Send slice i of `tensor` to rank i; slice i of `output` comes from rank i."""
@@ -175,13 +175,13 @@ class TorchGroup(Group):
             call, partial(dist.all_to_all_single, _flat(output), _flat(tensor)), keep=(output, tensor)
         )
 
-    def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, by: int = 1, action: str = "") -> Work:
+    def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, offset: int = 1, action: str = "") -> Work:
         """Send `tensor` to the rank `by` places on, round the group; `output` comes from the rank as far behind."""
-        call = announce(self, "shift", tensor, output, action=action, source=by % self.size)
+        call = announce(self, "shift", tensor, output, action=action, source=offset % self.size)
         if not call.source:
-            return kept(output, tensor)
+            return copy_to_output(output, tensor)
         flat, there, here = _flat(tensor), [0] * self.size, [0] * self.size
-        there[(self.index + by) % self.size] = here[(self.index - by) % self.size] = flat.numel()
+        there[(self.index + offset) % self.size] = here[(self.index - offset) % self.size] = flat.numel()
         start = partial(
             dist.all_to_all_single, _flat(output), flat, here, there
         )  # NCCL too starts both sides of it together
@@ -199,7 +199,7 @@ class TorchGroup(Group):
     ) -> Work:
         """Fill `output` with this rank's slice of the source's `tensor` (size x output.numel() elements; None elsewhere)."""
         call = announce(self, "scatter", output, tensor, action=action, source=source)
-        pieces = None if tensor is None else list(slices(_flat(tensor), self.size))
+        pieces = None if tensor is None else list(rank_slices(_flat(tensor), self.size))
         start = partial(dist.scatter, _flat(output), pieces, src=self.ranks[source])
         return self._issue(call, start, keep=(output, *(pieces or ())))
 
@@ -208,7 +208,7 @@ class TorchGroup(Group):
     ) -> Work:
         """Fill the target's `output` (size x tensor.numel() elements; None elsewhere) with all ranks' `tensor`, in rank order."""
         call = announce(self, "gather", tensor, output, action=action, source=target)
-        pieces = None if output is None else list(slices(_flat(output), self.size))
+        pieces = None if output is None else list(rank_slices(_flat(output), self.size))
         start = partial(dist.gather, _flat(tensor), pieces, dst=self.ranks[target])
         return self._issue(call, start, keep=(tensor, *(pieces or ())))
 
@@ -224,37 +224,37 @@ class TorchGroup(Group):
         self._issue(call, partial(dist.all_reduce, token), keep=(token,)).wait()
         token.item()  # on a GPU, wait only orders streams; reading the value makes the host wait too
 
-    def _summed(self, tensor: torch.Tensor, **how: object) -> dist.Work:
+    def _backend_all_reduce(self, tensor: torch.Tensor, **how: object) -> dist.Work:
         # straight to the backend: what torch.distributed asks first is known here, and took 12 us of a busy machine's time
-        return self._joined.allreduce([tensor], self._sum)
+        return self._process_group.allreduce([tensor], self._all_reduce_options)
 
-    def _exchanges(self, tensor: torch.Tensor) -> bool:
-        return self.on_gloo and self.size == 2 and tensor.nbytes <= PAIR_MOST
+    def _uses_pair_exchange(self, tensor: torch.Tensor) -> bool:
+        return self.on_gloo and self.size == 2 and tensor.nbytes <= MAX_PAIR_EXCHANGE_NBYTES
 
-    def _exchange(self, call: Call, flat: torch.Tensor, total: torch.Tensor) -> Work:
+    def _pair_exchange(self, call: CollectiveCall, flat: torch.Tensor, total: torch.Tensor) -> Work:
         """Sum `flat` over a pair, into `total`: a + b is b + a, to the bit."""
         split = [0, flat.numel()] if self.index == 0 else [flat.numel(), 0]
 
         def issue(arrived: torch.Tensor) -> Work:
-            start = partial(self._exchanged, arrived, flat, split)
+            start = partial(self._backend_all_to_all, arrived, flat, split)
             return self._issue(
                 call, start, keep=(flat, arrived), finish=partial(sum_into, total, (flat, arrived))
             )
 
-        return self._arrivals.receive(flat, issue)
+        return self._receive_buffers.receive(flat, issue)
 
-    def _exchanged(
+    def _backend_all_to_all(
         self, arrived: torch.Tensor, sent: torch.Tensor, split: list[int], **how: object
     ) -> dist.Work:
-        return self._joined.alltoall_base(
-            arrived, sent, split, split, self._all
+        return self._process_group.alltoall_base(
+            arrived, sent, split, split, self._all_to_all_options
         )  # straight to the backend, as above
 
-    def _play(self, call: Call, flat: torch.Tensor) -> Work:
+    def _run_algorithm(self, call: CollectiveCall, flat: torch.Tensor) -> Work:
         if flat.numel() == 0:
-            return Done()
-        rounds = playing(named(call.algorithm), self.size, self.index, flat)
-        asked = Asked(self, call, self.lookout, on_gloo=self.on_gloo, pairwise=True)
+            return CompletedWork()
+        rounds = run_rounds(named(call.algorithm), self.size, self.index, flat)
+        asked = CollectiveWait(self, call, self.watchdog, on_gloo=self.on_gloo, is_p2p=True)
         if flat.is_cuda:
             self._stream = self._stream or torch.cuda.Stream(flat.device)
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -264,73 +264,73 @@ class TorchGroup(Group):
                 event = torch.cuda.Event()
                 event.record()
             return StreamWork(event, self._stream, flat)
-        self._lane = self._lane or Lane(f"rounds over {' x '.join(self.axes)}")
+        self._comm_thread = self._comm_thread or CommThread(f"rounds over {' x '.join(self.axes)}")
 
         def play() -> None:
             with torch.no_grad():  # a thread has a mode of its own
                 for sends, receives in rounds:
                     self._deliver(asked, sends, receives)
 
-        return self._lane.put(play)
+        return self._comm_thread.submit(play)
 
-    def _deliver(self, asked: Asked, sends: Parcels, receives: Parcels) -> None:
+    def _deliver(self, asked: CollectiveWait, sends: PeerTensors, receives: PeerTensors) -> None:
         """Send and receive the parcels of one round; on a GPU, have the stream do it."""
         if not sends and not receives:
             return
         try:
-            works = self._started(sends, receives)
+            works = self._start_round(sends, receives)
         except RuntimeError as error:
-            raise asked.failed(error) from error
+            raise asked.error_for(error) from error
         for work in works:
             asked.wait(work)
 
-    def _started(self, sends: Parcels, receives: Parcels) -> list[dist.Work]:
+    def _start_round(self, sends: PeerTensors, receives: PeerTensors) -> list[dist.Work]:
         if (
             self.on_gloo
         ):  # straight to the backend: batches and ranks of the world cost 0.1 ms more per round of Python
-            arriving = [self._joined.recv([tensor], peer, self._round) for peer, tensor in receives]
-            return arriving + [self._joined.send([tensor], peer, self._round) for peer, tensor in sends]
+            arriving = [self._process_group.recv([tensor], peer, self._round_tag) for peer, tensor in receives]
+            return arriving + [self._process_group.send([tensor], peer, self._round_tag) for peer, tensor in sends]
         ops = [
-            dist.P2POp(dist.irecv, tensor, self.ranks[peer], self._joined, self._round)
+            dist.P2POp(dist.irecv, tensor, self.ranks[peer], self._process_group, self._round_tag)
             for peer, tensor in receives
         ]
         ops += [
-            dist.P2POp(dist.isend, tensor, self.ranks[peer], self._joined, self._round)
+            dist.P2POp(dist.isend, tensor, self.ranks[peer], self._process_group, self._round_tag)
             for peer, tensor in sends
         ]
         return dist.batch_isend_irecv(ops)  # NCCL starts them together, or they would wait for each other
 
     def _issue(
         self,
-        call: Call,
-        start: Callable[..., Issued | None],
+        call: CollectiveCall,
+        start: Callable[..., BackendWork | None],
         *,
         keep: tuple[torch.Tensor, ...],
         finish: Callable[[], None] | None = None,
     ) -> Work:
         if keep[0].numel() == 0:
-            return Done()  # nothing to move, on any rank
-        pairwise = call.collective in PAIRWISE
-        asked = Asked(self, call, self.lookout, on_gloo=self.on_gloo, pairwise=pairwise)
+            return CompletedWork()  # nothing to move, on any rank
+        pairwise = call.collective in POINT_TO_POINT
+        asked = CollectiveWait(self, call, self.watchdog, on_gloo=self.on_gloo, is_p2p=pairwise)
         try:
             work = start(group=self._joined, async_op=True)
         except RuntimeError as error:
-            raise asked.failed(error) from error
+            raise asked.error_for(error) from error
         if work is None:
             text = f"{call}: torch.distributed does not count this process into ranks {', '.join(map(str, self.ranks))}"
             raise CollectiveError(f"{text}. Ask the world of this process for groups")
         issued = TorchWork(work, asked, keep, finish)
-        return PairWork(issued) if pairwise else issued
+        return P2PWork(issued) if pairwise else issued
 
 
-def _renamed(collective: str) -> Callable[..., dist.Work | None]:
+def _collective_fn(collective: str) -> Callable[..., dist.Work | None]:
     # newer torch warns at the old names of these two, older torch has only those
     old = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}[collective]
     new = f"{collective}_single"
     return vars(dist)[new if new in vars(dist) else old]
 
 
-def _pairwise(
+def _start_p2p(
     start: Callable[..., dist.Work | None],
     tensor: torch.Tensor,
     peer: int,
@@ -338,13 +338,13 @@ def _pairwise(
     group: dist.ProcessGroup,
     async_op: bool,
 ) -> dist.Work | None:
-    return start(tensor, peer, group=group, tag=OWN)  # send and receive know no other way than async
+    return start(tensor, peer, group=group, tag=USER_TAG)  # send and receive know no other way than async
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dim() == 1 and not tensor.requires_grad and tensor.dtype in SUMMABLE:
+    if tensor.dim() == 1 and not tensor.requires_grad and tensor.dtype in SUMMABLE_DTYPES:
         return tensor  # as it mostly is: 2 us less
     flat = tensor.detach().view(-1)
     return (
-        flat if flat.dtype in SUMMABLE else flat.view(torch.uint8)
+        flat if flat.dtype in SUMMABLE_DTYPES else flat.view(torch.uint8)
     )  # what gloo does not know, int16 and float8 say, is moved

@@ -16,25 +16,25 @@ from types import MappingProxyType
 import torch
 
 from meshwright.comm.algorithms import BACKEND, named
-from meshwright.comm.algorithms.schedule import least_and_most, sent_elements
-from meshwright.comm.collectives.deterministic_sum import SUMMABLE
-from meshwright.comm.collectives.group import Entry, Group
+from meshwright.comm.algorithms.schedule import min_max_sent, cached_num_sent
+from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
+from meshwright.comm.collectives.group import LedgerEntry, Group
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, INTEGER_NBYTES
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.step.action import Transfer
 
-FROM_ONE, TO_ONE = (
+ONE_SENDER, ONE_RECEIVER = (
     ("broadcast", "scatter"),
     ("gather", "reduce"),
 )  # who sends: the one rank alone, or all but it
-PAIRWISE = ("send", "receive")
-WIDTHS = MappingProxyType({**FLOAT_NBYTES, **INTEGER_NBYTES})
-SUMMING = ("all_reduce", "reduce_scatter", "reduce")
+POINT_TO_POINT = ("send", "recv")
+DTYPE_NBYTES = MappingProxyType({**FLOAT_NBYTES, **INTEGER_NBYTES})
+REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """One collective as a rank asks for it. Two calls are equal when they can meet: all but the action agrees."""
 
     collective: str
@@ -51,7 +51,7 @@ class Call:
         if self.collective == "shift":
             what += f" by {self.source}"
         elif self.source is not None:
-            what += f" {'to' if self.collective in (*TO_ONE, 'send') else 'from'} index {self.source}"
+            what += f" {'to' if self.collective in (*ONE_RECEIVER, 'send') else 'from'} index {self.source}"
         if self.algorithm != BACKEND:
             what += f" ({self.algorithm})"
         return f"{what} for {self.action}" if self.action else f"{what} (no action named)"
@@ -66,7 +66,7 @@ def announce(
     action: str,
     source: int | None = None,
     algorithm: str = BACKEND,
-) -> Call:
+) -> CollectiveCall:
     """The call that this rank of `group` is about to issue; its bytes are added to the ledger of the group.
 
     Raises PlanError for an algorithm that is unknown or cannot run in this group, ValueError for tensors that do not fit
@@ -88,18 +88,18 @@ def announce(
     if refusal is None:
         refusal = _memory_refusal(group.index, group.size, collective, tensor, output)
     if refusal is not None:
-        raise _refused(group, call, refusal)
+        raise _refusal_error(group, call, refusal)
     _check_device(call, group, tensor, output)
     ledger = group.ledger
     ledger.record(entry)
-    if group.size > 1 and not ledger.comparing:
-        ledger.recent.note(group, call)
-        if ledger.compare is not None and not (ledger.first_only and ledger.phase != "first_step"):
-            ledger.compare(group, call)
+    if group.size > 1 and not ledger.is_comparing:
+        ledger.flight_recorder.record(group, call)
+        if ledger.check_desync is not None and not (ledger.compare_first_step_only and ledger.phase != "first_step"):
+            ledger.check_desync(group, call)
     return call
 
 
-def sent_bytes(collective: str, nbytes: int, size: int) -> float:
+def sent_nbytes(collective: str, nbytes: int, size: int) -> float:
     """The bytes that leave one of `size` ranks (the one that sends, where not all do) that puts in `nbytes`."""
     others = size - 1
     match collective:
@@ -117,16 +117,16 @@ def sent_bytes(collective: str, nbytes: int, size: int) -> float:
             return 0.0
 
 
-def moved_bytes(move: Transfer, size: int) -> tuple[float, float]:
+def min_max_sent_nbytes(transfer: Transfer, size: int) -> tuple[float, float]:
     """The bytes that leave one of `size` ranks in `move`: the one that sends least, and the busiest, as its algorithm has it.
 
     Where one rank sends, or all but one do, it is what each of those sends.
     """
-    if move.algorithm == BACKEND:
-        nbytes = sent_bytes(move.collective, move.nbytes, size)
+    if transfer.algorithm == BACKEND:
+        nbytes = sent_nbytes(transfer.collective, transfer.nbytes, size)
         return nbytes, nbytes
-    width = WIDTHS[move.dtype]
-    least, most = least_and_most(named(move.algorithm), size, move.nbytes // width)
+    width = DTYPE_NBYTES[transfer.dtype]
+    least, most = min_max_sent(named(transfer.algorithm), size, transfer.nbytes // width)
     return float(least * width), float(most * width)
 
 
@@ -144,13 +144,13 @@ def ordered_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis in wanted)
 
 
-def some(ranks: tuple[int, ...], among: Sequence[int], own: int) -> tuple[int, ...]:
+def member_ranks(ranks: tuple[int, ...], member_indices: Sequence[int], own_rank: int) -> tuple[int, ...]:
     """Of `ranks` those at the indices `among`, all if there are none; `own` alone where it is not one of them."""
-    found = tuple(ranks[index] for index in among) or ranks
-    return found if own in found else (own,)
+    found = tuple(ranks[index] for index in member_indices) or ranks
+    return found if own_rank in found else (own_rank,)
 
 
-def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two contiguous tensors of one dtype share memory. Tensors without any, meta and fake ones, are told apart too."""
     if one.untyped_storage() is not other.untyped_storage():
         return False
@@ -158,12 +158,12 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return begin < min(one.storage_offset() + one.numel(), other.storage_offset() + other.numel())
 
 
-def slices(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
+def rank_slices(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
     """The `size` equal flat pieces of contiguous `tensor`, as views: piece i belongs to the rank at index i."""
     return tensor.view(size, tensor.numel() // size).unbind(0)
 
 
-def shown(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """`ranks` for a message, the first sixteen."""
     return ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
 
@@ -185,9 +185,9 @@ def _announcement(
     action: str,
     source: int | None,
     algorithm: str,
-) -> tuple[Call, Entry, Refusal | None]:
+) -> tuple[CollectiveCall, LedgerEntry, Refusal | None]:
     """What follows from sizes alone: a training step announces the same calls again and again, so they are made once."""
-    call = Call(collective, tuple(shape), dtype, source, algorithm, action)
+    call = CollectiveCall(collective, tuple(shape), dtype, source, algorithm, action)
     refusal = _refusal(call, size, index, given)
     name, numel = str(dtype).removeprefix("torch."), prod(shape)
     nbytes, sent = numel * dtype.itemsize, 0.0
@@ -195,15 +195,15 @@ def _announcement(
         pass
     elif algorithm != BACKEND:
         sent = (
-            float(sent_elements(named(algorithm), size, index, numel) * dtype.itemsize) if size > 1 else 0.0
+            float(cached_num_sent(named(algorithm), size, index, numel) * dtype.itemsize) if size > 1 else 0.0
         )
-    elif collective not in (*FROM_ONE, *TO_ONE) or (source == index) == (collective in FROM_ONE):
-        sent = sent_bytes(collective, nbytes, size)
-    return call, Entry(action, collective, axes, size, nbytes, sent, algorithm, name), refusal
+    elif collective not in (*ONE_SENDER, *ONE_RECEIVER) or (source == index) == (collective in ONE_SENDER):
+        sent = sent_nbytes(collective, nbytes, size)
+    return call, LedgerEntry(action, collective, axes, size, nbytes, sent, algorithm, name), refusal
 
 
 def _refusal(
-    call: Call, size: int, index: int, given: tuple[tuple[int, ...], torch.dtype] | None
+    call: CollectiveCall, size: int, index: int, given: tuple[tuple[int, ...], torch.dtype] | None
 ) -> Refusal | None:
     """Why the call cannot work among `size` ranks, seen from sizes and dtypes; `given` are the output's."""
     algorithm = None if call.algorithm == BACKEND else named(call.algorithm, call.action)
@@ -211,11 +211,11 @@ def _refusal(
         return Diagnostic(*impossible)
     if call.source is not None and not 0 <= call.source < size:
         return f"the group has {size} ranks. Name a rank from 0 to {size - 1}, an index in the group"
-    if call.collective in PAIRWISE and call.source == index:
+    if call.collective in POINT_TO_POINT and call.source == index:
         return "that is this rank itself. Copy the tensor: target.copy_(tensor)"
     name = str(call.dtype).removeprefix("torch.")
-    if call.collective in SUMMING and call.dtype not in SUMMABLE:
-        known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in SUMMABLE))
+    if call.collective in REDUCING and call.dtype not in SUMMABLE_DTYPES:
+        known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in SUMMABLE_DTYPES))
         return f"{name} cannot be summed. Cast it to one of {known}"
     numel = prod(call.shape)
     if call.collective in ("reduce_scatter", "all_to_all") and numel % size:
@@ -243,7 +243,7 @@ def _memory_refusal(
     """Why the call cannot work in the memory of these tensors, whose sizes fit (see `Group`, "in place")."""
     if not tensor.is_contiguous() or not (output is None or output.is_contiguous()):
         return "a tensor is not contiguous; collectives move flat memory. Pass tensor.contiguous()"
-    if output is None or not overlap(tensor, output):
+    if output is None or not shares_memory(tensor, output):
         return None
     if collective in ("all_to_all", "shift"):
         return "the output shares memory with the operand, and would be overwritten while it is read. Pass another"
@@ -254,14 +254,14 @@ def _memory_refusal(
     return f"the piece of this rank lies in the whole tensor, but is not {own}. Pass that slice (in place), or another tensor"
 
 
-def _refused(group: Group, call: Call, refusal: Refusal) -> Exception:
-    where = f"{call} over {' x '.join(group.axes)} (rank {group.ranks[group.index]} of ranks {shown(group.ranks)})"
+def _refusal_error(group: Group, call: CollectiveCall, refusal: Refusal) -> Exception:
+    where = f"{call} over {' x '.join(group.axes)} (rank {group.ranks[group.index]} of ranks {format_ranks(group.ranks)})"
     if isinstance(refusal, Diagnostic):
         return PlanError(f"{where}: {refusal.problem}", fix=refusal.fix, location=call.action)
     return ValueError(f"{where}: {refusal}")
 
 
-def _check_device(call: Call, group: Group, tensor: torch.Tensor, output: torch.Tensor | None) -> None:
+def _check_device(call: CollectiveCall, group: Group, tensor: torch.Tensor, output: torch.Tensor | None) -> None:
     if group.device is None:
         return
     for each in (tensor, output):
@@ -272,6 +272,6 @@ def _check_device(call: Call, group: Group, tensor: torch.Tensor, output: torch.
         )  # "cpu" is cpu:0, "cuda" the current one
         if each.device.type != group.device.type or numbered:
             rank = group.ranks[group.index]
-            here = f"this group (ranks {shown(group.ranks)}) works on {group.device}"
+            here = f"this group (ranks {format_ranks(group.ranks)}) works on {group.device}"
             text = f"{call}: on rank {rank} a tensor is on {each.device}, and {here}"
             raise ValueError(f'{text}. Move it: tensor.to("{group.device}")')

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 import torch
 
-SUMMABLE = (  # in this order in shared/sums.h
+SUMMABLE_DTYPES = (  # in this order in shared/sums.h
     torch.float64,
     torch.float32,
     torch.bfloat16,
@@ -17,7 +17,7 @@ SUMMABLE = (  # in this order in shared/sums.h
 )
 
 # half types are summed in float32 and rounded once: n roundings of 8 bits each would show in a parity test
-ACCUMULATE = MappingProxyType({torch.bfloat16: torch.float32, torch.float16: torch.float32})
+ACCUMULATION_DTYPES = MappingProxyType({torch.bfloat16: torch.float32, torch.float16: torch.float32})
 
 
 @torch.no_grad()
@@ -30,8 +30,8 @@ def ordered_sum(summands: Sequence[torch.Tensor], out: torch.Tensor | None = Non
     out = torch.empty_like(first) if out is None else out
     if len(summands) == 1:
         return out.copy_(first)
-    if len(summands) > 2 and first.dtype in ACCUMULATE:
-        total = first.to(ACCUMULATE[first.dtype])
+    if len(summands) > 2 and first.dtype in ACCUMULATION_DTYPES:
+        total = first.to(ACCUMULATION_DTYPES[first.dtype])
         for summand in summands[1:]:
             total += summand
         return out.copy_(total)

@@ -29,58 +29,58 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from meshwright.comm.collectives.announce import Call
+    from meshwright.comm.collectives.announce import CollectiveCall
     from meshwright.comm.collectives.group import Group
 
-SLOTS, SLOT = 64, 512
-HEAD = Struct("<QQI")  # order (0: never used), number, length of the text
-LONGEST = SLOT - HEAD.size
-KNOWN = 4096  # texts that are remembered; a rank that asks for more different things makes some again
-INSIDE = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
+NUM_SLOTS, SLOT_NBYTES = 64, 512
+SLOT_HEADER = Struct("<QQI")  # order (0: never used), number, length of the text
+MAX_TEXT_NBYTES = SLOT_NBYTES - SLOT_HEADER.size
+MAX_CACHED_TEXTS = 4096  # texts that are remembered; a rank that asks for more different things makes some again
+LIBRARY_PATHS = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 
 
 @dataclass(frozen=True)
-class Issued:
+class IssuedCollective:
     """One collective that a rank issued: the `number`-th of its line, which is a group, or one rank sending to another.
 
     `order` counts all that the rank issued. `pair` is (sender, receiver) for what one rank sends another, else empty. `among` are
     the indices along the axes of those who take part; empty: all.
     """
 
-    order: int
+    sequence_id: int
     number: int
     axes: tuple[str, ...]
-    what: str
+    call_text: str
     action: str
-    place: str
+    location: str
     pair: tuple[int, ...] = ()
-    among: tuple[int, ...] = ()
+    member_indices: tuple[int, ...] = ()
 
     @property
-    def line(self) -> tuple[object, ...]:
+    def channel(self) -> tuple[object, ...]:
         """What it is numbered among; the same on every rank that takes part."""
-        return ("pair", *self.pair) if self.pair else (*self.axes, *self.among)
+        return ("pair", *self.pair) if self.pair else (*self.axes, *self.member_indices)
 
     def __str__(self) -> str:
-        return f"{self.what} for {self.action}" if self.action else f"{self.what} (no action named)"
+        return f"{self.call_text} for {self.action}" if self.action else f"{self.call_text} (no action named)"
 
 
-class Recent:
+class FlightRecorder:
     """The ring of one rank. `order` is that of the collective noted last (0: none yet)."""
 
     def __init__(self) -> None:
-        self.order = 0
-        self._memory: bytearray | mmap = bytearray(SLOTS * SLOT)
+        self.sequence_id = 0
+        self._memory: bytearray | mmap = bytearray(NUM_SLOTS * SLOT_NBYTES)
         self._counts: Counter[object] = Counter()
         self._texts: dict[object, bytes] = {}
 
-    def note(self, group: "Group", call: "Call") -> None:
+    def record(self, group: "Group", call: "CollectiveCall") -> None:
         """Write `call` into the ring. The line is looked for above the caller of the caller."""
         frame = sys._getframe(2)
-        while frame.f_code.co_filename.startswith(INSIDE) and frame.f_back is not None:
+        while frame.f_code.co_filename.startswith(LIBRARY_PATHS) and frame.f_back is not None:
             frame = frame.f_back
         file, row = frame.f_code.co_filename, frame.f_lineno
-        own = group.axes, group.among
+        own = group.axes, group.member_indices
         key = (
             own,
             call.collective,
@@ -94,17 +94,17 @@ class Recent:
         )
         text = self._texts.get(key)
         if text is None:
-            if len(self._texts) >= KNOWN:
+            if len(self._texts) >= MAX_CACHED_TEXTS:
                 self._texts.clear()
-            text = self._texts[key] = _text(group, call, f"{file}:{row}")
-        line = own if call.collective not in ("send", "receive") else (own, call.collective, call.source)
+            text = self._texts[key] = _entry_text(group, call, f"{file}:{row}")
+        line = own if call.collective not in ("send", "recv") else (own, call.collective, call.source)
         number = self._counts[line] = self._counts[line] + 1
-        self.order += 1
-        at = self.order % SLOTS * SLOT
-        HEAD.pack_into(self._memory, at, self.order, number, len(text))
-        self._memory[at + HEAD.size : at + HEAD.size + len(text)] = text
+        self.sequence_id += 1
+        at = self.sequence_id % NUM_SLOTS * SLOT_NBYTES
+        SLOT_HEADER.pack_into(self._memory, at, self.sequence_id, number, len(text))
+        self._memory[at + SLOT_HEADER.size : at + SLOT_HEADER.size + len(text)] = text
 
-    def share(self) -> int | None:
+    def move_to_shared_memory(self) -> int | None:
         """Move the ring into shared memory; its file descriptor, or None where the system has none without a name."""
         if sys.platform != "linux" or isinstance(self._memory, mmap):
             return None
@@ -115,49 +115,49 @@ class Recent:
         self._memory = shared
         return fd
 
-    def issued(self) -> list[Issued]:
+    def entries(self) -> list[IssuedCollective]:
         """What is in the ring, oldest first."""
         return read_ring(self._memory)
 
 
-def opened(pid: int, fd: int) -> mmap | None:
+def open_ring(pid: int, fd: int) -> mmap | None:
     """The ring behind `fd` of the process `pid` on this host, to be read at any time; None when it is out of reach."""
     try:
         with open(f"/proc/{pid}/fd/{fd}", "rb") as file:
-            return mmap(file.fileno(), SLOTS * SLOT, access=ACCESS_READ)
+            return mmap(file.fileno(), NUM_SLOTS * SLOT_NBYTES, access=ACCESS_READ)
     except (OSError, ValueError):
         return None
 
 
-def read_ring(memory: bytearray | mmap) -> list[Issued]:
+def read_ring(memory: bytearray | mmap) -> list[IssuedCollective]:
     """What is in a ring, oldest first; a slot that its owner was just writing is left out."""
-    return sorted(_slots(memory), key=lambda issued: issued.order)
+    return sorted(_read_slots(memory), key=lambda issued: issued.sequence_id)
 
 
-def _slots(memory: bytearray | mmap) -> Iterator[Issued]:
-    for at in range(0, SLOTS * SLOT, SLOT):
-        order, number, length = HEAD.unpack_from(memory, at)
+def _read_slots(memory: bytearray | mmap) -> Iterator[IssuedCollective]:
+    for at in range(0, NUM_SLOTS * SLOT_NBYTES, SLOT_NBYTES):
+        order, number, length = SLOT_HEADER.unpack_from(memory, at)
         if not order:
             continue
         try:
             axes, what, action, place, pair, among = json.loads(
-                memory[at + HEAD.size : at + HEAD.size + length]
+                memory[at + SLOT_HEADER.size : at + SLOT_HEADER.size + length]
             )
         except ValueError:
             continue
-        yield Issued(order, number, tuple(axes), what, action, place, tuple(pair), tuple(among))
+        yield IssuedCollective(order, number, tuple(axes), what, action, place, tuple(pair), tuple(among))
 
 
-def _text(group: "Group", call: "Call", place: str) -> bytes:
+def _entry_text(group: "Group", call: "CollectiveCall", location: str) -> bytes:
     pair: tuple[int, ...] = ()
-    if call.collective in ("send", "receive") and call.source is not None:
+    if call.collective in ("send", "recv") and call.source is not None:
         own, peer = group.ranks[group.index], group.ranks[call.source]
         pair = (own, peer) if call.collective == "send" else (peer, own)
     what = str(call).removesuffix(f" for {call.action}").removesuffix(" (no action named)")
-    short = [list(group.axes), what[:100], call.action[:40], place[-120:], pair, group.among]
+    short = [list(group.axes), what[:100], call.action[:40], location[-120:], pair, group.member_indices]
     text = json.dumps(short).encode()
     return (
         text
-        if len(text) <= LONGEST
-        else json.dumps([*short[:1], what[:40], "", place[-40:], *short[4:]]).encode()[:LONGEST]
+        if len(text) <= MAX_TEXT_NBYTES
+        else json.dumps([*short[:1], what[:40], "", location[-40:], *short[4:]]).encode()[:MAX_TEXT_NBYTES]
     )

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from meshwright.comm.collectives.flight_recorder import Recent
+from meshwright.comm.collectives.flight_recorder import FlightRecorder
 from meshwright.plan.job.run_options import RunPhase
 from meshwright.plan.sharding.mesh import Mesh
 
 if TYPE_CHECKING:
-    from meshwright.comm.collectives.announce import Call
+    from meshwright.comm.collectives.announce import CollectiveCall
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One collective as this rank issued it: for which action, what, over which axes, and bytes it put in and sent.
 
     `nbytes` is the operand; `sent` is what leaves this rank by the algorithm's formula (n ranks, operand of S bytes):
@@ -35,9 +35,9 @@ class Entry:
     action: str
     collective: str
     axes: tuple[str, ...]
-    size: int
+    group_size: int
     nbytes: int
-    sent: float
+    sent_nbytes: float
     algorithm: str = "backend"
     dtype: str = ""
 
@@ -52,29 +52,29 @@ class Ledger:
     what it issues for that itself, while `comparing`, is not compared. With `first_only` that is for the first step.
     """
 
-    recording: bool = False
-    entries: list[Entry] = field(default_factory=list)
-    sent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    recent: Recent = field(default_factory=Recent)
+    is_recording: bool = False
+    entries: list[LedgerEntry] = field(default_factory=list)
+    sent_nbytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    flight_recorder: FlightRecorder = field(default_factory=FlightRecorder)
     phase: RunPhase = "init"
     step: int | None = None
-    comparing: bool = False
-    first_only: bool = False
-    compare: "Callable[[Group, Call], None] | None" = None
+    is_comparing: bool = False
+    compare_first_step_only: bool = False
+    check_desync: "Callable[[Group, CollectiveCall], None] | None" = None
 
     @contextmanager
-    def silent(self) -> Iterator[None]:
+    def pause_recording(self) -> Iterator[None]:
         """Keep no entries meanwhile: what is issued now is not part of a step."""
-        before, self.recording = self.recording, False
+        before, self.is_recording = self.is_recording, False
         try:
             yield
         finally:
-            self.recording = before
+            self.is_recording = before
 
-    def record(self, entry: Entry) -> None:
+    def record(self, entry: LedgerEntry) -> None:
         """Add what `entry` sent to its action's total; keep the entry itself while `recording`."""
-        self.sent[entry.action] += entry.sent
-        if self.recording:
+        self.sent_nbytes[entry.action] += entry.sent_nbytes
+        if self.is_recording:
             self.entries.append(entry)
 
 
@@ -86,7 +86,7 @@ class Work(ABC):
         """Return when the result is in place (on a GPU: when later kernels of this stream will see it)."""
 
     @abstractmethod
-    def then(self, call: Callable[[], None]) -> None:
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Have `call` called once the result has come, by whichever thread learns of it; at once if it is there already.
 
         On a GPU it is called at once, on a stream that goes on when the result has come.
@@ -137,7 +137,7 @@ class Group(ABC):
     index: int
     ledger: Ledger
     transport: str
-    among: tuple[int, ...] = ()  # of the ranks along the axes those at these indices; empty: all
+    member_indices: tuple[int, ...] = ()  # of the ranks along the axes those at these indices; empty: all
     device: torch.device | None = None
 
     @property
@@ -149,14 +149,14 @@ class Group(ABC):
         """Send `tensor` to the rank at index `target`, which receives as many elements of the same dtype."""
 
     @abstractmethod
-    def receive(self, tensor: torch.Tensor, *, source: int, action: str = "") -> Work:
+    def recv(self, tensor: torch.Tensor, *, source: int, action: str = "") -> Work:
         """Fill `tensor` with what the rank at index `source` sends. What one rank sends another arrives in that order."""
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = "backend") -> Work:
         """Sum `tensor` over the group, in place, by one of `comm.algorithms.NAMES`."""
 
-    def summed(self, tensor: torch.Tensor, *, action: str = "") -> tuple[torch.Tensor, Work]:
+    def all_reduce_copy(self, tensor: torch.Tensor, *, action: str = "") -> tuple[torch.Tensor, Work]:
         """New memory of the shape of `tensor`, contiguous, and the all_reduce that fills it with the sum over the group.
 
         `tensor`, which may have any strides, is left alone; nobody may change it before the work has ended.
@@ -177,7 +177,7 @@ class Group(ABC):
         """Send slice i of `tensor` to rank i; slice i of `output` comes from rank i."""
 
     @abstractmethod
-    def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, by: int = 1, action: str = "") -> Work:
+    def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, offset: int = 1, action: str = "") -> Work:
         """Send `tensor` to the rank at index (own + `by`) mod size; `output`, as large, comes from the one at (own - `by`).
 
         Every rank of the group calls it with the same `by`; a multiple of the size copies, and sends nothing.
@@ -215,14 +215,14 @@ class World(ABC):
     direction needs a group of its own, in which source and target are `among`, or each could wait for the other to receive.
     """
 
-    directed: bool = False
+    serializes_p2p: bool = False
     mesh: Mesh
     rank: int
     ledger: Ledger
     device: torch.device
 
     @abstractmethod
-    def group(self, axes: Iterable[str], among: Sequence[int] = ()) -> Group:
+    def group(self, axes: Iterable[str], member_indices: Sequence[int] = ()) -> Group:
         """The group along `axes` that this rank belongs to. Every rank asks for the same axes in the same order.
 
         With `among`, of the ranks along the axes those at these indices; any other asks too, and gets a group of itself alone.

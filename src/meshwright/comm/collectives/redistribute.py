@@ -31,46 +31,46 @@ from meshwright.comm.collectives.group import Group, Work
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.placement import COLLECTIVES, Placement, S, redistribution_name
 
-Later = list[Callable[[], None]]
-Named = str | Callable[[], str]  # an action, or who tells which one is under way when a collective is issued
+DeferredCalls = list[Callable[[], None]]
+ActionName = str | Callable[[], str]  # an action, or who tells which one is under way when a collective is issued
 
 
-def move(
+def redistribute(
     tensor: torch.Tensor,
     group: Group,
     src: Placement,
     dst: Placement,
-    action: Named = "",
-    meanwhile: Callable[[], None] | None = None,
+    action: ActionName = "",
+    overlap_fn: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """The local tensor in place `dst` of the value whose local tensor in place `src` is `tensor`. Differentiable.
 
     Shapes in and out: see the module's note; strides may be any. The ledger books the backward under
     "`action` backward", or under what `action` tells by then. All ranks of the group call this, and all or none of them
     need the gradient. `meanwhile()` is called while the tensor is under way. An act that leaves the values alone ("keep", and
-    "once" on rank 0) returns a view of `tensor`; all others new memory.
+    "first_rank_only" on rank 0) returns a view of `tensor`; all others new memory.
 
     Raises PlanError when a dim to be sharded does not divide by the size of the group, or does not exist.
     """
-    src, dst = (_counted_from_front(place, tensor, _name(action)) for place in (src, dst))
+    src, dst = (_with_nonnegative_dim(place, tensor, _action_name(action)) for place in (src, dst))
     if src == dst or group.size == 1:
-        if meanwhile is not None:
-            meanwhile()
+        if overlap_fn is not None:
+            overlap_fn()
         return tensor
-    return _Move.apply(tensor, group, src, dst, action, meanwhile)
+    return _Redistribute.apply(tensor, group, src, dst, action, overlap_fn)
 
 
-def later(moved: torch.Tensor) -> Later | None:
+def deferred_backward_calls(tensor: torch.Tensor) -> DeferredCalls | None:
     """What backward does while the gradient of `moved`, which `move` has given, is under way; None of any other tensor.
 
     Who takes `moved` in may add to it, in a backward of its own: so the gradient of a weight waits until that of the input,
     for which others wait, has been sent.
     """
-    node = moved.grad_fn
-    return node.later if isinstance(node, _Move._backward_cls) else None
+    node = tensor.grad_fn
+    return node.later if isinstance(node, _Redistribute._backward_cls) else None
 
 
-class _Move(torch.autograd.Function):
+class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -78,64 +78,64 @@ class _Move(torch.autograd.Function):
         group: Group,
         src: Placement,
         dst: Placement,
-        action: Named,
-        meanwhile: Callable[[], None] | None,
+        action: ActionName,
+        overlap_fn: Callable[[], None] | None,
     ) -> torch.Tensor:
         ctx.way = group, src, dst, action
         ctx.later = []
-        return _act(tensor, group, src, dst, _name(action), meanwhile)
+        return _apply(tensor, group, src, dst, _action_name(action), overlap_fn)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         group, src, dst, action = ctx.way
         (grad,) = grads
         back = f"{action} backward".strip() if isinstance(action, str) else action
-        after = partial(_all, ctx.later)
+        after = partial(_run_all, ctx.later)
         if torch.is_grad_enabled():  # somebody wants the gradient of this gradient
-            return move(grad, group, dst.adjoint, src.adjoint, back, after), None, None, None, None, None
-        return _act(grad, group, dst.adjoint, src.adjoint, _name(back), after), None, None, None, None, None
+            return redistribute(grad, group, dst.adjoint, src.adjoint, back, after), None, None, None, None, None
+        return _apply(grad, group, dst.adjoint, src.adjoint, _action_name(back), after), None, None, None, None, None
 
 
-def _all(later: Later) -> None:
-    while later:
-        later.pop(0)()
+def _run_all(calls: DeferredCalls) -> None:
+    while calls:
+        calls.pop(0)()
 
 
-def _name(action: Named) -> str:
+def _action_name(action: ActionName) -> str:
     return action if isinstance(action, str) else action()
 
 
-def _act(
+def _apply(
     tensor: torch.Tensor,
     group: Group,
     src: Placement,
     dst: Placement,
     action: str,
-    meanwhile: Callable[[], None] | None,
+    overlap_fn: Callable[[], None] | None,
 ) -> torch.Tensor:
     act = redistribution_name(src, dst)
-    if act not in COLLECTIVES and meanwhile is not None:
-        meanwhile()
+    if act not in COLLECTIVES and overlap_fn is not None:
+        overlap_fn()
     # read only where the letter is S
     src_dim, dst_dim = (-1 if place.dim is None else place.dim for place in (src, dst))
     match act:
         case "keep":
             return tensor.view_as(tensor)
         case "all_reduce":
-            return all_reduce(tensor, group, action, meanwhile)
+            return all_reduce(tensor, group, action, overlap_fn)
         case "all_gather":
-            return all_gather(tensor, group, src_dim, action, meanwhile)
+            return all_gather(tensor, group, src_dim, action, overlap_fn)
         case "reduce_scatter":
-            return reduce_scatter(tensor, group, dst_dim, action, meanwhile)
+            return reduce_scatter(tensor, group, dst_dim, action, overlap_fn)
         case "all_to_all":
-            return all_to_all(tensor, group, src_dim, dst_dim, action, meanwhile)
+            return all_to_all(tensor, group, src_dim, dst_dim, action, overlap_fn)
         case "slice":
-            return _stacked(tensor, group, dst_dim, action)[group.index].clone(
+            return _stack_slices(tensor, group, dst_dim, action)[group.index].clone(
                 memory_format=torch.contiguous_format
             )
-        case "embed":
-            return embed(tensor, group, src_dim)
-        case "once":
+        case "zero_pad":
+            return zero_pad(tensor, group, src_dim)
+        case "first_rank_only":
             return tensor.view_as(tensor) if group.index == 0 else torch.zeros_like(tensor)
         case other:
             raise NotImplementedError(
@@ -144,11 +144,11 @@ def _act(
 
 
 def all_reduce(
-    tensor: torch.Tensor, group: Group, action: str = "", meanwhile: Callable[[], None] | None = None
+    tensor: torch.Tensor, group: Group, action: str = "", overlap_fn: Callable[[], None] | None = None
 ) -> torch.Tensor:
     """The sum of all ranks' `tensor`; same shape, new memory."""
-    total, work = group.summed(tensor, action=action)
-    _ended(work, meanwhile)
+    total, work = group.all_reduce_copy(tensor, action=action)
+    _wait_overlapped(work, overlap_fn)
     return total
 
 
@@ -157,16 +157,16 @@ def all_gather(
     group: Group,
     dim: int,
     action: str = "",
-    meanwhile: Callable[[], None] | None = None,
+    overlap_fn: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """All ranks' `tensor` joined along `dim`: [.., s, ..] -> [.., size * s, ..], contiguous. One rank sends nothing."""
     if group.size == 1:
-        if meanwhile is not None:
-            meanwhile()
+        if overlap_fn is not None:
+            overlap_fn()
         return tensor.clone(memory_format=torch.contiguous_format)
     gathered = tensor.new_empty(group.size, *tensor.shape)
-    _ended(group.all_gather(gathered, tensor.contiguous(), action=action), meanwhile)
-    return _joined(gathered, dim)
+    _wait_overlapped(group.all_gather(gathered, tensor.contiguous(), action=action), overlap_fn)
+    return _concat_slices(gathered, dim)
 
 
 def reduce_scatter(
@@ -174,15 +174,15 @@ def reduce_scatter(
     group: Group,
     dim: int,
     action: str = "",
-    meanwhile: Callable[[], None] | None = None,
+    overlap_fn: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """This rank's slice along `dim` of the sum of all ranks' `tensor`: [.., size * s, ..] -> [.., s, ..], contiguous.
 
     Raises PlanError when the dim does not divide.
     """
-    stacked = _stacked(tensor, group, dim, action).contiguous()
+    stacked = _stack_slices(tensor, group, dim, action).contiguous()
     mine = stacked.new_empty(stacked.shape[1:])
-    _ended(group.reduce_scatter(mine, stacked, action=action), meanwhile)
+    _wait_overlapped(group.reduce_scatter(mine, stacked, action=action), overlap_fn)
     return mine
 
 
@@ -192,33 +192,33 @@ def all_to_all(
     src: int,
     dst: int,
     action: str = "",
-    meanwhile: Callable[[], None] | None = None,
+    overlap_fn: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """The value sharded along dim `dst` instead of `src`: [.., a, .., size * b, ..] -> [.., size * a, .., b, ..].
 
     Contiguous. Raises PlanError when the dim `dst` does not divide.
     """
-    stacked = _stacked(tensor, group, dst, action).contiguous()
+    stacked = _stack_slices(tensor, group, dst, action).contiguous()
     arrived = torch.empty_like(stacked)
-    _ended(group.all_to_all(arrived, stacked, action=action), meanwhile)
+    _wait_overlapped(group.all_to_all(arrived, stacked, action=action), overlap_fn)
     del stacked  # it would live beside what is joined
-    return _joined(arrived, src)
+    return _concat_slices(arrived, src)
 
 
-def embed(tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+def zero_pad(tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """This rank's slice amid zeros: [.., s, ..] -> [.., size * s, ..]; the sum over ranks is the whole value."""
     full = tensor.new_zeros(*tensor.shape[:dim], tensor.shape[dim] * group.size, *tensor.shape[dim + 1 :])
     full.narrow(dim, group.index * tensor.shape[dim], tensor.shape[dim]).copy_(tensor)
     return full
 
 
-def _ended(work: Work, meanwhile: Callable[[], None] | None) -> None:
-    if meanwhile is not None:
-        meanwhile()
+def _wait_overlapped(work: Work, overlap_fn: Callable[[], None] | None) -> None:
+    if overlap_fn is not None:
+        overlap_fn()
     work.wait()
 
 
-def _stacked(tensor: torch.Tensor, group: Group, dim: int, action: str) -> torch.Tensor:
+def _stack_slices(tensor: torch.Tensor, group: Group, dim: int, action: str) -> torch.Tensor:
     length = tensor.shape[dim]
     if length % group.size:
         text = f"dim {dim} of a tensor of shape {list(tensor.shape)} has {length} elements"
@@ -230,12 +230,12 @@ def _stacked(tensor: torch.Tensor, group: Group, dim: int, action: str) -> torch
     return tensor.unflatten(dim, (group.size, length // group.size)).movedim(dim, 0)
 
 
-def _joined(stacked: torch.Tensor, dim: int) -> torch.Tensor:
+def _concat_slices(stacked: torch.Tensor, dim: int) -> torch.Tensor:
     moved = stacked.movedim(0, dim)
     return moved.reshape(*moved.shape[:dim], moved.shape[dim] * moved.shape[dim + 1], *moved.shape[dim + 2 :])
 
 
-def _counted_from_front(place: Placement, tensor: torch.Tensor, action: str) -> Placement:
+def _with_nonnegative_dim(place: Placement, tensor: torch.Tensor, action: str) -> Placement:
     if place.dim is None:
         return place
     if not -tensor.ndim <= place.dim < tensor.ndim:

@@ -18,44 +18,44 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
-HERE, SOURCES = Path(__file__).parent, ("memory.c", "chunks.h", "sums.h", "bell.h")
+SOURCE_FOLDER, SOURCE_FILES = Path(__file__).parent, ("memory.c", "chunks.h", "sums.h", "bell.h")
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC")
-COMPILE_S = 120.0
+COMPILE_TIMEOUT_S = 120.0
 
-POINTER, NUMBER, WORD, TIME_NS = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int64
+POINTER, UINT64, UINT32, INT64 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int64
 SIGNATURES = {  # memory.c: what goes in, what comes out
     "shared_bytes": ((ctypes.c_int,), ctypes.c_size_t),
-    "shared_map": ((ctypes.c_int, ctypes.c_int, ctypes.c_int, TIME_NS), POINTER),
+    "shared_map": ((ctypes.c_int, ctypes.c_int, ctypes.c_int, INT64), POINTER),
     "shared_unmap": ((POINTER,), None),
-    "shared_post": ((POINTER, NUMBER, WORD, WORD, WORD, POINTER, POINTER, NUMBER), ctypes.c_int),
-    "shared_finish": ((POINTER, NUMBER, TIME_NS), ctypes.c_int),
-    "shared_room": ((POINTER, NUMBER, TIME_NS), ctypes.c_int),
-    "shared_agree": ((POINTER, NUMBER), ctypes.c_int),
-    "shared_said": ((POINTER, NUMBER, ctypes.c_int, ctypes.POINTER(NUMBER)), ctypes.c_int),
-    "shared_awaits": ((POINTER, NUMBER, ctypes.c_int, ctypes.c_int), ctypes.c_int),
+    "shared_post": ((POINTER, UINT64, UINT32, UINT32, UINT32, POINTER, POINTER, UINT64), ctypes.c_int),
+    "shared_finish": ((POINTER, UINT64, INT64), ctypes.c_int),
+    "shared_room": ((POINTER, UINT64, INT64), ctypes.c_int),
+    "shared_agree": ((POINTER, UINT64), ctypes.c_int),
+    "shared_said": ((POINTER, UINT64, ctypes.c_int, ctypes.POINTER(UINT64)), ctypes.c_int),
+    "shared_awaits": ((POINTER, UINT64, ctypes.c_int, ctypes.c_int), ctypes.c_int),
     "shared_has_left": ((POINTER, ctypes.c_int), ctypes.c_int),
     "shared_leave": ((POINTER,), None),
 }
 
 
-class Unavailable(Exception):
+class SharedMemoryUnavailable(Exception):
     """Why this process cannot share memory, in words for the log."""
 
 
 @functools.cache
-def load() -> ctypes.CDLL:
+def load_library() -> ctypes.CDLL:
     """The compiled library; compiles it where no earlier process has.
 
     Raises Unavailable when there is no Linux, no compiler, no folder to keep it in, or when it cannot be loaded.
     """
     if sys.platform != "linux":
-        raise Unavailable(f"it needs Linux, and this is {sys.platform}")
-    path = _compiled(_cache_folder())
+        raise SharedMemoryUnavailable(f"it needs Linux, and this is {sys.platform}")
+    path = _compile(_cache_folder())
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise Unavailable(f"{path} cannot be loaded ({error})") from error
+        raise SharedMemoryUnavailable(f"{path} cannot be loaded ({error})") from error
     for name, (given, returned) in SIGNATURES.items():
         function = getattr(library, name)  # kept by the library; library[name] is new each time
         function.argtypes, function.restype = given, returned
@@ -63,49 +63,49 @@ def load() -> ctypes.CDLL:
 
 
 @functools.cache
-def sources() -> bytes:
+def source_bytes() -> bytes:
     """The C part as it is written."""
-    return b"".join((HERE / name).read_bytes() for name in SOURCES)
+    return b"".join((SOURCE_FOLDER / name).read_bytes() for name in SOURCE_FILES)
 
 
-def _compiled(folder: Path) -> Path:
+def _compile(folder: Path) -> Path:
     """The library in `folder`. Raises Unavailable."""
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
-        raise Unavailable(
+        raise SharedMemoryUnavailable(
             f"there is no C compiler (looked for {', '.join(COMPILERS)}); install one, such as gcc"
         )
     found = Path(compiler).resolve()
     version = f"{found} {found.stat().st_size} {found.stat().st_mtime_ns}"  # asking it would start a process on every rank
-    key = sha256("\n".join((version, _processor(), *FLAGS)).encode() + sources()).hexdigest()[:32]
+    key = sha256("\n".join((version, _cpu_features(), *FLAGS)).encode() + source_bytes()).hexdigest()[:32]
     path = folder / f"shared-{key}.so"
     try:
         with (folder / "compiling").open("wb") as held:
             fcntl.flock(held, fcntl.LOCK_EX)  # ranks start together: one compiles, the others find it done
             if not path.exists():
                 part = folder / f".{path.name}.{os.getpid()}.part"
-                _run(compiler, *FLAGS, "-o", str(part), str(HERE / SOURCES[0]))
+                _run(compiler, *FLAGS, "-o", str(part), str(SOURCE_FOLDER / SOURCE_FILES[0]))
                 part.replace(path)
         if path.stat().st_uid != os.getuid():
-            raise Unavailable(f"{path} belongs to another user; remove it")
+            raise SharedMemoryUnavailable(f"{path} belongs to another user; remove it")
     except OSError as error:
-        raise Unavailable(f"nothing can be written to {folder} ({error.strerror})") from error
+        raise SharedMemoryUnavailable(f"nothing can be written to {folder} ({error.strerror})") from error
     return path
 
 
 def _run(*command: str) -> None:
     try:
         subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=COMPILE_S, check=True
+            command, capture_output=True, text=True, errors="replace", timeout=COMPILE_TIMEOUT_S, check=True
         )
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or error.stdout).strip().splitlines() or ["it said nothing"]
-        raise Unavailable(f"{command[0]} failed: {lines[0]}") from error
+        raise SharedMemoryUnavailable(f"{command[0]} failed: {lines[0]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Unavailable(f"{command[0]} did not run ({error})") from error
+        raise SharedMemoryUnavailable(f"{command[0]} did not run ({error})") from error
 
 
-def _processor() -> str:
+def _cpu_features() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
@@ -126,6 +126,6 @@ def _cache_folder() -> Path:
         if private and os.access(place, os.W_OK):
             return place
     shown = " or ".join(map(str, places))
-    raise Unavailable(
+    raise SharedMemoryUnavailable(
         f"there is no private folder at {shown}; needed is one that only this user can read and write"
     )

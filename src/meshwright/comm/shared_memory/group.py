@@ -19,21 +19,21 @@ import torch
 from torch.autograd.graph import increment_version
 
 from meshwright.comm.algorithms import BACKEND
-from meshwright.comm.backends.comm_thread import Lane
-from meshwright.comm.backends.fake import Done, kept
+from meshwright.comm.backends.comm_thread import CommThread
+from meshwright.comm.backends.fake import CompletedWork, copy_to_output
 from meshwright.comm.backends.process_group import TorchGroup
-from meshwright.comm.collectives.announce import TO_ONE, Call, announce
-from meshwright.comm.collectives.deterministic_sum import SUMMABLE
+from meshwright.comm.collectives.announce import ONE_RECEIVER, CollectiveCall, announce
+from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
 from meshwright.comm.collectives.group import Group, Work
-from meshwright.comm.shared_memory.segment import DISAGREE, DONE, NOT_YET, Segment
-from meshwright.comm.watchdog.watchdog import Waiting, waited
+from meshwright.comm.shared_memory.segment import MISMATCH, DONE, PENDING, SharedSegment
+from meshwright.comm.watchdog.watchdog import WatchedWait, wait_until
 from meshwright.plan.job.errors import CollectiveError
 
-SHORT = 1 << 16  # bytes of an operand that fits a slot, as in chunks.h
-PLACES = 16  # as in chunks.h
-FIRST_NS = 100_000_000  # so long a wait looks at nothing else
+MAX_SLOT_NBYTES = 1 << 16  # bytes of an operand that fits a slot, as in chunks.h
+NUM_PLACES = 16  # as in chunks.h
+FIRST_WAIT_NS = 100_000_000  # so long a wait looks at nothing else
 
-KINDS = MappingProxyType(  # as in chunks.h
+COLLECTIVE_CODES = MappingProxyType(  # as in chunks.h
     {
         name: number
         for number, name in enumerate(
@@ -52,69 +52,69 @@ KINDS = MappingProxyType(  # as in chunks.h
         )
     }
 )
-TYPES = MappingProxyType({dtype: number for number, dtype in enumerate(SUMMABLE)})
+DTYPE_CODES = MappingProxyType({dtype: number for number, dtype in enumerate(SUMMABLE_DTYPES)})
 
 
-class SharedWork(Work):
+class SharedMemoryWork(Work):
     """An operation, from its issue to its end. It is finished once, by whoever comes first: a caller, or the lane."""
 
     __slots__ = (
-        "_calls",
+        "_callbacks",
+        "_done",
         "_group",
         "_lock",
-        "_over",
         "call",
+        "is_posted",
         "number",
         "operand",
-        "order",
-        "posted",
         "result",
+        "sequence_id",
     )
 
     def __init__(
-        self, group: "SharedGroup", number: int, call: Call, operand: torch.Tensor, result: torch.Tensor
+        self, group: "SharedMemoryGroup", number: int, call: CollectiveCall, operand: torch.Tensor, result: torch.Tensor
     ) -> None:
         self._group, self.number, self.call = group, number, call
-        self.order = group.ledger.recent.order  # among all that this rank has announced
+        self.sequence_id = group.ledger.flight_recorder.sequence_id  # among all that this rank has announced
         self.operand, self.result = operand, result  # they live until the end
-        self.posted = self._over = False
-        self._calls: list[Callable[[], None]] = []
+        self.is_posted = self._done = False
+        self._callbacks: list[Callable[[], None]] = []
         self._lock = Lock()
 
     def wait(self) -> None:
         """Return when the result is in place. Raises CollectiveError when it will not be."""
         with self._lock:
-            if self._over:
+            if self._done:
                 return
             self._group.complete(self)
-            self._over = True
-        for call in self._calls:
+            self._done = True
+        for call in self._callbacks:
             call()
 
-    def then(self, call: Callable[[], None]) -> None:
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Have `call` called by whoever waits."""
         with self._lock:
-            if not self._over:
-                self._calls.append(call)
+            if not self._done:
+                self._callbacks.append(callback)
                 return
-        call()
+        callback()
 
 
 @final
-class SharedGroup(Group):
+class SharedMemoryGroup(Group):
     """The ranks of `outer`, all on this host, that share `segment`. Waits last as long as those of `outer` may."""
 
     transport = "shared memory"
 
-    def __init__(self, outer: TorchGroup, segment: Segment) -> None:
-        self.axes, self.ranks, self.index, self.ledger = outer.axes, outer.ranks, outer.index, outer.ledger
-        self.device = outer.device
-        self._outer = outer
+    def __init__(self, gloo_group: TorchGroup, segment: SharedSegment) -> None:
+        self.axes, self.ranks, self.index, self.ledger = gloo_group.axes, gloo_group.ranks, gloo_group.index, gloo_group.ledger
+        self.device = gloo_group.device
+        self._gloo_group = gloo_group
         self._segment = segment
-        self._issued = self._held = 0
-        self._under_way: dict[int, SharedWork] = {}
-        self._turn = Lock()  # to number, and to post in that order
-        self._lane: Lane | None = None
+        self._num_issued = self._num_deferred = 0
+        self._pending: dict[int, SharedMemoryWork] = {}
+        self._issue_lock = Lock()  # to number, and to post in that order
+        self._comm_thread: CommThread | None = None
         self._failure: CollectiveError | None = None
 
     def close(self) -> None:
@@ -124,22 +124,22 @@ class SharedGroup(Group):
             f"the group was closed before this was over. {repair}"
         )
         self._segment.leave()
-        if self._lane is not None:
-            self._lane.close()
-        self._outer.close()
+        if self._comm_thread is not None:
+            self._comm_thread.close()
+        self._gloo_group.close()
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Have what is under way end with an error, here and on the peers."""
         self._segment.leave()
-        self._outer.cut()
+        self._gloo_group.abort()
 
     def send(self, tensor: torch.Tensor, *, target: int, action: str = "") -> Work:
         """Send `tensor` to the rank at index `target`, over gloo."""
-        return self._outer.send(tensor, target=target, action=action)
+        return self._gloo_group.send(tensor, target=target, action=action)
 
-    def receive(self, tensor: torch.Tensor, *, source: int, action: str = "") -> Work:
+    def recv(self, tensor: torch.Tensor, *, source: int, action: str = "") -> Work:
         """Fill `tensor` with what the rank at index `source` sends, over gloo."""
-        return self._outer.receive(tensor, source=source, action=action)
+        return self._gloo_group.recv(tensor, source=source, action=action)
 
     def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = BACKEND) -> Work:
         """Sum `tensor` over the group in rank order, in place; by another algorithm than the backend's over gloo.
@@ -147,7 +147,7 @@ class SharedGroup(Group):
         Raises PlanError for an algorithm that is unknown, or cannot run in this group.
         """
         if algorithm != BACKEND:
-            return self._outer.all_reduce(tensor, action=action, algorithm=algorithm)
+            return self._gloo_group.all_reduce(tensor, action=action, algorithm=algorithm)
         return self._issue(announce(self, "all_reduce", tensor, action=action), tensor, tensor)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
@@ -162,10 +162,10 @@ class SharedGroup(Group):
         """Send slice i of `tensor` to rank i; slice i of `output` comes from rank i."""
         return self._issue(announce(self, "all_to_all", tensor, output, action=action), tensor, output)
 
-    def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, by: int = 1, action: str = "") -> Work:
+    def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, offset: int = 1, action: str = "") -> Work:
         """Send `tensor` to the rank `by` places on, round the group; `output` comes from the rank as far behind."""
-        call = announce(self, "shift", tensor, output, action=action, source=by % self.size)
-        return self._issue(call, tensor, output) if call.source else kept(output, tensor)
+        call = announce(self, "shift", tensor, output, action=action, source=offset % self.size)
+        return self._issue(call, tensor, output) if call.source else copy_to_output(output, tensor)
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
         """Overwrite `tensor` with that of the rank at index `source` of the group."""
@@ -194,112 +194,112 @@ class SharedGroup(Group):
         token = torch.empty(0)
         self._issue(announce(self, "barrier", token, action=action), token, token).wait()
 
-    def complete(self, work: SharedWork) -> None:
+    def complete(self, work: SharedMemoryWork) -> None:
         """Return when the result of `work`, which is posted, is in place. Raises CollectiveError when it cannot be."""
-        self._wait(partial(self._segment.finish, work.number), work, for_room=False)
-        self._under_way.pop(work.number, None)
-        filled = work.call.collective not in TO_ONE or work.call.source == self.index
+        self._wait(partial(self._segment.finish, work.number), work, for_place=False)
+        self._pending.pop(work.number, None)
+        filled = work.call.collective not in ONE_RECEIVER or work.call.source == self.index
         if filled and not work.result.is_inference():
             increment_version(
                 work.result
             )  # else autograd would not notice that a tensor it has saved was overwritten
 
-    def _issue(self, call: Call, operand: torch.Tensor, result: torch.Tensor) -> Work:
+    def _issue(self, call: CollectiveCall, operand: torch.Tensor, result: torch.Tensor) -> Work:
         if operand.numel() == 0 and call.collective != "barrier":
-            return Done()  # nothing to move, on any rank
+            return CompletedWork()  # nothing to move, on any rank
         if self._failure is not None:
             raise CollectiveError(
-                f"{self._where(call)} is refused: an earlier one has failed"
+                f"{self._call_text(call)} is refused: an earlier one has failed"
             ) from self._failure
-        with self._turn:
-            work = SharedWork(self, self._issued, call, operand, result)
-            self._issued += 1
-            self._under_way[work.number] = work
-            if not self._held:
-                work.posted = self._post(work)
-            self._held += not work.posted
-        if work.posted and self._nbytes(work) <= SHORT:
+        with self._issue_lock:
+            work = SharedMemoryWork(self, self._num_issued, call, operand, result)
+            self._num_issued += 1
+            self._pending[work.number] = work
+            if not self._num_deferred:
+                work.is_posted = self._post(work)
+            self._num_deferred += not work.is_posted
+        if work.is_posted and self._nbytes(work) <= MAX_SLOT_NBYTES:
             return work
-        self._lane = self._lane or Lane(f"memory shared over {' x '.join(self.axes)}")
-        return self._lane.put(work.wait if work.posted else partial(self._post_held, work))
+        self._comm_thread = self._comm_thread or CommThread(f"memory shared over {' x '.join(self.axes)}")
+        return self._comm_thread.submit(work.wait if work.is_posted else partial(self._post_deferred, work))
 
-    def _post(self, work: SharedWork) -> bool:
+    def _post(self, work: SharedMemoryWork) -> bool:
         call = work.call
         return self._segment.post(
             work.number,
-            KINDS[call.collective],
-            TYPES.get(call.dtype, len(SUMMABLE) + call.dtype.itemsize),
+            COLLECTIVE_CODES[call.collective],
+            DTYPE_CODES.get(call.dtype, len(SUMMABLE_DTYPES) + call.dtype.itemsize),
             call.source or 0,
             work.operand.data_ptr(),
             work.result.data_ptr(),
             self._nbytes(work),
         )
 
-    def _nbytes(self, work: SharedWork) -> int:
+    def _nbytes(self, work: SharedMemoryWork) -> int:
         """Of the operand; in a scatter, where only one has it, of all its pieces."""
         return work.result.nbytes * self.size if work.call.collective == "scatter" else work.operand.nbytes
 
-    def _post_held(self, work: SharedWork) -> None:
-        last = self._under_way.get(work.number - PLACES)
+    def _post_deferred(self, work: SharedMemoryWork) -> None:
+        last = self._pending.get(work.number - NUM_PLACES)
         if last is not None:
             last.wait()  # its place is needed, and nobody else may ever come to wait for it
-        self._wait(partial(self._segment.room, work.number), work, for_room=True)
-        work.posted = self._post(work)
-        with self._turn:
-            self._held -= 1
+        self._wait(partial(self._segment.wait_for_place, work.number), work, for_place=True)
+        work.is_posted = self._post(work)
+        with self._issue_lock:
+            self._num_deferred -= 1
         work.wait()
 
-    def _wait(self, attempt: Callable[[int], int], work: SharedWork, *, for_room: bool) -> None:
+    def _wait(self, attempt: Callable[[int], int], work: SharedMemoryWork, *, for_place: bool) -> None:
         """Call `attempt`, which waits for so many nanoseconds, until it is done. Every wait of this group is one of these."""
-        answer = attempt(FIRST_NS)
+        answer = attempt(FIRST_WAIT_NS)
         if answer == DONE:
             return
-        with self._outer.lookout.waiting(work.order) as waiting:
+        with self._gloo_group.watchdog.watch_wait(work.sequence_id) as waiting:
             try:
-                if answer == DISAGREE:
+                if answer == MISMATCH:
                     self._raise_disagreement(work, waiting)
-                self._look_round(work, waiting, for_room)
-                waited(waiting, partial(self._over, attempt, work, waiting, for_room))
+                self._raise_if_blocked(work, waiting, for_place)
+                wait_until(waiting, partial(self._is_done, attempt, work, waiting, for_place))
             except CollectiveError as error:
                 self._failure = self._failure or error
                 raise
 
-    def _over(
-        self, attempt: Callable[[int], int], work: SharedWork, waiting: Waiting, for_room: bool, wait_s: float
+    def _is_done(
+        self, attempt: Callable[[int], int], work: SharedMemoryWork, waiting: WatchedWait, for_place: bool, wait_s: float
     ) -> bool:
         answer = attempt(int(wait_s * 1e9))
-        if answer == DISAGREE:
+        if answer == MISMATCH:
             self._raise_disagreement(work, waiting)
-        if answer == NOT_YET:
-            self._look_round(work, waiting, for_room)
+        if answer == PENDING:
+            self._raise_if_blocked(work, waiting, for_place)
         return answer == DONE
 
-    def _look_round(self, work: SharedWork, waiting: Waiting, for_room: bool) -> None:
+    def _raise_if_blocked(self, work: SharedMemoryWork, waiting: WatchedWait, for_place: bool) -> None:
         """Raise CollectiveError when `work` waits for a rank that will not come, or differs from what a peer has issued."""
         if self._failure is not None:
             raise self._failure
-        if not for_room and not self._segment.agree(work.number):
+        if not for_place and not self._segment.is_consistent(work.number):
             self._raise_disagreement(work, waiting)
-        lost = self._segment.lost()  # first: what a rank did before it left counts
-        for index in self._segment.awaited(work.number, for_room=for_room):
+        lost = self._segment.lost_indices()  # first: what a rank did before it left counts
+        for index in self._segment.awaited_indices(work.number, for_place=for_place):
             if index in lost:
                 why = f"connection closed by peer: rank {self.ranks[index]} {lost[index]}"
                 # by this cause others see that it is not this rank's own error
-                raise waiting.failed(f"{self._where(work.call)} did not complete: {why}") from RuntimeError(
+                raise waiting.error_for(f"{self._call_text(work.call)} did not complete: {why}") from RuntimeError(
                     why
                 )
 
-    def _raise_disagreement(self, work: SharedWork, waiting: Waiting) -> None:
-        names = {number: name for name, number in KINDS.items()}
-        lines = [f"{self._where(work.call)} did not complete: the ranks do not call the same collective."]
+    def _raise_disagreement(self, work: SharedMemoryWork, waiting: WatchedWait) -> None:
+        names = {number: name for name, number in COLLECTIVE_CODES.items()}
+        lines = [f"{self._call_text(work.call)} did not complete: the ranks do not call the same collective."]
         for index, rank in enumerate(self.ranks):
-            said = self._segment.said(work.number, index)
+            said = self._segment.posted_call(work.number, index)
             if said is None:
                 lines.append(f"  rank {rank}: has not come")
                 continue
             kind, dtype, source, nbytes = said
             elements = (
-                str(SUMMABLE[dtype]).removeprefix("torch.") if dtype < len(SUMMABLE) else "other elements"
+                str(SUMMABLE_DTYPES[dtype]).removeprefix("torch.") if dtype < len(SUMMABLE_DTYPES) else "other elements"
             )
             one = (
                 f", to or from index {source}"
@@ -311,7 +311,7 @@ class SharedGroup(Group):
         lines.append(
             "  repair: Every rank must issue the same collectives, on the same tensors, in the same order"
         )
-        raise waiting.failed("\n".join(lines))
+        raise waiting.error_for("\n".join(lines))
 
-    def _where(self, call: Call) -> str:
+    def _call_text(self, call: CollectiveCall) -> str:
         return f"rank {self.ranks[self.index]}: {call} over {' x '.join(self.axes)} (ranks {', '.join(map(str, self.ranks))})"

@@ -14,27 +14,27 @@ from hashlib import sha256
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.shared_memory.build import Unavailable, load, sources
-from meshwright.comm.shared_memory.segment import MOST_RANKS, Segment, memory, opened
-from meshwright.comm.watchdog.host import Process, host_name
+from meshwright.comm.shared_memory.build import SharedMemoryUnavailable, load_library, source_bytes
+from meshwright.comm.shared_memory.segment import MAX_RANKS, SharedSegment, create_memory, open_memory
+from meshwright.comm.watchdog.host import HostProcess, host_id
 from meshwright.plan.hardware.device_specs import available_cores
 
 SPIN_NS = 30_000  # a wake-up costs about as much; longer would only keep others from their work
-ABLE, HOST, SOURCE, NUMBER, STARTED, DESCRIPTOR, WORD = range(
+CAN_SHARE, HOST_DIGEST, SOURCE_DIGEST, PID, START_TIME, MEMORY_FD, SECRET = range(
     7
 )  # of an introduction; the rest of it is the word
-WORDS = 4
+NUM_SECRET_WORDS = 4
 
 
-class Apart(Exception):
+class CannotShareMemory(Exception):
     """Why the ranks of a group cannot share memory; `expected` when there is nothing to repair."""
 
-    def __init__(self, why: str, *, expected: bool = False) -> None:
-        super().__init__(why)
-        self.expected = expected
+    def __init__(self, reason: str, *, is_expected: bool = False) -> None:
+        super().__init__(reason)
+        self.is_expected = is_expected
 
 
-def share(joined: dist.ProcessGroup, ranks: Sequence[int], rank: int, num_on_host: int) -> Segment:
+def share_segment(process_group: dist.ProcessGroup, ranks: Sequence[int], rank: int, num_on_host: int) -> SharedSegment:
     """The memory that `ranks`, which `joined` joins over gloo, share from now on, seen from `rank`. Collective.
 
     Waits spin only where the host has a core for each of its `num_on_host` ranks.
@@ -42,80 +42,80 @@ def share(joined: dist.ProcessGroup, ranks: Sequence[int], rank: int, num_on_hos
     """
     index = ranks.index(rank)
     why, fd = "", -1
-    word = torch.tensor([secrets.randbits(62) for _ in range(WORDS)])
+    word = torch.tensor([secrets.randbits(62) for _ in range(NUM_SECRET_WORDS)])
     try:
-        load()
-        if len(ranks) > MOST_RANKS:
-            raise Unavailable(f"{len(ranks)} ranks; at most {MOST_RANKS} can share memory")
+        load_library()
+        if len(ranks) > MAX_RANKS:
+            raise SharedMemoryUnavailable(f"{len(ranks)} ranks; at most {MAX_RANKS} can share memory")
         if index == 0:
-            fd = memory(len(ranks), word.numpy().tobytes())
-    except Unavailable as error:
+            fd = create_memory(len(ranks), word.numpy().tobytes())
+    except SharedMemoryUnavailable as error:
         why = str(error)
     try:
-        everyone = _introduced(joined, len(ranks), _introduction(not why, fd, word))
-        _raise_apart(everyone, ranks, why)
-        return _mapped(joined, everyone, index, fd, num_on_host)
+        everyone = _gather_capabilities(process_group, len(ranks), _capabilities(not why, fd, word))
+        _raise_if_unable(everyone, ranks, why)
+        return _map_segment(process_group, everyone, index, fd, num_on_host)
     finally:
         if fd >= 0:
             os.close(fd)
 
 
-def on_one_host(joined: dist.ProcessGroup, size: int) -> bool:
+def on_one_host(process_group: dist.ProcessGroup, size: int) -> bool:
     """Whether all ranks of `joined` are on one host. Collective. Raises RuntimeError when one is gone."""
-    everyone = _introduced(joined, size, torch.tensor([_host()]))
+    everyone = _gather_capabilities(process_group, size, torch.tensor([_host_digest()]))
     return all(torch.equal(each, everyone[0]) for each in everyone)
 
 
-def _introduction(able: bool, fd: int, word: torch.Tensor) -> torch.Tensor:
-    own = Process.own() if able else Process(0, 0)
+def _capabilities(able: bool, fd: int, word: torch.Tensor) -> torch.Tensor:
+    own = HostProcess.current() if able else HostProcess(0, 0)
     return torch.cat(
-        [torch.tensor([int(able), _host(), _digest(sources()), own.number, own.started, fd]), word]
+        [torch.tensor([int(able), _host_digest(), _digest(source_bytes()), own.pid, own.start_time, fd]), word]
     )
 
 
-def _introduced(joined: dist.ProcessGroup, size: int, own: torch.Tensor) -> list[torch.Tensor]:
+def _gather_capabilities(process_group: dist.ProcessGroup, size: int, own: torch.Tensor) -> list[torch.Tensor]:
     everyone = [torch.empty_like(own) for _ in range(size)]
-    dist.all_gather(everyone, own, group=joined)
+    dist.all_gather(everyone, own, group=process_group)
     return everyone
 
 
-def _raise_apart(everyone: Sequence[torch.Tensor], ranks: Sequence[int], why: str) -> None:
-    if any(each[HOST] != everyone[0][HOST] for each in everyone):
-        raise Apart("they are on several hosts", expected=True)
-    unable = [rank for rank, each in zip(ranks, everyone, strict=True) if not each[ABLE]]
+def _raise_if_unable(everyone: Sequence[torch.Tensor], ranks: Sequence[int], why: str) -> None:
+    if any(each[HOST_DIGEST] != everyone[0][HOST_DIGEST] for each in everyone):
+        raise CannotShareMemory("they are on several hosts", is_expected=True)
+    unable = [rank for rank, each in zip(ranks, everyone, strict=True) if not each[CAN_SHARE]]
     if unable:
-        raise Apart(why or f"rank {', '.join(map(str, unable))} cannot")
-    if any(each[SOURCE] != everyone[0][SOURCE] for each in everyone):
-        raise Apart("they run different versions of meshwright")
+        raise CannotShareMemory(why or f"rank {', '.join(map(str, unable))} cannot")
+    if any(each[SOURCE_DIGEST] != everyone[0][SOURCE_DIGEST] for each in everyone):
+        raise CannotShareMemory("they run different versions of meshwright")
 
 
-def _mapped(
-    joined: dist.ProcessGroup, everyone: Sequence[torch.Tensor], index: int, own_fd: int, num_on_host: int
-) -> Segment:
-    processes = [Process(int(each[NUMBER]), int(each[STARTED])) for each in everyone]
-    word = everyone[0][WORD:].numpy().tobytes()
+def _map_segment(
+    process_group: dist.ProcessGroup, everyone: Sequence[torch.Tensor], index: int, own_fd: int, num_on_host: int
+) -> SharedSegment:
+    processes = [HostProcess(int(each[PID]), int(each[START_TIME])) for each in everyone]
+    word = everyone[0][SECRET:].numpy().tobytes()
     spin_ns = SPIN_NS if num_on_host <= available_cores() else 0
     segment, why = None, ""
     try:
-        fd = own_fd if index == 0 else opened(processes[0], int(everyone[0][DESCRIPTOR]), word)
+        fd = own_fd if index == 0 else open_memory(processes[0], int(everyone[0][MEMORY_FD]), word)
         try:
-            segment = Segment(fd, processes, index, spin_ns)
+            segment = SharedSegment(fd, processes, index, spin_ns)
         finally:
             if index != 0:
                 os.close(fd)
-    except Unavailable as error:
+    except SharedMemoryUnavailable as error:
         why = str(error)
     all_have = torch.tensor([int(segment is not None)])
-    dist.all_reduce(all_have, dist.ReduceOp.MIN, group=joined)
+    dist.all_reduce(all_have, dist.ReduceOp.MIN, group=process_group)
     if segment is None or not all_have.item():
-        raise Apart(why or "one of them cannot open it")
+        raise CannotShareMemory(why or "one of them cannot open it")
     return segment
 
 
-def _host() -> int:
+def _host_digest() -> int:
     """Equal on two processes of one host."""
     return _digest(
-        host_name().encode() or secrets.token_bytes(16)
+        host_id().encode() or secrets.token_bytes(16)
     )  # one that cannot be known is a host of its own
 
 

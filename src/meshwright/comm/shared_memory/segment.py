@@ -8,60 +8,60 @@ import os
 import weakref
 from collections.abc import Sequence
 
-from meshwright.comm.shared_memory.build import Unavailable, load
-from meshwright.comm.watchdog.host import Process
+from meshwright.comm.shared_memory.build import SharedMemoryUnavailable, load_library
+from meshwright.comm.watchdog.host import HostProcess
 
-DONE, NOT_YET, DISAGREE = range(3)  # answers, as in bell.h
-MOST_RANKS = 256  # as in chunks.h
-WORD_BYTES = 64  # at the start of the memory
+DONE, PENDING, MISMATCH = range(3)  # answers, as in bell.h
+MAX_RANKS = 256  # as in chunks.h
+SECRET_NBYTES = 64  # at the start of the memory
 
 
-def memory(size: int, word: bytes) -> int:
+def create_memory(size: int, secret: bytes) -> int:
     """The descriptor of fresh memory for `size` ranks that begins with `word`; the caller closes it. Raises Unavailable."""
     try:
         fd = os.memfd_create("meshwright", os.MFD_CLOEXEC)
-        os.ftruncate(fd, load().shared_bytes(size))
-        os.pwrite(fd, word, 0)
+        os.ftruncate(fd, load_library().shared_bytes(size))
+        os.pwrite(fd, secret, 0)
     except OSError as error:
-        raise Unavailable(f"no memory to share ({error.strerror})") from error
+        raise SharedMemoryUnavailable(f"no memory to share ({error.strerror})") from error
     return fd
 
 
-def opened(owner: Process, fd: int, word: bytes) -> int:
+def open_memory(owner: HostProcess, fd: int, secret: bytes) -> int:
     """A descriptor of the memory that `owner` holds as `fd` and that begins with `word`. Raises Unavailable."""
-    path = f"/proc/{owner.number}/fd/{fd}"
+    path = f"/proc/{owner.pid}/fd/{fd}"
     try:
         own = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise Unavailable(f"{path} cannot be opened ({error.strerror})") from error
+        raise SharedMemoryUnavailable(f"{path} cannot be opened ({error.strerror})") from error
     try:
-        found = os.pread(own, len(word), 0)
+        found = os.pread(own, len(secret), 0)
     except OSError:
         found = b""
-    if found != word:
+    if found != secret:
         os.close(own)
-        raise Unavailable(f"{path} is not the memory of this job")
+        raise SharedMemoryUnavailable(f"{path} is not the memory of this job")
     return own
 
 
-class Segment:
+class SharedSegment:
     """The memory behind the descriptor `fd`, mapped until this object is gone. `processes` are the ranks, in order.
 
     `spin_ns` is how long a wait looks before it sleeps. Raises Unavailable when the memory cannot be mapped.
     """
 
-    def __init__(self, fd: int, processes: Sequence[Process], index: int, spin_ns: int) -> None:
-        library = load()
+    def __init__(self, fd: int, processes: Sequence[HostProcess], index: int, spin_ns: int) -> None:
+        library = load_library()
         self.size = len(processes)
         self._processes = tuple(processes)
-        self._here = library.shared_map(fd, self.size, index, spin_ns)
-        if not self._here:
-            raise Unavailable("the memory cannot be mapped")
-        self._post, self._finish, self._room = library.shared_post, library.shared_finish, library.shared_room
+        self._address = library.shared_map(fd, self.size, index, spin_ns)
+        if not self._address:
+            raise SharedMemoryUnavailable("the memory cannot be mapped")
+        self._post, self._finish, self._wait_for_place = library.shared_post, library.shared_finish, library.shared_room
         self._library = library
         # not at exit: a thread of the lane may still be in there, and the kernel unmaps in any case
-        self._unmapping = weakref.finalize(self, library.shared_unmap, self._here)
-        self._unmapping.atexit = False  # pyrefly: ignore[missing-attribute]  a property that its declaration leaves out
+        self._finalizer = weakref.finalize(self, library.shared_unmap, self._address)
+        self._finalizer.atexit = False  # pyrefly: ignore[missing-attribute]  a property that its declaration leaves out
 
     def post(
         self, number: int, kind: int, dtype: int, source: int, operand: int, result: int, nbytes: int
@@ -70,39 +70,39 @@ class Segment:
 
         `operand` and `result` are addresses that stay valid until it is finished; `nbytes` is the operand's.
         """
-        return self._post(self._here, number, kind, dtype, source, operand, result, nbytes) == DONE
+        return self._post(self._address, number, kind, dtype, source, operand, result, nbytes) == DONE
 
     def finish(self, number: int, wait_ns: int) -> int:
         """DONE: the result of operation `number` is in place. NOT_YET: call again. DISAGREE: ranks want different things."""
-        return self._finish(self._here, number, wait_ns)
+        return self._finish(self._address, number, wait_ns)
 
-    def room(self, number: int, wait_ns: int) -> int:
+    def wait_for_place(self, number: int, wait_ns: int) -> int:
         """DONE when the place of operation `number` is free, NOT_YET otherwise."""
-        return self._room(self._here, number, wait_ns)
+        return self._wait_for_place(self._address, number, wait_ns)
 
-    def agree(self, number: int) -> bool:
+    def is_consistent(self, number: int) -> bool:
         """Whether all that have come to operation `number` want the same."""
-        return bool(self._library.shared_agree(self._here, number))
+        return bool(self._library.shared_agree(self._address, number))
 
-    def said(self, number: int, index: int) -> tuple[int, int, int, int] | None:
+    def posted_call(self, number: int, index: int) -> tuple[int, int, int, int] | None:
         """What the rank at `index` wants in operation `number`: kind, dtype, source, nbytes; None when it has not come."""
         words = (ctypes.c_uint64 * 4)()
-        if not self._library.shared_said(self._here, number, index, words):
+        if not self._library.shared_said(self._address, number, index, words):
             return None
         kind, dtype, source, nbytes = words
         return kind, dtype, source, nbytes
 
-    def awaited(self, number: int, *, for_room: bool) -> list[int]:
+    def awaited_indices(self, number: int, *, for_place: bool) -> list[int]:
         """The indices of the ranks for which operation `number` (or its place) waits here."""
-        return [k for k in range(self.size) if self._library.shared_awaits(self._here, number, k, for_room)]
+        return [k for k in range(self.size) if self._library.shared_awaits(self._address, number, k, for_place)]
 
-    def lost(self) -> dict[int, str]:
+    def lost_indices(self) -> dict[int, str]:
         """The indices of the ranks that come to nothing more, each with why."""
-        left = {k: "has left" for k in range(self.size) if self._library.shared_has_left(self._here, k)}
+        left = {k: "has left" for k in range(self.size) if self._library.shared_has_left(self._address, k)}
         return left | {
-            k: "is gone: its process has ended" for k, each in enumerate(self._processes) if not each.runs
+            k: "is gone: its process has ended" for k, each in enumerate(self._processes) if not each.is_running
         }
 
     def leave(self) -> None:
         """Say that this rank comes to nothing more."""
-        self._library.shared_leave(self._here)
+        self._library.shared_leave(self._address)

@@ -23,64 +23,64 @@ from meshwright.comm.collectives.group import Group, World
 from meshwright.plan.hardware.network_model import AllReduceTiming
 from meshwright.plan.sharding.mesh import AXES
 
-MOST_REPEATS, ROW = (
+MAX_REPEATS, MAX_SAMPLE_NBYTES = (
     20,
     8 << 20,
 )  # all-reduces of a sample: at most so many, and of at most so many bytes together
-MOST_SWEEPS = 200
-ITEM = 4  # bytes of a float32
+MAX_SWEEPS = 200
+FLOAT32_NBYTES = 4  # bytes of a float32
 
-Cell = tuple[str, int]  # an algorithm, and bytes
+BenchCell = tuple[str, int]  # an algorithm, and bytes
 
 
-def measure(
-    world: World, algorithms: Sequence[str], sizes: Sequence[int], budget_s: float, *, least: int = 3
+def time_all_reduces(
+    world: World, algorithms: Sequence[str], sizes: Sequence[int], budget_s: float, *, min_samples: int = 3
 ) -> list[AllReduceTiming]:
     """The time of every algorithm in `algorithms` at every size in `sizes` (bytes), over all ranks of `world`.
 
     All ranks call it, and all get the same. It lasts about `budget_s`, or as long as `least` samples of every cell take.
     """
     group = world.group(AXES)
-    operand = torch.full((max(sizes) // ITEM,), 0.0, device=world.device)
+    operand = torch.full((max(sizes) // FLOAT32_NBYTES,), 0.0, device=world.device)
     cells = [(name, nbytes) for nbytes in sizes for name in algorithms]
-    samples: dict[Cell, list[float]] = {cell: [] for cell in cells}
+    samples: dict[BenchCell, list[float]] = {cell: [] for cell in cells}
     for name, nbytes in cells:
         _sample(group, operand, name, nbytes, 1)  # connects the ranks, and brings the memory
     wanted = cells
-    for sweep in range(MOST_SWEEPS):
-        for name, nbytes in _turned(wanted, sweep):
-            samples[name, nbytes].append(_sample(group, operand, name, nbytes, repeats(nbytes)))
-        spent = _agreed(group, operand, [repeats(cell[1]) * sum(samples[cell]) for cell in cells])
+    for sweep in range(MAX_SWEEPS):
+        for name, nbytes in _rotated(wanted, sweep):
+            samples[name, nbytes].append(_sample(group, operand, name, nbytes, num_repeats(nbytes)))
+        spent = _max_over_ranks(group, operand, [num_repeats(cell[1]) * sum(samples[cell]) for cell in cells])
         share = budget_s / len(cells)
         wanted = [
             cell
             for cell, took in zip(cells, spent, strict=True)
-            if len(samples[cell]) < least or took < share
+            if len(samples[cell]) < min_samples or took < share
         ]
         if not wanted:
             break
-    slowest = iter(_agreed(group, operand, [took for cell in cells for took in samples[cell]]))
+    slowest = iter(_max_over_ranks(group, operand, [took for cell in cells for took in samples[cell]]))
     return [_timing(group.size, cell, [next(slowest) for _ in samples[cell]]) for cell in cells]
 
 
-def repeats(nbytes: int) -> int:
+def num_repeats(nbytes: int) -> int:
     """How many all-reduces of `nbytes` bytes make a sample."""
-    return max(1, min(MOST_REPEATS, ROW // nbytes))
+    return max(1, min(MAX_REPEATS, MAX_SAMPLE_NBYTES // nbytes))
 
 
-def _timing(ranks: int, cell: Cell, samples: list[float]) -> AllReduceTiming:
-    return AllReduceTiming(cell[0], ranks, cell[1], median(samples), spread_of(samples), tuple(samples))
+def _timing(ranks: int, cell: BenchCell, samples: list[float]) -> AllReduceTiming:
+    return AllReduceTiming(cell[0], ranks, cell[1], median(samples), relative_spread(samples), tuple(samples))
 
 
-def spread_of(samples: Sequence[float]) -> float:
+def relative_spread(samples: Sequence[float]) -> float:
     """The distance of the quartiles as a share of the median."""
     low, middle, high = quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else (1.0, 1.0, 1.0)
     return (high - low) / middle
 
 
-def _turned(cells: Sequence[Cell], sweep: int) -> list[Cell]:
+def _rotated(cells: Sequence[BenchCell], sweep: int) -> list[BenchCell]:
     """`cells` size by size, the algorithms of each beginning with another one in every sweep."""
-    turned: list[Cell] = []
+    turned: list[BenchCell] = []
     for nbytes in dict.fromkeys(nbytes for _, nbytes in cells):
         same = [cell for cell in cells if cell[1] == nbytes]
         first = sweep % len(same)
@@ -90,22 +90,22 @@ def _turned(cells: Sequence[Cell], sweep: int) -> list[Cell]:
 
 def _sample(group: Group, operand: torch.Tensor, name: str, nbytes: int, times: int) -> float:
     """The seconds of one all-reduce by this rank's clock, the mean of `times` in a row."""
-    tensor = operand[: nbytes // ITEM]
+    tensor = operand[: nbytes // FLOAT32_NBYTES]
     group.barrier(action="measure")
-    _settle(operand)
+    _synchronize(operand)
     start = perf_counter()
     for _ in range(times):
         group.all_reduce(tensor, action="measure", algorithm=name).wait()
-    _settle(operand)
+    _synchronize(operand)
     return (perf_counter() - start) / times
 
 
-def _settle(operand: torch.Tensor) -> None:
+def _synchronize(operand: torch.Tensor) -> None:
     if operand.is_cuda:
         torch.cuda.synchronize(operand.device)
 
 
-def _agreed(group: Group, operand: torch.Tensor, mine: Sequence[float]) -> list[float]:
+def _max_over_ranks(group: Group, operand: torch.Tensor, mine: Sequence[float]) -> list[float]:
     """The largest of every figure among all ranks."""
     tensor = torch.tensor(mine, dtype=torch.float64, device=operand.device)
     everyone = tensor.new_empty(group.size * tensor.numel())

@@ -17,49 +17,49 @@ from dataclasses import dataclass
 from math import exp, log, log2
 
 from meshwright.comm.algorithms import BACKEND, PLAIN, named
-from meshwright.comm.algorithms.cost_model import seconds
-from meshwright.comm.algorithms.hierarchical import Hierarchical
-from meshwright.comm.algorithms.size_rule import Rule
+from meshwright.comm.algorithms.cost_model import all_reduce_seconds
+from meshwright.comm.algorithms.hierarchical import HierarchicalAllReduce
+from meshwright.comm.algorithms.size_rule import SizeRule
 from meshwright.plan.hardware.network_model import Cluster
 from meshwright.plan.job.errors import format_nbytes
 
-OCTAVES = 1.0  # how far apart, in doublings, two sizes still speak for each other
-SWITCH = log(1.05)
+KERNEL_WIDTH_OCTAVES = 1.0  # how far apart, in doublings, two sizes still speak for each other
+SWITCH_COST = log(1.05)
 
 
 @dataclass(frozen=True)
-class Choice:
+class AlgorithmChoice:
     """A rule for `ranks` ranks, and why: for the largest size of each of its steps, what it and the backend are to take."""
 
-    rule: Rule
-    ranks: int
-    steps: tuple[tuple[int, str, float, float | None], ...] = ()
-    measured: tuple[int, ...] = ()
+    rule: SizeRule
+    num_ranks: int
+    expected_times: tuple[tuple[int, str, float, float | None], ...] = ()
+    measured_ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         told = [
-            f"{format_nbytes(nbytes)} takes {_ms(took)}{_beside(name, usual)}"
-            for nbytes, name, took, usual in self.steps
+            f"{format_nbytes(nbytes)} takes {_ms(took)}{_backend_comparison(name, usual)}"
+            for nbytes, name, took, usual in self.expected_times
         ]
         why = f", because {', '.join(told)}" if told else ""
-        text = f"auto chose '{self.rule}' for {self.ranks} ranks{why}"
-        if self.steps and self.ranks not in self.measured:
-            text += f"; {self.ranks} ranks were not measured (only {', '.join(map(str, self.measured))}): the model says so"
+        text = f"auto chose '{self.rule}' for {self.num_ranks} ranks{why}"
+        if self.expected_times and self.num_ranks not in self.measured_ranks:
+            text += f"; {self.num_ranks} ranks were not measured (only {', '.join(map(str, self.measured_ranks))}): the model says so"
         return text
 
 
-def predicted(
-    cluster: Cluster, algorithm: str, ranks: int, nbytes: float, per_host: int | None = None
+def predict_all_reduce_s(
+    cluster: Cluster, algorithm: str, num_ranks: int, nbytes: float, ranks_per_host: int | None = None
 ) -> float:
     """The seconds that an all-reduce of `nbytes` among `ranks` ranks is to take, `per_host` of them on each host.
 
     Without `per_host`: as the cluster was measured. The backend is only known where it was measured with some number of ranks.
     """
-    per_host = cluster.ranks_per_host if per_host is None else per_host
-    price = _price(cluster, algorithm, ranks, nbytes, per_host)
+    ranks_per_host = cluster.ranks_per_host if ranks_per_host is None else ranks_per_host
+    price = _modelled_seconds(cluster, algorithm, num_ranks, nbytes, ranks_per_host)
     known = [series.ranks for series in cluster.measurements if series.algorithm == algorithm]
-    nearest = min(known, key=lambda each: (abs(log(each / ranks)), each), default=0)
-    if not nearest or (nearest != ranks and algorithm != BACKEND):
+    nearest = min(known, key=lambda each: (abs(log(each / num_ranks)), each), default=0)
+    if not nearest or (nearest != num_ranks and algorithm != BACKEND):
         return price
     series = cluster.series(algorithm, nearest)
     if series is None:
@@ -67,40 +67,40 @@ def predicted(
     weight = total = 0.0
     inside = min(max(nbytes, series.nbytes[0]), series.nbytes[-1])
     for measured, took in zip(series.nbytes, series.seconds, strict=True):
-        near = exp(-0.5 * (log2(measured / inside) / OCTAVES) ** 2)
+        near = exp(-0.5 * (log2(measured / inside) / KERNEL_WIDTH_OCTAVES) ** 2)
         weight += near
-        total += near * log(took / _price(cluster, algorithm, nearest, measured, cluster.ranks_per_host))
+        total += near * log(took / _modelled_seconds(cluster, algorithm, nearest, measured, cluster.ranks_per_host))
     return price * exp(total / weight)
 
 
-def choose(cluster: Cluster, ranks: int, per_host: int | None = None) -> Choice:
+def choose_rule(cluster: Cluster, num_ranks: int, ranks_per_host: int | None = None) -> AlgorithmChoice:
     """The rule by message size that is expected to take least time among `ranks` ranks; the same file gives the same rule."""
-    if ranks == 1:
-        return Choice(Rule(BACKEND), ranks)
-    names, sizes = candidates(cluster, ranks, per_host), cluster.sizes
-    costs = {name: [predicted(cluster, name, ranks, nbytes, per_host) for nbytes in sizes] for name in names}
-    path = cheapest(costs)
+    if num_ranks == 1:
+        return AlgorithmChoice(SizeRule(BACKEND), num_ranks)
+    names, sizes = candidate_algorithms(cluster, num_ranks, ranks_per_host), cluster.sizes
+    costs = {name: [predict_all_reduce_s(cluster, name, num_ranks, nbytes, ranks_per_host) for nbytes in sizes] for name in names}
+    path = cheapest_path(costs)
     ends = [place for place, name in enumerate(path) if place + 1 == len(path) or path[place + 1] != name]
     usual = costs.get(BACKEND)
     steps = tuple((sizes[at], path[at], costs[path[at]][at], usual[at] if usual else None) for at in ends)
-    return Choice(
-        Rule(path[-1], tuple((sizes[at], path[at]) for at in ends[:-1])), ranks, steps, cluster.ranks
+    return AlgorithmChoice(
+        SizeRule(path[-1], tuple((sizes[at], path[at]) for at in ends[:-1])), num_ranks, steps, cluster.ranks
     )
 
 
-def candidates(cluster: Cluster, ranks: int, per_host: int | None = None) -> list[str]:
+def candidate_algorithms(cluster: Cluster, num_ranks: int, ranks_per_host: int | None = None) -> list[str]:
     """The algorithms that can run among `ranks` ranks, and of which it can be said what they take."""
-    per_host = cluster.ranks_per_host if per_host is None else per_host
+    ranks_per_host = cluster.ranks_per_host if ranks_per_host is None else ranks_per_host
     measured = any(series.algorithm == BACKEND for series in cluster.measurements)
     found = [
-        str(each) for each in PLAIN if (str(each) != BACKEND or measured) and each.refusal(ranks) is None
+        str(each) for each in PLAIN if (str(each) != BACKEND or measured) and each.refusal(num_ranks) is None
     ]
-    if per_host and Hierarchical(per_host).refusal(ranks) is None and ranks > 1:
-        found.append(str(Hierarchical(per_host)))
+    if ranks_per_host and HierarchicalAllReduce(ranks_per_host).refusal(num_ranks) is None and num_ranks > 1:
+        found.append(str(HierarchicalAllReduce(ranks_per_host)))
     return found
 
 
-def cheapest(costs: dict[str, list[float]], switch: float = SWITCH) -> list[str]:
+def cheapest_path(costs: dict[str, list[float]], switch_cost: float = SWITCH_COST) -> list[str]:
     """For each place the name to take, so that the sum of the logarithms of their costs, and `switch` per change, is least.
 
     `costs` are seconds by name and place. Of equals the first name wins.
@@ -110,9 +110,9 @@ def cheapest(costs: dict[str, list[float]], switch: float = SWITCH) -> list[str]
     back: list[dict[str, str]] = []
     for place in range(1, len(costs[names[0]])):
         best = min(names, key=lambda name: total[name])
-        came = {name: name if total[name] <= total[best] + switch else best for name in names}
+        came = {name: name if total[name] <= total[best] + switch_cost else best for name in names}
         total = {
-            name: total[came[name]] + (switch if came[name] != name else 0.0) + log(costs[name][place])
+            name: total[came[name]] + (switch_cost if came[name] != name else 0.0) + log(costs[name][place])
             for name in names
         }
         back.append(came)
@@ -122,13 +122,13 @@ def cheapest(costs: dict[str, list[float]], switch: float = SWITCH) -> list[str]
     return path[::-1]
 
 
-def _price(cluster: Cluster, algorithm: str, ranks: int, nbytes: float, per_host: int) -> float:
-    return seconds(named(algorithm), ranks, nbytes, cluster.network, min(per_host, ranks))
+def _modelled_seconds(cluster: Cluster, algorithm: str, num_ranks: int, nbytes: float, ranks_per_host: int) -> float:
+    return all_reduce_seconds(named(algorithm), num_ranks, nbytes, cluster.network, min(ranks_per_host, num_ranks))
 
 
 def _ms(took: float) -> str:
     return f"{1e3 * took:.3g} ms"
 
 
-def _beside(name: str, usual: float | None) -> str:
+def _backend_comparison(name: str, usual: float | None) -> str:
     return "" if name == BACKEND or usual is None else f" by {name} ({_ms(usual)} by the backend)"

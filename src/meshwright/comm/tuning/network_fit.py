@@ -21,8 +21,8 @@ import numpy as np
 from scipy.optimize import nnls
 
 from meshwright.comm.algorithms import BACKEND, named
-from meshwright.comm.algorithms.cost_model import Demand, demands
-from meshwright.comm.tuning.autoselect import predicted
+from meshwright.comm.algorithms.cost_model import RoundLoad, round_loads
+from meshwright.comm.tuning.autoselect import predict_all_reduce_s
 from meshwright.plan.hardware.network_model import (
     AllReduceSeries,
     AllReduceTiming,
@@ -34,18 +34,18 @@ from meshwright.plan.hardware.network_model import (
     SizeBand,
 )
 
-BOUNDS = (16 << 10, 256 << 10, 4 << 20, 0)  # 0: the last band is open
-FASTEST = 1e15  # bytes per second, where a byte costs nothing that could be measured
-PARTS = ("host", "rank", "added", "between")
-FIXED = (
-    "host",
-    "between",
+BAND_LIMITS = (16 << 10, 256 << 10, 4 << 20, 0)  # 0: the last band is open
+MAX_BYTES_PER_S = 1e15  # bytes per second, where a byte costs nothing that could be measured
+LINK_NAMES = ("intra_host", "busiest_rank", "local_sum", "inter_host")
+LINKS_WITH_LATENCY = (
+    "intra_host",
+    "inter_host",
 )  # the parts with a latency of their own; the crowd of a round is that of the others
 
-Feature = tuple[str, int, str]  # a part or "crowd", the band or the number of ranks, "latency" or "bytes"
+NetworkFeature = tuple[str, int, str]  # a part or "crowd", the band or the number of ranks, "latency" or "bytes"
 
 
-def fitted(timings: Iterable[AllReduceTiming], per_host: int = 0) -> NetworkModel:
+def fit_network(timings: Iterable[AllReduceTiming], ranks_per_host: int = 0) -> NetworkModel:
     """The network whose prices come nearest to `timings`, measured with `per_host` ranks on each host (0: all on one).
 
     Raises ValueError when no algorithm but the backend was measured.
@@ -55,7 +55,7 @@ def fitted(timings: Iterable[AllReduceTiming], per_host: int = 0) -> NetworkMode
         raise ValueError(
             "only the backend was measured, whose rounds are not known; measure other algorithms too"
         )
-    asked = [_features(cell, per_host) for cell in cells]
+    asked = [_cell_features(cell, ranks_per_host) for cell in cells]
     columns = sorted({feature for each in asked for feature in each})
     matrix = np.array(
         [
@@ -63,15 +63,15 @@ def fitted(timings: Iterable[AllReduceTiming], per_host: int = 0) -> NetworkMode
             for each, cell in zip(asked, cells, strict=True)
         ]
     )
-    figures = dict(zip(columns, nonnegative(matrix, np.ones(len(cells))), strict=True))
+    figures = dict(zip(columns, nonnegative_least_squares(matrix, np.ones(len(cells))), strict=True))
     crowds = tuple(
         RoundOverhead(number, float(value)) for (part, number, _), value in figures.items() if part == "crowd"
     )
-    links = {part: _link(part, figures) for part in PARTS}
+    links = {part: _link_cost(part, figures) for part in LINK_NAMES}
     return NetworkModel(crowds, **links)
 
 
-def with_errors(cluster: Cluster, timings: Sequence[AllReduceTiming]) -> Cluster:
+def with_fit(cluster: Cluster, timings: Sequence[AllReduceTiming]) -> Cluster:
     """`cluster` with `timings` as what was measured, the network fitted to them, and how well that predicts.
 
     The errors are those of a fit to every other size, judged on the sizes between.
@@ -79,15 +79,15 @@ def with_errors(cluster: Cluster, timings: Sequence[AllReduceTiming]) -> Cluster
     sizes = sorted({cell.nbytes for cell in timings})
     kept = [cell for cell in timings if cell.nbytes in sizes[::2]]
     other = [cell for cell in timings if cell.nbytes not in sizes[::2]]
-    half = replace(cluster, network=fitted(kept, cluster.ranks_per_host), measurements=series_of(kept))
+    half = replace(cluster, network=fit_network(kept, cluster.ranks_per_host), measurements=group_into_series(kept))
     plain = [cell for cell in other if cell.algorithm != BACKEND]
-    model = median(_error(half.without_measurements(), cell) for cell in plain)
-    corrected = median(_error(half, cell) for cell in other)
-    whole = replace(cluster, network=fitted(timings, cluster.ranks_per_host), measurements=series_of(timings))
+    model = median(_prediction_error(half.without_measurements(), cell) for cell in plain)
+    corrected = median(_prediction_error(half, cell) for cell in other)
+    whole = replace(cluster, network=fit_network(timings, cluster.ranks_per_host), measurements=group_into_series(timings))
     return replace(whole, fit_error=FitError(round(model, 4), round(corrected, 4)))
 
 
-def series_of(timings: Iterable[AllReduceTiming]) -> tuple[AllReduceSeries, ...]:
+def group_into_series(timings: Iterable[AllReduceTiming]) -> tuple[AllReduceSeries, ...]:
     """`timings` as one series per algorithm and number of ranks."""
     cells: dict[tuple[int, str], list[AllReduceTiming]] = {}
     for cell in sorted(timings, key=lambda cell: cell.nbytes):
@@ -104,7 +104,7 @@ def series_of(timings: Iterable[AllReduceTiming]) -> tuple[AllReduceSeries, ...]
     )
 
 
-def nonnegative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+def nonnegative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     """The x >= 0 with the least |`matrix` x - `target`|."""
     scale = np.maximum(
         matrix.max(0), 1e-300
@@ -112,58 +112,58 @@ def nonnegative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     return nnls(matrix / scale, target)[0] / scale
 
 
-def _features(cell: AllReduceTiming, per_host: int) -> dict[Feature, float]:
+def _cell_features(cell: AllReduceTiming, per_host: int) -> dict[NetworkFeature, float]:
     """How often the rounds of a cell ask for each figure of the network."""
-    asked: dict[Feature, float] = {}
-    for demand, count in demands(named(cell.algorithm), cell.ranks, min(per_host, cell.ranks)):
-        for feature, amount in _asked(demand, cell.nbytes):
+    asked: dict[NetworkFeature, float] = {}
+    for demand, count in round_loads(named(cell.algorithm), cell.ranks, min(per_host, cell.ranks)):
+        for feature, amount in _round_features(demand, cell.nbytes):
             asked[feature] = asked.get(feature, 0.0) + count * amount
     return asked
 
 
-def _asked(demand: Demand, nbytes: int) -> list[tuple[Feature, float]]:
-    found: list[tuple[Feature, float]] = []
+def _round_features(demand: RoundLoad, nbytes: int) -> list[tuple[NetworkFeature, float]]:
+    found: list[tuple[NetworkFeature, float]] = []
     messages: dict[str, list[tuple[float, float]]] = {
-        "added": [(demand.added * nbytes, 1)] if demand.added else []
+        "local_sum": [(demand.local_sum * nbytes, 1)] if demand.local_sum else []
     }
-    if demand.leaving:
-        messages["between"] = [(demand.leaving * nbytes, 1)]
+    if demand.inter_host:
+        messages["inter_host"] = [(demand.inter_host * nbytes, 1)]
     else:
-        messages |= {"host": [(share * nbytes, count) for share, count in demand.host]}
-        messages |= {"rank": [(share * nbytes, count) for share, count in demand.rank]}
-        found.append((("crowd", demand.receiving, "latency"), 1))
+        messages |= {"intra_host": [(share * nbytes, count) for share, count in demand.intra_host]}
+        messages |= {"busiest_rank": [(share * nbytes, count) for share, count in demand.busiest_rank]}
+        found.append((("crowd", demand.num_receivers, "latency"), 1))
     for part, sizes in messages.items():
         for size, count in sizes:
-            band = _band(size)
+            band = _band_index(size)
             found.append(((part, band, "bytes"), count * size))
-            found += [((part, band, "latency"), count)] if part in FIXED else []
+            found += [((part, band, "latency"), count)] if part in LINKS_WITH_LATENCY else []
     return found
 
 
-def _band(nbytes: float) -> int:
-    return next(number for number, bound in enumerate(BOUNDS) if nbytes <= (bound or inf))
+def _band_index(nbytes: float) -> int:
+    return next(number for number, bound in enumerate(BAND_LIMITS) if nbytes <= (bound or inf))
 
 
-def _link(part: str, figures: dict[Feature, float]) -> LinkCost | None:
+def _link_cost(part: str, figures: dict[NetworkFeature, float]) -> LinkCost | None:
     numbers = sorted(band for name, band, kind in figures if (name, kind) == (part, "bytes"))
     bands = []
     for band in numbers:
         slowness, latency = figures[part, band, "bytes"], figures.get((part, band, "latency"), 0.0)
-        upto = 0 if band == numbers[-1] else BOUNDS[band]
+        upto = 0 if band == numbers[-1] else BAND_LIMITS[band]
         bands.append(
-            SizeBand(upto, float(latency), float(min(FASTEST, 1 / slowness)) if slowness > 0 else FASTEST)
+            SizeBand(upto, float(latency), float(min(MAX_BYTES_PER_S, 1 / slowness)) if slowness > 0 else MAX_BYTES_PER_S)
         )
     return LinkCost(tuple(bands)) if bands else None
 
 
-def _error(cluster: Cluster, cell: AllReduceTiming) -> float:
+def _prediction_error(cluster: Cluster, cell: AllReduceTiming) -> float:
     """The relative error of a prediction; as far below as above counts the same."""
-    guess = predicted(cluster, cell.algorithm, cell.ranks, cell.nbytes)
+    guess = predict_all_reduce_s(cluster, cell.algorithm, cell.ranks, cell.nbytes)
     return exp(abs(log(guess / cell.seconds))) - 1
 
 
 @dataclass(frozen=True)
-class Textbook:
+class AlphaBetaFit:
     """The two figures of the textbook's formulas that fit best, and the median relative error that they leave."""
 
     latency_s: float
@@ -171,13 +171,13 @@ class Textbook:
     error: float
 
 
-def textbook(cluster: Cluster, ranks: int) -> Textbook:
+def fit_alpha_beta(cluster: Cluster, num_ranks: int) -> AlphaBetaFit:
     """The latency and the bandwidth with which `Algorithm.seconds` comes nearest to what `ranks` ranks were measured to take.
 
     Raises ValueError when nothing but the backend was measured among so many.
     """
     found = [
-        series for series in cluster.measurements if series.ranks == ranks and series.algorithm != BACKEND
+        series for series in cluster.measurements if series.ranks == num_ranks and series.algorithm != BACKEND
     ]
     cells = [
         (named(each.algorithm), *cell)
@@ -185,18 +185,18 @@ def textbook(cluster: Cluster, ranks: int) -> Textbook:
         for cell in zip(each.nbytes, each.seconds, strict=True)
     ]
     if not cells:
-        raise ValueError(f"no algorithm but the backend was measured among {ranks} ranks; measure them too")
+        raise ValueError(f"no algorithm but the backend was measured among {num_ranks} ranks; measure them too")
     rows = [
-        (each.seconds(ranks, nbytes, 1.0, inf) / took, each.seconds(ranks, nbytes, 0.0, 1.0) / took)
+        (each.seconds(num_ranks, nbytes, 1.0, inf) / took, each.seconds(num_ranks, nbytes, 0.0, 1.0) / took)
         for each, nbytes, took in cells
     ]
-    latency, slowness = nonnegative(np.array(rows), np.ones(len(rows)))
-    rate = float(1 / slowness) if slowness > 0 else FASTEST
-    guesses = [each.seconds(ranks, nbytes, float(latency), rate) / took for each, nbytes, took in cells]
-    return Textbook(float(latency), rate, median(exp(abs(log(max(guess, 1e-9)))) - 1 for guess in guesses))
+    latency, slowness = nonnegative_least_squares(np.array(rows), np.ones(len(rows)))
+    rate = float(1 / slowness) if slowness > 0 else MAX_BYTES_PER_S
+    guesses = [each.seconds(num_ranks, nbytes, float(latency), rate) / took for each, nbytes, took in cells]
+    return AlphaBetaFit(float(latency), rate, median(exp(abs(log(max(guess, 1e-9)))) - 1 for guess in guesses))
 
 
-def banded(nbytes: Sequence[int], took: Sequence[float], num_bands: int) -> LinkCost:
+def fit_link(nbytes: Sequence[int], seconds: Sequence[float], num_bands: int) -> LinkCost:
     """The link whose cost comes nearest to one series of times, in `num_bands` bands of about equally many sizes.
 
     `nbytes` rise. A band is fitted to its own sizes and to one on either side, so that neighbouring bands nearly meet. With
@@ -207,10 +207,10 @@ def banded(nbytes: Sequence[int], took: Sequence[float], num_bands: int) -> Link
     bands = []
     for first, end in pairwise(cuts):
         near = range(max(0, first - 1), min(len(nbytes), end + 1))
-        rows = np.array([[1 / took[at], nbytes[at] / took[at]] for at in near])
-        latency, slowness = nonnegative(rows, np.ones(len(rows)))
+        rows = np.array([[1 / seconds[at], nbytes[at] / seconds[at]] for at in near])
+        latency, slowness = nonnegative_least_squares(rows, np.ones(len(rows)))
         upto = 0 if end == len(nbytes) else nbytes[end - 1]
         bands.append(
-            SizeBand(upto, float(latency), float(min(FASTEST, 1 / slowness)) if slowness > 0 else FASTEST)
+            SizeBand(upto, float(latency), float(min(MAX_BYTES_PER_S, 1 / slowness)) if slowness > 0 else MAX_BYTES_PER_S)
         )
     return LinkCost(tuple(bands))

@@ -12,43 +12,43 @@ from hashlib import blake2b
 
 import torch
 
-from meshwright.comm.collectives.announce import PAIRWISE, Call
+from meshwright.comm.collectives.announce import POINT_TO_POINT, CollectiveCall
 from meshwright.comm.collectives.group import Group
 from meshwright.plan.job.errors import CollectiveError
 
-ACTION = "CHECK"
-WIDTH = 256  # bytes of a rank's text
+CHECK_ACTION = "CHECK"
+CALL_TEXT_NBYTES = 256  # bytes of a rank's text
 
 
-class Comparison:
+class DesyncCheck:
     """What a ledger calls with each call of a group before it is issued."""
 
-    def __call__(self, group: Group, call: Call) -> None:
+    def __call__(self, group: Group, call: CollectiveCall) -> None:
         """Return when all ranks of `group` are about to issue the same. Raises CollectiveError on all of them otherwise."""
-        if call.collective in PAIRWISE:
+        if call.collective in POINT_TO_POINT:
             return  # the other ranks of the group take no part in it
         ledger = group.ledger
-        ledger.comparing = True
+        ledger.is_comparing = True
         try:
             digest = int.from_bytes(blake2b(str(call).encode(), digest_size=8).digest(), "big", signed=True)
-            digests = _gathered(group, torch.tensor([digest]))
+            digests = _all_gather(group, torch.tensor([digest]))
             if len(set(digests.tolist())) > 1:
-                raise _disagreement(group, call)
+                raise _desync_error(group, call)
         finally:
-            ledger.comparing = False
+            ledger.is_comparing = False
 
 
-def _gathered(group: Group, mine: torch.Tensor) -> torch.Tensor:
+def _all_gather(group: Group, mine: torch.Tensor) -> torch.Tensor:
     mine = mine.to(group.device or mine.device)
     output = mine.new_empty(group.size * mine.numel())
-    group.all_gather(output, mine, action=ACTION).wait()
+    group.all_gather(output, mine, action=CHECK_ACTION).wait()
     return output.cpu()
 
 
-def _disagreement(group: Group, call: Call) -> CollectiveError:
-    issued = group.ledger.recent.issued()[-1]
-    said = f"{call}\n    from {issued.place}".encode()[:WIDTH].ljust(WIDTH)
-    rows = _gathered(group, torch.frombuffer(bytearray(said), dtype=torch.uint8)).view(group.size, WIDTH)
+def _desync_error(group: Group, call: CollectiveCall) -> CollectiveError:
+    issued = group.ledger.flight_recorder.entries()[-1]
+    said = f"{call}\n    from {issued.location}".encode()[:CALL_TEXT_NBYTES].ljust(CALL_TEXT_NBYTES)
+    rows = _all_gather(group, torch.frombuffer(bytearray(said), dtype=torch.uint8)).view(group.size, CALL_TEXT_NBYTES)
     texts = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in rows]
     usual = max(texts, key=texts.count)
     clear = 2 * texts.count(usual) > len(texts)

@@ -11,38 +11,38 @@ import psutil
 
 
 @dataclass(frozen=True)
-class Process:
+class HostProcess:
     """A process of this host: its number, and when it started, in ticks since boot (numbers are used again)."""
 
-    number: int
-    started: int
+    pid: int
+    start_time: int
 
     @classmethod
-    def own(cls) -> Self:
+    def current(cls) -> Self:
         """The one that asks."""
         number = os.getpid()
-        return cls(number, _status(number)[0])
+        return cls(number, _process_status(number)[0])
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         """Whether it is still there, and not a corpse that its parent has not buried."""
         return self._state() not in ("", "dead")
 
     @property
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         """Whether it is there and does nothing until it gets SIGCONT."""
         return self._state() == "stopped"
 
     def _state(self) -> str:
         """runs, stopped or dead; "" when it is not there."""
         try:
-            started, state = _status(self.number)
+            started, state = _process_status(self.pid)
         except (OSError, psutil.Error):
             return ""
-        return state if started == self.started else ""
+        return state if started == self.start_time else ""
 
 
-def host_name() -> str:
+def host_id() -> str:
     """A name that two processes share when one can see the other under /proc; "" where that cannot be known."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -54,12 +54,12 @@ def host_name() -> str:
     return ""
 
 
-def _status(number: int) -> tuple[int, str]:
+def _process_status(pid: int) -> tuple[int, str]:
     """When a process started, and whether it runs, is stopped or dead. Raises OSError or psutil.Error when there is none."""
     if sys.platform != "linux":
-        process = psutil.Process(number)
+        process = psutil.Process(pid)
         states = {psutil.STATUS_ZOMBIE: "dead", psutil.STATUS_DEAD: "dead", psutil.STATUS_STOPPED: "stopped"}
         return int(process.create_time()), states.get(process.status(), "runs")
     # the fields behind the name, which may hold anything: first the state; the 20th is the start
-    fields = Path(f"/proc/{number}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return int(fields[19]), {"Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}.get(fields[0], "runs")

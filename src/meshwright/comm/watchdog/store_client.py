@@ -19,66 +19,66 @@ from typing import Self
 
 import torch.distributed as dist
 
-ANSWER_S = 4.0  # a machine that is too busy to answer earlier is rare, and asked again
+ANSWER_TIMEOUT_S = 4.0  # a machine that is too busy to answer earlier is rare, and asked again
 
 
-class Silent(RuntimeError):
+class StoreSilentError(RuntimeError):
     """The store has not answered. Look at the link to the host that keeps it; it may answer later."""
 
 
-class Room:
+class StoreClient:
     """What `store` knows, asked by any thread. `close` it in the end."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
-        self._questions: SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = SimpleQueue()
-        self._last: Future[object] | None = None
-        self._asking = threading.Lock()
+        self._requests: SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = SimpleQueue()
+        self._last_answer: Future[object] | None = None
+        self._request_lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def of(cls, store: dist.Store, rank: int) -> Self:
+    def for_rank(cls, store: dist.Store, rank: int) -> Self:
         """The part of `store` that belongs to the k-th of these calls on every rank, whatever those before it left there."""
         own = store.clone()  # pyrefly: ignore[missing-attribute]  torch's stubs lack it; a connection of its own, used by a thread
         return cls(dist.PrefixStore(f"lookout/{own.add(f'lookouts/{rank}', 1)}", own))
 
     def set(self, key: str, value: str) -> None:
         """Put `value` under `key`. Raises Silent, or what the store raises."""
-        self._ask(partial(self._store.set, key, value))
+        self._request(partial(self._store.set, key, value))
 
     def check(self, keys: list[str]) -> bool:
         """Whether there are values under all `keys`. Raises Silent, or what the store raises."""
-        return bool(self._ask(partial(self._store.check, keys)))
+        return bool(self._request(partial(self._store.check, keys)))
 
     def get(self, key: str) -> bytes:
         """The value under `key`, which is there. Raises Silent, or what the store raises."""
-        found = self._ask(partial(self._store.get, key))
+        found = self._request(partial(self._store.get, key))
         return found if isinstance(found, bytes) else b""
 
     def close(self) -> None:
         """End the thread; one that still waits for an answer ends when it has come, or with the process."""
         if self._thread is not None:
-            self._questions.put(None)
-            if self._last is None or self._last.done():
+            self._requests.put(None)
+            if self._last_answer is None or self._last_answer.done():
                 self._thread.join()
 
-    def _ask(self, question: Callable[[], object]) -> object:
-        with self._asking:
-            if self._last is not None and not self._last.done():
-                raise Silent("the store owes an answer. Look at the link to the host that keeps it")
+    def _request(self, request: Callable[[], object]) -> object:
+        with self._request_lock:
+            if self._last_answer is not None and not self._last_answer.done():
+                raise StoreSilentError("the store owes an answer. Look at the link to the host that keeps it")
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, daemon=True, name="room")
                 self._thread.start()
-            self._last = answer = Future[object]()
-            self._questions.put((question, answer))
+            self._last_answer = answer = Future[object]()
+            self._requests.put((request, answer))
             try:
-                return answer.result(ANSWER_S)
+                return answer.result(ANSWER_TIMEOUT_S)
             except TimeoutError:
-                text = f"the store has not answered for {ANSWER_S:g} s"
-                raise Silent(f"{text}. Look at the link to the host that keeps it") from None
+                text = f"the store has not answered for {ANSWER_TIMEOUT_S:g} s"
+                raise StoreSilentError(f"{text}. Look at the link to the host that keeps it") from None
 
     def _serve(self) -> None:
-        while (asked := self._questions.get()) is not None:
+        while (asked := self._requests.get()) is not None:
             question, answer = asked
             try:
                 answer.set_result(question())

@@ -40,57 +40,57 @@ from typing import Self
 
 import torch.distributed as dist
 
-from meshwright.comm.collectives.flight_recorder import opened, read_ring
+from meshwright.comm.collectives.flight_recorder import open_ring, read_ring
 from meshwright.comm.collectives.group import Ledger
-from meshwright.comm.watchdog.hang_report import blame
-from meshwright.comm.watchdog.host import host_name
-from meshwright.comm.watchdog.rank_status import Birth, Birthmark, Statement, Wait, main_stack, trace_of
-from meshwright.comm.watchdog.store_client import Room, Silent
+from meshwright.comm.watchdog.hang_report import diagnose_hang
+from meshwright.comm.watchdog.host import host_id
+from meshwright.comm.watchdog.rank_status import ProcessProbe, ProbeTarget, RankStatus, PendingWait, main_thread_stack, traceback_frames
+from meshwright.comm.watchdog.store_client import StoreClient, StoreSilentError
 from meshwright.plan.job.errors import PEER_LOST_PATTERN, CollectiveError
 from meshwright.plan.job.run_options import WaitLimits
 from meshwright.plan.sharding.mesh import Mesh
 
-SLICE_S = 0.25  # how long a body may wait before it asks `check`
-LOOK_S = 0.25  # how often a rank looks whether somebody asks; longer where there are many ranks
-RANKS_PER_LOOK = 400  # so that the store serves no more than so many looks in `LOOK_S`
-ANSWER_S = 1.5  # for a rank to answer; its thread needs `LOOK_S`
-ABANDON_S = 15.0  # for the main thread to notice that another rank has failed
-POLL_S = 0.03
+WAIT_SLICE_S = 0.25  # how long a body may wait before it asks `check`
+POLL_INTERVAL_S = 0.25  # how often a rank looks whether somebody asks; longer where there are many ranks
+MAX_RANKS_PER_POLL = 400  # so that the store serves no more than so many looks in `LOOK_S`
+ANSWER_TIMEOUT_S = 1.5  # for a rank to answer; its thread needs `LOOK_S`
+ABANDON_AFTER_S = 15.0  # for the main thread to notice that another rank has failed
+SHORT_POLL_S = 0.03
 SETTLE_S = 0.3  # for a process that closed its connections to be gone, and for its last word to arrive
-NEIGHBOURS = 64  # ranks of a host that look into each other's memory
+MAX_READABLE_NEIGHBOURS = 64  # ranks of a host that look into each other's memory
 
 
-class Lookout:
+class Watchdog:
     """What watches over the waits of one rank. Without a `store` it knows of no other rank, and only the limits hold.
 
     `limits` are those of the phases that `ledger.phase` names. `abandon` is called, by the thread, when the alarm was raised
     `ABANDON_S` ago and the main thread has not come out of whatever it is in; by itself, it does nothing.
     """
 
-    abandon: Callable[[], None]
+    on_abandon: Callable[[], None]
 
     def __init__(
         self, store: dist.Store | None, mesh: Mesh, rank: int, ledger: Ledger, limits: WaitLimits
     ) -> None:
-        self.limits, self.abandon = limits, _stay
+        self.limits, self.on_abandon = limits, _leave_running
         self._mesh, self._rank, self._ledger = mesh, rank, ledger
-        self._store = None if store is None else Room.of(store, rank)
+        self._store = None if store is None else StoreClient.for_rank(store, rank)
         self._waits: dict[int, tuple[int, float]] = {}  # by thread: the order of the collective, since when
-        self._births: dict[int, Birth] = {}
+        self._process_probes: dict[int, ProcessProbe] = {}
         self._rings: dict[int, mmap] = {}
-        self._alarmed, self._over = threading.Event(), threading.Event()
-        self._saying = threading.Lock()
-        self._said: Statement | None = None
-        self._mark: Birthmark | None = None
+        self._alarmed, self._closed = threading.Event(), threading.Event()
+        self._status_lock = threading.Lock()
+        self._published_status: RankStatus | None = None
+        self._probe_target: ProbeTarget | None = None
         if self._store is not None and mesh.world_size > 1:
-            self._mark = Birthmark(ledger.recent.share())
-            self._store.set(f"born/{rank}", json.dumps(asdict(self._mark.birth)))
+            self._probe_target = ProbeTarget(ledger.flight_recorder.move_to_shared_memory())
+            self._store.set(f"born/{rank}", json.dumps(asdict(self._probe_target.probe)))
             self._thread = threading.Thread(target=self._serve, daemon=True, name="lookout")
             self._thread.start()
-            atexit.register(self._ended)
+            atexit.register(self._on_exit)
 
     @property
-    def alarmed(self) -> bool:
+    def is_alarmed(self) -> bool:
         """Whether some rank has failed, or waits in vain."""
         return self._alarmed.is_set()
 
@@ -99,160 +99,160 @@ class Lookout:
         """The ranks of this host whose last collectives can be read whatever becomes of them."""
         return frozenset(self._rings)
 
-    def waiting(self, order: int) -> "Waiting":
+    def watch_wait(self, sequence_id: int) -> "WatchedWait":
         """The wait of this thread for the collective of that `order` in the ring, to be entered."""
-        return Waiting(self, order)
+        return WatchedWait(self, sequence_id)
 
     def limit_s(self) -> float:
         """How long one wait may last in the present phase."""
         return self.limits.for_phase(self._ledger.phase)
 
-    def leave(self, error: BaseException | None = None) -> None:
+    def announce_exit(self, error: BaseException | None = None) -> None:
         """Tell the others that this rank issues nothing more, and why; they stop waiting at once if there is an `error`."""
-        if self._mark is None or self._store is None or self._over.is_set():
+        if self._probe_target is None or self._store is None or self._closed.is_set():
             return
-        statement = replace(self._statement(), state="left")
+        statement = replace(self._own_status(), condition="left")
         if error is not None:
             text = f"{type(error).__name__}: {error}".rstrip(": ")
-            stack = trace_of(error.__traceback__) or statement.stack
-            statement = replace(statement, error=text, own=not is_consequence(error), stack=stack)
+            stack = traceback_frames(error.__traceback__) or statement.stack
+            statement = replace(statement, error=text, is_root_cause=not is_consequence(error), stack=stack)
         with suppress(RuntimeError):  # the store may be gone, with the rank that kept it
-            self._store.set(f"left/{self._rank}", statement.as_json())
+            self._store.set(f"left/{self._rank}", statement.to_json())
             if error is not None:
                 self._store.set("alarm", str(self._rank))
 
     def close(self) -> None:
         """End the thread and let go of what was opened; a second call does nothing."""
-        if self._mark is None or self._store is None or self._over.is_set():
+        if self._probe_target is None or self._store is None or self._closed.is_set():
             return
-        self._over.set()
+        self._closed.set()
         self._thread.join()
         self._store.close()
-        atexit.unregister(self._ended)
-        self._mark.close()
+        atexit.unregister(self._on_exit)
+        self._probe_target.close()
         for ring in self._rings.values():
             ring.close()
 
-    def report(self, cause: str) -> CollectiveError:
+    def diagnose(self, cause: str) -> CollectiveError:
         """Ask every rank where it is, and say who is to blame; `cause` is what this rank knows by itself."""
-        statements = {self._rank: self._say()}
-        if self._store is not None and self._mark is not None:
+        statements = {self._rank: self._publish_status()}
+        if self._store is not None and self._probe_target is not None:
             with suppress(RuntimeError):
                 self._store.set("alarm", str(self._rank))
-            statements |= self._gather()
+            statements |= self._gather_statuses()
         elif self._mesh.world_size > 1:
-            repair = "make the world with meshwright.comm.world.rendezvous, or initialise torch.distributed with a store"
+            repair = "make the world with meshwright.comm.world.init_world, or initialise torch.distributed with a store"
             return CollectiveError(
                 f"{cause}. The other ranks cannot be asked: this world knows no store; {repair}"
             )
-        verdict = blame(statements, self._mesh)
+        verdict = diagnose_hang(statements, self._mesh)
         speaker = min((rank for rank, each in statements.items() if each.waits), default=self._rank)
         return CollectiveError(f"{verdict}\n{cause}", report=str(verdict), is_reporter=speaker == self._rank)
 
     def _serve(self) -> None:
-        while not self._over.wait(self._pause_s()):
+        while not self._closed.wait(self._pause_s()):
             try:
-                self._meet()
+                self._find_peers()
                 if self._store is not None and self._store.check(["alarm"]):
-                    self._say()
+                    self._publish_status()
                     self._alarmed.set()
                     break
-            except Silent:  # no word from where the store is kept; there may be one later
+            except StoreSilentError:  # no word from where the store is kept; there may be one later
                 continue
             except RuntimeError:  # the store is gone: so is the rank that kept it, and connections will break
                 break
-        if not self._over.wait(ABANDON_S):
-            self.abandon()
+        if not self._closed.wait(ABANDON_AFTER_S):
+            self.on_abandon()
 
     def _pause_s(self) -> float:
         """Until the next look; shorter while the ranks of a small job come together, so that an early death is seen too."""
-        coming = len(self._births) < self._mesh.world_size <= NEIGHBOURS
-        return POLL_S if coming else LOOK_S * max(1.0, self._mesh.world_size / RANKS_PER_LOOK)
+        coming = len(self._process_probes) < self._mesh.world_size <= MAX_READABLE_NEIGHBOURS
+        return SHORT_POLL_S if coming else POLL_INTERVAL_S * max(1.0, self._mesh.world_size / MAX_RANKS_PER_POLL)
 
-    def _meet(self) -> None:
+    def _find_peers(self) -> None:
         """Learn how the others can be looked at, as far as they have come; open the rings of those on this host."""
         if (
             self._store is None
-            or len(self._births) == self._mesh.world_size
-            or self._mesh.world_size > RANKS_PER_LOOK
+            or len(self._process_probes) == self._mesh.world_size
+            or self._mesh.world_size > MAX_RANKS_PER_POLL
         ):
             return
         for rank in range(self._mesh.world_size):
-            if rank not in self._births and self._store.check([f"born/{rank}"]):
-                birth = Birth(**json.loads(self._store.get(f"born/{rank}")))
-                self._births[rank] = birth
-                near = birth.host == host_name() and rank != self._rank and len(self._rings) < NEIGHBOURS
-                ring = opened(birth.pid, birth.ring_fd) if near and birth.ring_fd is not None else None
+            if rank not in self._process_probes and self._store.check([f"born/{rank}"]):
+                birth = ProcessProbe(**json.loads(self._store.get(f"born/{rank}")))
+                self._process_probes[rank] = birth
+                near = birth.host_id == host_id() and rank != self._rank and len(self._rings) < MAX_READABLE_NEIGHBOURS
+                ring = open_ring(birth.pid, birth.recorder_fd) if near and birth.recorder_fd is not None else None
                 if ring is not None:
                     self._rings[rank] = ring
 
-    def _statement(self) -> Statement:
+    def _own_status(self) -> RankStatus:
         now = time.monotonic()
-        waits = tuple(Wait(order, now - since) for order, since in list(self._waits.values()))
+        waits = tuple(PendingWait(order, now - since) for order, since in list(self._waits.values()))
         ledger = self._ledger
-        recent, stack = tuple(ledger.recent.issued()), main_stack()
-        return Statement(
-            self._rank, "answers", ledger.phase, ledger.step, recent, waits, stack, at=time.time()
+        recent, stack = tuple(ledger.flight_recorder.entries()), main_thread_stack()
+        return RankStatus(
+            self._rank, "answers", ledger.phase, ledger.step, recent, waits, stack, time_s=time.time()
         )
 
-    def _say(self) -> Statement:
+    def _publish_status(self) -> RankStatus:
         """What this rank says: made, and told the others, once, because what it does after the alarm is of no interest."""
-        with self._saying:
-            if self._said is None:
-                self._said = self._statement()
-                if self._store is not None and self._mark is not None:
+        with self._status_lock:
+            if self._published_status is None:
+                self._published_status = self._own_status()
+                if self._store is not None and self._probe_target is not None:
                     with suppress(RuntimeError):
-                        self._store.set(f"say/{self._rank}", self._said.as_json())
-            return self._said
+                        self._store.set(f"say/{self._rank}", self._published_status.to_json())
+            return self._published_status
 
-    def _gather(self) -> dict[int, Statement]:
+    def _gather_statuses(self) -> dict[int, RankStatus]:
         """The statements of all other ranks: what they say, or what can be seen of those that do not answer."""
-        found: dict[int, Statement] = {}
+        found: dict[int, RankStatus] = {}
         start = time.monotonic()
         missing = [rank for rank in range(self._mesh.world_size) if rank != self._rank]
-        while missing and time.monotonic() - start < ANSWER_S:
+        while missing and time.monotonic() - start < ANSWER_TIMEOUT_S:
             for rank in list(missing):
-                heard = self._heard(rank)
-                if heard is None and time.monotonic() - start > SETTLE_S and self._is_gone(rank):
-                    heard = self._seen(rank)
+                heard = self._reported_status(rank)
+                if heard is None and time.monotonic() - start > SETTLE_S and self._is_dead(rank):
+                    heard = self._observed_status(rank)
                 if heard is not None:
                     found[rank] = heard
                     missing.remove(rank)
             if missing:
-                time.sleep(POLL_S)
-        found |= {rank: self._seen(rank) for rank in missing}
-        left = {rank: self._read(f"left/{rank}") for rank in found}  # some fail only after they have answered
+                time.sleep(SHORT_POLL_S)
+        found |= {rank: self._observed_status(rank) for rank in missing}
+        left = {rank: self._read_status(f"left/{rank}") for rank in found}  # some fail only after they have answered
         # what one leaves with because others failed hides where it was when they missed it
-        return found | {rank: each for rank, each in left.items() if each is not None and each.own}
+        return found | {rank: each for rank, each in left.items() if each is not None and each.is_root_cause}
 
-    def _heard(self, rank: int) -> Statement | None:
-        return self._read(f"say/{rank}") or self._read(f"left/{rank}")
+    def _reported_status(self, rank: int) -> RankStatus | None:
+        return self._read_status(f"say/{rank}") or self._read_status(f"left/{rank}")
 
-    def _read(self, key: str) -> Statement | None:
+    def _read_status(self, key: str) -> RankStatus | None:
         try:
             if self._store is not None and self._store.check([key]):
-                return Statement.of_json(self._store.get(key))
+                return RankStatus.from_json(self._store.get(key))
         except RuntimeError:
             return None
         return None
 
-    def _is_gone(self, rank: int) -> bool:
-        birth = self._births.get(rank)
-        return birth is not None and birth.host == host_name() and not birth.alive()
+    def _is_dead(self, rank: int) -> bool:
+        birth = self._process_probes.get(rank)
+        return birth is not None and birth.host_id == host_id() and not birth.is_alive()
 
-    def _seen(self, rank: int) -> Statement:
+    def _observed_status(self, rank: int) -> RankStatus:
         """What can be seen of a rank that does not answer."""
-        birth, ring = self._births.get(rank), self._rings.get(rank)
+        birth, ring = self._process_probes.get(rank), self._rings.get(rank)
         recent = () if ring is None else tuple(read_ring(ring))
-        if birth is None or birth.host != host_name():
-            return Statement(rank, "silent", recent=recent)
-        state = birth.state()
-        return Statement(rank, state, recent=recent, stack=birth.stack() if state == "silent" else ())
+        if birth is None or birth.host_id != host_id():
+            return RankStatus(rank, "silent", collectives=recent)
+        state = birth.condition()
+        return RankStatus(rank, state, collectives=recent, stack=birth.stack() if state == "silent" else ())
 
-    def _ended(self) -> None:
+    def _on_exit(self) -> None:
         """Runs when the interpreter ends while this is open: a script that ended by itself, or by an error."""
         error = vars(sys).get("last_value")
-        self.leave(
+        self.announce_exit(
             error
             if isinstance(error, BaseException)
             else SystemExit("its script ended while the world was open")
@@ -260,52 +260,52 @@ class Lookout:
         self.close()
 
 
-class Waiting:
+class WatchedWait:
     """One wait of a thread. While it is entered, the rank's statement says what it waits for, and since when."""
 
-    __slots__ = ("_lookout", "_order", "_since", "_thread")
+    __slots__ = ("_watchdog", "_sequence_id", "_since", "_thread")
 
-    def __init__(self, lookout: Lookout, order: int) -> None:
-        self._lookout, self._order = lookout, order
+    def __init__(self, watchdog: Watchdog, sequence_id: int) -> None:
+        self._watchdog, self._sequence_id = watchdog, sequence_id
 
     def __enter__(self) -> Self:
         self._since, self._thread = time.monotonic(), threading.get_ident()
-        self._lookout._waits[self._thread] = (self._order, self._since)
+        self._watchdog._waits[self._thread] = (self._sequence_id, self._since)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._lookout._waits.pop(self._thread, None)
+        self._watchdog._waits.pop(self._thread, None)
 
     @property
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """How much longer it may last."""
-        return self._since + self._lookout.limit_s() - time.monotonic()
+        return self._since + self._watchdog.limit_s() - time.monotonic()
 
     def check(self) -> None:
         """Return when it is fine to go on waiting. Raises CollectiveError when the limit is reached, or a rank has failed."""
-        if self.left_s <= 0:
-            raise self._lookout.report(
-                f"rank {self._lookout._rank} gave up after {time.monotonic() - self._since:.1f} s"
+        if self.remaining_s <= 0:
+            raise self._watchdog.diagnose(
+                f"rank {self._watchdog._rank} gave up after {time.monotonic() - self._since:.1f} s"
             )
-        if self._lookout._alarmed.is_set():
-            raise self._lookout.report(
-                f"rank {self._lookout._rank} stopped waiting: another rank failed, or gave up"
+        if self._watchdog._alarmed.is_set():
+            raise self._watchdog.diagnose(
+                f"rank {self._watchdog._rank} stopped waiting: another rank failed, or gave up"
             )
 
-    def failed(self, cause: str) -> CollectiveError:
+    def error_for(self, cause: str) -> CollectiveError:
         """What to raise when the backend itself gives up; `cause` is its own word."""
-        return self._lookout.report(cause)
+        return self._watchdog.diagnose(cause)
 
 
-def waited(waiting: Waiting, over: Callable[[float], bool]) -> None:
+def wait_until(wait: WatchedWait, is_done: Callable[[float], bool]) -> None:
     """Return when `over(seconds)`, which waits so long at most, says so. Raises what `waiting.check` raises."""
-    while not over(min(SLICE_S, max(0.001, waiting.left_s))):
-        waiting.check()
+    while not is_done(min(WAIT_SLICE_S, max(0.001, wait.remaining_s))):
+        wait.check()
 
 
-def _stay() -> None:
+def _leave_running() -> None:
     """Leave a stuck process to whoever started it."""
 
 

@@ -1,10 +1,12 @@
-"""What `--fix WORD=VALUE` gives of a layout: words of the mesh and of the strategies, as a user knows them.
+"""`--set NAME=VALUE` of `search`: choices of mesh and strategies that are given instead of searched.
 
-dp tp pp cp dp_shard       ranks along an axis; dp_shard: the copies among which shards lie
-zero micro chunks          the stage, rows of a micro-batch, parts of the model per rank along pp
-schedule recompute         by name; layers or none
-method                     ring, ulysses or hybrid: how attention is divided along cp
-inside                     tp (the usual) or dp: whose ranks stand side by side on a host
+    dp tp pp cp dp_shard          ranks along an axis; dp_shard: the data-parallel ranks that share one set of shards
+    zero                          the ZeRO stage
+    micro_batch virtual_stages    samples of a micro-batch; virtual stages per rank along pp
+    schedule                      the pipeline schedule, by name
+    activation_checkpointing      layers or none
+    context_parallel              ring, ulysses or hybrid: the attention algorithm along cp
+    intra_host                    tp (default) or dp: the axis whose ranks are neighbors on a host
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,21 +14,24 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from meshwright.plan.job.errors import Diagnostic, suggest_name
-from meshwright.planner.analytic.parallel_config import ALL, BOTH, FOLDED, HALVES, Layout, Order, Rerun
-from meshwright.planner.search.request import RERUNS, Wish
+from meshwright.planner.analytic.parallel_config import GPIPE, DUALPIPE, ZB_V, ZB_H1, ParallelConfig, ScheduleProfile, RecomputeMode
+from meshwright.planner.search.request import RECOMPUTE_MODES, SearchRequest
 
-# what ranks along pp wait and hold under each schedule (strategies/pipeline), and the chunks it needs; 0: any
-SCHEDULES: Mapping[str, tuple[Order, int]] = {
-    "1f1b": (Order(), 1),
-    "interleaved": (Order(), 0),
-    "zb_h1": (HALVES, 1),
-    "zb_v": (FOLDED, 2),
-    "gpipe": (ALL, 1),
-    "dualpipe": (BOTH, 1),
+# per schedule: idle time and memory of ranks along pp, and the virtual stages that it needs (0: any number)
+SCHEDULES: Mapping[str, tuple[ScheduleProfile, int]] = {
+    "1f1b": (ScheduleProfile(), 1),
+    "interleaved": (ScheduleProfile(), 0),
+    "zb_h1": (ZB_H1, 1),
+    "zb_v": (ZB_V, 2),
+    "gpipe": (GPIPE, 1),
+    "dualpipe": (DUALPIPE, 1),
 }
-# gpipe waits as long as 1f1b and holds more, dualpipe waits longer than zb_v and holds weights twice: for those who fix them
+# not searched: gpipe has the bubble of 1f1b and more memory, dualpipe a larger bubble than zb_v and two copies of the weights
 SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zb_v")
-NUMBER_KEYS = {name: name for name in ("dp", "tp", "pp", "cp", "micro", "chunks")} | {
+# name of --set -> key of SearchRequest.fixed
+NUMBER_KEYS = {name: name for name in ("dp", "tp", "pp", "cp")} | {
+    "micro_batch": "micro",
+    "virtual_stages": "chunks",
     "dp_shard": "within",
     "zero": "shards",
 }
@@ -37,77 +42,85 @@ CONTEXT_METHODS: Mapping[str, Literal["none", "all", "some"]] = {
 }
 NAME_CHOICES: Mapping[str, Sequence[str]] = {
     "schedule": tuple(SCHEDULES),
-    "recompute": RERUNS,
-    "method": tuple(CONTEXT_METHODS),
-    "inside": ("tp", "dp"),
+    "activation_checkpointing": RECOMPUTE_MODES,
+    "context_parallel": tuple(CONTEXT_METHODS),
+    "intra_host": ("tp", "dp"),
 }
 
 
 @dataclass(frozen=True)
 class SearchConstraints:
-    """What a user has fixed: numbers by the planner's words, and names by the user's."""
+    """The given choices: sizes by the keys of `SearchRequest.fixed`, and names by the keys of `--set`."""
 
     sizes: Mapping[str, int] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
 
-    def apply(self, request: Wish) -> Wish:
-        """`wish`, of which this is given."""
-        schedule, method = self.names.get("schedule"), self.names.get("method")
-        shown = (schedule,) if schedule else SEARCHED_SCHEDULES
-        reruns: dict[str, tuple[Rerun, ...]] = {name: (name,) for name in RERUNS}
-        pipes = ("pp",) if schedule or "chunks" in self.sizes else ()
-        base = replace(request.base, outside=self.names.get("inside") == "dp")
+    def apply(self, request: SearchRequest) -> SearchRequest:
+        """Returns `request` with these choices fixed."""
+        schedule, algorithm = self.names.get("schedule"), self.names.get("context_parallel")
+        schedules = (schedule,) if schedule else SEARCHED_SCHEDULES
+        modes: dict[str, tuple[RecomputeMode, ...]] = {name: (name,) for name in RECOMPUTE_MODES}
+        pipeline_axes = ("pp",) if schedule or "chunks" in self.sizes else ()
+        base_config = replace(request.base_config, tp_across_hosts=self.names.get("intra_host") == "dp")
         return replace(
             request,
-            orders={name: SCHEDULES[name] for name in shown},
+            schedules={name: SCHEDULES[name] for name in schedules},
             fixed=self.sizes,
-            divided=(*pipes, *(("cp",) if method else ())),
-            exchange=CONTEXT_METHODS[method] if method else "",
-            reruns=reruns.get(self.names.get("recompute", ""), RERUNS),
-            least=1 if method else request.least,
-            base=base,
+            required_axes=(*pipeline_axes, *(("cp",) if algorithm else ())),
+            head_exchange=CONTEXT_METHODS[algorithm] if algorithm else "",
+            recompute_modes=modes.get(self.names.get("activation_checkpointing", ""), RECOMPUTE_MODES),
+            min_tokens_per_rank=1 if algorithm else request.min_tokens_per_rank,
+            base_config=base_config,
         )
 
 
 def parse_constraints(assignments: Sequence[str], diagnostics: list[Diagnostic]) -> SearchConstraints:
-    """What `words` fix; `faults` learns of those that are not understood."""
-    numbers, names = dict[str, int](), dict[str, str]()
-    for word in assignments:
-        name, _, value = word.partition("=")
-        diagnostics += _faults(word, name, value)
-        before = numbers.get(NUMBER_KEYS.get(name, "")) if name in NUMBER_KEYS else names.get(name)
-        if before is not None and str(before) != value:
+    """Returns the choices of `assignments` (NAME=VALUE); appends to `diagnostics` those that are not
+    understood.
+    """
+    sizes, names = dict[str, int](), dict[str, str]()
+    for assignment in assignments:
+        name, _, value = assignment.partition("=")
+        diagnostics += _assignment_diagnostics(assignment, name, value)
+        previous = sizes.get(NUMBER_KEYS.get(name, "")) if name in NUMBER_KEYS else names.get(name)
+        if previous is not None and str(previous) != value:
             diagnostics.append(
-                Diagnostic(f"{name} is fixed at {before} and at {value}", "fix it once", "--fix")
+                Diagnostic(f"{name} is set to {previous} and to {value}", "set it once", "--set")
             )
         if name in NUMBER_KEYS and value.isdecimal():
-            numbers[NUMBER_KEYS[name]] = int(value)
+            sizes[NUMBER_KEYS[name]] = int(value)
         elif name in NAME_CHOICES and value in NAME_CHOICES[name]:
             names[name] = value
-    return SearchConstraints(numbers, names)
+    return SearchConstraints(sizes, names)
 
 
-def _faults(word: str, name: str, value: str) -> Iterator[Diagnostic]:
+def _assignment_diagnostics(assignment: str, name: str, value: str) -> Iterator[Diagnostic]:
     if name not in NUMBER_KEYS and name not in NAME_CHOICES:
         yield Diagnostic(
-            f"'{word}' fixes nothing that is known",
+            f"'{assignment}' sets no known choice",
             suggest_name(name, (*NUMBER_KEYS, *NAME_CHOICES)),
-            "--fix",
+            "--set",
         )
     elif not value:
-        usual = ("3" if name == "zero" else "8") if name in NUMBER_KEYS else NAME_CHOICES[name][0]
-        yield Diagnostic(f"'{word}' fixes nothing", f"write WORD=VALUE, for example {name}={usual}", "--fix")
+        example = ("3" if name == "zero" else "8") if name in NUMBER_KEYS else NAME_CHOICES[name][0]
+        yield Diagnostic(f"'{assignment}' has no value", f"write NAME=VALUE, for example {name}={example}", "--set")
     elif name in NUMBER_KEYS and not value.isdecimal():
-        yield Diagnostic(f"{name} is '{value}'", f"write a whole number, for example {name}=2", "--fix")
+        yield Diagnostic(f"{name} is '{value}'", f"write a whole number, for example {name}=2", "--set")
     elif name in NAME_CHOICES and value not in NAME_CHOICES[name]:
-        yield Diagnostic(f"{name} is '{value}'", suggest_name(value, NAME_CHOICES[name]), "--fix")
+        yield Diagnostic(f"{name} is '{value}'", suggest_name(value, NAME_CHOICES[name]), "--set")
 
 
-def schedule_costs(schedule: str) -> Order | None:
-    """What ranks along pp wait and hold under a schedule; None for one that a search does not know."""
+def schedule_costs(schedule: str) -> ScheduleProfile | None:
+    """Returns the idle time and memory of ranks along pp under a schedule; None for one that the search does
+    not know.
+    """
     return SCHEDULES[schedule][0] if schedule in SCHEDULES else None
 
 
-def base_config(dtypes: Mapping[str, float]) -> Layout:
-    """What every layout has on devices with such peaks: products in bfloat16, or in float16 where there is nothing else."""
-    return Layout(dtype="float16" if "float16" in dtypes and "bfloat16" not in dtypes else "bfloat16")
+def base_config(dtypes: Mapping[str, float]) -> ParallelConfig:
+    """Returns what all candidates have in common on devices with these peak rates: the dtype of matrix
+    products.
+
+    It is bfloat16, or float16 on devices that have nothing else.
+    """
+    return ParallelConfig(dtype="float16" if "float16" in dtypes and "bfloat16" not in dtypes else "bfloat16")

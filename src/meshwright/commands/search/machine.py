@@ -15,14 +15,14 @@ from meshwright.plan.hardware.device_specs import DeviceSpec, find_device
 from meshwright.plan.job.errors import Diagnostic, PlanError, collect_diagnostics
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Transfer
-from meshwright.planner.analytic.model_shape import Shape
-from meshwright.planner.analytic.parallel_config import Layout
-from meshwright.planner.analytic.step_time import step
-from meshwright.planner.machine.from_benchmark import with_cluster
-from meshwright.planner.machine.from_run import Learnt, taught
+from meshwright.planner.analytic.model_shape import ModelShape
+from meshwright.planner.analytic.parallel_config import ParallelConfig
+from meshwright.planner.analytic.step_time import step_time
+from meshwright.planner.machine.from_benchmark import with_measured_links
+from meshwright.planner.machine.from_run import RunCalibration, apply_calibration
 from meshwright.planner.machine.machine import Machine
-from meshwright.planner.program_cost.network_time import ByRates
-from meshwright.planner.search.max_fit import MOST_DEVICES
+from meshwright.planner.program_cost.network_time import RatedNetworkTime
+from meshwright.planner.search.max_fit import MAX_DEVICES
 from meshwright.run.config.config_file import PlanRequest, read_request
 from meshwright.run.measure.hardware_lookup import find_profile, read_machine, with_host_links
 from meshwright.run.measure.network_profile import read_cluster
@@ -46,7 +46,7 @@ MODELED_STRATEGIES = (
 MIN_MESSAGE_NBYTES = 1 << 16  # bytes of a message whose rate says something of a link
 
 
-ShapeLookup = Callable[[str, int], Shape]
+ShapeLookup = Callable[[str, int], ModelShape]
 
 
 def search_machine(
@@ -58,14 +58,14 @@ def search_machine(
     the tokens of a row. Raises PlanError for what is not known, or does not fit.
     """
     faults: list[Diagnostic] = []
-    found = collect_diagnostics(faults, read_machine, hardware, MOST_DEVICES if for_max_fit else count)
+    found = collect_diagnostics(faults, read_machine, hardware, MAX_DEVICES if for_max_fit else count)
     links = collect_diagnostics(faults, read_cluster, Path(cluster)) if cluster else None
     was = collect_diagnostics(faults, read_previous_run, Path(run)) if run else None
     if found is None or faults:
         raise PlanError.from_diagnostics(faults)
     notes: list[str] = []
     if links is not None:
-        found, said = with_cluster(found, links)
+        found, said = with_measured_links(found, links)
         notes += said
     found = with_host_links(found, hardware)
     profile = find_profile(hardware)
@@ -79,20 +79,20 @@ def search_machine(
     if was is not None:
         learnt = calibrate_from_run(Path(run), was, found, shape_lookup)
         notes.append(f"learnt from {learnt}")
-        found = taught(found, learnt)
-        if found.rates.product > 1:
+        found = apply_calibration(found, learnt)
+        if found.rates.matmul > 1:
             text = (
-                f"products would reach {100 * found.rates.product:.0f} % of the peak of {found.device.name}"
+                f"products would reach {100 * found.rates.matmul:.0f} % of the peak of {found.device.name}"
             )
             notes.append(
                 f"{text}: the run was on faster hardware, or the device was measured while it was busy"
             )
-    return replace(found, count=count), notes
+    return replace(found, num_devices=count), notes
 
 
 def calibrate_from_run(
     folder: Path, previous: PreviousRun, base_machine: Machine, shape_lookup: ShapeLookup
-) -> Learnt:
+) -> RunCalibration:
     """How much longer than planned on `given` the run in `folder`, as it `was`, computed and sent.
 
     Raises PlanError when it computed on another device, or has a plan that is not sketched.
@@ -112,29 +112,29 @@ def calibrate_from_run(
     mesh = Mesh.infer(request.mesh)
     layout = parallel_config_of(request, mesh)
     shape = shape_lookup(request.job.model.source, request.job.data.sequence)
-    machine = replace(base_machine, count=mesh.world_size, per_host=min(base_machine.host, mesh.world_size))
-    planned = step(shape, layout, machine)
+    machine = replace(base_machine, num_devices=mesh.world_size, host_size_override=min(base_machine.devices_per_host, mesh.world_size))
+    planned = step_time(shape, layout, machine)
     if previous.compute_s is None:
         factor = previous.step_s / planned.seconds
-        return Learnt(
+        return RunCalibration(
             str(folder),
             previous.num_steps,
             factor,
             factor if mesh.world_size > 1 else None,
-            apart=mesh.world_size == 1,
+            is_traced=mesh.world_size == 1,
         )
     computing = previous.compute_s / (planned.compute + planned.optimizer + planned.fixed)
-    return Learnt(
+    return RunCalibration(
         str(folder),
         previous.num_steps,
         computing,
         _sending(previous, mesh, machine),
-        apart=True,
-        between=mesh.world_size > base_machine.host,
+        is_traced=True,
+        crosses_hosts=mesh.world_size > base_machine.devices_per_host,
     )
 
 
-def parallel_config_of(request: PlanRequest, mesh: Mesh) -> Layout:
+def parallel_config_of(request: PlanRequest, mesh: Mesh) -> ParallelConfig:
     """The layout that a plan's mesh and strategies are, as a search would sketch it. Raises PlanError where it would not."""
     fields = {strategy.name: strategy.as_dict() for strategy in request.strategies or ()}
     faults = [
@@ -156,20 +156,20 @@ def parallel_config_of(request: PlanRequest, mesh: Mesh) -> Layout:
     dp, batch = mesh.size("dp_replicate") * mesh.size("dp_shard"), request.job.train.batch
     rows = request.micro_batch or batch // dp
     grouped = bool(zero) and mesh.size("dp_replicate") > 1 and mesh.size("dp_shard") > 1
-    return Layout(
+    return ParallelConfig(
         dp=dp,
         tp=mesh.size("tp"),
         pp=mesh.size("pp"),
         cp=mesh.size("cp"),
-        shards=zero.get("stage", 0),
-        within=mesh.size("dp_shard") if grouped else 0,
-        swaps=mesh.size("cp") if "ulysses" in fields else fields.get("hybrid", {}).get("inner", 1),
-        chunks=pipeline.get("chunks") or (2 if order.folded else 1),
+        zero_stage=zero.get("stage", 0),
+        zero_group_size=mesh.size("dp_shard") if grouped else 0,
+        ulysses_degree=mesh.size("cp") if "ulysses" in fields else fields.get("hybrid", {}).get("inner", 1),
+        virtual_stages=pipeline.get("chunks") or (2 if order.is_folded else 1),
         micro_batch=rows,
-        micros=batch // (dp * rows),
-        reruns="layers" if "recompute" in fields else "none",
-        sequence="sequence" in fields,
-        order=order,
+        num_microbatches=batch // (dp * rows),
+        recompute="layers" if "recompute" in fields else "none",
+        sequence_parallel="sequence" in fields,
+        schedule_profile=order,
         dtype=request.job.precision.compute,
     )
 
@@ -187,7 +187,7 @@ def _is(device: DeviceSpec, called: str) -> bool:
 
 def _sending(was: PreviousRun, mesh: Mesh, machine: Machine) -> float | None:
     """How many times as long as planned the messages of a run took; None where it sent none that says something of a link."""
-    wire = ByRates(machine)
+    wire = RatedNetworkTime(machine)
     found = [(each, mesh.peers(0, each.axes)) for each in was.collectives]
     large = [(each, ranks) for each, ranks in found if len(ranks) > 1 and each.nbytes >= MIN_MESSAGE_NBYTES]
     planned = sum(wire.seconds(_transfer(each), ranks) for each, ranks in large)

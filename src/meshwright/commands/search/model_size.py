@@ -17,7 +17,7 @@ from meshwright.model.hf.metadata import config_of
 from meshwright.model.loading.loader import load_model, read_source_config
 from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
-from meshwright.planner.analytic.model_shape import FORM, Shape, parse_shape
+from meshwright.planner.analytic.model_shape import SHAPE_FORMAT, ModelShape, parse_shape
 
 # what configs of transformers call sizes; those of families with other names say which theirs are (attribute_map)
 HF_CONFIG_KEYS = {
@@ -46,7 +46,7 @@ class ModelSize:
     behind it too.
     """
 
-    shape: Shape
+    shape: ModelShape
     num_matrix_params: int = 0
     max_positions: int = 0
     attention_window: int = 0
@@ -54,7 +54,7 @@ class ModelSize:
     is_bidirectional: bool = False
 
 
-def model_shape(model: str, sequence: int) -> Shape:
+def model_shape(model: str, sequence: int) -> ModelShape:
     """The sizes of `model`; `sequence` 0: what it says itself."""
     return model_size(model, sequence).shape
 
@@ -119,7 +119,7 @@ def _of_config(source: str, sequence: int) -> ModelSize:
     config = config_of(module)
     if config is None:
         text = f"{source} makes a model without a config: its sizes are not known"
-        raise PlanError(text, fix=f"say them: {FORM}", location="MODEL")
+        raise PlanError(text, fix=f"say them: {SHAPE_FORMAT}", location="MODEL")
     raise_diagnostics([*_unsearched(source, config), *_unsized(source, config, sequence)])
     said, sizes = config.to_dict(), _sizes(config)
     positions = _learnt(module, sizes["sequence"])
@@ -129,7 +129,7 @@ def _of_config(source: str, sequence: int) -> ModelSize:
         raise PlanError(text, fix=fix, location="--sequence")
     if sequence:
         sizes["sequence"] = sequence
-    plain = Shape(
+    plain = ModelShape(
         Path(source).stem,
         **sizes,
         **_beside(said),
@@ -139,7 +139,7 @@ def _of_config(source: str, sequence: int) -> ModelSize:
         prod(entry.shape) for entry in loaded.deferred_init.logical_params.values() if len(entry.shape) > 1
     )
     head = said.get("head_dim") if plain.heads > 0 else 0
-    wide = [plain, replace(plain, head=head)] if isinstance(head, int) and head != plain.width else [plain]
+    wide = [plain, replace(plain, head=head)] if isinstance(head, int) and head != plain.head_dim else [plain]
     both = [replace(each, gated=gated) for each in wide for gated in (False, True)]
     shape = min(both, key=lambda shape: abs(shape.numel - matrices))
     return ModelSize(shape, matrices, positions, *_windows(said, shape.layers), _both_ways(module, said))
@@ -197,7 +197,7 @@ def _unsized(source: str, config: Any, sequence: int) -> Iterator[Diagnostic]:
     elif lacking:
         yield Diagnostic(
             f"the config of {source} does not say {', '.join(lacking)}",
-            f"say the sizes in words: {FORM}",
+            f"say the sizes in words: {SHAPE_FORMAT}",
             "MODEL",
         )
 
@@ -206,7 +206,7 @@ def _nowhere(source: str) -> Iterator[Diagnostic]:
     """That nothing is called `source`: no path, no factory in a file, and no repository."""
     if not Path(source).exists() and ".py" not in source and not is_hub_id(source):
         text = f"there is no file or folder '{source}', and no sizes are said"
-        fix = f"say sizes in words: {FORM}; or name a folder with config.json, a .json file, file.py:factory"
+        fix = f"say sizes in words: {SHAPE_FORMAT}; or name a folder with config.json, a .json file, file.py:factory"
         yield Diagnostic(text, f"{fix}, or a hub id (ORG/NAME)", "MODEL")
 
 

@@ -3,23 +3,23 @@
 from dataclasses import replace
 
 from meshwright.plan.job.errors import Diagnostic, PlanError
-from meshwright.planner.search.candidates import meshes, refused
+from meshwright.planner.search.candidates import candidate_meshes, empty_search_diagnostic
 from meshwright.planner.search.max_fit import fits
-from meshwright.planner.search.request import Wish
-from meshwright.planner.search.search import Found
-from meshwright.report.search.search_result import axes, gib
+from meshwright.planner.search.request import SearchRequest
+from meshwright.planner.search.search import SearchResult
+from meshwright.report.search.search_result import axis_texts, to_gib
 
 MAX_DOUBLINGS = 7  # of the devices that are tried
 
 
-def no_result_error(request: Wish, result: Found) -> PlanError:
+def no_result_error(request: SearchRequest, result: SearchResult) -> PlanError:
     """Why nothing is `found` for `wish`."""
     shape, kind = request.shape, request.machine
-    if result.nearest is None:
-        text = f"no mesh of {kind.count} devices takes {request.batch} rows of {shape.name} as it is fixed"
+    if result.nearest_miss is None:
+        text = f"no mesh of {kind.num_devices} devices takes {request.batch} rows of {shape.name} as it is fixed"
         fault, copies = (
-            refused(request),
-            sorted({mesh.dp for mesh in meshes(replace(request, batch=kind.count))}),
+            empty_search_diagnostic(request),
+            sorted({mesh.dp for mesh in candidate_meshes(replace(request, batch=kind.num_devices))}),
         )
         if fault is None and copies and not any(request.batch % dp == 0 for dp in copies):
             what = f"{request.batch} rows on {' or '.join(map(str, copies))} copies"
@@ -29,16 +29,16 @@ def no_result_error(request: Wish, result: Found) -> PlanError:
             )
         fix = "fix fewer axes, or choose a batch that copies can share" if fault is None else fault.fix
         return PlanError(text if fault is None else f"{text}: {fault.problem}", fix=fix, location="plan")
-    layout, held = result.nearest
-    text = f"nothing fits: {shape.name} needs {gib(held.total):.0f} GiB on the fullest device, and {kind.device.name}"
-    nearest_axes = ", ".join(axes(layout)) or "one device"
+    layout, held = result.nearest_miss
+    text = f"nothing fits: {shape.name} needs {to_gib(held.total):.0f} GiB on the fullest device, and {kind.device.name}"
+    nearest_axes = ", ".join(axis_texts(layout)) or "one device"
     fix = f"{_repair(request)}; the nearest layout is {nearest_axes}"
-    return PlanError(f"{text} has {gib(request.memory):.0f} to give", fix=fix, location="plan")
+    return PlanError(f"{text} has {to_gib(request.usable_memory):.0f} to give", fix=fix, location="plan")
 
 
-def _repair(request: Wish) -> str:
+def _repair(request: SearchRequest) -> str:
     """What is fixed, where it is in the way; devices, in powers of two times as many; or that no number of them is enough."""
-    count, batch = request.machine.count, request.batch
+    count, batch = request.machine.num_devices, request.batch
     free = {axis: size for axis, size in request.fixed.items() if axis != "dp"}
     if request.fixed and fits(replace(request, fixed={})):
         return "fix fewer axes, without which something fits, or take devices with more memory"
@@ -46,7 +46,7 @@ def _repair(request: Wish) -> str:
         many = count << doubled
         for rows in (batch, max(batch, many)):
             larger = replace(
-                request, machine=replace(request.machine, count=many), batch=rows, fixed=free, kinds=()
+                request, machine=replace(request.machine, num_devices=many), batch=rows, fixed=free, devices_by_kind=()
             )
             if fits(larger):
                 also = f" and {rows} rows" if rows != batch else ""

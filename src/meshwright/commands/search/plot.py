@@ -12,11 +12,11 @@ from meshwright.parallel.pipeline.schedules.registry import find_schedule
 from meshwright.parallel.pipeline.schedules.schedule import StageCosts, schedule_spans, simulate
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.step.simulator import SpansByRank
-from meshwright.planner.analytic.step_time import Both, handover, parts
-from meshwright.planner.search.request import Wish
+from meshwright.planner.analytic.step_time import PassTime, boundary_send_s, microbatch_time
+from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import Candidate, search
-from meshwright.report.search.pareto import choice_page
-from meshwright.report.search.search_result import reasons
+from meshwright.report.search.pareto import search_page
+from meshwright.report.search.search_result import ranking_reasons
 
 MEMORY_FRACTIONS = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25, 0.15)  # of a device's memory
 MAX_CANDIDATES = 30  # of each
@@ -26,9 +26,9 @@ NUM_ROUNDS = 2  # micro-batches that are drawn, in units of pp
 def write_plot(outcome: SearchOutcome, path: Path) -> None:
     """Write the page. Raises PlanError when the file cannot be written."""
     best = outcome.result.best[0]
-    rows = winner_timeline(outcome.request, best) if best.layout.pp > 1 and not best.dealt else []
-    why = reasons(outcome.request, outcome.result, outcome.comparison)
-    text = choice_page(outcome.request, plotted_candidates(outcome), rows, why)
+    rows = winner_timeline(outcome.request, best) if best.config.pp > 1 and not best.layer_assignment else []
+    why = ranking_reasons(outcome.request, outcome.result, outcome.comparison)
+    text = search_page(outcome.request, plotted_candidates(outcome), rows, why)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -41,41 +41,41 @@ def write_plot(outcome: SearchOutcome, path: Path) -> None:
 def plotted_candidates(outcome: SearchOutcome) -> list[Candidate]:
     """What was chosen, and more that fits in less memory; the fastest first, each once."""
     wish, found = outcome.request, list(outcome.result.best)
-    for share in MEMORY_FRACTIONS if not any(each.dealt for each in found) else ():
+    for share in MEMORY_FRACTIONS if not any(each.layer_assignment for each in found) else ():
         device = replace(wish.machine.device, memory=wish.machine.device.memory * share)
         found += search(replace(wish, machine=replace(wish.machine, device=device)), MAX_CANDIDATES).best
     seen: dict[tuple[object, ...], Candidate] = {}
     for each in found:
-        seen.setdefault((each.layout, each.schedule, each.dealt), each)
+        seen.setdefault((each.config, each.schedule, each.layer_assignment), each)
     return sorted(seen.values(), key=lambda each: each.seconds)
 
 
-def winner_timeline(request: Wish, best: Candidate) -> SpansByRank:
+def winner_timeline(request: SearchRequest, best: Candidate) -> SpansByRank:
     """The first micro-batches of a step under `best`: its schedule played on paper, with seconds from the sketch."""
-    layout, schedule = best.layout, find_schedule(best.schedule)
+    layout, schedule = best.config, find_schedule(best.schedule)
     if schedule is None:
         raise ValueError(
             f"a layout was chosen with a schedule that is none: '{best.schedule}'; repair verbs/fixing.py"
         )
-    count = layout.pp * layout.chunks
-    made = parts(request.shape, layout, request.machine)
-    one = made.layer + made.met
-    again = one.forward if layout.reruns == "layers" else 0.0
+    count = layout.pp * layout.virtual_stages
+    made = microbatch_time(request.shape, layout, request.machine)
+    one = made.layer + made.collectives
+    again = one.forward if layout.recompute == "layers" else 0.0
     per = request.shape.layers / count
-    costs = [Both(per * one.forward, per * (one.backward + again)) for _ in range(count)]
-    costs[0] += made.first
-    costs[-1] += made.last
+    costs = [PassTime(per * one.forward, per * (one.backward + again)) for _ in range(count)]
+    costs[0] += made.embedding
+    costs[-1] += made.head
     # the busiest rank takes what the sketch says, gathers and the host's pace included
-    lying = schedule.virtual_stages(layout.pp, layout.chunks)
+    lying = schedule.virtual_stages(layout.pp, layout.virtual_stages)
     busy = [
-        sum(costs[stage.stage].all for stage in lying if stage.pp_rank == rank) for rank in range(layout.pp)
+        sum(costs[stage.stage].total for stage in lying if stage.pp_rank == rank) for rank in range(layout.pp)
     ]
     scale = (
-        (best.step.compute + best.step.tensor) / layout.micros / max(busy) * (2 if layout.order.both else 1)
+        (best.step.compute + best.step.tp_comm) / layout.num_microbatches / max(busy) * (2 if layout.schedule_profile.is_bidirectional else 1)
     )
     halves = [scale * each.backward / 2 for each in costs]
-    sent = handover(request.shape, layout, request.machine)
+    sent = boundary_send_s(request.shape, layout, request.machine)
     priced = StageCosts([scale * each.forward for each in costs], halves, halves, transfer=sent)
-    micros = int(min(layout.micros, max(8, NUM_ROUNDS * layout.pp)))
-    order = schedule.build(layout.pp, micros, layout.chunks, priced)
+    micros = int(min(layout.num_microbatches, max(8, NUM_ROUNDS * layout.pp)))
+    order = schedule.build(layout.pp, micros, layout.virtual_stages, priced)
     return schedule_spans(simulate(order, priced), priced)

@@ -33,14 +33,14 @@ from meshwright.plan.job.errors import (
     raise_diagnostics,
     suggest_name,
 )
-from meshwright.planner.analytic.step_time import step
+from meshwright.planner.analytic.step_time import step_time
 from meshwright.planner.machine.machine import Machine
-from meshwright.planner.search.heterogeneous import alone, search_unlike, weakest
-from meshwright.planner.search.max_fit import LIMITS, Limit, limit
-from meshwright.planner.search.request import Wish
-from meshwright.planner.search.search import Found, search
-from meshwright.report.search.max_fit import limit_dict, limit_view
-from meshwright.report.search.search_result import Beside, Budget, choice_dict, choice_view
+from meshwright.planner.search.heterogeneous import search_each_kind, search_heterogeneous, weakest_machine
+from meshwright.planner.search.max_fit import FIT_QUANTITIES, MaxFit, find_max_fit
+from meshwright.planner.search.request import SearchRequest
+from meshwright.planner.search.search import SearchResult, search
+from meshwright.report.search.max_fit import max_fit_dict, max_fit_view
+from meshwright.report.search.search_result import SearchAlternatives, TrainingBudget, search_dict, search_view as choice_view
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class SearchOptions:
     sequence: int = 0
     constraints: tuple[str, ...] = ()
     num_kept: int = 8
-    budget: Budget = field(default_factory=Budget)
+    budget: TrainingBudget = field(default_factory=TrainingBudget)
     max_fit: str = ""
     cluster: str = ""
     calibration_run: str = ""
@@ -68,10 +68,10 @@ class SearchOutcome:
     """
 
     options: SearchOptions
-    request: Wish
-    result: Found
-    comparison: Beside
-    max_fit: Limit | None = None
+    request: SearchRequest
+    result: SearchResult
+    comparison: SearchAlternatives
+    max_fit: MaxFit | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -86,23 +86,23 @@ def run_search(options: SearchOptions) -> SearchOutcome:
     kinds, notes = find_machines(options, faults)
     known = not faults
     given = parse_constraints(options.constraints, faults)
-    if options.max_fit and options.max_fit not in LIMITS:
+    if options.max_fit and options.max_fit not in FIT_QUANTITIES:
         faults.append(
             Diagnostic(
-                f"no limit is called '{options.max_fit}'", suggest_name(options.max_fit, LIMITS), "--fit"
+                f"no limit is called '{options.max_fit}'", suggest_name(options.max_fit, FIT_QUANTITIES), "--fit"
             )
         )
     if model is None or not known:  # without a model and devices nothing can contradict itself
         raise PlanError.from_diagnostics(faults)
     notes = (*notes, *size_warnings(model))
-    one = kinds[0] if len(kinds) == 1 else weakest(kinds)
+    one = kinds[0] if len(kinds) == 1 else weakest_machine(kinds)
     wish = given.apply(
-        Wish(model.shape, one, options.batch, longest=model.max_positions, base=base_config(one.device.flops))
+        SearchRequest(model.shape, one, options.batch, max_positions=model.max_positions, base_config=base_config(one.device.flops))
     )
-    raise_diagnostics([*faults, *_free(wish, options.max_fit).faults()])
+    raise_diagnostics([*faults, *_free(wish, options.max_fit).diagnostics()])
     if options.max_fit:
         return replace(_limited(options, wish, kinds), notes=notes)
-    found = search_unlike(wish, kinds, options.num_kept) if len(kinds) > 1 else search(wish, options.num_kept)
+    found = search_heterogeneous(wish, kinds, options.num_kept) if len(kinds) > 1 else search(wish, options.num_kept)
     if not found.best:
         raise no_result_error(wish, found)
     return SearchOutcome(options, wish, found, _beside(wish, kinds, found), notes=notes)
@@ -172,16 +172,16 @@ def search_view(outcome: SearchOutcome) -> RenderableType:
     notes += [
         Text(line, style="yellow") for line in unwritten_notes(outcome.result.best[0], _blocks(outcome))
     ]
-    return Group(*([limit_view(outcome.max_fit), ""] if outcome.max_fit else []), shown, *notes)
+    return Group(*([max_fit_view(outcome.max_fit), ""] if outcome.max_fit else []), shown, *notes)
 
 
 def outcome_as_dict(outcome: SearchOutcome) -> dict[str, Any]:
     """The same as plain values."""
-    said = choice_dict(outcome.request, outcome.result, outcome.options.budget, outcome.comparison)
+    said = search_dict(outcome.request, outcome.result, outcome.options.budget, outcome.comparison)
     return (
         said
         | {"notes": list(outcome.notes)}
-        | ({"limit": limit_dict(outcome.max_fit)} if outcome.max_fit else {})
+        | ({"limit": max_fit_dict(outcome.max_fit)} if outcome.max_fit else {})
     )
 
 
@@ -216,10 +216,10 @@ def _wherever(source: str) -> str:
     return f"{Path(path).resolve()}{colon}{name}" if Path(path).exists() else source
 
 
-def _free(request: Wish, fit: str) -> Wish:
+def _free(request: SearchRequest, fit: str) -> SearchRequest:
     """`wish` without what a limit will say."""
     if fit == "batch":
-        return replace(request, batch=request.machine.count * request.fixed.get("micro", 1))
+        return replace(request, batch=request.machine.num_devices * request.fixed.get("micro", 1))
     if fit == "devices":
         return replace(
             request,
@@ -230,9 +230,9 @@ def _free(request: Wish, fit: str) -> Wish:
     return request
 
 
-def _limited(options: SearchOptions, request: Wish, kinds: Sequence[Machine]) -> SearchOutcome:
-    found = limit(request, options.max_fit, options.num_kept)
-    if found is None or not found.found.best:
+def _limited(options: SearchOptions, request: SearchRequest, kinds: Sequence[Machine]) -> SearchOutcome:
+    found = find_max_fit(request, options.max_fit, options.num_kept)
+    if found is None or not found.result.best:
         least = {
             "batch": "one row",
             "sequence": "a row of 64 tokens",
@@ -241,36 +241,36 @@ def _limited(options: SearchOptions, request: Wish, kinds: Sequence[Machine]) ->
         }
         text = f"{request.shape.name}: not even {least[options.max_fit]} is enough of {request.machine.device.name} as it is fixed"
         raise PlanError(text, fix="fix less, or take devices with more memory", location="--fit")
-    one = [replace(kinds[0], count=found.wish.machine.count)]
-    return SearchOutcome(options, found.wish, found.found, _beside(found.wish, one, found.found), found)
+    one = [replace(kinds[0], num_devices=found.request.machine.num_devices)]
+    return SearchOutcome(options, found.request, found.result, _beside(found.request, one, found.result), found)
 
 
-def _beside(request: Wish, kinds: Sequence[Machine], found: Found) -> Beside:
+def _beside(request: SearchRequest, kinds: Sequence[Machine], found: SearchResult) -> SearchAlternatives:
     """What the winner is compared with: the fastest if memory were no limit, copies inside hosts, each kind of device alone."""
     best = found.best[0]
     endless = replace(request.machine, device=replace(request.machine.device, memory=inf))
     faster = 0.999 * best.seconds
     roomy = (
-        next(iter(search(replace(request, machine=endless), 1, below=faster).best), None)
+        next(iter(search(replace(request, machine=endless), 1, max_seconds=faster).best), None)
         if len(kinds) == 1
         else None
     )
     turned: float | None = None
     if (
-        best.layout.tp > 1
-        and best.layout.sharers > 1
-        and request.machine.count > request.machine.host
-        and not best.dealt
+        best.config.tp > 1
+        and best.config.data_parallel_size > 1
+        and request.machine.num_devices > request.machine.devices_per_host
+        and not best.layer_assignment
     ):
-        other = replace(best.layout, outside=not best.layout.outside)
-        turned = step(request.shape, other, request.machine).seconds
-    each = tuple(alone(request, kinds)) if len(kinds) > 1 else ()
-    return Beside(tuple(kinds), roomy, turned, each)
+        other = replace(best.config, tp_across_hosts=not best.config.tp_across_hosts)
+        turned = step_time(request.shape, other, request.machine).seconds
+    each = tuple(search_each_kind(request, kinds)) if len(kinds) > 1 else ()
+    return SearchAlternatives(tuple(kinds), roomy, turned, each)
 
 
 def _blocks(outcome: SearchOutcome) -> list[str]:
     """The names of the model's layers, in order, where they are asked for: by cuts of unequal parts."""
-    if not outcome.result.best[0].dealt or is_shape_text(outcome.options.model):
+    if not outcome.result.best[0].layer_assignment or is_shape_text(outcome.options.model):
         return []
     model = load_model(ModelConfig(outcome.options.model), seed=0).deferred_init.instantiate()
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]

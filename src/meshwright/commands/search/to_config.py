@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from meshwright.planner.analytic.parallel_config import Layout
+from meshwright.planner.analytic.parallel_config import ParallelConfig
 from meshwright.planner.search.search import Candidate
 
 
@@ -17,32 +17,32 @@ def config_tables(
 ) -> dict[str, Any]:
     """The tables of a config; `model` "": none is named. `layers` are the names of the model's blocks, for unequal parts."""
     named = {"model": {"source": model}} if model else {}
-    dtype = best.layout.dtype
+    dtype = best.config.dtype
     roles = {"parameters": dtype, "compute": dtype, "reduce": dtype, "master": "float32", "gradients": dtype}
     return {
-        "micro_batch": int(best.layout.micro_batch),
+        "micro_batch": int(best.config.micro_batch),
         **named,
         "precision": roles,
         "data": {"sequence": sequence},
         "train": {"batch": batch},
-        "mesh": dict(_mesh(best.layout)),
+        "mesh": dict(_mesh(best.config)),
         "strategies": list(_strategies(best, layers)),
     }
 
 
 def unwritten_notes(best: Candidate, layers: Sequence[str]) -> Iterator[str]:
     """What the config of `best` does not say, in words."""
-    if best.layout.outside:
+    if best.config.tp_across_hosts:
         yield "A mesh lays tensor ranks side by side: that copies stand inside hosts is not written; start ranks in that order."
-    if best.dealt:
-        kinds = list(dict.fromkeys(kind for kind, _ in best.dealt))
+    if best.layer_assignment:
+        kinds = list(dict.fromkeys(kind for kind, _ in best.layer_assignment))
         yield f"Ranks are laid on devices in their order: start them on the {', then on the '.join(kinds)}."
         if not layers:
-            counts = ", ".join(str(count) for _, count in best.dealt)
+            counts = ", ".join(str(count) for _, count in best.layer_assignment)
             yield f"The model is known by its sizes alone: the cuts of its layers ({counts}) are not written."
 
 
-def _mesh(layout: Layout) -> Iterator[tuple[str, int]]:
+def _mesh(layout: ParallelConfig) -> Iterator[tuple[str, int]]:
     outer, inner = _copies(layout)
     sizes = (
         ("pp", layout.pp),
@@ -56,48 +56,48 @@ def _mesh(layout: Layout) -> Iterator[tuple[str, int]]:
             yield axis, size
 
 
-def _copies(layout: Layout) -> tuple[int, int]:
+def _copies(layout: ParallelConfig) -> tuple[int, int]:
     """Copies that share nothing, and those that share states."""
-    if not layout.shards:
+    if not layout.zero_stage:
         return layout.dp, 1
-    inner = layout.within or layout.dp
+    inner = layout.zero_group_size or layout.dp
     return layout.dp // inner, inner
 
 
 def _strategies(best: Candidate, layers: Sequence[str]) -> Iterator[dict[str, Any]]:
-    layout = best.layout
+    layout = best.config
     if layout.pp > 1:
         yield {"name": "pipeline", "schedule": best.schedule, **_parts(best, layers)}
     if layout.tp > 1:
-        yield {"name": "line"}
-        yield from [{"name": "sequence", "again": True}] if layout.sequence else []
-        yield {"name": "vocabulary"}
+        yield {"name": "tensor_parallel"}
+        yield from [{"name": "sequence_parallel", "again": True}] if layout.sequence_parallel else []
+        yield {"name": "vocab_parallel"}
     if layout.cp > 1:
         yield _attention(layout)
-    if layout.reruns != "none":
-        yield {"name": "recompute"}
+    if layout.recompute != "none":
+        yield {"name": "activation_checkpointing"}
     outer, inner = _copies(layout)
-    yield from [{"name": "batch", "axis": "dp_replicate"}] if outer > 1 else []
-    yield from [{"name": "batch", "axis": "dp_shard"}] if inner > 1 else []
-    if layout.sharers > 1:
+    yield from [{"name": "batch_split", "axis": "dp_replicate"}] if outer > 1 else []
+    yield from [{"name": "batch_split", "axis": "dp_shard"}] if inner > 1 else []
+    if layout.data_parallel_size > 1:
         yield _store(layout, outer, inner)
 
 
 def _parts(best: Candidate, layers: Sequence[str]) -> dict[str, Any]:
-    if best.dealt and layers:
-        begins = list(accumulate(count for _, count in best.dealt))[:-1]
+    if best.layer_assignment and layers:
+        begins = list(accumulate(count for _, count in best.layer_assignment))[:-1]
         return {"cuts": [layers[begin] for begin in begins]}
-    return {"chunks": best.layout.chunks} if best.schedule == "interleaved" else {}
+    return {"chunks": best.config.virtual_stages} if best.schedule == "interleaved" else {}
 
 
-def _attention(layout: Layout) -> dict[str, Any]:
-    if layout.swaps == 1:
+def _attention(layout: ParallelConfig) -> dict[str, Any]:
+    if layout.ulysses_degree == 1:
         return {"name": "ring"}
-    return {"name": "ulysses"} if layout.swaps == layout.cp else {"name": "hybrid", "inner": layout.swaps}
+    return {"name": "ulysses"} if layout.ulysses_degree == layout.cp else {"name": "hybrid_context_parallel", "inner": layout.ulysses_degree}
 
 
-def _store(layout: Layout, outer: int, inner: int) -> dict[str, Any]:
-    if not layout.shards:
-        return {"name": "replicate", "axis": "dp_replicate" if outer > 1 else "cp"}
+def _store(layout: ParallelConfig, outer: int, inner: int) -> dict[str, Any]:
+    if not layout.zero_stage:
+        return {"name": "ddp", "axis": "dp_replicate" if outer > 1 else "cp"}
     across = {"across": "dp_replicate"} if outer > 1 else {}
-    return {"name": "zero", "axis": "dp_shard" if inner > 1 else "cp", "stage": layout.shards, **across}
+    return {"name": "zero", "axis": "dp_shard" if inner > 1 else "cp", "stage": layout.zero_stage, **across}

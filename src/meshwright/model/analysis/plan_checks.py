@@ -7,11 +7,14 @@ done when a model is loaded by name; the reader of a ready model has to do it hi
 What speaks against a plan of this very model, beside its shapes: all that its own code does and ranks cannot do likewise.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+import torch
+
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.analysis.pipeline_trial import add_stage_boundaries
 from meshwright.model.blocks.batch_coupling import buffer_diagnostics, norm_diagnostics, table_diagnostics
 from meshwright.model.blocks.inplace_writes import untracked_write_diagnostics
 from meshwright.model.blocks.user_checkpointing import user_checkpoint_diagnostics
@@ -19,6 +22,8 @@ from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
 
 EXAMPLE_SOURCE = "example"  # data that comes with the model, not from a file
 
@@ -32,6 +37,29 @@ def complete_job(job: Job, model_spec: ModelSpec) -> Job:
     model = job.model if job.model.source else replace(job.model, source=model_spec.name)
     data = job.data if job.data.source or job.data.mixture else replace(job.data, source=EXAMPLE_SOURCE)
     return replace(job, model=model, data=data)
+
+
+def model_spec_for(
+    analyzed: AnalyzedModel, job: Job, mesh: Mesh, strategies: Iterable[Strategy]
+) -> ModelSpec:
+    """Returns the model spec with the parts that this plan needs: they take further trials, so they are not in `analyzed`.
+
+    Pipeline stages need the activations at stage boundaries, context parallelism the roles of tokens, and the memory model
+    the activations in the job's dtypes. In float64, which is for comparisons only, an estimate stands for the last.
+    """
+    dtype, compute_dtype = (
+        getattr(torch, name) for name in (job.precision.parameters, job.precision.compute)
+    )
+    model_spec = analyzed.model_spec
+    if mesh.pp > 1:
+        model_spec = add_stage_boundaries(
+            analyzed, dtype, compute_dtype, sequence_sharded=mesh.cp > 1
+        ).model_spec
+    if any(strategy.needs_sequence_info for strategy in strategies):
+        model_spec = replace(model_spec, sequence_info=analyzed.sequence_info)
+    if dtype == torch.float64:
+        return model_spec
+    return replace(model_spec, memory=analyzed.measure_memory(dtype, compute_dtype))
 
 
 def _ignored_settings(job: Job, anatomy: ModelSpec) -> Iterator[Diagnostic]:

@@ -185,29 +185,33 @@ class DeviceProfile:
         for name in ("call_s", "call_backward_s"):
             if not 0 < vars(self)[name] < inf:
                 yield Diagnostic(f"a call of {vars(self)[name]} s", "write seconds, above 0", name)
-        for name in ("products", "attention", "moved", "computed", "stretches"):
+        for name in ("matmuls", "attention", "memory_ops", "elementwise_ops", "lag_samples"):
             for number, each in enumerate(vars(self)[name]):
                 yield from _timing_diagnostics(each, f"{name}.{number}")
-        for name, found in (("products", self.matmuls), ("attention", self.attention)):
+        for name, found in (("matmuls", self.matmuls), ("attention", self.attention)):
             for dtype, count in Counter(each.dtype for each in found).items():
                 if count < MIN_MEASUREMENTS:
                     yield Diagnostic(
                         f"{count} of {dtype}; a law takes {MIN_MEASUREMENTS} at least", again, name
                     )
-        for name, least in (("products", MIN_MEASUREMENTS), ("attention", MIN_MEASUREMENTS), ("moved", 2)):
-            if len(vars(self)[name]) < least and not (vars(self)[name] and name != "moved"):
+        for name, least in (
+            ("matmuls", MIN_MEASUREMENTS),
+            ("attention", MIN_MEASUREMENTS),
+            ("memory_ops", 2),
+        ):
+            if len(vars(self)[name]) < least and not (vars(self)[name] and name != "memory_ops"):
                 yield Diagnostic(f"{len(vars(self)[name])} were measured; needed are {least}", again, name)
         for each in sorted({each.operation for each in self.elementwise_ops}.difference(COMPUTE_HEAVY_OPS)):
             yield Diagnostic(
-                f"nobody asks what '{each}' takes", suggest_name(each, COMPUTE_HEAVY_OPS), "computed"
+                f"nobody asks what '{each}' takes", suggest_name(each, COMPUTE_HEAVY_OPS), "elementwise_ops"
             )
         lengths = {
-            "moved": [each.nbytes for each in self.memory_ops],
-            "stretches": [each.seconds for each in self.lag_samples],
+            "memory_ops": [each.nbytes for each in self.memory_ops],
+            "lag_samples": [each.seconds for each in self.lag_samples],
         }
         for name, sizes in lengths.items():
             if sizes != sorted(set(sizes)):
-                unit = "bytes" if name == "moved" else "seconds"
+                unit = "bytes" if name == "memory_ops" else "seconds"
                 yield Diagnostic(f"sizes of {sizes} {unit}", "write each once, in rising order", name)
 
     def _measured_dtype(self, dtype: str, known: tuple[str, ...]) -> str:

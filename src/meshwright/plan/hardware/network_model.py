@@ -27,7 +27,7 @@ from meshwright.plan.job.errors import Diagnostic
 
 @dataclass(frozen=True)
 class SizeBand:
-    """Messages of at most `upto` bytes (0: of any size): `latency_s` seconds, and bytes at `bytes_per_s`."""
+    """Messages of at most `max_nbytes` bytes (0: of any size): `latency_s` seconds, and bytes at `bytes_per_s`."""
 
     max_nbytes: int
     latency_s: float
@@ -40,7 +40,7 @@ class SizeBand:
 
 @dataclass(frozen=True)
 class LinkCost:
-    """What one message costs, by bands of its size in rising order. The last band is open: `upto` 0."""
+    """What one message costs, by bands of its size in rising order. The last band is open: `max_nbytes` 0."""
 
     bands: tuple[SizeBand, ...]
 
@@ -61,7 +61,7 @@ class LinkCost:
             text = f"bands up to {bounds} bytes"
             yield Diagnostic(
                 text,
-                "write at least one band, rising bounds, and upto = 0 in the last one, which is open",
+                "write at least one band, rising bounds, and max_nbytes = 0 in the last one, which is open",
                 location,
             )
         for number, band in enumerate(self.bands):
@@ -130,27 +130,32 @@ class NetworkModel:
     def diagnostics(self, location: str) -> Iterator[Diagnostic]:
         """Everything that is wrong with its figures."""
         for name, link in (
-            ("host", self.intra_host),
-            ("rank", self.busiest_rank),
-            ("added", self.local_sum),
-            ("between", self.inter_host),
+            ("intra_host", self.intra_host),
+            ("busiest_rank", self.busiest_rank),
+            ("local_sum", self.local_sum),
+            ("inter_host", self.inter_host),
         ):
             if link is not None:
                 yield from link.diagnostics(f"{location}.{name}")
         if self.intra_host is None and self.inter_host is None:
             yield Diagnostic(
                 "neither messages inside a host nor between hosts have a price",
-                "measure: meshwright bench comm",
+                "measure: meshwright bench network",
                 location,
             )
         counts = [crowd.num_receivers for crowd in self.round_overheads]
         if counts != sorted(set(counts)) or any(count < 1 for count in counts):
             yield Diagnostic(
-                f"crowds of {counts} ranks", "write each number once, rising from 1", f"{location}.crowds"
+                f"round overheads of {counts} ranks",
+                "write each number once, rising from 1",
+                f"{location}.round_overheads",
             )
         for number, crowd in enumerate(self.round_overheads):
             if not 0 <= crowd.seconds < inf:
-                text, place = f"a crowd that costs {crowd.seconds} s", f"{location}.crowds.{number}.seconds"
+                text, place = (
+                    f"a round overhead of {crowd.seconds} s",
+                    f"{location}.round_overheads.{number}.seconds",
+                )
                 yield Diagnostic(text, "write seconds, 0 or more", place)
 
 
@@ -231,22 +236,24 @@ class Cluster:
         if self.version != VERSION:
             yield Diagnostic(
                 f"version {self.version}; this meshwright reads {VERSION}",
-                "measure again: bench comm",
+                "measure again: bench network",
                 "version",
             )
         if self.ranks_per_host < 0:
             yield Diagnostic(
-                f"{self.ranks_per_host} ranks per host", "write 0 when all ranks share one host", "per_host"
+                f"{self.ranks_per_host} ranks per host",
+                "write 0 when all ranks share one host",
+                "ranks_per_host",
             )
         yield from self.network.diagnostics("network")
         if not self.measurements:
-            yield Diagnostic("nothing was measured", "measure: meshwright bench comm", "measured")
+            yield Diagnostic("nothing was measured", "measure: meshwright bench network", "measurements")
         for number, series in enumerate(self.measurements):
-            yield from _series_faults(series, f"measured.{number}")
+            yield from _series_faults(series, f"measurements.{number}")
         keys = [(series.algorithm, series.ranks) for series in self.measurements]
         for name, ranks in sorted({key for key in keys if keys.count(key) > 1}):
             yield Diagnostic(
-                f"{name} among {ranks} ranks stands there twice", "keep one of the tables", "measured"
+                f"{name} among {ranks} ranks stands there twice", "keep one of the tables", "measurements"
             )
 
 

@@ -20,7 +20,7 @@ ComputeDtype = Literal["float64", "float32", "bfloat16", "float16", "float8"]
 OptionalFloatDtype = Literal["", "float64", "float32", "bfloat16", "float16"]
 
 HALF_DTYPES = ("bfloat16", "float16")
-ROLES = ("parameters", "master", "compute", "gradients", "reduce", "moments")
+ROLES = ("parameters", "master", "compute", "gradients", "reduce", "optimizer_states")
 DEFAULT_LOSS_SCALE, DEFAULT_LOSS_SCALE_WINDOW = 65536.0, 2000
 
 
@@ -69,9 +69,11 @@ class PrecisionConfig:
         yield from self._master_faults()
         yield from self._gradient_faults()
         if self.optimizer_states not in ("", self.effective.master):
-            text = f"moments in {self.optimizer_states}; the optimizer keeps them in the dtype of what it steps, {self.effective.master}"
+            text = f"optimizer_states in {self.optimizer_states}; the optimizer keeps them in the dtype of what it steps, {self.effective.master}"
             yield Diagnostic(
-                text, f'remove it, or set precision.master = "{self.optimizer_states}"', "precision.moments"
+                text,
+                f'remove it, or set precision.master = "{self.optimizer_states}"',
+                "precision.optimizer_states",
             )
         yield from self._scale_faults()
 

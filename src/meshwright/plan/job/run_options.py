@@ -88,7 +88,7 @@ class RunConfig:
     they are about to issue; with `check_collectives` always, for finding out why they do not meet: two collectives for one.
 
     What a step takes is predicted where `hardware` names a device: a kind, or a file of `bench device`; of links, `cluster` names
-    one of `bench comm`. The report holds it against what was measured.
+    one of `bench network`. The report holds it against what was measured.
 
     With `shared_memory`, CPU ranks of one host exchange through memory instead of sockets, where a C compiler is. Turn it off to
     repeat a run that had none bit by bit: beyond two ranks gloo adds in another order. On a GPU it means nothing.

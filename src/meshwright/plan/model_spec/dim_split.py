@@ -1,19 +1,22 @@
-"""How one dim of a weight is divided among the ranks of an axis: sections one behind the other, each of units that stay whole.
+"""Splits one dim of a parameter among the ranks of an axis: consecutive sections, each of units that stay
+whole.
 
-    q, one section of 6 heads, 4 ranks      | h0 h1 | h2 h3 | h4 | h5 |           units are dealt out evenly, larger first
-    qkv, three sections, 2 ranks            | q q : k k : v v |  ->  rank 0: q k v, rank 1: q k v
-    a packed gate and up, 2 ranks           | gate : up |        ->  rank 0: the first half of either
+    q, one section of 6 heads, 4 ranks     | h0 h1 | h2 h3 | h4 | h5 |          the first ranks get one more
+    qkv, three sections, 2 ranks           | q q : k k : v v |  ->  rank 0: q k v, rank 1: q k v
+    a packed gate and up, 2 ranks          | gate : up |        ->  rank 0: the first half of each
 
-A plain matrix is one section of single rows. Grouped-query heads are cut by groups: the unit of q is all heads that share one
-key, that of k and v is one head. Sections of one weight have as many units each, so a rank gets the same units of all.
+A plain matrix is one section whose units are single rows. Grouped-query heads are split by group: a unit of q
+is all heads that share one key, a unit of k or v is one head. All sections of a parameter have the same
+number of units, so a rank gets the same units of each.
 
-Where ranks are more than units, single heads are dealt out, and every rank needs the keys and values of its heads:
+With more ranks than units, single heads are distributed, and every rank needs the keys and values of its
+heads:
 
-    q, 3 heads a unit, 3 ranks              | h0 h1 | h2 : h3 | h4 h5 |         a rank may have heads of two units
-    k, one head a unit                      | k0 | k0 k1 | k1 |                  these overlap: k stays whole, rows are picked
+    q, 3 heads a unit, 3 ranks             | h0 h1 | h2 : h3 | h4 h5 |        a rank may have heads of two units
+    k, one head a unit                     | k0 | k0 k1 | k1 |                these overlap: k stays replicated
 
-A weight has two sides: "out", a row or column per feature that the layer gives out (per entry, of its bias), and "in", one per
-feature that it takes in (per word, of an embedding).
+A parameter has two sides: "out", one index per feature that the layer returns (also of its bias), and "in",
+one index per feature that it takes (per vocabulary entry, for an embedding).
 """
 
 from collections.abc import Iterator
@@ -24,18 +27,18 @@ Range = tuple[int, int]  # the first index, and the one behind the last
 
 @dataclass(frozen=True)
 class DimRanges:
-    """What a rank has of a tensor along `dim`: `ranges` of it, one behind the other."""
+    """The index ranges of a tensor along `dim` that one rank holds, in order."""
 
     dim: int
     ranges: tuple[Range, ...]
 
     @property
     def size(self) -> int:
-        """How many elements along the dim that is."""
+        """The number of elements along the dim."""
         return sum(end - first for first, end in self.ranges)
 
     def global_ranges(self, first: int, length: int) -> Iterator[Range]:
-        """Where `length` elements of what the rank has, from its `first` on, lie in the whole tensor: in order."""
+        """The ranges in the full tensor of `length` local elements from local index `first` on, in order."""
         for begin, end in self.ranges:
             taken = min(length, end - begin - first)
             if taken > 0:
@@ -46,10 +49,12 @@ class DimRanges:
 
 @dataclass(frozen=True)
 class DimSplit:
-    """Along `dim`: `sections` of so many elements each, every one of `units` units; `side` is what that dim is to the layer.
+    """A dim of `sections` (their lengths), each of `num_units` units; `side` is the role of the dim in the
+    layer.
 
-    Units are made of `heads` in all (0: of nothing smaller). In each section, so many elements at the front of a unit are its
-    heads' `own`, head after head; the others are used by all of them.
+    Units consist of `num_heads` heads in all (0: units are not made of heads). In each section, the first
+    `per_head_numel` elements of a unit belong to its heads, one after the other; all heads of the unit use
+    the rest.
     """
 
     dim: int
@@ -61,11 +66,11 @@ class DimSplit:
 
     @property
     def max_ranks(self) -> int:
-        """How many ranks can have something of it."""
+        """The largest number of ranks of which each gets a part."""
         return max(self.num_units, self.num_heads)
 
     def overlaps(self, num_ranks: int) -> bool:
-        """Whether some of `ranks` ranks need the same elements."""
+        """Whether some of `num_ranks` ranks need the same elements."""
         shared = any(
             own * self.num_units < length
             for own, length in zip(self.per_head_numel, self.sections, strict=False)
@@ -74,15 +79,15 @@ class DimSplit:
 
     @property
     def section_splits(self) -> tuple["DimSplit", ...]:
-        """The same of each section alone."""
+        """The split of each section alone."""
         own = self.per_head_numel or (0,) * len(self.sections)
         return tuple(
-            replace(self, sections=(length,), per_head_numel=(mine,) if self.per_head_numel else ())
-            for length, mine in zip(self.sections, own, strict=True)
+            replace(self, sections=(length,), per_head_numel=(numel,) if self.per_head_numel else ())
+            for length, numel in zip(self.sections, own, strict=True)
         )
 
     def units_of(self, index: int, num_ranks: int) -> Range:
-        """The units, or the heads where ranks are more than units, of the rank at `index` among `ranks`."""
+        """The range of units of rank `index`, or of heads if there are more ranks than units."""
         each, more = divmod(
             self.num_units if num_ranks <= self.num_units or not self.num_heads else self.num_heads, num_ranks
         )
@@ -90,10 +95,10 @@ class DimSplit:
         return first, first + each + (index < more)
 
     def ranges(self, index: int, num_ranks: int) -> tuple[Range, ...]:
-        """Which elements along the dim that rank has, section after section."""
+        """The index ranges along the dim of rank `index`, section by section."""
         first, end = self.units_of(index, num_ranks)
         if num_ranks > self.num_units and self.num_heads:
-            return tuple(_joined(self._by_head(first, end)))
+            return tuple(_merge_adjacent(self._by_head(first, end)))
         found, start = [], 0
         for length in self.sections:
             unit = length // self.num_units
@@ -102,33 +107,40 @@ class DimSplit:
         return tuple(found)
 
     def dim_ranges(self, index: int, num_ranks: int) -> DimRanges:
-        """The same, with the dim."""
+        """The index ranges of rank `index`, with the dim."""
         return DimRanges(self.dim, self.ranges(index, num_ranks))
 
     def size(self, index: int, num_ranks: int) -> int:
-        """How many elements along the dim that rank has."""
+        """The number of elements along the dim on rank `index`."""
         return self.dim_ranges(index, num_ranks).size
 
     def local_shape(self, shape: tuple[int, ...], index: int, num_ranks: int) -> tuple[int, ...]:
-        """What that rank holds of a tensor of `shape`."""
+        """The shape of the slice of a tensor of `shape` on rank `index`."""
         return (*shape[: self.dim], self.size(index, num_ranks), *shape[self.dim + 1 :])
 
     def _by_head(self, first: int, end: int) -> Iterator[Range]:
-        """What these heads need: of one unit, what is shared comes once, else with every head."""
+        """The ranges that heads `first` to `end` need: shared elements of a unit once if all heads lie in one
+        unit.
+        """
         each, start = self.num_heads // self.num_units, 0
-        within = end > first and first // each == (end - 1) // each
+        in_one_unit = end > first and first // each == (end - 1) // each
         for length, own in zip(self.sections, self.per_head_numel, strict=True):
-            unit, wide = length // self.num_units, own // each
-            for run in [(first, end)] if within else [(head, head + 1) for head in range(first, end)]:
-                begin = start + run[0] // each * unit
-                yield begin + run[0] % each * wide, begin + (run[0] % each + run[1] - run[0]) * wide
+            unit, per_head = length // self.num_units, own // each
+            for span in [(first, end)] if in_one_unit else [(head, head + 1) for head in range(first, end)]:
+                begin = start + span[0] // each * unit
+                yield (
+                    begin + span[0] % each * per_head,
+                    begin + (span[0] % each + span[1] - span[0]) * per_head,
+                )
                 yield begin + own, begin + unit
             start += length
 
 
 @dataclass(frozen=True)
 class DimShard:
-    """A dim that is cut along `axes`, dealt at once to all their `ranks`, the last axis innermost; and the rank at `index`."""
+    """The shard of rank `index` of a dim that is split over all `num_ranks` ranks of `axes`, the last axis
+    innermost.
+    """
 
     axes: tuple[str, ...]
     dim_split: DimSplit
@@ -137,12 +149,11 @@ class DimShard:
 
     @property
     def dim_ranges(self) -> DimRanges:
-        """What the rank has along the dim."""
+        """The index ranges of this rank along the dim."""
         return self.dim_split.dim_ranges(self.index, self.num_ranks)
 
 
-def _joined(ranges: Iterator[Range]) -> Iterator[Range]:
-    """The same elements in the same order, in as few ranges as can be."""
+def _merge_adjacent(ranges: Iterator[Range]) -> Iterator[Range]:
     last: Range | None = None
     for first, end in ranges:
         if last is not None and last[1] == first:

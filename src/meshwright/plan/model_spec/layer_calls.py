@@ -1,8 +1,9 @@
-"""What the plan needs to know of layers that can be divided: their calls, and what stands round and between them.
+"""Describes the layers that tensor parallelism can shard, and what lies around and between them.
 
-A *call* is one call of a layer in one forward; calls have roles. What lies between columns and rows is divided with them, so
-modules there hold other *numbers* of heads, and blocks are given *portions* of what has a row per head. The *stream* goes from
-block to block in *passages*, and ends in *logits*.
+A *layer call* is one call of such a layer in one forward; it has a role. What lies between a colwise and a
+rowwise layer is sharded with them: modules there hold local numbers of heads (`SizeAttribute`), and blocks
+receive the local heads of per-head tensors (`PerHeadInput`). The residual stream goes from block to block
+(`ResidualFlow`) and ends in the logits (`LogitsSpec`).
 """
 
 from dataclasses import dataclass
@@ -12,10 +13,11 @@ from meshwright.plan.model_spec.dim_split import DimSplit
 
 @dataclass(frozen=True)
 class NormFormula:
-    """What a norm over the last dim computes, as far as it follows (x - mean) / sqrt(variance + eps) * (weight + offset) + bias.
+    """The formula of a norm over the last dim: (x - mean) / sqrt(variance + eps) * (weight + weight_offset) +
+    bias.
 
-    One that is not `centred` takes the mean of squares for the variance, and no mean. Without an `eps` of its own it takes that
-    of the dtype. `width` is the size of the dim.
+    Without `subtracts_mean` the variance is the mean of squares and no mean is subtracted (RMSNorm). `eps`
+    None means the eps of the dtype. `normalized_size` is the size of the dim.
     """
 
     subtracts_mean: bool
@@ -25,26 +27,27 @@ class NormFormula:
 
     @property
     def num_statistics(self) -> int:
-        """How many numbers per row it takes of the whole dim."""
+        """The number of values per token that need a reduction over the whole dim."""
         return 2 if self.subtracts_mean else 1
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of a layer that can be divided: its module, the visit, and its role.
+    """One call of a layer that can be sharded: its module, the block call, and its role.
 
-    Roles: "columns" and "rows" of a pair of linear layers, "inside" of what stands between them, "gathered" of a columns
-    layer without rows, "table" (an embedding), "head" (the linear layer that makes logits), "lookup" and "logits" (such a table
-    or head that cannot be divided by words), "norm" (one over the last dim). `source` numbers the tensors that such layers take
-    in: those that take the same one have the same number. `into` and `out` are elements per sample. `needed` tells whether the
-    gradient of what goes in is needed.
-    `formula` is that of a norm; None where it is not known.
-    `streams` tells whether what goes in is the stream, or made of it token by token (see `Passage`). `gate` is a module around it
-    that takes in the same tensor, at `slots` among its arguments, and hands it to no others than such layers.
-    `sum` numbers the sums that several rows layers end in: they have the same number, and their outputs meet in additions alone;
-    0: what it gives out is for itself.
-    `flops` and `inside` are the operations and the kept elements of its visit that are divided with it (model/stretches.py), per
-    sample: its own, and of a rows layer what lies between it and its columns layers.
+    Roles: "colwise" and "rowwise" for a pair of linear layers, "between_pair" for a layer between them,
+    "colwise_gather_output" for a colwise layer without a rowwise partner, "embedding", "lm_head" (the linear
+    layer that computes logits), "embedding_unsharded" and "lm_head_unsharded" (their vocabulary dim cannot be
+    sharded), "norm" (a norm over the last dim).
+
+    `input_id` numbers the input tensors: layers with the same input have the same number. `in_numel` and
+    `out_numel` are elements per sample. `input_needs_grad`: the gradient of the input is needed.
+    `norm_formula` is None if unknown. `takes_residual`: the input is the residual stream, or computed from it
+    token by token (see `ResidualFlow`). `outer_module` is a module around the layer that receives the same
+    tensor, at `outer_args` among its arguments, and passes it only to such layers. `sum_id` numbers sums:
+    rowwise layers with the same number only meet in one sum; 0 means that the output stands alone. `flops`
+    and `saved_numel` are the operations and the saved activations of the block call, per sample, that are
+    sharded with this layer: its own, and for a rowwise layer those between it and its colwise layers.
     """
 
     name: str
@@ -65,10 +68,11 @@ class LayerCall:
 
 @dataclass(frozen=True)
 class SizeAttribute:
-    """A number that a module holds of heads or features that are divided, as `cut` is (its dim is 0): it must be the rank's own.
+    """A module attribute that counts sharded heads or features, split by `dim_split` (dim 0): it must hold
+    the local count.
 
-    `name` is the attribute; "config.x" is that of a config that the module holds. With `over` the number is how many of the one
-    there are for each of the other.
+    `name` is the attribute; "config.x" is one of a config that the module holds. With `divisor_split` the
+    attribute is the ratio of the two counts (query heads per key head).
     """
 
     module: str
@@ -77,14 +81,16 @@ class SizeAttribute:
     divisor_split: DimSplit | None = None
 
     def local_value(self, index: int, num_ranks: int) -> int:
-        """What the rank at `index` among `ranks` holds."""
+        """The value on rank `index` of `num_ranks`."""
         count = self.dim_split.size(index, num_ranks)
         return count if self.divisor_split is None else count // self.divisor_split.size(index, num_ranks)
 
 
 @dataclass(frozen=True)
 class PerHeadInput:
-    """A tensor by head that a block is given, at `slot` among its arguments (a position, a keyword): a rank takes its heads."""
+    """A per-head tensor among the arguments of a block, at `arg` (position or keyword): a rank takes its own
+    heads.
+    """
 
     block: str
     arg: int | str
@@ -93,13 +99,14 @@ class PerHeadInput:
 
 @dataclass(frozen=True)
 class ResidualFlow:
-    """How the stream, [rows, tokens, width], goes through a visit that gives out what has the shape of what it takes in.
+    """The residual stream [samples, tokens, hidden] through a block call whose output has the shape of its
+    input.
 
-    `slot` is where it stands among the visit's arguments: a position, or a keyword; `place` is where among its outputs, None
-    where that is the only one. `source` is the visit that has given it out as it is taken, `onward` the one that alone takes what
-    comes out, as it is; empty: glue computes with it, or several take it. `needed` tells whether the gradient of what goes in is
-    needed. `mixes` says what keeps the visit from running on a slice of the tokens; empty: nothing, but for what lies between
-    columns and rows.
+    `arg` is its position or keyword among the arguments, `output_index` its index among the outputs (None:
+    the only output). `producer` is the block call whose output arrives unchanged, `consumer` the only one
+    that takes the output unchanged; "" if glue computes with it or several block calls take it.
+    `not_sequence_parallel` says why the block call cannot run on a sequence shard ("": it can, except between
+    colwise and rowwise layers).
     """
 
     block_call: str
@@ -115,11 +122,12 @@ class ResidualFlow:
 
 @dataclass(frozen=True)
 class LogitsSpec:
-    """What a head gives out and the loss takes, where the loss can take it divided by words.
+    """The logits that a head returns and the loss takes, if the loss can take them sharded along the
+    vocabulary.
 
-    `layer` is the head and `weight` what it multiplies with, by logical name; `words` are how many there are, `tokens` how many
-    rows of logits a sample has. Of each of those the ranks tell each other so many `numbers`. `changed` is the first operation
-    between the head and the loss that changes them; empty: there is none.
+    `layer` is the head, `param` the logical name of its weight; `num_tokens` is the number of logit rows per
+    sample. Ranks exchange `num_reduced_values` numbers per token. `modified_by` names the first operation
+    between head and loss that changes the logits ("": none).
     """
 
     layer: str

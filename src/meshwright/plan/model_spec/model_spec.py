@@ -1,9 +1,9 @@
-"""What the plan needs to know of a model: its blocks in the order in which they run, and its logical parameters.
+"""Describes a model for the plan: its blocks in execution order and its logical parameters.
 
-A *block* is the grain of the engine: the embedding, each layer, the final norm, the head. A *visit* is one call of a
-block in one forward; a block that is called twice (a shared embedding in an encoder-decoder) has two visits, the
-second named `block#2`. A *logical parameter* is a parameter of the unmodified model under its first name; tied names
-are its aliases.
+A *block* is the unit of execution: the embedding, each layer, the final norm, the head. A *block call* is one
+call of a block in one forward. A block that is called twice (a shared embedding in an encoder-decoder) has
+two block calls, the second named `block#2`. *Glue* is the model's code between blocks. A *logical parameter*
+is a parameter of the unmodified model under its first name; the names of tied copies are its aliases.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -23,7 +23,7 @@ from meshwright.plan.model_spec.op_costs import ModelMemory
 from meshwright.plan.model_spec.sequence_info import SequenceInfo
 from meshwright.plan.model_spec.stage_boundaries import StageBoundaries
 
-ROOT = "(root)"  # parameters that glue between blocks uses directly: complete after the last backward
+ROOT = "(root)"  # block call of parameters that glue uses directly: their gradients are complete after the last backward
 FLOAT_NBYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 INTEGER_NBYTES = {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 PARAM_DTYPE_NBYTES = {
@@ -31,29 +31,29 @@ PARAM_DTYPE_NBYTES = {
     **INTEGER_NBYTES,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
-}  # what a frozen weight may be kept in
+}  # a frozen parameter may keep any of these
 
 
 def block_of(block_call: str) -> str:
-    """The block that `visit` is a call of: its second call is "layer#2"."""
+    """The block of a block call: "layer" for its second call "layer#2"."""
     return block_call.partition("#")[0]
 
 
 def block_call_name(block: str, call_number: int) -> str:
-    """The visit that the call number `count` of `block` in a forward is, from 1 up."""
+    """The name of call number `call_number` (from 1) of `block` in a forward."""
     return block if call_number == 1 else f"{block}#{call_number}"
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One logical parameter: its first name, its shape, the visits that use it, and its tied names.
+    """One logical parameter: name, shape, the block calls that use it, and the names of its tied copies.
 
-    `dtype` is its own, where that is not the job's: of a parameter that is not floating, and of a frozen one that was made
-    in another dtype than those that are trained (a bfloat16 base under float32 adapters). Empty: the job's.
-    `hidden` says that it is the matrix of a linear layer between the embedding and the head. `role` is that of the layer that
-    it belongs to (see `Call`; empty: none that can be divided), `cuts` are how its dims may be divided without a change of the
-    numbers, one per side. `why` says, where it has no role, why nobody can divide it; `declared` is the role that the user has
-    declared for its layer.
+    `dtype` differs from the job's for a parameter that is not floating point, and for a frozen one that was
+    created in another dtype than the trained ones (a bfloat16 base under float32 adapters); "" means the
+    job's dtype. `is_hidden_matrix`: the matrix of a linear layer between the embedding and the head. `role`
+    is the role of its layer (see `LayerCall`; "" if the layer cannot be sharded), `dim_splits` how its dims
+    may be split without a change of the results, one per side. `not_shardable_reason` says why a parameter
+    without a role cannot be sharded. `declared_role` is the role that the user declared for the layer.
     """
 
     name: str
@@ -69,24 +69,24 @@ class ParamSpec:
     declared_role: str = ""
 
     def dim_split(self, dim: int) -> DimSplit:
-        """How `dim` is divided; one of which nothing is known may be cut anywhere."""
+        """How `dim` is split; a dim about which nothing is known may be split anywhere."""
         return next(
-            (cut for cut in self.dim_splits if cut.dim == dim),
+            (split for split in self.dim_splits if split.dim == dim),
             DimSplit(dim, self.shape[dim], (self.shape[dim],)),
         )
 
     def split_of_side(self, side: str) -> DimSplit | None:
-        """How the "in" or the "out" side of the layer is divided in this weight; None where it has no such side."""
-        return next((cut for cut in self.dim_splits if cut.side == side), None)
+        """The split of the "in" or "out" side of the layer in this parameter; None without such a side."""
+        return next((split for split in self.dim_splits if split.side == side), None)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All its names, the first one first."""
+        """All names, the first one first."""
         return (self.name, *self.aliases)
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The modules that hold it, that of its first name first."""
+        """The modules that hold the parameter, that of its first name first."""
         return tuple(name.rpartition(".")[0] for name in self.names)
 
     @property
@@ -95,20 +95,22 @@ class ParamSpec:
         return prod(self.shape)
 
     def dtype_for(self, param_dtype: str) -> str:
-        """The dtype it has in a job whose parameters are `parameters`; beside float64, all floats are that."""
+        """The dtype of this parameter in a job with parameters of `param_dtype`; with float64, all floats are
+        float64.
+        """
         widened = param_dtype == "float64" and self.dtype.startswith(("float", "bfloat"))
         return self.dtype if self.dtype and not widened else param_dtype
 
     def itemsize(self, param_dtype: str) -> int:
-        """Bytes per element in such a job; 0 for a dtype of which nothing is known here."""
+        """Bytes per element in a job with parameters of `param_dtype`; 0 for an unknown dtype."""
         return PARAM_DTYPE_NBYTES.get(self.dtype_for(param_dtype), 0)
 
 
 @dataclass(frozen=True)
 class PretrainedSource:
-    """Stored initial values: where they are, a `digest` of their contents, their size, and what reading one of them holds.
+    """Stored initial values: their location, a `digest` of the contents, and their size in bytes.
 
-    `held` is in bytes and comes on top of the parameter itself.
+    `read_buffer_nbytes` is the temporary memory for reading one tensor, on top of the parameter itself.
     """
 
     source: str
@@ -119,10 +121,11 @@ class PretrainedSource:
 
 @dataclass(frozen=True)
 class BatchTensor:
-    """One tensor of a batch, or of what a forward hands to the loss: its name, the shape of one row, and its dtype.
+    """One tensor of a batch, or one that the forward returns to the loss: name, shape of one sample, and
+    dtype.
 
-    `rows` is False for a tensor that is not per row of the batch (a logit scale): `shape` is then all of it. `used`
-    tells whether the loss takes it.
+    `per_sample` is False for a tensor without a batch dim (a logit scale); `shape` is then its full shape.
+    `used_by_loss` tells whether the loss reads it.
     """
 
     name: str
@@ -132,39 +135,47 @@ class BatchTensor:
     used_by_loss: bool = True
 
     def comm_dtype(self, param_dtype: str) -> str:
-        """What it travels in: floats as float32, or as float64 beside parameters of that; all else as it is."""
-        floating = self.dtype in FLOAT_NBYTES
-        return ("float64" if param_dtype == "float64" else "float32") if floating else self.dtype
+        """The dtype in which it is sent: floats as float32 (float64 in a float64 job), everything else
+        unchanged.
+        """
+        is_float = self.dtype in FLOAT_NBYTES
+        return ("float64" if param_dtype == "float64" else "float32") if is_float else self.dtype
 
     def nbytes(self, param_dtype: str) -> int:
-        """Bytes of one row on the wire; 0 for a dtype that cannot travel, which `faults` tells."""
+        """Bytes of one sample when it is sent; 0 for a dtype that cannot be sent, which `diagnostics`
+        reports.
+        """
         return prod(self.shape) * {**FLOAT_NBYTES, **INTEGER_NBYTES}.get(self.comm_dtype(param_dtype), 0)
 
     def diagnostics(self, location: str) -> Iterator[Diagnostic]:
-        """What keeps it from travelling between ranks."""
-        known = (*FLOAT_NBYTES, *INTEGER_NBYTES)
-        if self.dtype not in known:
-            text = f"{self.name} is of {self.dtype}, which does not travel between ranks"
-            yield Diagnostic(text, f"make it one of {', '.join(known)}", location)
+        """Yields a diagnostic if the dtype cannot be sent between ranks."""
+        dtypes = (*FLOAT_NBYTES, *INTEGER_NBYTES)
+        if self.dtype not in dtypes:
+            text = f"{self.name} has dtype {self.dtype}, which cannot be sent between ranks"
+            yield Diagnostic(text, f"use one of {', '.join(dtypes)}", location)
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The blocks of one forward, in order of their visits, and the logical parameters of the whole model.
+    """The block calls of one forward in order, and the logical parameters of the whole model.
 
-    Per visit, `stream_numel` is the elements per sample that the visit hands on to what follows, and `flops` the
-    floating-point operations of its matrix products, per sample and forward. `inside_numel`: the elements per sample that it
-    computes within and its backward needs, weights apart; empty where that is not known. `reruns` are the visits that the model
-    itself runs again in backward (torch.utils.checkpoint).
-    `random` tells whether training draws dropout, `in_place` whether the model writes into a block's output in place;
-    `notes` are what was not understood, in words. `inputs` and `targets` are the batch, as the forward and the loss take
-    it, `outputs` what the one hands to the other; `whole_batch` says that the loss is no sum over rows, but needs the
-    outputs of the whole global batch at once. `origin` is where initial values are stored; None: drawn from the seed.
-    `calls` are those of layers that can be divided, in order. `logits` are those of a head that can be; None where there is none.
-    `numbers` and `portions` are what modules hold and blocks are given of what lies between columns and rows. `passages` are
-    those of the stream, in the order of the visits that it goes through. `loss_numel`: the elements per sample that the loss
-    keeps of its own, until its backward. `borders` are the values between blocks; None where nobody has asked for them. `tokens`
-    are how those of a sample go through it; likewise. `weighed` is what visits hold in bytes, in the dtypes of a job; likewise.
+    Per block call: `output_numel` (elements per sample of its output), `flops` (floating-point operations of
+    its matrix products, per sample and forward) and `saved_numel` (elements per sample of the activations
+    that its backward needs, without parameters; empty if unknown). `user_checkpointed_calls` are block calls
+    that the model itself recomputes in backward (torch.utils.checkpoint). `has_dropout`: training draws
+    random numbers; `writes_in_place`: the model writes into the output of a block; `notes`: what the analysis
+    could not decide, as text.
+
+    `inputs` and `targets` are the batch, `outputs` what the forward returns to the loss.
+    `needs_global_batch`: the loss is not a sum over samples and needs the outputs of the whole global batch.
+    `pretrained_source`: where the initial values are stored; None means that they are drawn from the seed.
+
+    For sharding: `layer_calls` are the calls of layers that can be sharded, in order; `logits` describes a
+    vocabulary that can be sharded (None: none); `size_attributes` and `per_head_inputs` are module attributes
+    and block arguments between colwise and rowwise layers that must be made local; `residual_flows` are the
+    paths of the residual stream, in order. `loss_saved_numel`: elements per sample that the loss keeps until
+    its backward. `stage_boundaries`, `sequence_info` and `memory` (bytes per block call in the dtypes of a
+    job) are None if they were not analyzed.
     """
 
     name: str
@@ -194,89 +205,98 @@ class ModelSpec:
 
     @property
     def train_flops(self) -> int:
-        """The operations of a forward and a backward per sample: a backward costs two forwards, what is rerun does not count."""
+        """Operations of a forward and a backward per sample; a backward costs two forwards, recomputation is
+        not counted.
+        """
         return 3 * sum(self.flops)
 
     @property
     def trainable(self) -> tuple[ParamSpec, ...]:
         """The parameters that receive gradients."""
-        return tuple(weight for weight in self.params if weight.trainable)
+        return tuple(param for param in self.params if param.trainable)
 
     @property
     def numel(self) -> int:
-        """The number of elements of all logical parameters, tied ones counted once."""
-        return sum(weight.numel for weight in self.params)
+        """The number of elements of all logical parameters; tied parameters count once."""
+        return sum(param.numel for param in self.params)
 
     def nbytes(self, param_dtype: str) -> int:
-        """The bytes of all logical parameters in a job whose parameters are `parameters`."""
-        return sum(weight.numel * weight.itemsize(param_dtype) for weight in self.params)
+        """The bytes of all logical parameters in a job with parameters of `param_dtype`."""
+        return sum(param.numel * param.itemsize(param_dtype) for param in self.params)
 
     def params_of(self, block_call: str) -> tuple[ParamSpec, ...]:
-        """The parameters used by `visit`."""
-        return tuple(weight for weight in self.params if block_call in weight.block_calls)
+        """The parameters that `block_call` uses."""
+        return tuple(param for param in self.params if block_call in param.block_calls)
 
     def block_calls_needing(self, param: ParamSpec) -> tuple[str, ...]:
-        """The visits that need `weight`: that use it themselves, or by whose time glue does; all where that is not known."""
+        """The block calls that need `param`: those that use it, and those where glue does; all if that is
+        unknown.
+        """
         if ROOT not in param.block_calls:
             return param.block_calls
-        roots = {} if self.stage_boundaries is None else dict(self.stage_boundaries.root_params)
-        return (*param.block_calls, *roots.get(param.name, self.block_calls))
+        root_params = {} if self.stage_boundaries is None else dict(self.stage_boundaries.root_params)
+        return (*param.block_calls, *root_params.get(param.name, self.block_calls))
 
     def restricted_to(self, block_calls: Collection[str]) -> "ModelSpec":
-        """What a rank sees of the model that runs these `visits` alone: their weights, calls, numbers and sizes."""
-        kept = [i for i, visit in enumerate(self.block_calls) if visit in block_calls]
-        own = {
-            weight.name: tuple(visit for visit in weight.block_calls if visit in block_calls or visit == ROOT)
-            for weight in self.params
-            if not set(self.block_calls_needing(weight)).isdisjoint(block_calls)
+        """The part of the model that a rank with only these block calls runs: their parameters, layer calls
+        and sizes.
+        """
+        indices = [i for i, block_call in enumerate(self.block_calls) if block_call in block_calls]
+        used_calls = {
+            param.name: tuple(
+                block_call
+                for block_call in param.block_calls
+                if block_call in block_calls or block_call == ROOT
+            )
+            for param in self.params
+            if not set(self.block_calls_needing(param)).isdisjoint(block_calls)
         }
         calls = tuple(call for call in self.layer_calls if call.block_call in block_calls)
-        blocks, mine = (
-            {block_of(visit) for visit in self.block_calls},
-            {block_of(visit) for visit in block_calls},
+        blocks, local_blocks = (
+            {block_of(block_call) for block_call in self.block_calls},
+            {block_of(block_call) for block_call in block_calls},
         )
-        mine |= {
-            _block_with(call.name, blocks) for call in calls
-        }  # a module of two blocks bears its name in the first
-        elsewhere = blocks - mine
+        # A module that two blocks share has its name in the first of them.
+        local_blocks |= {_block_with(call.name, blocks) for call in calls}
+        remote_blocks = blocks - local_blocks
         divided = self.logits is not None and any(
-            call.name == self.logits.layer and call.role == "head" for call in calls
+            call.name == self.logits.layer and call.role == "lm_head" for call in calls
         )
         return replace(
             self,
-            block_calls=tuple(self.block_calls[i] for i in kept),
+            block_calls=tuple(self.block_calls[i] for i in indices),
             params=tuple(
-                replace(weight, block_calls=own[weight.name]) for weight in self.params if weight.name in own
+                replace(param, block_calls=used_calls[param.name])
+                for param in self.params
+                if param.name in used_calls
             ),
-            output_numel=tuple(self.output_numel[i] for i in kept),
-            flops=tuple(self.flops[i] for i in kept),
-            saved_numel=tuple(self.saved_numel[i] for i in kept) if self.saved_numel else (),
+            output_numel=tuple(self.output_numel[i] for i in indices),
+            flops=tuple(self.flops[i] for i in indices),
+            saved_numel=tuple(self.saved_numel[i] for i in indices) if self.saved_numel else (),
             layer_calls=calls,
             logits=self.logits if divided else None,
             size_attributes=tuple(
-                number
-                for number in self.size_attributes
-                if _block_with(number.module, blocks) not in elsewhere
+                attribute
+                for attribute in self.size_attributes
+                if _block_with(attribute.module, blocks) not in remote_blocks
             ),
             per_head_inputs=tuple(
-                portion for portion in self.per_head_inputs if portion.block not in elsewhere
+                head_input for head_input in self.per_head_inputs if head_input.block not in remote_blocks
             ),
-            residual_flows=tuple(
-                passage for passage in self.residual_flows if passage.block_call in block_calls
-            ),
+            residual_flows=tuple(flow for flow in self.residual_flows if flow.block_call in block_calls),
         )
 
     def last_backward(self, params: Iterable[ParamSpec]) -> str | None:
-        """The visit whose backward completes the gradients of all `weights`: the earliest one in the forward.
+        """The block call whose backward completes the gradients of all `params`: the earliest one in the
+        forward.
 
-        None when the root uses one of them directly: complete after the last backward of the step.
+        None if glue uses one of them directly: they are complete after the last backward of the step.
         """
-        used = {visit for weight in params for visit in weight.block_calls}
+        used = {block_call for param in params for block_call in param.block_calls}
         return None if ROOT in used else min(used, key=self.block_calls.index)
 
 
 def _block_with(module: str, blocks: Collection[str]) -> str:
-    """The one of `blocks` that `module` lies in; empty where it lies in none."""
     while module and module not in blocks:
         module = module.rpartition(".")[0]
     return module

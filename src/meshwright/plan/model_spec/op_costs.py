@@ -1,15 +1,13 @@
-"""What a block does, operation by operation, as a trial has seen it: enough to say how long it takes on any device.
+"""Counts the operations and bytes of each block call, as measured on a fake-tensor trial, for any number of
+samples.
 
-    products      [m, k] by [k, n], so many of them at once, in a dtype
-    attention     fused: rows, heads, queries, keys, width
-    passed        all others: bytes that they read and write, and how many numbers those of RICH make
+    matmuls       [m, k] by [k, n], `batch` of them at once, in a dtype
+    attention     fused: batch, heads, query and key lengths, head dim
+    memory_ops    all others: bytes read and written, and the outputs of compute-heavy ones
 
-Sizes are lines over the rows of a micro-batch, so that they hold for any number of them. Operations that are alike are counted.
-
-Bytes by the number of rows, as a trial has weighed them.
-
-What is as large as a weight is apart, whatever the rows are: gradients of weights, and casts of them. Where weights are divided
-among ranks it is divided as they are, which the rest may not be.
+Sizes are linear in the samples of a micro-batch, so they hold for any micro-batch. Equal operations are
+counted. Quantities as large as parameters are kept apart, because they do not depend on samples: gradients of
+parameters and casts of them. They are sharded as the parameters are, which the rest may not be.
 """
 
 from collections.abc import Mapping
@@ -20,7 +18,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class LinearInSamples:
-    """So many bytes whatever the rows are, so many for each of them, and so many, once, of what is as large as `weights`."""
+    """A quantity `fixed + per_sample * samples + weight_sized`; the last part is as large as parameters."""
 
     fixed: float = 0.0
     per_sample: float = 0.0
@@ -41,15 +39,17 @@ class LinearInSamples:
         )
 
     def total(self, num_samples: int) -> int:
-        """The bytes for so many rows."""
+        """The quantity for `num_samples` samples, at least 0."""
         return max(0, round(self.fixed + self.per_sample * num_samples + self.weight_sized))
 
     def local_total(self, num_samples: int, fraction: Fraction, weight_fraction: Fraction) -> int:
-        """The bytes for so many rows on a rank that has so much `of` what there is, and of `weights`."""
+        """The quantity on a rank with `fraction` of the activations and `weight_fraction` of the parameters,
+        at least 0.
+        """
         return max(0, self.signed_local_total(num_samples, fraction, weight_fraction))
 
     def signed_local_total(self, num_samples: int, fraction: Fraction, weight_fraction: Fraction) -> int:
-        """The same, below 0 where less is there."""
+        """As `local_total`, but negative if less is needed."""
         return round(
             (self.fixed + self.per_sample * num_samples) * fraction + self.weight_sized * weight_fraction
         )
@@ -57,10 +57,11 @@ class LinearInSamples:
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """What one visit takes: what it hands on and keeps `inside`, and what is on top in its backward.
+    """Bytes of one block call: its output, its saved activations, and the extra memory of its backward.
 
-    `backward` is the most of that without the gradients of weights, `learning` with those that are there by then, and `attending`
-    what of `backward` is there while attention's own backward runs: below 0 where more of the inside is gone by then.
+    `backward` is the peak of the extra memory without gradients of parameters, `backward_with_grads` with
+    those that exist by then, `attention_backward` the extra memory while the backward of attention runs:
+    below 0 if more of the saved activations has been freed by then.
     """
 
     block_call: str
@@ -73,10 +74,10 @@ class BlockMemory:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """What the visits of a forward take, what `glue` makes and keeps besides, and what the `loss` has on top of its gradient.
+    """Bytes of the block calls of a forward, of what `glue` keeps, and of the loss beyond its gradient.
 
-    `handed` is what glue has meanwhile, masks among it: a visit that is to be run again keeps what it is given.
-    `works` are their operations.
+    `glue_outputs` are bytes that glue computes for blocks, masks among them: a checkpointed block call keeps
+    its inputs. `ops` are the operations.
     """
 
     block_calls: tuple[BlockMemory, ...]
@@ -86,7 +87,7 @@ class ModelMemory:
     ops: "ModelOps | None" = None
 
 
-# Operations, by torch's names for them, that compute so much for each number that memory does not say what they take on a CPU.
+# Operations, by their names in torch, whose time on a CPU is not determined by the bytes they read and write.
 COMPUTE_HEAVY_OPS = (
     *(
         "tanh",
@@ -132,13 +133,13 @@ class MatmulOp:
 
     @property
     def is_weight_grad(self) -> bool:
-        """Whether rows are summed over, as in the gradient of a weight."""
+        """Whether the product sums over samples, as for the gradient of a weight."""
         return bool(self.k.per_sample) and not (
             self.m.per_sample or self.n.per_sample or self.batch.per_sample
         )
 
     def flops(self, num_samples: int) -> int:
-        """The operations for so many rows; a multiply-add counts as two."""
+        """Operations for `num_samples` samples; a multiply-add counts as two."""
         return (
             2
             * self.count
@@ -151,7 +152,9 @@ class MatmulOp:
 
 @dataclass(frozen=True)
 class AttentionOp:
-    """`count` calls of fused attention, or of its `backward`; `causal`: the kernel leaves out what lies behind a query."""
+    """`count` calls of fused attention, or of its `backward`; `is_causal`: the kernel skips keys after the
+    query.
+    """
 
     batch: LinearInSamples
     num_heads: int
@@ -164,16 +167,17 @@ class AttentionOp:
     count: int = 1
 
     def flops(self, num_samples: int) -> int:
-        """The operations for so many rows, no pair left out: two products forward, five backward."""
+        """Operations for `num_samples` samples without skipped pairs: two products forward, five backward."""
         pairs = self.batch.total(num_samples) * self.num_heads * self.query_len * self.key_len
         return (10 if self.backward else 4) * self.count * pairs * self.head_dim
 
 
 @dataclass(frozen=True)
 class MemoryOp:
-    """`count` operations that read and write so many bytes each; 0: that only look at memory in another way.
+    """`count` operations that read and write `nbytes` each; 0 for a view.
 
-    `operation` is one of RICH, and `numbers` are what it makes; "" where bytes say all.
+    `operation` is one of COMPUTE_HEAVY_OPS, with `output_numel` elements of output; "" if the bytes determine
+    the time.
     """
 
     nbytes: LinearInSamples
@@ -184,7 +188,7 @@ class MemoryOp:
 
 @dataclass(frozen=True)
 class OpCounts:
-    """The operations of a forward, or of a backward."""
+    """The operations of a forward or of a backward."""
 
     matmuls: tuple[MatmulOp, ...] = ()
     attention: tuple[AttentionOp, ...] = ()
@@ -192,21 +196,21 @@ class OpCounts:
 
     @property
     def num_ops(self) -> int:
-        """How many operations there are."""
+        """The number of operations."""
         return sum(each.count for each in (*self.matmuls, *self.attention, *self.memory_ops))
 
     def flops(self, num_samples: int) -> int:
-        """The floating-point operations of products and attention for so many rows."""
+        """Floating-point operations of matmuls and attention for `num_samples` samples."""
         return sum(each.flops(num_samples) for each in (*self.matmuls, *self.attention))
 
     def memory_op_nbytes(self, num_samples: int) -> int:
-        """The bytes that the rest reads and writes."""
+        """Bytes that the other operations read and write."""
         return sum(each.count * each.nbytes.total(num_samples) for each in self.memory_ops)
 
 
 @dataclass(frozen=True)
 class BlockOps:
-    """What the forward and the backward of one visit do."""
+    """The operations of the forward and the backward of one block call."""
 
     block_call: str
     forward: OpCounts
@@ -215,7 +219,7 @@ class BlockOps:
 
 @dataclass(frozen=True)
 class ModelOps:
-    """What the visits of a forward do, what `glue` does between them, and what the `loss` does forward and backward."""
+    """The operations of all block calls, of `glue` between them, and of the `loss`."""
 
     block_calls: tuple[BlockOps, ...]
     glue: OpCounts = OpCounts()
@@ -223,5 +227,5 @@ class ModelOps:
 
     @cached_property
     def by_block_call(self) -> Mapping[str, BlockOps]:
-        """What each visit does, by its name."""
+        """The operations by block call."""
         return {done.block_call: done for done in self.block_calls}

@@ -1,12 +1,12 @@
-"""The tokens of one sample on several ranks: which of them each has, and what the plan needs to know of a model for that.
+"""Assigns the tokens of a sequence to ranks, and describes what a model does along the sequence dim.
 
-    length 8, 2 ranks, folded          chunks 0 1 2 3        rank 0: 0 1 | 6 7        rank 1: 2 3 | 4 5
-    the same, straight                                       rank 0: 0 1 2 3          rank 1: 4 5 6 7
+    length 8, 2 ranks, zigzag          chunks 0 1 2 3        rank 0: 0 1 | 6 7        rank 1: 2 3 | 4 5
+    the same, contiguous                                     rank 0: 0 1 2 3          rank 1: 4 5 6 7
     the same, striped                                        rank 0: 0 2 4 6          rank 1: 1 3 5 7
 
-Under a causal mask token i looks at i others: of straight slices the last costs (2 n - 1) times the first. Folded, each rank has
-an early chunk and the late one that makes up for it. Striped, each has its share of every stretch of neighbouring tokens: of a
-window, of a document, wherever those begin.
+Under a causal mask token i attends to i others, so the last of n contiguous shards costs (2 n - 1) times the
+first. With zigzag, each rank has an early chunk and the late chunk that balances it. Striped, each rank has a
+share of every range of neighbouring tokens, which also balances sliding windows and packed documents.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,22 +14,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 TokenRange = tuple[int, int]  # the first position, and the one behind the last
-PADDING_RANGE: TokenRange = (
-    0,
-    1,
-)  # what a rank runs besides that has too few tokens: the first one, of which nothing counts
-MIN_TOKENS = (
-    2  # tokens that a rank runs: none does not go through a model, and one looks like a step of a generation
-)
+PADDING_RANGE: TokenRange = (0, 1)  # padding repeats the first token; its outputs are dropped
+MIN_TOKENS = 2  # a model cannot run on no token, and takes a single one for a step of generation
 
 
 @dataclass(frozen=True)
 class SequenceSharding:
-    """How the tokens of a sample are dealt to `ranks`: chunks are `folded` over ranks / inner, and what each gets lies straight
-    on `inner` ranks in turn. With `striped` single tokens go to those ranks / inner in turn instead.
+    """The assignment of the tokens of a sequence to `num_ranks` ranks.
 
-    Any length is dealt as evenly as can be; where it is below the number of ranks, some have none. A rank that has fewer than
-    two runs stand-ins behind them: nobody attends to those, and what comes out of them is dropped.
+    The sequence is split over num_ranks / num_inner_ranks groups, in `zigzag` order (an early and a late
+    chunk each), or token by token if `striped`; within a group, `num_inner_ranks` ranks get contiguous
+    pieces. Any length is split as evenly as possible; a sequence shorter than the number of ranks leaves some
+    without tokens. A rank with fewer than two tokens appends padding tokens: no token attends to them, and
+    their outputs are dropped.
     """
 
     num_ranks: int
@@ -38,38 +35,42 @@ class SequenceSharding:
     striped: bool = False
 
     def token_ranges(self, length: int, index: int) -> tuple[TokenRange, ...]:
-        """The positions that the rank at `index` has, in order."""
-        outer, place = divmod(index, self.num_inner_ranks)
-        around = self.num_ranks // self.num_inner_ranks
-        mine = self._around(length, outer, around)
-        return select_positions(mine, *_piece(num_positions(mine), self.num_inner_ranks, place))
+        """The position ranges of rank `index`, in order."""
+        outer, inner_index = divmod(index, self.num_inner_ranks)
+        num_groups = self.num_ranks // self.num_inner_ranks
+        ranges = self._around(length, outer, num_groups)
+        return select_positions(ranges, *_piece(num_positions(ranges), self.num_inner_ranks, inner_index))
 
     def num_tokens(self, length: int, index: int) -> int:
-        """How many tokens that are."""
+        """The number of tokens of rank `index`."""
         return self.num_tokens_by_rank(length)[index]
 
     def num_tokens_by_rank(self, length: int) -> tuple[int, ...]:
-        """How many each rank has."""
+        """The number of tokens of every rank."""
         return _counts(self, length)
 
     @property
     def max_ranges(self) -> int:
-        """How many spans a rank has at most, unless tokens are `striped`."""
+        """The largest number of ranges of a rank, if not `striped`."""
         return 2 if self.zigzag and self.num_ranks > self.num_inner_ranks else 1
 
     def num_padded_tokens(self, length: int, index: int) -> int:
-        """How many tokens it runs."""
+        """The number of tokens that rank `index` runs, padding included."""
         return max(MIN_TOKENS, self.num_tokens(length, index))
 
     def inner_group_ranges(self, length: int, index: int) -> tuple[TokenRange, ...]:
-        """The positions that the `inner` ranks round the one at `index` have among them, in order."""
+        """The position ranges of all inner ranks in the group of rank `index`, in order."""
         return self._around(length, index // self.num_inner_ranks, self.num_ranks // self.num_inner_ranks)
 
     def _around(self, length: int, index: int, num_ranks: int) -> tuple[TokenRange, ...]:
         if self.striped and num_ranks > 1:
             return tuple((at, at + 1) for at in range(index, length, num_ranks))
         if not self.zigzag or num_ranks == 1:
-            return tuple(span for span in (_piece(length, num_ranks, index),) if span[0] < span[1])
+            return tuple(
+                token_range
+                for token_range in (_piece(length, num_ranks, index),)
+                if token_range[0] < token_range[1]
+            )
         counts = [
             end - begin for begin, end in (_piece(length, num_ranks, each) for each in range(num_ranks))
         ]
@@ -78,16 +79,16 @@ class SequenceSharding:
         early, late = (first, first + (counts[index] + 1) // 2), (last - counts[index] // 2, last)
         if early[1] == late[0]:
             early, late = (early[0], late[1]), (late[1], late[1])
-        return tuple(span for span in (early, late) if span[0] < span[1])
+        return tuple(token_range for token_range in (early, late) if token_range[0] < token_range[1])
 
 
 def num_positions(spans: Iterable[TokenRange]) -> int:
-    """How many positions there are in `spans`."""
+    """The number of positions in `spans`."""
     return sum(end - begin for begin, end in spans)
 
 
 def with_padding(spans: tuple[TokenRange, ...]) -> tuple[TokenRange, ...]:
-    """`spans`, and the stand-ins that are run behind them."""
+    """The ranges `spans` and the padding ranges after them."""
     return (*spans, *[PADDING_RANGE] * (MIN_TOKENS - num_positions(spans)))
 
 
@@ -104,7 +105,7 @@ def _piece(length: int, num_chunks: int, index: int) -> TokenRange:
 
 
 def select_positions(spans: Sequence[TokenRange], first: int, last: int) -> tuple[TokenRange, ...]:
-    """Of the positions in `spans`, counted on, those from `first` up to `last`."""
+    """The positions number `first` to `last` of those in `spans`, as ranges."""
     found, before = [], 0
     for begin, end in spans:
         low, high = max(begin, begin + first - before), min(end, begin + last - before)
@@ -116,10 +117,10 @@ def select_positions(spans: Sequence[TokenRange], first: int, last: int) -> tupl
 
 @dataclass(frozen=True)
 class AttentionMaskSpec:
-    """By what the mask of a call of attention differs, beside keys; it has size 1 along the others.
+    """The dims in which an attention mask varies besides the keys; it has size 1 along the others.
 
-    It `adds` to scores; otherwise it is one of bools. `needed`: its gradient is. `known`: the block is given it as it is, by glue
-    that has made all of it on every rank.
+    `is_additive`: the mask is added to the scores, otherwise it is boolean. `is_replicated`: the block
+    receives a mask that glue computed in full on every rank.
     """
 
     per_sample: bool = False
@@ -132,11 +133,11 @@ class AttentionMaskSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One call of attention in one forward: its visit, and of one sample the sizes of what it takes in.
+    """One attention call in one forward: its block call, and the sizes of its inputs per sample.
 
-    `heads` are those of queries, `groups` those of keys and values; `width` is that of a head of queries and keys, `values` is
-    that of one of values. `queries` and `keys` are tokens. `masked`: it takes in a mask, [.., queries, keys]; `mask` tells more.
-    `needed`: the gradient of something that it takes in is; `learns` tells whether that of queries, of keys, of values are.
+    `head_dim` is that of queries and keys, `value_head_dim` that of values; `query_len` and `key_len` are
+    tokens. `has_mask`: it takes a mask [.., queries, keys], described by `mask`. `needs_grad`: some input
+    needs its gradient; `qkv_need_grad` tells which of queries, keys and values do.
     """
 
     block_call: str
@@ -155,12 +156,13 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class ConvSpec:
-    """One convolution in one forward, in its `module` of a visit: of token i it takes in those from i - `left` to i + `right`.
+    """One convolution along the sequence, in `module` of a block call: output i reads tokens i - `left_halo`
+    to i + `right_halo`.
 
-    A row has so many `tokens`, each of `width` elements as it is taken in, with so many zeros `before` and `after` them; what
-    comes out has so many elements `behind` its tokens, which nobody uses. `needed`: the gradient of what it takes in is. In its
-    visit `attended` calls of attention stand before it, and the layers that `called` names. Where left and right are 0 it treats
-    each token by itself, or has none.
+    Each sample has `num_tokens` tokens of `token_numel` elements, with `pad_before` and `pad_after` zeros
+    around them; the output has `num_extra_outputs` elements after its tokens, which the model does not use.
+    Before it, the block call runs `num_prior_attention_calls` attention calls and the layers `prior_layers`.
+    A halo of 0 on both sides: it treats each token by itself, or has no tokens.
     """
 
     block_call: str
@@ -178,19 +180,20 @@ class ConvSpec:
 
     @property
     def halo(self) -> int:
-        """How many other tokens it takes in for one."""
+        """The number of other tokens that one output reads."""
         return self.left_halo + self.right_halo
 
 
 @dataclass(frozen=True)
 class BlockSequenceInfo:
-    """How tokens go through a visit: for each tensor among what it takes in and gives out, in order, which dims are tokens.
+    """The sequence dims of the inputs and outputs of a block call, one tuple of dims per tensor, in order.
 
-    `slots` are where those that it takes in stand among its arguments: others may be there on another batch. `mixes` says what
-    keeps it from running on some of the tokens; empty: nothing, but for attention. `whole`: every rank runs it on all of them,
-    since it is given nothing but what ranks read, and goes on with its own. `takes_of` and `gives_of` say of how many tokens in
-    a sample they are, 0 where a tensor has none; empty: `Tokens.length`. `within` are modules that are called with tokens of
-    other rows than the visit gives out (keys of an encoder): by name, how many those are.
+    `arg_paths` are the positions of the inputs among its arguments (others may stand there for another
+    batch). `not_sequence_parallel` says why the block call cannot run on a sequence shard ("": it can,
+    attention apart). `is_replicated`: every rank runs it on all tokens, because it only takes inputs that
+    every rank reads, and continues with its own. `input_num_tokens` and `output_num_tokens` are their tokens
+    per sample, 0 for a tensor without tokens; empty: `SequenceInfo.length`. `module_num_tokens` names modules
+    that see another number of tokens than the block call returns (keys of an encoder), with that number.
     """
 
     block_call: str
@@ -204,7 +207,7 @@ class BlockSequenceInfo:
     module_num_tokens: tuple[tuple[str, int], ...] = ()
 
     def with_lengths(self, length: int) -> "BlockSequenceInfo":
-        """The same with all said, in a model whose `Tokens.length` is this."""
+        """The same with explicit token counts, in a model whose `SequenceInfo.length` is `length`."""
         takes, gives = (
             self.input_num_tokens or (length,) * len(self.input_token_dims),
             self.output_num_tokens or (length,) * len(self.output_token_dims),
@@ -212,23 +215,25 @@ class BlockSequenceInfo:
         return replace(self, input_num_tokens=takes, output_num_tokens=gives)
 
     def num_sharded_tokens(self, length: int) -> int:
-        """Of how many tokens in a sample each rank runs some; 0: every rank runs it on all there is."""
-        told = self.with_lengths(length)
+        """The tokens per sample of which each rank runs a shard; 0: every rank runs all."""
+        complete = self.with_lengths(length)
         found = [
-            *zip(told.output_token_dims, told.output_num_tokens, strict=True),
-            *zip(told.input_token_dims, told.input_num_tokens, strict=True),
+            *zip(complete.output_token_dims, complete.output_num_tokens, strict=True),
+            *zip(complete.input_token_dims, complete.input_num_tokens, strict=True),
         ]
         return 0 if self.is_replicated else next((count for dims, count in found if dims), 0)
 
 
 @dataclass(frozen=True)
 class GlueGather:
-    """What glue brings together of tokens: behind which visit (empty: in the loss), and how many elements per sample.
+    """A tensor that glue needs for all tokens: the block call after which it is gathered ("": in the loss),
+    elements per sample.
 
-    Of so many `tokens` each rank gives its own, and gets all; 0: each gives a summand, and gets the sum. `rows`: every sample has
-    as many; otherwise that is all of it, whatever the number of samples. `back` are the visits in whose backwards its gradient
-    goes back (empty: in that of the loss). `dtype` is its own, where that is not the job's. `into` is the visit that is given it;
-    empty: glue is.
+    With `num_tokens`, each rank contributes its tokens and receives all; with 0, each contributes a summand
+    and receives the sum. `per_sample`: the size grows with the samples; otherwise `numel` is all of it.
+    `backward_calls` are the block calls in whose backward its gradient is reduced (empty: in that of the
+    loss). `dtype` is set if it is not the job's. `consumer` is the block call that receives it; "" if glue
+    does.
     """
 
     block_call: str
@@ -242,13 +247,14 @@ class GlueGather:
 
 @dataclass(frozen=True)
 class SequenceInfo:
-    """What a model does with tokens: so many in a sample, which `inputs` and `targets` have them (along dim 1, behind the rows).
+    """What a model does along the sequence: tokens per sample, and the `inputs` and `targets` that have them
+    (along dim 1).
 
-    `met` tells what glue needs of all tokens, in order; `varies` why that is not the same for every batch (empty: it is), and
-    `looks` that glue, or the loss, looks at values of a batch, so that another one may take another way. `unseen`: glue gets hold
-    of memory, and nobody is told what it writes there. Tokens may begin within, where a block takes in what was made of an image.
-    A sample may have rows of unlike lengths: `others` are the inputs and targets that have another number of tokens than that,
-    and how many.
+    `gathers` are what glue needs of all tokens, in order; `batch_dependent_reason` says why that differs
+    between batches ("": it does not). `reads_values`: glue or the loss reads values of a batch, so another
+    batch may take another path. `has_untracked_writes`: glue obtains memory whose writes cannot be observed.
+    Tokens may begin inside the model, where a block takes what was made of an image. Samples may have several
+    lengths: `other_lengths` are the inputs and targets with another number of tokens, and that number.
     """
 
     length: int
@@ -264,16 +270,18 @@ class SequenceInfo:
     has_untracked_writes: bool = False
 
     def num_tokens_in(self, name: str) -> int:
-        """How many tokens an input or target has."""
+        """The number of tokens of an input or target."""
         return dict(self.other_lengths).get(name, self.length)
 
     def num_sharded_tokens(self, block_call: str, module: str = "") -> int:
-        """Of how many tokens in a sample each rank runs some in a visit, or in a `module` of it; 0: every rank runs it on all."""
+        """The tokens per sample of which each rank runs a shard in a block call or its `module`; 0: every
+        rank runs all.
+        """
         return self._within.get((block_call, module), self._runs.get(block_call, self.length))
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """How many tokens the rows of a sample have, `length` first."""
+        """All token counts in a sample, `length` first."""
         found = [self.length, *(count for _, count in self.other_lengths), *self._runs.values()]
         found += [count for attend in self.attention_calls for count in (attend.query_len, attend.key_len)]
         return tuple(dict.fromkeys(filter(None, found)))
@@ -281,11 +289,11 @@ class SequenceInfo:
     @cached_property
     def _within(self) -> dict[tuple[str, str], int]:
         return {
-            (passing.block_call, name): count
-            for passing in self.block_calls
-            for name, count in passing.module_num_tokens
+            (info.block_call, name): count
+            for info in self.block_calls
+            for name, count in info.module_num_tokens
         }
 
     @cached_property
     def _runs(self) -> dict[str, int]:
-        return {passing.block_call: passing.num_sharded_tokens(self.length) for passing in self.block_calls}
+        return {info.block_call: info.num_sharded_tokens(self.length) for info in self.block_calls}

@@ -1,28 +1,25 @@
-"""What travels between two blocks of a forward: the values that are live there, by name, and the borders that are closed.
+"""Finds the values that cross stage boundaries, and plans the transfers between pipeline stages.
 
-A *value* is a tensor that a visit gives out, or that glue behind it makes of such: what a model computes from its blocks, as
-against what it computes from its inputs alone (masks, positions), which anybody can compute for himself. A value is live at a
-border when it was made before and is used at or after it:
+A *value* is a tensor that a block call returns, or that glue after it computes from such tensors. What glue
+computes from the model's inputs alone (masks, positions) is no value: every rank can compute it. A value is
+live at a boundary if it is produced before it and consumed at or after it:
 
-    embed ---> x ---> [layer 0] ---> y      x: made by embed, used by layer 0 and by the glue behind layer 1
-    z = layer 1 (y) + x                     y: made by layer 0, used by layer 1
-                                            live before layer 1: x, y       live behind it: z
+    embed ---> x ---> [layer 0] ---> y      x: from embed, used by layer 0 and by glue after layer 1
+    z = layer 1 (y) + x                     y: from layer 0, used by layer 1
+                                            live before layer 1: x, y       live after it: z
 
-A model may be run in *parts*, runs of visits one behind the other, where each takes what it uses of earlier ones. The glue behind
-a visit belongs to that visit's part. A border is *closed* where a later part would have to know more than values: what a number
-was that the forward read from one, or what somebody wrote behind its back.
+A model may run in *stages*, runs of consecutive block calls; glue after a block call belongs to its stage. A
+boundary is *closed* if a later stage would need more than values: a number that the forward read from a
+tensor, or an in-place write. Names are the same in every forward: "layers.3" is the output of the block call
+(":1", ":2" for further outputs), "layers.3+2" the result of the second operation of the glue after it.
 
-Names are the same in every forward: "layers.3" is what the visit gives out (":1", ":2" where there are several), "layers.3+2"
-what the second operation of the glue behind it makes.
+A stage receives a value from the previous stage on its own rank if that has it; else from the last stage
+before it that uses the value and forwards it, or from the producer. Stages without use for a value never
+receive it:
 
-How a value goes from the part of a model that makes it to all that use it.
-
-A part takes a value from the part before it that lies on the same rank and has it, if there is one; else from the last one before
-that uses it, which forwards it, or from the one that made it. Parts between that have no use for it never see it:
-
-    parts 0 1 2 3 on ranks 0 1 2 3       z of 0, used by 3            0 ----------> 3                 sent directly
-                                         z of 0, used by 1, 2, 3      0 --> 1 --> 2 --> 3             forwarded by users alone
-    parts 0 1 2 3 on ranks 0 1 0 1       z of 0, used by 1, 2, 3      0 --> 1, and 2 and 3 have it    sent once
+    stages 0 1 2 3 on ranks 0 1 2 3      z of 0, used by 3            0 ----------> 3              direct
+                                         z of 0, used by 1, 2, 3      0 --> 1 --> 2 --> 3          forwarded
+    stages 0 1 2 3 on ranks 0 1 0 1      z of 0, used by 1, 2, 3      0 --> 1, 2 and 3 have it     sent once
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,12 +43,14 @@ ITEMSIZE_BY_SUFFIX = {
 
 @dataclass(frozen=True)
 class StageValue:
-    """One tensor that crosses a border: its name, the visit it was made by or behind, the visits that use it or whose glue does.
+    """A tensor that crosses a stage boundary: its name, the block call that produces it, and those that
+    consume it.
 
-    What the outputs of the model need is used by the last visit. `dims` are pairs: a dim has first + second * rows elements.
-    `needed` tells whether its gradient is needed. `op` is the operation of glue that made it, and `where` the line of the model's
-    code; empty for what a visit gives out. `along` is the dim that is tokens, of which a rank has its own where those are
-    dealt to ranks; None: each has all there is.
+    A value that the model returns is consumed by the last block call. `dim_sizes` are pairs: a dim has first
+    + second * samples elements. `needs_grad`: its gradient is needed. `op` and `source_line` name the glue
+    operation and the line of the model's code that made it ("" for the output of a block call).
+    `sequence_dim` is the dim along which ranks hold their own tokens under sequence sharding; None: every
+    rank has the full tensor.
     """
 
     name: str
@@ -68,26 +67,26 @@ class StageValue:
         return f"{self.name} ({self.op} at {self.source_line})" if self.op else self.name
 
     def shape(self, num_samples: int) -> tuple[int, ...]:
-        """Its shape for a micro-batch of so many rows."""
-        return tuple(fixed + each * num_samples for fixed, each in self.dim_sizes)
+        """The shape for a micro-batch of `num_samples` samples."""
+        return tuple(fixed + boundary_info * num_samples for fixed, boundary_info in self.dim_sizes)
 
     def numel(self, num_samples: int) -> int:
-        """Its elements for a micro-batch of so many rows."""
+        """The number of elements for a micro-batch of `num_samples` samples."""
         return prod(self.shape(num_samples))
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element, in the dtype that it had when it was learnt."""
+        """Bytes per element in the dtype of the analysis."""
         return next((width for end, width in ITEMSIZE_BY_SUFFIX.items() if self.dtype.endswith(end)), 1)
 
     def nbytes(self, num_samples: int) -> int:
-        """Its bytes for a micro-batch of so many rows."""
+        """Bytes for a micro-batch of `num_samples` samples."""
         return self.numel(num_samples) * self.itemsize
 
 
 @dataclass(frozen=True)
 class ClosedBoundary:
-    """No part can begin with `visit`: why, and what opens the border."""
+    """No stage can begin with `block_call`: the reason, and how to open the boundary."""
 
     block_call: str
     reason: str
@@ -96,9 +95,11 @@ class ClosedBoundary:
 
 @dataclass(frozen=True)
 class StageSpec:
-    """A run of visits, and the values that it takes from earlier parts and gives to later ones.
+    """A run of block calls, the values it receives from earlier stages (`inputs`) and sends to later ones
+    (`outputs`).
 
-    `passes` are those made before it and used after it only. Of what it `takes`, later parts may need some too.
+    `passthrough` values are produced before and consumed after this stage only. Later stages may need some
+    `inputs` too.
     """
 
     block_calls: tuple[str, ...]
@@ -111,10 +112,12 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class StageBoundaries:
-    """The visits of a forward in order, every value that is live at a border between two, and the borders that are closed.
+    """The block calls of a forward in order, every value that is live between two of them, and the closed
+    boundaries.
 
-    `roots` are the parameters that glue uses directly, by name, each with the visits that need it: those that take in what glue
-    makes of it, or behind which glue computes with it. Where they lie in several parts, each has a share of its gradient.
+    `root_params` are the parameters that glue uses directly, each with the block calls that need it: those
+    that consume what glue computes with it, or after which glue uses it. If they lie in several stages, each
+    has a part of the gradient.
     """
 
     block_calls: tuple[str, ...]
@@ -124,80 +127,86 @@ class StageBoundaries:
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """The number of each visit."""
-        return {visit: number for number, visit in enumerate(self.block_calls)}
+        """The position of each block call."""
+        return {block_call: i for i, block_call in enumerate(self.block_calls)}
 
     def input_needs_grad(self, block_call: str) -> bool:
-        """Whether `visit` takes in something whose gradient is needed."""
+        """Whether the gradient of some input of `block_call` is needed."""
         return block_call in self._learning
 
     @cached_property
     def _learning(self) -> frozenset[str]:
         return frozenset(
-            visit
+            block_call
             for value in self.values
             if value.needs_grad
-            for visit in value.consumers
-            if visit != value.producer
+            for block_call in value.consumers
+            if block_call != value.producer
         )
 
     def live_values(self, boundary: str) -> tuple[StageValue, ...]:
-        """The values that are live before the visit `border`."""
+        """The values that are live before the block call `boundary`."""
         at = self.index[boundary]
         return tuple(v for v in self.values if self.index[v.producer] < at <= self.index[v.consumers[-1]])
 
     def open_boundaries(self) -> tuple[str, ...]:
-        """The visits that a part may begin with, but for the first, which one always may."""
-        shut = {each.block_call for each in self.closed_boundaries}
-        return tuple(visit for visit in self.block_calls[1:] if visit not in shut)
+        """The block calls that a stage may begin with, without the first one, which is always possible."""
+        closed = {boundary_info.block_call for boundary_info in self.closed_boundaries}
+        return tuple(block_call for block_call in self.block_calls[1:] if block_call not in closed)
 
     def stages(self, boundaries: Sequence[str]) -> tuple[StageSpec, ...]:
-        """The parts that begin with the first visit and with each of `borders`, in order of the forward.
+        """The stages that begin with the first block call and with each of `boundaries`.
 
-        Raises PlanError for a border that is closed, for one that is no visit, and for borders out of order.
+        Raises PlanError for a closed boundary, for a name that is no block call, and for boundaries out of
+        order.
         """
         raise_diagnostics(self.diagnostics(boundaries))
-        starts = [0, *(self.index[border] for border in boundaries), len(self.block_calls)]
+        starts = [0, *(self.index[boundary] for boundary in boundaries), len(self.block_calls)]
         return tuple(self._part(start, end) for start, end in pairwise(starts))
 
     def diagnostics(self, boundaries: Sequence[str]) -> Iterator[Diagnostic]:
-        """What keeps the model from being divided at `borders`."""
-        known = [border for border in boundaries if border in self.index]
-        for border in boundaries:
-            if border not in self.index:
+        """Yields what keeps the model from being split at `boundaries`."""
+        known = [boundary for boundary in boundaries if boundary in self.index]
+        for boundary in boundaries:
+            if boundary not in self.index:
                 yield Diagnostic(
-                    f"'{border}' is no visit of a block", suggest_name(border, self.block_calls), "borders"
+                    f"'{boundary}' is not a block call",
+                    suggest_name(boundary, self.block_calls),
+                    "boundaries",
                 )
-        at = [self.index[border] for border in known]
+        at = [self.index[boundary] for boundary in known]
         if at != sorted(set(at)) or 0 in at:
-            text = f"the borders {', '.join(known)} are not in the order of the forward, each once and behind its first visit"
-            yield Diagnostic(text, f"give them in this order: {', '.join(self.block_calls[1:])}", "borders")
-        shut = {each.block_call: each for each in self.closed_boundaries}
-        for border in known:
-            if border in shut and self.index[border]:
-                before = self.block_calls[self.index[border] - 1]
-                text = f"no part can begin with '{border}', behind '{before}': {shut[border].reason}"
-                yield Diagnostic(text, f"{self._instead(border)}{shut[border].fix}", "borders")
+            text = f"the boundaries {', '.join(known)} are not in the order of the forward, each once"
+            text += " and after its first block call"
+            yield Diagnostic(
+                text, f"give them in this order: {', '.join(self.block_calls[1:])}", "boundaries"
+            )
+        closed = {boundary_info.block_call: boundary_info for boundary_info in self.closed_boundaries}
+        for boundary in known:
+            if boundary in closed and self.index[boundary]:
+                before = self.block_calls[self.index[boundary] - 1]
+                text = f"no stage can begin with '{boundary}', after '{before}': {closed[boundary].reason}"
+                yield Diagnostic(text, f"{self._instead(boundary)}{closed[boundary].fix}", "boundaries")
 
     def _instead(self, boundary: str) -> str:
-        """The open borders next to a closed one, in words."""
-        at, opened = self.index[boundary], self.open_boundaries()
-        below = [visit for visit in opened if self.index[visit] < at][-1:]
-        above = [visit for visit in opened if self.index[visit] > at][:1]
-        found = " or ".join(f"'{visit}'" for visit in below + above)
-        return f"begin it with {found}; or " if found else "leave the model whole; or "
+        """The open boundaries next to a closed one, as text."""
+        at, open_calls = self.index[boundary], self.open_boundaries()
+        below = [block_call for block_call in open_calls if self.index[block_call] < at][-1:]
+        above = [block_call for block_call in open_calls if self.index[block_call] > at][:1]
+        found = " or ".join(f"'{block_call}'" for block_call in below + above)
+        return f"begin it with {found}; or " if found else "do not split the model; or "
 
     def _part(self, start: int, end: int) -> StageSpec:
-        inside, place = range(start, end), self.index
-        before = [v for v in self.values if place[v.producer] < start and place[v.consumers[-1]] >= start]
-        takes = tuple(v for v in before if any(place[visit] in inside for visit in v.consumers))
+        own, index = range(start, end), self.index
+        before = [v for v in self.values if index[v.producer] < start and index[v.consumers[-1]] >= start]
+        inputs = tuple(v for v in before if any(index[block_call] in own for block_call in v.consumers))
         return StageSpec(
             block_calls=self.block_calls[start:end],
-            inputs=takes,
+            inputs=inputs,
             outputs=tuple(
-                v for v in self.values if place[v.producer] in inside and place[v.consumers[-1]] >= end
+                v for v in self.values if index[v.producer] in own and index[v.consumers[-1]] >= end
             ),
-            passthrough=tuple(v for v in before if v not in takes and place[v.consumers[-1]] >= end),
+            passthrough=tuple(v for v in before if v not in inputs and index[v.consumers[-1]] >= end),
             is_first=start == 0,
             is_last=end == len(self.block_calls),
         )
@@ -205,14 +214,14 @@ class StageBoundaries:
 
 @dataclass(frozen=True)
 class StageTransfer:
-    """A value goes from one part to another that uses it; its gradient comes back."""
+    """A value that one stage sends to another that consumes it; the gradient is sent back."""
 
     value: StageValue
     source: int
     target: int
 
     def subject(self, *, backward: bool) -> str:
-        """What its actions are about."""
+        """The subject of its actions, forward or backward."""
         return (
             f"{self.value.name} of {self.target} to {self.source}"
             if backward
@@ -221,11 +230,13 @@ class StageTransfer:
 
 
 def stage_transfers(stages: Sequence[StageSpec], pp_ranks: Sequence[int]) -> Iterator[StageTransfer]:
-    """How every value goes from part to part, which lie on these ranks."""
-    of = {visit: number for number, part in enumerate(stages) for visit in part.block_calls}
-    for value in (value for part in stages for value in part.outputs):
-        has = [of[value.producer]]
-        for target in sorted({of[visit] for visit in value.consumers} - {of[value.producer]}):
-            at_home = [part for part in has if pp_ranks[part] == pp_ranks[target]]
-            yield StageTransfer(value, (at_home or has)[-1], target)
-            has.append(target)
+    """The transfers of every value between stages placed on `pp_ranks`."""
+    stage_of = {block_call: i for i, stage in enumerate(stages) for block_call in stage.block_calls}
+    for value in (value for stage in stages for value in stage.outputs):
+        holders = [stage_of[value.producer]]
+        for target in sorted(
+            {stage_of[block_call] for block_call in value.consumers} - {stage_of[value.producer]}
+        ):
+            on_same_rank = [stage for stage in holders if pp_ranks[stage] == pp_ranks[target]]
+            yield StageTransfer(value, (on_same_rank or holders)[-1], target)
+            holders.append(target)

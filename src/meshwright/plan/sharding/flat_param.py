@@ -1,16 +1,17 @@
-"""A bundle's weights end to end in one flat stretch, cut into equal shards: who holds which elements under S(flat).
+"""Concatenates the parameters of a group into one flat parameter and cuts it into equal shards: placement
+S(flat).
 
-    weights   |---- w0 ----|-- w1 --|---------- w2 ----------| pad |
-    shards    |     rank 0      |     rank 1      |     rank 2     |     each `shard` elements, so one message fits all
+    params    |---- w0 ----|-- w1 --|---------- w2 ----------| pad |
+    shards    |     rank 0      |     rank 1      |     rank 2     |     `shard_numel` elements each
 
-A rank's part of a weight is one *piece*: w0 has one on rank 0, w1 one on rank 0 and one on rank 1. More ranks than
-elements is fine: the last ranks hold padding. An optimizer says how finely a weight may be cut, its *grain*:
+All shards have the same size, so one message size fits all ranks. With more ranks than elements, the last
+ranks hold padding. The optimizer's shard alignment says how finely a parameter may be cut:
 
     element   anywhere (SGD, AdamW, Lion)                       padding: less than one element per rank
-    block     at multiples of 256 elements of each weight, which share one scale (8-bit moments)
-    matrix    not at all: each weight is owned by one rank, which has all of it (Adafactor, Muon)
+    block     at multiples of 256 elements of each parameter, which share one scale (8-bit optimizer states)
+    matrix    not at all: one rank owns each parameter (Adafactor, Muon)
 
-Coarser grains pad more; `numel` is what is stored and sent, padding included.
+Coarser alignments pad more; `numel` is what is stored and sent, padding included.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ QUANT_BLOCK_NUMEL = 256  # elements that share one scale in 8-bit moments
 
 @dataclass(frozen=True)
 class ParamShard:
-    """The elements `begin` to `end` of a flattened weight; they lie from `at` on in the shard of their rank."""
+    """Elements `begin` to `end` of a flattened parameter, at `shard_offset` in the shard of their rank."""
 
     name: str
     begin: int
@@ -40,7 +41,9 @@ class ParamShard:
 
 @dataclass(frozen=True)
 class FlatParamSpec:
-    """Where the weights of the bundle `name` lie: (weight, elements, first place) each, over `ranks` shards along `axes`."""
+    """The layout of the flat parameter of group `name`: (parameter, elements, offset) each, in `num_ranks`
+    shards.
+    """
 
     name: str
     axes: tuple[str, ...]
@@ -58,25 +61,29 @@ class FlatParamSpec:
         shard_alignment: ShardAlignment = "element",
         full_numel: Mapping[str, int] | None = None,
     ) -> "FlatParamSpec":
-        """The arena of `weights` in their order; of whole matrices the largest first, each to the rank with the least.
+        """Lays out `params` in order; with alignment "matrix", the largest first, each on the rank with the
+        least.
 
-        `whole` are the elements of the logical weights, where these are slices: all slices of one go to the same index.
+        `full_numel` gives the elements of the full parameters if `params` are slices: all slices of a
+        parameter go to the same index.
         """
         if shard_alignment == "matrix":
             return cls(
                 name,
                 axes,
                 num_ranks,
-                *_owned(params, num_ranks, full_numel or {weight.name: weight.numel for weight in params}),
+                *_assign_owners(
+                    params, num_ranks, full_numel or {param.name: param.numel for param in params}
+                ),
             )
         step = QUANT_BLOCK_NUMEL if shard_alignment == "block" else 1
-        placed, end = [], 0
-        for weight in params:
-            end = -(-end // step) * step
-            placed.append((weight.name, weight.numel, end))
-            end += weight.numel
-        shard = -(-end // num_ranks)
-        return cls(name, axes, num_ranks, -(-shard // step) * step, tuple(placed))
+        entries, offset = [], 0
+        for param in params:
+            offset = -(-offset // step) * step
+            entries.append((param.name, param.numel, offset))
+            offset += param.numel
+        shard = -(-offset // num_ranks)
+        return cls(name, axes, num_ranks, -(-shard // step) * step, tuple(entries))
 
     @property
     def numel(self) -> int:
@@ -84,29 +91,29 @@ class FlatParamSpec:
         return self.num_ranks * self.shard_numel
 
     def param_shards(self, index: int) -> tuple[ParamShard, ...]:
-        """What the rank at `index` holds, in order; weights of which it holds nothing are left out."""
-        low, high = index * self.shard_numel, (index + 1) * self.shard_numel
+        """The parameter shards of rank `index`, in order; parameters without elements there are left out."""
+        shard_begin, shard_end = index * self.shard_numel, (index + 1) * self.shard_numel
         found = []
-        for name, numel, start in self.params:
-            begin, end = max(start, low), min(start + numel, high)
-            if begin < end:
-                found.append(ParamShard(name, begin - start, end - start, begin - low))
+        for name, numel, offset in self.params:
+            begin, offset = max(offset, shard_begin), min(offset + numel, shard_end)
+            if begin < offset:
+                found.append(ParamShard(name, begin - offset, offset - offset, begin - shard_begin))
         return tuple(found)
 
 
-def _owned(
-    params: Sequence[ParamSpec], num_ranks: int, whole: Mapping[str, int]
+def _assign_owners(
+    params: Sequence[ParamSpec], num_ranks: int, full_numel: Mapping[str, int]
 ) -> tuple[int, tuple[tuple[str, int, int], ...]]:
     """The length of a shard that holds whole weights, and where each lies."""
-    loads, fills, owner = [0] * num_ranks, [0] * num_ranks, {}
-    for weight in sorted(params, key=lambda each: -whole[each.name]):
+    loads, used, owner = [0] * num_ranks, [0] * num_ranks, {}
+    for param in sorted(params, key=lambda each: -full_numel[each.name]):
         index = min(range(num_ranks), key=loads.__getitem__)
-        owner[weight.name] = index, fills[index]
-        loads[index] += whole[weight.name]
-        fills[index] += weight.numel
-    shard = max(fills)
-    placed = (
-        (weight.name, weight.numel, owner[weight.name][0] * shard + owner[weight.name][1])
-        for weight in params
+        owner[param.name] = index, used[index]
+        loads[index] += full_numel[param.name]
+        used[index] += param.numel
+    shard_numel = max(used)
+    entries = (
+        (param.name, param.numel, owner[param.name][0] * shard_numel + owner[param.name][1])
+        for param in params
     )
-    return shard, tuple(placed)
+    return shard_numel, tuple(entries)

@@ -1,12 +1,12 @@
-"""The grid of ranks: one name per axis, arithmetic only.
+"""Arranges ranks in a grid with one name per axis; pure arithmetic, no process is started.
 
-A mesh says how many ranks stand along each axis and which rank stands at each coordinate. It starts no process.
-Axes in order, outermost first, so that neighbours along the last axis are neighbours in rank (and share a host):
+Axes in order, outermost first, so that neighbours along the last axis are neighbours in rank (and share a
+host):
 
     pp            layers         pipeline stages
-    dp_replicate  samples        whole copies of the weights
-    dp_shard      samples        copies that share the storage of the weights
-    cp            tokens         slices of one sequence
+    dp_replicate  samples        full copies of the parameters
+    dp_shard      samples        copies that share the storage of the parameters
+    cp            tokens         sequence shards
     tp_depth      features       slices of a matrix along its other side
     tp            features       slices of one matrix
 
@@ -24,7 +24,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp_depth", "tp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """The sizes of the axes; an axis of size 1 is an axis that is not used."""
+    """The sizes of the axes; an axis of size 1 is unused."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -46,9 +46,11 @@ class Mesh:
 
     @classmethod
     def infer(cls, sizes: Mapping[str, int], world_size: int | None = None) -> "Mesh":
-        """The mesh with `sizes`, one of which may be -1: it becomes whatever makes the product equal `world`.
+        """The mesh with `sizes`, one of which may be -1: it is inferred so that the product equals
+        `world_size`.
 
-        Raises PlanError for an unknown axis, two unknown sizes, a world that does not divide, or no world to infer from.
+        Raises PlanError for an unknown axis, two unknown sizes, a world size that does not divide, or none to
+        infer from.
         """
         faults = [
             Diagnostic(f"there is no axis '{axis}'", suggest_name(axis, AXES), f"mesh.{axis}")
@@ -118,12 +120,12 @@ class Mesh:
         }[axis]
 
     def as_dict(self) -> dict[str, int]:
-        """The sizes by axis, as plans hold them; tp_depth, which most do not know, where it is used."""
+        """The sizes by axis, as plans store them; tp_depth only if it is used."""
         return {axis: self.size(axis) for axis in AXES if axis != "tp_depth" or self.tp_depth > 1}
 
     @property
     def world_size(self) -> int:
-        """The number of ranks in all."""
+        """The number of all ranks."""
         return prod(map(self.size, AXES))
 
     def group_size(self, axes: Iterable[str]) -> int:
@@ -131,7 +133,7 @@ class Mesh:
         return prod(map(self.size, axes))
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands: its index along every axis. Raises ValueError for a rank that the mesh does not have."""
+        """The index of `rank` along every axis. Raises ValueError for a rank that the mesh does not have."""
         if not 0 <= rank < self.world_size:
             raise ValueError(
                 f"there is no rank {rank} in {self}: it has {self.world_size}. Count ranks from 0 to {self.world_size - 1}"
@@ -142,11 +144,13 @@ class Mesh:
         return {axis: index[axis] for axis in AXES}
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
-        """The rank at `coordinate`; an axis that is left out counts as 0."""
+        """The rank at `coordinate`; a missing axis counts as 0."""
         return self.index(coordinate, AXES)
 
     def index(self, coordinate: Mapping[str, int], axes: Iterable[str]) -> int:
-        """Where `coordinate` stands among the ranks along `axes`, the last one innermost; one that is left out counts as 0."""
+        """The index of `coordinate` in its group along `axes`, the last axis innermost; a missing axis counts
+        as 0.
+        """
         index = 0
         for axis in axes:
             index = index * self.size(axis) + coordinate.get(axis, 0)
@@ -159,13 +163,12 @@ class Mesh:
         return tuple(first + offset for offset in self._plane(free))
 
     def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Every group that spans `axes`: together they hold each rank once."""
+        """All groups that span `axes`: together they contain each rank once."""
         free = set(axes)
         offsets = self._plane(free)
         return tuple(tuple(first + offset for offset in offsets) for first in self._plane(set(AXES) - free))
 
     def _plane(self, axes: Set[str]) -> list[int]:
-        """The ranks at 0 along every axis other than `axes`, in rank order."""
         ranks = [0]
         for axis in AXES:
             steps = range(self.size(axis)) if axis in axes else (0,)
@@ -178,6 +181,6 @@ class Mesh:
 
 
 def divisors(number: int) -> list[int]:
-    """The sizes that so many ranks can be divided by, rising."""
+    """The divisors of `number`, rising."""
     low = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
     return sorted({*low, *(number // each for each in low)})

@@ -1,4 +1,6 @@
-"""Where one weight lives, and which weights travel together."""
+"""Describes the placement of one parameter, its gradient and its storage, and groups parameters that
+communicate together.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -10,10 +12,11 @@ from meshwright.plan.sharding.placement import FLAT, Layout, P, Placement, R, re
 
 @dataclass(frozen=True)
 class ParamSharding:
-    """Where one logical parameter lives, and the place in which the optimizer takes its gradient.
+    """The placements of one logical parameter.
 
-    `layout` is what a block finds when it uses the weight, `stored` what is kept of it at other times. `grain` is how finely
-    the optimizer lets it be cut.
+    `layout` is its placement while a block uses it, `storage_layout` between uses, `grad_layout` the
+    placement in which the optimizer takes its gradient. `shard_alignment` is how finely the optimizer lets it
+    be cut.
     """
 
     param: ParamSpec
@@ -24,11 +27,13 @@ class ParamSharding:
 
     @property
     def unreduced_grad_layout(self) -> Layout:
-        """The gradient as backward leaves it: the adjoint of the weight's layout."""
-        return Layout.from_dict({axis: place.adjoint for axis, place in self.layout.placements})
+        """The gradient as backward leaves it: the adjoint of the parameter's layout."""
+        return Layout.from_dict({axis: placement.adjoint for axis, placement in self.layout.placements})
 
     def with_partial_grad(self, axis: str) -> "ParamSharding":
-        """This home where each rank along `axis` uses the weight on something of its own: R, so its gradient is P."""
+        """This sharding where each rank along `axis` uses the parameter on its own data: R, so its gradient
+        is P.
+        """
         return replace(
             self,
             layout=self.layout.with_placement(axis, R),
@@ -36,7 +41,7 @@ class ParamSharding:
         )
 
     def grad_reductions(self) -> dict[str, str]:
-        """Per axis, the act that brings the gradient from where backward leaves it to where it is wanted."""
+        """Per axis, the redistribution from the gradient as backward leaves it to the wanted one."""
         axes = {axis for axis, _ in (*self.unreduced_grad_layout.placements, *self.grad_layout.placements)}
         names = {
             axis: redistribution_name(
@@ -49,38 +54,46 @@ class ParamSharding:
 
     @property
     def flat_shard_axes(self) -> tuple[str, ...]:
-        """The axes over which it is cut in the arena of its bundle, outermost first; none where it lies in no arena."""
-        cut = {
+        """The axes over which it is cut as part of a flat parameter, outermost first; empty if it is in
+        none.
+        """
+        sliced = {
             axis
-            for axis, place in (*self.grad_layout.placements, *self.storage_layout.placements)
-            if place.dim == FLAT
+            for axis, placement in (*self.grad_layout.placements, *self.storage_layout.placements)
+            if placement.dim == FLAT
         }
-        return tuple(axis for axis in AXES if axis in cut) if cut else ()
+        return tuple(axis for axis in AXES if axis in sliced) if sliced else ()
 
     @property
     def is_stored_sharded(self) -> bool:
-        """Whether a rank keeps no more of it than a shard between its uses."""
-        return any(place == Placement("S", FLAT) for _, place in self.storage_layout.placements)
+        """Whether a rank stores only a shard of it between uses (ZeRO stage 3)."""
+        return any(placement == Placement("S", FLAT) for _, placement in self.storage_layout.placements)
 
     @property
     def sliced_dims(self) -> dict[str, int]:
-        """The axes along which each rank has a slice of it, and the dim that is sliced."""
-        return {axis: place.dim for axis, place in self.layout.placements if place.dim is not None}
+        """The axes along which each rank has a slice of it, each with the sliced dim."""
+        return {
+            axis: placement.dim for axis, placement in self.layout.placements if placement.dim is not None
+        }
 
     @property
     def owner_axes(self) -> tuple[str, ...]:
-        """The axes along whose slices one rank steps all of it (core/owners.py); none where each steps its own."""
-        cut = self.sliced_dims if self.param.trainable and self.shard_alignment != "element" else {}
-        return tuple(axis for axis in AXES if axis in cut)
+        """The axes along whose slices one owner updates the full matrix (`plan/step/matrix_owners.py`); empty
+        if each rank updates its own slice.
+        """
+        sliced = self.sliced_dims if self.param.trainable and self.shard_alignment != "element" else {}
+        return tuple(axis for axis in AXES if axis in sliced)
 
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Weights whose gradients are complete at the same time and summed over the same axes, so they travel together.
+    """Parameters whose gradients are complete at the same time and reduced over the same axes, so they
+    communicate together.
 
-    `last` is the visit whose backward completes them; None means the last backward of the step. Tied weights, used by
-    several visits, are a bundle of their own. `homes` are all alike but for the weight. `sharing` are the indices along pp of the
-    ranks that have a part of their gradient each; none where one rank has it all. `uneven`: ranks have slices of unlike sizes.
+    `last_block_call` is the one whose backward completes them; None means the last backward of the step. Tied
+    parameters, used by several block calls, form a group of their own. All `param_shardings` agree except for
+    the parameter. `pp_ranks` are the ranks along pp that each have a part of the gradient; empty if one rank
+    has all of it. `is_uneven`: ranks have slices of different sizes.
     """
 
     name: str
@@ -91,17 +104,17 @@ class ParamGroup:
 
     @property
     def params(self) -> tuple[ParamSpec, ...]:
-        """The weights, in the model's order."""
-        return tuple(home.param for home in self.param_shardings)
+        """The parameters, in the model's order."""
+        return tuple(param_sharding.param for param_sharding in self.param_shardings)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Their logical names."""
-        return tuple(weight.name for weight in self.params)
+        """The logical names."""
+        return tuple(param.name for param in self.params)
 
     @property
     def block_calls(self) -> tuple[str, ...]:
-        """The visits that use them."""
+        """The block calls that use them."""
         return self.param_shardings[0].param.block_calls
 
     @property
@@ -112,4 +125,4 @@ class ParamGroup:
     @property
     def numel(self) -> int:
         """The number of elements of one copy."""
-        return sum(weight.numel for weight in self.params)
+        return sum(param.numel for param in self.params)

@@ -1,16 +1,17 @@
-"""Where a tensor lives along a mesh axis: four letters, and the one table of how to get from one to another.
+"""Defines the placements of a tensor along a mesh axis, and the table of redistributions between them.
 
-    R  replicated   every rank holds the value; each rank uses it differently, so its *gradients* must be summed
-    I  invariant    every rank holds the value and does the same with it, so its gradient is the same everywhere too
+    R  replicated   every rank holds the value and uses it differently, so its *gradients* must be summed
+    I  invariant    every rank holds the value and does the same with it, so its gradient is the same everywhere
     S  sharded      rank i holds the i-th slice along a dim
-    P  pending      every rank holds a summand; the value is their sum
+    P  partial      every rank holds a summand; the value is their sum
 
-`MOVES[src, dst]` names the act that turns one letter into another. The backward of a move is again a move:
+`REDISTRIBUTIONS[src, dst]` names the operation that turns one letter into another. Its backward is again in
+the table:
 
     backward of (src -> dst) is (adjoint(dst) -> adjoint(src)),     adjoint: R <-> P,  I <-> I,  S <-> S
 
-so nobody picks a collective, or its gradient, by hand. A house test shows that the table is closed under this rule.
-The letters follow the R / I / V / P types of spmd_types and DTensor's placements.
+so neither a collective nor its gradient is chosen by hand. A house test shows that the table is closed under
+this rule. The letters follow the R / I / V / P types of spmd_types and the placements of DTensor.
 """
 
 from collections.abc import Iterable, Mapping
@@ -36,9 +37,9 @@ REDISTRIBUTIONS: dict[tuple[Letter, Letter], str] = {
     ("S", "S"): "all_to_all",  # to another dim; "keep" when the dim is the same
     ("R", "S"): "slice",
     ("I", "S"): "slice",
-    ("S", "P"): "embed",  # the slice amid zeros
-    ("R", "P"): "once",  # rank 0 keeps the value, the others hold zeros
-    ("I", "P"): "once",
+    ("S", "P"): "zero_pad",  # the slice amid zeros
+    ("R", "P"): "first_rank_only",  # rank 0 keeps the value, the others hold zeros
+    ("I", "P"): "first_rank_only",
 }
 
 ADJOINT: dict[Letter, Letter] = {"R": "P", "P": "R", "I": "I", "S": "S"}
@@ -53,7 +54,7 @@ FLAT = (
 
 @dataclass(frozen=True)
 class Placement:
-    """One letter, with the sharded dim where the letter is S."""
+    """One letter, with the sharded dim if the letter is S."""
 
     letter: Letter
     dim: int | None = None
@@ -66,7 +67,7 @@ class Placement:
 
     @property
     def adjoint(self) -> "Placement":
-        """The place of the gradient of a tensor that lives here."""
+        """The placement of the gradient of a tensor with this placement."""
         return Placement(ADJOINT[self.letter], self.dim)
 
     def __str__(self) -> str:
@@ -77,38 +78,42 @@ R, I, P = Placement("R"), Placement("I"), Placement("P")  # noqa: E741  the fiel
 
 
 def S(dim: int) -> Placement:  # noqa: N802  reads as the letter it is
-    """Sharded along tensor dim `dim`, or in the bundle's arena (FLAT)."""
+    """Sharded along tensor dim `dim`, or as part of a flat parameter (FLAT)."""
     return Placement("S", dim)
 
 
 def redistribution_name(src: Placement, dst: Placement) -> str:
-    """The act that turns `src` into `dst`: a collective, a local act, or "keep"."""
+    """The operation that turns `src` into `dst`: a collective, a local operation, or "keep"."""
     return "keep" if src == dst else REDISTRIBUTIONS[src.letter, dst.letter]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One tensor's place along every axis; an axis that is not named is I. Compared by value."""
+    """The placement of a tensor along every axis; an axis that is not named is I. Compared by value."""
 
     placements: tuple[tuple[str, Placement], ...] = field(default=())
 
     @classmethod
     def from_dict(cls, placements: Mapping[str, Placement]) -> "Layout":
-        """The layout with these places; I is the default and is dropped, so that equal layouts compare equal."""
-        return cls(tuple(sorted((axis, place) for axis, place in placements.items() if place != I)))
+        """The layout with these placements; I is the default and is dropped, so that equal layouts compare
+        equal.
+        """
+        return cls(
+            tuple(sorted((axis, placement) for axis, placement in placements.items() if placement != I))
+        )
 
     def placement(self, axis: str) -> Placement:
-        """The place along `axis`."""
+        """The placement along `axis`."""
         return dict(self.placements).get(axis, I)
 
     def with_placement(self, axes: str | Iterable[str], placement: Placement) -> "Layout":
-        """This layout with `place` along `axes`."""
+        """This layout with `placement` along `axes`."""
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         return Layout.from_dict({**dict(self.placements), **dict.fromkeys(axes, placement)})
 
     def axes_with(self, letter: Letter) -> tuple[str, ...]:
-        """The axes along which this tensor's letter is `letter` (other than I)."""
-        return tuple(axis for axis, place in self.placements if place.letter == letter)
+        """The axes along which the letter is `letter` (other than I)."""
+        return tuple(axis for axis, placement in self.placements if placement.letter == letter)
 
     def __str__(self) -> str:
-        return " ".join(f"{axis}:{place}" for axis, place in self.placements) or "I"
+        return " ".join(f"{axis}:{placement}" for axis, placement in self.placements) or "I"

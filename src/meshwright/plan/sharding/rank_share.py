@@ -1,12 +1,12 @@
-"""What of a visit falls to one rank: of its operations, of what it keeps inside for backward, and of what it hands on.
+"""Computes the fraction of work and memory of one rank: operations, saved activations and outputs of each
+block call.
 
-    divided with a layer       by the share of the layer's weight that the rank has       q k v -> attend -> o, gate up -> down
-    all else of the visit      whole; where the stream goes in slices, a slice            norms, residuals, layers nobody divides
-    a head's logits            where they go to the loss as they are: as the head         of the rank's own words
+    sharded with a layer         the rank's fraction of the layer's weight          q k v -> attention -> o, gate up -> down
+    the rest of the block call   all; a slice if the residual stream is sharded     norms, residuals, layers not sharded
+    logits of a head             as the head, if they reach the loss unchanged      of the rank's own vocabulary
 
-Shares are those of the rank's own sizes: of three groups of heads on two ranks, the first has two thirds.
-
-What a rank has of the tokens of a sample, where those are dealt: as a share of them, by what they go through.
+Fractions follow the rank's own sizes: of three groups of heads on two ranks, the first has two thirds. With
+sequence sharding they are multiplied by the rank's fraction of the tokens.
 """
 
 from collections.abc import Mapping
@@ -20,34 +20,41 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 
 
 def local_token_fraction(sharding: ShardingPlan) -> Fraction:
-    """The share of the tokens of a sample that the rank at the coordinate of `space` runs."""
-    known = _sequence_info(sharding)
-    return Fraction(1) if known is None else _fraction(sharding, known.length)
+    """The fraction of the tokens of a sample that this rank runs."""
+    sequence_info = _sequence_info(sharding)
+    return Fraction(1) if sequence_info is None else _fraction(sharding, sequence_info.length)
 
 
 def local_fractions_by_length(sharding: ShardingPlan) -> tuple[tuple[Fraction, Fraction], ...]:
-    """For each row of a sample, where those have unlike numbers of tokens, the share that is run, and that without stand-ins."""
-    known = _sequence_info(sharding)
+    """Per token count in a sample, the fraction that this rank runs, with and without padding tokens."""
+    sequence_info = _sequence_info(sharding)
     return (
         ()
-        if known is None
+        if sequence_info is None
         else tuple(
-            (_fraction(sharding, length), _unpadded_fraction(sharding, length)) for length in known.lengths
+            (_fraction(sharding, length), _unpadded_fraction(sharding, length))
+            for length in sequence_info.lengths
         )
     )
 
 
 def local_fraction(sharding: ShardingPlan, block_call: str, module: str = "") -> Fraction:
-    """The share of the tokens that go through `visit`, or a `module` of it, which the rank at the coordinate of `space` runs."""
-    known = _sequence_info(sharding)
-    return Fraction(1) if known is None else _fraction(sharding, known.num_sharded_tokens(block_call, module))
+    """The fraction of the tokens through `block_call`, or its `module`, that this rank runs."""
+    sequence_info = _sequence_info(sharding)
+    return (
+        Fraction(1)
+        if sequence_info is None
+        else _fraction(sharding, sequence_info.num_sharded_tokens(block_call, module))
+    )
 
 
 def unpadded_fraction(sharding: ShardingPlan, block_call: str) -> Fraction:
-    """The share of the tokens that come out of `visit` on that rank: of stand-ins nothing does."""
-    known = _sequence_info(sharding)
+    """The fraction of the tokens that `block_call` returns on this rank, without padding tokens."""
+    sequence_info = _sequence_info(sharding)
     return (
-        Fraction(1) if known is None else _unpadded_fraction(sharding, known.num_sharded_tokens(block_call))
+        Fraction(1)
+        if sequence_info is None
+        else _unpadded_fraction(sharding, sequence_info.num_sharded_tokens(block_call))
     )
 
 
@@ -55,16 +62,18 @@ def _sequence_info(sharding: ShardingPlan) -> SequenceInfo | None:
     return (sharding.all_ranks or sharding).model_spec.sequence_info
 
 
-def _fraction(sharding: ShardingPlan, tokens: int) -> Fraction:
-    if sharding.sequence_sharding is None or not tokens:
+def _fraction(sharding: ShardingPlan, num_tokens: int) -> Fraction:
+    if sharding.sequence_sharding is None or not num_tokens:
         return Fraction(1)
-    return Fraction(sharding.sequence_sharding.num_padded_tokens(tokens, _shard_index(sharding)), tokens)
+    return Fraction(
+        sharding.sequence_sharding.num_padded_tokens(num_tokens, _shard_index(sharding)), num_tokens
+    )
 
 
-def _unpadded_fraction(sharding: ShardingPlan, tokens: int) -> Fraction:
-    if sharding.sequence_sharding is None or not tokens:
+def _unpadded_fraction(sharding: ShardingPlan, num_tokens: int) -> Fraction:
+    if sharding.sequence_sharding is None or not num_tokens:
         return Fraction(1)
-    return Fraction(sharding.sequence_sharding.num_tokens(tokens, _shard_index(sharding)), tokens)
+    return Fraction(sharding.sequence_sharding.num_tokens(num_tokens, _shard_index(sharding)), num_tokens)
 
 
 def _shard_index(sharding: ShardingPlan) -> int:
@@ -72,15 +81,15 @@ def _shard_index(sharding: ShardingPlan) -> int:
 
 
 FULL = Fraction(1)
-MATMUL_ROLES = ("columns", "rows", "gathered")  # roles of layers that multiply with a matrix
+MATMUL_ROLES = ("colwise", "rowwise", "colwise_gather_output")  # roles of layers that multiply with a matrix
 
 
 @dataclass(frozen=True)
 class BlockShare:
-    """Of one visit, per sample: the operations of a forward, the elements kept inside, and those handed on.
+    """One block call on one rank, per sample: forward operations, saved activations and output, in elements.
 
-    `owed` are those of the gradients that weights need: of what layers give out, or as many as are kept where none is known.
-    `weights` are the operations for the gradients of weights.
+    `deferred_grad_numel` are the output gradients that a later weight-gradient pass needs (as many as are
+    saved if the layers are unknown). `weight_grad_flops` are the operations for the gradients of parameters.
     """
 
     flops: int
@@ -92,7 +101,7 @@ class BlockShare:
 
 @dataclass(frozen=True)
 class _LayerShare:
-    """What a rank has of the weight of a layer, and the axes along which that is cut."""
+    """A rank's fraction of the weight of a layer, and the axes along which the weight is sliced."""
 
     fraction: Fraction
     axes: frozenset[str]
@@ -102,38 +111,63 @@ FULL_LAYER = _LayerShare(FULL, frozenset())
 
 
 def block_shares(sharding: ShardingPlan) -> dict[str, BlockShare]:
-    """What of each visit falls to the rank that sees `space`."""
-    anatomy, held = sharding.model_spec, _layer_shares(sharding)
-    calls, learnt = _layer_calls(anatomy), list(weight_grad_flops(anatomy))
+    """The share of every block call on this rank."""
+    model_spec, layer_shares = sharding.model_spec, _layer_shares(sharding)
+    calls, weight_grads = _layer_calls(model_spec), list(weight_grad_flops(model_spec))
     head = (
-        anatomy.logits.layer if anatomy.logits is not None and sharding.logits_layout.axes_with("S") else None
+        model_spec.logits.layer
+        if model_spec.logits is not None and sharding.logits_layout.axes_with("S")
+        else None
     )
-    later = chunked_head_call(sharding)
-    inside = anatomy.saved_numel or (0,) * len(anatomy.block_calls)
+    chunked_head = chunked_head_call(sharding)
+    saved = model_spec.saved_numel or (0,) * len(model_spec.block_calls)
     found = {}
-    for at, visit in enumerate(anatomy.block_calls):
-        flops, within, numel = anatomy.flops[at], inside[at], anatomy.output_numel[at]
-        mine = [(call, held.get(call.name, FULL_LAYER)) for call in calls[visit] if call is not later]
-        if later is not None and later in calls[visit]:  # LOSS does it
-            flops, numel = flops - later.flops, numel - later.out_numel
-            learnt[at] = min(learnt[at], flops)
-        kept = _local_amount(sharding, visit, within, [(weight, call.saved_numel) for call, weight in mine])
-        on = _local_amount(
-            sharding, visit, numel, [(weight, call.out_numel) for call, weight in mine if call.name == head]
+    for i, block_call in enumerate(model_spec.block_calls):
+        flops, saved_numel, numel = model_spec.flops[i], saved[i], model_spec.output_numel[i]
+        local_calls = [
+            (call, layer_shares.get(call.name, FULL_LAYER))
+            for call in calls[block_call]
+            if call is not chunked_head
+        ]
+        if chunked_head is not None and chunked_head in calls[block_call]:  # LOSS does it
+            flops, numel = flops - chunked_head.flops, numel - chunked_head.out_numel
+            weight_grads[i] = min(weight_grads[i], flops)
+        local_saved = _local_amount(
+            sharding, block_call, saved_numel, [(param, call.saved_numel) for call, param in local_calls]
         )
-        apart = [(weight, call.out_numel) for call, weight in mine if call.role not in ("rows", "norm")]
-        owed = (
-            _local_amount(sharding, visit, sum(call.out_numel for call, _ in mine), apart) if mine else kept
+        local_output = _local_amount(
+            sharding,
+            block_call,
+            numel,
+            [(param, call.out_numel) for call, param in local_calls if call.name == head],
         )
-        done = _local_amount(sharding, visit, flops, [(weight, call.flops) for call, weight in mine])
-        found[visit] = BlockShare(
-            done, kept, on, max(on, owed), round(Fraction(learnt[at], flops or 1) * done)
+        sharded_outputs = [
+            (param, call.out_numel) for call, param in local_calls if call.role not in ("rowwise", "norm")
+        ]
+        deferred = (
+            _local_amount(
+                sharding, block_call, sum(call.out_numel for call, _ in local_calls), sharded_outputs
+            )
+            if local_calls
+            else local_saved
+        )
+        local_flops = _local_amount(
+            sharding, block_call, flops, [(param, call.flops) for call, param in local_calls]
+        )
+        found[block_call] = BlockShare(
+            local_flops,
+            local_saved,
+            local_output,
+            max(local_output, deferred),
+            round(Fraction(weight_grads[i], flops or 1) * local_flops),
         )
     return found
 
 
 def chunked_head_call(sharding: ShardingPlan) -> LayerCall | None:
-    """The call of the head that LOSS makes in the place of its visit, in pieces; None where the visit does."""
+    """The head's call that a chunked LOSS computes instead of its block call; None if the loss is not
+    chunked.
+    """
     logits = sharding.model_spec.logits
     if sharding.num_loss_chunks < 2 or logits is None:
         return None
@@ -141,14 +175,14 @@ def chunked_head_call(sharding: ShardingPlan) -> LayerCall | None:
         (
             call
             for call in sharding.model_spec.layer_calls
-            if call.name == logits.layer and call.role == "head"
+            if call.name == logits.layer and call.role == "lm_head"
         ),
         None,
     )
 
 
 def layer_flops(sharding: ShardingPlan, call: LayerCall) -> int:
-    """The operations of a forward of `call`, per sample, on the rank that sees `space`."""
+    """The forward operations of `call` per sample on this rank."""
     return _local_amount(
         sharding,
         call.block_call,
@@ -158,60 +192,66 @@ def layer_flops(sharding: ShardingPlan, call: LayerCall) -> int:
 
 
 def weight_grad_flops(model_spec: ModelSpec) -> tuple[int, ...]:
-    """Per visit and sample, the operations for the gradients of its weights; the rest of two forwards is for what went in.
+    """Per block call and sample, the operations for gradients of parameters; the rest of two forwards is for
+    input gradients.
 
-    They are those of its products with weights that are trained: attention's have none. All, where nothing is known of them.
+    Only matrix products with trained weights count: attention has none. All operations, if the layers are
+    unknown.
     """
-    tokens = {passage.block_call: passage.num_tokens for passage in model_spec.residual_flows}
-    trained = {layer for weight in model_spec.trainable for layer in weight.layers}
+    num_tokens = {flow.block_call: flow.num_tokens for flow in model_spec.residual_flows}
+    trained = {layer for param in model_spec.trainable for layer in param.layers}
     found = []
-    for flops, (visit, calls) in zip(model_spec.flops, _layer_calls(model_spec).items(), strict=True):
-        mine = [call for call in calls if call.role in MATMUL_ROLES] if tokens.get(visit) else []
-        each = [2 * call.in_numel * call.out_numel // tokens[visit] for call in mine]
-        learnt = sum(product for call, product in zip(mine, each, strict=True) if call.name in trained)
-        found.append(learnt if mine and sum(each) <= flops else flops)
+    for flops, (block_call, calls) in zip(model_spec.flops, _layer_calls(model_spec).items(), strict=True):
+        local_calls = (
+            [call for call in calls if call.role in MATMUL_ROLES] if num_tokens.get(block_call) else []
+        )
+        each = [2 * call.in_numel * call.out_numel // num_tokens[block_call] for call in local_calls]
+        weight_grads = sum(
+            product for call, product in zip(local_calls, each, strict=True) if call.name in trained
+        )
+        found.append(weight_grads if local_calls and sum(each) <= flops else flops)
     return tuple(found)
 
 
 def _layer_calls(model_spec: ModelSpec) -> dict[str, list[LayerCall]]:
-    """The calls of each visit."""
-    calls: dict[str, list[LayerCall]] = {visit: [] for visit in model_spec.block_calls}
+    calls: dict[str, list[LayerCall]] = {block_call: [] for block_call in model_spec.block_calls}
     for call in model_spec.layer_calls:
         calls[call.block_call].append(call)
     return calls
 
 
 def _layer_shares(sharding: ShardingPlan) -> Mapping[str, _LayerShare]:
-    """What the rank has of the weights of layers that are cut, by the layer's name."""
     found = {}
-    for home, whole in zip(sharding.param_shardings, sharding.logical_param_shardings, strict=True):
-        if home.sliced_dims:
-            held = _LayerShare(Fraction(home.param.numel, whole.param.numel), frozenset(home.sliced_dims))
-            names = (name.rpartition(".") for name in home.param.names)
-            found |= {layer: held for layer, _, leaf in names if leaf == "weight"}
+    for param_sharding, total in zip(sharding.param_shardings, sharding.logical_param_shardings, strict=True):
+        if param_sharding.sliced_dims:
+            layer_shares = _LayerShare(
+                Fraction(param_sharding.param.numel, total.param.numel), frozenset(param_sharding.sliced_dims)
+            )
+            names = (name.rpartition(".") for name in param_sharding.param.names)
+            found |= {layer: layer_shares for layer, _, leaf in names if leaf == "weight"}
     return found
 
 
 def _local_amount(
-    sharding: ShardingPlan, block_call: str, whole: int, stages: list[tuple[_LayerShare, int]]
+    sharding: ShardingPlan, block_call: str, total: int, stages: list[tuple[_LayerShare, int]]
 ) -> int:
-    """`whole`, of which `parts` are divided as weights are, and the rest as the stream is."""
-    mine = sum(
+    local_calls = sum(
         (
-            weight.fraction * _residual_fraction(sharding, block_call, weight.axes) * part
-            for weight, part in stages
+            param.fraction * _residual_fraction(sharding, block_call, param.axes) * part
+            for param, part in stages
         ),
         Fraction(0),
     )
-    return round(mine + _residual_fraction(sharding, block_call) * (whole - sum(part for _, part in stages)))
+    return round(
+        local_calls + _residual_fraction(sharding, block_call) * (total - sum(part for _, part in stages))
+    )
 
 
 def _residual_fraction(
-    sharding: ShardingPlan, block_call: str, but: frozenset[str] = frozenset()
+    sharding: ShardingPlan, block_call: str, excluded_axes: frozenset[str] = frozenset()
 ) -> Fraction:
-    """The share of the stream that goes through `visit`; along the axes `but` it does not count."""
     if sharding.sequence_sliced_calls and block_call not in sharding.sequence_sliced_calls:
         return local_fraction(sharding, block_call)
     return local_fraction(sharding, block_call) / sharding.mesh.group_size(
-        axis for axis in sharding.residual_layout.axes_with("S") if axis not in but
+        axis for axis in sharding.residual_layout.axes_with("S") if axis not in excluded_axes
     )

@@ -1,10 +1,12 @@
-"""Where everything lives: the layouts of all that a step holds, and the bundles that follow from them.
+"""Describes the placement of every tensor of a training step on the mesh, and the parameter groups that
+follow.
 
-A weight that every rank uses on its own samples is R along the data axes; its gradient, the adjoint, is P there: each
-rank holds a summand. `grad` is the place in which the optimizer wants the gradient, and steps the weight. What lies between
-the two is read from the move table, and the program must contain it. `stored` is where a weight is between its uses; what is
-stored or stepped S(flat) lies in an arena. `Space.at` is what the rank at a coordinate sees: there, weights that are cut along a
-dim of theirs have the shape of its slice, and all sizes that follow are its own.
+A parameter that every rank uses on its own samples is R along the data axes; its gradient, the adjoint, is P
+there: each rank holds a summand. `grad_layout` is the placement in which the optimizer takes the gradient and
+updates the parameter. The reduction between the two is read from the redistribution table, and the program
+must contain it. `storage_layout` is the placement of a parameter between its uses; parameters that are stored
+or updated S(flat) are part of a flat parameter. `ShardingPlan.at_coordinate` gives the view of one rank:
+parameters that are sliced have the shape of the local slice, and all sizes that follow are local.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,13 +25,16 @@ from meshwright.plan.sharding.placement import I, Layout, Placement, R
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """The layouts of samples, of the stream between blocks, of logits, and of weights on a mesh. Unnamed axes are invariant.
+    """The layouts of the batch, the residual stream, the logits and the parameters on a mesh; unnamed axes
+    are invariant.
 
-    Where the stream goes in slices of tokens, it does so `through` the visits that are named. Along the axes `led`, the rank at
-    index 0 reads the samples, takes the loss and steps for all the others. Along pp, the rank at each index runs the visits that
-    `stages` name for it, and holds their weights; empty: all of them. The parts that they consist of begin with `cuts`, but for
-    the first one. `whole` is the space of all ranks, where this one is that of a coordinate (`at`). Where ranks have some of the
-    tokens of a sample each, those are dealt as `deal` says. LOSS makes logits, and looks at them, in so many `pieces` of tokens.
+    If the residual stream is sharded along tokens, only the block calls `sequence_sliced_calls` take slices;
+    `regather`: layers save the slice for backward and gather it again. Along `primary_rank_axes`, the rank at
+    index 0 reads the samples, computes the loss and updates the parameters for all others.
+    `block_calls_by_pp_rank` are the block calls of each rank along pp, which holds their parameters; empty:
+    every rank runs all. Stages begin at `split_points`, except for the first one. `sequence_sharding` assigns
+    the tokens of a sample to ranks. The loss computes logits in `num_loss_chunks` chunks of tokens.
+    `all_ranks` is the plan of all ranks if this is the view of one `coordinate`.
     """
 
     mesh: Mesh
@@ -50,11 +55,11 @@ class ShardingPlan:
 
     @classmethod
     def one_device(cls, mesh: Mesh, model_spec: ModelSpec) -> "ShardingPlan":
-        """Every tensor invariant: what each rank would hold if it trained alone."""
-        return cls(mesh, model_spec, tuple(ParamSharding(weight) for weight in model_spec.params))
+        """All tensors invariant: what each rank would hold if it trained alone."""
+        return cls(mesh, model_spec, tuple(ParamSharding(param) for param in model_spec.params))
 
     def with_batch_placement(self, axis: str, placement: Placement) -> "ShardingPlan":
-        """This space with the samples at `place` along `axis`."""
+        """This plan with the batch at `placement` along `axis`."""
         return replace(self, batch_layout=self.batch_layout.with_placement(axis, placement))
 
     def with_residual_placement(
@@ -65,9 +70,10 @@ class ShardingPlan:
         *,
         regather: bool = False,
     ) -> "ShardingPlan":
-        """This space with what goes from block to block at `place` along `axis`: `through` these visits alone, if any.
+        """This plan with the residual stream at `placement` along `axis`, in `sequence_sliced_calls` only, if
+        any.
 
-        `anew`: layers keep it as it lies for backward, not what it became for them.
+        `regather`: layers save the slice for backward, not the gathered tensor.
         """
         return replace(
             self,
@@ -77,7 +83,9 @@ class ShardingPlan:
         )
 
     def residual_placement(self, calls: Iterable[LayerCall], axis: str) -> Placement:
-        """Where the stream lies along `axis` when `calls` take it in: it is whole for those that do not take its slices."""
+        """The placement along `axis` of the residual stream as input of `calls`: I for those that do not take
+        slices.
+        """
         return (
             self.residual_layout.placement(axis)
             if not self.sequence_sliced_calls or all(map(self.takes_sequence_slices, calls))
@@ -85,82 +93,94 @@ class ShardingPlan:
         )
 
     def takes_sequence_slices(self, call: LayerCall) -> bool:
-        """Whether `call` takes in the stream where that goes through visits in slices; a head that is a block may too."""
+        """Whether `call` takes slices of the residual stream; a head that is a block of its own may too."""
         if call.block_call in self.sequence_sliced_calls or not call.takes_residual:
             return call.takes_residual
-        behind = [
-            passage.block_call
-            for passage in (self.all_ranks or self).model_spec.residual_flows
-            if passage.consumer == call.block_call
+        producers = [
+            flow.block_call
+            for flow in (self.all_ranks or self).model_spec.residual_flows
+            if flow.consumer == call.block_call
         ]
         return (
-            call.role == "head"
+            call.role == "lm_head"
             and call.name == call.block_call
-            and any(visit in self.sequence_sliced_calls for visit in behind)
+            and any(block_call in self.sequence_sliced_calls for block_call in producers)
         )
 
     def sequence_slice_ends(self) -> dict[str, tuple[bool, bool]]:
-        """Of each visit through which the stream goes in slices, whether those are cut where it begins, and end with it."""
+        """Per block call with sequence slices: whether its input must be sliced, and whether its output must
+        be gathered.
+        """
         logical = self.all_ranks or self  # what comes behind a part decides what the part hands on
-        cut = {name for home in logical.param_shardings if home.sliced_dims for name in home.param.names}
+        sliced = {
+            name
+            for param_sharding in logical.param_shardings
+            if param_sharding.sliced_dims
+            for name in param_sharding.param.names
+        }
         heads = [
             call
             for call in logical.model_spec.layer_calls
-            if call.role == "head" and f"{call.name}.weight" in cut
+            if call.role == "lm_head" and f"{call.name}.weight" in sliced
         ]
         slices = {
             *self.sequence_sliced_calls,
             *(call.block_call for call in heads if self.takes_sequence_slices(call)),
         }
-        through = [
-            passage
-            for passage in logical.model_spec.residual_flows
-            if passage.block_call in self.sequence_sliced_calls
+        flows = [
+            flow
+            for flow in logical.model_spec.residual_flows
+            if flow.block_call in self.sequence_sliced_calls
         ]
         return {
-            each.block_call: (each.producer not in self.sequence_sliced_calls, each.consumer not in slices)
-            for each in through
+            flow.block_call: (flow.producer not in self.sequence_sliced_calls, flow.consumer not in slices)
+            for flow in flows
         }
 
     def map_param_shardings(
         self, change: Callable[[ParamSharding], ParamSharding], *, frozen: bool = False
     ) -> "ShardingPlan":
-        """This space with every trainable weight's home changed by `change`; with `frozen`, those of all others instead."""
+        """This plan with `change` applied to every trainable parameter's sharding; with `frozen`, to the
+        others instead.
+        """
         return replace(
             self,
             param_shardings=tuple(
-                change(home) if home.param.trainable != frozen else home for home in self.param_shardings
+                change(param_sharding) if param_sharding.param.trainable != frozen else param_sharding
+                for param_sharding in self.param_shardings
             ),
         )
 
     def with_logits_placement(self, axis: str, placement: Placement) -> "ShardingPlan":
-        """This space with what a head hands to the loss at `place` along `axis`."""
+        """This plan with the logits at `placement` along `axis`."""
         return replace(self, logits_layout=self.logits_layout.with_placement(axis, placement))
 
     def with_pipeline(
         self, block_calls_by_pp_rank: Iterable[tuple[str, ...]], split_points: tuple[str, ...]
     ) -> "ShardingPlan":
-        """This space with the visits of `stages` on the ranks along pp; what several of them use is summed over those."""
-        staged = replace(
+        """This plan with these block calls on each rank along pp; gradients of parameters that several use
+        are summed.
+        """
+        pipelined = replace(
             self, block_calls_by_pp_rank=tuple(block_calls_by_pp_rank), split_points=split_points
         )
 
-        def shared(home: ParamSharding) -> ParamSharding:
-            tied = len(staged.pp_ranks_using(home.param)) > 1
+        def shared(param_sharding: ParamSharding) -> ParamSharding:
+            tied = len(pipelined.pp_ranks_using(param_sharding.param)) > 1
             return (
                 replace(
-                    home,
-                    layout=home.layout.with_placement("pp", R),
-                    grad_layout=home.grad_layout.with_placement("pp", I),
+                    param_sharding,
+                    layout=param_sharding.layout.with_placement("pp", R),
+                    grad_layout=param_sharding.grad_layout.with_placement("pp", I),
                 )
                 if tied
-                else home
+                else param_sharding
             )
 
-        return staged.map_param_shardings(shared)
+        return pipelined.map_param_shardings(shared)
 
     def pp_ranks_using(self, param: ParamSpec) -> tuple[int, ...]:
-        """The indices along pp of the ranks that use `weight`, which is one of the whole model, in a block or in glue."""
+        """The ranks along pp that use `param`, in a block or in glue."""
         needing = (
             set((self.all_ranks or self).model_spec.block_calls_needing(param))
             if self.block_calls_by_pp_rank
@@ -172,21 +192,29 @@ class ShardingPlan:
 
     @property
     def logical_param_shardings(self) -> tuple[ParamSharding, ...]:
-        """The homes of what this rank holds, as all ranks see them: before it was cut into slices."""
-        own = {home.param.name for home in self.param_shardings}
-        return tuple(home for home in (self.all_ranks or self).param_shardings if home.param.name in own)
+        """The shardings of this rank's parameters before they were sliced."""
+        local = {param_sharding.param.name for param_sharding in self.param_shardings}
+        return tuple(
+            param_sharding
+            for param_sharding in (self.all_ranks or self).param_shardings
+            if param_sharding.param.name in local
+        )
 
     @property
     def stages(self) -> tuple[StageSpec, ...]:
-        """The parts of the model, in order of the forward; none where ranks run it whole, or nothing is known of its borders."""
-        borders = (self.all_ranks or self).model_spec.stage_boundaries
+        """The pipeline stages, in order of the forward; empty without a pipeline, or if the boundaries are
+        unknown.
+        """
+        boundaries = (self.all_ranks or self).model_spec.stage_boundaries
         return (
-            borders.stages(self.split_points) if self.block_calls_by_pp_rank and borders is not None else ()
+            boundaries.stages(self.split_points)
+            if self.block_calls_by_pp_rank and boundaries is not None
+            else ()
         )
 
     @property
     def computes_loss(self) -> bool:
-        """Whether this rank runs what the loss follows."""
+        """Whether this rank runs the last block call."""
         return (self.all_ranks or self).model_spec.block_calls[-1] in self.model_spec.block_calls
 
     @property
@@ -200,34 +228,44 @@ class ShardingPlan:
         return tuple(axis for axis in AXES if self.batch_layout.placement(axis).dim == 1)
 
     def with_token_axes(self, *axes: str) -> tuple[str, ...]:
-        """Where gradients are summed along `axes`: what ranks have of the tokens of a sample adds up like samples do."""
+        """`axes` and the token axes: gradients of different tokens of a sample are summed like those of
+        samples.
+        """
         return tuple(axis for axis in AXES if axis in axes or axis in self.token_axes)
 
     @property
     def grad_sum_axes(self) -> tuple[str, ...]:
-        """The axes along which gradients are summands, for ranks have other samples, or other tokens of them."""
+        """The axes along which gradients are summed, because ranks have different samples or tokens."""
         return self.with_token_axes(*self.data_axes)
 
     @property
     def grad_norm_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks step different elements, so that no rank knows the norm of all gradients."""
-        cut = {
+        """The axes along which ranks update different elements, so that no rank alone knows the gradient
+        norm.
+        """
+        sliced = {
             axis
-            for home in (self.all_ranks or self).param_shardings
-            if home.param.trainable
-            for axis in home.grad_layout.axes_with("S")
+            for param_sharding in (self.all_ranks or self).param_shardings
+            if param_sharding.param.trainable
+            for axis in param_sharding.grad_layout.axes_with("S")
         }
-        return tuple(axis for axis in AXES if axis in cut or (axis == "pp" and self.block_calls_by_pp_rank))
+        return tuple(
+            axis for axis in AXES if axis in sliced or (axis == "pp" and self.block_calls_by_pp_rank)
+        )
 
     @property
     def param_slice_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks have slices of weights, outermost first."""
-        cut = {axis for home in (self.all_ranks or self).param_shardings for axis in home.sliced_dims}
-        return tuple(axis for axis in AXES if axis in cut)
+        """The axes along which ranks have slices of parameters, outermost first."""
+        sliced = {
+            axis
+            for param_sharding in (self.all_ranks or self).param_shardings
+            for axis in param_sharding.sliced_dims
+        }
+        return tuple(axis for axis in AXES if axis in sliced)
 
     @property
     def model_parallel_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks have other weights, or other slices of them, for the same samples."""
+        """The axes along which ranks have different parameters, or slices of them, for the same samples."""
         return tuple(
             axis
             for axis in AXES
@@ -235,55 +273,72 @@ class ShardingPlan:
         )
 
     def params_counted_in_sum(self, coordinate: Mapping[str, int]) -> Iterator[str]:
-        """The weights that count at `coordinate` in what is added up along `weight_axes`: nobody else tells the same of them."""
-        away = {axis for axis in self.param_slice_axes if coordinate[axis]}
+        """The parameters that the rank at `coordinate` counts in a sum over `model_parallel_axes`: each
+        counts once.
+        """
+        nonzero_axes = {axis for axis in self.param_slice_axes if coordinate[axis]}
         yield from (
-            home.param.name for home in self._first_user_params(coordinate) if away <= home.sliced_dims.keys()
+            param_sharding.param.name
+            for param_sharding in self._first_user_params(coordinate)
+            if nonzero_axes <= param_sharding.sliced_dims.keys()
         )
 
     def params_counted_in_norm(self, coordinate: Mapping[str, int]) -> Iterator[str]:
-        """The weights of which the rank at `coordinate` is the first to step its elements: those that count in the norm there."""
-        away = {axis for axis in self.grad_norm_axes if coordinate[axis] and axis != "pp"}
+        """The parameters that the rank at `coordinate` counts in the gradient norm: it is the first with
+        these elements.
+        """
+        nonzero_axes = {axis for axis in self.grad_norm_axes if coordinate[axis] and axis != "pp"}
         yield from (
-            home.param.name
-            for home in self._first_user_params(coordinate)
-            if away <= set(home.grad_layout.axes_with("S"))
+            param_sharding.param.name
+            for param_sharding in self._first_user_params(coordinate)
+            if nonzero_axes <= set(param_sharding.grad_layout.axes_with("S"))
         )
 
     def _first_user_params(self, coordinate: Mapping[str, int]) -> Iterator[ParamSharding]:
-        """The weights of which the rank at `coordinate` is the first along pp that uses them."""
-        for home, logical in zip(self.param_shardings, self.logical_param_shardings, strict=True):
+        for param_sharding, logical in zip(self.param_shardings, self.logical_param_shardings, strict=True):
             if not self.block_calls_by_pp_rank or self.pp_ranks_using(logical.param)[0] == coordinate["pp"]:
-                yield home
+                yield param_sharding
 
     def at_pp_rank(self, pp_rank: int) -> "ShardingPlan":
-        """This space as the ranks at `index` along pp see it, at the same place along all other axes."""
+        """The view of the rank at `pp_rank`, at the same position along all other axes."""
         return self.at_coordinate({**dict(self.coordinate), "pp": pp_rank})
 
     def at_coordinate(self, coordinate: Mapping[str, int]) -> "ShardingPlan":
-        """This space as the rank at `coordinate` sees it."""
-        logical, anatomy = self.all_ranks or self, (self.all_ranks or self).model_spec
-        homes = logical.param_shardings
+        """The view of the rank at `coordinate`."""
+        logical, model_spec = self.all_ranks or self, (self.all_ranks or self).model_spec
+        param_shardings = logical.param_shardings
         if logical.block_calls_by_pp_rank:
-            anatomy = anatomy.restricted_to(logical.block_calls_by_pp_rank[coordinate["pp"]])
-            own = {weight.name: weight.block_calls for weight in anatomy.params}
-            mine = (home for home in homes if home.param.name in own)
-            homes = tuple(
-                replace(home, param=replace(home.param, block_calls=own[home.param.name])) for home in mine
+            model_spec = model_spec.restricted_to(logical.block_calls_by_pp_rank[coordinate["pp"]])
+            local = {param.name: param.block_calls for param in model_spec.params}
+            kept = (
+                param_sharding for param_sharding in param_shardings if param_sharding.param.name in local
             )
-        homes = tuple(logical._sliced(home, coordinate) for home in homes)
+            param_shardings = tuple(
+                replace(
+                    param_sharding,
+                    param=replace(param_sharding.param, block_calls=local[param_sharding.param.name]),
+                )
+                for param_sharding in kept
+            )
+        param_shardings = tuple(
+            logical._sliced(param_sharding, coordinate) for param_sharding in param_shardings
+        )
         return replace(
             logical,
-            model_spec=anatomy,
-            param_shardings=homes,
+            model_spec=model_spec,
+            param_shardings=param_shardings,
             all_ranks=logical,
             coordinate=tuple(coordinate.items()),
         )
 
     def slice_range(self, name: str, axis: str) -> tuple[int, int]:
-        """Of the weight `name`, which is cut along `axis`, the first index and the one behind the last of what this rank has."""
-        home = next(home for home in (self.all_ranks or self).param_shardings if home.param.name == name)
-        (found,) = home.param.dim_split(home.sliced_dims[axis]).ranges(
+        """The index range of this rank of parameter `name` along the dim that is sliced over `axis`."""
+        param_sharding = next(
+            param_sharding
+            for param_sharding in (self.all_ranks or self).param_shardings
+            if param_sharding.param.name == name
+        )
+        (found,) = param_sharding.param.dim_split(param_sharding.sliced_dims[axis]).ranges(
             dict(self.coordinate)[axis], self.mesh.size(axis)
         )
         return found
@@ -291,7 +346,7 @@ class ShardingPlan:
     def dim_shards(
         self, param_sharding: ParamSharding, coordinate: Mapping[str, int]
     ) -> tuple[DimShard, ...]:
-        """How `home` is cut, dim by dim, and which slice the rank at `coordinate` has."""
+        """The shard of the rank at `coordinate` for each sliced dim of a parameter."""
         found = []
         for dim in dict.fromkeys(
             param_sharding.sliced_dims[axis] for axis in AXES if axis in param_sharding.sliced_dims
@@ -309,8 +364,8 @@ class ShardingPlan:
 
     def _sliced(self, param_sharding: ParamSharding, coordinate: Mapping[str, int]) -> ParamSharding:
         shape = param_sharding.param.shape
-        for side in self.dim_shards(param_sharding, coordinate):
-            shape = side.dim_split.local_shape(shape, side.index, side.num_ranks)
+        for shard in self.dim_shards(param_sharding, coordinate):
+            shape = shard.dim_split.local_shape(shape, shard.index, shard.num_ranks)
         return (
             param_sharding
             if shape == param_sharding.param.shape
@@ -320,83 +375,98 @@ class ShardingPlan:
     def local_shape(
         self, shape: tuple[int, ...], layout: Layout, coordinate: Mapping[str, int]
     ) -> tuple[int, ...]:
-        """The shape that the rank at `coordinate` holds of a tensor: dims split as evenly as can be, larger first."""
+        """The local shape of a tensor at `coordinate`: dims split as evenly as possible, the first ranks get
+        one more.
+        """
         sizes = list(shape)
         for axis in AXES:
-            place = layout.placement(axis)
-            if place.dim is not None:
+            placement = layout.placement(axis)
+            if placement.dim is not None:
                 count, index = self.mesh.size(axis), coordinate[axis]
-                sizes[place.dim] = sizes[place.dim] // count + (index < sizes[place.dim] % count)
+                sizes[placement.dim] = sizes[placement.dim] // count + (index < sizes[placement.dim] % count)
         return tuple(sizes)
 
     def param_groups(self, *, frozen: bool = False) -> tuple[ParamGroup, ...]:
-        """The bundles in the order in which backward completes them; with `frozen`, those of weights without gradients.
+        """The parameter groups in the order in which backward completes them; with `frozen`, those without
+        gradients.
 
-        What ranks along pp sum is in bundles of the same weights on all of these: of those that the same visits of all ranks use.
+        Parameters that ranks along pp sum are grouped by all their block calls, so that all these ranks have
+        equal groups.
         """
         found: dict[tuple, list[ParamSharding]] = {}
-        whole = self.logical_param_shardings
-        logical = {home.param.name: home.param for home in whole}
-        uneven = {home.param.name for home in whole if self._is_uneven(home)}
-        for home in self.param_shardings:
-            if home.param.trainable != frozen:
-                weight, grain = (
-                    home.param,
-                    (home.shard_alignment, home.owner_axes) if home.flat_shard_axes else (),
+        logical_shardings = self.logical_param_shardings
+        logical = {param_sharding.param.name: param_sharding.param for param_sharding in logical_shardings}
+        uneven_names = {
+            param_sharding.param.name
+            for param_sharding in logical_shardings
+            if self._is_uneven(param_sharding)
+        }
+        for param_sharding in self.param_shardings:
+            if param_sharding.param.trainable != frozen:
+                param, alignment = (
+                    param_sharding.param,
+                    (param_sharding.shard_alignment, param_sharding.owner_axes)
+                    if param_sharding.flat_shard_axes
+                    else (),
                 )
-                apart, moves = weight.name in uneven, home.grad_reductions()
-                using = (
-                    (logical[weight.name].block_calls, self.pp_ranks_using(logical[weight.name]))
-                    if "pp" in moves
-                    else (weight.block_calls, ())
+                is_own_group, reductions = param.name in uneven_names, param_sharding.grad_reductions()
+                users = (
+                    (logical[param.name].block_calls, self.pp_ranks_using(logical[param.name]))
+                    if "pp" in reductions
+                    else (param.block_calls, ())
                 )
                 key = (
-                    using,
-                    weight.dtype,
-                    tuple(moves.items()),
-                    home.flat_shard_axes,
-                    home.is_stored_sharded,
-                    grain,
-                    apart,
+                    users,
+                    param.dtype,
+                    tuple(reductions.items()),
+                    param_sharding.flat_shard_axes,
+                    param_sharding.is_stored_sharded,
+                    alignment,
+                    is_own_group,
                 )
-                found.setdefault(key, []).append(home)
-        bundles = [
-            self._param_group(homes, *key[0], uneven=homes[0].param.name in uneven)
-            for key, homes in found.items()
+                found.setdefault(key, []).append(param_sharding)
+        groups = [
+            self._param_group(param_shardings, *key[0], uneven=param_shardings[0].param.name in uneven_names)
+            for key, param_shardings in found.items()
         ]
-        return tuple(sorted(bundles, key=self._completion))
+        return tuple(sorted(groups, key=self._completion))
 
     def all_param_groups(self) -> tuple[ParamGroup, ...]:
-        """The bundles that are trained, then the frozen ones."""
+        """The trainable groups, then the frozen ones."""
         return (*self.param_groups(), *self.param_groups(frozen=True))
 
     def flat_param_specs(self) -> dict[str, FlatParamSpec]:
-        """The arenas, by the name of their bundle: those of bundles that are stepped or stored S(flat)."""
-        found, whole = (
+        """The flat parameters by the name of their group: those of groups that are updated or stored
+        S(flat).
+        """
+        found, logical_shardings = (
             {},
-            {home.param.name: home.param.numel for home in (self.all_ranks or self).param_shardings},
+            {
+                param_sharding.param.name: param_sharding.param.numel
+                for param_sharding in (self.all_ranks or self).param_shardings
+            },
         )
-        for bundle in self.all_param_groups():
-            axes = bundle.param_shardings[0].flat_shard_axes
+        for group in self.all_param_groups():
+            axes = group.param_shardings[0].flat_shard_axes
             if axes:
-                ranks, grain = self.mesh.group_size(axes), bundle.param_shardings[0].shard_alignment
-                found[bundle.name] = FlatParamSpec.build(
-                    bundle.name, bundle.params, axes, ranks, grain, whole
+                ranks, alignment = self.mesh.group_size(axes), group.param_shardings[0].shard_alignment
+                found[group.name] = FlatParamSpec.build(
+                    group.name, group.params, axes, ranks, alignment, logical_shardings
                 )
         return found
 
     def unreduced_params(self) -> Iterator[ParamSharding]:
-        """The weights whose gradients would reach the optimizer as summands."""
+        """The parameters whose gradients would reach the optimizer as partial sums."""
         return (
-            home for home in self.param_shardings if home.param.trainable and home.grad_layout.axes_with("P")
+            param_sharding
+            for param_sharding in self.param_shardings
+            if param_sharding.param.trainable and param_sharding.grad_layout.axes_with("P")
         )
 
     def _is_uneven(self, param_sharding: ParamSharding) -> bool:
-        """Whether ranks keep slices of unlike sizes in an arena, or sum them in a bucket: one of their own.
-
-        So what is whole lies alike on all. Where it lies decides the last bit of products, sums and steps, and copies must stay
-        equal to the bit. Owners step whole ones.
-        """
+        # Such a parameter gets a flat parameter or bucket of its own, so that equal parameters lie at equal
+        # offsets on all ranks. The offset decides the last bit of products, sums and updates, and copies must
+        # stay bitwise equal. Owners update full matrices.
         sizes = {
             axis: param_sharding.param.dim_split(dim).num_units
             for axis, dim in param_sharding.sliced_dims.items()
@@ -418,9 +488,9 @@ class ShardingPlan:
         first = param_shardings[0]
         name = "+".join(block_calls) + ("" if first.param.trainable else " frozen")
         name += f" {first.param.dtype}" if first.param.dtype else ""
-        apart = [axis for axis in first.grad_reductions() if axis not in self.grad_sum_axes]
-        apart = [f"pp {'+'.join(map(str, users))}" if axis == "pp" else axis for axis in apart]
-        name += f" over {' '.join(apart)}" if apart else ""
+        is_own_group = [axis for axis in first.grad_reductions() if axis not in self.grad_sum_axes]
+        is_own_group = [f"pp {'+'.join(map(str, users))}" if axis == "pp" else axis for axis in is_own_group]
+        name += f" over {' '.join(is_own_group)}" if is_own_group else ""
         name += " in uneven slices" if uneven else ""
         if first.flat_shard_axes and first.shard_alignment != "element":
             name += (
@@ -428,13 +498,13 @@ class ShardingPlan:
                 if first.owner_axes
                 else f" by {first.shard_alignment}"
             )
-        weights = [home.param for home in param_shardings]
+        weights = [param_sharding.param for param_sharding in param_shardings]
         return ParamGroup(name, tuple(param_shardings), self.model_spec.last_backward(weights), users, uneven)
 
     def _completion(self, param_group: ParamGroup) -> int:
-        visits = self.model_spec.block_calls
+        block_calls = self.model_spec.block_calls
         return (
-            len(visits)
+            len(block_calls)
             if param_group.last_block_call is None
-            else len(visits) - 1 - visits.index(param_group.last_block_call)
+            else len(block_calls) - 1 - block_calls.index(param_group.last_block_call)
         )

@@ -1,14 +1,14 @@
-"""Of the values that cross between parts of a model, what each rank has: all of one, or a slice of it.
+"""Determines what each rank holds of a value that crosses a stage boundary: all of it, or a slice.
 
-    the stream, in slices of tokens `through` some visits    what such a visit gives out, when the next takes slices
-    the stream, in slices of the width                       what is as wide as the stream, whoever made it
-    tables by head, 4-dim                                    the rank's heads, where a visit that computes with those made them
-    all else                                                 whole, and the same on all ranks that have slices of weights
-    tokens that are dealt to ranks                           the rank's own (core/tokens.py), and of those the slice, if any
+    the residual stream, sharded along tokens        outputs of the block calls that pass slices on
+    the residual stream, sharded along hidden        every value as wide as the stream
+    per-head tensors, 4-dim                          the rank's heads, if a block call with local heads made them
+    everything else                                  replicated on all ranks that have slices of parameters
+    sequence sharding                                the rank's own tokens, and of those the slice, if any
 
-A slice goes from each rank to the one at the same place in the next part, and so does its gradient: nobody puts a value together
-for that. Where two values look like the stream, or one could be a slice of something else, nothing is guessed: the cut is
-refused. What the forward gives out is compared with what is said here before it is sent.
+A slice is sent from each rank to the rank at the same position in the next stage, and so is its gradient: no
+gather is needed. If two values look like the residual stream, or one could be a slice of something else, the
+split point is refused. The values of the forward are compared with this plan before they are sent.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,103 +22,112 @@ from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.sharding.placement import Placement
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 
-PER_HEAD_NDIM = 4  # dims of a tensor that is one table per head: rows, heads, queries, keys
+PER_HEAD_NDIM = 4  # dims of a per-head tensor: samples, heads, queries, keys
 AxesSplits = tuple[
     tuple[tuple[str, ...], DimSplit], ...
-]  # axes, and how a dim is divided along all of those together
+]  # axes, and the split of a dim over all of them together
 DimSizes = tuple[tuple[int, int], ...]
 
 
 class StageValueShards:
-    """What the rank that sees `space` has of `values`: which of them go in slices, their sizes in the plan tell."""
+    """The local slices of `values` on the rank of `sharding`."""
 
     def __init__(self, sharding: ShardingPlan, values: Iterable[StageValue]) -> None:
-        self._space, self._cuts, self._axes = sharding, dict(_cuts(sharding, values)), _axes(sharding)
+        self._sharding, self._splits, self._axes = sharding, dict(_splits(sharding, values)), _axes(sharding)
 
     def local_shape(self, value: StageValue, num_samples: int) -> tuple[int, ...]:
-        """The shape of what this rank has of `value`, whose rows may have another length than the plan's, for so many rows."""
-        space, mesh, shape = self._space, self._space.mesh, value.shape(num_samples)
-        coordinate = dict(space.coordinate)
-        if space.sequence_sharding is not None and value.sequence_dim is not None:
-            own = space.sequence_sharding.num_padded_tokens(
-                shape[value.sequence_dim], mesh.index(coordinate, space.token_axes)
+        """The local shape of `value` for `num_samples` samples, whose length may differ from the plan's."""
+        sharding, mesh, shape = self._sharding, self._sharding.mesh, value.shape(num_samples)
+        coordinate = dict(sharding.coordinate)
+        if sharding.sequence_sharding is not None and value.sequence_dim is not None:
+            num_tokens = sharding.sequence_sharding.num_padded_tokens(
+                shape[value.sequence_dim], mesh.index(coordinate, sharding.token_axes)
             )
-            shape = (*shape[: value.sequence_dim], own, *shape[value.sequence_dim + 1 :])
-        for axes, cut in self._cuts.get(value.name, ()):
-            size = shape[cut.dim]
-            if sum(cut.sections) != size:  # a rank's own tokens, or rows of another length than the plan's
-                cut = DimSplit(cut.dim, size, (size,))
-            side = DimShard(axes, cut, mesh.group_size(axes), mesh.index(coordinate, axes))
-            shape = side.dim_split.local_shape(shape, side.index, side.num_ranks)
+            shape = (*shape[: value.sequence_dim], num_tokens, *shape[value.sequence_dim + 1 :])
+        for axes, split in self._splits.get(value.name, ()):
+            size = shape[split.dim]
+            if sum(split.sections) != size:  # local tokens, or samples of another length than the plan's
+                split = DimSplit(split.dim, size, (size,))
+            shard = DimShard(axes, split, mesh.group_size(axes), mesh.index(coordinate, axes))
+            shape = shard.dim_split.local_shape(shape, shard.index, shard.num_ranks)
         return shape
 
     def glue_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that a value of `shape` has for glue on this rank: where the width goes in slices, that of its own."""
-        places = _places(self._space)
-        if not places or self._space.sequence_sliced_calls or (*shape[-1:], 0) not in _widths(self._space):
+        """The local shape, for glue, of a value of `shape`: sliced if the hidden dim is sharded."""
+        placements = _residual_placements(self._sharding)
+        if (
+            not placements
+            or self._sharding.sequence_sliced_calls
+            or (*shape[-1:], 0) not in _widths(self._sharding)
+        ):
             return shape
-        coordinate = dict(self._space.coordinate)
-        for axes, cut in _by_dim(places, tuple((each, 0) for each in shape)):
-            side = DimShard(
-                axes, cut, self._space.mesh.group_size(axes), self._space.mesh.index(coordinate, axes)
+        coordinate = dict(self._sharding.coordinate)
+        for axes, split in _by_dim(placements, tuple((each, 0) for each in shape)):
+            shard = DimShard(
+                axes, split, self._sharding.mesh.group_size(axes), self._sharding.mesh.index(coordinate, axes)
             )
-            shape = side.dim_split.local_shape(shape, side.index, side.num_ranks)
+            shape = shard.dim_split.local_shape(shape, shard.index, shard.num_ranks)
         return shape
 
     def replicated_axes(self, value: StageValue) -> tuple[str, ...]:
-        """The axes along which ranks have slices of weights, and all the same of `value`."""
-        cut = {axis for axes, _ in self._cuts.get(value.name, ()) for axis in axes}
-        return tuple(axis for axis in self._axes if axis not in cut)
+        """The axes along which ranks have slices of parameters but the same `value`."""
+        split = {axis for axes, _ in self._splits.get(value.name, ()) for axis in axes}
+        return tuple(axis for axis in self._axes if axis not in split)
 
 
 def stage_value_diagnostics(sharding: ShardingPlan, values: Iterable[StageValue]) -> Iterator[Diagnostic]:
-    """Those of `values` of which nobody can tell what a rank has, where the stream goes in slices."""
-    places, where = _places(sharding), "strategies.pipeline.cuts"
-    if not places:
+    """Yields the `values` whose local slices cannot be determined while the residual stream is sharded."""
+    placements, location = _residual_placements(sharding), "strategies.pipeline.split_points"
+    if not placements:
         return
     axes, fix = (
-        " and ".join(places),
-        "choose cuts that it does not cross, or remove the strategy that cuts the stream",
+        " and ".join(placements),
+        "choose split points that it does not cross, or remove the strategy that shards the residual stream",
     )
     values = list(values)
     if not sharding.sequence_sliced_calls:
-        known = {name for name, _ in _cuts(sharding, values)}
-        for value in (value for value in values if value.name not in known):
-            shape = " x ".join(str(each) if not more else "rows" for each, more in value.dim_sizes)
-            text = f"the width goes in slices along {axes}, and '{value}' ({shape}) crosses between parts"
-            yield Diagnostic(f"{text}: which slice of it a rank has is not known", fix, where)
+        sliced = {name for name, _ in _splits(sharding, values)}
+        for value in (value for value in values if value.name not in sliced):
+            shape = " x ".join(str(each) if not more else "samples" for each, more in value.dim_sizes)
+            text = f"the hidden dim is sharded along {axes}, and '{value}' ({shape}) crosses a stage boundary"
+            yield Diagnostic(f"{text}: the slice that a rank has of it is not known", fix, location)
         return
-    given = _given(sharding)
-    for visit in dict.fromkeys(value.producer for value in values):
-        alike = [value for value in values if value.producer == visit and _is_stream(value, given)]
-        if len(alike) > 1:
-            names = " and ".join(f"'{value}'" for value in alike)
-            text = f"tokens go in slices along {axes}, and '{visit}' gives out {names}, which look alike: which is the stream"
-            yield Diagnostic(f"{text} is not known", fix, where)
+    sliced_outputs = _sliced_outputs(sharding)
+    for block_call in dict.fromkeys(value.producer for value in values):
+        candidates = [
+            value for value in values if value.producer == block_call and _is_residual(value, sliced_outputs)
+        ]
+        if len(candidates) > 1:
+            names = " and ".join(f"'{value}'" for value in candidates)
+            text = f"tokens are sharded along {axes}, and '{block_call}' returns {names} of the same shape"
+            yield Diagnostic(f"{text}: the residual stream among them is not known", fix, location)
 
 
-def _cuts(sharding: ShardingPlan, values: Iterable[StageValue]) -> Iterator[tuple[str, AxesSplits]]:
-    """How those of `values` are divided of which ranks have slices, by name."""
-    places, given, widths, heads = _places(sharding), _given(sharding), _widths(sharding), _heads(sharding)
+def _splits(sharding: ShardingPlan, values: Iterable[StageValue]) -> Iterator[tuple[str, AxesSplits]]:
+    placements, sliced_outputs, widths, heads = (
+        _residual_placements(sharding),
+        _sliced_outputs(sharding),
+        _widths(sharding),
+        _heads(sharding),
+    )
     axes = _axes(sharding)
     for value in values:
-        by_head = (
+        head_split = (
             heads.get((value.producer, value.dim_sizes[1][0]))
             if len(value.dim_sizes) == PER_HEAD_NDIM and not value.op
             else None
         )
-        if axes and by_head is not None:
-            yield value.name, ((axes, by_head),)
-        elif places and (
-            _is_stream(value, given)
+        if axes and head_split is not None:
+            yield value.name, ((axes, head_split),)
+        elif placements and (
+            _is_residual(value, sliced_outputs)
             if sharding.sequence_sliced_calls
             else bool(value.dim_sizes) and value.dim_sizes[-1] in widths
         ):
-            yield value.name, tuple(_by_dim(places, value.dim_sizes))
+            yield value.name, tuple(_by_dim(placements, value.dim_sizes))
 
 
 def _axes(sharding: ShardingPlan) -> tuple[str, ...]:
-    """The axes along which there are several ranks with slices of weights."""
     return tuple(axis for axis in sharding.param_slice_axes if sharding.mesh.size(axis) > 1)
 
 
@@ -126,35 +135,33 @@ def _by_dim(
     placements: Mapping[str, Placement], dims: DimSizes
 ) -> Iterator[tuple[tuple[str, ...], DimSplit]]:
     found = sorted(
-        (place.dim % len(dims), AXES.index(axis))
-        for axis, place in placements.items()
-        if place.dim is not None
+        (placement.dim % len(dims), AXES.index(axis))
+        for axis, placement in placements.items()
+        if placement.dim is not None
     )
-    for dim, along in groupby(found, key=lambda each: each[0]):
+    for dim, items in groupby(found, key=lambda each: each[0]):
         size, _ = dims[dim]
-        yield tuple(AXES[number] for _, number in along), DimSplit(dim, size, (size,))
+        yield tuple(AXES[attribute] for _, attribute in items), DimSplit(dim, size, (size,))
 
 
-def _places(sharding: ShardingPlan) -> Mapping[str, Placement]:
-    """Where what is the stream lies, by axis, along those on which there are several ranks with slices of it."""
+def _residual_placements(sharding: ShardingPlan) -> Mapping[str, Placement]:
     return {
-        axis: place
-        for axis, place in sharding.residual_layout.placements
-        if place.letter == "S" and sharding.mesh.size(axis) > 1
+        axis: placement
+        for axis, placement in sharding.residual_layout.placements
+        if placement.letter == "S" and sharding.mesh.size(axis) > 1
     }
 
 
-def _given(sharding: ShardingPlan) -> Mapping[str, DimSizes]:
-    """The visits that give out slices of tokens, each with the dims of the whole stream."""
-    ends, anatomy = sharding.sequence_slice_ends(), (sharding.all_ranks or sharding).model_spec
-    going = [
-        each for each in anatomy.residual_flows if each.block_call in ends and not ends[each.block_call][1]
+def _sliced_outputs(sharding: ShardingPlan) -> Mapping[str, DimSizes]:
+    ends, model_spec = sharding.sequence_slice_ends(), (sharding.all_ranks or sharding).model_spec
+    flows = [
+        each for each in model_spec.residual_flows if each.block_call in ends and not ends[each.block_call][1]
     ]
-    return {each.block_call: ((0, 1), (each.num_tokens, 0), (each.hidden_size, 0)) for each in going}
+    return {each.block_call: ((0, 1), (each.num_tokens, 0), (each.hidden_size, 0)) for each in flows}
 
 
-def _is_stream(value: StageValue, given: Mapping[str, DimSizes]) -> bool:
-    return not value.op and given.get(value.producer) == value.dim_sizes
+def _is_residual(value: StageValue, sliced_outputs: Mapping[str, DimSizes]) -> bool:
+    return not value.op and sliced_outputs.get(value.producer) == value.dim_sizes
 
 
 def _widths(sharding: ShardingPlan) -> frozenset[tuple[int, int]]:
@@ -164,22 +171,21 @@ def _widths(sharding: ShardingPlan) -> frozenset[tuple[int, int]]:
 
 
 def _heads(sharding: ShardingPlan) -> Mapping[tuple[str, int], DimSplit]:
-    """Visits in which modules hold the rank's own number of heads, with the number of all: how heads are divided there."""
-    anatomy, found = (sharding.all_ranks or sharding).model_spec, {}
-    for number in (
-        number
-        for number in anatomy.size_attributes
-        if number.divisor_split is None and len(number.dim_split.sections) == 1
+    model_spec, found = (sharding.all_ranks or sharding).model_spec, {}
+    for attribute in (
+        attribute
+        for attribute in model_spec.size_attributes
+        if attribute.divisor_split is None and len(attribute.dim_split.sections) == 1
     ):
-        for visit in anatomy.block_calls:
-            block = block_of(visit)
-            if number.module == block or number.module.startswith(f"{block}."):
-                (count,) = number.dim_split.sections
-                found[visit, count] = DimSplit(
+        for block_call in model_spec.block_calls:
+            block = block_of(block_call)
+            if attribute.module == block or attribute.module.startswith(f"{block}."):
+                (count,) = attribute.dim_split.sections
+                found[block_call, count] = DimSplit(
                     1,
-                    number.dim_split.num_units,
+                    attribute.dim_split.num_units,
                     (count,),
-                    num_heads=number.dim_split.num_heads,
-                    per_head_numel=number.dim_split.per_head_numel,
+                    num_heads=attribute.dim_split.num_heads,
+                    per_head_numel=attribute.dim_split.per_head_numel,
                 )
     return found

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from meshwright.plan.sharding.mesh import Mesh
 
-StreamName = Literal["compute", "wire", "send", "receive"]
+StreamName = Literal["compute", "comm", "send", "recv"]
 
 
 @dataclass(frozen=True)
@@ -192,18 +192,18 @@ def _action_to_dict(action: Action) -> dict[str, Any]:
     said: dict[str, Any] = {
         "kind": action.kind,
         "subject": action.subject,
-        "micro": action.microbatch,
-        "lane": action.stream,
+        "microbatch": action.microbatch,
+        "stream": action.stream,
         "waits": list(action.waits),
         "flops": action.flops,
-        "takes": [[hold.name, hold.nbytes] for hold in action.allocations],
+        "allocations": [[hold.name, hold.nbytes] for hold in action.allocations],
         "frees": list(action.frees),
         "transfer": None if move is None else _transfer_to_list(move),
     }
     return {
         key: value
         for key, value in said.items()
-        if value not in ("", None, [], 0) or (key == "micro" and value is not None)
+        if value not in ("", None, [], 0) or (key == "microbatch" and value is not None)
     }
 
 
@@ -236,11 +236,11 @@ def _action_from_dict(plain: Mapping[str, Any]) -> Action:
     return Action(
         kind=plain["kind"],
         subject=plain.get("subject", ""),
-        microbatch=plain.get("micro"),
-        stream=plain["lane"],
+        microbatch=plain.get("microbatch"),
+        stream=plain["stream"],
         waits=tuple(plain.get("waits", ())),
         transfer=None if move is None else _transfer_from_list(*move),
         flops=plain.get("flops", 0),
-        allocations=tuple(Allocation(name, nbytes) for name, nbytes in plain.get("takes", ())),
+        allocations=tuple(Allocation(name, nbytes) for name, nbytes in plain.get("allocations", ())),
         frees=tuple(plain.get("frees", ())),
     )

@@ -39,7 +39,7 @@ def noise_scale_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int) 
     num_data, batch = sharding.mesh.group_size(sharding.data_axes), job.train.batch
     if sharding.primary_rank_axes:
         text = "one rank takes the loss and the gradients of the others' rows belong to it: no rank has a gradient of its own part"
-        yield Diagnostic(text, 'use the strategy "replicate", or set train.noise_scale = false', LOCATION)
+        yield Diagnostic(text, 'use the strategy "ddp", or set train.noise_scale = false', LOCATION)
     elif sharding.mesh.group_size(sharding.token_axes) > 1:
         text = f"ranks along {' and '.join(sharding.token_axes)} have some of the tokens of a sample each"
         text += ": no rank has the gradient of a part of the batch"
@@ -152,7 +152,7 @@ def _ended(actions: list[Action], total: Transfer | None) -> list[Action]:
     measures = tuple(action.name for action in actions if action.kind == "GRAD_SQNORM")
     noise = Action("REDUCE_SQNORM", waits=measures)
     if total is not None:
-        noise = replace(noise, stream="wire", transfer=total)
+        noise = replace(noise, stream="comm", transfer=total)
     clip, step = index_of_last(actions, "CLIP") or 0, index_of_last(actions, "STEP") or 0
     estimate = Action("NOISE_SCALE", waits=(noise.name, actions[clip].name, actions[step].name))
     return [*actions[:clip], noise, *actions[clip : step + 1], estimate, *actions[step + 1 :]]

@@ -89,7 +89,7 @@ class GradReduceScatter:
     def _reduce(self, param_group: ParamGroup, microbatch: int | None, waits: Sequence[str]) -> Action:
         transfer = Transfer("reduce_scatter", self.axes, self._nbytes(param_group), dtype=self.reduce_dtype)
         return Action(
-            "REDUCE", param_group.name, microbatch, "wire", tuple(waits), param_group.names, transfer
+            "REDUCE", param_group.name, microbatch, "comm", tuple(waits), param_group.names, transfer
         )
 
     def _summed_across(self, actions: list[Action]) -> list[Action]:
@@ -116,10 +116,10 @@ class GradReduceScatter:
         nbytes = self.flat_param_specs[complete.subject].shard_numel * FLOAT_NBYTES[self.grad_dtype]
         transfer, name = (
             Transfer("all_reduce", (self.replicate_axis,), nbytes, dtype=self.grad_dtype),
-            f"{complete.subject}, across",
+            f"{complete.subject}, replicas",
         )
         ready = Action("WAIT", name, waits=(complete.name,), tensors=complete.tensors)
-        return [ready, Action("REDUCE", name, None, "wire", (ready.name,), complete.tensors, transfer)]
+        return [ready, Action("REDUCE", name, None, "comm", (ready.name,), complete.tensors, transfer)]
 
     def _once(self, actions: list[Action]) -> Iterator[Action]:
         """Each bundle packed behind its first backward and reduced behind its last."""

@@ -29,7 +29,7 @@ from meshwright.plan.step.action import Action, Allocation, Program, Transfer, w
 from meshwright.plan.step.activation_memory import activation_memory, loss_scratch_nbytes
 from meshwright.plan.step.chunked_loss import MAX_CHUNK_NUMEL, chunked_loss_cost
 
-FIRST_ROLE = "stage0"
+FIRST_ROLE = "pp0"
 CHECKPOINTED_FORWARD = "F_CHECKPOINTED"
 FORWARD_KINDS = ("F", CHECKPOINTED_FORWARD)  # kinds that the model's own forward reaches, block by block
 INPUT_GRAD_KINDS = ("B", "I")  # kinds that give the gradient of what a visit took in
@@ -38,7 +38,7 @@ WEIGHT_GRAD_KINDS = (
     "W",
 )  # kinds that leave the gradients of a visit's weights, and let go of what its forward kept
 PARAM_USE_KINDS = (*FORWARD_KINDS, "RECOMPUTE", "B", "I", "W")  # kinds that need the weights of their block
-BATCH_INFO = "facts"  # the subject of the GATHER that tells how many rows each rank has, and sums of what is the same on all
+BATCH_INFO = "batch_info"  # the subject of the GATHER that tells how many rows each rank has, and sums of what is the same on all
 COUNT_NBYTES = 32  # weight, wishes to stop, rows, tokens: float64
 STEP_TOTAL_NBYTES = {
     "TOKEN_COUNT": COUNT_NBYTES,
@@ -97,12 +97,12 @@ def _norm(sharding: ShardingPlan, last: str) -> list[Action]:
     if not sharding.grad_norm_axes:
         return []
     total = Transfer("all_reduce", sharding.grad_norm_axes, 8, dtype="float64")
-    return [Action("GLOBAL_NORM", GRAD_NORM, stream="wire", waits=(last,), transfer=total)]
+    return [Action("GLOBAL_NORM", GRAD_NORM, stream="comm", waits=(last,), transfer=total)]
 
 
 def role_of(coordinate: Mapping[str, int]) -> str:
     """Whose list the ranks at `coordinate` play."""
-    return f"stage{coordinate.get('pp', 0)}"
+    return f"pp{coordinate.get('pp', 0)}"
 
 
 def samples_per_microbatch(actions: Iterable[Action], sharding: ShardingPlan, job: Job) -> int:
@@ -157,7 +157,7 @@ def reduce_totals_along(
         axes = before if axis in before else (*before, axis)
         return replace(
             action,
-            stream="wire",
+            stream="comm",
             transfer=Transfer("all_reduce", axes, STEP_TOTAL_NBYTES[action.kind], dtype="float64"),
         )
 
@@ -176,22 +176,22 @@ def output_grad_name(name: str) -> str:
 
 def output_name(block_call: str, microbatch: int) -> str:
     """The name under which what a visit hands on is held from its F to its B."""
-    return f"stream({block_call}, {microbatch})"
+    return f"output({block_call}, {microbatch})"
 
 
 def loss_grad_name(block_call: str, microbatch: int) -> str:
     """The name under which the gradient of what a visit has handed to the loss is held from there to its B."""
-    return f"stream gradient({block_call}, {microbatch})"
+    return f"output gradient({block_call}, {microbatch})"
 
 
 def deferred_grad_name(block_call: str, microbatch: int) -> str:
     """The name under which the gradients are held, from I to W, that the weights of a visit still need."""
-    return f"owed({block_call}, {microbatch})"
+    return f"deferred gradient({block_call}, {microbatch})"
 
 
 def saved_activations_name(block_call: str, microbatch: int | None) -> str:
     """The name under which what a visit computes within, and its backward needs, is held until then."""
-    return f"inside({block_call}, {microbatch})"
+    return f"saved activations({block_call}, {microbatch})"
 
 
 class _StageCallActions:

@@ -140,5 +140,5 @@ def _tie(param_group: ParamGroup, ready: Action, sharding: ShardingPlan, job: Jo
     mine = dict(sharding.coordinate)["pp"]
     others = (f"{role_of({'pp': index})}/{ready.name}" for index in param_group.pp_ranks if index != mine)
     return Action(
-        "REDUCE_TIED", param_group.name, None, "wire", (ready.name, *others), param_group.names, move
+        "REDUCE_TIED", param_group.name, None, "comm", (ready.name, *others), param_group.names, move
     )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-JoinScope = Literal["use", "micro", "step"]
+JoinScope = Literal["use", "microbatch", "step"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def unshard_windows(
 
 
 def _same_scope(uses: Sequence[ParamUse], before: int, after: int, join: JoinScope) -> bool:
-    return join == "step" or (join == "micro" and uses[before].microbatch == uses[after].microbatch)
+    return join == "step" or (join == "microbatch" and uses[before].microbatch == uses[after].microbatch)
 
 
 def _join_gaps(

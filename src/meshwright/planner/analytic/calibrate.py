@@ -16,15 +16,15 @@ from math import exp, log
 
 from scipy.optimize import least_squares
 
-from meshwright.planner.analytic.model_shape import Shape
-from meshwright.planner.analytic.parallel_config import Layout
-from meshwright.planner.analytic.step_time import step
-from meshwright.planner.machine.efficiency import NAMES, Rates
+from meshwright.planner.analytic.model_shape import ModelShape
+from meshwright.planner.analytic.parallel_config import ParallelConfig
+from meshwright.planner.analytic.step_time import step_time
+from meshwright.planner.machine.efficiency import RATE_NAMES, MachineRates
 from meshwright.planner.machine.machine import Machine
 
-SOFT = 0.1  # errors above this count linearly
+SOFT_L1_SCALE = 0.1  # errors above this count linearly
 # no rate leaves what hardware can be: a share is below 1, a kernel takes some microseconds to start
-LIMITS = {
+RATE_LIMITS = {
     **dict.fromkeys(("product", "product_float8", "product_blocks", "product_float4"), (0.05, 1.05)),
     **dict.fromkeys(("memory", "link", "nic", "sums_hidden", "tensor_hidden"), (0.05, 0.98)),
     "attention": (0.2, 0.8),
@@ -40,53 +40,53 @@ LIMITS = {
     "start_s": (1e-6, 1.2e-5),
     "latency_s": (1e-6, 1e-4),
 }
-ROUNDS = 25
+MAX_EVALUATIONS = 25
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """A step that was measured: of what, laid out how, on which machine; seconds, and where the figure comes from."""
 
-    shape: Shape
-    layout: Layout
+    shape: ModelShape
+    config: ParallelConfig
     machine: Machine
     seconds: float
     source: str = ""
 
-    def predicted(self, rates: Rates) -> float:
+    def predicted_s(self, rates: MachineRates) -> float:
         """Its seconds at these rates."""
-        return step(self.shape, self.layout, replace(self.machine, rates=rates)).seconds
+        return step_time(self.shape, self.config, replace(self.machine, rates=rates)).seconds
 
 
-def calibrated(
-    before: Rates,
-    steps: Sequence[Measured],
+def calibrate(
+    prior: MachineRates,
+    steps: Sequence[MeasuredStep],
     strength: float = 0.15,
-    limits: Mapping[str, tuple[float, float]] = LIMITS,
-) -> Rates:
+    limits: Mapping[str, tuple[float, float]] = RATE_LIMITS,
+) -> MachineRates:
     """The rates that explain `steps`, near `before`: `strength` is how strongly each is held there, and none leaves `limits`."""
     if not steps:
-        return before
-    start = [log(vars(before)[name]) for name in NAMES]
+        return prior
+    start = [log(vars(prior)[name]) for name in RATE_NAMES]
     counts = Counter(each.source for each in steps)
     weights = [3 / counts[each.source] ** 0.5 for each in steps]
 
-    def rates(point: Sequence[float]) -> Rates:
-        return Rates(**{name: exp(value) for name, value in zip(NAMES, point, strict=True)})
+    def rates(point: Sequence[float]) -> MachineRates:
+        return MachineRates(**{name: exp(value) for name, value in zip(RATE_NAMES, point, strict=True)})
 
     def errors(point: Sequence[float]) -> list[float]:
         given = rates(point)
         off = [
-            weight * log(each.predicted(given) / each.seconds)
+            weight * log(each.predicted_s(given) / each.seconds)
             for weight, each in zip(weights, steps, strict=True)
         ]
         return [*off, *(strength * (now - then) for now, then in zip(point, start, strict=True))]
 
-    borders = [tuple(map(log, limits.get(name, (1e-9, 1e9)))) for name in NAMES]
+    borders = [tuple(map(log, limits.get(name, (1e-9, 1e9)))) for name in RATE_NAMES]
     inside = [
         min(max(value, low + 1e-6), high - 1e-6) for value, (low, high) in zip(start, borders, strict=True)
     ]
     bounds = tuple(zip(*borders, strict=True))
     return rates(
-        least_squares(errors, inside, bounds=bounds, loss="soft_l1", f_scale=SOFT, max_nfev=ROUNDS).x
+        least_squares(errors, inside, bounds=bounds, loss="soft_l1", f_scale=SOFT_L1_SCALE, max_nfev=MAX_EVALUATIONS).x
     )

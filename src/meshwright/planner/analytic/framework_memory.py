@@ -37,46 +37,46 @@ from typing import Literal
 
 GIB = 2**30
 
-Cut = Literal["layers", "ends", "norm", "cost"]
+LayerSplit = Literal["layers", "ends", "norm", "cost"]
 
 
 @dataclass(frozen=True)
-class Habits:
+class FrameworkMemory:
     """Bytes per element (see the module). `gradients` None: those that the layout sums. `opwise`: of what is rerun as attention
     every second product is kept, and all else rerun.
     """
 
     weights: float = 2
     gradients: float | None = None
-    moments: float = 12
-    shared: float = 0
-    stream: float = 4
-    unfused: float = 8
-    whole: float = 4
-    gathered: bool = False
-    inner: float = 8
-    flash: float = 0
-    plain: float = 4
-    gated: float = 8
-    eager: float = 6
-    softmax: float = 5
-    opwise: bool = False
-    logit: float = 14
-    across: float = 0
-    waiting: float = 0
-    divided: bool = True
-    inside: float = 1
-    ahead: float = 2
-    behind: float = 2
-    ends: bool = False
-    stays: bool = False
-    fixed: float = 0
-    gaps: float = 1.02
-    pinned: float = 0
-    split: float = 0
-    context: tuple[float, float, float] = (0.7 * GIB, 0.6 * GIB, 0.9 * GIB)
-    handed: bool = False
-    cut: Cut = "layers"
+    optimizer_states: float = 12
+    sharded_optimizer_extra: float = 0
+    residual: float = 4
+    unfused_norm_extra: float = 8
+    matmul_inputs: float = 4
+    keeps_gathered_inputs: bool = False
+    attention_qkv: float = 8
+    flash_attention_extra: float = 0
+    mlp: float = 4
+    gated_mlp: float = 8
+    eager_scores: float = 6
+    fused_softmax_scores: float = 5
+    recomputes_per_operator: bool = False
+    logits: float = 14
+    sharded_logits_extra: float = 0
+    waiting_logits: float = 0
+    shards_logits: bool = True
+    block_backward: float = 1
+    prefetched_layers: float = 2
+    unreduced_layers: float = 2
+    keeps_ends_gathered: bool = False
+    keeps_layers_gathered: bool = False
+    fixed_buffers: float = 0
+    fragmentation: float = 1.02
+    logits_fragmentation: float = 0
+    score_fragmentation: float = 0
+    driver_context: tuple[float, float, float] = (0.7 * GIB, 0.6 * GIB, 0.9 * GIB)
+    full_boundary: bool = False
+    layer_split: LayerSplit = "layers"
 
 
-OURS = Habits()
+MESHWRIGHT_MEMORY = FrameworkMemory()

@@ -39,68 +39,68 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from meshwright.planner.analytic.framework_memory import OURS, Cut, Habits
-from meshwright.planner.analytic.model_shape import Shape
-from meshwright.planner.analytic.parallel_config import Layout
-from meshwright.planner.machine.roofline import HALF
+from meshwright.planner.analytic.framework_memory import MESHWRIGHT_MEMORY, LayerSplit, FrameworkMemory
+from meshwright.planner.analytic.model_shape import ModelShape
+from meshwright.planner.analytic.parallel_config import ParallelConfig
+from meshwright.planner.machine.roofline import HALF_NBYTES
 
 
-class Stage(NamedTuple):
+class StageLayers(NamedTuple):
     """The layers of a rank along pp, and whether it has the embedding (`first`) and the head (`last`)."""
 
     layers: int
-    first: bool
-    last: bool
+    has_embedding: bool
+    has_head: bool
 
 
-def stage(shape: Shape, layout: Layout, rank: int, cut: Cut = "layers") -> Stage:
+def stage_layers(shape: ModelShape, config: ParallelConfig, pp_rank: int, layer_split: LayerSplit = "layers") -> StageLayers:
     """What `rank` along pp has of `shape`. Where parts are folded the first rank has both ends, and no layer more."""
-    layers, pp = shape.layers, layout.pp
+    layers, pp = shape.layers, config.pp
     if pp == 1:
-        return Stage(layers, True, True)
-    if layout.order.both:  # the parts of both ranks that have them, and both ends twice
-        low, high = _span(layers, pp, rank)
-        return Stage(high - low, rank in (0, pp - 1), rank in (0, pp - 1))
-    if layout.order.folded:
-        low, high = _span(layers, pp, pp - 1 - rank)  # the ends are heavy: the first takes no layer more
-        return Stage(high - low, rank == 0, rank == 0)
-    if cut == "cost":
-        return _by_cost(layers, pp, shape.layer_numel, shape.table_numel)[rank]
-    if cut == "layers" and (layers % pp == 0 or (layers + 2) % pp):
-        low, high = _span(layers, pp, rank)
-        return Stage(high - low, rank == 0, rank == pp - 1)
-    low, high = _span(layers + (3 if cut == "norm" else 2), pp, rank)
-    return Stage(max(0, min(high, layers + 1) - max(low, 1)), rank == 0, rank == pp - 1)
+        return StageLayers(layers, True, True)
+    if config.schedule_profile.is_bidirectional:  # the parts of both ranks that have them, and both ends twice
+        low, high = _item_range(layers, pp, pp_rank)
+        return StageLayers(high - low, pp_rank in (0, pp - 1), pp_rank in (0, pp - 1))
+    if config.schedule_profile.is_folded:
+        low, high = _item_range(layers, pp, pp - 1 - pp_rank)  # the ends are heavy: the first takes no layer more
+        return StageLayers(high - low, pp_rank == 0, pp_rank == 0)
+    if layer_split == "cost":
+        return _split_by_cost(layers, pp, shape.layer_numel, shape.embedding_numel)[pp_rank]
+    if layer_split == "layers" and (layers % pp == 0 or (layers + 2) % pp):
+        low, high = _item_range(layers, pp, pp_rank)
+        return StageLayers(high - low, pp_rank == 0, pp_rank == pp - 1)
+    low, high = _item_range(layers + (3 if layer_split == "norm" else 2), pp, pp_rank)
+    return StageLayers(max(0, min(high, layers + 1) - max(low, 1)), pp_rank == 0, pp_rank == pp - 1)
 
 
-def fullest(layout: Layout, cut: Cut = "layers") -> Iterable[int]:
+def fullest_pp_ranks(config: ParallelConfig, layer_split: LayerSplit = "layers") -> Iterable[int]:
     """The ranks along pp of which one holds most.
 
     The first, whose micro-batches stay longest; the second, which may have a layer in the place of the embedding; the last, with
     the logits. Where parts are cut by cost a layer more may be on any.
     """
-    if cut == "cost":
-        return range(layout.pp)
-    return sorted({0, min(1, layout.pp - 1), layout.pp - 1})
+    if layer_split == "cost":
+        return range(config.pp)
+    return sorted({0, min(1, config.pp - 1), config.pp - 1})
 
 
-def under_way(layout: Layout, rank: int) -> float:
+def microbatches_in_flight(config: ParallelConfig, pp_rank: int) -> float:
     """How many micro-batches' activations `rank` along pp holds at once, in units of all its layers."""
-    pp, parts, held = layout.pp, layout.chunks, layout.order.held
+    pp, parts, held = config.pp, config.virtual_stages, config.schedule_profile.in_flight
     if pp == 1:
         return 1.0
-    if layout.order.both:
+    if config.schedule_profile.is_bidirectional:
         most = held * (pp + 1)  # each of one of its two parts
-    elif layout.order.even:
+    elif config.schedule_profile.uniform_memory:
         most = held * pp
     elif parts > 1:
-        most = held * (2 * (pp - rank - 1) + (parts - 1) * pp + 1) / parts
+        most = held * (2 * (pp - pp_rank - 1) + (parts - 1) * pp + 1) / parts
     else:
-        most = held * (pp - rank)
-    return min(layout.micros, most)
+        most = held * (pp - pp_rank)
+    return min(config.num_microbatches, most)
 
 
-def _span(items: int, parts: int, part: int) -> tuple[int, int]:
+def _item_range(items: int, parts: int, part: int) -> tuple[int, int]:
     """The items of one part, the first parts taking the rest."""
     each, rest = divmod(items, parts)
     low = part * each + min(part, rest)
@@ -108,7 +108,7 @@ def _span(items: int, parts: int, part: int) -> tuple[int, int]:
 
 
 @cache
-def _by_cost(layers: int, pp: int, layer: float, table: float) -> tuple[Stage, ...]:
+def _split_by_cost(layers: int, pp: int, layer: float, table: float) -> tuple[StageLayers, ...]:
     total, run, rank = layers * layer + table, 0.0, 0
     counts = [0] * pp
     for _ in range(layers):
@@ -116,147 +116,147 @@ def _by_cost(layers: int, pp: int, layer: float, table: float) -> tuple[Stage, .
         run += layer
         if rank < pp - 1 and run > total * (rank + 1) / pp:
             rank += 1
-    return tuple(Stage(count, part == 0, part == pp - 1) for part, count in enumerate(counts))
+    return tuple(StageLayers(count, part == 0, part == pp - 1) for part, count in enumerate(counts))
 
 
 # bytes of a score in its backward, beside what is kept: its gradient in 16 bits; by torch in float32 before and behind softmax
-BACK = {"eager": 6, "softmax": 2}
+SCORE_BACKWARD_NBYTES = {"eager": 6, "softmax": 2}
 
 
 @dataclass(frozen=True)
-class Footprint:
+class MemoryEstimate:
     """Bytes of a rank, by category (see the module); `context` is of the driver and of communicators."""
 
     weights: float
     gradients: float
-    moments: float
+    optimizer_states: float
     activations: float
-    inside: float
+    block_backward: float
     logits: float
-    gathered: float
-    gaps: float
-    context: float
+    gathered_params: float
+    fragmentation: float
+    driver_context: float
 
     @property
-    def states(self) -> float:
+    def model_states(self) -> float:
         """What does not go with the micro-batch: weights, gradients, the optimizer's."""
-        return self.weights + self.gradients + self.moments
+        return self.weights + self.gradients + self.optimizer_states
 
     @property
-    def alive(self) -> float:
+    def allocated(self) -> float:
         """What tensors hold: torch's allocated bytes."""
-        return self.states + self.activations + self.inside + self.logits + self.gathered
+        return self.model_states + self.activations + self.block_backward + self.logits + self.gathered_params
 
     @property
     def reserved(self) -> float:
         """What an allocator has taken for them: torch's reserved bytes."""
-        return self.alive + self.gaps
+        return self.allocated + self.fragmentation
 
     @property
     def total(self) -> float:
         """All of it: what the device's own figure shows."""
-        return self.reserved + self.context
+        return self.reserved + self.driver_context
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _LayerMemory:
     """Bytes of one layer and micro-batch: what it keeps, its backward's own, and what is handed to the next rank along pp."""
 
-    kept: float
-    inside: float
-    handed: float
+    saved: float
+    block_backward: float
+    boundary: float
 
 
-def footprint(shape: Shape, layout: Layout, habits: Habits = OURS) -> Footprint:
+def estimate_memory(shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory = MESHWRIGHT_MEMORY) -> MemoryEstimate:
     """Of the rank that holds most, in code of such `habits`."""
-    return max((held for _, held in by_rank(shape, layout, habits)), key=lambda each: each.total)
+    return max((held for _, held in memory_by_pp_rank(shape, config, framework)), key=lambda each: each.total)
 
 
-def by_rank(
-    shape: Shape, layout: Layout, habits: Habits = OURS, ranks: Iterable[int] = ()
-) -> Iterator[tuple[int, Footprint]]:
+def memory_by_pp_rank(
+    shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory = MESHWRIGHT_MEMORY, pp_ranks: Iterable[int] = ()
+) -> Iterator[tuple[int, MemoryEstimate]]:
     """What `ranks` along pp hold (none given: those of which one holds most), each with its rank."""
-    one = _layer(shape, layout, habits)
-    for rank in ranks or fullest(layout, habits.cut):
-        yield rank, _of(shape, layout, habits, rank, one)
+    one = _layer_memory(shape, config, framework)
+    for rank in pp_ranks or fullest_pp_ranks(config, framework.layer_split):
+        yield rank, _rank_memory(shape, config, framework, rank, one)
 
 
-def _of(shape: Shape, layout: Layout, habits: Habits, rank: int, one: _Layer) -> Footprint:
-    part = stage(shape, layout, rank, habits.cut)
-    both = 2 if layout.order.both else 1  # micro-batches from both ends: two parts of a rank
-    own = (both * part.layers * shape.layer_numel + _tables(shape, part) * shape.table_numel) / layout.tp
-    shared = [1 if layout.shards < stage else layout.holders for stage in (1, 2, 3)]
-    sums = layout.sums if habits.gradients is None else habits.gradients
-    moments = habits.moments + (habits.shared if layout.shards else 0)
-    times = under_way(layout, rank)
-    logits = _logits(shape, layout, habits) if part.last else 0.0
-    states = own * habits.weights / shared[2], own * sums / shared[1], own * moments / shared[0]
-    activations = times * (part.layers * one.kept + (one.handed if layout.pp > 1 else 0.0))
-    gathered = habits.fixed + _gathered(shape, layout, habits, part, own, sums)
-    each = habits.pinned + (habits.split if layout.kernel in BACK else 0)
-    pinned = each * layout.tokens(shape) * shape.vocab if part.last else 0.0
-    inside, logits, pinned = (0.0, logits, pinned) if logits + pinned > one.inside else (one.inside, 0.0, 0.0)
+def _rank_memory(shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory, rank: int, one: _LayerMemory) -> MemoryEstimate:
+    part = stage_layers(shape, config, rank, framework.layer_split)
+    both = 2 if config.schedule_profile.is_bidirectional else 1  # micro-batches from both ends: two parts of a rank
+    own = (both * part.layers * shape.layer_numel + _num_tables(shape, part) * shape.embedding_numel) / config.tp
+    shared = [1 if config.zero_stage < stage else config.zero_shard_size for stage in (1, 2, 3)]
+    sums = config.grad_reduce_itemsize if framework.gradients is None else framework.gradients
+    moments = framework.optimizer_states + (framework.sharded_optimizer_extra if config.zero_stage else 0)
+    times = microbatches_in_flight(config, rank)
+    logits = _logits_nbytes(shape, config, framework) if part.has_head else 0.0
+    states = own * framework.weights / shared[2], own * sums / shared[1], own * moments / shared[0]
+    activations = times * (part.layers * one.saved + (one.boundary if config.pp > 1 else 0.0))
+    gathered = framework.fixed_buffers + _gathered_nbytes(shape, config, framework, part, own, sums)
+    each = framework.logits_fragmentation + (framework.score_fragmentation if config.attention_kernel in SCORE_BACKWARD_NBYTES else 0)
+    pinned = each * config.local_tokens(shape) * shape.vocab if part.has_head else 0.0
+    inside, logits, pinned = (0.0, logits, pinned) if logits + pinned > one.block_backward else (one.block_backward, 0.0, 0.0)
     alive = sum(states) + activations + inside + logits + gathered
-    always, tensor, pipe = habits.context
-    context = always + (tensor if layout.tp > 1 else 0.0) + (pipe if layout.pp > 1 else 0.0)
-    gaps = (habits.gaps - 1) * alive + pinned
-    return Footprint(*states, activations, inside, logits, gathered, gaps, context)
+    always, tensor, pipe = framework.driver_context
+    context = always + (tensor if config.tp > 1 else 0.0) + (pipe if config.pp > 1 else 0.0)
+    gaps = (framework.fragmentation - 1) * alive + pinned
+    return MemoryEstimate(*states, activations, inside, logits, gathered, gaps, context)
 
 
-def _layer(shape: Shape, layout: Layout, habits: Habits) -> _Layer:
-    tokens, tp, h = layout.tokens(shape), layout.tp, shape.hidden
-    unit, over = tokens * h, tp if layout.sequence else 1
-    stream = habits.stream + (0 if layout.fused else habits.unfused)
-    plain = layout.kernel in BACK
-    groups = (1 + shape.groups / shape.heads) / 2
-    within = tokens * shape.attended * groups * (habits.inner + (0 if plain else habits.flash))
-    within += tokens * shape.inner * _mlp(shape, layout, habits)
-    whole = stream * unit / over + habits.whole * unit / (1 if habits.gathered else over) + within / tp
-    each = habits.eager if layout.kernel == "eager" else habits.softmax
+def _layer_memory(shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory) -> _LayerMemory:
+    tokens, tp, h = config.local_tokens(shape), config.tp, shape.hidden
+    unit, over = tokens * h, tp if config.sequence_parallel else 1
+    stream = framework.residual + (0 if config.fused_norms else framework.unfused_norm_extra)
+    plain = config.attention_kernel in SCORE_BACKWARD_NBYTES
+    groups = (1 + shape.num_kv_heads / shape.heads) / 2
+    within = tokens * shape.attention_dim * groups * (framework.attention_qkv + (0 if plain else framework.flash_attention_extra))
+    within += tokens * shape.ffn_dim * _mlp_saved_nbytes(shape, config, framework)
+    whole = stream * unit / over + framework.matmul_inputs * unit / (1 if framework.keeps_gathered_inputs else over) + within / tp
+    each = framework.eager_scores if config.attention_kernel == "eager" else framework.fused_softmax_scores
     pairs = tokens * shape.sequence * shape.heads / tp
     scores = each * pairs if plain else 0.0
-    entered = HALF * unit / over
-    handed = HALF * unit if habits.handed else entered
-    parts = habits.inside * (6 * tokens * shape.inner / tp + 4 * unit + BACK.get(layout.kernel, 0) * pairs)
-    if layout.reruns == "layers":
-        kept = layout.rerun_share * entered + (1 - layout.rerun_share) * (whole + scores)
-        return _Layer(kept, whole + scores + parts, handed)
-    if layout.reruns == "operators" or (layout.reruns == "attention" and habits.opwise):
+    entered = HALF_NBYTES * unit / over
+    handed = HALF_NBYTES * unit if framework.full_boundary else entered
+    parts = framework.block_backward * (6 * tokens * shape.ffn_dim / tp + 4 * unit + SCORE_BACKWARD_NBYTES.get(config.attention_kernel, 0) * pairs)
+    if config.recompute == "layers":
+        kept = config.recompute_fraction * entered + (1 - config.recompute_fraction) * (whole + scores)
+        return _LayerMemory(kept, whole + scores + parts, handed)
+    if config.recompute == "operators" or (config.recompute == "attention" and framework.recomputes_per_operator):
         # q, v, two of the MLP's, what attention gives out
-        products = HALF * tokens * (shape.attended * (2 + shape.groups / shape.heads) + h + shape.inner) / tp
-        return _Layer(entered + products, whole + parts, handed)
-    if layout.reruns == "attention":
-        return _Layer(whole, scores + parts, handed)
-    return _Layer(whole + scores, parts, handed)
+        products = HALF_NBYTES * tokens * (shape.attention_dim * (2 + shape.num_kv_heads / shape.heads) + h + shape.ffn_dim) / tp
+        return _LayerMemory(entered + products, whole + parts, handed)
+    if config.recompute == "attention":
+        return _LayerMemory(whole, scores + parts, handed)
+    return _LayerMemory(whole + scores, parts, handed)
 
 
-def _mlp(shape: Shape, layout: Layout, habits: Habits) -> float:
+def _mlp_saved_nbytes(shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory) -> float:
     if not shape.gated:
-        return habits.plain
-    return habits.gated - (HALF if layout.compiled else 0)
+        return framework.mlp
+    return framework.gated_mlp - (HALF_NBYTES if config.compiled else 0)
 
 
-def _tables(shape: Shape, part: Stage) -> int:
-    return 1 if shape.tied and part.first and part.last else part.first + part.last
+def _num_tables(shape: ModelShape, stage: StageLayers) -> int:
+    return 1 if shape.tied and stage.has_embedding and stage.has_head else stage.has_embedding + stage.has_head
 
 
-def _logits(shape: Shape, layout: Layout, habits: Habits) -> float:
+def _logits_nbytes(shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory) -> float:
     """All copies of one micro-batch's logits, and what waits of another's."""
     each = (
-        habits.logit + (habits.across if layout.tp > 1 else 0) + (habits.waiting if layout.micros > 1 else 0)
+        framework.logits + (framework.sharded_logits_extra if config.tp > 1 else 0) + (framework.waiting_logits if config.num_microbatches > 1 else 0)
     )
-    return each * layout.tokens(shape) * shape.vocab / (layout.tp if habits.divided else 1)
+    return each * config.local_tokens(shape) * shape.vocab / (config.tp if framework.shards_logits else 1)
 
 
-def _gathered(shape: Shape, layout: Layout, habits: Habits, part: Stage, own: float, sums: float) -> float:
+def _gathered_nbytes(shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory, stage: StageLayers, own: float, sums: float) -> float:
     """What is whole for a while where gradients, and weights, lie in shards: weights in 16 bits, and gradients."""
-    if layout.sharers == 1 or layout.shards < 2:
+    if config.data_parallel_size == 1 or config.zero_stage < 2:
         return 0.0
-    layer, table = shape.layer_numel / layout.tp, shape.table_numel / layout.tp
-    largest = max(layer, table) if (part.first or part.last) and not habits.ends else layer
-    if layout.shards == 2:
-        return sums * habits.behind * largest
-    if habits.stays and layout.pp > 1:
-        return (HALF + sums) * own
-    there = HALF * _tables(shape, part) * table if habits.ends else 0.0
-    return there + (HALF * habits.ahead + sums * habits.behind) * largest
+    layer, table = shape.layer_numel / config.tp, shape.embedding_numel / config.tp
+    largest = max(layer, table) if (stage.has_embedding or stage.has_head) and not framework.keeps_ends_gathered else layer
+    if config.zero_stage == 2:
+        return sums * framework.unreduced_layers * largest
+    if framework.keeps_layers_gathered and config.pp > 1:
+        return (HALF_NBYTES + sums) * own
+    there = HALF_NBYTES * _num_tables(shape, stage) * table if framework.keeps_ends_gathered else 0.0
+    return there + (HALF_NBYTES * framework.prefetched_layers + sums * framework.unreduced_layers) * largest

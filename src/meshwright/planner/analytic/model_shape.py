@@ -20,11 +20,11 @@ from math import inf
 
 from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
 
-FORM = '"NAME: layers 96 hidden 12288 heads 96", and where you know them kv_heads, head, ffn, vocab, sequence, gated, tied'
+SHAPE_FORMAT = '"NAME: layers 96 hidden 12288 heads 96", and where you know them kv_heads, head, ffn, vocab, sequence, gated, tied'
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A decoder's sizes. `gated`: the MLP has a gate; `tied`: the last matrix is the embedding; `ffn`, `kv_heads` 0: the usual.
 
     `head`: the width of one head of attention; 0: its share of the hidden size.
@@ -43,58 +43,58 @@ class Shape:
     head: int = 0
 
     @property
-    def width(self) -> float:
+    def head_dim(self) -> float:
         """Of one head."""
         return self.head or self.hidden / self.heads
 
     @property
-    def attended(self) -> float:
+    def attention_dim(self) -> float:
         """Of all heads together: what queries have, and what attention gives out."""
-        return self.heads * self.width
+        return self.heads * self.head_dim
 
     @property
-    def groups(self) -> int:
+    def num_kv_heads(self) -> int:
         """The heads that keys and values have."""
         return self.kv_heads or self.heads
 
     @property
-    def inner(self) -> int:
+    def ffn_dim(self) -> int:
         """The inner size of the MLP, of one of its matrices."""
         return self.ffn or 4 * self.hidden
 
     @property
-    def inward(self) -> int:
+    def num_up_projections(self) -> int:
         """How many matrices of the MLP go from the hidden size to the inner one."""
         return 2 if self.gated else 1
 
     @property
     def layer_numel(self) -> float:
         """The weights of a layer that are matrices."""
-        attention = self.hidden * self.attended * (2 + 2 * self.groups / self.heads)
-        return attention + (self.inward + 1) * self.hidden * self.inner
+        attention = self.hidden * self.attention_dim * (2 + 2 * self.num_kv_heads / self.heads)
+        return attention + (self.num_up_projections + 1) * self.hidden * self.ffn_dim
 
     @property
-    def table_numel(self) -> int:
+    def embedding_numel(self) -> int:
         """The weights of the embedding, and of the head."""
         return self.vocab * self.hidden
 
     @property
     def numel(self) -> float:
         """All weights; norms and biases, less than one in a thousand, apart."""
-        return self.layers * self.layer_numel + self.table_numel * (1 if self.tied else 2)
+        return self.layers * self.layer_numel + self.embedding_numel * (1 if self.tied else 2)
 
-    def flops(self, tokens: float) -> float:
+    def flops(self, num_tokens: float) -> float:
         """Of a step on so many tokens, forward and backward, as mfu counts them: 6 per weight and token, and attention uncut."""
-        weights = self.layers * self.layer_numel + self.table_numel
-        return tokens * (6 * weights + 12 * self.layers * self.attended * self.sequence)
+        weights = self.layers * self.layer_numel + self.embedding_numel
+        return num_tokens * (6 * weights + 12 * self.layers * self.attention_dim * self.sequence)
 
-    def faults(self) -> Iterator[Diagnostic]:
+    def diagnostics(self) -> Iterator[Diagnostic]:
         """Sizes that no model has."""
         for name in ("layers", "hidden", "heads", "vocab", "sequence"):
             if not 0 < vars(self)[name] < inf:
                 yield Diagnostic(
                     f"{name} {vars(self)[name]}; needed is a whole number above 0",
-                    f"write it: {FORM}",
+                    f"write it: {SHAPE_FORMAT}",
                     self.name,
                 )
         if self.heads > 0 and not self.head and self.hidden % self.heads:
@@ -109,7 +109,7 @@ class Shape:
             )
 
 
-def parse_shape(text: str) -> Shape:
+def parse_shape(text: str) -> ModelShape:
     """The shape that `text` says (see the module).
 
     Raises PlanError with every word that is not understood and every size that is missing or wrong.
@@ -117,7 +117,7 @@ def parse_shape(text: str) -> Shape:
     name, _, rest = text.partition(":")
     rest = re.sub(r"(?<=\d),(?=\d{3}\b)", "", rest)  # 4,096 is a number
     words = rest.lower().replace("=", " ").replace(",", " ").split()
-    known = [field.name for field in fields(Shape) if field.name != "name"]
+    known = [field.name for field in fields(ModelShape) if field.name != "name"]
     faults, said = [], {}
     while words:
         word = words.pop(0)
@@ -127,25 +127,25 @@ def parse_shape(text: str) -> Shape:
             said[word] = True
         elif word not in known:
             faults.append(Diagnostic(f"'{word}' is no size of a model", suggest_name(word, known), name))
-        elif not words or not _whole(words[0]):
+        elif not words or not _is_integer(words[0]):
             given = f", but '{words.pop(0)}'" if words and words[0] not in known else ""
             faults.append(
-                Diagnostic(f"{word} without a whole number behind it{given}", f"write it: {FORM}", name)
+                Diagnostic(f"{word} without a whole number behind it{given}", f"write it: {SHAPE_FORMAT}", name)
             )
         else:
             said[word] = int(words.pop(0))
     missing = [word for word in ("layers", "hidden", "heads") if word not in said]
     if missing:
-        faults.append(Diagnostic(f"nothing is said of {', '.join(missing)}", f"write it: {FORM}", name))
+        faults.append(Diagnostic(f"nothing is said of {', '.join(missing)}", f"write it: {SHAPE_FORMAT}", name))
     if not faults:
-        shape = Shape(name.strip(), **said)
-        faults += shape.faults()
+        shape = ModelShape(name.strip(), **said)
+        faults += shape.diagnostics()
         if not faults:
             return shape
     raise PlanError.from_diagnostics(faults)
 
 
-def _whole(word: str) -> bool:
+def _is_integer(word: str) -> bool:
     """Whether it is a whole number, such as 12 or 12_000."""
     return (
         word.replace("_", "").isdecimal()

@@ -18,315 +18,315 @@ Papers: D. Narayanan et al. 2021, arXiv 2104.04473, section 3; V. Korthikanti et
 
 from dataclasses import dataclass
 
-from meshwright.planner.analytic.model_shape import Shape
-from meshwright.planner.analytic.parallel_config import Layout
+from meshwright.planner.analytic.model_shape import ModelShape
+from meshwright.planner.analytic.parallel_config import ParallelConfig
 from meshwright.planner.machine.machine import Machine
-from meshwright.planner.machine.roofline import HALF, attention, gathered, passed, product, sent
+from meshwright.planner.machine.roofline import HALF_NBYTES, attention_seconds, all_gather_seconds, memory_op_seconds, matmul_seconds, send_seconds
 
-SIXTEEN = "bfloat16"
-LAUNCHES = 80  # kernels of a layer's forward
-WEIGHTS = 12  # of a layer: matrices, biases and norms
-ALIGNED = 8  # 16-bit elements that units for matrices load at once: heads of another width are computed by those for float32
-STEPPED = (
+HALF_DTYPE = "bfloat16"
+KERNELS_PER_LAYER = 80  # kernels of a layer's forward
+PARAMS_PER_LAYER = 12  # of a layer: matrices, biases and norms
+HEAD_DIM_ALIGNMENT = 8  # 16-bit elements that units for matrices load at once: heads of another width are computed by those for float32
+ADAMW_NBYTES_PER_PARAM = (
     28  # bytes that AdamW reads and writes per weight: gradient, master, two moments, and the weight itself
 )
 
 
 @dataclass(frozen=True)
-class Both:
+class PassTime:
     """Seconds of a forward and of its backward; `weights`: of the latter, its products for gradients of weights, where known."""
 
     forward: float = 0.0
     backward: float = 0.0
-    weights: float = 0.0
+    weight_grad: float = 0.0
 
-    def __add__(self, other: "Both") -> "Both":
-        return Both(
-            self.forward + other.forward, self.backward + other.backward, self.weights + other.weights
+    def __add__(self, other: "PassTime") -> "PassTime":
+        return PassTime(
+            self.forward + other.forward, self.backward + other.backward, self.weight_grad + other.weight_grad
         )
 
     @property
-    def late(self) -> float:
+    def deferrable(self) -> float:
         """W, what can be put off; half of the backward where nothing else is known."""
-        return self.weights or self.backward / 2
+        return self.weight_grad or self.backward / 2
 
     @property
-    def all(self) -> float:
+    def total(self) -> float:
         """Of both together."""
         return self.forward + self.backward
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTime:
     """The seconds of a step, and where they go; the parts add up to the whole."""
 
     compute: float
-    tensor: float
-    waiting: float
-    copies: float
+    tp_comm: float
+    pipeline_wait: float
+    dp_comm: float
     optimizer: float
     fixed: float
 
     @property
     def seconds(self) -> float:
         """All of it."""
-        return self.compute + self.tensor + self.waiting + self.copies + self.optimizer + self.fixed
+        return self.compute + self.tp_comm + self.pipeline_wait + self.dp_comm + self.optimizer + self.fixed
 
 
 @dataclass(frozen=True)
-class Parts:
+class MicrobatchTime:
     """What a micro-batch takes on one rank: a layer and its `met`ings, the embedding (`first`) and the head (`last`)."""
 
-    layer: Both
-    met: Both
-    first: Both
-    last: Both
+    layer: PassTime
+    collectives: PassTime
+    embedding: PassTime
+    head: PassTime
 
 
-def parts(shape: Shape, layout: Layout, machine: Machine) -> Parts:
+def microbatch_time(shape: ModelShape, config: ParallelConfig, machine: Machine) -> MicrobatchTime:
     """Those of `layout`, without what is rerun: alike wherever tp, cp and micro-batch are."""
-    given = shape, layout, machine
-    return Parts(layer(*given), meetings(*given), entry(*given), head(*given))
+    given = shape, config, machine
+    return MicrobatchTime(layer_compute(*given), layer_collectives(*given), embedding_time(*given), head_time(*given))
 
 
-def step(shape: Shape, layout: Layout, machine: Machine, known: Parts | None = None) -> Step:
+def step_time(shape: ModelShape, config: ParallelConfig, machine: Machine, microbatch: MicrobatchTime | None = None) -> StepTime:
     """What a step of `shape` under `layout` takes on `machine`; `known` spares a search to count its parts once more."""
-    found = known or parts(shape, layout, machine)
-    computed, met, first, last = found.layer, found.met, found.first, found.last
-    if layout.reruns == "layers":
-        computed += Both(0.0, layout.rerun_share * computed.forward)
-        met += Both(0.0, layout.rerun_share * met.forward)
-    gathers = _gathers(shape, layout, machine, computed + met)
-    layers, per_rank = layout.layers(shape), shape.layers / layout.pp
-    one = paced(computed + met + gathers, layout, machine)
-    if layout.pp == 1:
-        slowest, waiting, handed = one.all * shape.layers + first.all + last.all, 0.0, 0.0
+    found = microbatch or microbatch_time(shape, config, machine)
+    computed, met, first, last = found.layer, found.collectives, found.embedding, found.head
+    if config.recompute == "layers":
+        computed += PassTime(0.0, config.recompute_fraction * computed.forward)
+        met += PassTime(0.0, config.recompute_fraction * met.forward)
+    gathers = _param_gathers(shape, config, machine, computed + met)
+    layers, per_rank = config.max_layers_per_rank(shape), shape.layers / config.pp
+    one = launch_bound(computed + met + gathers, config, machine)
+    if config.pp == 1:
+        slowest, waiting, handed = one.total * shape.layers + first.total + last.total, 0.0, 0.0
     else:
-        ends = first.all + last.all if layout.order.folded else max(first.all, last.all)
-        ends = (first.all + last.all) / 2 if layout.order.both else ends
+        ends = first.total + last.total if config.schedule_profile.is_folded else max(first.total, last.total)
+        ends = (first.total + last.total) / 2 if config.schedule_profile.is_bidirectional else ends
         if layers == per_rank:
-            slowest = one.all * layers + ends
+            slowest = one.total * layers + ends
         else:  # a rank with the head has a layer less, and may be busier for it
             layers, slowest = max(
-                (layers, one.all * layers),
-                (layers - 1, one.all * (layers - 1) + ends),
+                (layers, one.total * layers),
+                (layers - 1, one.total * (layers - 1) + ends),
                 key=lambda each: each[1],
             )
-        whole = Both(one.forward * per_rank, one.backward * per_rank, one.weights * per_rank)
-        others = layout.pp * whole.all + first.all + last.all - slowest
-        handed = handover(shape, layout, machine)
-        waiting = waited(layout, whole, others) + 2 * (layout.pp - 1) * handed
-    busy = layout.micros * slowest
+        whole = PassTime(one.forward * per_rank, one.backward * per_rank, one.weight_grad * per_rank)
+        others = config.pp * whole.total + first.total + last.total - slowest
+        handed = boundary_send_s(shape, config, machine)
+        waiting = pipeline_wait_s(config, whole, others) + 2 * (config.pp - 1) * handed
+    busy = config.num_microbatches * slowest
     turn = (
-        handed * machine.rates.handover * (1 - layout.hidden) + machine.rates.turn_s if layout.pp > 1 else 0.0
+        handed * machine.rates.boundary_exposed * (1 - config.overlap_fraction) + machine.rates.microbatch_overhead_s if config.pp > 1 else 0.0
     )
-    between = layout.micros * layout.chunks * turn
-    tensor = layout.micros * met.all * layers
-    return Step(
+    between = config.num_microbatches * config.virtual_stages * turn
+    tensor = config.num_microbatches * met.total * layers
+    return StepTime(
         compute=busy - tensor,
-        tensor=tensor,
-        waiting=waiting + between,
-        copies=summed(shape, layout, machine, Both(layers * one.forward, layers * one.backward)),
-        optimizer=stepped(shape, layout, machine),
-        fixed=machine.rates.fixed_s,
+        tp_comm=tensor,
+        pipeline_wait=waiting + between,
+        dp_comm=grad_reduce_s(shape, config, machine, PassTime(layers * one.forward, layers * one.backward)),
+        optimizer=optimizer_s(shape, config, machine),
+        fixed=machine.rates.step_overhead_s,
     )
 
 
-def waited(layout: Layout, whole: Both, others: float) -> float:
+def pipeline_wait_s(config: ParallelConfig, stage: PassTime, others: float) -> float:
     """Seconds that ranks along pp wait, by the paper of their order; `whole` is a rank's part, and `others` all ranks but one."""
-    order = layout.order
-    share = (order.f * whole.forward + order.b * whole.backward + order.w * whole.late) / whole.all
-    share *= (layout.pp / 2 - 1) / (layout.pp - 1) if order.both else 1.0
+    order = config.schedule_profile
+    share = (order.f * stage.forward + order.b * stage.backward + order.w * stage.deferrable) / stage.total
+    share *= (config.pp / 2 - 1) / (config.pp - 1) if order.is_bidirectional else 1.0
     # a W longer than what there is to wait fills no more than that
-    return max(0.0, share * others / layout.chunks, unfilled(layout, whole, others))
+    return max(0.0, share * others / config.virtual_stages, unfilled_bubble_s(config, stage, others))
 
 
-def unfilled(layout: Layout, whole: Both, others: float) -> float:
+def unfilled_bubble_s(config: ParallelConfig, stage: PassTime, others: float) -> float:
     """Seconds that ranks along pp wait at least, where too few micro-batches have a W to fill them with: one less than there are.
 
     Of one micro-batch nothing but F and I is waited for; where they enter at both ends, W of half of the ranks too. `whole` is a
     rank's part, and `others` all ranks but one.
     """
-    if not layout.order.fills:
+    if not config.schedule_profile.fills_bubbles:
         return 0.0
-    half, rest = whole.late, whole.backward - whole.late
-    more = (layout.pp / 2 - 2) * half if layout.order.both else 0.0
-    return others * (whole.forward + rest) / whole.all - (layout.micros - 1) * half + more
+    half, rest = stage.deferrable, stage.backward - stage.deferrable
+    more = (config.pp / 2 - 2) * half if config.schedule_profile.is_bidirectional else 0.0
+    return others * (stage.forward + rest) / stage.total - (config.num_microbatches - 1) * half + more
 
 
-def paced(one: Both, layout: Layout, machine: Machine) -> Both:
+def launch_bound(layer: PassTime, config: ParallelConfig, machine: Machine) -> PassTime:
     """A layer is not faster than its host asks for its kernels."""
-    asked = LAUNCHES * machine.rates.launch_s * (0.5 if layout.compiled else 1.0)
-    again = layout.rerun_share if layout.reruns == "layers" else 0.0
-    return Both(_longer(one.forward, asked), _longer(one.backward, asked * (1.5 + again)), one.weights)
+    asked = KERNELS_PER_LAYER * machine.rates.kernel_launch_s * (0.5 if config.compiled else 1.0)
+    again = config.recompute_fraction if config.recompute == "layers" else 0.0
+    return PassTime(_overlapped_max(layer.forward, asked), _overlapped_max(layer.backward, asked * (1.5 + again)), layer.weight_grad)
 
 
-def _longer(one: float, other: float) -> float:
+def _overlapped_max(one: float, other: float) -> float:
     """The longer of two that run beside each other; where both take as long they hold each other up a little."""
     return (one**4 + other**4) ** 0.25
 
 
-def layer(shape: Shape, layout: Layout, machine: Machine) -> Both:
+def layer_compute(shape: ModelShape, config: ParallelConfig, machine: Machine) -> PassTime:
     """What a layer computes for one micro-batch on one rank."""
-    tokens, tp, h, f = layout.tokens(shape), layout.tp, shape.hidden, shape.inner / layout.tp
-    heads = shape.attended / tp
-    groups = max(shape.groups / tp, 1) * shape.width
-    made = [(heads + 2 * groups, h), (h, heads), (shape.inward * f, h), (h, f)]
-    forward = sum(product(machine, tokens, out, into, layout.dtype) for out, into in made)
-    weights = sum(product(machine, out, into, tokens, layout.dtype) for out, into in made)
-    backward = weights + sum(product(machine, tokens, into, out, layout.dtype) for out, into in made)
-    seen = _attended(shape, layout, machine, heads)
+    tokens, tp, h, f = config.local_tokens(shape), config.tp, shape.hidden, shape.ffn_dim / config.tp
+    heads = shape.attention_dim / tp
+    groups = max(shape.num_kv_heads / tp, 1) * shape.head_dim
+    made = [(heads + 2 * groups, h), (h, heads), (shape.num_up_projections * f, h), (h, f)]
+    forward = sum(matmul_seconds(machine, tokens, out, into, config.dtype) for out, into in made)
+    weights = sum(matmul_seconds(machine, out, into, tokens, config.dtype) for out, into in made)
+    backward = weights + sum(matmul_seconds(machine, tokens, into, out, config.dtype) for out, into in made)
+    seen = _attention_time(shape, config, machine, heads)
     rates = machine.rates
     across = (
-        HALF
+        HALF_NBYTES
         * tokens
         * h
-        / (tp if layout.sequence else 1)
-        * rates.stream
-        * (1.0 if layout.fused else rates.unfused)
+        / (tp if config.sequence_parallel else 1)
+        * rates.residual_passes
+        * (1.0 if config.fused_norms else rates.unfused_norm_factor)
     )
-    inside = HALF * tokens * (2 * (heads + 2 * groups) + 1.5 * (shape.inward + 1) * f) * rates.inside
-    between = passed(machine, across + inside * (0.7 if layout.compiled else 1.0), 8)
-    cast = _cast(shape, layout, machine)
-    again = seen.forward if layout.reruns == "attention" and layout.kernel in ("eager", "softmax") else 0.0
-    again += 0.3 * between if layout.reruns == "attention" else 0.0
-    again += between + forward / 2 if layout.reruns == "operators" else 0.0
-    return Both(
+    inside = HALF_NBYTES * tokens * (2 * (heads + 2 * groups) + 1.5 * (shape.num_up_projections + 1) * f) * rates.inner_passes
+    between = memory_op_seconds(machine, across + inside * (0.7 if config.compiled else 1.0), 8)
+    cast = _cast_seconds(shape, config, machine)
+    again = seen.forward if config.recompute == "attention" and config.attention_kernel in ("eager", "softmax") else 0.0
+    again += 0.3 * between if config.recompute == "attention" else 0.0
+    again += between + forward / 2 if config.recompute == "operators" else 0.0
+    return PassTime(
         forward + seen.forward + between + cast,
         backward + seen.backward + 2 * between + again + cast,
         weights,
     )
 
 
-def _cast(shape: Shape, layout: Layout, machine: Machine) -> float:
+def _cast_seconds(shape: ModelShape, config: ParallelConfig, machine: Machine) -> float:
     """What goes into products of few bits is read in 16 and written in 8, as it is and turned round."""
-    if layout.dtype in (SIXTEEN, "float16", "float32"):
+    if config.dtype in (HALF_DTYPE, "float16", "float32"):
         return 0.0
-    elements = layout.tokens(shape) * (2 * shape.hidden + (shape.attended + shape.inner) / layout.tp)
-    times = machine.rates.casts * (machine.rates.casts_rows if layout.dtype == "float8_rowwise" else 1.0)
+    elements = config.local_tokens(shape) * (2 * shape.hidden + (shape.attention_dim + shape.ffn_dim) / config.tp)
+    times = machine.rates.cast_passes * (machine.rates.rowwise_cast_factor if config.dtype == "float8_rowwise" else 1.0)
     return times * 4 * elements / (machine.device.memory_rate * machine.rates.memory)
 
 
-def _attended(shape: Shape, layout: Layout, machine: Machine, heads: float) -> Both:
+def _attention_time(shape: ModelShape, config: ParallelConfig, machine: Machine, heads: float) -> PassTime:
     """Attention: a fused kernel computes half of the pairs, those not masked; another one all, and their scores pass memory."""
-    tokens = layout.tokens(shape)
+    tokens = config.local_tokens(shape)
     flops = 4 * tokens * shape.sequence * heads
-    if layout.kernel not in ("eager", "softmax"):
-        return Both(
-            *(attention(machine, flops / 2, back=back, kernel=layout.kernel) for back in (False, True))
+    if config.attention_kernel not in ("eager", "softmax"):
+        return PassTime(
+            *(attention_seconds(machine, flops / 2, backward=back, kernel=config.attention_kernel) for back in (False, True))
         )
     rates = machine.rates
-    scores = tokens * shape.sequence * shape.heads / layout.tp
-    times = rates.scores_eager if layout.kernel == "eager" else rates.scores_fused
-    dtype = "float16" if shape.width % ALIGNED == 0 else "float32"
-    computed = flops / (machine.peak(dtype) * rates.product * 0.7)
-    forward = computed + passed(machine, HALF * scores * times, 4)
-    return Both(forward, 2 * computed + passed(machine, 1.5 * HALF * scores * times, 6))
+    scores = tokens * shape.sequence * shape.heads / config.tp
+    times = rates.eager_score_passes if config.attention_kernel == "eager" else rates.fused_score_passes
+    dtype = "float16" if shape.head_dim % HEAD_DIM_ALIGNMENT == 0 else "float32"
+    computed = flops / (machine.peak_flops(dtype) * rates.matmul * 0.7)
+    forward = computed + memory_op_seconds(machine, HALF_NBYTES * scores * times, 4)
+    return PassTime(forward, 2 * computed + memory_op_seconds(machine, 1.5 * HALF_NBYTES * scores * times, 6))
 
 
-def head(shape: Shape, layout: Layout, machine: Machine) -> Both:
+def head_time(shape: ModelShape, config: ParallelConfig, machine: Machine) -> PassTime:
     """The logits of one micro-batch, and their loss: in 16 bits, whatever the layers are computed in."""
-    tokens, words, h = layout.tokens(shape), shape.vocab / layout.tp, shape.hidden
-    lost = 6 * tokens * words * machine.rates.loss
-    forward = product(machine, tokens, words, h, SIXTEEN) + passed(machine, lost, 6)
-    backward = product(machine, tokens, h, words, SIXTEEN) + product(machine, words, h, tokens, SIXTEEN)
-    return Both(forward, backward + passed(machine, lost, 4))
+    tokens, words, h = config.local_tokens(shape), shape.vocab / config.tp, shape.hidden
+    lost = 6 * tokens * words * machine.rates.loss_passes
+    forward = matmul_seconds(machine, tokens, words, h, HALF_DTYPE) + memory_op_seconds(machine, lost, 6)
+    backward = matmul_seconds(machine, tokens, h, words, HALF_DTYPE) + matmul_seconds(machine, words, h, tokens, HALF_DTYPE)
+    return PassTime(forward, backward + memory_op_seconds(machine, lost, 4))
 
 
-def entry(shape: Shape, layout: Layout, machine: Machine) -> Both:
+def embedding_time(shape: ModelShape, config: ParallelConfig, machine: Machine) -> PassTime:
     """The embedding of one micro-batch."""
-    return Both(passed(machine, 8 * layout.tokens(shape) * shape.hidden, 6), 0.0)
+    return PassTime(memory_op_seconds(machine, 8 * config.local_tokens(shape) * shape.hidden, 6), 0.0)
 
 
-def meetings(shape: Shape, layout: Layout, machine: Machine) -> Both:
+def layer_collectives(shape: ModelShape, config: ParallelConfig, machine: Machine) -> PassTime:
     """What tensor ranks send each other in a layer, and ranks along cp: keys and values, unless attention hides them."""
-    tokens, h, tp = layout.tokens(shape), shape.hidden, layout.tp
-    seen = 1 - layout.hidden * min(1.0, machine.rates.tensor_hidden)
-    one = seen * gathered(machine, HALF * tokens * h, tp, layout.apart, layout.ranks)
-    forward, backward = 4 * one, (5 if layout.sequence else 4) * one
-    if layout.cp > 1:
-        beside = _attended(shape, layout, machine, shape.attended / tp)
-        groups, swaps = max(shape.groups / tp, 1), layout.swaps
-        travels = 2 * HALF * layout.micro_batch * shape.sequence * groups * shape.width / swaps
-        seconds = gathered(machine, travels, layout.cp / swaps, layout.beside * swaps, layout.ranks)
+    tokens, h, tp = config.local_tokens(shape), shape.hidden, config.tp
+    seen = 1 - config.overlap_fraction * min(1.0, machine.rates.tp_overlap)
+    one = seen * all_gather_seconds(machine, HALF_NBYTES * tokens * h, tp, config.tp_stride, config.num_ranks)
+    forward, backward = 4 * one, (5 if config.sequence_parallel else 4) * one
+    if config.cp > 1:
+        beside = _attention_time(shape, config, machine, shape.attention_dim / tp)
+        groups, swaps = max(shape.num_kv_heads / tp, 1), config.ulysses_degree
+        travels = 2 * HALF_NBYTES * config.micro_batch * shape.sequence * groups * shape.head_dim / swaps
+        seconds = all_gather_seconds(machine, travels, config.cp / swaps, config.dp_stride * swaps, config.num_ranks)
         exchanged = (
-            2 * HALF * tokens * (shape.attended / tp + max(groups, swaps) * shape.width)
+            2 * HALF_NBYTES * tokens * (shape.attention_dim / tp + max(groups, swaps) * shape.head_dim)
         )  # q and o; k and v
-        swapped = gathered(machine, exchanged, swaps, layout.beside, layout.ranks)
+        swapped = all_gather_seconds(machine, exchanged, swaps, config.dp_stride, config.num_ranks)
         forward += max(0.0, seconds - beside.forward) / 2 + swapped
         backward += max(0.0, 2 * seconds - beside.backward) / 2 + swapped
-    return Both(forward, backward)
+    return PassTime(forward, backward)
 
 
-def handover(shape: Shape, layout: Layout, machine: Machine) -> float:
+def boundary_send_s(shape: ModelShape, config: ParallelConfig, machine: Machine) -> float:
     """Seconds in which a micro-batch goes from one rank along pp to the next."""
-    nbytes = HALF * layout.tokens(shape) * shape.hidden / (layout.tp if layout.sequence else 1)
-    return sent(machine, nbytes, layout.tp * layout.sharers)
+    nbytes = HALF_NBYTES * config.local_tokens(shape) * shape.hidden / (config.tp if config.sequence_parallel else 1)
+    return send_seconds(machine, nbytes, config.tp * config.data_parallel_size)
 
 
-def _gathers(shape: Shape, layout: Layout, machine: Machine, one: Both) -> Both:
+def _param_gathers(shape: ModelShape, config: ParallelConfig, machine: Machine, one: PassTime) -> PassTime:
     """Where weights lie in shards: what a layer waits for them longer than it computes, and what both slow each other."""
-    if layout.shards < 3 or layout.sharers == 1:
-        return Both()
-    nbytes = HALF * shape.layer_numel / layout.tp
-    whole = gathered(machine, nbytes / HALF * layout.gathers, layout.holders, layout.beside, layout.ranks)
-    back = whole + gathered(machine, nbytes / HALF * layout.sums, layout.holders, layout.beside, layout.ranks)
-    if layout.piecewise:
+    if config.zero_stage < 3 or config.data_parallel_size == 1:
+        return PassTime()
+    nbytes = HALF_NBYTES * shape.layer_numel / config.tp
+    whole = all_gather_seconds(machine, nbytes / HALF_NBYTES * config.param_gather_itemsize, config.zero_shard_size, config.dp_stride, config.num_ranks)
+    back = whole + all_gather_seconds(machine, nbytes / HALF_NBYTES * config.grad_reduce_itemsize, config.zero_shard_size, config.dp_stride, config.num_ranks)
+    if config.gathers_per_param:
         asked = (
-            WEIGHTS * layout.holders * machine.rates.launch_s
+            PARAMS_PER_LAYER * config.zero_shard_size * machine.rates.kernel_launch_s
         )  # a copy for each rank's piece of each weight
-        return Both(whole + asked, back + asked)
-    beside = machine.rates.beside
-    return Both(
+        return PassTime(whole + asked, back + asked)
+    beside = machine.rates.overlap_slowdown
+    return PassTime(
         max(0.0, whole - one.forward) + beside * min(one.forward, whole),
         max(0.0, back - one.backward) + beside * min(one.backward, back),
     )
 
 
-def _own(shape: Shape, layout: Layout) -> float:
+def _local_numel(shape: ModelShape, config: ParallelConfig) -> float:
     """The weights of one rank along tp and pp: of the last one, with the head."""
-    tables = 2 if (layout.pp == 1 and not shape.tied) or layout.order.both else 1
-    layers = layout.layers(shape) * (2 if layout.order.both else 1)
-    return (layers * shape.layer_numel + tables * shape.table_numel) / layout.tp
+    tables = 2 if (config.pp == 1 and not shape.tied) or config.schedule_profile.is_bidirectional else 1
+    layers = config.max_layers_per_rank(shape) * (2 if config.schedule_profile.is_bidirectional else 1)
+    return (layers * shape.layer_numel + tables * shape.embedding_numel) / config.tp
 
 
-def summed(shape: Shape, layout: Layout, machine: Machine, beside: Both) -> float:
+def grad_reduce_s(shape: ModelShape, config: ParallelConfig, machine: Machine, overlapping: PassTime) -> float:
     """The sums over copies, and the shares of weights brought together again, as far as nothing hides them.
 
     Shares of gradients are summed behind every micro-batch, whole ones once; where groups of copies hold the same shares, these
     are summed over the groups. Where micro-batches enter at both ends, two ranks have the same part.
     """
-    own, ranks = _own(shape, layout), layout.ranks
+    own, ranks = _local_numel(shape, config), config.num_ranks
     pair = (
-        2 * gathered(machine, own * layout.sums, 2, layout.tp * layout.sharers, ranks)
-        if layout.order.both
+        2 * all_gather_seconds(machine, own * config.grad_reduce_itemsize, 2, config.tp * config.data_parallel_size, ranks)
+        if config.schedule_profile.is_bidirectional
         else 0.0
     )
-    if layout.sharers == 1:
+    if config.data_parallel_size == 1:
         return pair
-    hidden = min(1.0, machine.rates.sums_hidden)
-    groups = layout.sharers / layout.holders
-    shares = own * layout.sums / layout.holders
+    hidden = min(1.0, machine.rates.grad_reduce_overlap)
+    groups = config.data_parallel_size / config.zero_shard_size
+    shares = own * config.grad_reduce_itemsize / config.zero_shard_size
     across = (
-        2 * gathered(machine, shares, groups, layout.beside * layout.holders, ranks) * (1 - hidden) + pair
+        2 * all_gather_seconds(machine, shares, groups, config.dp_stride * config.zero_shard_size, ranks) * (1 - hidden) + pair
     )
-    whole = own if layout.shards < 3 else 2 * shape.table_numel / layout.tp
-    there = gathered(machine, whole * layout.sums, layout.holders, layout.beside, ranks)
-    back = gathered(machine, whole * HALF, layout.holders, layout.beside, ranks)
-    if layout.shards == 3:
+    whole = own if config.zero_stage < 3 else 2 * shape.embedding_numel / config.tp
+    there = all_gather_seconds(machine, whole * config.grad_reduce_itemsize, config.zero_shard_size, config.dp_stride, ranks)
+    back = all_gather_seconds(machine, whole * HALF_NBYTES, config.zero_shard_size, config.dp_stride, ranks)
+    if config.zero_stage == 3:
         return there + back + across
-    times = layout.micros if layout.shards == 2 else 1
-    if not layout.hidden:
+    times = config.num_microbatches if config.zero_stage == 2 else 1
+    if not config.overlap_fraction:
         return (times * there + back) * (1 - hidden) + across
     last = min(
-        1.0, shape.table_numel / layout.tp / own
+        1.0, shape.embedding_numel / config.tp / own
     )  # the embedding's come when nothing is left to run beside them
-    summed = times * max(last * there, there - hidden * beside.backward)
-    return summed + max(last * back, back - hidden * beside.forward) + across
+    summed = times * max(last * there, there - hidden * overlapping.backward)
+    return summed + max(last * back, back - hidden * overlapping.forward) + across
 
 
-def stepped(shape: Shape, layout: Layout, machine: Machine) -> float:
+def optimizer_s(shape: ModelShape, config: ParallelConfig, machine: Machine) -> float:
     """Seconds in which the optimizer reads and writes what it steps."""
-    own = _own(shape, layout)
-    nbytes = own * STEPPED if layout.shards == 0 else own * (STEPPED / layout.holders + 4)
+    own = _local_numel(shape, config)
+    nbytes = own * ADAMW_NBYTES_PER_PARAM if config.zero_stage == 0 else own * (ADAMW_NBYTES_PER_PARAM / config.zero_shard_size + 4)
     return nbytes / (machine.device.memory_rate * machine.rates.memory)

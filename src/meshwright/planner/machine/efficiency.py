@@ -30,48 +30,48 @@ from importlib.resources import files
 
 
 @dataclass(frozen=True)
-class Rates:
+class MachineRates:
     """The constants of a machine (see the module)."""
 
-    product: float = 0.75
-    product_float8: float = 0.65
-    product_blocks: float = 0.6
-    product_float4: float = 0.5
-    casts: float = 1.0
-    casts_rows: float = 8.0
-    side: float = 130.0
-    tail: float = 0.75
+    matmul: float = 0.75
+    matmul_float8: float = 0.65
+    matmul_float8_blocks: float = 0.6
+    matmul_float4: float = 0.5
+    cast_passes: float = 1.0
+    rowwise_cast_factor: float = 8.0
+    half_rate_dim: float = 130.0
+    wave_tail: float = 0.75
     attention: float = 0.45
-    attention_back: float = 0.85
-    attention_old: float = 0.65
-    attention_new: float = 1.5
+    attention_backward: float = 0.85
+    attention_flash1: float = 0.65
+    attention_flash3: float = 1.5
     memory: float = 0.85
-    start_s: float = 4e-6
-    launch_s: float = 1e-05
+    kernel_start_s: float = 4e-6
+    kernel_launch_s: float = 1e-05
     link: float = 0.75
     nic: float = 0.75
     latency_s: float = 3e-05
-    crowd: float = 120.0
-    crowding: float = 2.0
-    tensor_hidden: float = 0.7
-    sums_hidden: float = 0.5
-    beside: float = 0.15
-    scores_eager: float = 13.0
-    scores_fused: float = 7.0
-    stream: float = 8.0
-    unfused: float = 2.0
-    inside: float = 2.0
-    loss: float = 2.2
-    handover: float = 0.6
-    turn_s: float = 5e-4
-    fixed_s: float = 0.01
+    fabric_half_hosts: float = 120.0
+    fabric_exponent: float = 2.0
+    tp_overlap: float = 0.7
+    grad_reduce_overlap: float = 0.5
+    overlap_slowdown: float = 0.15
+    eager_score_passes: float = 13.0
+    fused_score_passes: float = 7.0
+    residual_passes: float = 8.0
+    unfused_norm_factor: float = 2.0
+    inner_passes: float = 2.0
+    loss_passes: float = 2.2
+    boundary_exposed: float = 0.6
+    microbatch_overhead_s: float = 5e-4
+    step_overhead_s: float = 0.01
 
 
-NAMES = tuple(field.name for field in fields(Rates))
+RATE_NAMES = tuple(field.name for field in fields(MachineRates))
 
 
 @cache
-def rates_of(device: str) -> Rates:
+def load_rates(device: str) -> MachineRates:
     """Those of a kind of device, by its name in core/devices.csv; of one that nobody has fitted, those of all."""
     said = tomllib.loads((files("meshwright.planner.machine") / "rates.toml").read_text(encoding="utf-8"))
-    return Rates(**{**said["all"], **said.get(device, {})})
+    return MachineRates(**{**said["all"], **said.get(device, {})})

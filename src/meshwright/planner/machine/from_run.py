@@ -9,15 +9,15 @@ the same machine. Everything that is computed scales alike, so that one factor e
 
 from dataclasses import dataclass, replace
 
-from meshwright.planner.machine.efficiency import Rates
+from meshwright.planner.machine.efficiency import MachineRates
 from meshwright.planner.machine.machine import Machine
 
-SHARES = ("product", "product_float8", "product_blocks", "product_float4", "attention", "memory")
-SECONDS = ("start_s", "launch_s", "fixed_s", "turn_s")
+EFFICIENCY_RATES = ("product", "product_float8", "product_blocks", "product_float4", "attention", "memory")
+OVERHEAD_RATES = ("start_s", "launch_s", "fixed_s", "turn_s")
 
 
 @dataclass(frozen=True)
-class Learnt:
+class RunCalibration:
     """So many times as long as planned took computing and sending (None: nothing was learnt of it), over so many `steps`.
 
     `apart` is False where the run was not traced: then both are the factor of the whole step. `between`: whether its ranks met
@@ -25,29 +25,29 @@ class Learnt:
     """
 
     source: str
-    steps: int
-    computing: float
-    sending: float | None
-    apart: bool
-    between: bool = False
+    num_steps: int
+    compute_factor: float
+    comm_factor: float | None
+    is_traced: bool
+    crosses_hosts: bool = False
 
     def __str__(self) -> str:
-        text = f"{self.source}: {self.steps} steps"
-        if not self.apart:
-            return f"{text} took {self.computing:.3g} times as long as planned (no trace: computing and sending are not told apart)"
-        sent = "too little was sent to tell" if self.sending is None else f"sending {self.sending:.3g} times"
-        return f"{text}, computing took {self.computing:.3g} times as long as planned, {sent}"
+        text = f"{self.source}: {self.num_steps} steps"
+        if not self.is_traced:
+            return f"{text} took {self.compute_factor:.3g} times as long as planned (no trace: computing and sending are not told apart)"
+        sent = "too little was sent to tell" if self.comm_factor is None else f"sending {self.comm_factor:.3g} times"
+        return f"{text}, computing took {self.compute_factor:.3g} times as long as planned, {sent}"
 
 
-def taught(given: Machine, learnt: Learnt) -> Machine:
+def apply_calibration(machine: Machine, calibration: RunCalibration) -> Machine:
     """`given` at the rates that the run had."""
-    rates, slower = given.rates, learnt.computing
-    changed = {name: vars(rates)[name] / slower for name in SHARES}
-    changed |= {name: vars(rates)[name] * slower for name in SECONDS}
-    found: Rates = replace(rates, **changed)
-    if learnt.sending is None:
-        return replace(given, rates=found)
-    links = {"link": rates.link / learnt.sending, "latency_s": rates.latency_s * learnt.sending}
-    if learnt.between or not learnt.apart:
-        links["nic"] = rates.nic / learnt.sending
-    return replace(given, rates=replace(found, **links))
+    rates, slower = machine.rates, calibration.compute_factor
+    changed = {name: vars(rates)[name] / slower for name in EFFICIENCY_RATES}
+    changed |= {name: vars(rates)[name] * slower for name in OVERHEAD_RATES}
+    found: MachineRates = replace(rates, **changed)
+    if calibration.comm_factor is None:
+        return replace(machine, rates=found)
+    links = {"link": rates.link / calibration.comm_factor, "latency_s": rates.latency_s * calibration.comm_factor}
+    if calibration.crosses_hosts or not calibration.is_traced:
+        links["nic"] = rates.nic / calibration.comm_factor
+    return replace(machine, rates=replace(found, **links))

@@ -17,72 +17,72 @@ from math import ceil, log2
 
 from meshwright.planner.machine.machine import Machine
 
-TILE = (128, 256)  # rows and columns that one unit computes at once
-HALF = 2  # bytes of a 16-bit float
+MATMUL_TILE = (128, 256)  # rows and columns that one unit computes at once
+HALF_NBYTES = 2  # bytes of a 16-bit float
 
 
-def product(machine: Machine, rows: float, columns: float, inner: float, dtype: str = "bfloat16") -> float:
+def matmul_seconds(machine: Machine, rows: float, columns: float, inner: float, dtype: str = "bfloat16") -> float:
     """Seconds of [rows, inner] by [inner, columns]."""
     if rows * columns * inner <= 0:
         return 0.0
-    rates, exact = machine.rates, rows * columns / (TILE[0] * TILE[1])
-    whole = ceil(rows / TILE[0]) * ceil(columns / TILE[1])
+    rates, exact = machine.rates, rows * columns / (MATMUL_TILE[0] * MATMUL_TILE[1])
+    whole = ceil(rows / MATMUL_TILE[0]) * ceil(columns / MATMUL_TILE[1])
     units = machine.device.num_compute_units
-    waves = 1 + rates.tail * (ceil(whole / units) * units / exact - 1)
+    waves = 1 + rates.wave_tail * (ceil(whole / units) * units / exact - 1)
     kinds = {
-        "float8": rates.product_float8,
-        "float8_rowwise": rates.product_float8,
-        "float8_blocks": rates.product_blocks,
-        "float4": rates.product_float4,
+        "float8": rates.matmul_float8,
+        "float8_rowwise": rates.matmul_float8,
+        "float8_blocks": rates.matmul_float8_blocks,
+        "float4": rates.matmul_float4,
     }
-    best = kinds.get(dtype, rates.product)
+    best = kinds.get(dtype, rates.matmul)
     computed = (
         2
         * rows
         * columns
         * inner
-        / (machine.peak(dtype.partition("_")[0]) * best)
-        * (1 + rates.side / inner)
+        / (machine.peak_flops(dtype.partition("_")[0]) * best)
+        * (1 + rates.half_rate_dim / inner)
         * waves
     )
     moved = (
-        HALF * (rows * columns + rows * inner + columns * inner) / (machine.device.memory_rate * rates.memory)
+        HALF_NBYTES * (rows * columns + rows * inner + columns * inner) / (machine.device.memory_rate * rates.memory)
     )
-    return max(computed, moved) + rates.start_s
+    return max(computed, moved) + rates.kernel_start_s
 
 
-def attention(machine: Machine, flops: float, *, back: bool, kernel: str = "flash2") -> float:
+def attention_seconds(machine: Machine, flops: float, *, backward: bool, kernel: str = "flash2") -> float:
     """Seconds of fused attention that takes `flops` forward (2.5 times as many backward), by a `kernel` of planner/layout.py."""
     rates = machine.rates
-    made = {"flash1": rates.attention_old, "flash3": rates.attention_new}.get(kernel, 1.0)
-    share = rates.attention * made * (rates.attention_back if back else 1.0)
-    times, starts = (2.5, 2) if back else (1.0, 1)
-    return times * flops / (machine.peak("bfloat16") * share) + starts * rates.start_s
+    made = {"flash1": rates.attention_flash1, "flash3": rates.attention_flash3}.get(kernel, 1.0)
+    share = rates.attention * made * (rates.attention_backward if backward else 1.0)
+    times, starts = (2.5, 2) if backward else (1.0, 1)
+    return times * flops / (machine.peak_flops("bfloat16") * share) + starts * rates.kernel_start_s
 
 
-def passed(machine: Machine, nbytes: float, kernels: int = 1) -> float:
+def memory_op_seconds(machine: Machine, nbytes: float, num_kernels: int = 1) -> float:
     """Seconds of `kernels` that read and write `nbytes` and compute little."""
-    return nbytes / (machine.device.memory_rate * machine.rates.memory) + kernels * machine.rates.start_s
+    return nbytes / (machine.device.memory_rate * machine.rates.memory) + num_kernels * machine.rates.kernel_start_s
 
 
-def gathered(machine: Machine, nbytes: float, ranks: float, stride: float, devices: float) -> float:
+def all_gather_seconds(machine: Machine, nbytes: float, num_ranks: float, stride: float, num_devices: float) -> float:
     """Seconds of an all_gather to, or a reduce_scatter of, `nbytes` among `ranks` ranks, which lie `stride` apart.
 
     `devices` is how many there are in all: those that share the fabric with them.
     """
-    if ranks <= 1:
+    if num_ranks <= 1:
         return 0.0
-    rates, sent = machine.rates, (ranks - 1) / ranks * nbytes
-    if ranks * stride <= machine.host:
-        return sent / machine.link_rate + rates.latency_s * log2(ranks)
+    rates, sent = machine.rates, (num_ranks - 1) / num_ranks * nbytes
+    if num_ranks * stride <= machine.devices_per_host:
+        return sent / machine.link_rate + rates.latency_s * log2(num_ranks)
     together = max(
-        1.0, min(ranks, machine.host // max(1, stride))
+        1.0, min(num_ranks, machine.devices_per_host // max(1, stride))
     )  # ranks of the group on one host: its ring has so many cards
-    nic = machine.nic_rate(max(1.0, devices / machine.host)) * together
-    return max(sent / nic, sent / machine.link_rate) + 2 * rates.latency_s * log2(ranks)
+    nic = machine.nic_rate(max(1.0, num_devices / machine.devices_per_host)) * together
+    return max(sent / nic, sent / machine.link_rate) + 2 * rates.latency_s * log2(num_ranks)
 
 
-def sent(machine: Machine, nbytes: float, stride: float) -> float:
+def send_seconds(machine: Machine, nbytes: float, stride: float) -> float:
     """Seconds of `nbytes` to a rank that lies `stride` ranks further."""
-    rate = machine.link_rate if stride < machine.host else machine.nic_rate(1)
+    rate = machine.link_rate if stride < machine.devices_per_host else machine.nic_rate(1)
     return nbytes / rate + 2 * machine.rates.latency_s

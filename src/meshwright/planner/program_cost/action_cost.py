@@ -27,152 +27,152 @@ from meshwright.plan.sharding.rank_share import block_shares, chunked_head_call,
 from meshwright.plan.step.action import Action, Transfer
 from meshwright.plan.step.chunked_loss import MAX_CHUNK_NUMEL, num_local_logit_tokens
 from meshwright.plan.step.single_device import FORWARD_KINDS, WEIGHT_GRAD_KINDS, grad_name
-from meshwright.planner.program_cost.device_time import Ground
-from meshwright.planner.program_cost.memory import stepped
-from meshwright.planner.program_cost.network_time import GATHERING
+from meshwright.planner.program_cost.device_time import ExecutionTarget
+from meshwright.planner.program_cost.memory import optimizer_work
+from meshwright.planner.program_cost.network_time import GATHERING_COLLECTIVES
 
-WARM = 16 << 20  # bytes: what is much larger was measured with memory that is new each time
-PASSES = 3  # what a block holds passes through memory so often, where nobody has seen its operations
-THROUGH, CALLS = (
+WARM_MEMORY_NBYTES = 16 << 20  # bytes: what is much larger was measured with memory that is new each time
+UNSEEN_MEMORY_PASSES = 3  # what a block holds passes through memory so often, where nobody has seen its operations
+LOGITS_MEMORY_PASSES, LOGITS_CALLS_PER_CHUNK = (
     14,
     20,
 )  # times that a logit of divided words is read or written beside its exp; operations on each PIECE of them
-TURNED = {
+LAYOUT_COPIES = {
     "all_to_all": 2,
     "all_gather": 1,
     "reduce_scatter": 1,
 }  # times that what is met within a block is copied to be sent
-COPIED = ("PACK", "UNPACK", "STASH", "LOAD_STASHED", "LOAD_LATEST")
+COPY_KINDS = ("PACK", "UNPACK", "STASH", "LOAD_STASHED", "LOAD_LATEST")
 
 
 @dataclass(frozen=True)
-class Cost:
+class ActionCost:
     """Seconds of an action: what it computes, what its rank waits within it for messages, and how late these start."""
 
-    computing: float = 0.0
-    meeting: float = 0.0
-    late: float = 0.0
+    compute_s: float = 0.0
+    comm_s: float = 0.0
+    comm_delay_s: float = 0.0
 
     @property
     def seconds(self) -> float:
         """What it takes itself: all but `late`."""
-        return self.computing + self.meeting
+        return self.compute_s + self.comm_s
 
 
 @dataclass(frozen=True)
-class _Part:
+class _RankFraction:
     """What of a visit falls to a rank: of its tokens, of its features or heads, and of what passes through memory."""
 
     tokens: float = 1.0
     features: float = 1.0
-    passed: float = 1.0
+    memory: float = 1.0
 
 
-class Prices:
+class ActionCosts:
     """What the actions of one role cost, as its first rank plays them."""
 
-    def __init__(self, plan: Plan, rank: int, ground: Ground) -> None:
-        self._plan, self._rank, self.ground = plan, rank, ground
-        self._space = plan.sharding.at_coordinate(plan.mesh.coordinate(rank))
-        self._shares = block_shares(self._space)
-        self._rows = plan.micro_batch
+    def __init__(self, plan: Plan, rank: int, target: ExecutionTarget) -> None:
+        self._plan, self._rank, self.target = plan, rank, target
+        self._sharding = plan.sharding.at_coordinate(plan.mesh.coordinate(rank))
+        self._block_shares = block_shares(self._sharding)
+        self._num_samples = plan.micro_batch
         weighed = plan.model_spec.memory
-        self._works: ModelOps | None = None if weighed is None else weighed.ops
-        self._known: dict[tuple[str, str], float] = {}
-        self._sent: dict[Transfer, float] = {}
-        parts = [part.block_calls[0] for part in self._space.stages] or [
-            self._space.model_spec.block_calls[0]
+        self._model_ops: ModelOps | None = None if weighed is None else weighed.ops
+        self._cached_seconds: dict[tuple[str, str], float] = {}
+        self._cached_transfers: dict[Transfer, float] = {}
+        parts = [part.block_calls[0] for part in self._sharding.stages] or [
+            self._sharding.model_spec.block_calls[0]
         ]
-        self._begins = {visit for visit in parts if visit in self._space.model_spec.block_calls}
+        self._first_calls = {visit for visit in parts if visit in self._sharding.model_spec.block_calls}
 
     @property
-    def seen(self) -> bool:
+    def ops_known(self) -> bool:
         """Whether what blocks do was seen."""
-        return self._works is not None
+        return self._model_ops is not None
 
-    def cost(self, action: Action) -> Cost:
+    def cost(self, action: Action) -> ActionCost:
         """What `action` costs."""
-        if action.stream == "receive":  # a message is counted where it is sent
-            return Cost()
-        own = 0.0 if action.transfer is None else self._moved(action.transfer)
+        if action.stream == "recv":  # a message is counted where it is sent
+            return ActionCost()
+        own = 0.0 if action.transfer is None else self._transfer_seconds(action.transfer)
         if action.stream != "compute":
-            return Cost(0.0, own)
-        computing = self.ground.slower * (self._computing(action) + self._turned(action))
-        return Cost(computing, own + self._meeting(action))
+            return ActionCost(0.0, own)
+        computing = self.target.slowdown * (self._compute_seconds(action) + self._layout_copy_seconds(action))
+        return ActionCost(computing, own + self._inner_comm_seconds(action))
 
-    def _computing(self, action: Action) -> float:
+    def _compute_seconds(self, action: Action) -> float:
         kind = action.kind
         if kind in (*FORWARD_KINDS, "RECOMPUTE"):
-            glue = self._glue if kind in FORWARD_KINDS and action.subject in self._begins else 0.0
-            return glue + self._of(action, "forward")
+            glue = self._glue_seconds if kind in FORWARD_KINDS and action.subject in self._first_calls else 0.0
+            return glue + self._cached_call_seconds(action, "forward")
         if kind in ("B", "I", "W"):
-            return self._of(action, kind) + self._added(action)
+            return self._cached_call_seconds(action, kind) + self._accumulate_seconds(action)
         if kind == "LOSS":
-            return self._loss(action)
+            return self._loss_seconds(action)
         if kind == "STEP":
-            return self._stepped
-        if kind in COPIED:
-            return self._passing(action.tensors, 2)
+            return self._optimizer_seconds
+        if kind in COPY_KINDS:
+            return self._gradient_pass_seconds(action.tensors, 2)
         if kind == "ACCUMULATE":
-            return self._passing(action.tensors, 3, in_shards=True)
-        if kind == "LOCAL_NORM" or (kind == "CLIP" and not self._space.grad_norm_axes):
-            return self._passing(self._numel, 1, in_shards=True)
+            return self._gradient_pass_seconds(action.tensors, 3, in_shards=True)
+        if kind == "LOCAL_NORM" or (kind == "CLIP" and not self._sharding.grad_norm_axes):
+            return self._gradient_pass_seconds(self._numel, 1, in_shards=True)
         return 0.0
 
-    def _of(self, action: Action, way: str) -> float:
+    def _cached_call_seconds(self, action: Action, way: str) -> float:
         """What the forward of a visit takes, or its backward, or one half of that."""
         key = action.subject, way
-        if key not in self._known:
-            self._known[key] = self._visit(action, way)
-        return self._known[key]
+        if key not in self._cached_seconds:
+            self._cached_seconds[key] = self._block_call_seconds(action, way)
+        return self._cached_seconds[key]
 
-    def _visit(self, action: Action, way: str) -> float:
+    def _block_call_seconds(self, action: Action, way: str) -> float:
         visit = action.subject
-        if self._works is None:
+        if self._model_ops is None:
             held = 0 if way == "W" else sum(hold.nbytes for hold in action.allocations)
-            return self._guessed(action.flops or self._shares[visit].flops * self._rows, held)
-        done = self._works.by_block_call[visit]
-        part = self._part(visit)
+            return self._unseen_seconds(action.flops or self._block_shares[visit].flops * self._num_samples, held)
+        done = self._model_ops.by_block_call[visit]
+        part = self._rank_fraction(visit)
         work = done.forward if way == "forward" else done.backward
         if way in ("I", "W"):
             late = way == "W"
             kept = tuple(each for each in work.matmuls if each.is_weight_grad is late)
             work = OpCounts(kept) if late else OpCounts(kept, work.attention, work.memory_ops)
-        return self._seconds(work, part, back=way != "forward")
+        return self._ops_seconds(work, part, back=way != "forward")
 
-    def _part(self, visit: str) -> _Part:
+    def _rank_fraction(self, visit: str) -> _RankFraction:
         """What of a visit falls to the rank."""
         share, (flops, inside), tokens = (
-            self._shares[visit],
-            self._whole(visit),
-            float(local_fraction(self._space, visit)),
+            self._block_shares[visit],
+            self._full_ops(visit),
+            float(local_fraction(self._sharding, visit)),
         )
         features = share.flops / flops / tokens if flops else 1.0
-        return _Part(tokens, features, share.saved_numel / inside if inside else tokens)
+        return _RankFraction(tokens, features, share.saved_numel / inside if inside else tokens)
 
-    def _whole(self, visit: str) -> tuple[int, int]:
+    def _full_ops(self, visit: str) -> tuple[int, int]:
         """The operations of a forward of `visit` per sample, and the elements that it keeps inside, on one device."""
         anatomy = self._plan.model_spec
         at = anatomy.block_calls.index(visit)
         return anatomy.flops[at], anatomy.saved_numel[at] if anatomy.saved_numel else 0
 
-    def _seconds(self, work: OpCounts, part: _Part, *, back: bool) -> float:
-        ground, rows = self.ground, self._rows
-        call = ground.pace.call_backward_s if back else ground.pace.call_s
-        each = [(operation.count, self._one(operation, part, rows)) for operation in _all(work)]
-        if ground.ahead:
+    def _ops_seconds(self, work: OpCounts, part: _RankFraction, *, back: bool) -> float:
+        ground, rows = self.target, self._num_samples
+        call = ground.device_time.call_backward_s if back else ground.device_time.call_s
+        each = [(operation.count, self._op_seconds(operation, part, rows)) for operation in _all_ops(work)]
+        if ground.async_launch:
             return max(call * work.num_ops, sum(count * seconds for count, seconds in each))
         return sum(count * max(call, seconds) for count, seconds in each)
 
-    def _one(self, work: MatmulOp | AttentionOp | MemoryOp, part: _Part, rows: int) -> float:
+    def _op_seconds(self, work: MatmulOp | AttentionOp | MemoryOp, part: _RankFraction, rows: int) -> float:
         """Seconds of one of the operations."""
-        pace = self.ground.pace
+        pace = self.target.device_time
         if isinstance(work, MemoryOp):
-            nbytes, numbers = (line.total(rows) * part.passed for line in (work.nbytes, work.output_numel))
-            return pace.moved_seconds(nbytes, work.operation, numbers) if nbytes else 0.0
+            nbytes, numbers = (line.total(rows) * part.memory for line in (work.nbytes, work.output_numel))
+            return pace.memory_op_seconds(nbytes, work.operation, numbers) if nbytes else 0.0
         if isinstance(work, AttentionOp):
             keys = (
-                min(work.key_len, (work.key_len + self.ground.block) / 2) if work.is_causal else work.key_len
+                min(work.key_len, (work.key_len + self.target.attention_block) / 2) if work.is_causal else work.key_len
             )
             sizes = (
                 work.batch.total(rows),
@@ -184,102 +184,102 @@ class Prices:
             return pace.attention_seconds(sizes, work.dtype, backward=work.backward)
         m, n, k, batch = (line.total(rows) for line in (work.m, work.n, work.k, work.batch))
         if work.is_weight_grad:
-            return pace.product_seconds(m, n * part.features, k * part.tokens, batch, work.dtype)
+            return pace.matmul_seconds(m, n * part.features, k * part.tokens, batch, work.dtype)
         if work.batch.per_sample:  # one for each head
-            return pace.product_seconds(m * part.tokens, n, k, batch * part.features, work.dtype)
-        return pace.product_seconds(m * part.tokens, n * part.features, k, batch, work.dtype)
+            return pace.matmul_seconds(m * part.tokens, n, k, batch * part.features, work.dtype)
+        return pace.matmul_seconds(m * part.tokens, n * part.features, k, batch, work.dtype)
 
     @cached_property
-    def _glue(self) -> float:
-        return 0.0 if self._works is None else self._seconds(self._works.glue, _Part(), back=False)
+    def _glue_seconds(self) -> float:
+        return 0.0 if self._model_ops is None else self._ops_seconds(self._model_ops.glue, _RankFraction(), back=False)
 
-    def _loss(self, action: Action) -> float:
-        space, visit = self._space, self._space.model_spec.block_calls[-1]
-        share = self._shares[visit]
+    def _loss_seconds(self, action: Action) -> float:
+        space, visit = self._sharding, self._sharding.model_spec.block_calls[-1]
+        share = self._block_shares[visit]
         call = chunked_head_call(space)
         tokens = float(local_fraction(space, visit))
-        if self._works is None:
-            return self._guessed(action.flops, sum(hold.nbytes for hold in action.allocations))
+        if self._model_ops is None:
+            return self._unseen_seconds(action.flops, sum(hold.nbytes for hold in action.allocations))
         divided = bool(space.logits_layout.axes_with("S"))
         if call is None and divided:
-            return self._of_words(share.output_numel * self._rows)
+            return self._vocab_loss_seconds(share.output_numel * self._num_samples)
         if call is None:
-            return self._seconds(self._works.loss, _Part(passed=tokens), back=False)
+            return self._ops_seconds(self._model_ops.loss, _RankFraction(memory=tokens), back=False)
         times, count = (
             action.flops / (3 * space.num_loss_chunks),
-            max(1, num_local_logit_tokens(space) * self._rows / space.num_loss_chunks),
+            max(1, num_local_logit_tokens(space) * self._num_samples / space.num_loss_chunks),
         )
         into = call.in_numel / max(
             1, space.model_spec.logits.num_tokens if space.model_spec.logits is not None else 1
         )
         words = times / (2 * count * into)
         products = (
-            3 * space.num_loss_chunks * self.ground.pace.product_seconds(count, words, into, 1, self._dtype)
+            3 * space.num_loss_chunks * self.target.device_time.matmul_seconds(count, words, into, 1, self._dtype)
         )
         if divided:
-            return products + self._of_words(words * count * space.num_loss_chunks)
-        return products + self._seconds(self._works.loss, _Part(passed=tokens), back=False)
+            return products + self._vocab_loss_seconds(words * count * space.num_loss_chunks)
+        return products + self._ops_seconds(self._model_ops.loss, _RankFraction(memory=tokens), back=False)
 
-    def _of_words(self, logits: float) -> float:
+    def _vocab_loss_seconds(self, logits: float) -> float:
         """The loss of so many logits of the words that are here, and its gradient, some tokens at a time (engine/logits.py)."""
         pace, width = (
-            self.ground.pace,
+            self.target.device_time,
             max(FLOAT_NBYTES["float32"], FLOAT_NBYTES[self._plan.job.precision.compute]),
         )
-        passing = self._there(THROUGH * width * logits) + 2 * max(
-            self._there(2 * width * logits), pace.moved_seconds(0.0, "exp", logits)
+        passing = self._warm_memory_seconds(LOGITS_MEMORY_PASSES * width * logits) + 2 * max(
+            self._warm_memory_seconds(2 * width * logits), pace.memory_op_seconds(0.0, "exp", logits)
         )
-        return max(passing, pace.call_s * CALLS * ceil(logits / MAX_CHUNK_NUMEL))
+        return max(passing, pace.call_s * LOGITS_CALLS_PER_CHUNK * ceil(logits / MAX_CHUNK_NUMEL))
 
-    def _guessed(self, flops: float, held: float) -> float:
+    def _unseen_seconds(self, flops: float, held: float) -> float:
         side = (flops / 2) ** (1 / 3)
-        pace = self.ground.pace
+        pace = self.target.device_time
         return (
-            pace.product_seconds(side, side, side, 1, self._dtype) if flops else 0.0
-        ) + pace.moved_seconds(PASSES * held)
+            pace.matmul_seconds(side, side, side, 1, self._dtype) if flops else 0.0
+        ) + pace.memory_op_seconds(UNSEEN_MEMORY_PASSES * held)
 
-    def _added(self, action: Action) -> float:
+    def _accumulate_seconds(self, action: Action) -> float:
         """What a backward adds to gradients that others have left."""
         if action.kind not in WEIGHT_GRAD_KINDS:
             return 0.0
         new = {hold.name for hold in action.allocations}
         using = (
             each
-            for each in self._bundles
+            for each in self._param_groups
             if action.subject in each.block_calls and not each.param_shardings[0].flat_shard_axes
         )
         names = [name for each in using if grad_name(each) not in new for name in each.names]
-        return self._passing(names, 3)
+        return self._gradient_pass_seconds(names, 3)
 
-    def _passing(self, names: Iterable[str], times: int, *, in_shards: bool = False) -> float:
+    def _gradient_pass_seconds(self, names: Iterable[str], times: int, *, in_shards: bool = False) -> float:
         """Reading or writing the gradients of these weights, or their shards, so many times, each by an operation of its own."""
         width = FLOAT_NBYTES[self._plan.job.precision.effective.gradients]
         own = (self._numel[name][in_shards] for name in names if name in self._numel)
-        return sum(self._there(times * width * numel) for numel in own)
+        return sum(self._warm_memory_seconds(times * width * numel) for numel in own)
 
-    def _there(self, nbytes: float) -> float:
+    def _warm_memory_seconds(self, nbytes: float) -> float:
         """Seconds of an operation on memory that is there already: however large, it brings none that is new."""
-        moved, pieces = self.ground.pace.moved_seconds, max(1.0, nbytes / WARM)
+        moved, pieces = self.target.device_time.memory_op_seconds, max(1.0, nbytes / WARM_MEMORY_NBYTES)
         return pieces * moved(nbytes / pieces)
 
     @cached_property
-    def _stepped(self) -> float:
+    def _optimizer_seconds(self) -> float:
         """The optimizer reads gradients, and reads and writes what it steps and what it remembers."""
         precision = self._plan.job.precision.effective
-        numel, moments = stepped(self._plan, self._rank)
+        numel, moments = optimizer_work(self._plan, self._rank)
         width = FLOAT_NBYTES[precision.gradients] + 2 * FLOAT_NBYTES[precision.master]
         width += FLOAT_NBYTES[precision.parameters] if precision.master != precision.parameters else 0
-        count = max(1, len(self._space.model_spec.trainable))
-        return count * self._there((numel * width + 2 * moments) / count)
+        count = max(1, len(self._sharding.model_spec.trainable))
+        return count * self._warm_memory_seconds((numel * width + 2 * moments) / count)
 
     @cached_property
-    def _bundles(self) -> tuple[ParamGroup, ...]:
-        return self._space.param_groups()
+    def _param_groups(self) -> tuple[ParamGroup, ...]:
+        return self._sharding.param_groups()
 
     @cached_property
     def _numel(self) -> Mapping[str, tuple[float, float]]:
         """The elements of each trained weight that this rank has, and those of its shard."""
-        homes, mesh = (home for home in self._space.param_shardings if home.param.trainable), self._plan.mesh
+        homes, mesh = (home for home in self._sharding.param_shardings if home.param.trainable), self._plan.mesh
         return {
             home.param.name: (home.param.numel, home.param.numel / mesh.group_size(home.flat_shard_axes))
             for home in homes
@@ -289,58 +289,58 @@ class Prices:
     def _dtype(self) -> str:
         return self._plan.job.precision.compute
 
-    def _meeting(self, action: Action) -> float:
+    def _inner_comm_seconds(self, action: Action) -> float:
         """Seconds of the collectives within an action; what goes round while attention runs is hidden, where it can be."""
         round_, others = 0.0, 0.0
         for move in action.inner_transfers:
             if move.collective == "shift":
-                round_ += self._moved(move)
+                round_ += self._transfer_seconds(move)
             else:
-                others += self._moved(move)
+                others += self._transfer_seconds(move)
         if (
             round_
-            and self.ground.ahead
-            and self._works is not None
-            and action.subject in self._works.by_block_call
+            and self.target.async_launch
+            and self._model_ops is not None
+            and action.subject in self._model_ops.by_block_call
         ):
-            done = self._works.by_block_call[action.subject]
+            done = self._model_ops.by_block_call[action.subject]
             work = done.forward if action.kind in (*FORWARD_KINDS, "RECOMPUTE") else done.backward
-            attention = self._seconds(
-                OpCounts(attention=work.attention), self._part(action.subject), back=False
+            attention = self._ops_seconds(
+                OpCounts(attention=work.attention), self._rank_fraction(action.subject), back=False
             )
             round_ = max(0.0, round_ - attention)
         return round_ + others
 
-    def _turned(self, action: Action) -> float:
+    def _layout_copy_seconds(self, action: Action) -> float:
         """Seconds in which slices are put in order, to be sent and as they come."""
         found = 0.0
         for move in action.inner_transfers:
-            size = len(self.meet(move))
+            size = len(self.member_ranks(move))
             if size > 1:
-                whole = move.nbytes * (size if move.collective in GATHERING else 1)
-                found += TURNED.get(move.collective, 0) * self.ground.pace.moved_seconds(2 * whole)
+                whole = move.nbytes * (size if move.collective in GATHERING_COLLECTIVES else 1)
+                found += LAYOUT_COPIES.get(move.collective, 0) * self.target.device_time.memory_op_seconds(2 * whole)
         return found
 
-    def _moved(self, move: Transfer) -> float:
+    def _transfer_seconds(self, transfer: Transfer) -> float:
         """Seconds of a transfer."""
-        if move not in self._sent:
-            self._sent[move] = self.ground.wire.seconds(move, self.meet(move))
-        return self._sent[move]
+        if transfer not in self._cached_transfers:
+            self._cached_transfers[transfer] = self.target.network_time.seconds(transfer, self.member_ranks(transfer))
+        return self._cached_transfers[transfer]
 
-    def axes(self, move: Transfer) -> frozenset[str]:
+    def member_axes(self, transfer: Transfer) -> frozenset[str]:
         """The axes along which ranks meet in it."""
-        return frozenset(axis for axis in move.axes if self._plan.mesh.group_size((axis,)) > 1)
+        return frozenset(axis for axis in transfer.axes if self._plan.mesh.group_size((axis,)) > 1)
 
-    def meet(self, move: Transfer) -> tuple[int, ...]:
+    def member_ranks(self, transfer: Transfer) -> tuple[int, ...]:
         """The ranks that meet in it."""
-        ranks = self._plan.mesh.peers(self._rank, move.axes)
-        if move.peer is not None:
-            return self._rank, ranks[move.peer]
-        if move.num_neighbours:
-            at = ranks.index(self._rank) // move.num_neighbours * move.num_neighbours
-            return ranks[at : at + move.num_neighbours]
-        return tuple(ranks[index] for index in move.member_indices) or ranks
+        ranks = self._plan.mesh.peers(self._rank, transfer.axes)
+        if transfer.peer is not None:
+            return self._rank, ranks[transfer.peer]
+        if transfer.num_neighbours:
+            at = ranks.index(self._rank) // transfer.num_neighbours * transfer.num_neighbours
+            return ranks[at : at + transfer.num_neighbours]
+        return tuple(ranks[index] for index in transfer.member_indices) or ranks
 
 
-def _all(work: OpCounts) -> Iterable[MatmulOp | AttentionOp | MemoryOp]:
+def _all_ops(work: OpCounts) -> Iterable[MatmulOp | AttentionOp | MemoryOp]:
     return (*work.matmuls, *work.attention, *work.memory_ops)

@@ -14,13 +14,13 @@ from typing import Protocol
 
 from meshwright.plan.model_spec.op_costs import AttentionSize
 from meshwright.planner.machine.machine import Machine
-from meshwright.planner.machine.roofline import attention, passed, product
-from meshwright.planner.program_cost.network_time import Wire
+from meshwright.planner.machine.roofline import attention_seconds, memory_op_seconds, matmul_seconds
+from meshwright.planner.program_cost.network_time import NetworkTime
 
-BACK = 0.75  # of what a call costs forward: autograd asks without Python between operations
+BACKWARD_CALL_FACTOR = 0.75  # of what a call costs forward: autograd asks without Python between operations
 
 
-class Pace(Protocol):
+class DeviceTime(Protocol):
     """Seconds of single operations. `call_s` is what any takes at least, `call_backward_s` in a backward."""
 
     @property
@@ -31,7 +31,7 @@ class Pace(Protocol):
     def call_backward_s(self) -> float:
         """Seconds of a call, backward."""
 
-    def product_seconds(
+    def matmul_seconds(
         self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32"
     ) -> float:
         """Of `batch` products of [m, k] by [k, n]."""
@@ -41,15 +41,15 @@ class Pace(Protocol):
     ) -> float:
         """Of fused attention, or of its `backward` alone."""
 
-    def moved_seconds(self, nbytes: float, operation: str = "", numbers: float = 0.0) -> float:
+    def memory_op_seconds(self, nbytes: float, operation: str = "", output_numel: float = 0.0) -> float:
         """Of an operation that reads and writes so many bytes, and makes so many numbers if it is one of core.work.RICH."""
 
-    def behind_seconds(self, seconds: float, ranks: int) -> float:
+    def straggler_seconds(self, seconds: float, num_ranks: int) -> float:
         """That the last of `ranks` such devices is behind their mean, after work of so many."""
 
 
 @dataclass(frozen=True)
-class ByKind:
+class RatedDeviceTime:
     """A device of the table, at the rates that its kind reaches."""
 
     machine: Machine
@@ -57,36 +57,36 @@ class ByKind:
     @property
     def call_s(self) -> float:
         """Seconds in which the host asks for a kernel."""
-        return self.machine.rates.launch_s
+        return self.machine.rates.kernel_launch_s
 
     @property
     def call_backward_s(self) -> float:
         """The same in a backward."""
-        return BACK * self.machine.rates.launch_s
+        return BACKWARD_CALL_FACTOR * self.machine.rates.kernel_launch_s
 
-    def product_seconds(
+    def matmul_seconds(
         self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32"
     ) -> float:
         """Of `batch` products of [m, k] by [k, n]."""
-        return product(self.machine, m * batch, n, k, dtype)
+        return matmul_seconds(self.machine, m * batch, n, k, dtype)
 
     def attention_seconds(
         self, size: AttentionSize, dtype: str = "float32", *, backward: bool = False
     ) -> float:
         """Of fused attention, or of its `backward` alone."""
-        return attention(self.machine, 4 * prod(size), back=backward)
+        return attention_seconds(self.machine, 4 * prod(size), backward=backward)
 
-    def moved_seconds(self, nbytes: float, operation: str = "", numbers: float = 0.0) -> float:
+    def memory_op_seconds(self, nbytes: float, operation: str = "", output_numel: float = 0.0) -> float:
         """Of an operation that reads and writes so many bytes: what it computes is hidden behind them."""
-        return passed(self.machine, nbytes)
+        return memory_op_seconds(self.machine, nbytes)
 
-    def behind_seconds(self, seconds: float, ranks: int) -> float:
+    def straggler_seconds(self, seconds: float, num_ranks: int) -> float:
         """None: how evenly it goes was not measured, and the rates that it reaches are those of steps, waiting included."""
         return 0.0
 
 
 @dataclass(frozen=True)
-class Ground:
+class ExecutionTarget:
     """What a program is played on: the `pace` of a rank's device, and the `wire` between ranks.
 
     `ahead`: a host asks for operations ahead of the device, so that a call costs nothing where the device has enough to do.
@@ -96,13 +96,13 @@ class Ground:
     """
 
     name: str
-    pace: Pace
-    wire: Wire
-    ahead: bool = True
-    cores: int = 0
-    threads: int = 1
-    slower: float = 1.0
-    hosts: int = 1
-    block: int = 128
-    peaks: Mapping[str, float] = field(default_factory=dict)
+    device_time: DeviceTime
+    network_time: NetworkTime
+    async_launch: bool = True
+    cores_per_host: int = 0
+    threads_per_rank: int = 1
+    slowdown: float = 1.0
+    num_hosts: int = 1
+    attention_block: int = 128
+    peak_flops: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

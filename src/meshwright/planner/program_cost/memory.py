@@ -25,13 +25,13 @@ from meshwright.plan.step.action import Action
 from meshwright.plan.step.matrix_owners import owned_params
 from meshwright.plan.step.single_device import PARAM_USE_KINDS
 
-PASSING = (
+TRANSIENT_KINDS = (
     *PARAM_USE_KINDS,
     "LOSS",
     "CONCAT",
     "CONCAT_GRAD",
 )  # kinds that take what comes and goes: activations, gradients that nobody keeps
-COUNTER = 4  # bytes of a count of steps, where it is a tensor
+STEP_COUNTER_NBYTES = 4  # bytes of a count of steps, where it is a tensor
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ class StateBytes:
     parameters: int
     gradients: int
     master: int
-    moments: int
+    optimizer_states: int
     buffers: int
 
     @property
-    def states(self) -> int:
+    def model_states(self) -> int:
         """All but the buffers: what grows with the model."""
-        return self.parameters + self.gradients + self.master + self.moments
+        return self.parameters + self.gradients + self.master + self.optimizer_states
 
     @property
     def total(self) -> int:
         """Everything."""
-        return self.states + self.buffers
+        return self.model_states + self.buffers
 
     def as_dict(self) -> dict[str, int]:
         """The bytes by category."""
@@ -60,16 +60,16 @@ class StateBytes:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _GroupState:
     """Of one bundle: bytes kept of the weights, elements kept as master, and what is stepped: weight, elements.
 
     `owned` are the elements of whole weights that the rank steps and has slices of.
     """
 
-    parameters: int
-    master: int
-    stepped: tuple[tuple[ParamSpec, int], ...]
-    owned: int = 0
+    parameter_nbytes: int
+    master_numel: int
+    stepped_params: tuple[tuple[ParamSpec, int], ...]
+    owned_numel: int = 0
 
 
 def state_bytes(plan: Plan, rank: int) -> StateBytes:
@@ -79,28 +79,28 @@ def state_bytes(plan: Plan, rank: int) -> StateBytes:
     """
     precision, plan = plan.job.precision.effective, plan.for_rank(rank)
     width = FLOAT_NBYTES[precision.master]
-    kept = list(_kept(plan, rank))
-    gradients, buffers = _held(plan)
+    kept = list(_group_states(plan, rank))
+    gradients, buffers = _gradient_and_buffer_nbytes(plan)
     return StateBytes(
-        parameters=sum(each.parameters for each in kept),
+        parameters=sum(each.parameter_nbytes for each in kept),
         gradients=gradients,
         master=sum(
-            each.owned + (each.master if precision.master != precision.parameters else 0) for each in kept
+            each.owned_numel + (each.master_numel if precision.master != precision.parameters else 0) for each in kept
         )
         * width,
-        moments=sum(moment_bytes(plan.job, *pair) for each in kept for pair in each.stepped),
-        buffers=buffers + _cast(plan.job, kept),
+        optimizer_states=sum(moment_bytes(plan.job, *pair) for each in kept for pair in each.stepped_params),
+        buffers=buffers + _cast_nbytes(plan.job, kept),
     )
 
 
-def passing_bytes(plan: Plan) -> int:
+def transient_nbytes(plan: Plan) -> int:
     """The most that comes and goes in a step at any time, beside `state_bytes`: what blocks take, as far as it is known."""
     most = 0
     for _, actions in plan.program.roles:
         freed = {name for action in actions if action.kind == "STEP" for name in action.frees}
         now: dict[str, int] = {}
         for action in actions:
-            if _passes(action) and action.kind != "LOSS":
+            if _is_transient(action) and action.kind != "LOSS":
                 now |= {hold.name: hold.nbytes for hold in action.allocations if hold.name not in freed}
             most = max(most, sum(now.values()))
             for name in action.frees:
@@ -108,32 +108,32 @@ def passing_bytes(plan: Plan) -> int:
     return most
 
 
-def peak_bytes(plan: Plan, rank: int) -> int:
+def peak_nbytes(plan: Plan, rank: int) -> int:
     """The most bytes that `rank` of `plan` holds at any moment of a step, as far as it is known.
 
     That is what it keeps between steps, buffers and shards of gradients included, and what comes and goes at the fullest: whole
     gradients, what blocks hand on and keep inside, what the loss takes for itself, and what rules of optimizers do, unless they
     are the caller's. Scratch memory of single operations, and that in which messages arrive, is not in it.
     """
-    return sum(peak_parts(plan, rank).values())
+    return sum(peak_nbytes_by_category(plan, rank).values())
 
 
-def stepped(plan: Plan, rank: int) -> tuple[int, int]:
+def optimizer_work(plan: Plan, rank: int) -> tuple[int, int]:
     """The elements that `rank` of `plan` steps, and the bytes of what its optimizer remembers of them."""
     plan = replace(plan, sharding=plan.sharding.at_coordinate(plan.mesh.coordinate(rank)))
-    pairs = [pair for each in _kept(plan, rank) for pair in each.stepped]
+    pairs = [pair for each in _group_states(plan, rank) for pair in each.stepped_params]
     return sum(numel for _, numel in pairs), sum(moment_bytes(plan.job, *pair) for pair in pairs)
 
 
-def peak_parts(plan: Plan, rank: int) -> dict[str, int]:
+def peak_nbytes_by_category(plan: Plan, rank: int) -> dict[str, int]:
     """The same as `peak_bytes`, by what it is; only what is there.
 
     That is parameters, master, moments, buffers, gradients, activations, and what the optimizer has while it steps.
     """
     plan = plan.for_rank(rank)
-    kept, said, most = list(_kept(plan, rank)), state_bytes(plan, rank), Counter[str]()
-    update = max((update_bytes(plan.job, *pair) for each in kept for pair in each.stepped), default=0)
-    passing = {hold.name for action in plan.actions if _passes(action) for hold in action.allocations}
+    kept, said, most = list(_group_states(plan, rank)), state_bytes(plan, rank), Counter[str]()
+    update = max((update_bytes(plan.job, *pair) for each in kept for pair in each.stepped_params), default=0)
+    passing = {hold.name for action in plan.actions if _is_transient(action) for hold in action.allocations}
     others = {
         hold.name: hold.nbytes
         for action in plan.actions
@@ -152,17 +152,17 @@ def peak_parts(plan: Plan, rank: int) -> dict[str, int]:
             now.pop(name, None)
     for name, nbytes in others.items():
         most["gradients" if name.startswith(("gradient(", "summed gradient")) else "buffers"] += nbytes
-    most["buffers"] += _cast(plan.job, kept)
-    states = {"parameters": said.parameters, "master": said.master, "moments": said.moments}
+    most["buffers"] += _cast_nbytes(plan.job, kept)
+    states = {"parameters": said.parameters, "master": said.master, "optimizer_states": said.optimizer_states}
     found = {**states, **{name: most[name] for name in ("gradients", "buffers", "activations", "optimizer")}}
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 
 
-def moment_bytes(job: Job, weight: ParamSpec, numel: int) -> int:
+def moment_bytes(job: Job, param: ParamSpec, numel: int) -> int:
     """What the optimizer keeps for `numel` elements of `weight`, all of it or a piece; a rule says its bytes in core/rules.py."""
-    stepping = param_optimizer(job.optimizer, weight)
-    shape = weight.shape if numel == weight.numel else (numel,)
-    counter = COUNTER if stepping.optimizer == "adamw" else 0
+    stepping = param_optimizer(job.optimizer, param)
+    shape = param.shape if numel == param.numel else (numel,)
+    counter = STEP_COUNTER_NBYTES if stepping.optimizer == "adamw" else 0
     return (
         optimizer_state_nbytes(
             stepping.optimizer,
@@ -174,26 +174,26 @@ def moment_bytes(job: Job, weight: ParamSpec, numel: int) -> int:
     )
 
 
-def update_bytes(job: Job, weight: ParamSpec, numel: int) -> int:
+def update_bytes(job: Job, param: ParamSpec, numel: int) -> int:
     """What a step of `numel` elements of `weight`, all of it or a piece, has for itself; a rule says it in core/rules.py."""
-    shape = weight.shape if numel == weight.numel else (numel,)
+    shape = param.shape if numel == param.numel else (numel,)
     return update_scratch_nbytes(
-        param_optimizer(job.optimizer, weight).optimizer, shape, FLOAT_NBYTES[job.precision.effective.master]
+        param_optimizer(job.optimizer, param).optimizer, shape, FLOAT_NBYTES[job.precision.effective.master]
     )
 
 
-def _cast(job: Job, kept: Iterable[_Kept]) -> int:
+def _cast_nbytes(job: Job, kept: Iterable[_GroupState]) -> int:
     """The bytes of the gradients of one bundle as they are stepped, where that is another dtype."""
     precision = job.precision.effective
     if precision.gradients == precision.master:
         return 0
     return (
-        max((sum(numel for _, numel in each.stepped) for each in kept), default=0)
+        max((sum(numel for _, numel in each.stepped_params) for each in kept), default=0)
         * FLOAT_NBYTES[precision.master]
     )
 
 
-def _kept(plan: Plan, rank: int) -> Iterator[_Kept]:
+def _group_states(plan: Plan, rank: int) -> Iterator[_GroupState]:
     """What `rank` keeps of each bundle."""
     space, parameters = plan.sharding, plan.job.precision.parameters
     arenas, owned = space.flat_param_specs(), list(owned_params(space, rank))
@@ -212,15 +212,15 @@ def _kept(plan: Plan, rank: int) -> Iterator[_Kept]:
             stepped = [(weights[piece.name], piece.numel) for piece in pieces if piece.name not in apart]
             kept = arena.shard_numel if bundle.param_shardings[0].is_stored_sharded else arena.numel
             master = arena.shard_numel if steps and not apart & set(weights) else 0
-        yield _Kept(kept * width, master, (*stepped, *whole), sum(numel for _, numel in whole))
+        yield _GroupState(kept * width, master, (*stepped, *whole), sum(numel for _, numel in whole))
 
 
-def _passes(action: Action) -> bool:
+def _is_transient(action: Action) -> bool:
     """Whether what `action` takes comes and goes within a step, as what another rank has sent does."""
-    return action.kind in PASSING or action.stream == "receive"
+    return action.kind in TRANSIENT_KINDS or action.stream == "recv"
 
 
-def _held(plan: Plan) -> tuple[int, int]:
+def _gradient_and_buffer_nbytes(plan: Plan) -> tuple[int, int]:
     """The bytes of what actions take: what STEP frees are gradients, the rest is buffers.
 
     What blocks take, activations and gradients that nobody keeps, comes and goes and is neither.
@@ -229,6 +229,6 @@ def _held(plan: Plan) -> tuple[int, int]:
     freed = {name for action in actions if action.kind == "STEP" for name in action.frees}
     kept = {hold.name: hold.nbytes for action in actions for hold in action.allocations if hold.name in freed}
     others = {
-        hold.name: hold.nbytes for action in actions if not _passes(action) for hold in action.allocations
+        hold.name: hold.nbytes for action in actions if not _is_transient(action) for hold in action.allocations
     }
     return sum(kept.values()), sum(nbytes for name, nbytes in others.items() if name not in freed)

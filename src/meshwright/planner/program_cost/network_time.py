@@ -1,6 +1,6 @@
 """Seconds of what ranks send each other: by what was measured of a cluster, or by the rates of a kind of device.
 
-    measured      `meshwright bench comm` has measured sums (all_reduce). A sum is a scatter of sums and a gather, of equal bytes:
+    measured      `meshwright bench network` has measured sums (all_reduce). A sum is a scatter of sums and a gather, of equal bytes:
 
                       all_reduce of S = reduce_scatter of S + all_gather of S          so each of the two is half of it
 
@@ -16,82 +16,82 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from meshwright.comm.algorithms import BACKEND
-from meshwright.comm.tuning.autoselect import predicted
+from meshwright.comm.tuning.autoselect import predict_all_reduce_s
 from meshwright.plan.hardware.network_model import Cluster, NetworkModel
 from meshwright.plan.step.action import Transfer
 from meshwright.planner.machine.machine import Machine
-from meshwright.planner.machine.roofline import gathered, sent
+from meshwright.planner.machine.roofline import all_gather_seconds, send_seconds
 
-PAIRWISE = ("send", "receive", "shift")
-GATHERING = ("all_gather", "gather")  # whose bytes are those of one rank's piece
+POINT_TO_POINT = ("send", "recv", "shift")
+GATHERING_COLLECTIVES = ("all_gather", "gather")  # whose bytes are those of one rank's piece
 
 
-class Wire(Protocol):
+class NetworkTime(Protocol):
     """Seconds of collectives and messages."""
 
-    def seconds(self, move: Transfer, ranks: Sequence[int]) -> float:
+    def seconds(self, transfer: Transfer, ranks: Sequence[int]) -> float:
         """What `move` takes the `ranks` that meet in it."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The links of a cluster, as `bench comm` has measured them."""
+class MeasuredNetworkTime:
+    """The links of a cluster, as `bench network` has measured them."""
 
     cluster: Cluster
 
-    def seconds(self, move: Transfer, ranks: Sequence[int]) -> float:
+    def seconds(self, transfer: Transfer, ranks: Sequence[int]) -> float:
         """What `move` takes the `ranks` that meet in it."""
         size = len(ranks)
-        if size < 2 or not move.nbytes:
+        if size < 2 or not transfer.nbytes:
             return 0.0
         host = self.cluster.ranks_per_host
         per_host = (
             0 if not host else max(1, min(size, sum(rank // host == ranks[0] // host for rank in ranks)))
         )
-        if move.collective == "all_reduce":
-            return predicted(self.cluster, move.algorithm, size, move.nbytes, per_host)
-        if move.collective in ("send", "receive"):
+        if transfer.collective == "all_reduce":
+            return predict_all_reduce_s(self.cluster, transfer.algorithm, size, transfer.nbytes, per_host)
+        if transfer.collective in ("send", "recv"):
             apart = bool(host) and ranks[0] // host != ranks[-1] // host
-            return message(self.cluster.network, move.nbytes, apart=apart)
-        whole = move.nbytes * size if move.collective in GATHERING else move.nbytes
+            return message_seconds(self.cluster.network, transfer.nbytes, crosses_hosts=apart)
+        whole = transfer.nbytes * size if transfer.collective in GATHERING_COLLECTIVES else transfer.nbytes
         if (
-            move.collective == "shift"
+            transfer.collective == "shift"
         ):  # all ranks send as much as in an exchange of so many bytes, by the same transport
-            whole = move.nbytes * size / (size - 1)
-        return predicted(self.cluster, BACKEND, size, whole, per_host) / 2
+            whole = transfer.nbytes * size / (size - 1)
+        return predict_all_reduce_s(self.cluster, BACKEND, size, whole, per_host) / 2
 
 
 @dataclass(frozen=True)
-class ByRates:
+class RatedNetworkTime:
     """The links of a kind of machine, whose hosts hold neighbouring ranks."""
 
     machine: Machine
 
-    def seconds(self, move: Transfer, ranks: Sequence[int]) -> float:
+    def seconds(self, transfer: Transfer, ranks: Sequence[int]) -> float:
         """What `move` takes the `ranks` that meet in it."""
         size = len(ranks)
-        if size < 2 or not move.nbytes:
+        if size < 2 or not transfer.nbytes:
             return 0.0
         stride = abs(ranks[1] - ranks[0])
-        if move.collective in PAIRWISE:
-            return sent(self.machine, move.nbytes, stride)
-        whole = move.nbytes * size if move.collective in GATHERING else move.nbytes
-        times = 2 if move.collective == "all_reduce" else 1
-        return times * gathered(self.machine, whole, size, stride, self.machine.count)
+        if transfer.collective in POINT_TO_POINT:
+            return send_seconds(self.machine, transfer.nbytes, stride)
+        whole = transfer.nbytes * size if transfer.collective in GATHERING_COLLECTIVES else transfer.nbytes
+        times = 2 if transfer.collective == "all_reduce" else 1
+        return times * all_gather_seconds(self.machine, whole, size, stride, self.machine.num_devices)
 
 
 @dataclass(frozen=True)
-class Unknown:
+class UnknownNetworkTime:
     """Links of which nobody knows anything: what goes over them is left out."""
 
-    def seconds(self, move: Transfer, ranks: Sequence[int]) -> float:
+    def seconds(self, transfer: Transfer, ranks: Sequence[int]) -> float:
         """Nothing."""
         return 0.0
 
 
-def message(network: NetworkModel, nbytes: float, *, apart: bool = False) -> float:
+def message_seconds(network: NetworkModel, nbytes: float, *, crosses_hosts: bool = False) -> float:
     """The seconds of a message of `nbytes`; `apart`: to another host."""
-    if (apart or network.intra_host is None) and network.inter_host is not None:
+    if (crosses_hosts or network.intra_host is None) and network.inter_host is not None:
         return network.inter_host.seconds(nbytes)
     if network.intra_host is None or network.busiest_rank is None:
         return 0.0

@@ -16,81 +16,81 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.plan.step.action import Action, Transfer
-from meshwright.planner.program_cost.action_cost import Cost, Prices
+from meshwright.planner.program_cost.action_cost import ActionCost, ActionCosts
 
-Key = (
+RankSetKey = (
     frozenset[str] | frozenset[int]
 )  # the axes along which ranks meet, or the ranks, where these are a part of those
 
 
 @dataclass(frozen=True)
-class _Meeting:
+class _CollectiveRanks:
     """Who meets: how many, along which axes, and by what they are known."""
 
-    count: int
+    num_ranks: int
     axes: frozenset[str]
-    key: Key
+    key: RankSetKey
 
 
-class _Clock:
+class _RankClock:
     """Seconds of its own work that a rank has done, and those at which it was last level with whom."""
 
-    def __init__(self, prices: Prices) -> None:
-        self._prices, self.done = prices, 0.0
-        self._level: dict[Key, float] = {}
-        self._known: dict[Transfer, _Meeting] = {}
+    def __init__(self, prices: ActionCosts) -> None:
+        self._action_costs, self.work_s = prices, 0.0
+        self._synchronized_at: dict[RankSetKey, float] = {}
+        self._rank_sets: dict[Transfer, _CollectiveRanks] = {}
 
-    def meeting(self, move: Transfer) -> _Meeting:
+    def ranks_in(self, transfer: Transfer) -> _CollectiveRanks:
         """Who meets in `move`."""
-        if move not in self._known:
-            ranks, axes = self._prices.meet(move), self._prices.axes(move)
-            part = move.peer is not None or move.num_neighbours or move.member_indices
-            self._known[move] = _Meeting(len(ranks), axes, frozenset(ranks) if part else axes)
-        return self._known[move]
+        if transfer not in self._rank_sets:
+            ranks, axes = self._action_costs.member_ranks(transfer), self._action_costs.member_axes(transfer)
+            part = transfer.peer is not None or transfer.num_neighbours or transfer.member_indices
+            self._rank_sets[transfer] = _CollectiveRanks(len(ranks), axes, frozenset(ranks) if part else axes)
+        return self._rank_sets[transfer]
 
-    def behind(self, who: _Meeting, more: float = 0.0) -> float:
+    def lag_s(self, ranks: _CollectiveRanks, more_work_s: float = 0.0) -> float:
         """How far the last of those who meet is behind after `more` work."""
-        level = max(self._level.get(who.key, 0.0), self._along(who.axes))
-        return self._prices.ground.pace.behind_seconds(self.done + more - level, who.count)
+        level = max(self._synchronized_at.get(ranks.key, 0.0), self._along(ranks.axes))
+        return self._action_costs.target.device_time.straggler_seconds(self.work_s + more_work_s - level, ranks.num_ranks)
 
-    def met(self, who: _Meeting, when: float) -> None:
+    def synchronize(self, ranks: _CollectiveRanks, work_s: float) -> None:
         """They were level when so much was done."""
-        self._level[who.key] = max(when, self._level.get(who.key, 0.0))
+        self._synchronized_at[ranks.key] = max(work_s, self._synchronized_at.get(ranks.key, 0.0))
 
     def _along(self, axes: frozenset[str]) -> float:
         """When all ranks along `axes` were level: the latest meetings that have, together, all of these axes."""
         covered: frozenset[object] = frozenset()
-        for key, when in sorted(self._level.items(), key=lambda item: -item[1]):
+        for key, when in sorted(self._synchronized_at.items(), key=lambda item: -item[1]):
             covered |= key
             if axes <= covered:
                 return when
         return 0.0
 
 
-def lagging(prices: Prices, actions: Iterable[Action]) -> dict[int, Cost]:
+def with_straggler_waits(action_costs: ActionCosts, actions: Iterable[Action]) -> dict[int, ActionCost]:
     """The costs of the actions of one role, by identity, with what it waits where it meets others."""
-    clock, sent, found = _Clock(prices), dict[str, tuple[_Meeting, float]](), dict[int, Cost]()
+    clock, sent, found = _RankClock(action_costs), dict[str, tuple[_CollectiveRanks, float]](), dict[int, ActionCost]()
     for action in actions:
-        cost = prices.cost(action)
+        cost = action_costs.cost(action)
         if action.stream == "compute":
             for who, when in (sent[wait] for wait in action.waits if wait in sent):
-                clock.met(who, when)
-            cost = _within(
-                clock, cost, [who for who in map(clock.meeting, action.transfers) if who.count > 1]
+                clock.synchronize(who, when)
+            cost = _with_inner_waits(
+                clock, cost, [who for who in map(clock.ranks_in, action.transfers) if who.num_ranks > 1]
             )
-            clock.done += cost.computing
-        elif action.stream == "wire" and action.transfer is not None:
-            who = clock.meeting(action.transfer)
-            sent[action.name] = who, clock.done
-            cost = replace(cost, late=clock.behind(who))
+            clock.work_s += cost.compute_s
+        elif action.stream == "comm" and action.transfer is not None:
+            who = clock.ranks_in(action.transfer)
+            sent[action.name] = who, clock.work_s
+            cost = replace(cost, comm_delay_s=clock.lag_s(who))
         found[id(action)] = cost
     return found
 
 
-def _within(clock: _Clock, cost: Cost, meetings: Sequence[_Meeting]) -> Cost:
+def _with_inner_waits(clock: _RankClock, cost: ActionCost, meetings: Sequence[_CollectiveRanks]) -> ActionCost:
     """`cost` with what is waited for within an act, whose work lies evenly between its meetings."""
     for number, who in enumerate(meetings):
-        more = cost.computing * (number + 1) / len(meetings)
-        cost = replace(cost, meeting=cost.meeting + clock.behind(who, more))
-        clock.met(who, clock.done + more)
+        more = cost.compute_s * (number + 1) / len(meetings)
+        cost = replace(cost, comm_s=cost.comm_s + clock.lag_s(who, more))
+        clock.synchronize(who, clock.work_s + more)
     return cost

@@ -20,44 +20,44 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from meshwright.planner.analytic.memory import Footprint, by_rank
-from meshwright.planner.analytic.model_shape import Shape
-from meshwright.planner.analytic.parallel_config import Layout, Order
-from meshwright.planner.analytic.step_time import Parts, parts, step
+from meshwright.planner.analytic.memory import MemoryEstimate, memory_by_pp_rank
+from meshwright.planner.analytic.model_shape import ModelShape
+from meshwright.planner.analytic.parallel_config import ParallelConfig, ScheduleProfile
+from meshwright.planner.analytic.step_time import MicrobatchTime, microbatch_time, step_time
 from meshwright.planner.machine.machine import Machine, with_nic
-from meshwright.planner.search.candidates import lean, meshes, over, shares, turns
-from meshwright.planner.search.lower_bounds import EXACT, Rows, a_layer, a_row, behind, between, waits
-from meshwright.planner.search.request import SHARE, Wish
-from meshwright.planner.search.search import Best, Candidate, Found, search, sift
+from meshwright.planner.search.candidates import leanest_configs, candidate_meshes, configs_on_mesh, zero_options, valid_schedules
+from meshwright.planner.search.lower_bounds import SAFETY_FACTOR, SampleBound, layer_time, sample_bound, tail_bound_s, boundary_transfer_s, pipeline_wait_bound_s
+from meshwright.planner.search.request import USABLE_MEMORY_FRACTION, SearchRequest
+from meshwright.planner.search.search import TopCandidates, Candidate, SearchResult, search, price_meshes
 
 
 @dataclass(frozen=True)
-class Kind:
+class DeviceKind:
     """The devices of one kind: the `first` of the ranks along pp that it has, how many these are, and the layers of each.
 
     `made`: what a micro-batch takes them, where that is counted already.
     """
 
     machine: Machine
-    first: int
-    ranks: int
-    dealt: tuple[int, ...] = ()
-    made: Parts | None = None
+    first_pp_rank: int
+    num_pp_ranks: int
+    layers_by_rank: tuple[int, ...] = ()
+    microbatch: MicrobatchTime | None = None
 
     @property
-    def layers(self) -> int:
+    def max_layers(self) -> int:
         """Of the rank that has most."""
-        return max(self.dealt)
+        return max(self.layers_by_rank)
 
 
-def weakest(machines: Sequence[Machine]) -> Machine:
+def weakest_machine(machines: Sequence[Machine]) -> Machine:
     """All devices as if each were, in every respect, the worst of them: what copies that wait for each other come to."""
-    slow = min(machines, key=lambda each: each.peak("bfloat16") * each.rates.product)
+    slow = min(machines, key=lambda each: each.peak_flops("bfloat16") * each.rates.matmul)
     devices = [each.device for each in machines]
     shared = set.intersection(*(set(device.flops) for device in devices))
     device = replace(
         slow.device,
-        name=" and ".join(f"{each.count} {each.device.name}" for each in machines),
+        name=" and ".join(f"{each.num_devices} {each.device.name}" for each in machines),
         flops={dtype: min(device.flops[dtype] for device in devices) for dtype in sorted(shared)},
         memory=min(device.memory for device in devices),
         memory_rate=min(device.memory_rate for device in devices),
@@ -68,201 +68,201 @@ def weakest(machines: Sequence[Machine]) -> Machine:
     return replace(
         slow,
         device=device,
-        count=sum(each.count for each in machines),
-        per_host=min(each.host for each in machines),
+        num_devices=sum(each.num_devices for each in machines),
+        host_size_override=min(each.devices_per_host for each in machines),
     )
 
 
-def search_unlike(wish: Wish, machines: Sequence[Machine], keep: int = 10, *, prune: bool = True) -> Found:
+def search_heterogeneous(request: SearchRequest, machines: Sequence[Machine], num_kept: int = 10, *, prune: bool = True) -> SearchResult:
     """The best layouts on all of `machines`; `wish` says all but the devices. Without `prune` all are priced: the same."""
-    together = replace(wish, machine=weakest(machines), kinds=tuple(each.count for each in machines))
-    found = search(together, keep, prune=prune)
-    best = Best(keep)
+    together = replace(request, machine=weakest_machine(machines), devices_by_kind=tuple(each.num_devices for each in machines))
+    found = search(together, num_kept, prune=prune)
+    best = TopCandidates(num_kept)
     for each in found.best:
         best.add(each)
-    apart = Apart(together, machines)
-    seen = found.seen + sift(apart.wish, apart.meshes(), apart, best, prune=prune)
-    return Found(tuple(best.kept), seen, None if best.kept else found.nearest)
+    apart = HeterogeneousPricer(together, machines)
+    seen = found.num_priced + price_meshes(apart.request, apart.meshes(), apart, best, prune=prune)
+    return SearchResult(tuple(best.candidates), seen, None if best.candidates else found.nearest_miss)
 
 
-def alone(wish: Wish, machines: Sequence[Machine]) -> Iterator[tuple[Machine, Candidate | None]]:
+def search_each_kind(request: SearchRequest, machines: Sequence[Machine]) -> Iterator[tuple[Machine, Candidate | None]]:
     """Each kind with what it does by itself; None where nothing fits."""
     for each in machines:
-        kept = {axis: size for axis, size in wish.fixed.items() if axis != "dp"}
-        found = search(replace(wish, machine=each, fixed=kept), 1)
+        kept = {axis: size for axis, size in request.fixed.items() if axis != "dp"}
+        found = search(replace(request, machine=each, fixed=kept), 1)
         yield each, next(iter(found.best), None)
 
 
-class Apart:
+class HeterogeneousPricer:
     """Ranks along pp on unlike kinds, each rank on one, those with most memory first."""
 
-    def __init__(self, together: Wish, machines: Sequence[Machine]) -> None:
+    def __init__(self, request: SearchRequest, machines: Sequence[Machine]) -> None:
         plain = {
             name: each
-            for name, each in together.orders.items()
-            if each[1] == 1 and not (each[0].folded or each[0].both)
+            for name, each in request.schedules.items()
+            if each[1] == 1 and not (each[0].is_folded or each[0].is_bidirectional)
         }
-        self.wish = replace(together, kinds=(), divided=(*together.divided, "pp"), orders=plain)
+        self.request = replace(request, devices_by_kind=(), required_axes=(*request.required_axes, "pp"), schedules=plain)
         ordered = sorted(machines, key=lambda each: -each.device.memory)
-        self._counts = [each.count for each in ordered]
-        self._machines = [_joined(each, together.machine) for each in ordered]
-        self._rows, self._parts = (
-            dict[tuple[float, ...], list[Rows]](),
-            dict[tuple[float, ...], list[Parts]](),
+        self._device_counts = [each.num_devices for each in ordered]
+        self._machines = [_on_slower_network(each, request.machine) for each in ordered]
+        self._sample_bounds, self._microbatch_cache = (
+            dict[tuple[float, ...], list[SampleBound]](),
+            dict[tuple[float, ...], list[MicrobatchTime]](),
         )
 
-    def meshes(self) -> Iterator[Layout]:
+    def meshes(self) -> Iterator[ParallelConfig]:
         """Those on which no group but that of ranks along pp mixes kinds."""
-        for mesh in meshes(self.wish) if self.wish.orders else ():
-            if not any(count % (mesh.tp * mesh.sharers) for count in self._counts):
+        for mesh in candidate_meshes(self.request) if self.request.schedules else ():
+            if not any(count % (mesh.tp * mesh.data_parallel_size) for count in self._device_counts):
                 yield mesh
 
-    def floor(self, mesh: Layout) -> float:
+    def mesh_bound_s(self, mesh: ParallelConfig) -> float:
         """Its rows, with layers dealt as if they could be cut, and what comes behind them."""
-        key = mesh.tp, mesh.cp, mesh.swaps, mesh.apart
-        if key not in self._rows:
-            self._rows[key] = [a_row(self.wish.shape, mesh, machine) for machine in self._machines]
-        rows = self._rows[key]
-        most = min(max(row.first, row.last) for row in rows)
-        return EXACT * (
-            mesh.micros * (self._shared(mesh, [row.layer for row in rows]) + most) + self._behind(mesh)
+        key = mesh.tp, mesh.cp, mesh.ulysses_degree, mesh.tp_stride
+        if key not in self._sample_bounds:
+            self._sample_bounds[key] = [sample_bound(self.request.shape, mesh, machine) for machine in self._machines]
+        rows = self._sample_bounds[key]
+        most = min(max(row.embedding, row.head) for row in rows)
+        return SAFETY_FACTOR * (
+            mesh.num_microbatches * (self._balanced_seconds(mesh, [row.layer for row in rows]) + most) + self._tail_bound(mesh)
         )
 
-    def may_fit(self, sized: Layout) -> bool:
+    def may_fit(self, sized_mesh: ParallelConfig) -> bool:
         """Whether all kinds together have room for all layers where these hold least."""
-        kinds, shape = self._kinds(sized), self.wish.shape
-        for layout in lean(self.wish, sized):
-            rooms = [_room(shape, layout, kind) for kind in kinds]
+        kinds, shape = self._device_kinds(sized_mesh), self.request.shape
+        for layout in leanest_configs(self.request, sized_mesh):
+            rooms = [_max_layers(shape, layout, kind) for kind in kinds]
             if (
                 all(rooms)
-                and sum(room * kind.ranks for room, kind in zip(rooms, kinds, strict=True)) >= shape.layers
+                and sum(room * kind.num_pp_ranks for room, kind in zip(rooms, kinds, strict=True)) >= shape.layers
             ):
                 return True
         return False
 
-    def least(self, sized: Layout) -> float:
+    def bound_s(self, sized_mesh: ParallelConfig) -> float:
         """Its layers, and the order in which ranks along pp wait least."""
         return min(
-            (self.turn(sized, order, chunks) for _, order, chunks in turns(self.wish, sized)), default=inf
+            (self.schedule_bound_s(sized_mesh, order, chunks) for _, order, chunks in valid_schedules(self.request, sized_mesh)), default=inf
         )
 
-    def price(self, sized: Layout, best: Best, below: float) -> int:
+    def price(self, sized_mesh: ParallelConfig, top: TopCandidates, max_seconds: float) -> int:
         """Layers dealt, step and memory of each."""
-        seen, kinds = 0, self._kinds(sized)
-        allowed = [turn for turn in turns(self.wish, sized) if self.turn(sized, *turn[1:]) <= below]
-        for layout, schedule in over(self.wish, sized, allowed):
+        seen, kinds = 0, self._device_kinds(sized_mesh)
+        allowed = [turn for turn in valid_schedules(self.request, sized_mesh) if self.schedule_bound_s(sized_mesh, *turn[1:]) <= max_seconds]
+        for layout, schedule in configs_on_mesh(self.request, sized_mesh, allowed):
             seen += 1
-            dealt = deal(self.wish.shape, layout, kinds)
-            candidate = None if dealt is None else _priced(self.wish.shape, layout, schedule, dealt)
-            if candidate is not None and candidate.seconds <= best.worst:
-                best.add(candidate)
+            dealt = assign_layers(self.request.shape, layout, kinds)
+            candidate = None if dealt is None else _candidate(self.request.shape, layout, schedule, dealt)
+            if candidate is not None and candidate.seconds <= top.cutoff_s:
+                top.add(candidate)
         return seen
 
-    def turn(self, sized: Layout, order: Order, chunks: int) -> float:
+    def schedule_bound_s(self, sized_mesh: ParallelConfig, profile: ScheduleProfile, chunks: int) -> float:
         """Seconds that a step takes at least in which ranks along pp take turns in this `order`."""
-        shape, made, ranks = self.wish.shape, self._made(sized), self._ranks(sized)
-        layers = [a_layer(sized, machine, each) for machine, each in zip(self._machines, made, strict=True)]
-        found = sized.micros * self._shared(sized, [each.all for each in layers])
-        found += sized.micros * min(max(each.first.all, each.last.all) for each in made) + self._behind(sized)
-        one = min(waits(sized, order, chunks, each) for each in layers)  # for each layer of a rank
-        found += one * shape.layers / sized.pp
-        sent = [between(shape, sized, machine, chunks) for machine in self._machines]
-        return EXACT * (found + sum(count * each for count, each in zip(ranks, sent, strict=True)) / sized.pp)
+        shape, made, ranks = self.request.shape, self._microbatch_times(sized_mesh), self._pp_ranks_by_kind(sized_mesh)
+        layers = [layer_time(sized_mesh, machine, each) for machine, each in zip(self._machines, made, strict=True)]
+        found = sized_mesh.num_microbatches * self._balanced_seconds(sized_mesh, [each.total for each in layers])
+        found += sized_mesh.num_microbatches * min(max(each.embedding.total, each.head.total) for each in made) + self._tail_bound(sized_mesh)
+        one = min(pipeline_wait_bound_s(sized_mesh, profile, chunks, each) for each in layers)  # for each layer of a rank
+        found += one * shape.layers / sized_mesh.pp
+        sent = [boundary_transfer_s(shape, sized_mesh, machine, chunks) for machine in self._machines]
+        return SAFETY_FACTOR * (found + sum(count * each for count, each in zip(ranks, sent, strict=True)) / sized_mesh.pp)
 
-    def _shared(self, mesh: Layout, layers: Sequence[float]) -> float:
+    def _balanced_seconds(self, mesh: ParallelConfig, layers: Sequence[float]) -> float:
         """Seconds of the slowest rank where a layer takes each kind as long as `layers` says."""
-        return self.wish.shape.layers / sum(
-            count / each for count, each in zip(self._ranks(mesh), layers, strict=True)
+        return self.request.shape.layers / sum(
+            count / each for count, each in zip(self._pp_ranks_by_kind(mesh), layers, strict=True)
         )
 
-    def _behind(self, mesh: Layout) -> float:
-        wish = self.wish
-        return min(behind(wish.shape, mesh, machine, shares(wish, mesh)) for machine in self._machines)
+    def _tail_bound(self, mesh: ParallelConfig) -> float:
+        wish = self.request
+        return min(tail_bound_s(wish.shape, mesh, machine, zero_options(wish, mesh)) for machine in self._machines)
 
-    def _made(self, sized: Layout) -> list[Parts]:
-        key = sized.tp, sized.cp, sized.swaps, sized.apart, sized.micro_batch
-        if key not in self._parts:
-            self._parts[key] = [parts(self.wish.shape, sized, machine) for machine in self._machines]
-        return self._parts[key]
+    def _microbatch_times(self, sized_mesh: ParallelConfig) -> list[MicrobatchTime]:
+        key = sized_mesh.tp, sized_mesh.cp, sized_mesh.ulysses_degree, sized_mesh.tp_stride, sized_mesh.micro_batch
+        if key not in self._microbatch_cache:
+            self._microbatch_cache[key] = [microbatch_time(self.request.shape, sized_mesh, machine) for machine in self._machines]
+        return self._microbatch_cache[key]
 
-    def _ranks(self, mesh: Layout) -> list[int]:
-        return [count // (mesh.tp * mesh.sharers) for count in self._counts]
+    def _pp_ranks_by_kind(self, mesh: ParallelConfig) -> list[int]:
+        return [count // (mesh.tp * mesh.data_parallel_size) for count in self._device_counts]
 
-    def _kinds(self, sized: Layout) -> tuple[Kind, ...]:
+    def _device_kinds(self, sized_mesh: ParallelConfig) -> tuple[DeviceKind, ...]:
         """The kinds with the ranks along pp that each has."""
-        ranks, made = self._ranks(sized), self._made(sized)
+        ranks, made = self._pp_ranks_by_kind(sized_mesh), self._microbatch_times(sized_mesh)
         each = enumerate(zip(self._machines, ranks, made, strict=True))
         return tuple(
-            Kind(machine, sum(ranks[:at]), count, made=known) for at, (machine, count, known) in each
+            DeviceKind(machine, sum(ranks[:at]), count, microbatch=known) for at, (machine, count, known) in each
         )
 
 
-def _joined(kind: Machine, together: Machine) -> Machine:
+def _on_slower_network(kind: Machine, together: Machine) -> Machine:
     """Devices of `kind` among all of them: on the slower network."""
     slower = min(kind.device.nic_rate, together.device.nic_rate)
-    return with_nic(replace(kind, count=together.count), slower)
+    return with_nic(replace(kind, num_devices=together.num_devices), slower)
 
 
-def deal(shape: Shape, layout: Layout, kinds: Sequence[Kind]) -> tuple[Kind, ...] | None:
+def assign_layers(shape: ModelShape, config: ParallelConfig, kinds: Sequence[DeviceKind]) -> tuple[DeviceKind, ...] | None:
     """`kinds` with the layers of each of their ranks; None where memory does not take all."""
-    takes = [_room(shape, layout, kind) for kind in kinds]
+    takes = [_max_layers(shape, config, kind) for kind in kinds]
     if 0 in takes:
         return None
-    paces = [_pace(shape, layout, kind) for kind in kinds]
-    layers, left = [[1] * kind.ranks for kind in kinds], shape.layers - layout.pp
+    paces = [_layer_seconds(shape, config, kind) for kind in kinds]
+    layers, left = [[1] * kind.num_pp_ranks for kind in kinds], shape.layers - config.pp
     while left > 0:
         free = [at for at in range(len(kinds)) if max(layers[at]) < takes[at]]
         if not free:
             return None
         at = min(free, key=lambda at: (max(layers[at]) + 1) * paces[at])
-        more = min(left, kinds[at].ranks)  # a last few do not come out even
+        more = min(left, kinds[at].num_pp_ranks)  # a last few do not come out even
         layers[at] = [count + (rank < more) for rank, count in enumerate(layers[at])]
         left -= more
-    return tuple(replace(kind, dealt=tuple(each)) for kind, each in zip(kinds, layers, strict=True))
+    return tuple(replace(kind, layers_by_rank=tuple(each)) for kind, each in zip(kinds, layers, strict=True))
 
 
-def _room(shape: Shape, layout: Layout, kind: Kind) -> int:
+def _max_layers(shape: ModelShape, config: ParallelConfig, kind: DeviceKind) -> int:
     """The most layers that the first rank of a kind takes; 0: none."""
     low, high = 0, shape.layers + 1
     while high - low > 1:
         middle = (low + high) // 2
         fits = (
-            _held(shape, layout, replace(kind, dealt=(middle,))).total <= SHARE * kind.machine.device.memory
+            _fullest_memory(shape, config, replace(kind, layers_by_rank=(middle,))).total <= USABLE_MEMORY_FRACTION * kind.machine.device.memory
         )
         low, high = (middle, high) if fits else (low, middle)
     return low
 
 
-def _held(shape: Shape, layout: Layout, kind: Kind) -> Footprint:
+def _fullest_memory(shape: ModelShape, config: ParallelConfig, kind: DeviceKind) -> MemoryEstimate:
     """What the fuller of the first and the last rank of a kind holds, with its layers."""
-    even = replace(shape, layers=kind.layers * layout.pp)
-    ends = {kind.first, kind.first + kind.ranks - 1}
-    return max((held for _, held in by_rank(even, layout, ranks=ends)), key=lambda each: each.total)
+    even = replace(shape, layers=kind.max_layers * config.pp)
+    ends = {kind.first_pp_rank, kind.first_pp_rank + kind.num_pp_ranks - 1}
+    return max((held for _, held in memory_by_pp_rank(even, config, pp_ranks=ends)), key=lambda each: each.total)
 
 
-def _pace(shape: Shape, layout: Layout, kind: Kind) -> float:
+def _layer_seconds(shape: ModelShape, config: ParallelConfig, kind: DeviceKind) -> float:
     """Seconds that a rank of a kind is busy for each of its layers, without embedding and head."""
     less, more = (
-        step(replace(shape, layers=layers * layout.pp), layout, kind.machine, kind.made) for layers in (1, 2)
+        step_time(replace(shape, layers=layers * config.pp), config, kind.machine, kind.microbatch) for layers in (1, 2)
     )
-    return more.compute + more.tensor - less.compute - less.tensor
+    return more.compute + more.tp_comm - less.compute - less.tp_comm
 
 
-def _priced(shape: Shape, layout: Layout, schedule: str, kinds: Sequence[Kind]) -> Candidate:
+def _candidate(shape: ModelShape, config: ParallelConfig, schedule: str, kinds: Sequence[DeviceKind]) -> Candidate:
     """The step that everybody waits for: computed by the slowest, waited for by the mean."""
     steps = [
-        step(replace(shape, layers=kind.layers * layout.pp), layout, kind.machine, kind.made)
+        step_time(replace(shape, layers=kind.max_layers * config.pp), config, kind.machine, kind.microbatch)
         for kind in kinds
     ]
-    slowest = max(steps, key=lambda each: each.compute + each.tensor)
-    waiting = sum(kind.ranks * each.waiting for kind, each in zip(kinds, steps, strict=True)) / layout.pp
+    slowest = max(steps, key=lambda each: each.compute + each.tp_comm)
+    waiting = sum(kind.num_pp_ranks * each.pipeline_wait for kind, each in zip(kinds, steps, strict=True)) / config.pp
     taken = replace(
         slowest,
-        waiting=waiting,
-        copies=max(each.copies for each in steps),
+        pipeline_wait=waiting,
+        dp_comm=max(each.dp_comm for each in steps),
         optimizer=max(each.optimizer for each in steps),
         fixed=max(each.fixed for each in steps),
     )
-    fullest = max(kinds, key=lambda kind: _held(shape, layout, kind).total / kind.machine.device.memory)
-    dealt = tuple((kind.machine.device.name, layers) for kind in kinds for layers in kind.dealt)
-    return Candidate(layout, schedule, taken, _held(shape, layout, fullest), dealt)
+    fullest = max(kinds, key=lambda kind: _fullest_memory(shape, config, kind).total / kind.machine.device.memory)
+    dealt = tuple((kind.machine.device.name, layers) for kind in kinds for layers in kind.layers_by_rank)
+    return Candidate(config, schedule, taken, _fullest_memory(shape, config, fullest), dealt)

@@ -17,86 +17,86 @@ So the best mesh is looked at first, and where one cannot beat what is kept, non
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from meshwright.planner.analytic.model_shape import Shape
-from meshwright.planner.analytic.parallel_config import Layout, Order
-from meshwright.planner.analytic.step_time import Both, Parts, handover, paced, parts, stepped, summed
+from meshwright.planner.analytic.model_shape import ModelShape
+from meshwright.planner.analytic.parallel_config import ParallelConfig, ScheduleProfile
+from meshwright.planner.analytic.step_time import PassTime, MicrobatchTime, boundary_send_s, launch_bound, microbatch_time, optimizer_s, grad_reduce_s
 from meshwright.planner.machine.machine import Machine
 
-ENDLESS = 2.0**40  # rows at once
-EXACT = (
+LARGE_MICRO_BATCH = 2.0**40  # rows at once
+SAFETY_FACTOR = (
     1 - 1e-6
 )  # what is left of a bound, so that neither rounding nor the tiles of ENDLESS rows lift it too high
 
 
 @dataclass(frozen=True)
-class Rows:
+class SampleBound:
     """Seconds of a row of a mesh on one rank, all its layers, forward and backward: of a layer and of both ends."""
 
     layer: float
-    first: float
-    last: float
+    embedding: float
+    head: float
 
 
-def a_row(shape: Shape, mesh: Layout, machine: Machine) -> Rows:
+def sample_bound(shape: ModelShape, mesh: ParallelConfig, machine: Machine) -> SampleBound:
     """What a row takes at least, however many go through at once."""
-    made = parts(shape, replace(mesh, micro_batch=ENDLESS, micros=1), machine)
-    share = EXACT / ENDLESS
-    return Rows((made.layer + made.met).all * share, made.first.all * share, made.last.all * share)
+    made = microbatch_time(shape, replace(mesh, micro_batch=LARGE_MICRO_BATCH, num_microbatches=1), machine)
+    share = SAFETY_FACTOR / LARGE_MICRO_BATCH
+    return SampleBound((made.layer + made.collectives).total * share, made.embedding.total * share, made.head.total * share)
 
 
-def ends(layout: Layout, orders: Iterable[Order], first: float, last: float) -> float:
+def end_bound_s(config: ParallelConfig, orders: Iterable[ScheduleProfile], embedding: float, head: float) -> float:
     """Of the embedding and the head, what the slowest rank along pp has at least under one of `orders`."""
-    if layout.pp == 1:
-        return first + last
-    return (first + last) / 2 if any(order.both for order in orders) else max(first, last)
+    if config.pp == 1:
+        return embedding + head
+    return (embedding + head) / 2 if any(order.is_bidirectional for order in orders) else max(embedding, head)
 
 
-def busy(shape: Shape, layout: Layout, layer: float, ends: float) -> float:
+def slowest_rank_s(shape: ModelShape, config: ParallelConfig, layer: float, end_s: float) -> float:
     """Of the slowest rank along pp, where each layer takes `layer`."""
-    layers = layout.layers(shape)
-    if layers == shape.layers / layout.pp:
-        return layer * layers + ends
-    return max(layer * layers, layer * (layers - 1) + ends)
+    layers = config.max_layers_per_rank(shape)
+    if layers == shape.layers / config.pp:
+        return layer * layers + end_s
+    return max(layer * layers, layer * (layers - 1) + end_s)
 
 
-def waits(layout: Layout, order: Order, chunks: int, whole: Both, share: float = 1.0) -> float:
+def pipeline_wait_bound_s(config: ParallelConfig, profile: ScheduleProfile, virtual_stages: int, stage: PassTime, load_ratio: float = 1.0) -> float:
     """Seconds that ranks along pp wait for each other at least.
 
     `whole` is a rank's part without what is rerun or gathered; the slowest rank has `share` times as many layers as the mean.
     """
-    others = layout.pp - share
-    one = order.f * whole.forward + order.b * whole.backward + order.w * whole.late
-    waited = max(0.0, one) * others * ((layout.pp / 2 - 1) / (layout.pp - 1) if order.both else 1.0) / chunks
-    if not (order.fills and whole.weights):
+    others = config.pp - load_ratio
+    one = profile.f * stage.forward + profile.b * stage.backward + profile.w * stage.deferrable
+    waited = max(0.0, one) * others * ((config.pp / 2 - 1) / (config.pp - 1) if profile.is_bidirectional else 1.0) / virtual_stages
+    if not (profile.fills_bubbles and stage.weight_grad):
         return waited
-    more = (layout.pp / 2 - 2) * whole.weights if order.both else 0.0
+    more = (config.pp / 2 - 2) * stage.weight_grad if profile.is_bidirectional else 0.0
     least = (
-        others * (whole.forward + whole.backward - whole.weights) - (layout.micros - 1) * whole.weights + more
+        others * (stage.forward + stage.backward - stage.weight_grad) - (config.num_microbatches - 1) * stage.weight_grad + more
     )
     return max(waited, least)
 
 
-def between(shape: Shape, layout: Layout, machine: Machine, chunks: int) -> float:
+def boundary_transfer_s(shape: ModelShape, config: ParallelConfig, machine: Machine, virtual_stages: int) -> float:
     """Seconds that ranks along pp wait for what goes from one to the next."""
-    handed = handover(shape, layout, machine)
-    turn = handed * machine.rates.handover * (1 - layout.hidden) + machine.rates.turn_s
-    return 2 * (layout.pp - 1) * handed + layout.micros * chunks * turn
+    handed = boundary_send_s(shape, config, machine)
+    turn = handed * machine.rates.boundary_exposed * (1 - config.overlap_fraction) + machine.rates.microbatch_overhead_s
+    return 2 * (config.pp - 1) * handed + config.num_microbatches * virtual_stages * turn
 
 
-def a_layer(layout: Layout, machine: Machine, made: Parts) -> Both:
+def layer_time(config: ParallelConfig, machine: Machine, microbatch: MicrobatchTime) -> PassTime:
     """What a layer takes for a micro-batch, without what is rerun or gathered."""
-    return paced(made.layer + made.met, replace(layout, reruns="none"), machine)
+    return launch_bound(microbatch.layer + microbatch.collectives, replace(config, recompute="none"), machine)
 
 
-def part(shape: Shape, layout: Layout, one: Both) -> Both:
+def stage_time(shape: ModelShape, config: ParallelConfig, layer: PassTime) -> PassTime:
     """What a micro-batch takes a rank along pp, without the ends, of which a layer takes `one`."""
-    share = shape.layers / layout.pp
-    return Both(one.forward * share, one.backward * share, one.weights * share)
+    share = shape.layers / config.pp
+    return PassTime(layer.forward * share, layer.backward * share, layer.weight_grad * share)
 
 
-def behind(shape: Shape, mesh: Layout, machine: Machine, shares: Iterable[tuple[int, int]]) -> float:
+def tail_bound_s(shape: ModelShape, mesh: ParallelConfig, machine: Machine, zero_options: Iterable[tuple[int, int]]) -> float:
     """Seconds behind the last micro-batch: sums over copies and the optimizer, by the cheapest of all `shares`."""
-    given = [replace(mesh, shards=shards, within=within, micros=1) for shards, within in shares]
-    sums = [0.0 if layout.hidden else summed(shape, layout, machine, Both()) for layout in given]
-    steps = [stepped(shape, layout, machine) for layout in given]
-    return min(map(sum, zip(sums, steps, strict=True)), default=0.0) + machine.rates.fixed_s
+    given = [replace(mesh, zero_stage=shards, zero_group_size=within, num_microbatches=1) for shards, within in zero_options]
+    sums = [0.0 if layout.overlap_fraction else grad_reduce_s(shape, layout, machine, PassTime()) for layout in given]
+    steps = [optimizer_s(shape, layout, machine) for layout in given]
+    return min(map(sum, zip(sums, steps, strict=True)), default=0.0) + machine.rates.step_overhead_s

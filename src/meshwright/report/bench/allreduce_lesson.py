@@ -8,14 +8,14 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from meshwright.comm.algorithms import BACKEND, named
-from meshwright.comm.algorithms.schedule import Algorithm, sent_elements
-from meshwright.comm.tuning.network_fit import textbook
+from meshwright.comm.algorithms.schedule import AllReduceAlgorithm, cached_num_sent
+from meshwright.comm.tuning.network_fit import fit_alpha_beta
 from meshwright.plan.hardware.network_model import Cluster
 from meshwright.plan.job.errors import format_nbytes
 
-TAUGHT = ("naive", "root", "ring", "parallel", "halving", "doubling", "tree")
-LARGEST = 9
-SAID = (
+LESSON_ALGORITHMS = ("naive", "root", "ring", "parallel", "halving", "doubling", "tree")
+MAX_NUM_RANKS = 9
+COMMON_CLAIMS = (
     '"Naive is O(n)": it has n rounds, and each of them costs (n-1) S/B at its root: n (n-1) S/B.',
     '"Root takes two rounds": of latency. All n-1 operands pass the port of one rank, twice.',
     '"Ring does not depend on n": its bytes do not (2 (n-1)/n S, never more than 2 S). Its latency does: 2 (n-1) rounds.',
@@ -30,31 +30,31 @@ def lesson_view(cluster: Cluster) -> RenderableType:
     """The counts at n = 2 .. 9, then for each measured n the times beside the formula's, then what lectures say loosely."""
     parts: list[RenderableType] = [counts_table(), ""]
     for ranks in cluster.ranks:
-        parts += [*_timed(cluster, ranks), ""]
+        parts += [*_timing_table(cluster, ranks), ""]
     return Group(
-        *parts, Text("What lectures say loosely", style="bold"), *(Text(f"- {line}") for line in SAID)
+        *parts, Text("What lectures say loosely", style="bold"), *(Text(f"- {line}") for line in COMMON_CLAIMS)
     )
 
 
-def counts(algorithm: Algorithm, ranks: int) -> tuple[int, Fraction, Fraction]:
+def round_counts(algorithm: AllReduceAlgorithm, num_ranks: int) -> tuple[int, Fraction, Fraction]:
     """Rounds, and bytes as a multiple of the tensor's: those of the rank that sends most, and those of all ranks."""
-    numel = lcm(*range(1, LARGEST + 1))  # every cut is even
-    sent = [Fraction(sent_elements(algorithm, ranks, index, numel), numel) for index in range(ranks)]
-    return algorithm.num_rounds(ranks), max(sent), sum(sent, Fraction())
+    numel = lcm(*range(1, MAX_NUM_RANKS + 1))  # every cut is even
+    sent = [Fraction(cached_num_sent(algorithm, num_ranks, index, numel), numel) for index in range(num_ranks)]
+    return algorithm.num_rounds(num_ranks), max(sent), sum(sent, Fraction())
 
 
 def counts_table() -> Table:
     """Rounds, bytes of the busiest rank and of all ranks, for every taught algorithm at n = 2 .. 9."""
     title = "rounds / bytes sent by the busiest rank / by all, in units of the tensor (S)"
-    columns = (Column("n ="), *(Column(str(ranks), justify="right") for ranks in range(2, LARGEST + 1)))
+    columns = (Column("n ="), *(Column(str(ranks), justify="right") for ranks in range(2, MAX_NUM_RANKS + 1)))
     table = Table(*columns, title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name in TAUGHT:
-        cells = [counts(named(name), ranks) for ranks in range(2, LARGEST + 1)]
-        table.add_row(name, *(f"{rounds}/{_units(most)}/{_units(total)}" for rounds, most, total in cells))
+    for name in LESSON_ALGORITHMS:
+        cells = [round_counts(named(name), ranks) for ranks in range(2, MAX_NUM_RANKS + 1)]
+        table.add_row(name, *(f"{rounds}/{_format_fraction(most)}/{_format_fraction(total)}" for rounds, most, total in cells))
     return table
 
 
-def _timed(cluster: Cluster, ranks: int) -> list[RenderableType]:
+def _timing_table(cluster: Cluster, ranks: int) -> list[RenderableType]:
     found = {
         series.algorithm: dict(zip(series.nbytes, series.seconds, strict=True))
         for series in cluster.measurements
@@ -62,7 +62,7 @@ def _timed(cluster: Cluster, ranks: int) -> list[RenderableType]:
     }
     sizes = sorted(set.intersection(*(set(cells) for cells in found.values()))) or list(cluster.sizes)
     chosen = list(dict.fromkeys((sizes[0], sizes[len(sizes) // 2], sizes[-1])))
-    fit = textbook(cluster, ranks)
+    fit = fit_alpha_beta(cluster, ranks)
     figures = f"a = {1e6 * fit.latency_s:.0f} us and B = {fit.bytes_per_s / 1e9:.2f} GB/s"
     title = Text(f"{ranks} ranks: milliseconds measured, and (by the formula, with {figures})", style="bold")
     table = Table(
@@ -71,7 +71,7 @@ def _timed(cluster: Cluster, ranks: int) -> list[RenderableType]:
         box=None,
         padding=(0, 3, 0, 0),
     )
-    for name in (name for name in (*TAUGHT, BACKEND) if name in found):
+    for name in (name for name in (*LESSON_ALGORITHMS, BACKEND) if name in found):
         cells = []
         for nbytes in chosen:
             took = f"{1e3 * found[name][nbytes]:.3g}" if nbytes in found[name] else "-"
@@ -82,5 +82,5 @@ def _timed(cluster: Cluster, ranks: int) -> list[RenderableType]:
     return [title, table, Text(note, style="dim")]
 
 
-def _units(share: Fraction) -> str:
+def _format_fraction(share: Fraction) -> str:
     return f"{float(share):.3g}"

@@ -10,16 +10,16 @@ from rich.text import Text
 from meshwright.plan.hardware.device_profile import DeviceProfile
 from meshwright.plan.job.errors import format_nbytes
 
-WIDEST = 0.2  # a median spread above this: the machine was busy with something else
+MAX_SPREAD = 0.2  # a median spread above this: the machine was busy with something else
 
 
 def profile_view(profile: DeviceProfile) -> RenderableType:
     """Where and how it was measured, how good the law is, then products, attention, memory."""
     return Group(
-        _where(profile),
+        _summary(profile),
         "",
         Text("matrix products: GFLOP/s, share of the best, spread, and how far the law is off", style="bold"),
-        _products(profile),
+        _matmuls(profile),
         "",
         Text(
             "fused attention: milliseconds forward and backward, spread, and how far the law is off",
@@ -28,16 +28,16 @@ def profile_view(profile: DeviceProfile) -> RenderableType:
         _attention(profile),
         "",
         Text("what passes through memory: bytes read and written, GB/s", style="bold"),
-        _moved(profile),
+        _memory_ops(profile),
         *(
-            ("", Text("what computes much for each number: ns", style="bold"), _computed(profile))
+            ("", Text("what computes much for each number: ns", style="bold"), _elementwise_ops(profile))
             if profile.elementwise_ops
             else ()
         ),
     )
 
 
-def _where(profile: DeviceProfile) -> Table:
+def _summary(profile: DeviceProfile) -> Table:
     table = Table.grid(Column(min_width=14), Column(overflow="fold"), padding=(0, 2))
     by = (
         f"{profile.ranks} processes of {profile.threads} threads at once"
@@ -60,13 +60,13 @@ def _where(profile: DeviceProfile) -> Table:
     spreads = [each.spread for each in (*profile.matmuls, *profile.attention, *profile.memory_ops)]
     scatter = median(spreads)
     table.add_row(Text("spread", style="bold"), f"{100 * scatter:.0f} % (median distance of quartiles)")
-    if scatter > WIDEST:
+    if scatter > MAX_SPREAD:
         text = "something else ran here meanwhile: these are figures of a machine that is shared; measure again when it is quiet"
         table.add_row(Text("doubt", style="bold yellow"), Text(text, style="yellow"))
     return table
 
 
-def _products(profile: DeviceProfile) -> Table:
+def _matmuls(profile: DeviceProfile) -> Table:
     names = ("dtype", "m", "n", "k", "at once", "GFLOP/s", "of best", "spread", "law")
     table = _table(*names)
     for each in profile.matmuls:
@@ -75,7 +75,7 @@ def _products(profile: DeviceProfile) -> Table:
         figures = (
             f"{each.flops_per_s / 1e9:.4g}",
             f"{100 * share:.0f} %",
-            *_off(each.spread, law, each.seconds),
+            *_spread_and_error(each.spread, law, each.seconds),
         )
         table.add_row(each.dtype, *(str(number) for number in (each.m, each.n, each.k, each.batch)), *figures)
     return table
@@ -89,12 +89,12 @@ def _attention(profile: DeviceProfile) -> Table:
         law = sum(profile.attention_seconds(sizes, each.dtype, backward=back) for back in (False, True))
         times = (f"{1e3 * each.forward_s:.3g}", f"{1e3 * each.backward_s:.3g}")
         table.add_row(
-            each.dtype, *map(str, sizes), *times, *_off(each.spread, law, each.forward_s + each.backward_s)
+            each.dtype, *map(str, sizes), *times, *_spread_and_error(each.spread, law, each.forward_s + each.backward_s)
         )
     return table
 
 
-def _moved(profile: DeviceProfile) -> Table:
+def _memory_ops(profile: DeviceProfile) -> Table:
     table = _table("bytes", "GB/s", "spread")
     for each in profile.memory_ops:
         table.add_row(
@@ -103,7 +103,7 @@ def _moved(profile: DeviceProfile) -> Table:
     return table
 
 
-def _computed(profile: DeviceProfile) -> Table:
+def _elementwise_ops(profile: DeviceProfile) -> Table:
     table = _table("operation", "ns", "spread")
     table.columns[0].justify = "left"
     for each in profile.elementwise_ops:
@@ -115,6 +115,6 @@ def _table(*names: str) -> Table:
     return Table(*(Column(name, justify="right") for name in names), box=None, padding=(0, 2, 0, 0))
 
 
-def _off(spread: float, law: float, measured: float) -> Iterator[str]:
+def _spread_and_error(spread: float, fitted: float, measured: float) -> Iterator[str]:
     yield f"{100 * spread:.0f} %"
-    yield f"{100 * (law / measured - 1):+.0f} %"
+    yield f"{100 * (fitted / measured - 1):+.0f} %"

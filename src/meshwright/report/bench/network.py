@@ -11,26 +11,26 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from meshwright.comm.algorithms import BACKEND
-from meshwright.comm.tuning.autoselect import choose, predicted
+from meshwright.comm.tuning.autoselect import choose_rule, predict_all_reduce_s
 from meshwright.plan.hardware.network_model import Cluster
 from meshwright.plan.job.errors import format_nbytes
-from meshwright.report.html.charts import LAYOUT
-from meshwright.report.html.run_page import document
+from meshwright.report.html.charts import FIGURE_LAYOUT
+from meshwright.report.html.run_page import html_document
 
 PALETTE = ("#18181b", "#2563eb", "#ea580c", "#10b981", "#8b5cf6", "#dc2626", "#14b8a6", "#a16207", "#db2777")
-MODEL = "model alone"
+MODEL_LABEL = "model alone"
 
 
-def links_view(cluster: Cluster) -> RenderableType:
+def network_view(cluster: Cluster) -> RenderableType:
     """For each number of ranks a table, a row per size: what every algorithm took, and how far the model alone is from it."""
-    parts: list[RenderableType] = [_where(cluster)]
+    parts: list[RenderableType] = [_summary(cluster)]
     for ranks in cluster.ranks:
         title = Text(f"{ranks} ranks: milliseconds, and how far the model alone is off", style="bold")
-        parts += ["", title, _table(cluster, ranks), Text(str(choose(cluster, ranks)), style="green")]
+        parts += ["", title, _table(cluster, ranks), Text(str(choose_rule(cluster, ranks)), style="green")]
     return Group(*parts)
 
 
-def _where(cluster: Cluster) -> Table:
+def _summary(cluster: Cluster) -> Table:
     fit = cluster.fit_error
     hosts = (
         f"{cluster.ranks_per_host} ranks on each host" if cluster.ranks_per_host else "all ranks on one host"
@@ -62,7 +62,7 @@ def _table(cluster: Cluster, ranks: int) -> Table:
             off = (
                 ""
                 if name == BACKEND
-                else f" {100 * (_model(cluster, name, ranks, nbytes) / seconds - 1):+4.0f}%"
+                else f" {100 * (_model_seconds(cluster, name, ranks, nbytes) / seconds - 1):+4.0f}%"
             )
             cells.append(
                 Text.assemble((f"{1e3 * seconds:.3g}", "bold green" if seconds == best else ""), (off, "dim"))
@@ -71,26 +71,26 @@ def _table(cluster: Cluster, ranks: int) -> Table:
     return table
 
 
-def _model(cluster: Cluster, name: str, ranks: int, nbytes: float) -> float:
-    return predicted(cluster.without_measurements(), name, ranks, nbytes)
+def _model_seconds(cluster: Cluster, name: str, ranks: int, nbytes: float) -> float:
+    return predict_all_reduce_s(cluster.without_measurements(), name, ranks, nbytes)
 
 
-def links_page(cluster: Cluster, version: str) -> str:
+def network_page(cluster: Cluster, version: str) -> str:
     """A page that needs no network: per number of ranks measured points, and lines for the model with and without correction."""
     notes = [
         f"{escape(cluster.machine)}, over {escape(cluster.transport)}, torch {escape(cluster.torch)}, {escape(cluster.date)}.",
         "Points: measured (bars: distance of the quartiles). Dotted lines: the model alone, read off the rounds. Thin lines: the "
         "model corrected by what was measured at neighbouring sizes; auto chooses by these.",
-        *(escape(str(choose(cluster, ranks))) for ranks in cluster.ranks),
+        *(escape(str(choose_rule(cluster, ranks))) for ranks in cluster.ranks),
     ]
     body = "".join(f"<p>{note}</p>" for note in notes)
-    figure = links_figure(cluster).to_html(full_html=False, include_plotlyjs=False, div_id="links")
+    figure = network_figure(cluster).to_html(full_html=False, include_plotlyjs=False, div_id="links")
     style = "body { font: 15px/1.5 system-ui, sans-serif; margin: 24px; color: #27272a; }"
     end = f"<p>Written by meshwright {escape(version)}. This file needs no network.</p>"
-    return document("All-reduce: measured and model", style, f"<h1>All-reduce</h1>{body}{figure}{end}")
+    return html_document("All-reduce: measured and model", style, f"<h1>All-reduce</h1>{body}{figure}{end}")
 
 
-def links_figure(cluster: Cluster) -> go.Figure:
+def network_figure(cluster: Cluster) -> go.Figure:
     """One panel per number of ranks, both axes logarithmic: seconds over bytes of every algorithm."""
     panels = len(cluster.ranks)
     figure = make_subplots(rows=panels, cols=1, subplot_titles=[f"{ranks} ranks" for ranks in cluster.ranks])
@@ -113,17 +113,17 @@ def links_figure(cluster: Cluster) -> go.Figure:
         label = {"name": name, "showlegend": name not in shown}
         shown.add(name)
         figure.add_scatter(**common, y=list(series.seconds), **points, **label, row=row, col=1)
-        smooth = [predicted(cluster, name, series.ranks, nbytes) for nbytes in series.nbytes]
+        smooth = [predict_all_reduce_s(cluster, name, series.ranks, nbytes) for nbytes in series.nbytes]
         figure.add_scatter(
             **common, y=smooth, mode="lines", name=f"{name}: corrected", showlegend=False, row=row, col=1
         )
         if name != BACKEND:
             common["line"] = {**common["line"], "dash": "dot", "width": 1.8}
-            model = [_model(cluster, name, series.ranks, nbytes) for nbytes in series.nbytes]
+            model = [_model_seconds(cluster, name, series.ranks, nbytes) for nbytes in series.nbytes]
             figure.add_scatter(
-                **common, y=model, mode="lines", name=f"{name}: {MODEL}", showlegend=False, row=row, col=1
+                **common, y=model, mode="lines", name=f"{name}: {MODEL_LABEL}", showlegend=False, row=row, col=1
             )
-    figure.update_layout(**LAYOUT, height=120 + 420 * panels)
+    figure.update_layout(**FIGURE_LAYOUT, height=120 + 420 * panels)
     figure.update_xaxes(type="log", title_text="bytes")
     figure.update_yaxes(type="log", title_text="seconds")
     return figure

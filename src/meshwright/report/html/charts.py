@@ -10,11 +10,11 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from meshwright.report.timeline.run_record import Record
-from meshwright.report.timeline.step_timeline import Bar, Timeline
+from meshwright.report.timeline.run_record import RunRecord
+from meshwright.report.timeline.step_timeline import TimelineBar, StepTimeline
 
-RUNS = ("#2563eb", "#ea580c")  # the first run and the second
-COLOURS = {
+RUN_COLOURS = ("#2563eb", "#ea580c")  # the first run and the second
+CATEGORY_COLOURS = {
     "forward": "#3b82f6",
     "backward": "#10b981",
     "packing": "#a3a3a3",
@@ -30,19 +30,19 @@ COLOURS = {
     "parameters": "#3b82f6",
     "gradients": "#10b981",
     "master": "#6366f1",
-    "moments": "#8b5cf6",
+    "optimizer_states": "#8b5cf6",
     "buckets": "#f59e0b",
     "activations": "#ec4899",
 }
-POINTS = 4000  # of a curve; of more, every n-th is drawn
+MAX_POINTS = 4000  # of a curve; of more, every n-th is drawn
 PANELS = {
     "loss": "loss",
     "grad_norm": "gradient norm",
     "lr": "learning rate",
     "tokens_per_s": "tokens per second",
 }
-SOMETIMES = {"noise_scale": "gradient noise scale (samples)"}  # panels of what only some runs measure
-LAYOUT: Mapping[str, Any] = {
+OPTIONAL_PANELS = {"noise_scale": "gradient noise scale (samples)"}  # panels of what only some runs measure
+FIGURE_LAYOUT: Mapping[str, Any] = {
     "template": "plotly_white",
     "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#27272a"},
     "margin": {"l": 60, "r": 16, "t": 34, "b": 40},
@@ -50,20 +50,20 @@ LAYOUT: Mapping[str, Any] = {
 }
 
 
-def curves(records: Sequence[Record]) -> go.Figure:
+def curves_figure(records: Sequence[RunRecord]) -> go.Figure:
     """Loss (evaluations as dots), gradient norm, learning rate and speed over the global step, every run in its colour.
 
     Where a run has measured it, the noise of the gradient too.
     """
     lines = [line for record in records for line in record.steps]
     panels = PANELS | {
-        key: title for key, title in SOMETIMES.items() if any(line.get(key) is not None for line in lines)
+        key: title for key, title in OPTIONAL_PANELS.items() if any(line.get(key) is not None for line in lines)
     }
     rows = -(-len(panels) // 2)
     spacing = {"vertical_spacing": 0.28 / rows, "horizontal_spacing": 0.08}
     figure = make_subplots(rows=rows, cols=2, subplot_titles=list(panels.values()), **spacing)
-    for record, colour in zip(records, RUNS, strict=False):
-        steps = record.steps[:: -(-len(record.steps) // POINTS) or 1]
+    for record, colour in zip(records, RUN_COLOURS, strict=False):
+        steps = record.steps[:: -(-len(record.steps) // MAX_POINTS) or 1]
         for place, key in enumerate(panels):
             shown = [line for line in steps if isinstance(line.get(key), int | float)]
             figure.add_scatter(
@@ -82,7 +82,7 @@ def curves(records: Sequence[Record]) -> go.Figure:
             figure.add_scatter(
                 **_points(evaluated, "loss"), **look, name=f"{escape(record.name)}: evaluation", row=1, col=1
             )
-    figure.update_layout(**LAYOUT, height=280 * rows, legend={"orientation": "h", "y": 1.1})
+    figure.update_layout(**FIGURE_LAYOUT, height=280 * rows, legend={"orientation": "h", "y": 1.1})
     figure.update_xaxes(title_text="step", row=rows)
     figure.update_yaxes(rangemode="tozero", row=2)
     return figure
@@ -92,12 +92,12 @@ def _points(lines: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[Any]
     return {"x": [line["step"] for line in lines], "y": [line[key] for line in lines]}
 
 
-def timeline_figure(found: Timeline) -> go.Figure:
+def timeline_figure(timeline: StepTimeline) -> go.Figure:
     """The step on its lanes, planned above measured, on one scale of milliseconds when both are measured."""
-    parts = [bars for bars in (found.planned, found.measured) if bars]
+    parts = [bars for bars in (timeline.planned, timeline.measured) if bars]
     titles = [
-        *(["planned"] if found.planned else []),
-        *([f"measured, step {found.step}"] if found.measured else []),
+        *(["planned"] if timeline.planned else []),
+        *([f"measured, step {timeline.step}"] if timeline.measured else []),
     ]
     rows = [len({bar.row for bar in bars}) for bars in parts]
     figure = make_subplots(
@@ -110,62 +110,62 @@ def timeline_figure(found: Timeline) -> go.Figure:
     )
     shown: set[str] = set()
     for place, bars in enumerate(parts, start=1):
-        for part in dict.fromkeys(bar.part for bar in bars):
+        for part in dict.fromkeys(bar.category for bar in bars):
             figure.add_bar(
-                **_bars([bar for bar in bars if bar.part == part], part, found),
+                **_bar_style([bar for bar in bars if bar.category == part], part, timeline),
                 **_legend(part, shown),
                 row=place,
                 col=1,
             )
-        names = sorted({bar.row for bar in bars}, key=_row_order, reverse=True)
+        names = sorted({bar.row for bar in bars}, key=_row_key, reverse=True)
         figure.update_yaxes(categoryorder="array", categoryarray=names, row=place, col=1)
     legend = {"orientation": "h", "yref": "container", "y": 0.0, "yanchor": "bottom"}
-    figure.update_layout(**LAYOUT, barmode="overlay", bargap=0.25, height=190 + 30 * sum(rows), legend=legend)
+    figure.update_layout(**FIGURE_LAYOUT, barmode="overlay", bargap=0.25, height=190 + 30 * sum(rows), legend=legend)
     figure.update_layout(margin_l=130, margin_b=90)
     title = (
         "milliseconds since the step began"
-        if found.scaled
+        if timeline.has_times
         else "order and share of operations; no times are known"
     )
-    figure.update_xaxes(title_text=title, showticklabels=found.scaled, row=len(parts), col=1)
+    figure.update_xaxes(title_text=title, showticklabels=timeline.has_times, row=len(parts), col=1)
     return figure
 
 
-def _bars(bars: Sequence[Bar], part: str, found: Timeline) -> dict[str, Any]:
-    unit = "%{x:.3f} ms" if found.scaled else ""
+def _bar_style(bars: Sequence[TimelineBar], category: str, timeline: StepTimeline) -> dict[str, Any]:
+    unit = "%{x:.3f} ms" if timeline.has_times else ""
     return {
         "y": [bar.row for bar in bars],
         "x": [bar.length for bar in bars],
         "base": [bar.begin for bar in bars],
         "orientation": "h",
-        "marker": {"color": COLOURS[part], "line": {"color": "white", "width": 0.6}},
-        "customdata": [[escape(bar.name), escape(bar.said)] for bar in bars],
+        "marker": {"color": CATEGORY_COLOURS[category], "line": {"color": "white", "width": 0.6}},
+        "customdata": [[escape(bar.name), escape(bar.details)] for bar in bars],
         "hovertemplate": f"<b>%{{customdata[0]}}</b> {unit}<br>%{{customdata[1]}}<extra></extra>",
     }
 
 
-def _legend(part: str, shown: set[str]) -> dict[str, Any]:
-    first = part not in shown
-    shown.add(part)
-    return {"name": part, "legendgroup": part, "showlegend": first}
+def _legend(category: str, shown: set[str]) -> dict[str, Any]:
+    first = category not in shown
+    shown.add(category)
+    return {"name": category, "legendgroup": category, "showlegend": first}
 
 
-def _row_order(row: str) -> tuple[int, int, str]:
+def _row_key(row: str) -> tuple[int, int, str]:
     """By rank (a role stands first), then run, compute, wire."""
     words = row.split()
     rank = int(words[1]) if words[0] == "rank" else -1
-    lane = next((i for i, lane in enumerate(("run", "compute", "wire")) if lane in words), 3)
+    lane = next((i for i, lane in enumerate(("run", "compute", "comm")) if lane in words), 3)
     return rank, lane, row
 
 
-def stacked(rows: Mapping[str, Mapping[str, float]], title: str) -> go.Figure:
+def stacked_figure(rows: Mapping[str, Mapping[str, float]], title: str) -> go.Figure:
     """A bar per row, cut into parts; `rows` is row -> part -> amount in the unit that `title` names."""
     figure = go.Figure()
     names = list(rows)
     for part in dict.fromkeys(part for parts in rows.values() for part in parts):
         amounts = [rows[name].get(part, 0.0) for name in names]
         if any(amounts):
-            colour = COLOURS.get(part, COLOURS["other"])
+            colour = CATEGORY_COLOURS.get(part, CATEGORY_COLOURS["other"])
             hover = f"{escape(part)}: %{{x:.4g}}<extra>%{{y}}</extra>"
             figure.add_bar(
                 x=amounts,
@@ -176,7 +176,7 @@ def stacked(rows: Mapping[str, Mapping[str, float]], title: str) -> go.Figure:
                 hovertemplate=hover,
             )
     legend = {"orientation": "h", "yref": "container", "y": 1.0, "yanchor": "top", "traceorder": "normal"}
-    figure.update_layout(**LAYOUT, barmode="stack", height=130 + 30 * len(names), legend=legend)
+    figure.update_layout(**FIGURE_LAYOUT, barmode="stack", height=130 + 30 * len(names), legend=legend)
     figure.update_yaxes(categoryorder="array", categoryarray=names[::-1])
     figure.update_xaxes(title_text=title, rangemode="tozero")
     return figure

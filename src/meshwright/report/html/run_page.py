@@ -18,21 +18,21 @@ from plotly.offline import get_plotlyjs
 
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.step.action import Program
-from meshwright.report.html.charts import curves, stacked, timeline_figure
-from meshwright.report.html.predicted_vs_measured import beside
+from meshwright.report.html.charts import curves_figure, stacked_figure, timeline_figure
+from meshwright.report.html.predicted_vs_measured import compare_run
 from meshwright.report.timeline.gantt_svg import schedule_svg
-from meshwright.report.timeline.memory_and_bytes import planned_memory, sent
-from meshwright.report.timeline.run_record import Record, differences
-from meshwright.report.timeline.step_timeline import timeline
+from meshwright.report.timeline.memory_and_bytes import planned_memory, sent_by_action
+from meshwright.report.timeline.run_record import RunRecord, plan_differences
+from meshwright.report.timeline.step_timeline import step_timeline
 
-SHOWN_RANKS, SHOWN_ACTIONS = 8, 24
-NO_TRACE = "Train with <code>--run.trace_steps 3</code> to have some steps timed act by act."
-UNPRICED = "Seconds are predicted where run.hardware names what <code>meshwright bench device</code> has measured, or a kind."
-SCHEDULE = (
+MAX_SHOWN_RANKS, MAX_SHOWN_ACTIONS = 8, 24
+NO_TRACE_HINT = "Train with <code>--run.trace_steps 3</code> to have some steps timed act by act."
+NO_PREDICTION_HINT = "Seconds are predicted where run.hardware names what <code>meshwright bench device</code> has measured, or a kind."
+SCHEDULE_NOTE = (
     '<p class="note">Forwards and backwards of each part of the model, by micro-batch. Red ground: the rank waits. Amber: it '
     "waits for what has been sent. Below: the activations that it holds, as the program has them.</p>"
 )
-STYLE = """
+PAGE_STYLE = """
 :root { color-scheme: light; }
 body { margin: 0; background: #f4f4f5; color: #27272a; font: 15px/1.5 system-ui, sans-serif; }
 header { background: #18181b; color: #fafafa; padding: 22px 32px; }
@@ -53,58 +53,58 @@ code { background: #f4f4f5; padding: 1px 5px; border-radius: 4px; font-size: 13p
 """
 
 
-def page(records: Sequence[Record], version: str) -> str:
+def run_page(records: Sequence[RunRecord], version: str) -> str:
     """The report on one run, or on two, as the text of an HTML file; `version` is that of meshwright."""
     pair = len(records) == 2
     title = " and ".join(escape(record.name) for record in records)
-    rows = zip(*(_run(record, place, pair=pair) for place, record in enumerate(records)), strict=True)
+    rows = zip(*(_run_sections(record, place, pair=pair) for place, record in enumerate(records)), strict=True)
     columns = "".join(f'<div class="columns {"two" if pair else "one"}">{"".join(row)}</div>' for row in rows)
     body = [
-        f"<header><h1>{title}</h1><p>{' &middot; '.join(_head(record, pair=pair) for record in records)}</p></header>",
+        f"<header><h1>{title}</h1><p>{' &middot; '.join(_run_headline(record, pair=pair) for record in records)}</p></header>",
         f'<main class="{"pair" if pair else "one"}">',
-        _differing(*records) if pair else "",
-        _section("Curves", _figure(curves(records), "curves") + _thinned(records)),
+        _plan_differences(*records) if pair else "",
+        _section("Curves", _figure(curves_figure(records), "curves") + _thinning_note(records)),
         columns,
         f'<p class="note">Written by meshwright {escape(version)}. This file needs no network.</p></main>',
     ]
-    return document(title, STYLE, "".join(body))
+    return html_document(title, PAGE_STYLE, "".join(body))
 
 
-def document(title: str, style: str, body: str) -> str:
+def html_document(title: str, style: str, body: str) -> str:
     """A whole page round `body`, with plotly inside; `title` is HTML."""
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title><style>{style}</style>'
     script = f"<script>{get_plotlyjs()}</script>"
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}{script}</head><body>{body}</body></html>\n'
 
 
-def _run(record: Record, place: int, *, pair: bool) -> Iterator[str]:
+def _run_sections(record: RunRecord, place: int, *, pair: bool) -> Iterator[str]:
     """The sections on one run, the same for each, so that those of two stand beside each other."""
     yield f'<h3 class="run-{place}">{escape(record.name)}</h3>' if pair else ""
     notes = "".join(f'<p class="note warning">{escape(note)}</p>' for note in record.notes)
     yield _section("Notes", notes) if notes else "<div></div>"
-    yield _section("The plan", _words(record))
-    yield _section("Predicted and measured", _predicted(record))
-    yield _section("Where the time went", _time(record, place))
-    yield _section("One step", _timeline(record, place))
+    yield _section("The plan", _plan_summary(record))
+    yield _section("Predicted and measured", _prediction_section(record))
+    yield _section("Where the time went", _time_section(record, place))
+    yield _section("One step", _timeline_section(record, place))
     drawn = schedule_svg(record)
-    yield _section("Who works when", f'<div class="wide">{drawn}</div>{SCHEDULE}') if drawn else "<div></div>"
-    yield _section("Memory per rank", _memory(record, place))
-    yield _section("Bytes by action, per rank and step", _bytes(record))
-    yield _section("Versions and machine", _machine(record))
+    yield _section("Who works when", f'<div class="wide">{drawn}</div>{SCHEDULE_NOTE}') if drawn else "<div></div>"
+    yield _section("Memory per rank", _memory_section(record, place))
+    yield _section("Bytes by action, per rank and step", _nbytes_section(record))
+    yield _section("Versions and machine", _machine_section(record))
 
 
-def _head(record: Record, *, pair: bool) -> str:
+def _run_headline(record: RunRecord, *, pair: bool) -> str:
     name = f"{escape(record.name)}: " if pair else ""
     if not record.steps:
         return f"{name}no step yet"
     last, steps = record.steps[-1], record.settings.get("train.steps")
     of = f" of {steps:,}" if isinstance(steps, int) else ""
-    mark = f"plan {escape(str(record.about['hash']))}, " if "hash" in record.about else ""
+    mark = f"plan {escape(str(record.run_info['hash']))}, " if "hash" in record.run_info else ""
     return f"{name}{mark}step {last['step']:,}{of}, loss {_number(last.get('loss'))}"
 
 
-def _differing(one: Record, other: Record) -> str:
-    found = differences(one, other)
+def _plan_differences(one: RunRecord, other: RunRecord) -> str:
+    found = plan_differences(one, other)
     if not found:
         return _section("What differs", '<p class="note">Nothing: the two plans are the same.</p>')
     names = [
@@ -114,13 +114,13 @@ def _differing(one: Record, other: Record) -> str:
     return _section("What differs", _table(["key", *names], rows))
 
 
-def _thinned(records: Sequence[Record]) -> str:
+def _thinning_note(records: Sequence[RunRecord]) -> str:
     most = max(len(record.steps) for record in records)
     return f'<p class="note">Of {most:,} steps, evenly chosen ones are drawn.</p>' if most > 4000 else ""
 
 
-def _words(record: Record) -> str:
-    words = record.about.get("words")
+def _plan_summary(record: RunRecord) -> str:
+    words = record.run_info.get("words")
     if not isinstance(words, Mapping):
         words = {
             key: value
@@ -130,10 +130,10 @@ def _words(record: Record) -> str:
     return _table([], [[f"<b>{escape(str(key))}</b>", escape(str(value))] for key, value in words.items()])
 
 
-def _time(record: Record, place: int) -> str:
+def _time_section(record: RunRecord, place: int) -> str:
     traced = {
         rank: trace.get("otherData", {}).get("seconds", {})
-        for rank, trace in list(record.traces.items())[:SHOWN_RANKS]
+        for rank, trace in list(record.traces.items())[:MAX_SHOWN_RANKS]
     }
     rows: dict[str, dict[str, float]] = {}
     for rank, steps in traced.items():
@@ -144,33 +144,33 @@ def _time(record: Record, place: int) -> str:
             }
     if rows:
         count = max(len(steps) for steps in traced.values())
-        note = f"Mean of {count} traced step{'s' if count > 1 else ''}. {_all_steps(record)}"
+        note = f"Mean of {count} traced step{'s' if count > 1 else ''}. {_mean_times_text(record)}"
         return (
-            _figure(stacked(rows, "milliseconds per step"), f"time-{place}") + f'<p class="note">{note}</p>'
+            _figure(stacked_figure(rows, "milliseconds per step"), f"time-{place}") + f'<p class="note">{note}</p>'
         )
-    for rank, said in list(record.ranks.items())[:SHOWN_RANKS]:
+    for rank, said in list(record.rank_accounts.items())[:MAX_SHOWN_RANKS]:
         if said.get("steps"):
             rows[f"rank {rank}"] = {
                 part: 1e3 * seconds / said["steps"] for part, seconds in said.get("seconds", {}).items()
             }
     if not rows:
-        return f'<p class="note">The run has not recorded where its time went. {NO_TRACE}</p>'
-    note = f"Means over all steps of the last start. {NO_TRACE}"
-    return _figure(stacked(rows, "milliseconds per step"), f"time-{place}") + f'<p class="note">{note}</p>'
+        return f'<p class="note">The run has not recorded where its time went. {NO_TRACE_HINT}</p>'
+    note = f"Means over all steps of the last start. {NO_TRACE_HINT}"
+    return _figure(stacked_figure(rows, "milliseconds per step"), f"time-{place}") + f'<p class="note">{note}</p>'
 
 
-def _predicted(record: Record) -> str:
-    found = beside(record)
+def _prediction_section(record: RunRecord) -> str:
+    found = compare_run(record)
     if not found:
         return '<p class="note">Nothing was predicted, or nothing measured yet.</p>'
-    rows = [[escape(text) for text in each.words] for each in found]
-    note = "Per rank and step. " + ("" if "step_s" in record.about.get("predicted", {}) else UNPRICED)
+    rows = [[escape(text) for text in each.cells] for each in found]
+    note = "Per rank and step. " + ("" if "step_s" in record.run_info.get("predicted", {}) else NO_PREDICTION_HINT)
     return _table(["", "predicted", "measured", "off by"], rows, numbers=True) + f'<p class="note">{note}</p>'
 
 
-def _all_steps(record: Record) -> str:
+def _mean_times_text(record: RunRecord) -> str:
     """The means over all steps, which cost nothing to know, in words."""
-    said = record.ranks.get(0, {})
+    said = record.rank_accounts.get(0, {})
     if not said.get("steps"):
         return ""
     each = [
@@ -179,12 +179,12 @@ def _all_steps(record: Record) -> str:
     return escape(f"Over all {said['steps']:,} steps of the last start, rank 0: {', '.join(each)}.")
 
 
-def _timeline(record: Record, place: int) -> str:
-    found = timeline(record)
+def _timeline_section(record: RunRecord, place: int) -> str:
+    found = step_timeline(record)
     if found is None:
-        return f'<p class="note">The run has recorded neither its program nor a trace. {NO_TRACE}</p>'
+        return f'<p class="note">The run has recorded neither its program nor a trace. {NO_TRACE_HINT}</p>'
     texts = []
-    if found.planned and found.scaled:
+    if found.planned and found.has_times:
         texts.append(
             "Planned: the program on paper, in its order and under its waits, each act as long as it took on average (on the "
             "wire: where it was quickest). Measured: as each rank played it; a message lasts from its issue until its result has "
@@ -192,17 +192,17 @@ def _timeline(record: Record, place: int) -> str:
         )
     elif found.planned:
         texts.append(
-            f"The program in its order and under its waits, to the scale of its operations. {NO_TRACE}"
+            f"The program in its order and under its waits, to the scale of its operations. {NO_TRACE_HINT}"
         )
-    if found.hidden:
-        texts.append(f"{found.hidden} more ranks are not drawn; their traces lie in the run's folder.")
+    if found.num_hidden_ranks:
+        texts.append(f"{found.num_hidden_ranks} more ranks are not drawn; their traces lie in the run's folder.")
     return _figure(timeline_figure(found), f"timeline-{place}") + "".join(
         f'<p class="note">{text}</p>' for text in texts
     )
 
 
-def _memory(record: Record, place: int) -> str:
-    held = record.about.get("held")
+def _memory_section(record: RunRecord, place: int) -> str:
+    held = record.run_info.get("held")
     rows: dict[str, Mapping[str, Any]] = {}
     if record.program is not None and isinstance(held, Mapping):
         for role, actions in record.program.roles:
@@ -211,7 +211,7 @@ def _memory(record: Record, place: int) -> str:
             rows[f"{name}, at its fullest"], rows[f"{name}, most of each"] = planned_memory(
                 Program.from_dict({role: actions}), each
             )
-    for rank, said in list(record.ranks.items())[:SHOWN_RANKS]:
+    for rank, said in list(record.rank_accounts.items())[:MAX_SHOWN_RANKS]:
         if isinstance(said.get("memory"), Mapping):
             rows[f"rank {rank}"] = said["memory"]
     if not rows:
@@ -231,34 +231,34 @@ def _memory(record: Record, place: int) -> str:
         )
     note = "Planned activations are what blocks hand on; what a block keeps inside for its backward is not in the plan."
     return (
-        _figure(stacked(drawn, "MiB"), f"memory-{place}")
+        _figure(stacked_figure(drawn, "MiB"), f"memory-{place}")
         + _table(heads, lines, numbers=True)
         + f'<p class="note">{note}</p>'
     )
 
 
-def _bytes(record: Record) -> str:
-    found = sent(record)
+def _nbytes_section(record: RunRecord) -> str:
+    found = sent_by_action(record)
     if not found:
         return '<p class="note">Nothing is sent: the run has one rank, or has not recorded its program.</p>'
     rows = [
         [
             escape(each.action),
-            escape(each.what),
+            escape(each.description),
             *("" if n is None else f"{n:,.0f} B" for n in (each.planned, each.measured)),
         ]
         for each in found
     ]
     more = (
-        f'<p class="note">and {len(rows) - SHOWN_ACTIONS} more actions</p>'
-        if len(rows) > SHOWN_ACTIONS
+        f'<p class="note">and {len(rows) - MAX_SHOWN_ACTIONS} more actions</p>'
+        if len(rows) > MAX_SHOWN_ACTIONS
         else ""
     )
-    return _table(["action", "what", "program", "ledger"], rows[:SHOWN_ACTIONS], numbers=True, first=2) + more
+    return _table(["action", "what", "program", "ledger"], rows[:MAX_SHOWN_ACTIONS], numbers=True, first=2) + more
 
 
-def _machine(record: Record) -> str:
-    said = {**record.about.get("versions", {}), **record.about.get("machine", {})}
+def _machine_section(record: RunRecord) -> str:
+    said = {**record.run_info.get("versions", {}), **record.run_info.get("machine", {})}
     if not said:
         return '<p class="note">The run has not recorded them.</p>'
     words = {

@@ -12,33 +12,33 @@ import plotly.graph_objects as go
 
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.step.simulator import SpansByRank
-from meshwright.planner.search.request import Wish
+from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import Candidate
-from meshwright.report.html.charts import LAYOUT, stacked
-from meshwright.report.html.run_page import STYLE, document
-from meshwright.report.search.search_result import PARTS, gib, name, spent_on
-from meshwright.report.timeline.gantt_svg import order_svg
-from meshwright.report.timeline.gantt_text import Units
+from meshwright.report.html.charts import FIGURE_LAYOUT, stacked_figure
+from meshwright.report.html.run_page import PAGE_STYLE, html_document
+from meshwright.report.search.search_result import TIME_CATEGORIES, to_gib, config_text, category_seconds
+from meshwright.report.timeline.gantt_svg import gantt_svg
+from meshwright.report.timeline.gantt_text import DrawingUnits
 
-SHOWN = 8  # layouts whose seconds are drawn
+MAX_DRAWN = 8  # layouts whose seconds are drawn
 
 
-def pareto(found: Iterable[Candidate]) -> list[Candidate]:
+def pareto_front(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Those of `found` of which no other is both as fast and as small, the fastest first."""
     front: list[Candidate] = []
-    for each in sorted(found, key=lambda each: (each.seconds, each.footprint.total)):
-        if not front or each.footprint.total < front[-1].footprint.total:
+    for each in sorted(candidates, key=lambda each: (each.seconds, each.memory.total)):
+        if not front or each.memory.total < front[-1].memory.total:
             front.append(each)
     return front
 
 
-def pareto_figure(found: Sequence[Candidate]) -> go.Figure:
+def pareto_figure(candidates: Sequence[Candidate]) -> go.Figure:
     """Seconds of a step over GiB of the fullest rank."""
-    front = pareto(found)
+    front = pareto_front(candidates)
     figure = go.Figure()
     hover = "<b>%{y:.3g} s, %{x:.1f} GiB</b><br>%{text}<extra></extra>"
     for points, look in (
-        (found, {"mode": "markers", "marker": {"color": "#93c5fd", "size": 7}, "name": "layouts"}),
+        (candidates, {"mode": "markers", "marker": {"color": "#93c5fd", "size": 7}, "name": "layouts"}),
         (
             front,
             {
@@ -49,47 +49,47 @@ def pareto_figure(found: Sequence[Candidate]) -> go.Figure:
         ),
     ):
         figure.add_scatter(
-            x=[gib(each.footprint.total) for each in points],
+            x=[to_gib(each.memory.total) for each in points],
             y=[each.seconds for each in points],
-            text=[escape(name(each)) for each in points],
+            text=[escape(config_text(each)) for each in points],
             hovertemplate=hover,
             **look,
         )
-    figure.update_layout(**LAYOUT, height=460, legend={"orientation": "h", "y": 1.08})
+    figure.update_layout(**FIGURE_LAYOUT, height=460, legend={"orientation": "h", "y": 1.08})
     figure.update_xaxes(title_text="GiB of the fullest rank", rangemode="tozero")
     figure.update_yaxes(title_text="seconds of a step", rangemode="tozero")
     return figure
 
 
-def choice_page(wish: Wish, found: Sequence[Candidate], rows: SpansByRank, words: Iterable[str]) -> str:
+def search_page(request: SearchRequest, candidates: Sequence[Candidate], spans: SpansByRank, reasons: Iterable[str]) -> str:
     """The page: `found`, the winner first; `rows` are the winner's turns (none: one rank along pp), `words` the reasons."""
     title = escape(
-        f"{wish.shape.name} on {wish.machine.count} {wish.machine.device.name}, {wish.batch:,} rows of a step"
+        f"{request.shape.name} on {request.machine.num_devices} {request.machine.device.name}, {request.batch:,} rows of a step"
     )
     spent = {
-        f"{number}. {name(each)}": {said: spent_on(each, part) for part, said in PARTS.items()}
-        for number, each in enumerate(found[:SHOWN], start=1)
+        f"{number}. {config_text(each)}": {said: category_seconds(each, part) for part, said in TIME_CATEGORIES.items()}
+        for number, each in enumerate(candidates[:MAX_DRAWN], start=1)
     }
-    times = stacked({escape(row): parts for row, parts in spent.items()}, "seconds of a step")
+    times = stacked_figure({escape(row): parts for row, parts in spent.items()}, "seconds of a step")
     times.update_layout(margin_l=430)
     drawn = (
-        order_svg({"the first layout": rows}, units=Units("{:.4g} s".format, format_nbytes)) if rows else ""
+        gantt_svg({"the first layout": spans}, units=DrawingUnits("{:.4g} s".format, format_nbytes)) if spans else ""
     )
     body = [
         f"<header><h1>{title}</h1></header><main>",
-        _section("Step time and memory", _html(pareto_figure(found), "pareto")),
-        _section("Where the seconds go", _html(times, "seconds")),
-        _section("Who works when", f'<div class="wide">{drawn}</div>') if drawn else _undrawn(found[0]),
-        _section("Why", "".join(f'<p class="note">{escape(line)}</p>' for line in words)),
+        _section("Step time and memory", _figure_html(pareto_figure(candidates), "pareto")),
+        _section("Where the seconds go", _figure_html(times, "seconds")),
+        _section("Who works when", f'<div class="wide">{drawn}</div>') if drawn else _no_schedule_section(candidates[0]),
+        _section("Why", "".join(f'<p class="note">{escape(line)}</p>' for line in reasons)),
         "</main>",
     ]
-    return document(title, STYLE, "".join(body))
+    return html_document(title, PAGE_STYLE, "".join(body))
 
 
-def _undrawn(best: Candidate) -> str:
+def _no_schedule_section(best: Candidate) -> str:
     text = (
         "Turns of unlike devices are not drawn."
-        if best.dealt
+        if best.layer_assignment
         else "No ranks along pp take turns in the first layout."
     )
     return _section("Who works when", f'<p class="note">{text}</p>')
@@ -99,6 +99,6 @@ def _section(title: str, inside: str) -> str:
     return f"<section><h2>{title}</h2>{inside}</section>"
 
 
-def _html(figure: go.Figure, name: str) -> str:
+def _figure_html(figure: go.Figure, name: str) -> str:
     config = {"displaylogo": False, "responsive": True}
     return figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config)

@@ -10,38 +10,38 @@ from rich.text import Text
 
 from meshwright.model.analysis.model_report import MAX_LISTED_NAMES, BlockRow, LayerRow, ModelReport
 from meshwright.plan.job.errors import Diagnostic, format_nbytes
-from meshwright.report.terminal.plan_table import work
+from meshwright.report.terminal.plan_table import format_flops
 
 
-def explain_view(found: ModelReport, width: int) -> RenderableType:
+def model_report_view(report: ModelReport, itemsize: int) -> RenderableType:
     """The tables of a survey; `width` is the bytes of one parameter element."""
     order = (
         "blocks, in the order of their visits"
-        if not found.diagnostics
+        if not report.diagnostics
         else "blocks, as the module tree has them"
     )
     parts = [
-        _summary(found, width),
+        _summary(report, itemsize),
         Text(f"\n{order}", style="bold"),
-        _blocks(found.blocks, width),
+        _blocks(report.blocks, itemsize),
         Text("\nsockets: where weights may be split", style="bold"),
-        _sockets(found.layers, width),
+        _layers(report.layers, itemsize),
     ]
-    if found.advice or found.notes:
+    if report.advice or report.notes:
         parts.append(Text("\nwhat was not understood, and how to declare it", style="bold yellow"))
         parts += [
             Text(f"  {note}")
-            for note in found.notes
-            if not any(note == fault.problem for fault in found.advice)
+            for note in report.notes
+            if not any(note == fault.problem for fault in report.advice)
         ]
-        parts += [line for fault in found.advice for line in _lines(fault)]
+        parts += [line for fault in report.advice for line in _diagnostic_lines(fault)]
     return Group(*parts)
 
 
-def explain_dict(found: ModelReport, width: int) -> dict[str, Any]:
+def model_report_dict(report: ModelReport, itemsize: int) -> dict[str, Any]:
     """The survey as plain values for JSON; `bytes_per_element` is the width of one parameter element."""
-    plain = asdict(replace(found, analyzed=None))
-    return {**{key: value for key, value in plain.items() if key != "reading"}, "bytes_per_element": width}
+    plain = asdict(replace(report, analyzed=None))
+    return {**{key: value for key, value in plain.items() if key != "reading"}, "bytes_per_element": itemsize}
 
 
 def _summary(found: ModelReport, width: int) -> Table:
@@ -56,7 +56,7 @@ def _summary(found: ModelReport, width: int) -> Table:
         ),
         "frozen": _names(found.frozen_params, "not trained"),
         "not used": _names(found.unused_params, "not reached by the forward"),
-        "side channels": _captured(found),
+        "side channels": _side_channels(found),
         "dropout": _dropout(found.blocks),
         "buffers": _names(found.written_buffers, "written by the forward: every rank writes its own"),
     }
@@ -78,7 +78,7 @@ def _attention(found: ModelReport) -> str:
     )
 
 
-def _captured(found: ModelReport) -> str:
+def _side_channels(found: ModelReport) -> str:
     if not found.num_captured:
         return "none"
     channels = ", ".join(f"{channel} ({number} tensors)" for channel, number in found.num_captured)
@@ -118,7 +118,7 @@ def _blocks(rows: Sequence[BlockRow], width: int) -> Table:
             else f"{row.first_block_call} .. {row.last_block_call}  ({row.num_block_calls} alike, each:)"
         )
         stream = "" if row.output_numel is None else f"{row.output_numel:,}"
-        flops = "" if row.flops is None else work(row.flops)
+        flops = "" if row.flops is None else format_flops(row.flops)
         cells = (name, row.class_name, f"{row.numel:,}", format_nbytes(row.numel * width), stream, flops)
         table.add_row(*(Text(cell) for cell in cells))
     if any(row.output_numel is not None for row in rows):
@@ -129,7 +129,7 @@ def _blocks(rows: Sequence[BlockRow], width: int) -> Table:
     return table
 
 
-def _sockets(rows: Sequence[LayerRow], width: int) -> Table:
+def _layers(rows: Sequence[LayerRow], width: int) -> Table:
     columns = (Column(name, overflow="fold") for name in ("module", "kind", "weight", "role", "said by"))
     table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
     for row in rows:
@@ -146,6 +146,6 @@ def _sockets(rows: Sequence[LayerRow], width: int) -> Table:
     return table
 
 
-def _lines(fault: Diagnostic) -> Iterator[Text]:
+def _diagnostic_lines(fault: Diagnostic) -> Iterator[Text]:
     yield Text(f"  {fault.problem}")
     yield Text(f"    repair: {fault.fix}", style="green")

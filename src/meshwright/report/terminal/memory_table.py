@@ -10,31 +10,31 @@ from collections.abc import Sequence
 from rich.table import Column, Table
 from rich.text import Text
 
-from meshwright.comm.collectives.announce import moved_bytes
+from meshwright.comm.collectives.announce import min_max_sent_nbytes
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action, Transfer
-from meshwright.planner.program_cost.memory import StateBytes, peak_bytes, state_bytes
+from meshwright.planner.program_cost.memory import StateBytes, peak_nbytes, state_bytes
 
-SHOWN = 6  # ranks in a table
+MAX_SHOWN_RANKS = 6  # ranks in a table
 
 
-def held_nbytes(plan: Plan) -> dict[str, dict[str, int]]:
+def state_nbytes_by_role(plan: Plan) -> dict[str, dict[str, int]]:
     """The bytes that the first rank of each role holds all the time, by category; the program tells gradients and buffers."""
     found = {}
-    for rank, (role, _) in zip(firsts(plan), plan.program.roles, strict=True):
+    for rank, (role, _) in zip(first_ranks(plan), plan.program.roles, strict=True):
         said = state_bytes(plan, rank)
         found[role] = {
             "parameters": said.parameters,
-            "moments": said.moments,
+            "optimizer_states": said.optimizer_states,
             **({"master": said.master} if said.master else {}),
         }
     return found
 
 
-def states_words(plan: Plan) -> str:
+def states_text(plan: Plan) -> str:
     """What rank 0 holds, in all and by category; where ranks have different lists, that which holds most."""
-    rank = max(firsts(plan), key=lambda rank: state_bytes(plan, rank).total)
+    rank = max(first_ranks(plan), key=lambda rank: state_bytes(plan, rank).total)
     said = state_bytes(plan, rank)
     parts = ", ".join(f"{name} {format_nbytes(nbytes)}" for name, nbytes in said.as_dict().items() if nbytes)
     which = f" on rank {rank}, which holds most" if len(plan.program.roles) > 1 else ""
@@ -46,9 +46,9 @@ def states_table(plan: Plan) -> Table:
 
     The last row has activations, too: the most that is held at any moment of a step.
     """
-    fullest = max(firsts(plan), key=lambda rank: peak_bytes(plan, rank))
-    ranks = firsts(plan) if len(plan.program.roles) > 1 else [0, plan.mesh.world_size - 1]
-    if len(ranks) > SHOWN:
+    fullest = max(first_ranks(plan), key=lambda rank: peak_nbytes(plan, rank))
+    ranks = first_ranks(plan) if len(plan.program.roles) > 1 else [0, plan.mesh.world_size - 1]
+    if len(ranks) > MAX_SHOWN_RANKS:
         ranks = sorted({ranks[0], fullest, ranks[-1]})
     found = [state_bytes(plan, rank) for rank in ranks]
     said = [[format_nbytes(nbytes) for nbytes in each.as_dict().values()] for each in found]
@@ -61,44 +61,44 @@ def states_table(plan: Plan) -> Table:
     for name in StateBytes.__dataclass_fields__:
         row = [each.as_dict()[name] for _, each in shown]
         if any(row):
-            table.add_row(name, *map(format_nbytes, row), _each(row[0], plan))
+            table.add_row(name, *map(format_nbytes, row), _per_param_text(row[0], plan))
     total = [each.total for _, each in shown]
-    table.add_row("in all", *map(format_nbytes, total), _each(total[0], plan), style="bold")
-    peaks = [peak_bytes(plan, rank) for rank, _ in shown]
-    table.add_row("at its fullest", *map(format_nbytes, peaks), _each(peaks[0], plan))
+    table.add_row("in all", *map(format_nbytes, total), _per_param_text(total[0], plan), style="bold")
+    peaks = [peak_nbytes(plan, rank) for rank, _ in shown]
+    table.add_row("at its fullest", *map(format_nbytes, peaks), _per_param_text(peaks[0], plan))
     if len(plan.program.roles) > 1 and len(shown) > 1:
         table.caption, table.caption_justify = f"rank {fullest} is the fullest", "left"
     return table
 
 
-def firsts(plan: Plan) -> list[int]:
+def first_ranks(plan: Plan) -> list[int]:
     """The first rank of each role."""
     roles = len(plan.program.roles)
     return list(range(0, plan.mesh.world_size, plan.mesh.world_size // roles))
 
 
-def busiest(plan: Plan) -> tuple[int, Sequence[Action]]:
+def busiest_rank(plan: Plan) -> tuple[int, Sequence[Action]]:
     """The first rank of the role that sends most in a step, and its list."""
     totals = [
-        sum(moved_bytes(move, move.num_ranks(plan.mesh))[1] for act in each for move in act.transfers)
-        for _, each in _lists(plan)
+        sum(min_max_sent_nbytes(move, move.num_ranks(plan.mesh))[1] for act in each for move in act.transfers)
+        for _, each in _first_rank_actions(plan)
     ]
-    return _lists(plan)[totals.index(max(totals))]
+    return _first_rank_actions(plan)[totals.index(max(totals))]
 
 
-def _lists(plan: Plan) -> list[tuple[int, Sequence[Action]]]:
-    return list(zip(firsts(plan), (actions for _, actions in plan.program.roles), strict=True))
+def _first_rank_actions(plan: Plan) -> list[tuple[int, Sequence[Action]]]:
+    return list(zip(first_ranks(plan), (actions for _, actions in plan.program.roles), strict=True))
 
 
 def sent_table(plan: Plan) -> Table | None:
     """Messages and bytes sent per step by the busiest rank, by kind of action and what it moves; None when nothing is sent."""
     found: dict[tuple[str, str], tuple[int, float]] = {}
-    rank, actions = busiest(plan)
+    rank, actions = busiest_rank(plan)
     for action in actions:
         for move in action.transfers:
-            key = action.kind, _what(move)
+            key = action.kind, _transfer_text(move)
             messages, nbytes = found.get(key, (0, 0.0))
-            most = moved_bytes(move, move.num_ranks(plan.mesh))[1]
+            most = min_max_sent_nbytes(move, move.num_ranks(plan.mesh))[1]
             found[key] = messages + 1, nbytes + most
     if not found:
         return None
@@ -121,9 +121,9 @@ def sent_table(plan: Plan) -> Table | None:
     return table
 
 
-def _each(nbytes: int, plan: Plan) -> str:
+def _per_param_text(nbytes: int, plan: Plan) -> str:
     return f"{nbytes / max(1, plan.model_spec.numel):.3g} B"
 
 
-def _what(move: Transfer) -> str:
+def _transfer_text(move: Transfer) -> str:
     return f"{move.collective} of {move.dtype} over {', '.join(move.axes)}"

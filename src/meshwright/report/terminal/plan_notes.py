@@ -21,24 +21,24 @@ from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import stepped_microbatches
 from meshwright.plan.step.weight_stashing import staleness
 
-PACKED, ENDS = (
+PACKED_EXAMPLE, PACKED_ENDS = (
     "documents of a sixth, a third and a half of a row",
     (1 / 6, 1 / 2),
 )  # what masks are is not known before
-EVEN = 0.05  # of the mean, which is not worth a word
-LONG = 1 << 13  # tokens; longer rows are as even
+IMBALANCE_TOLERANCE = 0.05  # of the mean, which is not worth a word
+MAX_CHECKED_TOKENS = 1 << 13  # tokens; longer rows are as even
 
 
-def token_words(plan: Plan) -> dict[str, str]:
+def sequence_sharding_text(plan: Plan) -> dict[str, str]:
     """How tokens are dealt to ranks, by heading; nothing where every rank has all of its samples."""
     space, tokens = plan.sharding, plan.model_spec.sequence_info
     if space.sequence_sharding is None or tokens is None:
         return {}
-    said = f"{tokens.length:,} of each sample on {space.sequence_sharding.num_ranks} ranks: {_each(space.sequence_sharding, tokens.length)} each"
+    said = f"{tokens.length:,} of each sample on {space.sequence_sharding.num_ranks} ranks: {_tokens_per_rank(space.sequence_sharding, tokens.length)} each"
     said += "".join(
-        f", and {length:,}: {_each(space.sequence_sharding, length)}" for length in tokens.lengths[1:]
+        f", and {length:,}: {_tokens_per_rank(space.sequence_sharding, length)}" for length in tokens.lengths[1:]
     )
-    said += "".join(f"; {each}" for each in _evenness(space.sequence_sharding, tokens))
+    said += "".join(f"; {each}" for each in _balance_texts(space.sequence_sharding, tokens))
     reach = max((each.halo for each in tokens.conv_calls), default=0)
     said += (
         f"; convolutions take in up to {reach:,} neighbours of a token, of other ranks too" if reach else ""
@@ -65,56 +65,56 @@ def token_words(plan: Plan) -> dict[str, str]:
     return {"tokens": said}
 
 
-def _each(deal: SequenceSharding, length: int) -> str:
-    counts = deal.num_tokens_by_rank(length)
+def _tokens_per_rank(sequence_sharding: SequenceSharding, length: int) -> str:
+    counts = sequence_sharding.num_tokens_by_rank(length)
     return f"{min(counts):,}" if min(counts) == max(counts) else f"{min(counts):,} to {max(counts):,}"
 
 
-def _evenness(deal: SequenceSharding, tokens: SequenceInfo) -> Iterator[str]:
+def _balance_texts(sequence_sharding: SequenceSharding, tokens: SequenceInfo) -> Iterator[str]:
     """How even ranks compute attention: under causal masks, and of masks, which are data, under one of packed documents."""
     kinds = {
         "causal attention": (any(attend.is_causal for attend in tokens.attention_calls), ()),
-        f"attention under a mask, such as {PACKED}": (
+        f"attention under a mask, such as {PACKED_EXAMPLE}": (
             any(attend.has_mask for attend in tokens.attention_calls),
-            ENDS,
+            PACKED_ENDS,
         ),
     }
     for name, (met, ends) in kinds.items():
         if met:
-            share = busiest(deal, tokens.length, ends)
-            yield f"{name}: the busiest rank has {share:.2f} x the mean{_better(deal, tokens.length, ends, share)}"
+            share = max_over_mean_attention(sequence_sharding, tokens.length, ends)
+            yield f"{name}: the busiest rank has {share:.2f} x the mean{_better_balance(sequence_sharding, tokens.length, ends, share)}"
 
 
-def _better(deal: SequenceSharding, length: int, ends: Sequence[float], share: float) -> str:
+def _better_balance(sequence_sharding: SequenceSharding, length: int, ends: Sequence[float], share: float) -> str:
     """What would be more even than `share`, if anything: `zigzag` before what serves less often."""
     ways = {
-        "zigzag": replace(deal, zigzag=True, striped=False),
-        "striped": replace(deal, zigzag=False, striped=True),
+        "zigzag": replace(sequence_sharding, zigzag=True, striped=False),
+        "striped": replace(sequence_sharding, zigzag=False, striped=True),
     }
     found = (
-        {name: busiest(way, length, ends) for name, way in ways.items()}
-        if deal.num_ranks > deal.num_inner_ranks
+        {name: max_over_mean_attention(way, length, ends) for name, way in ways.items()}
+        if sequence_sharding.num_ranks > sequence_sharding.num_inner_ranks
         else {}
     )
     name = min(found, key=lambda each: round(found[each], 2), default="")
-    return f' (balance = "{name}": {found[name]:.2f})' if name and share - found[name] > EVEN else ""
+    return f' (balance = "{name}": {found[name]:.2f})' if name and share - found[name] > IMBALANCE_TOLERANCE else ""
 
 
-def busiest(deal: SequenceSharding, length: int, ends: Sequence[float] = ()) -> float:
+def max_over_mean_attention(sequence_sharding: SequenceSharding, length: int, document_ends: Sequence[float] = ()) -> float:
     """What the busiest rank has of the pairs of tokens that a mask leaves, over the mean of all ranks.
 
     Each token looks at itself and those before it in its document; documents end at `ends`, as shares of the row, and with it.
     """
-    length = min(length, LONG)
-    stops = [0, *(int(length * end) for end in ends), length]
+    length = min(length, MAX_CHECKED_TOKENS)
+    stops = [0, *(int(length * end) for end in document_ends), length]
     firsts = range(
-        0, deal.num_ranks, deal.num_inner_ranks
+        0, sequence_sharding.num_ranks, sequence_sharding.num_inner_ranks
     )  # of those that have the same tokens for attention, and some of the heads each
-    work = [sum(_pairs(stops, *span) for span in deal.inner_group_ranges(length, first)) for first in firsts]
+    work = [sum(_num_attended_pairs(stops, *span) for span in sequence_sharding.inner_group_ranges(length, first)) for first in firsts]
     return max(work) * len(work) / sum(work)
 
 
-def _pairs(stops: Sequence[int], begin: int, end: int) -> int:
+def _num_attended_pairs(stops: Sequence[int], begin: int, end: int) -> int:
     """Over the positions from `begin` up to `end`, the sum of how many each looks at."""
     found = 0
     for start, stop in pairwise(stops):
@@ -123,17 +123,17 @@ def _pairs(stops: Sequence[int], begin: int, end: int) -> int:
     return found
 
 
-MEANINGS = {
+ROLE_TEXTS = {
     "parameters": "what blocks use and what is gathered",
     "master": "what the optimizer steps, and checkpoints hold",
     "compute": "operands of matrix products",
     "gradients": "the sum that the optimizer reads",
     "reduce": "gradients under way",
-    "moments": "what the optimizer remembers",
+    "optimizer_states": "what the optimizer remembers",
 }
 
 
-def roles_of(plan: Plan) -> dict[str, str]:
+def precision_roles(plan: Plan) -> dict[str, str]:
     """The dtype of each role, in words."""
     roles, rule = plan.job.precision.roles, plan.job.optimizer.name
     moments = (
@@ -141,16 +141,16 @@ def roles_of(plan: Plan) -> dict[str, str]:
         if rule in BFLOAT16_STATES
         else "8 bits, scales float32"
         if rule in EIGHT_BIT_STATES
-        else roles["moments"]
+        else roles["optimizer_states"]
     )
-    return {**roles, "moments": moments}
+    return {**roles, "optimizer_states": moments}
 
 
-def roles_words(plan: Plan) -> str:
+def precision_text(plan: Plan) -> str:
     """The roles by dtype, in one line: those of one dtype together."""
     found: dict[str, list[str]] = {}
-    roles = roles_of(plan)
-    if _steps_itself(plan):
+    roles = precision_roles(plan)
+    if _steps_params_directly(plan):
         roles.pop("master")
     for role, dtype in roles.items():
         found.setdefault(dtype, []).append(role)
@@ -159,7 +159,7 @@ def roles_words(plan: Plan) -> str:
     return f"{said}; loss scale from {precision.loss_scale:g}" if precision.scales_loss else said
 
 
-def roles_table(plan: Plan) -> Table:
+def precision_table(plan: Plan) -> Table:
     """Role, dtype, and what it is."""
     table = Table(
         Column("role", min_width=12),
@@ -169,18 +169,18 @@ def roles_table(plan: Plan) -> Table:
         header_style="bold",
     )
     table.padding = (0, 2, 0, 0)
-    same = {"master": "the parameters themselves"} if _steps_itself(plan) else {}
-    for role, dtype in roles_of(plan).items():
-        table.add_row(role, Text(dtype), Text(same.get(role, MEANINGS[role])))
+    same = {"master": "the parameters themselves"} if _steps_params_directly(plan) else {}
+    for role, dtype in precision_roles(plan).items():
+        table.add_row(role, Text(dtype), Text(same.get(role, ROLE_TEXTS[role])))
     return table
 
 
-def _steps_itself(plan: Plan) -> bool:
+def _steps_params_directly(plan: Plan) -> bool:
     """Whether the optimizer steps the parameters, and no copy of them."""
     return plan.job.precision.effective.master == plan.job.precision.parameters
 
 
-def versions_words(plan: Plan) -> dict[str, str]:
+def staleness_text(plan: Plan) -> dict[str, str]:
     """Rows of a summary of a plan that is not exact: which weights gradients meet, where every micro-batch is an update."""
     if plan.exact:
         return {}
@@ -190,7 +190,7 @@ def versions_words(plan: Plan) -> dict[str, str]:
     if not any(map(stepped_microbatches, lists)):
         return found
     old = ", ".join(str(staleness(actions)) for actions in lists)
-    kept = [rooms(actions) for actions in lists]
+    kept = [stashed_nbytes(actions) for actions in lists]
     said = ", ".join(
         f"{len(each)} ({format_nbytes(sum(each.values()))})" if each else "none" for each in kept
     )
@@ -198,7 +198,7 @@ def versions_words(plan: Plan) -> dict[str, str]:
     return found | {"updates per step": updates, "old weights kept": f"{said}, by stage"}
 
 
-def rooms(actions: tuple[Action, ...]) -> dict[str, int]:
+def stashed_nbytes(actions: tuple[Action, ...]) -> dict[str, int]:
     """The memory in which a rank keeps old versions of its weights: bytes by name."""
     return {
         hold.name: hold.nbytes for action in actions if action.kind == "STASH" for hold in action.allocations

@@ -12,19 +12,19 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from meshwright.comm.collectives.announce import FROM_ONE, TO_ONE, moved_bytes
+from meshwright.comm.collectives.announce import ONE_SENDER, ONE_RECEIVER, min_max_sent_nbytes
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import FORWARD_KINDS, PARAM_USE_KINDS
-from meshwright.report.terminal.memory_table import busiest, sent_table, states_table, states_words
-from meshwright.report.terminal.params_table import divided_words
-from meshwright.report.terminal.plan_notes import roles_table, roles_words, token_words, versions_words
-from meshwright.report.timeline.stage_table import parts_view
+from meshwright.report.terminal.memory_table import busiest_rank, sent_table, states_table, states_text
+from meshwright.report.terminal.params_table import sharded_params_text
+from meshwright.report.terminal.plan_notes import precision_table, precision_text, sequence_sharding_text, staleness_text
+from meshwright.report.timeline.stage_table import stages_view
 from meshwright.verifier.trace import TraceVerdict
 from meshwright.verifier.verdict import Verdict
 
-MEANINGS = {
+KIND_TEXTS = {
     "TOKEN_COUNT": "count the tokens of this step",
     "F": "forward of",
     "F_CHECKPOINTED": "forward, keeping inputs alone, of",
@@ -66,17 +66,17 @@ MEANINGS = {
 }
 
 # kinds that are told apart by their subject
-SUBJECTS = (
+KINDS_WITH_SUBJECT = (
     *("PACK", "GRAD_SQNORM", "REDUCE", "UNPACK", "GATHER", "SCATTER", "BROADCAST", "ACCUMULATE"),
     *("UNSHARD", "WAIT", "RESHARD", "REDUCE_TIED", "GATHER_GRAD", "SCATTER_PARAM"),
     *("SEND", "RECV", "SEND_GRAD", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"),
 )
-BEGINNING = 10  # rows of a list, where there are several roles
-STRETCHES = {
+MAX_ROWS_PER_ROLE = 10  # rows of a list, where there are several roles
+DIRECTION_OF_KIND = {
     **dict.fromkeys(FORWARD_KINDS, "forward"),
     **dict.fromkeys(("RECOMPUTE", "B", "I", "W", "PACK"), "backward"),
 }
-BESIDE = (
+INTERLEAVED_KINDS = (
     "UNSHARD",
     "RESHARD",
     "WAIT",
@@ -85,7 +85,7 @@ BESIDE = (
 )  # what a stretch has for each block, and a REDUCE that scatters
 
 
-def work(flops: float) -> str:
+def format_flops(flops: float) -> str:
     """Floating-point operations in the unit that fits, three digits."""
     for unit in ("", "K", "M", "G", "T"):
         if flops < 1000:
@@ -94,33 +94,33 @@ def work(flops: float) -> str:
     return f"{flops:.3g} PFLOP"
 
 
-def plan_view(plan: Plan, *, every: bool = False) -> RenderableType:
+def plan_view(plan: Plan, *, show_all: bool = False) -> RenderableType:
     """The summary of `plan`, its dtypes, what a rank holds and sends, and its actions; `every` draws each in a row of its own."""
-    tables = [roles_table(plan), states_table(plan), sent_table(plan), parts_view(plan, every=every)]
+    tables = [precision_table(plan), states_table(plan), sent_table(plan), stages_view(plan, show_all=show_all)]
     shown = (part for table in tables if table is not None for part in ("", table))
-    return Group(_summary(plan), *shown, *_lists(plan, every=every))
+    return Group(_summary(plan), *shown, *_action_tables(plan, show_all=show_all))
 
 
-def _lists(plan: Plan, *, every: bool) -> Iterator[RenderableType]:
+def _action_tables(plan: Plan, *, show_all: bool) -> Iterator[RenderableType]:
     """The list of the one role; of several the begin of the first one's, or with `every` all of them."""
     if len(plan.program.roles) == 1:
-        yield from ("", _actions(plan.actions, every=every))
+        yield from ("", _action_table(plan.actions, show_all=show_all))
         return
-    for role, actions in plan.program.roles if every else plan.program.roles[:1]:
-        yield Text(f"\n{role}" + ("" if every else f", of {len(plan.program.roles)} roles"), style="bold")
-        yield _actions(actions, every=every, most=len(actions) if every else BEGINNING)
+    for role, actions in plan.program.roles if show_all else plan.program.roles[:1]:
+        yield Text(f"\n{role}" + ("" if show_all else f", of {len(plan.program.roles)} roles"), style="bold")
+        yield _action_table(actions, show_all=show_all, most=len(actions) if show_all else MAX_ROWS_PER_ROLE)
 
 
 def _summary(plan: Plan) -> Table:
     table = Table.grid(Column(min_width=22), Column(overflow="fold"), padding=(0, 2))
-    for key, value in plan_words(plan).items():
+    for key, value in plan_summary(plan).items():
         table.add_row(Text(key, style="bold"), Text(value))
     for note in plan.model_spec.notes:
         table.add_row(Text("note", style="bold yellow"), Text(note))
     return table
 
 
-def plan_words(plan: Plan) -> dict[str, str]:
+def plan_summary(plan: Plan) -> dict[str, str]:
     """What `plan` trains, on what and how, each in a few words."""
     job, numel = plan.job, plan.model_spec.numel
     ranks = "1 rank" if plan.num_data == 1 else f"{plan.num_data} ranks"
@@ -131,25 +131,25 @@ def plan_words(plan: Plan) -> dict[str, str]:
         "mesh": f"{plan.mesh} ({plan.mesh.world_size} ranks)" if plan.mesh.world_size > 1 else "one device",
         "strategies": ", ".join(map(str, plan.strategies)) or "none",
         "global batch": f"{job.train.batch} samples = {ranks} x {micros} of {plan.micro_batch}{each}",
-        "precision": roles_words(plan),
-        **token_words(plan),
-        **divided_words(plan),
-        **versions_words(plan),
-        "states per rank": states_words(plan),
-        **_origin_words(plan),
-        "sent per rank and step": _sent(plan),
+        "precision": precision_text(plan),
+        **sequence_sharding_text(plan),
+        **sharded_params_text(plan),
+        **staleness_text(plan),
+        "states per rank": states_text(plan),
+        **_pretrained_text(plan),
+        "sent per rank and step": _sent_text(plan),
         "plan": plan.hash,
     }
 
 
-def _sent(plan: Plan) -> str:
+def _sent_text(plan: Plan) -> str:
     """What leaves each rank in a step; where the ranks differ, the busiest and another."""
     served, serving, apart = 0.0, 0.0, False
-    rank, actions = busiest(plan)
+    rank, actions = busiest_rank(plan)
     for move in (move for action in actions for move in action.transfers):
-        least, most = moved_bytes(move, move.num_ranks(plan.mesh))
-        served += 0 if move.collective in FROM_ONE else least
-        serving += 0 if move.collective in TO_ONE else most
+        least, most = min_max_sent_nbytes(move, move.num_ranks(plan.mesh))
+        served += 0 if move.collective in ONE_SENDER else least
+        serving += 0 if move.collective in ONE_RECEIVER else most
         apart = apart or least != most
     if format_nbytes(served) == format_nbytes(serving):
         return format_nbytes(serving) + (
@@ -160,7 +160,7 @@ def _sent(plan: Plan) -> str:
     return f"{format_nbytes(serving)} by rank 0, {format_nbytes(served)} by each other one"
 
 
-def _origin_words(plan: Plan) -> dict[str, str]:
+def _pretrained_text(plan: Plan) -> dict[str, str]:
     origin = plan.model_spec.pretrained_source
     if origin is None:
         return {}
@@ -171,7 +171,7 @@ def _origin_words(plan: Plan) -> dict[str, str]:
     }
 
 
-def _actions(actions: tuple[Action, ...], *, every: bool, most: int = sys.maxsize) -> Table:
+def _action_table(actions: tuple[Action, ...], *, show_all: bool, most: int = sys.maxsize) -> Table:
     columns = (
         Column("lane", min_width=7),
         Column("action", overflow="fold"),
@@ -179,7 +179,7 @@ def _actions(actions: tuple[Action, ...], *, every: bool, most: int = sys.maxsiz
     )
     table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
     lanes = {action.name: action.stream for action in actions}
-    runs = list(_runs(actions, every=every))
+    runs = list(_action_rows(actions, show_all=show_all))
     if len(runs) > most:
         table.caption, table.caption_justify = (
             f"and {len(runs) - most} more rows (--all shows them, and those of all roles)",
@@ -189,21 +189,21 @@ def _actions(actions: tuple[Action, ...], *, every: bool, most: int = sys.maxsiz
         first = run[0]
         micro = "" if first.microbatch is None else f" micro {first.microbatch}"
         number = f" x{len(run)}" if len(run) > 1 else ""
-        name = first.subject if first.kind in SUBJECTS and len(run) == 1 else ""
+        name = first.subject if first.kind in KINDS_WITH_SUBJECT and len(run) == 1 else ""
         label = f"{first.kind}{number}{micro} {name}".rstrip()
         table.add_row(
             first.stream,
             Text(label),
-            Text("; ".join(_details(run, lanes))),
+            Text("; ".join(_row_details(run, lanes))),
             style="" if first.stream == "compute" else "cyan",
         )
     return table
 
 
-def _details(run: list[Action], lanes: Mapping[str, str]) -> Iterator[str]:
+def _row_details(run: list[Action], lanes: Mapping[str, str]) -> Iterator[str]:
     first, last = run[0], run[-1]
     blocks = first.subject if len(run) == 1 else f"{first.subject} .. {last.subject}"
-    yield f"{MEANINGS[first.kind]} {blocks}" if first.kind in PARAM_USE_KINDS else MEANINGS[first.kind]
+    yield f"{KIND_TEXTS[first.kind]} {blocks}" if first.kind in PARAM_USE_KINDS else KIND_TEXTS[first.kind]
     for move in first.transfers[:1]:
         nbytes, within = (
             sum(each.nbytes for action in run for each in action.transfers),
@@ -215,7 +215,7 @@ def _details(run: list[Action], lanes: Mapping[str, str]) -> Iterator[str]:
         {hold.name: hold.nbytes for action in run for hold in action.allocations}.values()
     )  # a buffer is taken in turn
     if flops:
-        yield work(flops)
+        yield format_flops(flops)
     if taken:
         yield f"takes {format_nbytes(taken)}"
     waits = [wait for wait in first.waits if lanes.get(wait) != first.stream]
@@ -223,25 +223,25 @@ def _details(run: list[Action], lanes: Mapping[str, str]) -> Iterator[str]:
         yield f"after {waits[-1]}" + (f" and {len(waits) - 1} more" if len(waits) > 1 else "")
 
 
-def _runs(actions: tuple[Action, ...], *, every: bool) -> Iterator[list[Action]]:
+def _action_rows(actions: tuple[Action, ...], *, show_all: bool) -> Iterator[list[Action]]:
     """The actions of each row: forwards, or backwards, and then what stands between them, on consecutive blocks."""
     for _, stretch in groupby(
-        zip(_stretches(actions, every=every), actions, strict=True), key=lambda pair: pair[0]
+        zip(_row_groups(actions, show_all=show_all), actions, strict=True), key=lambda pair: pair[0]
     ):
         in_rows = sorted((action for _, action in stretch), key=lambda action: action.kind)
         for _, row in groupby(in_rows, key=lambda action: (action.kind, action.microbatch)):
             yield list(row)
 
 
-def _stretches(actions: tuple[Action, ...], *, every: bool) -> Iterator[str | int]:
+def _row_groups(actions: tuple[Action, ...], *, show_all: bool) -> Iterator[str | int]:
     """For each action what it is drawn with; a number: nothing."""
     now: str | int = ""
     for i, action in enumerate(actions):
         scatters = action.transfer is not None and action.transfer.collective == "reduce_scatter"
-        if not every and action.kind in STRETCHES:
-            now = STRETCHES[action.kind]
+        if not show_all and action.kind in DIRECTION_OF_KIND:
+            now = DIRECTION_OF_KIND[action.kind]
             yield now
-        elif not every and now and (action.kind in BESIDE or scatters):
+        elif not show_all and now and (action.kind in INTERLEAVED_KINDS or scatters):
             yield now
         else:
             now = now if action.transfer is not None else ""

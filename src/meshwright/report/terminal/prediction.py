@@ -11,43 +11,43 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from meshwright.comm.collectives.announce import moved_bytes
+from meshwright.comm.collectives.announce import min_max_sent_nbytes
 from meshwright.plan.plan import Plan
-from meshwright.planner.program_cost.memory import peak_parts
-from meshwright.planner.program_cost.prediction import Prediction, Spent
-from meshwright.report.terminal.memory_table import firsts
+from meshwright.planner.program_cost.memory import peak_nbytes_by_category
+from meshwright.planner.program_cost.prediction import StepPrediction, StepBreakdown
+from meshwright.report.terminal.memory_table import first_ranks
 
-WORDS = {
+CATEGORY_TEXTS = {
     "computing": "blocks and the loss",
     "within": "messages within blocks",
     "meeting": "messages between acts",
     "waiting": "for other ranks",
     "stepping": "norm and optimizer",
 }
-SHOWN = 6  # roles in a table
+MAX_ROLES = 6  # roles in a table
 
 
-def prediction_dict(plan: Plan, prediction: Prediction | None) -> dict[str, Any]:
+def prediction_dict(plan: Plan, prediction: StepPrediction | None) -> dict[str, Any]:
     """What `plan` holds at its fullest and sends in a step, by role, and what it takes, where that was predicted."""
     roles = [role for role, _ in plan.program.roles]
-    held = {role: peak_parts(plan, rank) for role, rank in zip(roles, firsts(plan), strict=True)}
-    said = {"held": held, "sent": dict(_sent(plan))}
+    held = {role: peak_nbytes_by_category(plan, rank) for role, rank in zip(roles, first_ranks(plan), strict=True)}
+    said = {"held": held, "sent": dict(_sent_nbytes(plan))}
     return said if prediction is None else {**said, **prediction.as_dict()}
 
 
-def prediction_view(plan: Plan, prediction: Prediction) -> RenderableType:
+def prediction_view(plan: Plan, prediction: StepPrediction) -> RenderableType:
     """The seconds of a step, in all and by where they go on each role."""
     tokens = plan.job.train.batch * (1 if plan.job.data.source == "example" else plan.job.data.sequence)
     unit = "samples" if plan.job.data.source == "example" else "tokens"
     speed = f"{tokens / prediction.step_s:,.4g} {unit} per second, {prediction.flops / prediction.step_s / 1e9:,.4g} GFLOP/s"
     share = "" if prediction.mfu is None else f", {100 * prediction.mfu:.1f} % of the peak"
-    head = f"a step takes {seconds(prediction.step_s)} on {plan.mesh.world_size} x {prediction.on}: {speed}{share}"
+    head = f"a step takes {format_seconds(prediction.step_s)} on {plan.mesh.world_size} x {prediction.target_name}: {speed}{share}"
     return Group(
         Text(head, style="bold"), _table(prediction), *(Text(f"  {note}") for note in prediction.notes)
     )
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """Seconds in the unit that fits, three digits."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if value >= scale:
@@ -55,9 +55,9 @@ def seconds(value: float) -> str:
     return f"{value * 1e6:.3g} us"
 
 
-def _table(prediction: Prediction) -> Table:
+def _table(prediction: StepPrediction) -> Table:
     roles = list(prediction.roles.items())
-    shown = roles if len(roles) <= SHOWN else [*roles[: SHOWN - 1], roles[-1]]
+    shown = roles if len(roles) <= MAX_ROLES else [*roles[: MAX_ROLES - 1], roles[-1]]
     columns = (
         [Column(role, justify="right") for role, _ in shown]
         if len(roles) > 1
@@ -71,22 +71,22 @@ def _table(prediction: Prediction) -> Table:
         header_style="bold",
     )
     table.padding = (0, 2, 0, 0)
-    for name, words in WORDS.items():
-        spent = [part(each, name) for _, each in shown]
+    for name, words in CATEGORY_TEXTS.items():
+        spent = [category_seconds(each, name) for _, each in shown]
         if any(spent):
-            table.add_row(name, *map(seconds, spent), words)
+            table.add_row(name, *map(format_seconds, spent), words)
     if len(roles) > len(shown):
         table.caption, table.caption_justify = f"and {len(roles) - len(shown)} roles between", "left"
     return table
 
 
-def part(spent: Spent, name: str) -> float:
+def category_seconds(breakdown: StepBreakdown, category: str) -> float:
     """The seconds that go to one of WORDS."""
-    return float(vars(spent)[name])
+    return float(vars(breakdown)[category])
 
 
-def _sent(plan: Plan) -> Iterator[tuple[str, float]]:
+def _sent_nbytes(plan: Plan) -> Iterator[tuple[str, float]]:
     """The bytes that the busiest rank of each role sends in a step."""
     for role, actions in plan.program.roles:
-        moves = (move for action in actions if action.stream != "receive" for move in action.transfers)
-        yield role, sum(moved_bytes(move, move.num_ranks(plan.mesh))[1] for move in moves)
+        moves = (move for action in actions if action.stream != "recv" for move in action.transfers)
+        yield role, sum(min_max_sent_nbytes(move, move.num_ranks(plan.mesh))[1] for move in moves)

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from meshwright.plan.job.errors import format_nbytes
 
-WIDTHS = {
+COLUMN_WIDTHS = {
     "step": 7,
     "loss": 7,
     "grad_norm": 9,
@@ -35,18 +35,18 @@ WIDTHS = {
     "ETA": 8,
     "scale": 7,
 }
-LINES = 20  # of a run that is not watched on a terminal
+MAX_LINES = 20  # of a run that is not watched on a terminal
 
 
 @dataclass(frozen=True)
-class Figures:
+class ProgressMetrics:
     """What is shown of a step; `memory` in bytes. Speeds are of all ranks; None: not known, or no loss scale."""
 
     step: int
     loss: float
     grad_norm: float
     lr: float
-    memory: int
+    memory_nbytes: int
     tokens_per_s: float
     flops_per_s: float | None = None
     mfu: float | None = None
@@ -58,7 +58,7 @@ class Figures:
             "loss": f"{self.loss:.4f}",
             "grad_norm": f"{self.grad_norm:.3f}",
             "lr": f"{self.lr:.2e}",
-            "memory": format_nbytes(self.memory),
+            "memory": format_nbytes(self.memory_nbytes),
             "tokens/s": f"{self.tokens_per_s:,.0f}",
         }
         if self.mfu is not None:
@@ -67,48 +67,48 @@ class Figures:
             said["GFLOP/s"] = f"{self.flops_per_s / 1e9:,.1f}"
         return said
 
-    def scale(self) -> dict[str, str]:
+    def loss_scale_cell(self) -> dict[str, str]:
         """The loss scale in words, where there is one."""
         return {} if self.loss_scale is None else {"scale": f"{self.loss_scale:g}"}
 
 
-Show = Callable[[Figures], None]
+ShowStep = Callable[[ProgressMetrics], None]
 
 
 @contextmanager
-def training_view(console: Console, steps: int, first: int) -> Iterator[Show]:
+def training_view(console: Console, steps: int, first: int) -> Iterator[ShowStep]:
     """What to call after each step: moves a table and a bar on a terminal, prints about 20 lines elsewhere."""
     if console.is_terminal:
-        with _moving(console, steps, first) as show:
+        with _live_view(console, steps, first) as show:
             yield show
         return
-    started, often, headed = perf_counter(), max(1, steps // LINES), False
+    started, often, headed = perf_counter(), max(1, steps // MAX_LINES), False
 
-    def line(figures: Figures) -> None:
+    def line(figures: ProgressMetrics) -> None:
         nonlocal headed
         step = figures.step
         if step % often == 0 or step in (first + 1, steps):
             left = (perf_counter() - started) / (step - first) * (steps - step)
-            cells = {"step": f"{step}/{steps}", **figures.cells(), "ETA": duration(left), **figures.scale()}
-            rows = [in_line(cells)] if headed else [in_line({name: name for name in cells}), in_line(cells)]
+            cells = {"step": f"{step}/{steps}", **figures.cells(), "ETA": format_duration(left), **figures.loss_scale_cell()}
+            rows = [format_line(cells)] if headed else [format_line({name: name for name in cells}), format_line(cells)]
             console.print("\n".join(rows), markup=False, soft_wrap=True)
             headed = True
 
     yield line
 
 
-def in_line(cells: Mapping[str, str]) -> str:
+def format_line(cells: Mapping[str, str]) -> str:
     """The cells in a line, each as wide as its column."""
-    return "  ".join(f"{text:>{WIDTHS[name]}}" for name, text in cells.items())
+    return "  ".join(f"{text:>{COLUMN_WIDTHS[name]}}" for name, text in cells.items())
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Hours, minutes and seconds, as 0:02:05."""
     return str(timedelta(seconds=round(seconds)))
 
 
 @contextmanager
-def _moving(console: Console, steps: int, first: int) -> Iterator[Show]:
+def _live_view(console: Console, steps: int, first: int) -> Iterator[ShowStep]:
     columns = (
         SpinnerColumn(),
         BarColumn(bar_width=None),
@@ -119,10 +119,10 @@ def _moving(console: Console, steps: int, first: int) -> Iterator[Show]:
     task = bar.add_task("train", total=steps, completed=first)
     with Live(bar, console=console, refresh_per_second=8) as live:
 
-        def show(figures: Figures) -> None:
+        def show(figures: ProgressMetrics) -> None:
             bar.update(task, completed=figures.step)
             step = {"step": f"{figures.step}/{steps}"}
-            scale = [Text(f" loss {name} {said}") for name, said in figures.scale().items()]
+            scale = [Text(f" loss {name} {said}") for name, said in figures.loss_scale_cell().items()]
             live.update(Group(_table({**step, **figures.cells()}), *scale, bar))
 
         yield show
@@ -132,6 +132,6 @@ def _table(cells: Mapping[str, str]) -> RenderableType:
     """One row under its names; it fits into 80 columns."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), header_style="bold", show_edge=False)
     for name in cells:
-        table.add_column(name, justify="right", no_wrap=True, min_width=WIDTHS[name])
+        table.add_column(name, justify="right", no_wrap=True, min_width=COLUMN_WIDTHS[name])
     table.add_row(*cells.values())
     return table

@@ -14,13 +14,13 @@ from html import escape
 
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.step.simulator import SimulationDeadlock, SpansByRank, TimelineSpan
-from meshwright.report.timeline.gantt_text import MEANINGS, Units, words
-from meshwright.report.timeline.run_record import Record
-from meshwright.report.timeline.stage_table import row_word
-from meshwright.report.timeline.stage_turns import acts_on_paper, acts_traced, gantt_rows
-from meshwright.report.timeline.step_timeline import lengths, steps_traced
+from meshwright.report.timeline.gantt_text import KIND_NAMES, DrawingUnits, schedule_summary
+from meshwright.report.timeline.run_record import RunRecord
+from meshwright.report.timeline.stage_table import row_label
+from meshwright.report.timeline.stage_turns import simulated_actions, traced_actions, gantt_rows
+from meshwright.report.timeline.step_timeline import action_durations_ms, traced_steps
 
-COLOURS = {
+KIND_COLOURS = {
     "F": ("#93c5fd", "#3b82f6", "#1d4ed8"),
     "B": ("#6ee7b7", "#10b981", "#047857"),
     "I": ("#5eead4", "#14b8a6", "#0f766e"),
@@ -28,38 +28,38 @@ COLOURS = {
     "~": ("#fbbf24",),
     ".": ("#fee2e2",),
 }
-HELD = "#ec4899"
+MEMORY_COLOUR = "#ec4899"
 LEFT, RIGHT, TOP, LEGEND = 70, 60, 26, 30  # pixels round the rows
-BOX, HILL, GAP = 20, 14, 6  # heights of a row, and of what it holds
-LETTER = 6.5  # the width of a letter in a label
+ROW_HEIGHT, MEMORY_HEIGHT, ROW_GAP = 20, 14, 6  # heights of a row, and of what it holds
+LETTER_WIDTH = 6.5  # the width of a letter in a label
 
 
-def order_svg(parts: Mapping[str, SpansByRank], width: int = 1100, units: Units | None = None) -> str:
+def gantt_svg(schedules: Mapping[str, SpansByRank], width: int = 1100, units: DrawingUnits | None = None) -> str:
     """The `parts`, such as planned and measured, as the text of an SVG `width` pixels wide. `units` say times and amounts."""
-    units = units or Units()
-    end = max((span.end for rows in parts.values() for row in rows for span in row), default=0.0) or 1.0
+    units = units or DrawingUnits()
+    end = max((span.end for rows in schedules.values() for row in rows for span in row), default=0.0) or 1.0
     scale = (width - LEFT - RIGHT) / end
     body: list[str] = []
     y = 8.0
-    for name, rows in parts.items():
-        body.append(_text(LEFT, y + 14, f"{name}: {words(rows, units)}", weight="bold"))
+    for name, rows in schedules.items():
+        body.append(_text(LEFT, y + 14, f"{name}: {schedule_summary(rows, units)}", weight="bold"))
         y += TOP
         most = max((span.memory for row in rows for span in row), default=0.0)
         for rank, row in enumerate(rows):
             body += _row(rank, row, y, scale, end, units)
-            y += BOX
+            y += ROW_HEIGHT
             if most:
-                body.append(_hill(row, y, scale, most))
+                body.append(_memory_curve(row, y, scale, most))
                 body.append(
                     _text(
                         LEFT + end * scale + 4,
-                        y + HILL,
-                        units.much(max((s.memory for s in row), default=0.0)),
+                        y + MEMORY_HEIGHT,
+                        units.format_amount(max((s.memory for s in row), default=0.0)),
                     )
                 )
-                y += HILL
-            y += GAP
-    body += _legend(parts, y + 4)
+                y += MEMORY_HEIGHT
+            y += ROW_GAP
+    body += _legend(schedules, y + 4)
     height = y + LEGEND
     frame = f'width="{width}" height="{height:g}" viewBox="0 0 {width} {height:g}"'
     look = 'font-family="system-ui, sans-serif" font-size="11" fill="#27272a"'
@@ -68,54 +68,54 @@ def order_svg(parts: Mapping[str, SpansByRank], width: int = 1100, units: Units 
 
 
 def _row(
-    rank: int, row: Sequence[TimelineSpan], y: float, scale: float, end: float, units: Units
+    rank: int, row: Sequence[TimelineSpan], y: float, scale: float, end: float, units: DrawingUnits
 ) -> Iterator[str]:
-    yield _text(8, y + 14, f"{units.rank} {rank}")
-    yield f'<rect x="{LEFT}" y="{y:g}" width="{end * scale:.2f}" height="{BOX}" fill="{COLOURS["."][0]}"/>'
+    yield _text(8, y + 14, f"{units.row_label} {rank}")
+    yield f'<rect x="{LEFT}" y="{y:g}" width="{end * scale:.2f}" height="{ROW_HEIGHT}" fill="{KIND_COLOURS["."][0]}"/>'
     for span in row:
         x, length = LEFT + span.begin * scale, (span.end - span.begin) * scale
-        shades = COLOURS[span.kind]
+        shades = KIND_COLOURS[span.kind]
         colour = shades[min(span.virtual_stage, len(shades) - 1)]
-        box = f'x="{x:.2f}" y="{y:g}" width="{length:.2f}" height="{BOX}" fill="{colour}"'
+        box = f'x="{x:.2f}" y="{y:g}" width="{length:.2f}" height="{ROW_HEIGHT}" fill="{colour}"'
         title = f"<title>{escape(_title(span, units))}</title>"
         yield f'<rect {box} stroke="white" stroke-width="{0.5 if length > 4 else 0}">{title}</rect>'
         label = str(span.microbatch)
-        if span.kind != "~" and len(label) * LETTER < length:
+        if span.kind != "~" and len(label) * LETTER_WIDTH < length:
             ink = "white" if span.virtual_stage else "#18181b"
             yield _text(x + length / 2, y + 14, label, anchor="middle", ink=ink)
 
 
-def _title(span: TimelineSpan, units: Units) -> str:
-    what = MEANINGS[span.kind]
+def _title(span: TimelineSpan, units: DrawingUnits) -> str:
+    what = KIND_NAMES[span.kind]
     which = (
         ""
         if span.kind == "~"
         else f" of micro-batch {span.microbatch}"
         + (f", part {span.virtual_stage} of the rank" if span.virtual_stage else "")
     )
-    holds = f", {units.much(span.memory)} held" if span.memory else ""
-    return f"{what}{which}: {units.long(span.begin)} .. {units.long(span.end)}{holds}"
+    holds = f", {units.format_amount(span.memory)} held" if span.memory else ""
+    return f"{what}{which}: {units.format_time(span.begin)} .. {units.format_time(span.end)}{holds}"
 
 
-def _hill(row: Sequence[TimelineSpan], y: float, scale: float, most: float) -> str:
+def _memory_curve(row: Sequence[TimelineSpan], y: float, scale: float, most: float) -> str:
     """What the rank holds over time, as steps."""
-    base = y + HILL
+    base = y + MEMORY_HEIGHT
     path = [f"M{LEFT} {base:g}"]
     for span in row:
         for amount, at in ((span.memory, span.begin), (span.memory_after, span.end)):
-            path.append(f"H{LEFT + at * scale:.2f}V{base - amount / most * (HILL - 1):.2f}")
-    return f'<path d="{"".join(path)}V{base:g}Z" fill="{HELD}" fill-opacity="0.45"/>'
+            path.append(f"H{LEFT + at * scale:.2f}V{base - amount / most * (MEMORY_HEIGHT - 1):.2f}")
+    return f'<path d="{"".join(path)}V{base:g}Z" fill="{MEMORY_COLOUR}" fill-opacity="0.45"/>'
 
 
 def _legend(parts: Mapping[str, SpansByRank], y: float) -> Iterator[str]:
     shown = {span.kind for rows in parts.values() for row in rows for span in row} | {"."}
     x = float(LEFT)
-    for kind in (kind for kind in MEANINGS if kind in shown):
-        yield f'<rect x="{x:g}" y="{y:g}" width="12" height="12" fill="{COLOURS[kind][0]}"/>'
-        yield _text(x + 17, y + 10, MEANINGS[kind])
-        x += 34 + LETTER * len(MEANINGS[kind])
+    for kind in (kind for kind in KIND_NAMES if kind in shown):
+        yield f'<rect x="{x:g}" y="{y:g}" width="12" height="12" fill="{KIND_COLOURS[kind][0]}"/>'
+        yield _text(x + 17, y + 10, KIND_NAMES[kind])
+        x += 34 + LETTER_WIDTH * len(KIND_NAMES[kind])
     if any(span.memory for rows in parts.values() for row in rows for span in row):
-        yield f'<rect x="{x:g}" y="{y:g}" width="12" height="12" fill="{HELD}" fill-opacity="0.45"/>'
+        yield f'<rect x="{x:g}" y="{y:g}" width="12" height="12" fill="{MEMORY_COLOUR}" fill-opacity="0.45"/>'
         yield _text(x + 17, y + 10, "held, and its peak")
 
 
@@ -124,20 +124,20 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str =
     return f'<text x="{x:.2f}" y="{y:g}" text-anchor="{anchor}"{more}>{escape(text)}</text>'
 
 
-def schedule_svg(record: Record) -> str:
+def schedule_svg(record: RunRecord) -> str:
     """The drawing; "" where each rank runs the whole model, or where the run has not said what its parts are."""
-    program, parts = record.program, record.about.get("parts", [])
+    program, parts = record.program, record.run_info.get("parts", [])
     if program is None or len(program.roles) < 2 or len(parts) < 2:
         return ""
-    events, step = steps_traced(record)
-    known = lengths(record, events) if step is not None else {}
+    events, step = traced_steps(record)
+    known = action_durations_ms(record, events) if step is not None else {}
     try:
-        found: dict[str, SpansByRank] = {"planned": gantt_rows(acts_on_paper(program, known), program, parts)}
+        found: dict[str, SpansByRank] = {"planned": gantt_rows(simulated_actions(program, known), program, parts)}
     except SimulationDeadlock:  # a damaged file: such a list has been refused long before
         return ""
     if step is not None:
         found[f"measured, step {step}"] = gantt_rows(
-            acts_traced(program, events, step, record.world), program, parts
+            traced_actions(program, events, step, record.world), program, parts
         )
     long = "{:.4g} ms".format if known else (lambda flops: f"{flops:.4g} operations")
-    return order_svg(found, units=Units(long, format_nbytes, row_word(record.world, len(program.roles))))
+    return gantt_svg(found, units=DrawingUnits(long, format_nbytes, row_label(record.world, len(program.roles))))

@@ -17,9 +17,9 @@ from rich.text import Text
 
 from meshwright.plan.step.simulator import SpansByRank, TimelineSpan
 
-STYLES = {"F": "black on #93c5fd", "B": "black on #6ee7b7", "I": "black on #5eead4", "W": "black on #c4b5fd"}
-STYLES |= {"~": "black on #fbbf24", ".": "#dc2626"}
-MEANINGS = {
+KIND_STYLES = {"F": "black on #93c5fd", "B": "black on #6ee7b7", "I": "black on #5eead4", "W": "black on #c4b5fd"}
+KIND_STYLES |= {"~": "black on #fbbf24", ".": "#dc2626"}
+KIND_NAMES = {
     "F": "forward",
     "B": "backward",
     "I": "of inputs",
@@ -27,63 +27,63 @@ MEANINGS = {
     "~": "exposed communication",
     ".": "bubble",
 }
-MOST = 8  # ranks that are drawn, unless all are
-FOREVER = 10**9  # columns
-Line = tuple[str, Text, str]  # whose it is, what is drawn, what is said behind it
-LEVELS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+MAX_RANKS_DRAWN = 8  # ranks that are drawn, unless all are
+UNLIMITED_COLUMNS = 10**9  # columns
+LabelledLine = tuple[str, Text, str]  # whose it is, what is drawn, what is said behind it
+BAR_LEVELS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 
 @dataclass(frozen=True)
-class Units:
+class DrawingUnits:
     """How times and amounts are said: `long` and `much` put a number into words. `rank` is what a row is called."""
 
-    long: Callable[[float], str] = "{:.4g}".format
-    much: Callable[[float], str] = "{:.4g}".format
-    rank: str = "rank"
+    format_time: Callable[[float], str] = "{:.4g}".format
+    format_amount: Callable[[float], str] = "{:.4g}".format
+    row_label: str = "rank"
 
 
-def order_view(
-    parts: Mapping[str, SpansByRank], width: int = 120, units: Units | None = None, *, whole: bool = False
+def gantt_view(
+    schedules: Mapping[str, SpansByRank], width: int = 120, units: DrawingUnits | None = None, *, draw_all: bool = False
 ) -> RenderableType:
     """The `parts`, such as planned and measured, below each other on one scale of at most `width` columns, and a legend.
 
     Of many ranks the first and the last are drawn; `whole` draws all, every act with its label, in as many pieces as it needs.
     """
-    units = units or Units()
-    end = max((span.end for rows in parts.values() for row in rows for span in row), default=0.0)
+    units = units or DrawingUnits()
+    end = max((span.end for rows in schedules.values() for row in rows for span in row), default=0.0)
     columns = width - len(_label("rank", 0, units))
-    scale = _scale(list(parts.values()), end, FOREVER if whole else columns)
+    scale = _scale(list(schedules.values()), end, UNLIMITED_COLUMNS if draw_all else columns)
     lines: list[RenderableType] = []
-    for name, rows in parts.items():
+    for name, rows in schedules.items():
         shown = (
             range(len(rows))
-            if whole or len(rows) <= MOST
-            else (*range(MOST // 2), *range(len(rows) - MOST // 2, len(rows)))
+            if draw_all or len(rows) <= MAX_RANKS_DRAWN
+            else (*range(MAX_RANKS_DRAWN // 2), *range(len(rows) - MAX_RANKS_DRAWN // 2, len(rows)))
         )
-        lines.append(Text(f"{name}: {words(rows, units)}", style="bold"))
-        lines += _pieces(list(_drawn(rows, shown, end, scale, units)), columns, round(end * scale))
+        lines.append(Text(f"{name}: {schedule_summary(rows, units)}", style="bold"))
+        lines += _wrapped_lines(list(_rank_lines(rows, shown, end, scale, units)), columns, round(end * scale))
         lines += (
-            [Text(f"{len(rows) - len(shown)} {units.rank}s between them do likewise")]
+            [Text(f"{len(rows) - len(shown)} {units.row_label}s between them do likewise")]
             if len(shown) < len(rows)
             else []
         )
         lines.append(Text(""))
     legend = Text()
-    shown = {span.kind for rows in parts.values() for row in rows for span in row} | {"."}
-    for kind in (kind for kind in MEANINGS if kind in shown):
-        legend.append(f" {kind} ", STYLES[kind]).append(f" {MEANINGS[kind]}   ")
+    shown = {span.kind for rows in schedules.values() for row in rows for span in row} | {"."}
+    for kind in (kind for kind in KIND_NAMES if kind in shown):
+        legend.append(f" {kind} ", KIND_STYLES[kind]).append(f" {KIND_NAMES[kind]}   ")
     return Group(*lines, legend)
 
 
-def words(rows: SpansByRank, units: Units | None = None) -> str:
+def schedule_summary(rows: SpansByRank, units: DrawingUnits | None = None) -> str:
     """How long it takes, what share of it is bubble, and the most that a rank holds."""
-    units = units or Units()
+    units = units or DrawingUnits()
     end = max((span.end for row in rows for span in row), default=0.0)
     busy = sum(span.end - span.begin for row in rows for span in row if span.kind != "~")
     bubble = 1 - busy / (end * len(rows)) if end else 0.0
     most = max((span.memory for row in rows for span in row), default=0.0)
-    return f"{units.long(end)} long, bubble {100 * bubble:.2f} %" + (
-        f", at most {units.much(most)} held" if most else ""
+    return f"{units.format_time(end)} long, bubble {100 * bubble:.2f} %" + (
+        f", at most {units.format_amount(most)} held" if most else ""
     )
 
 
@@ -98,33 +98,33 @@ def _scale(parts: Sequence[SpansByRank], end: float, columns: int) -> float:
     return wanted if end * wanted <= columns else columns / end
 
 
-def _label(word: str, rank: int, units: Units) -> str:
-    return f"{word:<{len(units.rank)}} {rank:<4}"
+def _label(word: str, rank: int, units: DrawingUnits) -> str:
+    return f"{word:<{len(units.row_label)}} {rank:<4}"
 
 
-def _drawn(rows: SpansByRank, shown: Sequence[int], end: float, scale: float, units: Units) -> Iterator[Line]:
+def _rank_lines(rows: SpansByRank, shown: Sequence[int], end: float, scale: float, units: DrawingUnits) -> Iterator[LabelledLine]:
     """A line per rank, then a line of what each holds, where anything is said about it."""
     width = round(end * scale)
     for rank, row in ((rank, rows[rank]) for rank in shown):
         line, at = Text(), 0
         for span in row:
             begin, until = round(span.begin * scale), round(span.end * scale)
-            line.append("." * max(begin - at, 0), STYLES["."])
+            line.append("." * max(begin - at, 0), KIND_STYLES["."])
             if until > begin:
-                line.append(_cell(span, until - begin), STYLES[span.kind])
+                line.append(_span_text(span, until - begin), KIND_STYLES[span.kind])
             at = max(at, until)
-        yield _label(units.rank, rank, units), line.append("." * (width - at), STYLES["."]), ""
+        yield _label(units.row_label, rank, units), line.append("." * (width - at), KIND_STYLES["."]), ""
     most = max((span.memory for row in rows for span in row), default=0.0)
     for rank, row in ((rank, rows[rank]) for rank in (shown if most else ())):
-        line = Text(_bars(row, end, scale, most), "#ec4899")
+        line = Text(_memory_bars(row, end, scale, most), "#ec4899")
         yield (
             _label("held", rank, units),
             line,
-            f" {units.much(max((span.memory for span in row), default=0.0))}",
+            f" {units.format_amount(max((span.memory for span in row), default=0.0))}",
         )
 
 
-def _pieces(lines: Sequence[Line], columns: int, width: int) -> Iterator[Text]:
+def _wrapped_lines(lines: Sequence[LabelledLine], columns: int, width: int) -> Iterator[Text]:
     """The lines with their labels, in pieces of `columns` below each other; what is said behind a line stands behind its last."""
     for begin in range(0, max(width, 1), columns):
         for label, line, behind in lines:
@@ -137,7 +137,7 @@ def _pieces(lines: Sequence[Line], columns: int, width: int) -> Iterator[Text]:
             )
 
 
-def _cell(span: TimelineSpan, width: int) -> str:
+def _span_text(span: TimelineSpan, width: int) -> str:
     """The label of an act in `width` characters: its end is left open, so that neighbours are told apart."""
     if span.kind == "~":
         return "~" * width
@@ -146,11 +146,11 @@ def _cell(span: TimelineSpan, width: int) -> str:
     return filled if width <= len(label) else f"{filled[:-1]} "
 
 
-def _bars(row: Sequence[TimelineSpan], end: float, scale: float, most: float) -> str:
+def _memory_bars(row: Sequence[TimelineSpan], end: float, scale: float, most: float) -> str:
     """What is held at each place, in eighths of the `most` that any rank holds."""
     text = " " * round(row[0].begin * scale) if row else ""
     for span, following in pairwise([*row, TimelineSpan(".", end, end)]):
         for amount, until in ((span.memory, span.end), (span.memory_after, following.begin)):
-            level = ceil(amount / most * (len(LEVELS) - 1) - 1e-9)
-            text += LEVELS[level] * (round(until * scale) - len(text))
+            level = ceil(amount / most * (len(BAR_LEVELS) - 1) - 1e-9)
+            text += BAR_LEVELS[level] * (round(until * scale) - len(text))
     return text

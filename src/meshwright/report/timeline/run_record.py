@@ -20,43 +20,43 @@ from typing import Any
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.step.action import Program, program_from_dict
 
-Table = Mapping[str, Any]
+JSONObject = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """A run as its folder shows it. `steps` and `evaluations` are lines of metrics in order of their step."""
 
     name: str
-    steps: list[Table]
-    evaluations: list[Table]
+    steps: list[JSONObject]
+    evaluations: list[JSONObject]
     settings: Mapping[str, Any]
-    about: Table = field(default_factory=dict)
+    run_info: JSONObject = field(default_factory=dict)
     program: Program | None = None
-    ranks: Mapping[int, Table] = field(default_factory=dict)
-    traces: Mapping[int, Table] = field(default_factory=dict)
+    rank_accounts: Mapping[int, JSONObject] = field(default_factory=dict)
+    traces: Mapping[int, JSONObject] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
     def world(self) -> int:
         """The number of ranks, as far as it is known."""
-        return int(self.about.get("world", len(self.ranks) or 1))
+        return int(self.run_info.get("world", len(self.rank_accounts) or 1))
 
 
-def read_record(folder: Path) -> Record:
+def read_run_record(folder: Path) -> RunRecord:
     """What the run in `folder` left. Raises PlanError for a folder that is none of a run."""
-    _refuse_others(folder)
+    _check_run_folder(folder)
     notes: list[str] = []
-    lines = list(_lines(folder / "metrics.jsonl", notes))
+    lines = list(_metric_lines(folder / "metrics.jsonl", notes))
     steps = {line["step"]: line for line in lines if not line.get("kind") and "loss" in line}
     evaluations = {line["step"]: line for line in lines if line.get("kind") == "evaluation"}
-    about = _object(folder / "about.json", notes)
+    about = _read_object(folder / "about.json", notes)
     program = _program(about, notes)
     world = about.get("world")
     ranks, traces = (_by_rank(folder / name, world, notes) for name in ("ranks", "trace"))
     if not steps:
         notes.append("no step has ended yet")
-    return Record(
+    return RunRecord(
         folder.resolve().name,
         [steps[step] for step in sorted(steps)],
         [evaluations[step] for step in sorted(evaluations)],
@@ -69,19 +69,19 @@ def read_record(folder: Path) -> Record:
     )
 
 
-def differences(one: Record, other: Record) -> list[tuple[str, str, str]]:
+def plan_differences(first: RunRecord, second: RunRecord) -> list[tuple[str, str, str]]:
     """The keys in which two plans differ, each with both values; what only names a place or a file is left out."""
     skipped = ("plan_hash", "version", "run.folder")
-    keys = dict.fromkeys([*one.settings, *other.settings])
-    found = [(key, one.settings.get(key), other.settings.get(key)) for key in keys if key not in skipped]
-    return [(key, _shown(mine), _shown(theirs)) for key, mine, theirs in found if mine != theirs]
+    keys = dict.fromkeys([*first.settings, *second.settings])
+    found = [(key, first.settings.get(key), second.settings.get(key)) for key in keys if key not in skipped]
+    return [(key, _format_value(mine), _format_value(theirs)) for key, mine, theirs in found if mine != theirs]
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     return "(not set)" if value is None else str(value)
 
 
-def _refuse_others(folder: Path) -> None:
+def _check_run_folder(folder: Path) -> None:
     if any((folder / name).is_file() for name in ("metrics.jsonl", "plan.toml")):
         return
     fix = "name a run's folder: the run.folder of its config"
@@ -98,7 +98,7 @@ def _refuse_others(folder: Path) -> None:
     )
 
 
-def _lines(path: Path, notes: list[str]) -> Iterator[Table]:
+def _metric_lines(path: Path, notes: list[str]) -> Iterator[JSONObject]:
     if not path.is_file():
         return
     texts = path.read_bytes().split(b"\n")
@@ -117,7 +117,7 @@ def _lines(path: Path, notes: list[str]) -> Iterator[Table]:
             notes.append(f"line {number} of metrics.jsonl cannot be read, and was left out")
 
 
-def _object(path: Path, notes: list[str]) -> dict[str, Any]:
+def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
     """The JSON object in `path`; empty when there is none."""
     if not path.is_file():
         return {}
@@ -131,18 +131,18 @@ def _object(path: Path, notes: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _by_rank(folder: Path, world: object, notes: list[str]) -> dict[int, Table]:
+def _by_rank(folder: Path, world: object, notes: list[str]) -> dict[int, JSONObject]:
     """The object of each rank that the run has; files of ranks beyond `world` are left from an earlier start."""
     found = {}
     for path in folder.glob("rank-*.json"):
         number = path.stem.removeprefix("rank-")
         if number.isdecimal() and not (isinstance(world, int) and int(number) >= world):
-            said = _object(path, notes)
+            said = _read_object(path, notes)
             found |= {int(number): said} if said else {}
     return dict(sorted(found.items()))
 
 
-def _program(about: Table, notes: list[str]) -> Program | None:
+def _program(about: JSONObject, notes: list[str]) -> Program | None:
     if "program" not in about:
         return None
     try:

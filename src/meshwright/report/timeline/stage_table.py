@@ -13,21 +13,21 @@ from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.model_spec.stage_boundaries import StageBoundaries, StageValue
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.simulator import SpansByRank
-from meshwright.report.timeline.gantt_text import Units, order_view, words
-from meshwright.report.timeline.stage_turns import Parts, acts_on_paper, gantt_rows, in_flight
+from meshwright.report.timeline.gantt_text import DrawingUnits, gantt_view, schedule_summary
+from meshwright.report.timeline.stage_turns import BlockCallsByStage, simulated_actions, gantt_rows, max_in_flight
 
-AMOUNT = 14  # columns for an amount at the end of a line
-SHOWN = 12  # rows of a table, unless all are asked for
+AMOUNT_COLUMNS = 14  # columns for an amount at the end of a line
+MAX_ROWS = 12  # rows of a table, unless all are asked for
 Row = TypeVar("Row")
-SCALES = ("", "K", "M", "G", "T", "P")
+FLOP_PREFIXES = ("", "K", "M", "G", "T", "P")
 
 
-def parts_of(plan: Plan) -> Parts:
+def stage_block_calls(plan: Plan) -> BlockCallsByStage:
     """The visits of each part, in order of the forward; one part where each rank runs the whole model."""
     return [part.block_calls for part in plan.sharding.stages] or [plan.model_spec.block_calls]
 
 
-def parts_view(plan: Plan, *, every: bool = False) -> RenderableType | None:
+def stages_view(plan: Plan, *, show_all: bool = False) -> RenderableType | None:
     """The parts of `plan`, the values between them and the order of the turns; None where each rank runs the whole model.
 
     `every` shows all rows, and the drawing with every label.
@@ -35,74 +35,74 @@ def parts_view(plan: Plan, *, every: bool = False) -> RenderableType | None:
     if not plan.sharding.block_calls_by_pp_rank or plan.model_spec.stage_boundaries is None:
         return None
     return Group(
-        *_idle(plan),
-        _parts_table(plan, every=every),
+        *_idle_warning(plan),
+        _stages_table(plan, show_all=show_all),
         "",
-        _values_table(plan, plan.model_spec.stage_boundaries, every=every),
+        _values_table(plan, plan.model_spec.stage_boundaries, show_all=show_all),
         "",
-        _Drawing(plan, every),
+        _ScheduleDrawing(plan, show_all),
     )
 
 
 @dataclass(frozen=True)
-class _Drawing:
+class _ScheduleDrawing:
     """The turns on paper, as wide as the terminal is."""
 
     plan: Plan
-    every: bool
+    show_all: bool
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        found = turns_on_paper(self.plan)
+        found = simulated_spans(self.plan)
         end = max((span.end for row in found for span in row), default=0.0)
         known = any(self.plan.model_spec.flops)
-        units = Units(
-            partial(_work, end) if known else "{:.4g}".format,
-            _bytes,
-            row_word(self.plan.mesh.world_size, len(found)),
+        units = DrawingUnits(
+            partial(_format_flops, end) if known else "{:.4g}".format,
+            _format_amount,
+            row_label(self.plan.mesh.world_size, len(found)),
         )
-        yield order_view(
+        yield gantt_view(
             {"planned, by operations" if known else "planned": found},
-            options.max_width - AMOUNT,
+            options.max_width - AMOUNT_COLUMNS,
             units,
-            whole=self.every,
+            draw_all=self.show_all,
         )
 
 
-def turns_on_paper(plan: Plan) -> SpansByRank:
+def simulated_spans(plan: Plan) -> SpansByRank:
     """When each role of `plan` is at which turn, to the scale of its operations; messages take no time."""
-    return gantt_rows(acts_on_paper(plan.program, {}), plan.program, parts_of(plan))
+    return gantt_rows(simulated_actions(plan.program, {}), plan.program, stage_block_calls(plan))
 
 
-def row_word(world: int, roles: int) -> str:
+def row_label(world: int, roles: int) -> str:
     """What a row of a drawing is called: a rank, or a stage where several ranks have the same role."""
     return "rank" if world == roles else "stage"
 
 
-def _idle(plan: Plan) -> Iterator[Text]:
+def _idle_warning(plan: Plan) -> Iterator[Text]:
     """A word where there are too few micro-batches to keep all ranks of a line at work."""
     ranks = len(plan.sharding.block_calls_by_pp_rank)
     if plan.num_microbatches < ranks:
-        found = turns_on_paper(plan)
-        said = words(found).split(", ")[1]
+        found = simulated_spans(plan)
+        said = schedule_summary(found).split(", ")[1]
         text = f"{plan.num_microbatches} micro-batch{'es' if plan.num_microbatches > 1 else ''} for {ranks} ranks in a line: {said}. "
         text += f"With a smaller micro_batch (now {plan.micro_batch}), or a larger train.batch, more of them work at a time"
         yield Text(f"{text}\n", style="yellow")
 
 
-def _work(end: float, flops: float) -> str:
+def _format_flops(end: float, flops: float) -> str:
     """Operations, in the unit that fits the longest."""
-    power = next((power for power in range(len(SCALES) - 1) if end < 1000 ** (power + 1)), len(SCALES) - 1)
-    return f"{flops / 1000**power:.4g} {SCALES[power]}FLOP"
+    power = next((power for power in range(len(FLOP_PREFIXES) - 1) if end < 1000 ** (power + 1)), len(FLOP_PREFIXES) - 1)
+    return f"{flops / 1000**power:.4g} {FLOP_PREFIXES[power]}FLOP"
 
 
-def _bytes(amount: float) -> str:
+def _format_amount(amount: float) -> str:
     return format_nbytes(round(amount))
 
 
-def _parts_table(plan: Plan, *, every: bool) -> Table:
+def _stages_table(plan: Plan, *, show_all: bool) -> Table:
     heads = ("parameters", "work", "in flight")
     columns = [Column(head, justify="right") for head in heads]
-    where = row_word(plan.mesh.world_size, len(plan.sharding.block_calls_by_pp_rank))
+    where = row_label(plan.mesh.world_size, len(plan.sharding.block_calls_by_pp_rank))
     table = Table(
         Column("part"),
         Column(where),
@@ -112,8 +112,8 @@ def _parts_table(plan: Plan, *, every: bool) -> Table:
         header_style="bold",
     )
     table.padding = (0, 2, 0, 0)
-    parts, flops = parts_of(plan), dict(zip(plan.model_spec.block_calls, plan.model_spec.flops, strict=True))
-    for number, part in _first(list(enumerate(parts)), every=every):
+    parts, flops = stage_block_calls(plan), dict(zip(plan.model_spec.block_calls, plan.model_spec.flops, strict=True))
+    for number, part in _first_rows(list(enumerate(parts)), show_all=show_all):
         own = set(part)
         stages = [
             index for index, stage in enumerate(plan.sharding.block_calls_by_pp_rank) if own <= set(stage)
@@ -124,7 +124,7 @@ def _parts_table(plan: Plan, *, every: bool) -> Table:
             if own & set(plan.model_spec.block_calls_needing(weight))
         )
         work = 100 * sum(map(flops.__getitem__, part)) / (sum(plan.model_spec.flops) or 1)
-        most = max(in_flight(plan.program.roles[index][1], part) for index in stages)
+        most = max(max_in_flight(plan.program.roles[index][1], part) for index in stages)
         blocks = part[0] if len(part) == 1 else f"{part[0]} .. {part[-1]} ({len(part)})"
         cells = (
             str(number),
@@ -135,11 +135,11 @@ def _parts_table(plan: Plan, *, every: bool) -> Table:
             f"{most} of {plan.num_microbatches}",
         )
         table.add_row(*map(Text, cells))
-    _say_hidden(table, len(parts), every=every)
+    _caption_hidden(table, len(parts), show_all=show_all)
     return table
 
 
-def _values_table(plan: Plan, borders: StageBoundaries, *, every: bool) -> Table:
+def _values_table(plan: Plan, borders: StageBoundaries, *, show_all: bool) -> Table:
     """What is live at each border, skips over several parts at each that they pass."""
     columns = (
         Column("border"),
@@ -149,38 +149,38 @@ def _values_table(plan: Plan, borders: StageBoundaries, *, every: bool) -> Table
         Column("bytes", justify="right"),
     )
     table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
-    of = {visit: number for number, part in enumerate(parts_of(plan)) for visit in part}
+    of = {visit: number for number, part in enumerate(stage_block_calls(plan)) for visit in part}
     found = [
         (number, value)
         for number, cut in enumerate(plan.sharding.split_points, start=1)
         for value in borders.live_values(cut)
     ]
-    for number, value in _first(found, every=every):
+    for number, value in _first_rows(found, show_all=show_all):
         table.add_row(
             *map(
                 Text,
-                (f"{number - 1} | {number}", str(value), _way(value, of), *_amount(value, plan.micro_batch)),
+                (f"{number - 1} | {number}", str(value), _route_text(value, of), *_value_size(value, plan.micro_batch)),
             )
         )
-    _say_hidden(table, len(found), every=every)
+    _caption_hidden(table, len(found), show_all=show_all)
     return table
 
 
-def _way(value: StageValue, of: dict[str, int]) -> str:
+def _route_text(value: StageValue, of: dict[str, int]) -> str:
     """From part to part: a value goes from each that uses it to the next one that does."""
     return " > ".join(map(str, sorted({of[value.producer], *(of[visit] for visit in value.consumers)})))
 
 
-def _amount(value: StageValue, rows: int) -> tuple[str, str]:
+def _value_size(value: StageValue, rows: int) -> tuple[str, str]:
     shape = " x ".join(map(str, value.shape(rows)))
     back = ", and back" if value.needs_grad else ""
     return f"{shape} {value.dtype}", f"{format_nbytes(value.nbytes(rows))}{back}"
 
 
-def _first(found: Sequence[Row], *, every: bool) -> Iterator[Row]:
-    yield from found if every else found[:SHOWN]
+def _first_rows(found: Sequence[Row], *, show_all: bool) -> Iterator[Row]:
+    yield from found if show_all else found[:MAX_ROWS]
 
 
-def _say_hidden(table: Table, count: int, *, every: bool) -> None:
-    if count > SHOWN and not every:
-        table.caption, table.caption_justify = f"and {count - SHOWN} more (--all shows them)", "left"
+def _caption_hidden(table: Table, count: int, *, show_all: bool) -> None:
+    if count > MAX_ROWS and not show_all:
+        table.caption, table.caption_justify = f"and {count - MAX_ROWS} more (--all shows them)", "left"

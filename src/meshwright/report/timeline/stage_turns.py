@@ -15,11 +15,11 @@ from typing import Any
 from meshwright.plan.step.action import Action, Program
 from meshwright.plan.step.simulator import SpansByRank, TimelineSpan, qualified_name, simulate
 from meshwright.plan.step.single_device import SCRATCH, WEIGHT_GRAD_KINDS
-from meshwright.report.timeline.memory_and_bytes import category
+from meshwright.report.timeline.memory_and_bytes import memory_category
 
-Parts = Sequence[Sequence[str]]  # the visits of each part of a model, in order of the forward
-GLUE = "glue"  # the kind of event of a model's own forward
-LETTERS = {
+BlockCallsByStage = Sequence[Sequence[str]]  # the visits of each part of a model, in order of the forward
+GLUE_EVENT = "glue"  # the kind of event of a model's own forward
+KIND_LETTERS = {
     "F": "F",
     "F_CHECKPOINTED": "F",
     "LOSS": "",
@@ -31,7 +31,7 @@ LETTERS = {
 
 
 @dataclass(frozen=True)
-class Act:
+class TimedAction:
     """An action of a role, and when it began and ended."""
 
     action: Action
@@ -39,7 +39,7 @@ class Act:
     end: float
 
 
-def acts_on_paper(program: Program, seconds: Mapping[str, float]) -> dict[str, list[Act]]:
+def simulated_actions(program: Program, seconds: Mapping[str, float]) -> dict[str, list[TimedAction]]:
     """When each role does what, with what each action takes by its name; without any, to the scale of their operations.
 
     Raises Stuck where somebody waits for ever.
@@ -53,93 +53,93 @@ def acts_on_paper(program: Program, seconds: Mapping[str, float]) -> dict[str, l
             float(action.flops) if known else {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}.get(action.kind, 0.0)
         )
 
-    acts: dict[str, list[Act]] = {role: [] for role, _ in program.roles}
+    acts: dict[str, list[TimedAction]] = {role: [] for role, _ in program.roles}
     for tick in simulate(program, length):
-        acts[tick.role].append(Act(tick.action, tick.start, tick.end))
+        acts[tick.role].append(TimedAction(tick.action, tick.start, tick.end))
     return acts
 
 
-def gantt_rows(acts: Mapping[str, Sequence[Act]], program: Program, parts: Parts) -> SpansByRank:
+def gantt_rows(acts: Mapping[str, Sequence[TimedAction]], program: Program, parts: BlockCallsByStage) -> SpansByRank:
     """The turns of each role in the order of the program's roles, as spans; what they hold is in bytes."""
     sent = {qualified_name(role, act.action.name): act.begin for role, each in acts.items() for act in each}
-    start = min((span.begin for role, each in acts.items() for span in _turns(each, parts)), default=0.0)
+    start = min((span.begin for role, each in acts.items() for span in _stage_turns(each, parts)), default=0.0)
     found = []
     for role, actions in program.roles:
-        came, holds = _arrivals(role, actions, sent), _holds(actions)
-        found.append(list(_row(_turns(acts.get(role, ()), parts), came, holds, start)))
+        came, holds = _send_times(role, actions, sent), _activation_nbytes(actions)
+        found.append(list(_span_row(_stage_turns(acts.get(role, ()), parts), came, holds, start)))
     return found
 
 
-def in_flight(actions: Iterable[Action], part: Sequence[str]) -> int:
+def max_in_flight(actions: Iterable[Action], block_calls: Sequence[str]) -> int:
     """The most micro-batches whose forward through `part` has begun and whose backward has not ended."""
     now: set[int | None] = set()
     most = 0
     for action in actions:
-        if LETTERS.get(action.kind) == "F" and action.subject == part[0]:
+        if KIND_LETTERS.get(action.kind) == "F" and action.subject == block_calls[0]:
             now.add(action.microbatch)
-        elif action.kind in WEIGHT_GRAD_KINDS and action.subject == part[0]:
+        elif action.kind in WEIGHT_GRAD_KINDS and action.subject == block_calls[0]:
             now.discard(action.microbatch)
         most = max(most, len(now))
     return most
 
 
 @dataclass(frozen=True)
-class _Turn:
+class _StageTurn:
     kind: str
-    micro: int
-    part: int
-    acts: tuple[Act, ...]
+    microbatch: int
+    stage: int
+    actions: tuple[TimedAction, ...]
 
     @property
     def begin(self) -> float:
-        return self.acts[0].begin
+        return self.actions[0].begin
 
     @property
     def end(self) -> float:
-        return max(act.end for act in self.acts)
+        return max(act.end for act in self.actions)
 
 
-def _turns(acts: Sequence[Act], parts: Parts) -> list[_Turn]:
+def _stage_turns(acts: Sequence[TimedAction], parts: BlockCallsByStage) -> list[_StageTurn]:
     of = {visit: number for number, part in enumerate(parts) for visit in part}
-    found: list[_Turn] = []
-    ahead: list[Act] = []  # the loss, and forwards once more, which belong to the backward that follows
+    found: list[_StageTurn] = []
+    ahead: list[TimedAction] = []  # the loss, and forwards once more, which belong to the backward that follows
     for act in sorted(
-        (act for act in acts if act.action.kind in LETTERS), key=lambda act: (act.begin, act.end)
+        (act for act in acts if act.action.kind in KIND_LETTERS), key=lambda act: (act.begin, act.end)
     ):
         letter, part, micro = (
-            LETTERS[act.action.kind],
+            KIND_LETTERS[act.action.kind],
             of.get(act.action.subject, len(parts) - 1),
             act.action.microbatch or 0,
         )
         if not letter:
             ahead.append(act)
-        elif found and (found[-1].kind, found[-1].micro, found[-1].part) == (letter, micro, part):
-            found[-1] = _Turn(letter, micro, part, (*found[-1].acts, *ahead, act))
+        elif found and (found[-1].kind, found[-1].microbatch, found[-1].stage) == (letter, micro, part):
+            found[-1] = _StageTurn(letter, micro, part, (*found[-1].actions, *ahead, act))
             ahead = []
         else:
-            found.append(_Turn(letter, micro, part, (*ahead, act)))
+            found.append(_StageTurn(letter, micro, part, (*ahead, act)))
             ahead = []
     return found
 
 
-def _row(
-    turns: Sequence[_Turn], came: Mapping[str, float], holds: Mapping[str, tuple[int, int]], start: float
+def _span_row(
+    turns: Sequence[_StageTurn], came: Mapping[str, float], holds: Mapping[str, tuple[int, int]], start: float
 ) -> Iterator[TimelineSpan]:
-    numbers = sorted({turn.part for turn in turns})
+    numbers = sorted({turn.stage for turn in turns})
     free, now = start, 0.0
     for turn in turns:
-        told = [came[act.action.name] for act in turn.acts if act.action.name in came]
+        told = [came[act.action.name] for act in turn.actions if act.action.name in came]
         on_its_way = max(free, *told) if told else turn.begin
         if on_its_way < turn.begin:
             yield TimelineSpan("~", on_its_way - start, turn.begin - start, memory=now, memory_after=now)
-        kept = [holds.get(act.action.name, (0, 0)) for act in turn.acts]
+        kept = [holds.get(act.action.name, (0, 0)) for act in turn.actions]
         during, left = float(max(most for most, _ in kept)), float(kept[-1][1])
-        chunk = numbers.index(turn.part)
-        yield TimelineSpan(turn.kind, turn.begin - start, turn.end - start, turn.micro, chunk, during, left)
+        chunk = numbers.index(turn.stage)
+        yield TimelineSpan(turn.kind, turn.begin - start, turn.end - start, turn.microbatch, chunk, during, left)
         free, now = turn.end, left
 
 
-def _arrivals(role: str, actions: Sequence[Action], sent: Mapping[str, float]) -> dict[str, float]:
+def _send_times(role: str, actions: Sequence[Action], sent: Mapping[str, float]) -> dict[str, float]:
     """By action, when the last of what it waits for began to be sent; only of those that wait for another role."""
     known = {action.name: action for action in actions}
 
@@ -152,17 +152,17 @@ def _arrivals(role: str, actions: Sequence[Action], sent: Mapping[str, float]) -
 
     found = {}
     for action in actions:
-        begins = [sent[name] for name in sources(action) if name in sent] if action.kind in LETTERS else []
+        begins = [sent[name] for name in sources(action) if name in sent] if action.kind in KIND_LETTERS else []
         if begins:
             found[action.name] = max(begins)
     return found
 
 
-def _holds(actions: Sequence[Action]) -> dict[str, tuple[int, int]]:
+def _activation_nbytes(actions: Sequence[Action]) -> dict[str, tuple[int, int]]:
     """By action, the bytes of activations that are there during it, and behind it."""
     found, now = {}, dict[str, int]()
     for action in actions:
-        now |= {hold.name: hold.nbytes for hold in action.allocations if category(hold.name) == "activations"}
+        now |= {hold.name: hold.nbytes for hold in action.allocations if memory_category(hold.name) == "activations"}
         during = sum(now.values())
         for name in action.frees:
             now.pop(name, None)
@@ -170,36 +170,36 @@ def _holds(actions: Sequence[Action]) -> dict[str, tuple[int, int]]:
     return found
 
 
-def acts_traced(
+def traced_actions(
     program: Program, traces: Mapping[int, Sequence[Mapping[str, Any]]], step: int, world: int
-) -> dict[str, list[Act]]:
+) -> dict[str, list[TimedAction]]:
     """When the first rank of each role did what in a traced step, in milliseconds; `traces` are events of each rank.
 
     The glue of a forward belongs to it: from where the model's own forward was called, until it returned.
     """
     ranks = max(1, world // len(program.roles))  # of each role, one behind the other
-    found: dict[str, list[Act]] = {}
+    found: dict[str, list[TimedAction]] = {}
     for number, (role, actions) in enumerate(program.roles):
         known = {action.name: action for action in actions}
         events = [event for event in traces.get(number * ranks, ()) if event["args"]["step"] == step]
         acts = [
-            Act(known[event["args"]["action"]], event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)
+            TimedAction(known[event["args"]["action"]], event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)
             for event in events
             if event["args"].get("action") in known
         ]
-        for event in (event for event in events if event["cat"] == GLUE):
-            acts = _with_glue(acts, event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)
+        for event in (event for event in events if event["cat"] == GLUE_EVENT):
+            acts = _extend_with_glue(acts, event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)
         found[role] = acts
     return found
 
 
-def _with_glue(acts: Sequence[Act], begin: float, end: float) -> list[Act]:
+def _extend_with_glue(acts: Sequence[TimedAction], begin: float, end: float) -> list[TimedAction]:
     """`acts`, of which the first forward that lies within the glue begins with it, and the last one ends with it."""
     inside = [
-        act for act in acts if LETTERS.get(act.action.kind) == "F" and begin <= act.begin and act.end <= end
+        act for act in acts if KIND_LETTERS.get(act.action.kind) == "F" and begin <= act.begin and act.end <= end
     ]
     first, last = (
         min(inside, key=lambda act: act.begin, default=None),
         max(inside, key=lambda act: act.end, default=None),
     )
-    return [Act(a.action, begin if a is first else a.begin, end if a is last else a.end) for a in acts]
+    return [TimedAction(a.action, begin if a is first else a.begin, end if a is last else a.end) for a in acts]

@@ -18,9 +18,9 @@ from typing import Any
 
 from meshwright.plan.step.action import Action, Program
 from meshwright.plan.step.simulator import SimulationDeadlock, simulate
-from meshwright.report.timeline.run_record import Record
+from meshwright.report.timeline.run_record import RunRecord
 
-PARTS = {
+CATEGORY_KINDS = {
     "forward": ("F", "F_CHECKPOINTED", "RECOMPUTE", "glue"),
     "backward": ("LOSS", "B", "I", "W"),
     "packing": ("PACK", "UNPACK", "ACCUMULATE"),
@@ -55,68 +55,68 @@ PARTS = {
     "evaluate": ("evaluate",),
     "save": ("save",),
 }
-PART_OF = {kind: part for part, kinds in PARTS.items() for kind in kinds}
-SHOWN_RANKS = 8
-Events = Mapping[int, Sequence[Mapping[str, Any]]]  # of each rank
+CATEGORY_OF_KIND = {kind: part for part, kinds in CATEGORY_KINDS.items() for kind in kinds}
+MAX_RANKS_DRAWN = 8
+EventsByRank = Mapping[int, Sequence[Mapping[str, Any]]]  # of each rank
 
 
 @dataclass(frozen=True)
-class Bar:
+class TimelineBar:
     """One act: the row it stands in, when it begins and how long it takes (milliseconds), and what it says of itself."""
 
     row: str
     name: str
-    part: str
+    category: str
     begin: float
     length: float
-    said: str = ""
+    details: str = ""
 
 
 @dataclass(frozen=True)
-class Timeline:
+class StepTimeline:
     """Bars of one step, planned and measured; `step` is None and `scaled` False when nothing was measured."""
 
-    planned: list[Bar]
-    measured: list[Bar]
+    planned: list[TimelineBar]
+    measured: list[TimelineBar]
     step: int | None
-    scaled: bool
-    hidden: int = 0  # ranks that are not drawn
+    has_times: bool
+    num_hidden_ranks: int = 0  # ranks that are not drawn
 
 
-def timeline(record: Record) -> Timeline | None:
+def step_timeline(record: RunRecord) -> StepTimeline | None:
     """The timeline of a run; None when neither its program nor a trace is there."""
-    events, step = steps_traced(record)
+    events, step = traced_steps(record)
     if record.program is None and step is None:
         return None
-    drawn = dict(list(events.items())[:SHOWN_RANKS])
+    drawn = dict(list(events.items())[:MAX_RANKS_DRAWN])
     measured = (
-        [bar for rank, each in drawn.items() for bar in _measured(rank, each, step)]
+        [bar for rank, each in drawn.items() for bar in _measured_bars(rank, each, step)]
         if step is not None
         else []
     )
     start = min((bar.begin for bar in measured), default=0.0)
-    shifted = [Bar(bar.row, bar.name, bar.part, bar.begin - start, bar.length, bar.said) for bar in measured]
-    planned = [] if record.program is None else _planned(record.program, lengths(record, events))
-    return Timeline(planned, shifted, step, step is not None, len(events) - len(drawn))
+    shifted = [TimelineBar(bar.row, bar.name, bar.category, bar.begin - start, bar.length, bar.details) for bar in measured]
+    planned = [] if record.program is None else _planned_bars(record.program, action_durations_ms(record, events))
+    return StepTimeline(planned, shifted, step, step is not None, len(events) - len(drawn))
 
 
-def steps_traced(record: Record) -> tuple[Events, int | None]:
+def traced_steps(record: RunRecord) -> tuple[EventsByRank, int | None]:
     """The acts of traced steps of each rank, and the step to be drawn: of all, the middle one by length.
 
     That is neither a hiccup nor a lucky one. None when nothing was traced.
     """
-    events = {rank: _acts(trace) for rank, trace in record.traces.items()}
+    events = {rank: _step_events(trace) for rank, trace in record.traces.items()}
     seen = sorted({step for each in events.values() for event in each for step in [event["args"]["step"]]})
-    return events, _middle(events, seen) if seen else None
+    return events, _median_step(events, seen) if seen else None
 
 
-def lengths(record: Record, events: Events) -> dict[str, float]:
+def action_durations_ms(record: RunRecord, events: EventsByRank) -> dict[str, float]:
     """Milliseconds of each action by its name, as a program on paper takes them.
 
     A message from one rank to another takes what passed, where that was shortest, from when both were at it until it had come:
     nobody is told when it left.
     """
-    known = durations(events.values())
+    known = event_durations_ms(events.values())
     if record.program is None:
         return known
     ranks = max(1, record.world // len(record.program.roles))
@@ -130,7 +130,7 @@ def lengths(record: Record, events: Events) -> dict[str, float]:
     steps = {step for _, step, _ in times}
     passed: dict[str, list[float]] = defaultdict(list)
     for role, actions in record.program.roles:
-        for action in (action for action in actions if action.stream == "receive" and action.waits):
+        for action in (action for action in actions if action.stream == "recv" and action.waits):
             known[action.name] = 0.0
             source, name = action.waits[0].split("/", 1)
             for step in steps:
@@ -140,7 +140,7 @@ def lengths(record: Record, events: Events) -> dict[str, float]:
     return known | {name: min(each) for name, each in passed.items()}
 
 
-def durations(events: Any) -> dict[str, float]:
+def event_durations_ms(events: Any) -> dict[str, float]:
     """Milliseconds of each action by its name: the mean on the compute lane, the least on the wire."""
     found: dict[str, list[float]] = defaultdict(list)
     wire: set[str] = set()
@@ -152,7 +152,7 @@ def durations(events: Any) -> dict[str, float]:
     return {name: min(times) if name in wire else fmean(times) for name, times in found.items()}
 
 
-def _acts(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _step_events(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The events of a trace that have a length and belong to a step."""
     events = trace["traceEvents"]
     return [
@@ -162,7 +162,7 @@ def _acts(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     ]
 
 
-def _middle(events: Mapping[int, Sequence[Mapping[str, Any]]], steps: Sequence[int]) -> int:
+def _median_step(events: Mapping[int, Sequence[Mapping[str, Any]]], steps: Sequence[int]) -> int:
     length = {
         step: sum(
             e["dur"]
@@ -175,24 +175,24 @@ def _middle(events: Mapping[int, Sequence[Mapping[str, Any]]], steps: Sequence[i
     return sorted(steps, key=lambda step: length[step])[len(steps) // 2]
 
 
-def _measured(rank: int, events: Sequence[Mapping[str, Any]], step: int) -> list[Bar]:
+def _measured_bars(rank: int, events: Sequence[Mapping[str, Any]], step: int) -> list[TimelineBar]:
     bars = []
     for event in events:
         if event["args"]["step"] != step or event["cat"] == "step":
             continue
-        lane = ("run", "compute", "wire")[min(event["tid"], 2)]
+        lane = ("run", "compute", "comm")[min(event["tid"], 2)]
         more = f" ({event['tid'] - 1})" if event["tid"] > 2 else ""
         said = "; ".join(
             f"{key} {event['args'][key]}" for key in ("bytes", "collective", "flops") if key in event["args"]
         )
-        part = PART_OF.get(event["cat"], "communication" if lane == "wire" else "other")
+        part = CATEGORY_OF_KIND.get(event["cat"], "communication" if lane == "comm" else "other")
         bars.append(
-            Bar(f"rank {rank} {lane}{more}", event["name"], part, event["ts"] / 1e3, event["dur"] / 1e3, said)
+            TimelineBar(f"rank {rank} {lane}{more}", event["name"], part, event["ts"] / 1e3, event["dur"] / 1e3, said)
         )
     return bars
 
 
-def _planned(program: Program, known: Mapping[str, float]) -> list[Bar]:
+def _planned_bars(program: Program, known: Mapping[str, float]) -> list[TimelineBar]:
     total = sum(action.flops for _, actions in program.roles for action in actions) or 1
 
     def length(action: Action) -> float:
@@ -205,19 +205,19 @@ def _planned(program: Program, known: Mapping[str, float]) -> list[Bar]:
     ):  # a list that cannot be played has been refused long before; a damaged file may hold one
         return []
     return [
-        Bar(
+        TimelineBar(
             f"{tick.role} {tick.action.stream}",
             tick.action.name,
-            PART_OF.get(tick.action.kind, "communication" if tick.action.stream == "wire" else "other"),
+            CATEGORY_OF_KIND.get(tick.action.kind, "communication" if tick.action.stream == "comm" else "other"),
             tick.start,
             tick.end - tick.start,
-            _words(tick.action),
+            _action_details(tick.action),
         )
         for tick in ticks
     ]
 
 
-def _words(action: Action) -> str:
+def _action_details(action: Action) -> str:
     said = [f"bytes {action.transfer.nbytes}; {action.transfer.collective}"] if action.transfer else []
     said += [f"flops {action.flops}"] if action.flops else []
     said += [f"waits for {', '.join(action.waits[:4])}"] if action.waits else []

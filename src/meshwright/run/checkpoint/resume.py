@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Never
 
 from meshwright.comm.algorithms import BACKEND
-from meshwright.comm.collectives.announce import SUMMING
+from meshwright.comm.collectives.announce import REDUCING
 from meshwright.comm.collectives.group import World
 from meshwright.engine.step.executor import Executor
 from meshwright.plan.job.errors import PlanError
@@ -65,7 +65,7 @@ def resume(
         return ResumeResult(0, ("starting from step 0", *notes))
     meta = manifest.meta
     changes = [*_changes(meta, plan, data_digest), *_other_sums(meta, reduction_transports(plan, world))]
-    so_far = EvalHistory.from_saved(meta.get("so_far"))
+    so_far = EvalHistory.from_saved(meta.get("eval_history"))
     if world.rank == 0:
         if changes and step is not None:
             aside = retire_later_checkpoints(folder, step)
@@ -197,7 +197,7 @@ def reduction_transports(plan: Plan, world: World) -> dict[str, str]:
     sums = {
         (move.axes, among)
         for move in moves
-        if move.collective in SUMMING and move.algorithm == BACKEND
+        if move.collective in REDUCING and move.algorithm == BACKEND
         for among in move.member_groups(plan.mesh)
     }
     groups = {" x ".join((*axes, *map(str, among))): world.group(axes, among) for axes, among in sorted(sums)}
@@ -205,7 +205,7 @@ def reduction_transports(plan: Plan, world: World) -> dict[str, str]:
 
 
 def _other_sums(meta: Mapping[str, Any], now: Mapping[str, str]) -> list[str]:
-    before = meta.get("summed_by", {})
+    before = meta.get("reduction_transports", {})
     changed = [
         (axes, before[axes], carrier) for axes, carrier in now.items() if before.get(axes, carrier) != carrier
     ]

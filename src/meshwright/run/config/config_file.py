@@ -1,7 +1,7 @@
 """A config file and a plan file have one schema, so a plan is a config in which nothing is left open.
 
     micro_batch = 2                      samples per micro-batch and rank; 0: the whole local batch at once
-    cluster = "cluster.toml"             what `bench comm` measured: by it algorithm = "auto" chooses, once, for the plan
+    cluster = "cluster.toml"             what `bench network` measured: by it algorithm = "auto" chooses, once, for the plan
 
     [model] [data] [train] [optimizer] [schedule] [precision] [evaluate] [guard]     together the Job (core/job.py)
     [run]                                                         what surrounds it
@@ -9,7 +9,7 @@
     dp_replicate = -1
 
     [[strategies]]                       one table per technique: its name and its fields
-    name = "replicate"
+    name = "ddp"
 
 A file without `strategies` asks for a choice; `strategies = []` asks for none. A plan file adds `plan_hash` and `version`.
 Every fault of a file and of the overrides is reported at once, with its dotted key and where it stands.
@@ -163,6 +163,7 @@ def _name(item: Any, otherwise: str) -> str:
     return otherwise
 
 
+StrategyTable = Mapping[str, Mapping[str, type[Strategy]]]  # by name, then by mode; the first is the default
 FILE_PATTERN = re.compile(r"\.(csv|py)(:\w+)?$")  # a text of a strategy that names a file
 EXTRA_KEYS = ("plan_hash", "version")  # written by a plan file
 
@@ -182,9 +183,7 @@ class PlanRequest:
     cluster: str = ""
 
 
-def read_request(
-    path: Path, overrides: Sequence[str], strategies: Mapping[str, type[Strategy]]
-) -> PlanRequest:
+def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable) -> PlanRequest:
     """The request in the TOML file at `path`, changed by `overrides` (run/overrides.py); `strategies` are known by name.
 
     Values are checked for their types only: whether they make sense together is for Plan.make to say.
@@ -255,9 +254,7 @@ def request_as_dict(request: PlanRequest) -> dict[str, Any]:
     document |= {"cluster": request.cluster} if request.cluster else {}
     document |= {"run": _plain(request.run), "mesh": dict(request.mesh)}
     if request.strategies is not None:
-        document["strategies"] = [
-            {"name": strategy.name, **_plain(strategy)} for strategy in request.strategies
-        ]
+        document["strategies"] = [strategy.as_dict() | _plain(strategy) for strategy in request.strategies]
     return document
 
 
@@ -327,13 +324,13 @@ def _syntax_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> Plan
 
 
 def _strategies(
-    listed: Any, known: Mapping[str, type[Strategy]], check: SchemaCheck, folder: Path
+    listed: Any, known: StrategyTable, check: SchemaCheck, folder: Path
 ) -> tuple[Strategy, ...] | None:
     if listed is None:
         return None
     path = ("strategies",)
     if not isinstance(listed, list) or not all(isinstance(table, dict) for table in listed):
-        fix = '[[strategies]] in double brackets, then name = "replicate"; one such table for each technique'
+        fix = '[[strategies]] in double brackets, then name = "ddp"; one such table for each technique'
         check.diagnostics.append(
             Diagnostic("strategies is not a list of tables", fix, check.describe_path(path))
         )
@@ -364,8 +361,21 @@ def _strategies(
                 if check.overridden & {("strategies", name, key) for key in table}
                 else (folder, Path.cwd())
             )
-            values = {key: _file(value, places) for key, value in table.items() if key != "name"}
-            chosen.append(check.convert(values, known[name], (*path, name)))
+            modes = known[name]
+            mode = table.get("mode", next(iter(modes))) if len(modes) > 1 else ""
+            if mode not in modes and len(modes) > 1:
+                check.diagnostics.append(
+                    Diagnostic(
+                        f"mode = {mode!r}; '{name}' has the modes {', '.join(modes)}",
+                        suggest_name(str(mode), modes),
+                        check.describe_path((*path, name, "mode")),
+                    )
+                )
+                continue
+            chooses = ("name", "mode") if len(modes) > 1 else ("name",)
+            values = {key: _file(value, places) for key, value in table.items() if key not in chooses}
+            strategy_class = modes[mode] if len(modes) > 1 else next(iter(modes.values()))
+            chosen.append(check.convert(values, strategy_class, (*path, name)))
     return tuple(chosen)
 
 

@@ -129,7 +129,13 @@ class EvalHistory:
     @classmethod
     def from_saved(cls, saved: Any) -> "EvalHistory":
         """What a checkpoint says (as `as_dict` gave it); nothing, when it says nothing of the kind."""
-        known = {"on": str, "best": float, "best_step": int, "mark": float, "waited": int}
+        known = {
+            "digest": str,
+            "best_loss": float,
+            "best_step": int,
+            "reference_loss": float,
+            "num_without_gain": int,
+        }
         if not isinstance(saved, dict) or saved.keys() != known.keys():
             return cls()
         fits = all(

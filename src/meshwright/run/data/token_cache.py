@@ -3,8 +3,8 @@
     cache/
       3f9a...c1/               one per (content, tokenizer, columns); its name is their hash
         tokens.bin             the ids of all documents, one after the other: uint16, or uint32 for large vocabularies
-        starts.bin             where each document begins, and the end: int64
-        wanted.bin             conversations only: which tokens are learnt, one byte each
+        document_starts.bin    where each document begins, and the end: int64
+        label_mask.bin         conversations only: which tokens are learnt, one byte each
         meta.json              how many there are, in which type, and the sha256 of what was written
       3f9a...c1.partial-77/    being written, or what a killed process left
 
@@ -31,7 +31,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.run.data.tokenizer import EncodedDocument
 
 CACHE_VERSION = 1
-ARRAY_DTYPES = {"tokens": "", "starts": "<i8", "wanted": "|u1"}  # the type of tokens stands in meta.json
+ARRAY_DTYPES = {"tokens": "", "document_starts": "<i8", "label_mask": "|u1"}  # the type of tokens stands in meta.json
 META_FILE = "meta.json"
 UINT16_VOCAB = 1 << 16
 
@@ -127,14 +127,14 @@ def _write(
             put("tokens", document.ids.astype(width))
             if document.label_mask is not None:
                 chosen = True
-                put("wanted", document.label_mask.astype(np.uint8))
+                put("label_mask", document.label_mask.astype(np.uint8))
             total += document.ids.size
             starts.append(total)
-        put("starts", np.asarray(starts, dtype=ARRAY_DTYPES["starts"]))
+        put("document_starts", np.asarray(starts, dtype=ARRAY_DTYPES["document_starts"]))
     return {
         "tokens": total,
-        "starts": len(starts),
-        "wanted": total * chosen,
+        "document_starts": len(starts),
+        "label_mask": total * chosen,
         "width": width.str,
         "digest": digest.hexdigest(),
     }
@@ -164,5 +164,5 @@ def _opened(place: Path) -> TokenCache:
         )
 
     return TokenCache(
-        mapped("tokens"), mapped("starts"), mapped("wanted") if meta["wanted"] else None, meta["digest"]
+        mapped("tokens"), mapped("document_starts"), mapped("label_mask") if meta["label_mask"] else None, meta["digest"]
     )

@@ -3,7 +3,7 @@
 When one rank fails, its peers fail next, inside a collective, with a message about a closed connection. A terminal full
 of such messages hides the one that matters. So no rank prints its own end: `guard` writes it to a file of its own,
 
-    failures/rank-1.json    {"rank": 1, "kind": "own", "step": 12, "phase": "backward", "traceback": ...}
+    failures/rank-1.json    {"rank": 1, "kind": "error", "step": 12, "phase": "backward", "traceback": ...}
 
 with one of four kinds, and run/launch.py shows the first that is not the consequence of another:
 
@@ -32,7 +32,7 @@ from typing import Literal
 
 from meshwright.plan.job.errors import PEER_LOST_PATTERN, CollectiveError, PlanError
 
-FailureKind = Literal["own", "report", "peer", "request"]
+FailureKind = Literal["error", "hang", "lost_peer", "plan_error"]
 PEER_TYPE = "DistError"  # the base of torch's errors of backends, networks and stores; by name: launching never imports torch
 
 
@@ -110,8 +110,8 @@ def record_failure(
             error.add_note(f"This could not be written to {failure_path(folder, rank)}: {unwritable}")
             raise error from error.__cause__
         if show is not None:
-            whole = record.kind == "own" or (record.kind == "report" and _speaks(error))
-            why = "it waited in vain" if record.kind == "report" else "it lost a peer"
+            whole = record.kind == "error" or (record.kind == "hang" and _speaks(error))
+            why = "it waited in vain" if record.kind == "hang" else "it lost a peer"
             show(
                 describe_failure(record)
                 if whole
@@ -125,7 +125,7 @@ def record_failure(
 
 def describe_failure(record: FailureRecord) -> str:
     """How a rank failed, in words: where it was, and its traceback; of a wait in vain, who is to blame for it."""
-    if record.kind == "report":
+    if record.kind == "hang":
         return f"{_headline(record, 'waited in vain')}\n{record.message}"
     return f"{_headline(record)}\n{record.traceback.rstrip()}"
 
@@ -138,14 +138,14 @@ def _headline(record: FailureRecord, what: str = "failed") -> str:
 def failure_kind(error: BaseException) -> FailureKind:
     """Which kind of failure `error` is. An error raised `from` a broken collective is one too."""
     if isinstance(error, PlanError):
-        return "request"
+        return "plan_error"
     for cause in _causes(error):
         if isinstance(cause, CollectiveError) and cause.report:
-            return "report"
+            return "hang"
         names = {kind.__name__ for kind in type(cause).__mro__}
         if PEER_TYPE in names or (type(cause) is RuntimeError and PEER_LOST_PATTERN.search(str(cause))):
-            return "peer"
-    return "own"
+            return "lost_peer"
+    return "error"
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -8,10 +8,10 @@ from hashlib import sha256
 
 import torch
 
-from meshwright.comm.backends.threads import alone
+from meshwright.comm.backends.threads import single_rank_world
 from meshwright.comm.collectives.group import World
-from meshwright.comm.rendezvous import Meeting
-from meshwright.comm.world import rendezvous
+from meshwright.comm.rendezvous import RendezvousEndpoint
+from meshwright.comm.world import init_world
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.run_options import WaitLimits
 from meshwright.plan.plan import Plan
@@ -39,7 +39,7 @@ def join_world(
     """
     cuda = torch.cuda.is_available()
     if mesh.world_size == 1:
-        yield alone(torch.device("cuda" if cuda else "cpu"))
+        yield single_rank_world(torch.device("cuda" if cuda else "cpu"))
         return
     own = rank_env.store_path is not None
     device = (
@@ -52,18 +52,18 @@ def join_world(
     meeting = None if own else _meeting(rank_env.launcher_env)
     backend = "nccl" if cuda else "gloo"
     path = rank_env.store_path
-    with rendezvous(
+    with init_world(
         mesh,
         rank_env.rank,
         store_path=path,
-        meeting=meeting,
+        endpoint=meeting,
         backend=backend,
         device=device,
         limits=limits or WaitLimits(),
         check_collectives=check_collectives,
-        shared=shared_memory,
+        shared_memory=shared_memory,
     ) as world:
-        world.lookout.abandon = _abandon
+        world.watchdog.on_abandon = _abandon
         yield world
 
 
@@ -83,19 +83,19 @@ def _gpu(local_rank: int, visible: int, *, every_visible: bool) -> torch.device:
     return torch.device("cuda", 0 if alone_on_it else local_rank)
 
 
-def _meeting(place: LauncherEnv | None) -> Meeting:
+def _meeting(place: LauncherEnv | None) -> RendezvousEndpoint:
     if place is None or place.master_addr is None:
         raise PlanError(
             "nothing says where the ranks meet",
             fix="export MASTER_ADDR=<the host of rank 0>",
             location="environment",
         )
-    return Meeting(
+    return RendezvousEndpoint(
         place.master_addr,
         place.master_port,
-        served=place.has_store,
-        one_host=place.is_single_host,
-        job=place.job_id,
+        has_external_store=place.has_store,
+        is_single_host=place.is_single_host,
+        job_id=place.job_id,
     )
 
 

@@ -229,7 +229,7 @@ def _outcome(
         if each.rank not in records and each.rank not in killed and each.failed(stopping)
     ]
     found = [
-        (record.time, record.rank) for record in records.values() if record.kind not in ("peer", "report")
+        (record.time, record.rank) for record in records.values() if record.kind not in ("lost_peer", "hang")
     ]
     found += [(each.ended_at, each.rank) for each in silent]
     if not found and not stopping:
@@ -239,15 +239,15 @@ def _outcome(
         return LaunchResult(
             128 + received[0] if stopping else SIGTERM_EXIT_CODE if agreed else 0, None, killed
         )
-    reports = sorted((record.time, record.rank) for record in records.values() if record.kind == "report")
-    if reports and not stopping and not any(record.kind in ("own", "request") for record in records.values()):
+    reports = sorted((record.time, record.rank) for record in records.values() if record.kind == "hang")
+    if reports and not stopping and not any(record.kind in ("error", "plan_error") for record in records.values()):
         return LaunchResult(1, _reported(records[reports[0][1]], silent, records, folder), killed)
     _, rank = min(found)
     record = records.get(rank)
-    if record is not None and record.kind == "request":
+    if record is not None and record.kind == "plan_error":
         return LaunchResult(2, FirstFailure(rank, record.message), killed)
     text = describe_failure(record) if record is not None else _guessed(ranks[rank])
-    if record is not None and record.kind == "peer":
+    if record is not None and record.kind == "lost_peer":
         gone = [str(each.rank) for each in ranks if each.process.returncode == 0]
         text += f"\nended before, without an error: rank {', '.join(gone)}" if gone else ""
     others = [str(failure_path(folder, other)) for other in sorted(records) if other != rank]

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from meshwright.comm.algorithms.size_rule import AUTO, Rule
-from meshwright.comm.tuning.autoselect import choose
+from meshwright.comm.algorithms.size_rule import AUTO, SizeRule
+from meshwright.comm.tuning.autoselect import choose_rule
 from meshwright.plan.hardware.network_model import Cluster
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
@@ -48,7 +48,7 @@ def choose_algorithms(
                 measured = _measured(cluster, strategy)
                 notes += _doubts(measured, cluster)
             ranks, per_host = _placed(strategy, mesh, measured)
-            choice = choose(measured, ranks, per_host)
+            choice = choose_rule(measured, ranks, per_host)
             rule = str(choice.rule)
             notes.append(str(choice))
         found.append(_with_rule(strategy, rule))
@@ -67,7 +67,7 @@ def _with_rule(strategy: Strategy, rule: str) -> Strategy:
 def _measured(cluster: str, strategy: Strategy) -> Cluster:
     if not cluster:
         text = "auto chooses by the measured cost of the links, and no measurement is named"
-        fix = 'run `meshwright bench comm`, then write cluster = "cluster.toml" at the top of the file; or algorithm = "ring"'
+        fix = 'run `meshwright bench network`, then write cluster = "cluster.toml" at the top of the file; or algorithm = "ring"'
         raise PlanError(text, fix=fix, location=f"strategies.{strategy.name}.algorithm")
     return read_cluster(Path(cluster))
 
@@ -121,7 +121,7 @@ def _rule(tables: Iterable[dict[str, Any]], mine: dict[str, Any]) -> str | None:
             and {key: value for key, value in table.items() if key != "algorithm"} == mine
         ):
             try:
-                return str(Rule.parse(text))
+                return str(SizeRule.parse(text))
             except PlanError:
                 return None
     return None

@@ -25,7 +25,7 @@ from statistics import median
 import torch
 from torch.nn import functional
 
-from meshwright.comm.tuning.allreduce_bench import spread_of
+from meshwright.comm.tuning.allreduce_bench import relative_spread
 from meshwright.engine.runtime.cpu_allocator import MAX_MMAP_THRESHOLD
 from meshwright.plan.hardware.device_profile import (
     AttentionTiming,
@@ -234,7 +234,7 @@ def matmul_operations(
 def matmul_points(dtype: torch.dtype, samples: Mapping[MatmulSize, Sequence[float]]) -> list[MatmulTiming]:
     """What the samples say, of which each is of three products."""
     rates = {each: 2.0 * prod(each) / (median(seen) / 3) for each, seen in samples.items()}
-    return [MatmulTiming(*each, _name(dtype), rate, spread_of(samples[each])) for each, rate in rates.items()]
+    return [MatmulTiming(*each, _name(dtype), rate, relative_spread(samples[each])) for each, rate in rates.items()]
 
 
 def _linear(far: UncachedMemory, m: int, n: int, k: int, batch: int) -> Operation:
@@ -268,7 +268,7 @@ def attention_points(
     found = []
     for size in (size for size in forward if size in both):
         first, whole = median(forward[size]), median(both[size])
-        spread = max(spread_of(forward[size]), spread_of(both[size]))
+        spread = max(relative_spread(forward[size]), relative_spread(both[size]))
         found.append(AttentionTiming(*size, _name(dtype), first, max(whole - first, 0.2 * first), spread))
     return found
 
@@ -297,7 +297,7 @@ def memory_operations(device: torch.device, sizes: Sequence[int]) -> dict[int, O
 def memory_points(samples: Mapping[int, Sequence[float]]) -> list[MemoryOpTiming]:
     """What the samples say, of which each is of two sums."""
     return [
-        MemoryOpTiming(nbytes, 2 * nbytes / median(seen), spread_of(seen)) for nbytes, seen in samples.items()
+        MemoryOpTiming(nbytes, 2 * nbytes / median(seen), relative_spread(seen)) for nbytes, seen in samples.items()
     ]
 
 
@@ -320,7 +320,7 @@ def compute_heavy_points(
 ) -> list[ElementwiseTiming]:
     """What the samples say of operations that make `numel` numbers."""
     return [
-        ElementwiseTiming(name, max(median(seen) - call_s, MIN_SECONDS) / numel, spread_of(seen))
+        ElementwiseTiming(name, max(median(seen) - call_s, MIN_SECONDS) / numel, relative_spread(seen))
         for name, seen in samples.items()
     ]
 

@@ -31,14 +31,14 @@ from typing import Any
 from meshwright.plan.hardware.device_profile import DeviceProfile
 from meshwright.plan.hardware.device_specs import DTYPES, DeviceSpec, find_device, known_devices
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
-from meshwright.planner.machine.efficiency import NAMES, rates_of
+from meshwright.planner.machine.efficiency import RATE_NAMES, load_rates
 from meshwright.planner.machine.from_benchmark import measured_device, measured_rates
-from meshwright.planner.machine.machine import Machine, machine
+from meshwright.planner.machine.machine import Machine, make_machine
 from meshwright.run.config.schema import SchemaCheck
 from meshwright.run.measure.measured_files import parse_measurements, read_profile, read_toml
 
 DEFAULT_NUM_UNITS = 100
-LINKS_FIX = "measure links: meshwright bench comm, then --cluster cluster.toml; or say it in a [device] table beside `measured`"
+LINKS_FIX = "measure links: meshwright bench network, then --cluster cluster.toml; or say it in a [device] table beside `measured`"
 DEVICE_FIX = (
     "write a [device] table (docs/planning.md), or measure: meshwright bench device --out device.toml"
 )
@@ -116,7 +116,7 @@ def read_machine(hardware: str, count: int) -> Machine:
     Where a file says nothing of links, or of hosts, those of the machine are 0: not known.
     """
     if not is_hardware_file(hardware):
-        return machine(hardware, count)
+        return make_machine(hardware, count)
     path = Path(hardware)
     document = read_toml(path, DEVICE_FIX)
     if isinstance(document.get("device"), str):
@@ -141,26 +141,26 @@ def read_machine(hardware: str, count: int) -> Machine:
 
 def with_host_links(machine: Machine, hardware: str) -> Machine:
     """`given` with a host for its devices. Raises PlanError where they have to meet over links of which nothing is known."""
-    if machine.count == 1:
-        return replace(machine, per_host=machine.host or 1)
-    device, host = machine.device, machine.host
+    if machine.num_devices == 1:
+        return replace(machine, host_size_override=machine.devices_per_host or 1)
+    device, host = machine.device, machine.devices_per_host
     faults = []
     for key, known in (("link_gb_s", device.link_rate), ("per_host", host)):
         if not known:
             faults.append(
-                Diagnostic(f"{machine.count} devices, and nothing is known of {key}", LINKS_FIX, hardware)
+                Diagnostic(f"{machine.num_devices} devices, and nothing is known of {key}", LINKS_FIX, hardware)
             )
-    if host and machine.count > host and not device.nic_rate:
+    if host and machine.num_devices > host and not device.nic_rate:
         faults.append(
             Diagnostic(
-                f"{machine.count} devices on hosts of {host}, and nothing is known of nic_gb_s",
+                f"{machine.num_devices} devices on hosts of {host}, and nothing is known of nic_gb_s",
                 LINKS_FIX,
                 hardware,
             )
         )
     raise_diagnostics(faults)
     return replace(
-        machine, device=replace(device, devices_per_host=device.devices_per_host or host), per_host=host
+        machine, device=replace(device, devices_per_host=device.devices_per_host or host), host_size_override=host
     )
 
 
@@ -224,7 +224,7 @@ def _described(
     if base is None:
         base = measured_device(profile) if profile is not None else _bare()
     device = _device(table, base, path)
-    rates = rates_of(base.name) if profile is None else measured_rates(profile, device)
+    rates = load_rates(base.name) if profile is None else measured_rates(profile, device)
     return Machine(device, count, replace(rates, **said.rates))
 
 
@@ -279,8 +279,8 @@ def _faults(said: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
         least, most, unit = RATE_RANGES.get(
             name, (0.0, 1.0 if name in FRACTION_RATES else MAX_FACTOR, "a number of times")
         )
-        if name not in NAMES:
-            yield Diagnostic(f"there is no rate '{name}'", suggest_name(name, NAMES), f"rates.{name}")
+        if name not in RATE_NAMES:
+            yield Diagnostic(f"there is no rate '{name}'", suggest_name(name, RATE_NAMES), f"rates.{name}")
         elif not 0 < value < inf:
             yield Diagnostic(f"{name} = {value}", "write a number above 0", f"rates.{name}")
         elif value > most and name in FRACTION_RATES:

@@ -58,7 +58,7 @@ def parse_measurements(
     if found is not None and not faults:
         faults += [
             replace(fault, location=f"{path}: {fault.location}")
-            for fault in (*found.faults(), *extra_diagnostics(found))
+            for fault in (*found.diagnostics(), *extra_diagnostics(found))
         ]
     raise_diagnostics(faults)
     return found
@@ -80,11 +80,11 @@ PROFILE_HEADER = """\
 # again when the device, torch or the number of threads change.
 """
 TABLE_COMMENTS = {
-    "products": "matrix products, [m, k] by [k, n] so many at once: FLOP/s, and the distance of the quartiles as a share",
+    "matmuls": "matrix products, [m, k] by [k, n] so many at once: FLOP/s, and the distance of the quartiles as a share",
     "attention": "fused attention without a mask: seconds, backward alone",
-    "moved": "operations that only read and write: bytes of both together, bytes/s",
-    "computed": "operations that compute much for each number: seconds of one",
-    "stretches": "work of so many seconds: how far the later of two is behind their mean, as a share",
+    "memory_ops": "operations that only read and write: bytes of both together, bytes/s",
+    "elementwise_ops": "operations that compute much for each number: seconds of one",
+    "lag_samples": "work of so many seconds: how far the later of two is behind their mean, as a share",
 }
 
 

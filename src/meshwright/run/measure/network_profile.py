@@ -1,10 +1,10 @@
-"""cluster.toml: what `meshwright bench comm` found out about the links, written for people and read by the planner.
+"""cluster.toml: what `meshwright bench network` found out about the links, written for people and read by the planner.
 
     version, date, machine, torch, transport     what was measured, when and where
-    per_host                                     ranks on each host; 0: all on one
-    [fit]                                        how well sizes are predicted that were not fitted
+    ranks_per_host                                     ranks on each host; 0: all on one
+    [fit_error]                                        how well sizes are predicted that were not fitted
     [network]                                    the model: core/link.py says what its figures are
-    [[measured]]                                 one table per algorithm and number of ranks: bytes, seconds, spread
+    [[measurements]]                                 one table per algorithm and number of ranks: bytes, seconds, spread
 
 Every fault of a file is reported at once. The same file always gives the same rule, so it may be kept beside the configs.
 """
@@ -23,7 +23,7 @@ from meshwright.run.measure.measured_files import parse_measurements, read_toml,
 from meshwright.run.telemetry.run_info import processor_name
 
 CLUSTER_HEADER = """\
-# The links of a cluster, measured by `meshwright bench comm`. Named by the key cluster of a config, it makes a rule by
+# The links of a cluster, measured by `meshwright bench network`. Named by the key cluster of a config, it makes a rule by
 # message size of algorithm = "auto". Measure again when machine, transport or number of ranks change.
 """
 
@@ -37,7 +37,7 @@ def describe_machine() -> str:
 
 def read_cluster(path: Path) -> Cluster:
     """The cluster in the file at `path`. Raises PlanError with every fault of it."""
-    fix = "measure the links first: meshwright bench comm --out cluster.toml"
+    fix = "measure the links first: meshwright bench network --out cluster.toml"
     document = read_toml(path, fix)
     if "device" in document:
         raise PlanError(
@@ -60,33 +60,33 @@ def write_cluster(cluster: Cluster, path: Path) -> Cluster:
 def _names(cluster: Cluster) -> Iterator[Diagnostic]:
     for number, series in enumerate(cluster.measurements):
         try:
-            named(series.algorithm, f"measured.{number}.algorithm")
+            named(series.algorithm, f"measurements.{number}.algorithm")
         except PlanError as error:
             yield from error.diagnostics
 
 
 def _lines(cluster: Cluster) -> Iterator[str]:
-    for key in ("version", "date", "machine", "torch", "transport", "per_host"):
+    for key in ("version", "date", "machine", "torch", "transport", "ranks_per_host"):
         yield f"{key} = {json.dumps(vars(cluster)[key], ensure_ascii=False)}"
-    yield "\n[fit]  # median relative error at sizes that were not fitted: of the model, and with what was measured nearby"
+    yield "\n[fit_error]  # median relative error at sizes that were not fitted: of the model, and with what was measured nearby"
     yield f"model = {cluster.fit_error.model:.4g}\ncorrected = {cluster.fit_error.corrected:.4g}"
     yield "\n[network]"
     crowds = [
-        f"    {{receiving = {crowd.num_receivers}, seconds = {crowd.seconds:.4g}}},"
+        f"    {{num_receivers = {crowd.num_receivers}, seconds = {crowd.seconds:.4g}}},"
         for crowd in cluster.network.round_overheads
     ]
-    yield "\n".join(["crowds = [", *crowds, "]"])
+    yield "\n".join(["round_overheads = [", *crowds, "]"])
     network = cluster.network
     for name, link in (
-        ("host", network.intra_host),
-        ("rank", network.busiest_rank),
-        ("added", network.local_sum),
-        ("between", network.inter_host),
+        ("intra_host", network.intra_host),
+        ("busiest_rank", network.busiest_rank),
+        ("local_sum", network.local_sum),
+        ("inter_host", network.inter_host),
     ):
         if link is not None:
             yield f"\n[network.{name}]\n{_bands(link)}"
     for series in cluster.measurements:
-        yield f'\n[[measured]]\nalgorithm = "{series.algorithm}"\nranks = {series.ranks}'
+        yield f'\n[[measurements]]\nalgorithm = "{series.algorithm}"\nranks = {series.ranks}'
         yield f"nbytes = {list(series.nbytes)}"
         yield f"seconds = [{', '.join(f'{took:.4g}' for took in series.seconds)}]"
         yield f"spread = [{', '.join(f'{spread:.3g}' for spread in series.spread)}]"
@@ -94,7 +94,7 @@ def _lines(cluster: Cluster) -> Iterator[str]:
 
 def _bands(link: LinkCost) -> str:
     said = [
-        f"    {{upto = {band.max_nbytes}, latency_s = {band.latency_s:.4g}, bytes_per_s = {band.bytes_per_s:.4g}}},"
+        f"    {{max_nbytes = {band.max_nbytes}, latency_s = {band.latency_s:.4g}, bytes_per_s = {band.bytes_per_s:.4g}}},"
         for band in link.bands
     ]
     return "\n".join(["bands = [", *said, "]"])

@@ -1,6 +1,6 @@
 """What a run's folder tells of its machine: seconds of its steps, where they went, what its messages took.
 
-    about.json            the device
+    run_info.json            the device
     metrics.jsonl         seconds of every step; the first of a process warms up and is left out
     trace/rank-N.json     where steps went, message by message; only of a run with run.trace_steps
 

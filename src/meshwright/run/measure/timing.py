@@ -1,6 +1,6 @@
 """Timing one operation after another, so that what disturbs a device for a while disturbs all of them alike.
 
-The method is that of `bench comm` (comm/links.py): cells are gone through again and again, forwards and backwards in turn. A
+The method is that of `bench network` (comm/links.py): cells are gone through again and again, forwards and backwards in turn. A
 sample repeats its operation for a slot of time and takes the mean.
 
 Operands lie far off, in no cache, where a layer's do: weights that were used a layer ago, and what a block has kept for its

@@ -47,7 +47,7 @@ class RankAccounting:
         self._step, self._steps = first, 0
         self._seconds: dict[str, float] = defaultdict(float)
         self._last: dict[str, float] = {}
-        self._before = dict(world.ledger.sent)
+        self._before = dict(world.ledger.sent_nbytes)
         self._flops = plan.model_spec.train_flops
         self._peak = _peak(plan, world.device)
 
@@ -99,7 +99,7 @@ class RankAccounting:
 
     def _as_dict(self) -> dict[str, Any]:
         device = self._world.device
-        sent = {name: total - self._before.get(name, 0.0) for name, total in self._world.ledger.sent.items()}
+        sent = {name: total - self._before.get(name, 0.0) for name, total in self._world.ledger.sent_nbytes.items()}
         return {
             "rank": self._world.rank,
             "device": device_name(device),

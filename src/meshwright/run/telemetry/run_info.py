@@ -1,4 +1,4 @@
-"""`about.json` in the run's folder: what the run is, for those who look at it later without the model or the data.
+"""`run_info.json` in the run's folder: what the run is, for those who look at it later without the model or the data.
 
 hash, mesh, world    the plan's name, its mesh in words, the number of ranks
 words                the plan in words, as `meshwright plan` shows it
@@ -26,7 +26,7 @@ from meshwright.plan.step.action import program_to_dict
 from meshwright.run.telemetry.accounting import device_name
 from meshwright.run.telemetry.trace import replace_file
 
-RUN_INFO_FILE = "about.json"
+RUN_INFO_FILE = "run_info.json"
 MemoryByRole = Mapping[str, Mapping[str, int]]
 PACKAGES = ("meshwright", "torch", "transformers")
 
@@ -45,11 +45,11 @@ def write_run_info(
         "hash": plan.hash,
         "mesh": str(plan.mesh),
         "world": plan.mesh.world_size,
-        "sizes": {axis: plan.mesh.size(axis) for axis in _axes(plan)},
-        "words": dict(summary),
-        "held": {role: dict(each) for role, each in resident_nbytes.items()},
-        "predicted": dict(prediction or {}),
-        "parts": [list(visits[begin:end]) for begin, end in pairwise(starts)],
+        "axis_sizes": {axis: plan.mesh.size(axis) for axis in _axes(plan)},
+        "summary": dict(summary),
+        "resident_memory": {role: dict(each) for role, each in resident_nbytes.items()},
+        "prediction": dict(prediction or {}),
+        "stages": [list(visits[begin:end]) for begin, end in pairwise(starts)],
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",

@@ -127,7 +127,7 @@ class StepTracer:
         self._seen = {}
 
     def _names(self, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        names = {RUN_ROW: "run", COMPUTE_ROW: "compute", COMM_ROW: "wire"}
+        names = {RUN_ROW: "run", COMPUTE_ROW: "compute", COMM_ROW: "comm"}
         rows = sorted({event["tid"] for event in events})
         said = [
             {"name": "process_name", "ph": "M", "pid": self._rank, "args": {"name": f"rank {self._rank}"}}
@@ -213,7 +213,7 @@ def _said(span: ProfilerSpan) -> dict[str, Any]:
     said: dict[str, Any] = {
         "action": action.name,
         "subject": action.subject,
-        "micro": action.microbatch,
+        "microbatch": action.microbatch,
         "flops": action.flops,
     }
     if action.transfer is not None:

@@ -84,7 +84,7 @@ class Trainer:
         All ranks enter, and run the same forwards (`generate` too; one that draws words, with the same seed); all get the
         outputs. What a plan with shards or parts has between steps is only this rank's share.
         """
-        with torch.no_grad(), self.executor.full_params("WHOLE"):
+        with torch.no_grad(), self.executor.full_params("GATHER_FULL"):
             yield self.module
 
     def local_batch(self, batch: Batch) -> dict[str, torch.Tensor]:
@@ -105,8 +105,8 @@ class Trainer:
         Of a peft model the adapter is written, as peft does; with `merge`, the model that it makes of its base.
         """
         parameters = self.executor.gather_parameters(keep_result=self.world.rank == 0, use_masters=True)
-        with self.world.ledger.silent():
-            buffers = gather_full_buffers(self.plan, self.executor.state, "WHOLE")
+        with self.world.ledger.pause_recording():
+            buffers = gather_full_buffers(self.plan, self.executor.state, "GATHER_FULL")
         if self.world.rank:
             return None
         saved = {f"model/{name}": value for name, value in parameters.items()}

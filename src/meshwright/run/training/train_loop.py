@@ -142,8 +142,8 @@ def save_run_checkpoint(
         "data": data_digest,
         "torch": torch.__version__,
     }
-    meta["so_far"] = (eval_history or EvalHistory()).as_dict()
-    meta["summed_by"] = reduction_transports(plan, world)
+    meta["eval_history"] = (eval_history or EvalHistory()).as_dict()
+    meta["reduction_transports"] = reduction_transports(plan, world)
     return save_checkpoint(Path(plan.run.folder) / CHECKPOINTS_FOLDER, executor, meta, world)
 
 
