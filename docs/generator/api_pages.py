@@ -35,7 +35,7 @@ def api_pages() -> dict[str, str]:
 
 
 def _page_of(name: str) -> str:
-    home = meshwright._HOMES[name]
+    home = meshwright._MODULE_OF[name]
     if name[0].islower():
         return "functions"
     if home.startswith("meshwright.parallel") or home == "meshwright.plan.strategy":

@@ -51,10 +51,10 @@ def config_page() -> dict[str, str]:
     for name, table in tables.items():
         lines += _table(name, table, "##")
     lines += [STRATEGY_INTRODUCTION, ""]
-    for strategy in STRATEGIES.values():
-        mode = vars(strategy).get("mode", "")
-        title = f'name = "{strategy.name}"' + (f', mode = "{mode}"' if mode else "")
-        lines += [f"### {title}", "", markdown(inspect.getdoc(strategy) or ""), "", *_keys(strategy), ""]
+    for strategy in (strategy for modes in STRATEGIES.values() for strategy in modes.values()):
+        mode = f', mode = "{strategy.mode}"' if strategy.mode else ""
+        lines += [f'### name = "{strategy.name}"{mode}', "", markdown(inspect.getdoc(strategy) or ""), ""]
+        lines += [*_keys(strategy), ""]
     return {PAGE: "\n".join(lines).rstrip("\n") + "\n"}
 
 

@@ -194,9 +194,12 @@ def problems(config: dict[str, Any]) -> Iterator[str]:
     for name, given in config.items():
         if name == "strategies":
             for one in given:
-                kinds = [kind for kind in STRATEGIES.values() if kind.name == one["name"]]
-                keys = {field.name for kind in kinds for field in fields(kind)} | {"name", "mode"}
-                yield from (f"strategy {one['name']}: {key}" for key in one if not kinds or key not in keys)
+                modes = STRATEGIES.get(one["name"], {})
+                keys = {field.name for strategy in modes.values() for field in fields(strategy)} | {
+                    "name",
+                    "mode",
+                }
+                yield from (f"strategy {one['name']}: {key}" for key in one if not modes or key not in keys)
         elif name in TABLES:
             yield from (f"{name}.{key}" for key in unknown_keys(TABLES[name], given))
         elif name not in ("micro_batch", "cluster"):
