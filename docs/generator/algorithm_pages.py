@@ -1,6 +1,6 @@
 """Makes the pages of the all-reduce algorithms: one per module, and an index of their formulas.
 
-A module of an algorithm has a class that extends `Algorithm`. Its essay states in one line
+A module of an algorithm has a class that extends `AllReduceAlgorithm`. Its essay states in one line
 
     rounds = 2 (n-1)      sent per rank = 2 (n-1)/n S      seconds = 2 (n-1) a + 2 (n-1)/n S/B
 
@@ -15,6 +15,7 @@ from docs.generator.essay import NOTE, PACKAGE, Essay, cell, markdown
 
 SOURCE = f"{PACKAGE}/comm/algorithms"
 FOLDER = "docs/algorithms"
+BASE = "AllReduceAlgorithm"
 FORMULA = r"\b{word}\b[^=\n]*= *(.+?)(?: {{3,}}|$)"
 USE = r"^Use: ((?:.+\n?)+?)(?=[A-Z][a-z]+:|\n|\Z)"
 LEGEND = "n ranks, S bytes, a seconds of latency per round, B bytes per second out of and into each rank."
@@ -32,7 +33,7 @@ def algorithm_pages(modules: Iterable[Essay]) -> dict[str, str]:
 
 def _is_algorithm(tree: ast.Module) -> bool:
     bases = [base for node in tree.body if isinstance(node, ast.ClassDef) for base in node.bases]
-    return any(isinstance(base, ast.Name) and base.id == "Algorithm" for base in bases)
+    return any(isinstance(base, ast.Name) and base.id == BASE for base in bases)
 
 
 def _page(essay: Essay) -> str:

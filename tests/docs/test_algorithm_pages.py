@@ -20,7 +20,7 @@ Use: two ranks,
 Paper: none.
 """
 
-class Swap(Algorithm):
+class Swap(AllReduceAlgorithm):
     """One round."""
 '''
 
@@ -30,7 +30,9 @@ def root(tmp_path: Path) -> Path:
     folder = tmp_path / "src/meshwright/comm/algorithms"
     folder.mkdir(parents=True)
     (folder / "swap.py").write_text(SWAP)
-    (folder / "schedule.py").write_text('"""The words."""\n\nclass Algorithm(ABC):\n    """One way."""\n')
+    (folder / "schedule.py").write_text(
+        '"""The words."""\n\nclass AllReduceAlgorithm(ABC):\n    """One way."""\n'
+    )
     return tmp_path
 
 
@@ -65,7 +67,11 @@ def test_an_essay_that_does_not_say_all_is_refused(root: Path, word: str):
 
 def test_the_index_of_the_package_lists_all_algorithms():
     index = pages(ROOT)["docs/algorithms/index.md"]
-    names = [path.stem for path in sorted((ROOT / SOURCE).glob("*.py")) if "(Algorithm):" in path.read_text()]
+    names = [
+        path.stem
+        for path in sorted((ROOT / SOURCE).glob("*.py"))
+        if "(AllReduceAlgorithm):" in path.read_text()
+    ]
     assert len(names) >= 9
     assert re.findall(r"^\| \[(\w+)\]", index, re.MULTILINE) == names
     assert "| [ring](ring.md) | 2 (n-1) | 2 (n-1)/n S | 2 (n-1) a + 2 (n-1)/n S/B | long messages. |" in index
