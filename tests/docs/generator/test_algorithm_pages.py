@@ -8,7 +8,7 @@ import pytest
 from docs.generate import pages, stale, write
 from docs.generator.algorithm_pages import SOURCE
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SWAP = '''"""Swap all-reduce: two ranks swap.
 
     rounds = 1      sent per rank = S | S      seconds = a + S/B
