@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from docs.generator.rst import rst  # noqa: E402
+from docs.generator.essay import rst  # noqa: E402
 from meshwright import __version__  # noqa: E402
 
 warnings.filterwarnings("ignore", category=DeprecationWarning)

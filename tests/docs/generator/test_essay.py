@@ -1,6 +1,6 @@
 """Docstrings as reStructuredText."""
 
-from docs.generator.rst import rst
+from docs.generator.essay import rst
 
 
 def test_code_is_marked_and_special_characters_are_escaped():
