@@ -83,7 +83,9 @@ def test_every_command_and_option_exists():
 
 
 def test_an_unknown_command_option_or_key_is_noticed():
-XX    assert lines == [["pln", "a.toml"], ["plan", "a.toml", "--mesh.dp", "2", "--out", "b.toml"]]
+    text = "$ meshwright pln a.toml && meshwright plan a.toml --mesh.dp 2 --out \\\n b.toml\n"
+    lines = list(command_lines(text))
+    assert lines == [["pln", "a.toml"], ["plan", "a.toml", "--mesh.dp", "2", "--out", "b.toml"]]
     assert [command_problem(words) for words in lines] == [
         "there is no command 'pln'",
         "'plan' has no option '--mesh.dp'",
