@@ -1,6 +1,7 @@
 """Reads docstrings, and turns them into Markdown, or into reStructuredText for Sphinx's autodoc.
 
-Docstrings are written to be read in the source: `name` is code, indented blocks are pictures, `Args:` lists parameters.
+Docstrings are written to be read in the source: `name` is code, indented blocks are pictures, `Args:` lists
+parameters.
 """
 
 import ast
