@@ -2,13 +2,15 @@
 
     loss = sum over all micro-batches and ranks of total(outputs, batch) / the same sum of count(batch)
 
-The engine owns the one division. A loss that returned a mean would be wrong as soon as two micro-batches, or two ranks,
-hold different numbers of valid tokens: a mean of means is not the mean.
+The engine owns the one division. A loss that returned a mean would be wrong as soon as two micro-batches, or
+two ranks, hold different numbers of valid tokens: a mean of means is not the mean.
 
-A loss that is no sum over rows (contrastive: each row is compared with all others) says `whole_batch`. The outputs and
-targets of all ranks then meet, in the order of the global batch, and `total` sees all rows at once on every rank.
+A loss that is no sum over rows (contrastive: each row is compared with all others) says `whole_batch`. The
+outputs and targets of all ranks then meet, in the order of the global batch, and `total` sees all rows at
+once on every rank.
 
-A loss of logits may say how it is taken where each rank has the logits of some words only: `split` (engine/logits.py).
+A loss of logits may say how it is taken where each rank has the logits of some words only: `split`
+(engine/logits.py).
 
 Cross-entropy where each rank has the logits of some words: no rank ever sees all of a token's.
 
@@ -17,11 +19,12 @@ Cross-entropy where each rank has the logits of some words: no rank ever sees al
     they tell each other  a_r and t_r: two numbers per token, in one all_gather
     every rank then has   loss = log of the sum of exp(a_r) - sum of t_r
 
-The gradient of a rank's logits, exp(logit - log-sum) less 1 at the label, needs nothing from anybody. With label smoothing e the
-loss is log-sum - (1 - e) label's logit - e mean logit: a third number per token, the sum over a rank's words.
+The gradient of a rank's logits, exp(logit - log-sum) less 1 at the label, needs nothing from anybody. With
+label smoothing e the loss is log-sum - (1 - e) label's logit - e mean logit: a third number per token, the
+sum over a rank's words.
 
-Logits are looked at some tokens at a time, in float32 at least: beside them there is one such piece in that width, and in the
-backward their gradient.
+Logits are looked at some tokens at a time, in float32 at least: beside them there is one such piece in that
+width, and in the backward their gradient.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -45,7 +48,8 @@ NUM_TOKEN_STATS = 2  # of each token, that ranks tell each other; with label smo
 class VocabShard:
     """Which words this rank has the logits of: `count` from `first` on, of `total`.
 
-    `told(numbers)` are the `numbers` of all ranks, (ranks, *their shape), in the order of the words; no gradient passes.
+    `told(numbers)` are the `numbers` of all ranks, (ranks, *their shape), in the order of the words; no
+    gradient passes.
     """
 
     start: int
@@ -75,7 +79,10 @@ def vocab_parallel_cross_entropy(
     if labels.numel() and labels.device.type == "cpu":  # elsewhere it would stop the device to look
         least, most = int(labels.min()), int(labels.max())
         if least < 0 or most >= vocab_shard.vocab_size:
-            text = f"labels from {least} to {most}, and the model has {vocab_shard.vocab_size} words, numbered from 0"
+            text = (
+                f"labels from {least} to {most}, and the model has {vocab_shard.vocab_size} words, "
+                "numbered from 0"
+            )
             raise PlanError(text, fix="correct the labels; -100 leaves a token out", location="batch.labels")
     return _CrossEntropy.apply(logits, labels, weights, vocab_shard, label_smoothing)
 
@@ -110,20 +117,20 @@ class _CrossEntropy(torch.autograd.Function):
             each -= smoothing / words.vocab_size * others[1]
         weights = weights.to(each.dtype)
         ctx.save_for_backward(logits, labels, weights, log_sum)
-        ctx.words, ctx.smoothing = words, smoothing
+        ctx.cells, ctx.smoothing = words, smoothing
         return torch.where(weights != 0, each * weights, 0).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, labels, weights, log_sum = ctx.saved_tensors
-        here, places = _places(labels, ctx.words)
+        here, places = _places(labels, ctx.cells)
         at_label = here.to(log_sum.dtype) * (ctx.smoothing - 1)
         factor = weights * grads[0]
         gradient = torch.empty_like(logits)
         for some in _pieces(logits):
             piece = logits[some].to(log_sum.dtype, copy=True).sub_(log_sum[some, None]).exp_()
             if ctx.smoothing:
-                piece -= ctx.smoothing / ctx.words.total
+                piece -= ctx.smoothing / ctx.cells.total
             piece.scatter_add_(1, places[some, None], at_label[some, None]).mul_(factor[some, None])
             gradient[some] = piece.masked_fill_(weights[some, None] == 0, 0)
             del piece  # likewise
@@ -153,9 +160,9 @@ SAME_LOSS_FIX = "pass the same loss to read(...) and to build(...) or verify(...
 class VocabParallelLoss:
     """How a loss is taken on logits of some words.
 
-    `logits(outputs)` are those that it takes, words along the last dim; `total(outputs, batch, words)` is the sum that
-    `Loss.total` is on logits of all words, the same on every rank. Of each token the ranks tell each other so many `numbers`,
-    by one call of `words.told`.
+    `logits(outputs)` are those that it takes, words along the last dim; `total(outputs, batch, words)` is the
+    sum that `Loss.total` is on logits of all words, the same on every rank. Of each token the ranks tell each
+    other so many `numbers`, by one call of `words.told`.
     """
 
     logits: Callable[[Any], torch.Tensor]
@@ -167,12 +174,12 @@ class VocabParallelLoss:
 class Loss:
     """`total(outputs, batch)` is a scalar sum, `count(batch)` the scalar it is divided by (summed globally first).
 
-    `targets` are the keys of the batch that are not passed to the model. `count` sees the batch before the forward, and is
-    a sum over rows, whole numbers or not, never below 0. `tokens(batch)` is what metrics call tokens; None where that is
-    the count. With `whole_batch`, `total` gets the outputs of all rows of the global batch, and of the batch its targets.
-    `split` is how it is taken on logits of some words; None: it needs those of all. `by_token`: what comes out for some of the
-    tokens, and the same of the targets, gives their part of it. `per_token`: it is the mean surprise of a token, and its
-    exponential a perplexity.
+    `targets` are the keys of the batch that are not passed to the model. `count` sees the batch before the
+    forward, and is a sum over rows, whole numbers or not, never below 0. `tokens(batch)` is what metrics call
+    tokens; None where that is the count. With `whole_batch`, `total` gets the outputs of all rows of the
+    global batch, and of the batch its targets. `split` is how it is taken on logits of some words; None: it
+    needs those of all. `by_token`: what comes out for some of the tokens, and the same of the targets, gives
+    their part of it. `per_token`: it is the mean surprise of a token, and its exponential a perplexity.
     """
 
     total: Callable[[Any, Batch], torch.Tensor]
@@ -202,7 +209,8 @@ class Loss:
     def count_weight_and_tokens(self, batch: Batch) -> tuple[float, float]:
         """What these rows weigh, and how many tokens they are.
 
-        Raises PlanError for a weight below 0 or not finite, and when `count` asks for a key that the batch does not have.
+        Raises PlanError for a weight below 0 or not finite, and when `count` asks for a key that the batch
+        does not have.
         """
         try:
             weight = float(self.count(batch))
@@ -220,12 +228,13 @@ class Loss:
 def token_cross_entropy(label_smoothing: float = 0.0) -> Loss:
     """Cross-entropy summed over tokens, labels already aligned with the logits (shifted when the data was made).
 
-    The model's outputs are logits of shape (rows, tokens, vocabulary), or an object with `.logits`. Labels of -100 do
-    not count. The sum is taken in float32 at least. With `label_smoothing` e the target is 1 - e on the label, and e spread
-    evenly over all words.
+    The model's outputs are logits of shape (rows, tokens, vocabulary), or an object with `.logits`. Labels of
+    -100 do not count. The sum is taken in float32 at least. With `label_smoothing` e the target is 1 - e on
+    the label, and e spread evenly over all words.
 
-    A batch may hold `loss_weights` (rows, tokens), floats from 0 up: each token's loss is multiplied by its weight, and the
-    loss is divided by the sum of the weights of all labels that count. Metrics still count tokens, whatever they weigh.
+    A batch may hold `loss_weights` (rows, tokens), floats from 0 up: each token's loss is multiplied by its
+    weight, and the loss is divided by the sum of the weights of all labels that count. Metrics still count
+    tokens, whatever they weigh.
 
     Raises PlanError for a `label_smoothing` outside of 0 to 1.
     """
@@ -255,7 +264,10 @@ def check_loss(plan: Plan, loss: Loss) -> None:
     """Raise PlanError when `loss` is not of the kind that `plan` was made for."""
     if loss.whole_batch != plan.model_spec.needs_global_batch:
         kinds = {True: "one of the whole batch", False: "a sum over rows"}
-        text = f"the loss is {kinds[loss.whole_batch]}, and the plan was made for {kinds[plan.model_spec.needs_global_batch]}"
+        text = (
+            f"the loss is {kinds[loss.whole_batch]}, and the plan was made for "
+            f"{kinds[plan.model_spec.needs_global_batch]}"
+        )
         raise PlanError(text, fix=SAME_LOSS_FIX, location="loss")
     logits = plan.model_spec.logits
     if (
@@ -268,7 +280,10 @@ def check_loss(plan: Plan, loss: Loss) -> None:
             if loss.vocab_parallel is None
             else f"tells {loss.vocab_parallel.num_token_stats} numbers of a token"
         )
-        text = f"the loss {what}, and the plan divides them by words and has {logits.num_reduced_values} numbers of a token told"
+        text = (
+            f"the loss {what}, and the plan divides them by words and has {logits.num_reduced_values} "
+            "numbers of a token told"
+        )
         raise PlanError(text, fix=SAME_LOSS_FIX, location="loss")
 
 
@@ -320,7 +335,10 @@ def _token_count(batch: Batch) -> torch.Tensor:
         return (batch["labels"] != IGNORE_INDEX).sum()
     weights = _weights(batch)
     if (weights < 0).any():
-        text = f"loss_weights from {weights.min().item():g} up; a weight below 0 would train towards a higher loss"
+        text = (
+            f"loss_weights from {weights.min().item():g} up; a weight below 0 would train towards a "
+            "higher loss"
+        )
         raise PlanError(
             text, fix="give weights from 0 up; 0 leaves a token out", location="batch.loss_weights"
         )
@@ -332,7 +350,10 @@ def _tokens_if_weighted(batch: Batch) -> torch.Tensor | None:
 
 
 def _weights(batch: Batch) -> torch.Tensor:
-    """The weights of the labels that count, and 0 for the others. Raises PlanError when they do not fit the labels."""
+    """The weights of the labels that count, and 0 for the others.
+
+    Raises PlanError when they do not fit the labels.
+    """
     labels, weights = batch["labels"], batch[LOSS_WEIGHTS_KEY]
     if weights.shape != labels.shape:
         text = f"loss_weights of shape {list(weights.shape)} beside labels of shape {list(labels.shape)}"

@@ -1,8 +1,9 @@
 """Steps that would do harm: a loss or gradient norm that is not finite, or far above what it usually is.
 
-Every rank judges, between CLIP and STEP, from the loss and the norm that all ranks share; so all of them decide alike, and
-nothing is sent. A step that is judged harmful leaves parameters and optimizer as they were. It does not enter the window
-of what is usual either, and is looked into once more (`engine.suspects`) to name where it came from.
+Every rank judges, between CLIP and STEP, from the loss and the norm that all ranks share; so all of them
+decide alike, and nothing is sent. A step that is judged harmful leaves parameters and optimizer as they were.
+It does not enter the window of what is usual either, and is looked into once more (`engine.suspects`) to name
+where it came from.
 
 The window is saved with a checkpoint, so a resumed run judges as one that was never stopped.
 """
@@ -21,15 +22,19 @@ from meshwright.plan.job.job import LossGuard
 
 StepPhase = Literal["", "forward", "loss", "backward"]  # where a number first was not finite; "": nowhere
 MAX_SHOWN_RANKS = 8  # ranks in a message
-SPIKE_FIX = 'lower optimizer.lr, clip (train.clip), or look at these samples; guard.action = "skip" goes on without such steps'
+SPIKE_FIX = (
+    'lower optimizer.lr, clip (train.clip), or look at these samples; guard.action = "skip" goes '
+    "on without such steps"
+)
 
 
 @dataclass(frozen=True)
 class RankSpikeReport:
-    """What one rank's own samples did: its share of the loss and the norm of its gradient, before anything was summed.
+    """What one rank's own samples did.
 
-    The norm is that of its micro-batches' gradients side by side, as if they were one long vector.
-    `stage` and `block` say where a number first was not finite; else `parameter` is the one with the largest gradient.
+    Its share of the loss and the norm of its gradient, before anything was summed. The norm is that of its
+    micro-batches' gradients side by side, as if they were one long vector. `stage` and `block` say where a
+    number first was not finite; else `parameter` is the one with the largest gradient.
     """
 
     rank: int
@@ -64,7 +69,10 @@ class LossSpike:
 
     @property
     def culprit(self) -> RankSpikeReport | None:
-        """The first rank with a number that is not finite, else the one with the largest gradient; None: the sum did it."""
+        """The first rank with a number that is not finite, else the one with the largest gradient.
+
+        None: the sum did it.
+        """
         odd = [suspect for suspect in self.rank_reports if suspect.phase]
         if odd or not isfinite(self.grad_norm):
             return odd[0] if odd else None
@@ -77,8 +85,9 @@ class LossSpike:
 
 
 class LossSpikeError(PlanError):
-    """A harmful step under guard.action = "stop", or one too many under "skip". `spike` says what happened, `more` why now.
+    """A harmful step under guard.action = "stop", or one too many under "skip".
 
+    `spike` says what happened, `more` why now.
     `samples` are the ids of the step's samples by rank, where the caller knows them.
     """
 
@@ -111,7 +120,10 @@ class SpikeDetector:
         self._in_a_row = 0
 
     def check_step(self, loss: float, grad_norm: float) -> tuple[str, ...]:
-        """Why a step of this `loss` and `grad_norm` would do harm, in words; () for a good one, which becomes usual."""
+        """Why a step of this `loss` and `grad_norm` would do harm, in words.
+
+        () for a good one, which becomes usual.
+        """
         found = {"loss": loss, "gradient norm": grad_norm}
         reasons = tuple(self._reasons(found))
         if reasons:
@@ -133,14 +145,14 @@ class SpikeDetector:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What must be saved: the window, oldest first, as (steps, 2), and how many steps were skipped in a row."""
         window = torch.tensor(list(zip(*self._usual.values(), strict=True)), dtype=torch.float64).view(-1, 2)
-        return {"window": window, "in_a_row": torch.tensor(self._in_a_row)}
+        return {"window": window, "num_skipped_in_a_row": torch.tensor(self._in_a_row)}
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Take up what `tensors` gave; the newest that fit, when the window is shorter now."""
         for column, usual in enumerate(self._usual.values()):
             usual.clear()
             usual.extend(state_dict["window"][:, column].tolist())
-        self._in_a_row = int(state_dict["in_a_row"])
+        self._in_a_row = int(state_dict["num_skipped_in_a_row"])
 
     def _reasons(self, found: Mapping[str, float]) -> Iterator[str]:
         for name, value in found.items():
@@ -150,4 +162,7 @@ class SpikeDetector:
             elif self.guard.factor and len(usual) == self.guard.window and value > 0:
                 middle = median(usual)
                 if 0 < middle * self.guard.factor < value:
-                    yield f"the {name} {value:.4g} is {value / middle:.3g} times its median {middle:.4g} of {len(usual)} steps"
+                    yield (
+                        f"the {name} {value:.4g} is {value / middle:.3g} times its median {middle:.4g} "
+                        f"of {len(usual)} steps"
+                    )

@@ -1,8 +1,9 @@
 """Mixed precision: a dtype per role, and a loss scale where something is float16.
 
-Why it works: products of 16 bits are accurate enough for a direction, and several times as fast; sums of many small steps are
-not. A weight in bfloat16 has 8 bits: a step below 1/512 of it is rounded away, every time. So the optimizer steps a *master* in
-float32, and the weight is its master, rounded; small steps add up there until they show.
+Why it works: products of 16 bits are accurate enough for a direction, and several times as fast; sums of many
+small steps are not. A weight in bfloat16 has 8 bits: a step below 1/512 of it is rounded away, every time. So
+the optimizer steps a *master* in float32, and the weight is its master, rounded; small steps add up there
+until they show.
 
     role         what it is                             read by            bytes per parameter with AdamW, where compute is
                                                                            bfloat16      bfloat16     float32
@@ -14,23 +15,26 @@ float32, and the weight is its master, rounded; small steps add up there until t
     reduce       gradients under way                    REDUCE                -             -            -
                                                                              16            16           16
 
-With float32 parameters and bfloat16 compute (the second column, "autocast") weights are their own masters, cast at each use. With
-both in bfloat16 and master = "float32" (the first) they are cast once per step, and half as much is sent and kept whole. States
-are 16 bytes either way: mixed precision saves time, activations and messages, and no state. Checkpoints hold the master, under
-the weight's name, so a run may go on in other dtypes. Gradients are cast to the master's dtype as they are stepped, bundle by
-bundle, in the same memory: one bundle in float32 comes on top.
+With float32 parameters and bfloat16 compute (the second column, "autocast") weights are their own masters,
+cast at each use. With both in bfloat16 and master = "float32" (the first) they are cast once per step, and
+half as much is sent and kept whole. States are 16 bytes either way: mixed precision saves time, activations
+and messages, and no state. Checkpoints hold the master, under the weight's name, so a run may go on in other
+dtypes. Gradients are cast to the master's dtype as they are stepped, bundle by bundle, in the same memory:
+one bundle in float32 comes on top.
 
-float16 has 11 bits, ends at 65504, and has nothing below 6e-8. The loss is multiplied by a power of two before backward, so that
-small gradients survive, and the sums are divided by it as they are stepped. A gradient that overflows makes the norm of all
-gradients infinite or NaN, on every rank, because they share it: so all of them leave out the step and halve the scale together.
-After a window of steps without an overflow it is doubled.
+float16 has 11 bits, ends at 65504, and has nothing below 6e-8. The loss is multiplied by a power of two
+before backward, so that small gradients survive, and the sums are divided by it as they are stepped. A
+gradient that overflows makes the norm of all gradients infinite or NaN, on every rank, because they share it:
+so all of them leave out the step and halve the scale together. After a window of steps without an overflow it
+is doubled.
 
     scale s    loss * s -> backward -> sum -> norm / s     finite: step with gradients / s;  else: no step, s <- s / 2
 
-Cost: one cast per gradient and step. Limits: float16 wants a device that multiplies it (a CPU without such instructions is right,
-and up to 70 times slower than in float32); a forward that overflows float16 is not helped by any scale; float8 is refused.
-Papers: Micikevicius et al. 2018, "Mixed Precision Training", arXiv 1710.03740 (sections 3.1 masters, 3.2 loss scaling);
-Rajbhandari et al. 2020, arXiv 1910.02054 (section 3.1, the 16 bytes).
+Cost: one cast per gradient and step. Limits: float16 wants a device that multiplies it (a CPU without such
+instructions is right, and up to 70 times slower than in float32); a forward that overflows float16 is not
+helped by any scale; float8 is refused.
+Papers: Micikevicius et al. 2018, "Mixed Precision Training", arXiv 1710.03740 (sections 3.1 masters, 3.2 loss
+scaling); Rajbhandari et al. 2020, arXiv 1910.02054 (section 3.1, the 16 bytes).
 """
 
 import logging
@@ -50,7 +54,10 @@ MIN_LOSS_SCALE, MAX_LOSS_SCALE = 1.0, 2.0**100  # what a scale may be
 
 
 class LossScale:
-    """What the loss is multiplied by: `value` for the next backward. Every rank judges alike, from the norm that all share."""
+    """What the loss is multiplied by: `value` for the next backward.
+
+    Every rank judges alike, from the norm that all share.
+    """
 
     def __init__(self, precision: PrecisionConfig) -> None:
         self.value = precision.loss_scale
@@ -68,8 +75,14 @@ class LossScale:
             return False
         self._good = 0
         if self.value <= MIN_LOSS_SCALE:
-            text = f"the gradients overflow float16 at a loss scale of {self.value:g}: they are not finite by themselves"
-            fix = 'use compute = "bfloat16", whose range is that of float32; or lower optimizer.lr, and look at the samples'
+            text = (
+                f"the gradients overflow float16 at a loss scale of {self.value:g}: they are not finite "
+                "by themselves"
+            )
+            fix = (
+                'use compute = "bfloat16", whose range is that of float32; or lower optimizer.lr, and '
+                "look at the samples"
+            )
             raise PlanError(text, fix=fix, location=f"step {step}")
         self.value = max(MIN_LOSS_SCALE, self.value / 2)
         return True
@@ -85,7 +98,10 @@ class LossScale:
 
 
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm over all of `tensors`, 0-dim; that of half types is taken in float32, where their squares have room."""
+    """The norm over all of `tensors`, 0-dim.
+
+    That of half types is taken in float32, where their squares have room.
+    """
     if not any(tensor.dtype in HALF_DTYPES for tensor in tensors):
         return torch.nn.utils.get_total_norm(tensors)
     return torch.linalg.vector_norm(
@@ -106,7 +122,8 @@ def check_dtype_support(precision: PrecisionConfig, device: torch.device) -> Non
             ) from error
     if device.type == "cpu" and precision.scales_loss:
         logger.warning(
-            "float16 on %s is right and slow: up to 70 times slower than float32 or bfloat16 where no instruction has it",
+            "float16 on %s is right and slow: up to 70 times slower than float32 or bfloat16 where no "
+            "instruction has it",
             device,
         )
 

@@ -1,17 +1,20 @@
-"""What each action of one step took: begin and end on its lane, and how long the compute lane stood still for the wire.
+"""What each action of one step took.
 
-A step that is not watched pays nothing. For one that is, the player's list is wrapped (`watched`), entry by entry:
+Begin and end on its lane, and how long the compute lane stood still for the wire. A step that is not watched
+pays nothing. For one that is, the player's list is wrapped (`watched`), entry by entry:
 
     compute   [wait REDUCE(0)] [CLIP()]         waiting is a span of its own: communication that nothing hides
     wire      [REDUCE(0) ........]              from its issue until its result has come
     compute   [issue REDUCE(0)]                 what issuing it took of the main thread
 
-F actions have no handler: their span begins when the drive has reached the block and ends when the block has run. All of
-them lie inside `forward(micro)`, the model's own forward; what they leave uncovered there is glue.
+F actions have no handler: their span begins when the drive has reached the block and ends when the block has
+run. All of them lie inside `forward(micro)`, the model's own forward; what they leave uncovered there is
+glue.
 
-On a CPU a moment is a reading of the clock. On a GPU, where the host runs ahead of the device, it is an event recorded on
-the stream that does the work; events become times after the step, when the device has caught up. So a wait is as long as
-the compute stream really stood still. (The events have been written with care and not been run on a GPU yet.)
+On a CPU a moment is a reading of the clock. On a GPU, where the host runs ahead of the device, it is an event
+recorded on the stream that does the work; events become times after the step, when the device has caught up.
+So a wait is as long as the compute stream really stood still. (The events have been written with care and not
+been run on a GPU yet.)
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,7 +49,10 @@ class _OpenSpan:
 
 @dataclass(frozen=True)
 class ProfilerSpan:
-    """One thing that took time: `kind` is an action's, or GLUE, WAIT, ISSUE; begin and end are readings of perf_counter."""
+    """One thing that took time: `kind` is an action's, or GLUE, WAIT, ISSUE.
+
+    Begin and end are readings of perf_counter.
+    """
 
     name: str
     kind: str
@@ -57,7 +63,10 @@ class ProfilerSpan:
 
 
 class StepProfiler:
-    """The spans of one step on `device`, in the order of their begin. Wire spans may be ended by another thread."""
+    """The spans of one step on `device`, in the order of their begin.
+
+    Wire spans may be ended by another thread.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -104,7 +113,10 @@ class StepProfiler:
         self.end_span()
 
     def spans(self) -> list[ProfilerSpan]:
-        """What was seen, once the device has caught up. Spans without an end, of a step that failed, are left out."""
+        """What was seen, once the device has caught up.
+
+        Spans without an end, of a step that failed, are left out.
+        """
         if self._cuda:
             torch.cuda.synchronize(self._device)
         return [
@@ -124,7 +136,8 @@ class StepProfiler:
         if not self._cuda:
             return perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()  # on the current stream: compute's, or in the callback of a collective the one that follows it
+        # on the current stream: compute's, or in the callback of a collective the one that follows it
+        event.record()
         return event
 
     def _seconds(self, moment: Timestamp) -> float:
@@ -137,7 +150,10 @@ class StepProfiler:
 def wrap_with_profiler(
     entries: Sequence[ResolvedAction], works: Mapping[str, Work], profiler: StepProfiler
 ) -> list[ResolvedAction]:
-    """`entries` with handlers that tell `watch` what they do, waiting included; `works` are the collectives under way."""
+    """`entries` with handlers that tell `watch` what they do, waiting included.
+
+    `works` are the collectives under way.
+    """
     return [(action, _told(handler, waits, works, profiler), ()) for action, handler, waits in entries]
 
 
@@ -183,6 +199,6 @@ def _issue(action: Action, handler: Handler, works: Mapping[str, Work], watch: S
         handler(action)
     told: Callable[[], None] = partial(watch.end_comm_span, action.name)
     if action.name in works:
-        works[action.name].then(told)
+        works[action.name].add_done_callback(told)
     else:  # nothing is sent: without a transfer it is done when it is issued
         told()
