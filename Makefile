@@ -20,7 +20,7 @@ STAMP := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 TORCH := $(shell grep '^torch==' requirements.lock)
 
-.PHONY: help demo test test-full lint format bench docs clean
+.PHONY: help demo test test-full wheel lint format bench docs clean
 
 help: ## say what there is
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
@@ -33,6 +33,15 @@ test: $(STAMP) ## run the default tier of the suite (ARGS="tests/plan -k mesh" f
 
 test-full: $(STAMP) ## run every case of the suite, with the checks of sources and pages
 	@$(BIN)/python -m pytest -n 2 --dist worksteal --full $(ARGS)
+
+wheel: $(STAMP) ## build a wheel, install it into a fresh environment, and plan a run with it
+	@rm -rf build/wheel && mkdir -p build/wheel
+	@$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation -w build/wheel .
+	@"$(PYTHON)" -m venv build/wheel/env
+	@build/wheel/env/bin/python -m pip --disable-pip-version-check install --quiet '$(TORCH)'
+	@build/wheel/env/bin/python -m pip --disable-pip-version-check install --quiet -c requirements.lock build/wheel/*.whl
+	@cd build/wheel && env/bin/meshwright --version && \
+		env/bin/meshwright search "8b: layers 32 hidden 4096 heads 32" --devices 8 --hardware h100 --batch 64 --sequence 2048 --out found.toml
 
 lint: $(STAMP) ## check style, types, layers, spelling, house rules and pages
 	$(BIN)/ruff check .
