@@ -65,7 +65,7 @@ def sharding_diagnostics(sharding: ShardingPlan, strategies: tuple[Strategy, ...
         if any(
             home.flat_shard_axes for home in pending
         ):  # who cuts them into shards must hand those out along other axes too
-            fix = f'have the shards copied along {axes}: across = "{axes}" in the strategy that makes them'
+            fix = f'have the shards copied along {axes}: replicate_axis = "{axes}" in the strategy that makes them'
         yield Diagnostic(text, fix, "strategies")
     meant = {
         strategy.as_dict().get("axis", "") for strategy in strategies
