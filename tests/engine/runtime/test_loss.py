@@ -60,7 +60,7 @@ def taken(
 def test_it_equals_the_loss_on_all_words(
     ranks: int, smoothing: float, batch: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(pieces, "PIECE", 100)  # a few tokens at a time
+    monkeypatch.setattr(pieces, "MAX_CHUNK_NUMEL", 100)  # a few tokens at a time
     loss, whole = token_cross_entropy(smoothing), LOGITS.clone().requires_grad_()
     total = loss.total(whole, BATCHES[batch])
     (3 * total).backward()
@@ -151,7 +151,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_a_forward_makes_no_second_copy_of_the_logits(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pieces, "PIECE", 100)
+    monkeypatch.setattr(pieces, "MAX_CHUNK_NUMEL", 100)
     mine = torch.randn(50, 67, dtype=torch.bfloat16)
     with torch.no_grad(), Largest(mine) as made:
         vocab_parallel_cross_entropy(
@@ -161,7 +161,7 @@ def test_a_forward_makes_no_second_copy_of_the_logits(monkeypatch: pytest.Monkey
 
 
 def test_one_piece_is_there_at_a_time_beside_the_logits_and_their_gradient(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pieces, "PIECE", 67 * 100)
+    monkeypatch.setattr(pieces, "MAX_CHUNK_NUMEL", 67 * 100)
     mine = torch.randn(400, 67, requires_grad=True)
     with PeakLive([mine]) as live:
         loss = vocab_parallel_cross_entropy(

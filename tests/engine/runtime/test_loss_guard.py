@@ -186,5 +186,5 @@ def test_all_ranks_skip_the_step_of_one_and_name_it(micro_batch: int):
     spikes = {str(each[1].spike) for each, _ in found}
     assert len(spikes) == 1
     spike = found[2][0][1].spike
-    assert [suspect.stage for suspect in spike.rank_reports] == ["", "loss", ""]
+    assert [report.phase for report in spike.rank_reports] == ["", "loss", ""]
     assert spike.culprit is spike.rank_reports[1]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwright.comm.collectives.redistribute import move
+from meshwright.comm.collectives.redistribute import redistribute
 from meshwright.engine.runtime.state import RankState
 from meshwright.model.tensors.pytree import storage_id
 from meshwright.plan.sharding.placement import Placement
@@ -91,7 +91,7 @@ class BlockCollectives:
         group = world.group(
             (axis,), neighbour_indices(world.mesh.coordinate(world.rank)[axis], num_neighbours)
         )
-        return move(_cast(tensor), group, src, dst, lambda: self._state.current_action, overlap_fn)
+        return redistribute(_cast(tensor), group, src, dst, lambda: self._state.current_action, overlap_fn)
 
 
 @dataclass(frozen=True)

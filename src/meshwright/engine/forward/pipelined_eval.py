@@ -205,7 +205,7 @@ class PipelinedEvaluation:
         )
         forward.values[hop.value.name] = tensor
         group, peer = p2p_group(self._state.world, ("pp",), self._ranks[hop.source], is_sender=False)
-        forward.recvs[hop] = group.receive(tensor, source=peer, action=self._named(hop))
+        forward.recvs[hop] = group.recv(tensor, source=peer, action=self._named(hop))
 
     def _run(self, part: int, number: int) -> Iterator[tuple[EvalMicrobatch, Any]]:
         """Run a part when what it takes has come, and send what others take."""

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.comm.collectives.redistribute import move
+from meshwright.comm.collectives.redistribute import redistribute
 from meshwright.engine.runtime.loss import Batch
 from meshwright.engine.runtime.state import RankState
 from meshwright.model.sequence_parallel.attention_call import (
@@ -268,7 +268,7 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
         pad = [0, 0] * (local.ndim - 1 - dim) + [0, most - local.shape[dim]]
         padded = F.pad(local, pad) if pad[-1] else local
         wire = local.dtype if self._wire is None or not local.is_floating_point() else self._wire
-        met = move(padded.to(wire), self._group, S(dim), R, lambda: self._state.current_action).to(
+        met = redistribute(padded.to(wire), self._group, S(dim), R, lambda: self._state.current_action).to(
             local.dtype
         )
         places = torch.empty(length, dtype=torch.int64)
@@ -280,7 +280,7 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
     def _add(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of what all ranks give; backward gives each that of its gradients. It travels in float32 at least."""
         wide = torch.promote_types(part.dtype, torch.float32)
-        return move(part.to(wide), self._group, P, R, lambda: self._state.current_action).to(part.dtype)
+        return redistribute(part.to(wide), self._group, P, R, lambda: self._state.current_action).to(part.dtype)
 
     def _enter(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._active:

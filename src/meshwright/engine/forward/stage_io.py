@@ -259,7 +259,7 @@ class StageIO:
         """`tensor`, which is filled."""
         if move.peer is not None:
             group, peer = p2p_group(self._state.world, move.axes, move.peer, is_sender=False)
-            self._state.works[action.name] = group.receive(tensor, source=peer, action=action.name)
+            self._state.works[action.name] = group.recv(tensor, source=peer, action=action.name)
         return tensor
 
     def _joined(
