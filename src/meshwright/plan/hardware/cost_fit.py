@@ -1,7 +1,7 @@
 """Fits the time of an operation as a sum of features with nonnegative costs, corrected by nearby
 measurements.
 
-    seconds = sum over features  cost x amount,     no cost below 0,      times a correction from nearby samples
+    seconds = sum over features  cost x amount,    no cost below 0,   times a correction from nearby samples
 
 The features of a product of [m, k] by [k, n] are one call, m n k multiplications, and the elements of its
 operands and its result. Unlike a table, the model extrapolates. Near measurements it is corrected: the

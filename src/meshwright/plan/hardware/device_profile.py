@@ -5,10 +5,10 @@ A manufacturer's peak is an upper bound, a profile is what a device reaches. `me
 measures it and writes device.toml (`run/measure/measured_files.py`). It predicts seconds for every size,
 measured or not (`plan/hardware/cost_fit.py`):
 
-    matmul_seconds       [m, k] by [k, n], `batch` of them          call + a m n k + b m k + c k n + d m n
-    attention_seconds    batch x heads, queries by keys             call + a pairs head_dim + b pairs + c elements
+    matmul_seconds       [m, k] by [k, n], `batch` of them        call + a m n k + b m k + c k n + d m n
+    attention_seconds    batch x heads, queries by keys           call + a pairs head_dim + b pairs + c elements
     memory_op_seconds    bytes read and written, and outputs of compute-heavy operations
-    straggler_seconds    how far the last of several synchronizing devices is behind (`plan/hardware/stragglers.py`)
+    straggler_seconds    how far the last of several synchronizing devices is behind
 
 No prediction is faster than the best measurement: an extrapolation must not find a faster device.
 """
@@ -117,7 +117,7 @@ class DeviceProfile:
     lag_samples: tuple[LagSample, ...] = ()
 
     def matmul_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
-        """Seconds of `batch` products of [m, k] by [k, n]. Raises PlanError if none was measured in `dtype`."""
+        """Seconds of `batch` products of [m, k] by [k, n]. Raises PlanError for an unmeasured `dtype`."""
         if min(m, n, k, batch) <= 0:
             return 0.0
         dtype = self._measured_dtype(dtype, tuple(self._matmul_fits))

@@ -43,12 +43,12 @@ class SizeBand:
 
 @dataclass(frozen=True)
 class LinkCost:
-    """The cost of one message, by bands of its size in rising order. The last band is open: `max_nbytes` 0."""
+    """The cost of one message, by bands of rising size. The last band is open: `max_nbytes` 0."""
 
     bands: tuple[SizeBand, ...]
 
     def seconds(self, nbytes: float) -> float:
-        """The time of one message of `nbytes` bytes, at least that of the longest message of the band below."""
+        """The time of a message of `nbytes` bytes, at least that of the longest message of the band below."""
         lower_bound = 0.0
         for band in self.bands:
             if nbytes <= (band.max_nbytes or inf):

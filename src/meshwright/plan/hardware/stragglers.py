@@ -1,7 +1,7 @@
 """Models stragglers: of several devices that synchronize, one is always the last, and the others wait for it.
 
-    rank 0  [======]..|[=======]|[====]...|        each piece of work takes sometimes less, sometimes more; a step
-    rank 1  [========]|[=====]..|[=======]|        takes the sum of the longest, not the longest of the sums
+    rank 0  [======]..|[=======]|[====]...|     work takes sometimes less, sometimes more; a step
+    rank 1  [========]|[=====]..|[=======]|     takes the sum of the longest, not the longest of the sums
 
 Pieces of work were timed many times. `lag` is how far the later of two devices is behind their mean, as a
 fraction of it: half the mean difference of two timings. Of n ranks the last is further behind, by the ratio

@@ -1,11 +1,12 @@
 """Adds the reduce-scatter of gradients into shards to an action list, for parameters that are updated
 S(flat).
 
-    once per step        B1 PACK(1) ............ B1' ... REDUCE(1)         kept in one buffer of the group from the
-                                                                           first backward on; later ones add in place
+
+    once per step        B1 PACK(1) ............ B1' ... REDUCE(1)    kept in one buffer of the group from the
+                                                                      first backward; later ones add in place
     every micro-batch    B1 PACK(1, 0) REDUCE(1, 0) .. B1' PACK(1, 1) REDUCE(1, 1) .. ACCUMULATE(1, 1)
 
-    PACK         gradients into a contiguous buffer, at the offsets of the flat parameter; their memory is freed
+    PACK         gradients into a contiguous buffer, at the offsets of the flat parameter; frees them
     REDUCE       reduce-scatter over the ranks; then, along `replicate_axis`, an all-reduce of the shards
     ACCUMULATE   adds a shard to the sum of earlier micro-batches, or casts it to the dtype of gradients
     LOCAL_NORM   reads the sums: it waits for all of them

@@ -5,8 +5,8 @@ two ranks, for different micro-batches. In both cases it is one parameter: each 
 computes a summand of its gradient, and must update it as the others do. Without the sum, the copies would
 drift apart.
 
-    rank 0   B(embed) ... [REDUCE]  WAIT  REDUCE_TIED ----+----  LOCAL_NORM  GLOBAL_NORM  CLIP  STEP    counted here
-    rank 2   B(head)  ... [REDUCE]  WAIT  REDUCE_TIED ----+----  LOCAL_NORM  GLOBAL_NORM  CLIP  STEP    not here
+    rank 0   B(embed) ... [REDUCE]  WAIT  REDUCE_TIED --+--  LOCAL_NORM  GLOBAL_NORM  CLIP  STEP    counted here
+    rank 2   B(head)  ... [REDUCE]  WAIT  REDUCE_TIED --+--  LOCAL_NORM  GLOBAL_NORM  CLIP  STEP    not here
 
     WAIT         wait for the gradients of glue, and for reductions over other samples or micro-batches
     REDUCE_TIED  all-reduce of the gradients of a group over the ranks along pp that use it
