@@ -202,7 +202,7 @@ def test_a_loss_that_reads_more_than_its_targets_is_refused_by_the_name_of_the_k
 
 def test_micro_batches_and_the_guard_are_refused_with_the_repair():
     with pytest.raises(
-        PlanError, match=r"(?s)micro_batch = 2 cuts a rank's 4 samples\n  repair: set micro_batch = 0"
+        PlanError, match=r"(?s)micro_batch = 2 splits a rank's 4 samples\n  repair: set micro_batch = 0"
     ):
         towers_plan(READING, Mesh(dp_replicate=3), micro_batch=2)
     with pytest.raises(

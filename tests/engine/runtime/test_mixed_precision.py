@@ -339,6 +339,6 @@ def test_a_device_that_cannot_multiply_in_it_is_refused_by_name(monkeypatch: pyt
 
 def test_gradients_of_another_dtype_need_shards():
     with pytest.raises(
-        PlanError, match=r"gradients in float32, and those of \d+ parameters .* are not cut into shards"
+        PlanError, match=r"gradients in float32, and those of \d+ parameters .* are not sharded"
     ):
         engine_of(replace(MIXED, gradients="float32"))
