@@ -229,7 +229,7 @@ class Plan:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything that affects results, as plain values: job, mesh, micro-batch, strategies, parameters."""
+        """Everything that affects results, as plain values."""
         params = [
             [
                 w.name,

@@ -112,7 +112,7 @@ Handler = Callable[[Action], None]
 
 @dataclass(frozen=True)
 class Strategy(ABC):
-    """A technique as a value. The methods default to "change nothing"; a technique overrides what it needs."""
+    """A technique as a value. By default a method changes nothing; a technique overrides what it needs."""
 
     name: ClassVar[str]
     mode: ClassVar[str] = ""  # distinguishes strategies of the same name: the key `mode` of its table

@@ -47,7 +47,7 @@ def strategy_choice_diagnostics(strategies: tuple[Strategy, ...]) -> Iterator[Di
                 "strategies",
             )
     for name in sorted({str(strategy) for strategy in strategies if strategies.count(strategy) > 1}):
-        yield Diagnostic(f"{name} is listed twice in the list", "remove one", "strategies")
+        yield Diagnostic(f"{name} is listed twice", "remove one", "strategies")
     shards: dict[tuple[str, str], set[str]] = {}
     for strategy in (each for each in strategies if each.phase == "shard"):
         shards.setdefault((strategy.name, strategy.as_dict().get("axis", "")), set()).add(str(strategy))
@@ -72,7 +72,7 @@ def sharding_diagnostics(sharding: ShardingPlan, strategies: tuple[Strategy, ...
         if any(
             param_sharding.flat_shard_axes for param_sharding in unreduced
         ):  # the strategy that shards them must also replicate the shards
-            fix = f'have the shards copied along {axes}: replicate_axis = "{axes}" in the strategy that makes them'
+            fix = f'replicate the shards along {axes}: replicate_axis = "{axes}" in their strategy'
         yield Diagnostic(text, fix, "strategies")
     used_axes = {
         strategy.as_dict().get("axis", "") for strategy in strategies
@@ -84,7 +84,7 @@ def sharding_diagnostics(sharding: ShardingPlan, strategies: tuple[Strategy, ...
     ]
     if idle:
         ranks = " x ".join(str(sharding.mesh.size(axis)) for axis in idle)
-        text = f"no strategy uses the axis {' and '.join(idle)}: {ranks} ranks would repeat the same work"
+        text = f"no strategy uses the axis {' and '.join(idle)}: {ranks} ranks would do the same work"
         examples = "; ".join(
             dict.fromkeys(
                 EXAMPLE_STRATEGIES.get(axis, 'for data parallelism: "batch_split" and "ddp"') for axis in idle

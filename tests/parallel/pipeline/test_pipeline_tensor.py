@@ -279,6 +279,6 @@ def test_what_cannot_work_is_refused():
     borders = replace(anatomy.stage_boundaries, values=(*anatomy.stage_boundaries.values, scores))
     grid = (Pipeline(), TensorParallel2D(), SHARD, ZeRO())
     with pytest.raises(
-        PlanError, match=r"'layers.1:1' \(rows x 3\) crosses between parts: which slice of it a rank has"
+        PlanError, match=r"'layers.1:1' \(samples x 3\) crosses a stage boundary: the slice that a rank has"
     ):
         Plan.make(job, Mesh(pp=2, dp_shard=2, tp=2), replace(anatomy, stage_boundaries=borders), grid, 1)

@@ -5,8 +5,8 @@ A manufacturer's peak is an upper bound, a profile is what a device reaches. `me
 measures it and writes device.toml (`run/measure/measured_files.py`). It predicts seconds for every size,
 measured or not (`plan/hardware/cost_fit.py`):
 
-    matmul_seconds       [m, k] by [k, n], `batch` of them        call + a m n k + b m k + c k n + d m n
-    attention_seconds    batch x heads, queries by keys           call + a pairs head_dim + b pairs + c elements
+    matmul_seconds       [m, k] by [k, n], `batch` of them      call + a m n k + b m k + c k n + d m n
+    attention_seconds    batch x heads, queries by keys         call + a pairs head_dim + b pairs + c elements
     memory_op_seconds    bytes read and written, and outputs of compute-heavy operations
     straggler_seconds    how far the last of several synchronizing devices is behind
 
@@ -301,7 +301,7 @@ def _timing_diagnostics(
     for key, value in vars(timing).items():
         if key in ("dtype", "operation"):
             continue
-        share = key in ("spread", "behind")
+        share = key in ("spread", "lag")
         if not (0 <= value < inf) or (value == 0 and not share):
             fix = "write a share, 0 or more" if share else "write a number above 0"
             yield Diagnostic(f"{key} of {value}", fix, f"{location}.{key}")

@@ -38,7 +38,9 @@ class ModelConfig:
     def diagnostics(self) -> Iterator[Diagnostic]:
         """Yields every error in the model source by itself."""
         if not self.source:
-            fix = "set model.source to a transformers config (folder, .json file or hub id) or to file.py:factory"
+            fix = (
+                "set model.source to a transformers config (folder, .json file, hub id) or to file.py:factory"
+            )
             yield Diagnostic("no model is named", fix, "model.source")
         if self.skip and not self.weights:
             text = f"skip = {list(self.skip)} without weights: every value is drawn from the seed"

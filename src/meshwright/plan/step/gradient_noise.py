@@ -48,7 +48,7 @@ def noise_scale_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int) 
         text += ": no rank has the gradient of a part of the batch"
         yield Diagnostic(text, "set train.noise_scale = false", LOCATION)
     elif sharding.model_spec.needs_global_batch:
-        text = "the loss compares all samples of the batch: the gradient of a part is not that of a smaller batch"
+        text = "the loss compares all samples: the gradient of a part is not that of a smaller batch"
         yield Diagnostic(text, "set train.noise_scale = false", LOCATION)
     elif num_data == 1 and (not micro_batch or micro_batch >= batch):
         text = f"one data rank runs the {batch} samples of a step as one micro-batch"
@@ -62,7 +62,8 @@ def noise_scale_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int) 
         if param_sharding.param.trainable and len(sharding.pp_ranks_using(param_sharding.param)) > 1
     ]
     if shared and sharding.block_calls_by_pp_rank:
-        text = f"{len(shared)} parameters ({shared[0]}...) are used by several stages, and no rank has the gradient"
+        text = f"{len(shared)} parameters ({shared[0]}...) are used by several stages"
+        text += ", and no rank has the gradient"
         yield Diagnostic(
             f"{text} of one part of the batch", "untie them, or set train.noise_scale = false", LOCATION
         )

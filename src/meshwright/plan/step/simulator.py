@@ -65,7 +65,7 @@ def simulate(
 class _SimulatedRole:
     def __init__(self, role: str, actions: Sequence[Action]) -> None:
         self.role, self.actions = role, actions
-        # by stream, pending actions and the time they were issued; each peer has a stream of its own per direction
+        # by stream, pending actions and when they were issued; each peer has its own stream per direction
         self.issued: dict[StreamKey, deque[tuple[int, float]]] = {}
         self.cursor = 0
         self.free: dict[StreamKey, float] = {}
@@ -104,7 +104,8 @@ class _SimulatedRole:
         for index in self.blocked_at:
             action = self.actions[index]
             missing = [wait for wait in action.waits if qualified_name(self.role, wait) not in ended]
-            yield f"  {self.role}: action {index} of {len(self.actions)}, {action.name}  <-- waits for {', '.join(missing)}"
+            position = f"action {index} of {len(self.actions)}, {action.name}"
+            yield f"  {self.role}: {position}  <-- waits for {', '.join(missing)}"
 
     def _walk(
         self, ended: dict[str, float], duration: Callable[[Action], float], simulated: list[SimulatedAction]

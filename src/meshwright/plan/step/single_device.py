@@ -45,7 +45,7 @@ STEP_TOTAL_NBYTES = {
     "TOKEN_COUNT": COUNT_NBYTES,
     "LOSS_SUM": 8,
 }  # totals of a step over ranks, and their bytes: float64
-SCRATCH = "scratch"  # memory of LOSS and each B for themselves: saved by the loss, a gradient until it is accumulated
+SCRATCH = "scratch"  # temporary memory of LOSS and of each B
 GRAD_NORM = "norm"  # the subject of the BROADCAST of the gradient norm
 
 

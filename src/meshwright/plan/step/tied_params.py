@@ -5,8 +5,8 @@ two ranks, for different micro-batches. In both cases it is one parameter: each 
 computes a summand of its gradient, and must update it as the others do. Without the sum, the copies would
 drift apart.
 
-    rank 0   B(embed) ... [REDUCE]  WAIT  REDUCE_TIED --+--  LOCAL_NORM  GLOBAL_NORM  CLIP  STEP    counted here
-    rank 2   B(head)  ... [REDUCE]  WAIT  REDUCE_TIED --+--  LOCAL_NORM  GLOBAL_NORM  CLIP  STEP    not here
+    rank 0  B(embed) ... [REDUCE]  WAIT  REDUCE_TIED --+--  LOCAL_NORM  GLOBAL_NORM  CLIP  STEP   counted here
+    rank 2  B(head)  ... [REDUCE]  WAIT  REDUCE_TIED --+--  LOCAL_NORM  GLOBAL_NORM  CLIP  STEP   not here
 
     WAIT         wait for the gradients of glue, and for reductions over other samples or micro-batches
     REDUCE_TIED  all-reduce of the gradients of a group over the ranks along pp that use it
@@ -89,8 +89,8 @@ def _insert_reductions(
 def _pack_group(
     actions: list[Action], param_group: ParamGroup, sharding: ShardingPlan, job: Job
 ) -> list[Action]:
-    # Packed after the first backward, so that later ones add in place; after the last one if the dtype differs,
-    # and after the reductions if each gradient has been reduced by itself.
+    # Packed after the first backward, so that later ones add in place; after the last one if the dtype
+    # differs, and after the reductions if each gradient has been reduced by itself.
     casts = job.precision.reduce != job.precision.parameters
     backwards, summed = (
         completing_backwards(actions, param_group, sharding.model_spec.block_calls),

@@ -72,7 +72,8 @@ def version_conflicts(actions: Sequence[Action]) -> Iterator[str]:
     for action, version in param_version_uses(actions):
         first = versions.setdefault(action.microbatch or 0, version)
         if version != first:
-            yield f"{action.name} uses the weights after {version} steps, and the forward of its micro-batch those after {first}"
+            forward = f"the forward of its micro-batch those after {first}"
+            yield f"{action.name} uses the weights after {version} steps, and {forward}"
     stashed: set[str] = set()
     loaded = ""
     for action in actions:
