@@ -31,7 +31,7 @@ from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics,
 def repository_factory(
     folder: Path, raw: Mapping[str, Any], auto_map: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> Callable[[], nn.Module]:
-    """The function that constructs the model of the config `raw` from classes in `folder` named by `auto_map`.
+    """The function that constructs the model of `raw`, from classes in `folder` that `auto_map` names.
 
     Raises PlanError if the code cannot be imported, lacks the architecture, or refuses the config.
     """
@@ -195,7 +195,7 @@ def is_quantised(module: nn.Module) -> bool:
 
 
 def use_eager_experts(module: nn.Module) -> None:
-    """Makes a transformers mixture of experts loop over experts: the grouped product has no float64 kernel."""
+    """Makes a transformers MoE model loop over experts: the grouped product has no float64 kernel."""
     if config_of(module) is not None:
         cast(Any, module).set_experts_implementation("eager")
 
@@ -232,7 +232,7 @@ def _make_config(config_class: Any, raw: dict[str, Any], overrides: dict[str, An
 
 @contextmanager
 def _silence_special_tokens() -> Iterator[None]:
-    # transformers warns that bos or eos lie outside the vocabulary; they matter in generation, not in training
+    # transformers warns that bos or eos lie outside the vocabulary; they matter in generation only
     logger = logging.getLogger(transformers.configuration_utils.__name__)
 
     def is_other_message(record: logging.LogRecord) -> bool:

@@ -1,11 +1,11 @@
-"""Tensors that transformers captures inside a block: they leave it by a side channel, and count as its outputs.
+"""Tensors that transformers captures inside a block: they leave by a side channel and count as outputs.
 
 A model that is asked for router logits (or attentions) does not pass them from layer to layer. A hook on the
 router appends them to a list that belongs to the forward, and the model reads the list at its end:
 
-    block      hidden ---> router ---> experts ---> hidden'            returned: the graph is cut at the boundary
+    block      hidden ---> router ---> experts ---> hidden'       returned: the graph is cut at the boundary
                              |
-    collector  {"router_logits": [layer 0, layer 1, ...]}              captured: appended to the list inside the block
+    collector  {"router_logits": [layer 0, layer 1, ...]}         captured: appended to the list in the block
 
 An auxiliary loss computed from the list would reach into every block after its graph was cut. So the driver
 compares the collector before and after each block, and what a block appended becomes an output of it: the
@@ -62,7 +62,7 @@ def empty_capture_lists() -> CaptureLists | None:
 
 @contextmanager
 def capture_into(lists: CaptureLists | None) -> Iterator[tuple[CaptureMark, ...]]:
-    """Context manager: transformers fills `lists` instead; None: it captures nothing. Yields marks in them."""
+    """Context manager: transformers fills `lists` instead (None: captures nothing). Yields marks in them."""
     collector = _collector()
     if collector is None:
         yield ()
