@@ -236,7 +236,7 @@ def test_a_checkpoint_holds_the_moments_that_the_master_alone_has(reading: Analy
 def test_a_gradient_handed_to_the_wrong_rank_is_noticed(
     reading: AnalyzedModel, monkeypatch: pytest.MonkeyPatch
 ):
-    taken = GlobalBatchLoss._handed_out
+    taken = GlobalBatchLoss._scatter_samples
 
     def shifted(
         self: GlobalBatchLoss, action: Action, column: Any, whole: torch.Tensor | None
@@ -244,7 +244,7 @@ def test_a_gradient_handed_to_the_wrong_rank_is_noticed(
         swapped = whole.roll(4, 0) if whole is not None and "gradient" in action.subject else whole
         return taken(self, action, column, swapped)
 
-    monkeypatch.setattr(GlobalBatchLoss, "_handed_out", shifted)
+    monkeypatch.setattr(GlobalBatchLoss, "_scatter_samples", shifted)
     step, quantity, _, _ = first_of(verdict_of(case_of(reading, led_plan(reading))))
     assert (step, quantity) == (0, "gradient")
 
