@@ -1,5 +1,6 @@
 # Every target sets up its own environment in .venv, again whenever the lock or the project file changes.
-#   make test                       the whole suite
+#   make test                       the default tier of the suite (about 8 minutes on two cores)
+#   make test-full                  every case
 #   make test PYTHON=python3.12     with another interpreter (3.11 to 3.13)
 # Without a GPU, let pip find a CPU build of torch first (PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL): it saves gigabytes.
 
@@ -19,23 +20,36 @@ STAMP := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 TORCH := $(shell grep '^torch==' requirements.lock)
 
-.PHONY: help demo test lint format bench docs clean
+.PHONY: help demo test test-full wheel lint format bench docs clean
 
 help: ## say what there is
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
 
 demo: $(STAMP) ## plan, verify, train, save and resume a small Llama on two processes (about two minutes)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
 
-test: $(STAMP) ## run the whole suite (ARGS="tests/core -k mesh" for a part)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+test: $(STAMP) ## run the default tier of the suite (ARGS="tests/plan -k mesh" for a part)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/house --ignore=tests/docs $(ARGS)
 
-lint: $(STAMP) ## check style, types, layers and spelling
+test-full: $(STAMP) ## run every case of the suite, with the checks of sources and pages
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --full $(ARGS)
+
+wheel: $(STAMP) ## build a wheel, install it into a fresh environment, and plan a run with it
+	@rm -rf build/wheel && mkdir -p build/wheel
+	@$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation -w build/wheel .
+	@"$(PYTHON)" -m venv build/wheel/env
+	@build/wheel/env/bin/python -m pip --disable-pip-version-check install --quiet '$(TORCH)'
+	@build/wheel/env/bin/python -m pip --disable-pip-version-check install --quiet -c requirements.lock build/wheel/*.whl
+	@cd build/wheel && env/bin/meshwright --version && \
+		env/bin/meshwright search "8b: layers 32 hidden 4096 heads 32" --devices 8 --hardware h100 --batch 64 --sequence 2048 --out found.toml
+
+lint: $(STAMP) ## check style, types, layers, spelling, house rules and pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 	PYTHONPATH=src $(BIN)/lint-imports --no-cache
 	$(BIN)/codespell
+	$(BIN)/python -m pytest -q -n 2 tests/house tests/docs
 
 format: $(STAMP) ## repair what ruff can repair
 	$(BIN)/ruff check --fix .

@@ -32,10 +32,10 @@ from benchmarks.method import Verdict, interval, overall
 from benchmarks.ranks import Ranks, Step
 from benchmarks.result import RESULTS, Result
 from meshwright.comm.algorithms import BACKEND, PLAIN, named
-from meshwright.comm.tuning.allreduce_bench import measure
-from meshwright.comm.tuning.autoselect import choose, predicted
-from meshwright.comm.tuning.network_fit import fitted, series_of, textbook
-from meshwright.comm.world import rendezvous
+from meshwright.comm.tuning.allreduce_bench import time_all_reduces
+from meshwright.comm.tuning.autoselect import choose_rule, predict_all_reduce_s
+from meshwright.comm.tuning.network_fit import fit_network, group_into_series, fit_alpha_beta
+from meshwright.comm.world import init_world
 from meshwright.plan.hardware.network_model import VERSION, AllReduceTiming, Cluster, FitError, NetworkModel
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.sharding.mesh import AXES, Mesh
@@ -63,11 +63,11 @@ def build(rank: int, size: int, store: str, sizes: Sequence[int], budget_s: floa
     """One rank that measures all cells in one step; its note is the transport, and a row per cell with all its samples."""
     torch.set_num_threads(1)
     stack = ExitStack()
-    world = stack.enter_context(rendezvous(Mesh(dp_replicate=size), rank, store_path=store, shared=False))
+    world = stack.enter_context(init_world(Mesh(dp_replicate=size), rank, store_path=store, shared_memory=False))
 
     def step() -> object:
         with stack:
-            found = measure(world, NAMES, sizes, budget_s, least=least)
+            found = time_all_reduces(world, NAMES, sizes, budget_s, min_samples=least)
             rows = [
                 (each.algorithm, each.ranks, each.nbytes, each.seconds, each.spread, each.samples)
                 for each in found
@@ -118,14 +118,14 @@ def half_fitted(transport: str, timings: Sequence[AllReduceTiming]) -> Cluster:
     sizes = sorted({cell.nbytes for cell in timings})[::2]
     kept = [cell for cell in timings if cell.nbytes in sizes]
     return Cluster(
-        VERSION, "", "", torch.__version__, transport, 0, FitError(0.0, 0.0), fitted(kept), series_of(kept)
+        VERSION, "", "", torch.__version__, transport, 0, FitError(0.0, 0.0), fit_network(kept), group_into_series(kept)
     )
 
 
 def errors(cluster: Cluster, cell: AllReduceTiming) -> tuple[float, float]:
     """The relative errors at one cell: of the model alone, and corrected."""
     guesses = (
-        predicted(each, cell.algorithm, cell.ranks, cell.nbytes)
+        predict_all_reduce_s(each, cell.algorithm, cell.ranks, cell.nbytes)
         for each in (cluster.without_measurements(), cluster)
     )
     alone, corrected = (abs(guess / cell.seconds - 1) for guess in guesses)
@@ -136,10 +136,10 @@ def cells_of_auto(cluster: Cluster, cells: Cells) -> list[dict[str, object]]:
     """For every number of ranks and size: what auto picks, the best by each half, what it takes more than those, and noise."""
     found: list[dict[str, object]] = []
     for ranks in sorted({ranks for _, ranks, _ in cells}):
-        rule = choose(cluster, ranks).rule
+        rule = choose_rule(cluster, ranks).rule
         for nbytes in sorted({nbytes for _, _, nbytes in cells}):
             here = {name: cells[name, ranks, nbytes] for name in NAMES if (name, ranks, nbytes) in cells}
-            pick = here[rule.pick(nbytes)]
+            pick = here[rule.algorithm_for(nbytes)]
             best = [min(here.values(), key=lambda cell, half=half: halves(cell)[half]) for half in (0, 1)]
             more = sqrt(halves(pick)[1] / halves(best[0])[1] * halves(pick)[0] / halves(best[1])[0]) - 1
             scatter = max(noise(pick), *map(noise, best))
@@ -177,7 +177,7 @@ def judged(transport: str, timings: Sequence[AllReduceTiming]) -> Result:
         )
     auto = cells_of_auto(cluster, cells)
     share = sum(bool(cell["hit"]) for cell in auto) / len(auto)
-    rules = {str(ranks): str(choose(cluster, ranks).rule) for ranks in cluster.ranks}
+    rules = {str(ranks): str(choose_rule(cluster, ranks).rule) for ranks in cluster.ranks}
     times = [
         [cell.algorithm, cell.ranks, cell.nbytes, cell.seconds, round(cell.spread, 3), len(cell.samples)]
         for cell in timings
@@ -213,7 +213,7 @@ def lesson(path: Path) -> str:
         0,
         FitError(0.0, 0.0),
         NetworkModel(),
-        series_of(timings),
+        group_into_series(timings),
     )
     lines = [
         f"{kept['date'][:10]}, {kept['machine']['cpu']}, {kept['machine']['cores']} cores, over {cluster.transport}:",
@@ -224,7 +224,7 @@ def lesson(path: Path) -> str:
         f"| milliseconds (by the formula) | {' | '.join(f'{format_nbytes(nbytes)}, n = {n}' for n, nbytes in columns)} |"
     ]
     lines += ["| --- |" + " --- |" * len(columns)]
-    figures = {ranks: textbook(cluster, ranks) for ranks in cluster.ranks}
+    figures = {ranks: fit_alpha_beta(cluster, ranks) for ranks in cluster.ranks}
     took = {(cell.algorithm, cell.ranks, cell.nbytes): 1e3 * cell.seconds for cell in timings}
     for name in NAMES:
         cells = []

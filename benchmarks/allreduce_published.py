@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.result import Result
-from meshwright.comm.tuning.network_fit import banded
+from meshwright.comm.tuning.network_fit import fit_link
 
 NAME = "allreduce_published"
 CLAIM = "all-reduce times others published, one size left out: the banded model's mean error is below the two-parameter model's"
@@ -43,7 +43,7 @@ def errors(nbytes: Sequence[int], took: Sequence[float], num_bands: int) -> list
     found = []
     for left in range(len(nbytes)):
         kept = [place for place in range(len(nbytes)) if place != left]
-        link = banded([nbytes[place] for place in kept], [took[place] for place in kept], num_bands)
+        link = fit_link([nbytes[place] for place in kept], [took[place] for place in kept], num_bands)
         found.append(abs(link.seconds(nbytes[left]) / took[left] - 1))
     return found
 

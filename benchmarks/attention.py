@@ -241,7 +241,7 @@ class Seat:
 
     def shift(self, output: Any, tensor: Any, axis: str, by: int = 1) -> Any:
         """As core/strategy.py has it."""
-        return self._world.group((axis,)).shift(output, tensor, by=by, action=self._state.current_action)
+        return self._world.group((axis,)).shift(output, tensor, offset=by, action=self._state.current_action)
 
     def attend(self, answer: Callable[[Any], Any]) -> None:
         """As core/strategy.py has it."""

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.workloads import OPTIMIZER, VOCABULARY, WORKLOADS, Batches, join
 from meshwright.api import analyze, make_plan, parallelize
-from meshwright.comm.collectives.announce import sent_bytes
+from meshwright.comm.collectives.announce import sent_nbytes
 from meshwright.comm.collectives.group import World
 from meshwright.comm.world import TorchWorld
 from meshwright.engine.optim.optimizers import make_param_groups
@@ -129,7 +129,7 @@ class Dispatched(TorchDispatchMode):
         name = name.partition(".")[0]
         if space in SPACES and name not in WAITS:
             collective = COLLECTIVES[name]
-            self.sent[collective] += sent_bytes(collective, args[0].nbytes, self.size)
+            self.sent[collective] += sent_nbytes(collective, args[0].nbytes, self.size)
             self.calls += 1
         return func(*args, **kwargs or {})
 
@@ -138,14 +138,14 @@ def _from_ledger(rank: int, size: int, workload: str, store: str) -> Callable[[]
     world = _world(rank, size, store)
     run = _engine(workload, world, TensorParallel())
     ledger = world.ledger
-    ledger.recording = True
+    ledger.is_recording = True
 
     def step() -> dict[str, float]:
         ledger.entries.clear()
         run()
         sent: dict[str, float] = defaultdict(float)
         for entry in ledger.entries:
-            sent[entry.collective] += entry.sent
+            sent[entry.collective] += entry.sent_nbytes
         return {**sent, "calls": len(ledger.entries)}
 
     return step
@@ -172,7 +172,7 @@ def _engine(workload: str, world: World, line: TensorParallel) -> Step:
 
 def _world(rank: int, size: int, store: str) -> TorchWorld:
     join(rank, size, store)
-    return TorchWorld(Mesh(tp=size), rank, "cpu", shared=False)
+    return TorchWorld(Mesh(tp=size), rank, "cpu", shared_memory=False)
 
 
 def _styles(*, prepared: bool) -> dict[str, Any]:

@@ -31,15 +31,15 @@ from benchmarks.method import LEAST_ROUNDS, Interval, Rounds, Verdict, Window, i
 from benchmarks.ranks import Ranks
 from benchmarks.result import Result
 from meshwright.comm.algorithms import named
-from meshwright.comm.algorithms.cost_model import seconds
-from meshwright.comm.algorithms.schedule import Algorithm
+from meshwright.comm.algorithms.cost_model import all_reduce_seconds
+from meshwright.comm.algorithms.schedule import AllReduceAlgorithm
 from meshwright.comm.collectives.group import Group
-from meshwright.comm.rendezvous import Meeting
-from meshwright.comm.world import rendezvous
+from meshwright.comm.rendezvous import RendezvousEndpoint
+from meshwright.comm.world import init_world
 from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, SizeBand
 from meshwright.plan.sharding.mesh import AXES, Mesh
-from meshwright.testing.rank_worker import Seat
-from tests.network.virtual_hosts import Hosts, hosts, missing
+from meshwright.testing.rank_worker import NetworkLocation
+from tests.network.virtual_hosts import VirtualHosts, virtual_hosts, unavailable_reason
 
 NAME = "hierarchical_hosts"
 CLAIM = "2 hosts x 2 ranks at 100 Mbit/s: hierarchical all-reduce beats the flat ring by the predicted factor, within 20 %"
@@ -115,15 +115,15 @@ class Case:
         return {**row, **figures, "outside_cores": [round(each, 3) for each in self.rounds.outside]}
 
 
-def predicted(algorithm: Algorithm, nbytes: int, rate_mbit: float) -> float:
+def predicted(algorithm: AllReduceAlgorithm, nbytes: int, rate_mbit: float) -> float:
     """The seconds of an all-reduce among these hosts, by the price of its rounds: links between hosts alone cost."""
     network = NetworkModel(
         intra_host=FREE, busiest_rank=FREE, inter_host=LinkCost((SizeBand(0, 0.0, rate_mbit * 1e6 / 8),))
     )
-    return seconds(algorithm, SIZE, nbytes, network, PER_HOST)
+    return all_reduce_seconds(algorithm, SIZE, nbytes, network, PER_HOST)
 
 
-def through_a_card(algorithm: Algorithm, host_of: Sequence[int]) -> float:
+def through_a_card(algorithm: AllReduceAlgorithm, host_of: Sequence[int]) -> float:
     """What all rounds together lead through the busiest card, in sizes of the tensor; rank r is on host `host_of[r]`."""
     total, size = 0.0, len(host_of)
     rounds = [algorithm.rounds(size, rank) for rank in range(size)]
@@ -139,13 +139,13 @@ def through_a_card(algorithm: Algorithm, host_of: Sequence[int]) -> float:
 
 
 def step(
-    rank: int, size: int, *, seats: Sequence[Seat], meeting: Meeting, mib: int, algorithm: str
+    rank: int, size: int, *, seats: Sequence[NetworkLocation], meeting: RendezvousEndpoint, mib: int, algorithm: str
 ) -> Callable[[], object]:
     """What `Ranks` builds in each process: an all-reduce of `mib` MiB of float32 among all ranks, each on its seat."""
     torch.set_num_threads(1)
-    seats[rank].take()
+    seats[rank].enter()
     opened = ExitStack()
-    world = opened.enter_context(rendezvous(Mesh(dp_replicate=size), rank, meeting=meeting, timeout_s=120))
+    world = opened.enter_context(init_world(Mesh(dp_replicate=size), rank, endpoint=meeting, timeout_s=120))
     return _Step(world.group(AXES), torch.zeros(mib * MIB // 4), algorithm, opened)
 
 
@@ -161,7 +161,7 @@ class _Step:
 
 
 @contextmanager
-def contestants(made: Hosts, mib: int, ports: Iterator[int]) -> Iterator[list[Ranks]]:
+def contestants(made: VirtualHosts, mib: int, ports: Iterator[int]) -> Iterator[list[Ranks]]:
     """Ring, hierarchical, a twin of the ring, gloo's own, and the ring dealt in turn: each four processes on the hosts."""
     who = {RING: (RING, HOST_BY_HOST), OURS: (OURS, HOST_BY_HOST), "twin": (RING, HOST_BY_HOST)}
     who |= {"gloo's own": ("backend", HOST_BY_HOST), "ring, dealt in turn": (RING, IN_TURN)}
@@ -173,8 +173,8 @@ def contestants(made: Hosts, mib: int, ports: Iterator[int]) -> Iterator[list[Ra
                     step,
                     SIZE,
                     preload=("torch", "meshwright.comm.world"),
-                    seats=[made[host].seat for host in host_of],
-                    meeting=Meeting(made[0].address, next(ports)),
+                    seats=[made[host].location for host in host_of],
+                    meeting=RendezvousEndpoint(made[0].address, next(ports)),
                     mib=mib,
                     algorithm=algorithm,
                 )
@@ -186,7 +186,7 @@ def contestants(made: Hosts, mib: int, ports: Iterator[int]) -> Iterator[list[Ra
 def cases(sizes: Mapping[int, Sequence[int]], windows: Mapping[int, Window]) -> Iterator[Case]:
     """The cases of `sizes` (MiB, by Mbit/s), each measured; one line about each goes to stderr."""
     for rate, several in sizes.items():
-        with hosts(HOSTS, rate) as made:
+        with virtual_hosts(HOSTS, rate) as made:
             ports = iter(range(20000, 30000))
             for mib in several:
                 with contestants(made, mib, ports) as ranks:
@@ -247,7 +247,7 @@ def main() -> None:
         action="store_true",
         help="three rounds of the smallest size of each rate; nothing is written",
     )
-    why = missing()
+    why = unavailable_reason()
     if words.parse_args().quick:
         least = {rate: several[:1] for rate, several in SIZES.items()}
         print(

@@ -160,7 +160,7 @@ def steps(rank: int, size: int, store: str) -> Step:
     step, ledger = ours(rank, size, "small", world=world), world.ledger
 
     def silent() -> None:
-        with patch.object(ledger, "record", _nothing), patch.object(ledger.recent, "note", _nothing):
+        with patch.object(ledger, "record", _nothing), patch.object(ledger.flight_recorder, "record", _nothing):
             step()
 
     return in_turn({"bare": silent, "ours": step, "twin": silent})
@@ -197,16 +197,16 @@ def counted(rank: int, size: int, store: str) -> Step:
         said = partial(announce, group, "all_reduce", tensor, action="REDUCE(0)")
         with patch.object(group, "_summed", lambda *tensors, **how: over):
             whole = microseconds(lambda: group.all_reduce(tensor, action="REDUCE(0)").wait())
-            nothing = microseconds(lambda: group._summed(tensor))
+            nothing = microseconds(lambda: group._backend_all_reduce(tensor))
         announced = microseconds(said)
         with (
             patch.object(world.ledger, "record", _nothing),
-            patch.object(world.ledger.recent, "note", _nothing),
+            patch.object(world.ledger.flight_recorder, "record", _nothing),
         ):
             unnoted = microseconds(said)
-        world.ledger.recording, first = True, len(world.ledger.entries)
+        world.ledger.is_recording, first = True, len(world.ledger.entries)
         step()
-        world.ledger.recording, num = False, len(world.ledger.entries) - first
+        world.ledger.is_recording, num = False, len(world.ledger.entries) - first
         noted = announced - unnoted
         return {
             "call_us": whole - nothing,
@@ -299,13 +299,13 @@ def main(quick: bool) -> None:
     print(f"our Python alone: {python}", file=sys.stderr)
     if quick:
         return
-    worst = max(findings.values(), key=lambda finding: finding.found.high / finding.bar)
+    worst = max(findings.values(), key=lambda finding: finding.result.high / finding.bar)
     result = Result.of(
         "interface_overhead",
         CLAIM,
         values=worst.values,
-        median=worst.found.median,
-        spread=(worst.found.low, worst.found.high),
+        median=worst.result.median,
+        spread=(worst.result.low, worst.result.high),
         bar=worst.bar,
         holds=overall(finding.holds for finding in findings.values()),
         repeats=min(len(finding.values) for finding in findings.values()),

@@ -13,7 +13,7 @@ What is found without help: blocks (the members of the topmost `ModuleList`, `Se
 beside them), the order of their visits, tied names, which visit uses which parameter, dropout sites, written buffers. See it for
 a model of your own:
 
-    meshwright plan CONFIG.toml --explain-model
+    meshwright inspect CONFIG.toml
 
 A model whose forward takes `input_ids` trains on text from its config.json alone. One that takes something else (images, a
 second sequence) comes from a factory with an example of one batch; `benchmarks/factories.py` holds one of each kind:

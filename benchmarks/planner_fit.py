@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks.published import Run, read_runs, sources
 from benchmarks.published_memory import SPARE, held, room
 from benchmarks.result import Result
-from meshwright.planner.analytic.framework_memory import GIB, Habits
+from meshwright.planner.analytic.framework_memory import GIB, FrameworkMemory
 
 NAME = "planner_fit"
 CLAIM = (
@@ -41,7 +41,7 @@ UNFUSED = 8.0  # and more if not: a copy in float32 and one in 16 bits each, in 
 BOTH = 12.0  # beside it
 GRID = [0.25 * step for step in range(57)]
 FOUND_ON = "Aleph-Alpha"
-Change = Callable[[Habits], Habits]
+Change = Callable[[FrameworkMemory], FrameworkMemory]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Verdict:
         return not self.ran and self.said * SPARE < self.room
 
 
-def same(habits: Habits) -> Habits:
+def same(habits: FrameworkMemory) -> FrameworkMemory:
     """No change."""
     return habits
 
@@ -112,8 +112,8 @@ def folds(runs: Sequence[Run]) -> Iterator[tuple[str, list[Run], list[Run]]]:
 
 def found_on(runs: Sequence[Run]) -> tuple[float, float]:
     """The bytes of the stream with fused norms, and how much more with others, that get most of `runs` right."""
-    fused = _cut([run for run in runs if run.layout.fused])
-    others = _cut([run for run in runs if not run.layout.fused])
+    fused = _cut([run for run in runs if run.layout.fused_norms])
+    others = _cut([run for run in runs if not run.layout.fused_norms])
     if fused is None:
         fused = PLAIN if others is None else others - BOTH
     return fused, BOTH if others is None else others - fused
@@ -128,8 +128,8 @@ def _cut(runs: Sequence[Run]) -> float | None:
     return PLAIN + float(np.mean([best[0], best[-1]]))
 
 
-def _with(stream: float, unfused: float, habits: Habits) -> Habits:
-    return replace(habits, stream=stream, unfused=unfused, split=0.0)
+def _with(stream: float, unfused: float, habits: FrameworkMemory) -> FrameworkMemory:
+    return replace(habits, residual=stream, unfused_norm_extra=unfused, score_fragmentation=0.0)
 
 
 def out_of_sample(runs: Sequence[Run]) -> list[dict[str, object]]:
@@ -180,9 +180,9 @@ def show(found: Sequence[Verdict]) -> None:
 
 def _line(each: Verdict) -> str:
     run, layout = each.run, each.run.layout
-    axes = f"dp {layout.dp} tp {layout.tp} pp {layout.pp}, {layout.micro_batch:g} x {run.shape.sequence} tokens, {layout.kernel}"
+    axes = f"dp {layout.dp} tp {layout.tp} pp {layout.pp}, {layout.micro_batch:g} x {run.shape.sequence} tokens, {layout.attention_kernel}"
     truth = "ran" if each.ran else "ran out" + (", WITH MORE THAN 6 % TO SPARE" if each.trusted else "")
-    return f"{run.key} {run.shape.name} {axes}, rerun {layout.reruns}: {each.said / GIB:.1f} of {each.room / GIB:.1f} GiB, {truth}"
+    return f"{run.key} {run.shape.name} {axes}, rerun {layout.recompute}: {each.said / GIB:.1f} of {each.room / GIB:.1f} GiB, {truth}"
 
 
 def result(found: Sequence[Verdict], folded: Sequence[dict[str, object]]) -> Result:
@@ -191,7 +191,7 @@ def result(found: Sequence[Verdict], folded: Sequence[dict[str, object]]) -> Res
     mine = [each for each in found if each.run.source.startswith(FOUND_ON)]
     right, plain = (
         share(found),
-        verdicts([each.run for each in found], lambda habits: replace(habits, split=0.0)),
+        verdicts([each.run for each in found], lambda memory: replace(memory, score_fragmentation=0.0)),
     )
     detail = {
         "labels": len(found),

@@ -1,6 +1,6 @@
 """Twelve plans on this machine: seconds of a step, and bytes at the fullest moment of each rank, predicted and measured.
 
-The machine is measured as a user would: `bench comm` among 2, 3 and 4 ranks, and `bench device` by as many processes as there
+The machine is measured as a user would: `bench network` among 2, 3 and 4 ranks, and `bench device` by as many processes as there
 are cores. Then each plan (planned_here.py) is priced by the one and the other, and played by processes over gloo. Nothing is
 fitted to any of them. Ranks may outnumber cores: the prediction shares the cores among them (planner/crowd.py).
 
@@ -33,13 +33,13 @@ from benchmarks.workloads import HEAVY, fresh_store
 from meshwright.commands.predict import prediction_hardware
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.plan import Plan
-from meshwright.planner.program_cost.memory import peak_bytes
-from meshwright.planner.program_cost.prediction import Prediction, predict
+from meshwright.planner.program_cost.memory import peak_nbytes
+from meshwright.planner.program_cost.prediction import StepPrediction, predict_step
 from meshwright.run.measure.measured_files import read_profile, write_profile
 
 NAME = "planner_here"
 CLAIM = (
-    "after `bench device` and `bench comm`, the step time of 12 mixed plans on 2 and 4 processes is predicted within 10 % of "
+    "after `bench device` and `bench network`, the step time of 12 mixed plans on 2 and 4 processes is predicted within 10 % of "
     "measured, on the device as it was meanwhile, and the peak of live bytes within 5 %"
 )
 SECONDS, BYTES = 0.10, 0.05
@@ -62,9 +62,9 @@ def measured(what: str, folder: Path, *, quick: bool) -> None:
     subprocess.run([sys.executable, "-m", "meshwright", *words], check=True, stdout=subprocess.DEVNULL)
 
 
-def predicted(plan: Plan, folder: Path, device: str) -> Prediction:
+def predicted(plan: Plan, folder: Path, device: str) -> StepPrediction:
     """A step of `plan` on the links of this machine and the device of this name, both files of `folder`."""
-    return predict(
+    return predict_step(
         plan,
         prediction_hardware(str(folder / f"{device}.toml"), str(folder / "comm.toml"), plan.mesh.world_size),
     )
@@ -91,7 +91,7 @@ def tried(name: str, folder: Path, window: Window) -> Mapping[str, object]:
         median(rounds.figures(name, "wall_s")),
         [int(str(note)) for note in rounds.clean[-1][name].notes],
     )
-    planned_peaks = [peak_bytes(plan, rank) for rank in range(case.mesh.world_size)]
+    planned_peaks = [peak_nbytes(plan, rank) for rank in range(case.mesh.world_size)]
     off = said.step_s / took - 1
     bytes_off = max((mine / theirs - 1 for mine, theirs in zip(planned_peaks, peaks, strict=True)), key=abs)
     words = f"as measured before {before.step_s:.3f} s; uneven {100 * now.lag_samples[0].lag:.1f} %"
@@ -120,7 +120,7 @@ def main(words: Sequence[str]) -> None:
     window = Window(6, 9, 60, threshold=64.0, window_s=0.0, warmup=1) if quick else Window(15, 60, 180)
     with TemporaryDirectory() as private:
         folder = Path(private)
-        measured("comm", folder, quick=quick)
+        measured("network", folder, quick=quick)
         measured("device", folder, quick=quick)
         rows = {name: tried(name, folder, window) for name in CASES if only in name}
         if quick or only:

@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.published import Run, read_runs
 from benchmarks.published_memory import by_torch, held, said
 from benchmarks.result import Result
-from meshwright.planner.analytic.framework_memory import GIB, Habits
+from meshwright.planner.analytic.framework_memory import GIB, FrameworkMemory
 
 NAME = "planner_memory"
 CLAIM = (
@@ -121,7 +121,7 @@ def refitted(runs: Sequence[Run]) -> list[dict[str, float]]:
 def _scored(runs: Sequence[Run], fitted: bool) -> dict[str, float]:
     tight = _with_gaps(1.0)
     ratio = median(
-        (run.peak - found.context) / found.alive
+        (run.peak - found.driver_context) / found.allocated
         for run, found in ((run, held(run, tight)) for run in runs if run.fitted == fitted)
         if run.peak is not None
     )
@@ -130,8 +130,8 @@ def _scored(runs: Sequence[Run], fitted: bool) -> dict[str, float]:
     return {"gaps": ratio, "scored": len(off), "error": fmean(map(abs, off)), "worst": max(off, key=abs)}
 
 
-def _with_gaps(gaps: float) -> Callable[[Habits], Habits]:
-    return lambda habits: replace(habits, gaps=gaps)
+def _with_gaps(gaps: float) -> Callable[[FrameworkMemory], FrameworkMemory]:
+    return lambda habits: replace(habits, fragmentation=gaps)
 
 
 def show(found: Sequence[Group]) -> None:
@@ -145,7 +145,7 @@ def show(found: Sequence[Group]) -> None:
         console.print(table)
     for peak in (peak for group in found for peak in group.beyond):
         run, layout = peak.run, peak.run.layout
-        text = f"{run.key} {100 * peak.off:+.1f} %: {run.shape.name} on {run.machine.count}, tp {layout.tp} pp {layout.pp}, said "
+        text = f"{run.key} {100 * peak.off:+.1f} %: {run.shape.name} on {run.machine.num_devices}, tp {layout.tp} pp {layout.pp}, said "
         console.print(
             f"{text}{peak.said / GIB:.1f}, measured {peak.measured / GIB:.1f} GiB ({run.source})",
             highlight=False,

@@ -24,8 +24,8 @@ from benchmarks.published import RUNS, Run
 from benchmarks.published_runs import FEW, SOUND, Score, learnt, measured, scores, show, timed
 from benchmarks.result import Result
 from meshwright.plan.hardware.device_specs import known_devices
-from meshwright.planner.analytic.calibrate import Measured, calibrated
-from meshwright.planner.machine.efficiency import Rates
+from meshwright.planner.analytic.calibrate import MeasuredStep, calibrate
+from meshwright.planner.machine.efficiency import MachineRates
 
 NAME = "planner_published"
 CLAIM = (
@@ -67,7 +67,7 @@ USUAL = {
 }  # of a device of which nobody has said it
 # shares of what is reached that a step of a whole model is known to have, before any run is looked at
 KNOWN = replace(
-    Rates(), product=0.93, product_float8=0.9, product_blocks=0.85, product_float4=0.8, attention=0.6
+    MachineRates(), matmul=0.93, matmul_float8=0.9, matmul_float8_blocks=0.85, matmul_float4=0.8, attention=0.6
 )
 HEAD = "# Shares of peaks that devices reach (planner/rates.py), fitted by: python -m benchmarks.planner_published --fit\n"
 
@@ -80,7 +80,7 @@ def fit() -> dict[str, dict[str, float]]:
     die, and where those are as few, not at all.
     """
     steps = [_of_reached(measured(run)) for run in timed(RUNS)[0] if run.fitted]
-    everywhere = calibrated(KNOWN, steps, ALL, SOUND)
+    everywhere = calibrate(KNOWN, steps, ALL, SOUND)
     tables = {"all": _rounded(_of_peak(everywhere, {}))}
     for device in known_devices():
         die = {
@@ -95,12 +95,12 @@ def fit() -> dict[str, dict[str, float]]:
         mine = next(
             (pool for pool in pools if len(pool) >= FEW and len({step.source for step in pool}) > 1), []
         )
-        found = _rounded(_of_peak(calibrated(everywhere, mine, EACH, SOUND), REACHED.get(device.name, {})))
+        found = _rounded(_of_peak(calibrate(everywhere, mine, EACH, SOUND), REACHED.get(device.name, {})))
         tables[device.name] = {name: value for name, value in found.items() if value != tables["all"][name]}
     return tables
 
 
-def _of_reached(step: Measured) -> Measured:
+def _of_reached(step: MeasuredStep) -> MeasuredStep:
     """`step` on a machine whose peaks are what large products reach."""
     device = step.machine.device
     shares = {**USUAL, **REACHED.get(device.name, {})}
@@ -109,20 +109,20 @@ def _of_reached(step: Measured) -> Measured:
     return replace(step, machine=replace(step.machine, device=replace(device, flops=flops)))
 
 
-def _of_peak(rates: Rates, reached: Mapping[str, float]) -> Rates:
+def _of_peak(rates: MachineRates, reached: Mapping[str, float]) -> MachineRates:
     """`rates`, which are shares of what is reached, as shares of peaks."""
     shares = {**USUAL, **reached}
     return replace(
         rates,
-        product=rates.product * shares["bfloat16"],
-        product_float8=rates.product_float8 * shares["float8"],
-        product_blocks=rates.product_blocks * shares["float8"],
-        product_float4=rates.product_float4 * shares["float4"],
+        matmul=rates.matmul * shares["bfloat16"],
+        matmul_float8=rates.matmul_float8 * shares["float8"],
+        matmul_float8_blocks=rates.matmul_float8_blocks * shares["float8"],
+        matmul_float4=rates.matmul_float4 * shares["float4"],
         attention=rates.attention * shares["bfloat16"],
     )
 
 
-def _rounded(rates: Rates) -> dict[str, float]:
+def _rounded(rates: MachineRates) -> dict[str, float]:
     return {name: float(f"{value:.{DIGITS}g}") for name, value in asdict(rates).items()}
 
 
@@ -132,7 +132,7 @@ def elsewhere(shipped: Sequence[Run]) -> dict[str, dict[str, object]]:
     found = scores(unseen, learnt([*unseen, *shipped]))
     show(found, ())
     steps = {run.key: measured(run) for run in unseen}
-    off = {key: abs(each.predicted(each.machine.rates) / each.seconds - 1) for key, each in steps.items()}
+    off = {key: abs(each.predicted_s(each.machine.rates) / each.seconds - 1) for key, each in steps.items()}
     alone = {
         score.source: fmean(off[run.key] for run in unseen if run.source == score.source) for score in found
     }

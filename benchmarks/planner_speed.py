@@ -20,9 +20,9 @@ from statistics import median
 from benchmarks.result import Result
 from meshwright.commands.search.constraints import SearchConstraints
 from meshwright.planner.analytic.model_shape import parse_shape
-from meshwright.planner.machine.machine import machine
-from meshwright.planner.search.request import Wish
-from meshwright.planner.search.search import Found, search
+from meshwright.planner.machine.machine import make_machine
+from meshwright.planner.search.request import SearchRequest
+from meshwright.planner.search.search import SearchResult, search
 
 NAME = "planner_speed"
 CLAIM = "400 B weights: a plan for 4,096 devices in 10 s of one core, for 100,000 in 30 s"
@@ -35,12 +35,12 @@ CASES: Mapping[str, tuple[int, int, float]] = {
 }
 
 
-def wish(devices: int, rows: int) -> Wish:
+def wish(devices: int, rows: int) -> SearchRequest:
     """What `meshwright plan` looks for."""
-    return SearchConstraints().apply(Wish(parse_shape(SHAPE), machine("h100", devices), rows))
+    return SearchConstraints().apply(SearchRequest(parse_shape(SHAPE), make_machine("h100", devices), rows))
 
 
-def found(asked: Wish) -> Iterator[Found]:
+def found(asked: SearchRequest) -> Iterator[SearchResult]:
     """What it finds: the layouts that fit, and the fastest if memory were no limit."""
     yield search(asked, 8)
     yield search(
@@ -48,14 +48,14 @@ def found(asked: Wish) -> Iterator[Found]:
     )
 
 
-def seconds(devices: int, rows: int) -> tuple[float, Found]:
+def seconds(devices: int, rows: int) -> tuple[float, SearchResult]:
     """CPU seconds of one plan, and what was found. Raises ValueError for a layout that leaves a device out, or does not fit."""
     asked = wish(devices, rows)
     begin = time.process_time()
     best, _ = found(asked)
     taken = time.process_time() - begin
     wrong = [
-        each for each in best.best if each.layout.ranks != devices or each.footprint.total > asked.memory
+        each for each in best.best if each.config.num_ranks != devices or each.memory.total > asked.usable_memory
     ]
     if wrong or not best.best:
         raise ValueError(
@@ -77,11 +77,11 @@ def main() -> None:
         detail[name] = {
             "seconds": [round(each, 2) for each in times],
             "bar_s": bar,
-            "priced": best.seen,
+            "priced": best.num_priced,
             "step_s": first.seconds,
         }
         print(
-            f"{name}: {median(times):.1f} s CPU of {bar:.0f}, {best.seen} layouts; {first.layout}",
+            f"{name}: {median(times):.1f} s CPU of {bar:.0f}, {best.num_priced} layouts; {first.config}",
             file=sys.stderr,
         )
     slowest = max(shares, key=lambda name: median(shares[name]))

@@ -19,8 +19,8 @@ from pathlib import Path
 from benchmarks.published_layouts import Lacks, layout_of, rerun
 from benchmarks.published_machines import machine_of
 from benchmarks.published_times import seconds_of
-from meshwright.planner.analytic.model_shape import Shape
-from meshwright.planner.analytic.parallel_config import Layout
+from meshwright.planner.analytic.model_shape import ModelShape
+from meshwright.planner.analytic.parallel_config import ParallelConfig
 from meshwright.planner.machine.machine import Machine
 
 RUNS = Path(__file__).parent / "data" / "published_runs.csv"
@@ -55,8 +55,8 @@ class Run:
 
     key: str
     source: str
-    shape: Shape
-    layout: Layout
+    shape: ModelShape
+    layout: ParallelConfig
     machine: Machine
     seconds: float | None
     status: str
@@ -68,7 +68,7 @@ class Run:
     @property
     def group(self) -> str:
         """The source, model and number of devices: the grain at which constants are fitted on some rows and scored on others."""
-        return f"{self.source}|{self.shape.name}|{self.machine.count}"
+        return f"{self.source}|{self.shape.name}|{self.machine.num_devices}"
 
     @property
     def fitted(self) -> bool:
@@ -130,23 +130,23 @@ def _run(key: str, source: str, row: Mapping[str, str]) -> Run:
         raise Lacks(f"a device that is not known: {row.get('hardware')!r}")
     _readable(row)
     shape, said = _shape(row), {name: _number(row, name) for name in row}
-    layout = layout_of(source, row, shape, said, machine.host)
-    if faults := [fault.problem for fault in shape.faults()]:
+    layout = layout_of(source, row, shape, said, machine.devices_per_host)
+    if faults := [fault.problem for fault in shape.diagnostics()]:
         raise Lacks(faults[0])
     if layout.pp > shape.layers:
         raise Lacks(f"pp {layout.pp} for {shape.layers} layers")
-    count = int(said.get("gpus") or layout.ranks)
+    count = int(said.get("gpus") or layout.num_ranks)
     seconds = seconds_of(row, said, shape, layout, count)
     peak, metric = said.get("peak_mem"), row.get("mem_metric", "")
     binary = any(word in metric for word in ("nvidia-smi", "Table"))  # MiB / 1024, though they are called GB
     unit = GIB if binary else {"GiB": GIB, "GB": GB, "MiB": 2**20}.get(row.get("mem_unit", ""), GB)
     held = None if peak is None else peak * unit
-    machine = replace(machine, count=count)
+    machine = replace(machine, num_devices=count)
     layout = rerun(row, shape, layout, machine)
     if machine.device.peak(layout.dtype.partition("_")[0]) is None and layout.dtype.startswith("float"):
         raise Lacks(f"a device without {layout.dtype.partition('_')[0]}")
-    tokens = layout.micros * layout.micro_batch * layout.dp * shape.sequence
-    if seconds and shape.flops(tokens) / 1.15 > seconds * count * machine.peak(
+    tokens = layout.num_microbatches * layout.micro_batch * layout.dp * shape.sequence
+    if seconds and shape.flops(tokens) / 1.15 > seconds * count * machine.peak_flops(
         layout.dtype.partition("_")[0]
     ):
         raise Lacks("faster than the peak of its devices: its batch or its time is of another run")
@@ -167,7 +167,7 @@ def _readable(row: Mapping[str, str]) -> None:
             raise Lacks(f"{column} is '{text}', no number above 0")
 
 
-def _shape(row: Mapping[str, str]) -> Shape:
+def _shape(row: Mapping[str, str]) -> ModelShape:
     sizes = {
         name: _number(row, name)
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "params_b")
@@ -175,7 +175,7 @@ def _shape(row: Mapping[str, str]) -> Shape:
     lacking = [name for name in ("layers", "hidden", "heads", "seq_len") if not sizes[name]]
     if lacking:
         raise Lacks(f"no {', '.join(lacking)}")
-    plain = Shape(
+    plain = ModelShape(
         name=row.get("model", ""),
         layers=int(sizes["layers"] or 0),
         hidden=int(sizes["hidden"] or 0),
@@ -194,7 +194,7 @@ def _shape(row: Mapping[str, str]) -> Shape:
     return plain
 
 
-def _off(shape: Shape, numel: float) -> float:
+def _off(shape: ModelShape, numel: float) -> float:
     return min(abs(each.numel - numel) for each in (shape, replace(shape, tied=True)))
 
 

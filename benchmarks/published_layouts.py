@@ -15,9 +15,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from meshwright.planner.analytic.memory import footprint
-from meshwright.planner.analytic.model_shape import Shape
-from meshwright.planner.analytic.parallel_config import FOLDED, HALVES, Kernel, Layout, Order, Rerun
+from meshwright.planner.analytic.memory import estimate_memory
+from meshwright.planner.analytic.model_shape import ModelShape
+from meshwright.planner.analytic.parallel_config import ZB_V, ZB_H1, AttentionKernel, ParallelConfig, ScheduleProfile, RecomputeMode
 from meshwright.planner.machine.machine import Machine
 
 COHERENT = (
@@ -26,13 +26,13 @@ COHERENT = (
 )  # devices that read their host's memory at the rate of links, and keep activations there
 BEYOND = 1.5  # of its memory: what no run without recomputing held
 # orders by what a row calls them: the closed forms of their papers
-ORDERS: Mapping[str, Order] = {
-    "1f1b": Order(),
-    "gpipe": Order(),
-    "interleaved": Order(),
-    "zb-1p": HALVES,
-    "zb-2p": Order(0.0, 0.0, 0.0, 2.0, even=True),
-    "zb-v": FOLDED,
+ORDERS: Mapping[str, ScheduleProfile] = {
+    "1f1b": ScheduleProfile(),
+    "gpipe": ScheduleProfile(),
+    "interleaved": ScheduleProfile(),
+    "zb-1p": ZB_H1,
+    "zb-2p": ScheduleProfile(0.0, 0.0, 0.0, 2.0, uniform_memory=True),
+    "zb-v": ZB_V,
 }
 
 
@@ -44,7 +44,7 @@ class Lacks(Exception):
 class Habits:
     """What a code base does that its rows do not say; `chunks`: it interleaves layers wherever there are ranks along pp."""
 
-    kernel: Kernel = "flash2"
+    kernel: AttentionKernel = "flash2"
     fused: bool = True
     hidden: float = 0.0
     sums: int = 2
@@ -80,8 +80,8 @@ HABITS: tuple[tuple[str, Habits], ...] = (
 
 
 def layout_of(
-    source: str, row: Mapping[str, str], shape: Shape, said: Mapping[str, float | None], host: int
-) -> Layout:
+    source: str, row: Mapping[str, str], shape: ModelShape, said: Mapping[str, float | None], host: int
+) -> ParallelConfig:
     """That of a row; `said` are its numbers, `host` the devices of one. Raises Lacks where it says too little."""
     tp, pp, cp = (int(said.get(axis) or 1) for axis in ("tp", "pp", "cp"))
     dp = int(said.get("dp") or (said.get("gpus") or 0) // (tp * pp * cp))
@@ -96,47 +96,47 @@ def layout_of(
         raise Lacks("no micro-batch or no global batch")
     habits = next(habits for name, habits in HABITS if source.startswith(name))
     notes, states = row.get("notes", ""), row.get("zero_fsdp", "").lower()
-    return Layout(
+    return ParallelConfig(
         dp=dp,
         tp=tp,
         pp=pp,
         cp=cp,
-        shards=max(habits.shards, _shards(states)),
-        within=_within(states, dp, max(1, host // (tp * cp))),
-        chunks=_chunks(
+        zero_stage=max(habits.shards, _shards(states)),
+        zero_group_size=_within(states, dp, max(1, host // (tp * cp))),
+        virtual_stages=_chunks(
             source, habits, row.get("schedule", "").lower(), said.get("virtual_stages"), shape, pp
         ),
         micro_batch=micro,
-        micros=batch / (micro * dp),
-        reruns=_reruns(row.get("recompute", "").lower()),
-        sequence=row.get("seq_parallel", "").startswith("yes")
+        num_microbatches=batch / (micro * dp),
+        recompute=_reruns(row.get("recompute", "").lower()),
+        sequence_parallel=row.get("seq_parallel", "").startswith("yes")
         or (habits.sequence and tp > 1 and not row.get("seq_parallel")),
-        order=_order(row.get("schedule", "").lower()),
-        gathers=1
+        schedule_profile=_order(row.get("schedule", "").lower()),
+        param_gather_itemsize=1
         if source.startswith("torchtitan") and "fp8 tensorwise" in row.get("precision", "").lower()
         else 2,
         dtype=_dtype(row.get("precision", "").lower(), habits),
-        sums=habits.sums,
-        kernel=_kernel(notes, habits),
-        fused="RMS kernel" in notes
+        grad_reduce_itemsize=habits.sums,
+        attention_kernel=_kernel(notes, habits),
+        fused_norms="RMS kernel" in notes
         if "kernel " in notes
         else habits.fused or row.get("compile", "") == "yes",
         compiled=row.get("compile", "") == "yes",
-        hidden=habits.hidden or ASYNC * ("async tp" in notes.lower()),
-        rerun_share=0.5 if "every 2nd" in row.get("recompute", "") else 1.0,
-        piecewise=source.startswith("Narayanan") and "zero-3" in states,
+        overlap_fraction=habits.hidden or ASYNC * ("async tp" in notes.lower()),
+        recompute_fraction=0.5 if "every 2nd" in row.get("recompute", "") else 1.0,
+        gathers_per_param=source.startswith("Narayanan") and "zero-3" in states,
     )
 
 
-def rerun(row: Mapping[str, str], shape: Shape, layout: Layout, machine: Machine) -> Layout:
+def rerun(row: Mapping[str, str], shape: ModelShape, layout: ParallelConfig, machine: Machine) -> ParallelConfig:
     """`layout`, or one that runs all layers again (see the module)."""
     if row.get("recompute") or row.get("status", "ok") != "ok" or machine.device.name.startswith(COHERENT):
         return layout
-    needed = footprint(shape, replace(layout, micros=max(1, round(layout.micros)))).total
-    return replace(layout, reruns="layers") if needed > BEYOND * machine.device.memory else layout
+    needed = estimate_memory(shape, replace(layout, num_microbatches=max(1, round(layout.num_microbatches)))).total
+    return replace(layout, recompute="layers") if needed > BEYOND * machine.device.memory else layout
 
 
-def _chunks(source: str, habits: Habits, schedule: str, said: float | None, shape: Shape, pp: int) -> int:
+def _chunks(source: str, habits: Habits, schedule: str, said: float | None, shape: ModelShape, pp: int) -> int:
     """Of layers per rank along pp.
 
     Where a row does not say it, NVIDIA's recipes, and runs that interleave, have four layers or more in a chunk; Zero Bubble PP's
@@ -165,7 +165,7 @@ def _within(text: str, copies: int, beside: int) -> int:
     return each if each < copies and copies % each == 0 else 0
 
 
-def _reruns(text: str) -> Rerun:
+def _reruns(text: str) -> RecomputeMode:
     if text.startswith(("full", "yes")) or "every 2nd" in text:
         return "layers"
     if "selective" not in text:
@@ -187,14 +187,14 @@ def _dtype(text: str, habits: Habits) -> str:
     return habits.dtype
 
 
-def _order(text: str) -> Order:
+def _order(text: str) -> ScheduleProfile:
     return next((order for name, order in ORDERS.items() if name in text), ORDERS["1f1b"])
 
 
-def _kernel(notes: str, habits: Habits) -> Kernel:
+def _kernel(notes: str, habits: Habits) -> AttentionKernel:
     found = re.search(r"kernel (\w+)", notes)
     word = found.group(1) if found else ""
-    kernels: Mapping[str, Kernel] = {
+    kernels: Mapping[str, AttentionKernel] = {
         "torch": "eager",
         "fused": "softmax",
         "flash_attentionv1": "flash1",

@@ -12,7 +12,7 @@ import re
 from dataclasses import replace
 
 from meshwright.plan.hardware.device_specs import find_device
-from meshwright.planner.machine.efficiency import rates_of
+from meshwright.planner.machine.efficiency import load_rates
 from meshwright.planner.machine.machine import Machine, with_nic
 
 BITS = {"Gb": 1e9 / 8, "Tb": 1e12 / 8, "GB": 1e9}  # bytes in each
@@ -39,7 +39,7 @@ def machine_of(called: str) -> Machine | None:
     if memory and float(memory[1]) * 2**30 != device.memory:
         device = replace(device, memory=float(memory[1]) * 2**30)
     hosts = HOST.search(called)
-    found = Machine(device, 1, rates_of(device.name), int(hosts[1] or hosts[2]) if hosts else 0)
+    found = Machine(device, 1, load_rates(device.name), int(hosts[1] or hosts[2]) if hosts else 0)
     rate = _network(INSIDE.sub("", called.partition("(")[2]), found)
     return found if rate is None else with_nic(found, rate)
 
@@ -48,12 +48,12 @@ def _network(said: str, machine: Machine) -> float | None:
     """Bytes per second and device out of a host, as `said`; None where nothing is."""
     many, coded, one = MANY.search(said), CODED.search(said), ONE.search(said)
     if many:
-        return int(many[1]) * float(many[2]) * BITS[many[3]] / machine.host
+        return int(many[1]) * float(many[2]) * BITS[many[3]] / machine.devices_per_host
     if coded:
-        return int(coded[1]) * float(coded[2]) * BITS["Gb"] / machine.host
+        return int(coded[1]) * float(coded[2]) * BITS["Gb"] / machine.devices_per_host
     if one:
         rate = float(one[1]) * BITS[one[2]]
         if "node" in one[3]:
-            return rate / machine.host
+            return rate / machine.devices_per_host
         return rate if "GPU" in one[3] or rate <= machine.device.nic_rate else None
     return next((rate for name, rate in CARDS.items() if name in said), None)

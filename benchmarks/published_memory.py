@@ -20,44 +20,44 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from benchmarks.published import Run
-from meshwright.planner.analytic.framework_memory import GIB, OURS, Habits
-from meshwright.planner.analytic.memory import Footprint, footprint
-from meshwright.planner.analytic.parallel_config import Layout
+from meshwright.planner.analytic.framework_memory import GIB, MESHWRIGHT_MEMORY, FrameworkMemory
+from meshwright.planner.analytic.memory import MemoryEstimate, estimate_memory
+from meshwright.planner.analytic.parallel_config import ParallelConfig
 
 USABLE = 79.25 / 80  # of the memory that a device is sold with: what torch reports
 SPARE = 1.06
 NONE = (0.0, 0.0, 0.0)
 
-MEGATRON = Habits(
-    gradients=4, stream=6, unfused=0, gated=6, softmax=5, fixed=GIB, gaps=1.0, context=NONE, cut="layers"
+MEGATRON = FrameworkMemory(
+    gradients=4, residual=6, unfused_norm_extra=0, gated_mlp=6, fused_softmax_scores=5, fixed_buffers=GIB, fragmentation=1.0, driver_context=NONE, layer_split="layers"
 )  # 6: with the masks of two dropouts
-CORE = Habits(gradients=2, unfused=0, gated=6, logit=8, fixed=GIB, gaps=1.0, context=(2.5 * GIB, 0, 0))
-SHARDED = Habits(weights=4, gradients=4, moments=8, unfused=0, behind=1, ends=True)
+CORE = FrameworkMemory(gradients=2, unfused_norm_extra=0, gated_mlp=6, logits=8, fixed_buffers=GIB, fragmentation=1.0, driver_context=(2.5 * GIB, 0, 0))
+SHARDED = FrameworkMemory(weights=4, gradients=4, optimizer_states=8, unfused_norm_extra=0, unreduced_layers=1, keeps_ends_gathered=True)
 TITAN = replace(
     SHARDED,
-    inner=10,
-    gathered=True,
-    across=6,
-    opwise=True,
-    handed=True,
-    stays=True,
-    gaps=1.015,
-    context=NONE,
-    cut="ends",
+    attention_qkv=10,
+    keeps_gathered_inputs=True,
+    sharded_logits_extra=6,
+    recomputes_per_operator=True,
+    full_boundary=True,
+    keeps_layers_gathered=True,
+    fragmentation=1.015,
+    driver_context=NONE,
+    layer_split="ends",
 )
-ALEPH = Habits(
+ALEPH = FrameworkMemory(
     gradients=2,
-    stream=7.75,
-    unfused=12.75,
-    gathered=True,
-    flash=2,
-    eager=6,
-    softmax=4,
-    waiting=2,
-    divided=False,
-    pinned=8,
-    split=8,
-    cut="norm",
+    residual=7.75,
+    unfused_norm_extra=12.75,
+    keeps_gathered_inputs=True,
+    flash_attention_extra=2,
+    eager_scores=6,
+    fused_softmax_scores=4,
+    waiting_logits=2,
+    shards_logits=False,
+    logits_fragmentation=8,
+    score_fragmentation=8,
+    layer_split="norm",
 )
 OLD = ("Zero Bubble", "Narayanan", "Korthikanti", "MT-NLG", "Alpa", "DeepSpeed", "microsoft/Megatron")
 
@@ -66,7 +66,7 @@ OLD = ("Zero Bubble", "Narayanan", "Korthikanti", "MT-NLG", "Alpa", "DeepSpeed",
 class Code:
     """A code base: its habits, and whether embedding and head are one where rows do not say it."""
 
-    habits: Habits
+    habits: FrameworkMemory
     tied: bool = False
 
 
@@ -75,26 +75,26 @@ CODES: tuple[tuple[str, Code], ...] = (
     (
         "bigscience",
         Code(
-            replace(MEGATRON, gradients=2, shared=4, fixed=2 * GIB, gaps=1.11, context=(3.5 * GIB, 0, 0)),
+            replace(MEGATRON, gradients=2, sharded_optimizer_extra=4, fixed_buffers=2 * GIB, fragmentation=1.11, driver_context=(3.5 * GIB, 0, 0)),
             tied=True,
         ),
     ),
     ("torchtitan", Code(TITAN)),
     ("foundation", Code(TITAN)),
-    ("mosaic", Code(replace(SHARDED, logit=4, ahead=3, gaps=1.0, context=(2 * GIB, 0, 0)))),
+    ("mosaic", Code(replace(SHARDED, logits=4, prefetched_layers=3, fragmentation=1.0, driver_context=(2 * GIB, 0, 0)))),
     (
         "nanotron",
         Code(
-            Habits(
+            FrameworkMemory(
                 gradients=4,
-                unfused=0,
-                gathered=True,
-                inner=12,
-                logit=8,
-                inside=0,
-                gaps=1.0,
-                context=NONE,
-                cut="cost",
+                unfused_norm_extra=0,
+                keeps_gathered_inputs=True,
+                attention_qkv=12,
+                logits=8,
+                block_backward=0,
+                fragmentation=1.0,
+                driver_context=NONE,
+                layer_split="cost",
             )
         ),
     ),
@@ -104,13 +104,13 @@ CODES: tuple[tuple[str, Code], ...] = (
             replace(
                 MEGATRON,
                 gradients=8.8,
-                stream=10,
-                inner=60,
-                plain=13,
-                softmax=1.3,
-                logit=28,
-                fixed=3.8 * GIB,
-                cut="ends",
+                residual=10,
+                attention_qkv=60,
+                mlp=13,
+                fused_softmax_scores=1.3,
+                logits=28,
+                fixed_buffers=3.8 * GIB,
+                layer_split="ends",
             ),
             tied=True,
         ),
@@ -120,7 +120,7 @@ CODES: tuple[tuple[str, Code], ...] = (
     ("Megatron-LM", Code(MEGATRON, tied=True)),
     ("Megatron", Code(CORE)),
     *((name, Code(MEGATRON, tied=True)) for name in OLD),
-    ("", Code(OURS)),
+    ("", Code(MESHWRIGHT_MEMORY)),
 )
 COMPILED_LOSS = "202501"  # torchtitan, from when on the loss is compiled: 16-bit logits and their gradient
 SMALL = 10_000  # nanotron: models of a narrower MLP than this are tied
@@ -132,24 +132,24 @@ def code_of(run: Run) -> Code:
     habits = code.habits
     if run.source.startswith("torchtitan"):
         date = re.search(r"_(\d{6})_", run.cited)
-        habits = replace(habits, logit=4) if date and date[1] >= COMPILED_LOSS else habits
+        habits = replace(habits, logits=4) if date and date[1] >= COMPILED_LOSS else habits
     if "fp32 grad" in run.precision:
         habits = replace(habits, gradients=6)  # sums in float32, besides
-    tied = run.shape.inner < SMALL if run.source.startswith("nanotron") else code.tied
+    tied = run.shape.ffn_dim < SMALL if run.source.startswith("nanotron") else code.tied
     return Code(habits, tied)
 
 
-def held(run: Run, change: Callable[[Habits], Habits] = lambda habits: habits) -> Footprint:
+def held(run: Run, change: Callable[[FrameworkMemory], FrameworkMemory] = lambda habits: habits) -> MemoryEstimate:
     """What the planner says that the fullest device of `run` holds; `change` makes habits other ones."""
     code = code_of(run)
-    return footprint(replace(run.shape, tied=code.tied), layout_of(run), change(code.habits))
+    return estimate_memory(replace(run.shape, tied=code.tied), layout_of(run), change(code.habits))
 
 
-def layout_of(run: Run) -> Layout:
+def layout_of(run: Run) -> ParallelConfig:
     """That of `run`, with what Megatron core always does: moments in shards, tokens on tensor ranks."""
-    layout = replace(run.layout, micros=max(1, round(run.layout.micros)))
-    if code_of(run).habits.logit == CORE.logit and run.source.startswith(("NVIDIA", "NeMo", "Megatron")):
-        return replace(layout, shards=max(1, layout.shards), sequence=layout.tp > 1)
+    layout = replace(run.layout, num_microbatches=max(1, round(run.layout.num_microbatches)))
+    if code_of(run).habits.logits == CORE.logits and run.source.startswith(("NVIDIA", "NeMo", "Megatron")):
+        return replace(layout, zero_stage=max(1, layout.zero_stage), sequence_parallel=layout.tp > 1)
     return layout
 
 

@@ -26,13 +26,13 @@ from scipy.stats import spearmanr
 
 from benchmarks import planner_fit, planner_memory
 from benchmarks.published import RUNS, Run, Skipped, read_runs, sources
-from meshwright.planner.analytic.calibrate import LIMITS, Measured, calibrated
-from meshwright.planner.machine.efficiency import Rates
+from meshwright.planner.analytic.calibrate import RATE_LIMITS, MeasuredStep, calibrate
+from meshwright.planner.machine.efficiency import MachineRates
 
 FEW = 5  # layouts below which a rank correlation says nothing
 STRENGTH = 0.3
 SOUND = {
-    **LIMITS,
+    **RATE_LIMITS,
     "link": (0.6, 0.95),
     "nic": (0.4, 0.95),
     "memory": (0.6, 0.95),
@@ -61,36 +61,36 @@ class Score:
         return {name: value for name, value in vars(self).items() if name != "rows"}
 
 
-def measured(run: Run) -> Measured:
+def measured(run: Run) -> MeasuredStep:
     """`run` as a step that rates are learnt from."""
     if run.seconds is None:
         raise ValueError(f"{run.key} says no time; choose rows that do")
-    return Measured(run.shape, run.layout, run.machine, run.seconds, run.source)
+    return MeasuredStep(run.shape, run.layout, run.machine, run.seconds, run.source)
 
 
-def learnt(runs: Iterable[Run], strength: float = STRENGTH) -> dict[tuple[str, str], Rates]:
+def learnt(runs: Iterable[Run], strength: float = STRENGTH) -> dict[tuple[str, str], MachineRates]:
     """The rates of each source on each kind of device, fitted on the rows that may be."""
     kinds: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         kinds.setdefault((run.source, run.machine.device.name), []).append(run)
     return {
-        kind: calibrated(
+        kind: calibrate(
             members[0].machine.rates, [measured(run) for run in members if run.fitted], strength, SOUND
         )
         for kind, members in kinds.items()
     }
 
 
-def scores(runs: Sequence[Run], rates: Mapping[tuple[str, str], Rates]) -> list[Score]:
+def scores(runs: Sequence[Run], rates: Mapping[tuple[str, str], MachineRates]) -> list[Score]:
     """Of every source, those with most rows first; rows that rates were fitted on do not score."""
     return [_score(source, [run for run in runs if run.source == source], rates) for source in sources(runs)]
 
 
-def _score(source: str, runs: Sequence[Run], rates: Mapping[tuple[str, str], Rates]) -> Score:
+def _score(source: str, runs: Sequence[Run], rates: Mapping[tuple[str, str], MachineRates]) -> Score:
     scored = [run for run in runs if not run.fitted]
     steps = [measured(run) for run in scored]
     said = [
-        step.predicted(rates[source, run.machine.device.name])
+        step.predicted_s(rates[source, run.machine.device.name])
         for run, step in zip(scored, steps, strict=True)
     ]
     off = np.array([found / step.seconds - 1 for found, step in zip(said, steps, strict=True)])

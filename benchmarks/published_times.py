@@ -8,15 +8,15 @@ FLOP/s        of hardware, where the source says by which formula it counts them
 
 from collections.abc import Callable, Mapping
 
-from meshwright.planner.analytic.model_shape import Shape
-from meshwright.planner.analytic.parallel_config import Layout
+from meshwright.planner.analytic.model_shape import ModelShape
+from meshwright.planner.analytic.parallel_config import ParallelConfig
 
 
 def seconds_of(
-    row: Mapping[str, str], said: Mapping[str, float | None], shape: Shape, layout: Layout, count: int
+    row: Mapping[str, str], said: Mapping[str, float | None], shape: ModelShape, layout: ParallelConfig, count: int
 ) -> float | None:
     """Seconds of a step: said, or by tokens per second, by model FLOP/s in the one convention, or by the source's formula."""
-    tokens = layout.micros * layout.micro_batch * layout.dp * shape.sequence
+    tokens = layout.num_microbatches * layout.micro_batch * layout.dp * shape.sequence
     step, rate, samples = (
         said.get("step_time_s"),
         said.get("tokens_per_s_per_gpu"),
@@ -35,12 +35,12 @@ def seconds_of(
     return formula(shape, tokens) / (printed * 1e12 * count) if formula and printed else None
 
 
-def _hardware_flops(shape: Shape, tokens: float) -> float:
+def _hardware_flops(shape: ModelShape, tokens: float) -> float:
     """With all layers run once more (arXiv 2104.04473, section 5.1)."""
     h, length = shape.hidden, shape.sequence
     return 96 * tokens * shape.layers * h * h * (1 + length / (6 * h) + shape.vocab / (16 * shape.layers * h))
 
 
-FORMULAS: tuple[tuple[str, Callable[[Shape, float], float]], ...] = (
+FORMULAS: tuple[tuple[str, Callable[[ModelShape, float], float]], ...] = (
     ("hardware FLOPs incl. full recompute", _hardware_flops),
 )

@@ -28,7 +28,8 @@ from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
-from meshwright.parallel.memory.tiled_compute import ChunkedLoss
+from meshwright.parallel.memory.chunked_loss import ChunkedLoss
+from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
 from meshwright.parallel.tensor.cube_3d import TensorParallel3D
@@ -224,7 +225,7 @@ def _strategies(rng: Random, known: Known, matrices: str, sizes: Sizes) -> tuple
     if rng.random() < 0.35:
         found.append(ActivationCheckpointing(keep_mb=rng.choice((0.0, 0.0, 0.01, 0.1))))
     if matrices in ("", "line") and known.words and rng.random() < 0.3:
-        found.append(_tiles(rng, known, matrices))
+        found += _tiles(rng, known, matrices)
     if any(isinstance(strategy, DataParallelMaster) for strategy in found):
         micros = 1
     return found, micros
@@ -241,10 +242,12 @@ def _line(rng: Random, known: Known, ranks: int, dealt: int) -> list[Strategy]:
     return found
 
 
-def _tiles(rng: Random, known: Known, matrices: str) -> Strategy:
-    """The loss in tiles, or MLPs that are whole and draw nothing, or both."""
+def _tiles(rng: Random, known: Known, matrices: str) -> list[Strategy]:
+    """A chunked loss, or tiled MLPs that are not sharded and have no dropout, or both."""
     mlp = rng.choice((1, 2, 3)) if not matrices and not known.random else 1
-    return ChunkedLoss(rng.choice((1, 2, 8)) if mlp > 1 else rng.choice((2, 3, 8)), mlp)
+    chunks = rng.choice((1, 2, 8)) if mlp > 1 else rng.choice((2, 3, 8))
+    found: list[Strategy] = [ChunkedLoss(chunks)] if chunks > 1 else []
+    return [*found, TiledMLP(mlp)] if mlp > 1 else found
 
 
 def _pipeline(rng: Random, known: Known, ranks: int) -> tuple[Strategy, int]:
@@ -287,7 +290,7 @@ def _zero(rng: Random, axis: str, across: str, stage: int) -> Strategy:
         return made
     return replace(
         made,
-        gather=rng.choice(("use", "micro", "step")),
+        gather=rng.choice(("use", "microbatch", "step")),
         keep_mb=rng.choice((0.0, 0.01)),
         prefetch=rng.choice((0, 1, 3)),
     )
@@ -313,7 +316,7 @@ def _spoilt(rng: Random, drawn: Draw) -> Draw:
         DataParallelMaster(),
         Pipeline(),
         ActivationCheckpointing(),
-        ChunkedLoss(num_tiles=2),
+        ChunkedLoss(),
     )
     match rng.choice(("one less", "one more", "one more", "another size", "one row more")):
         case "one less" if listed:
@@ -332,5 +335,5 @@ def _spoilt(rng: Random, drawn: Draw) -> Draw:
             )
         case "one row more" if drawn.rows > 1:
             return replace(drawn, spoilt="one row more")
-    added = rng.choice([each for each in more if each.name not in {strategy.name for strategy in listed}])
+    added = rng.choice([each for each in more if type(each) not in {type(strategy) for strategy in listed}])
     return replace(drawn, strategies=(*listed, added), spoilt=f"with {added.name}")

@@ -40,14 +40,14 @@ from benchmarks.kept import Kept
 from benchmarks.random_draws import TECHNIQUES, Draw, draw
 from benchmarks.random_models import KNOWN, reading_of
 from benchmarks.result import Result
-from meshwright.api import parity_case
 from meshwright.engine.runtime.loss import Batch
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.run.training.engine import select_local_batch
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import TOLERANCE, PlannedMessages, RankReport, compare_rank, make_verdict
+from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import run_reference
 from meshwright.verifier.verdict import Verdict
 
@@ -125,14 +125,14 @@ def compared(drawn: Draw, plan: Plan, limit_s: float) -> Verdict:
     if drawn.guard:
         batches[-1][HARM] = torch.full((drawn.rows - drawn.missing, 1), 1e6)
         loss = replace(loss.wrap_total(_harmed), targets=(*loss.targets, HARM))
-    case = parity_case(
+    case = make_parity_case(
         reading, plan, loss, lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank)
     )
     reference = run_reference(case, drawn.steps)
     if drawn.guard:
         case = replace(case, plan=replace(case.plan, job=replace(case.plan.job, guard=plan.job.guard)))
         reference.steps[-1] = replace(reference.steps[-1], parameters=reference.steps[-2].parameters)
-    reports = on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=limit_s)
+    reports = run_on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=limit_s)
     for report in reports if drawn.guard else ():
         _without_last(report, PlannedMessages(case))
     return make_verdict(case, reports, "threads", {})

@@ -58,7 +58,7 @@ def turns(rank: int, size: int) -> Callable[[], Turn]:
     torch.set_num_threads(1)
     device, dtype, sizes = torch.device("cpu"), torch.float32, bench_sizes("cpu")
     made: tuple[Mapping[Any, Operation], ...] = (
-        matmul_operations(device, dtype, [each for each in sizes.products if prod(each) <= MOST]),
+        matmul_operations(device, dtype, [each for each in sizes.matmuls if prod(each) <= MOST]),
         attention_operations(device, dtype, sizes.attention, backward=False),
         attention_operations(device, dtype, sizes.attention, backward=True),
         memory_operations(device, sizes.memory),

@@ -28,7 +28,7 @@ import torch
 from benchmarks.forked import Forked
 from benchmarks.kills import SAVE_EVERY, STEPS, Kind, Trial, start, train_words
 from benchmarks.result import RESULTS, Result
-from meshwright.comm.shared_memory.build import Unavailable, load
+from meshwright.comm.shared_memory.build import SharedMemoryUnavailable, load_library
 
 TRIALS, AT_A_TIME, COLD_EVERY = 200, 2, 10
 CLAIM = "of 200 kill-resume trials at random moments none fails: no corrupt load, no inexact resume, no orphan, no leftover"
@@ -139,8 +139,8 @@ def matrix(trials: int, seed: int, folder: Path, *, colds: bool) -> list[dict]:
     """The rows of all trials; those that stand in `folder` already are not played again."""
     for name in PRELOADED:
         import_module(name)
-    with suppress(Unavailable):
-        load()  # compiled here: in a forked launcher the compiler would be started as a rank
+    with suppress(SharedMemoryUnavailable):
+        load_library()  # compiled here: in a forked launcher the compiler would be started as a rank
     torch.set_num_threads(1)
     config = lay_out(folder)
     todo = [number for number in range(trials) if number not in read_rows(folder)]

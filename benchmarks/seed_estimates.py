@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from benchmarks.result import Result
 from benchmarks.zero_states import cells, on_paper
 from meshwright.planner.analytic.model_shape import parse_shape
-from meshwright.planner.machine.machine import machine
-from meshwright.planner.machine.roofline import gathered
+from meshwright.planner.machine.machine import make_machine
+from meshwright.planner.machine.roofline import all_gather_seconds
 
 NAME = "seed_estimates"
 CLAIM = "GPT-3 on one V100 at 28 TFLOP/s takes 355 years, 1,536 GPUs train a video model 211 times faster, ZeRO's table holds"
@@ -32,17 +32,17 @@ SHARE = 0.4  # of the peak that its convolutions reach in float32: an assumption
 def gpt3() -> dict[str, float]:
     """Years of GPT-3's training on one device at `RATE`, with what they come from."""
     shape = parse_shape(GPT3)
-    weights = shape.layers * shape.layer_numel + shape.table_numel
+    weights = shape.layers * shape.layer_numel + shape.embedding_numel
     flops = 6 * weights * TOKENS
     return {"weights": weights, "tokens": TOKENS, "flops": flops, "rate": RATE, "years": flops / RATE / YEAR}
 
 
 def video() -> dict[str, float]:
     """How many times faster 1,536 devices were than the slower run, and what sums of gradients would leave of their rate."""
-    summit = machine("V100", GPUS, per_host=HOST)
-    peak = summit.peak("float32")
+    summit = make_machine("V100", GPUS, host_size_override=HOST)
+    peak = summit.peak_flops("float32")
     computed = 3 * 2 * MACS * CLIPS / GPUS / (peak * SHARE)
-    summed = 2 * gathered(summit, 4 * WEIGHTS, GPUS, 1, GPUS)
+    summed = 2 * all_gather_seconds(summit, 4 * WEIGHTS, GPUS, 1, GPUS)
     return {
         "times": LONG_S / SHORT_S,
         "hosts": GPUS / HOST,

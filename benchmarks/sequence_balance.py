@@ -37,7 +37,7 @@ from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 
 NAME = "sequence_balance"
 CLAIM = (
@@ -157,7 +157,7 @@ def cases(*, quick: bool = False) -> Iterator[Case]:
 def counted(case: Case) -> dict[str, object]:
     """How even the ranks are, forward and backward and in all; and how much they compute, beside one device."""
     call = case.call
-    ranks = on_threads(lambda world: _counted(world, HOW[case.how], call), Mesh(cp=RANKS), timeout_s=600)
+    ranks = run_on_threads(lambda world: _counted(world, HOW[case.how], call), Mesh(cp=RANKS), timeout_s=600)
     with Kernels() as one:
         fused(call)
     parts = {"forward": [each[FORWARD] for each in ranks], "backward": [each[BACKWARD] for each in ranks]}

@@ -35,7 +35,7 @@ from benchmarks.attention import Seat, Sizes, mask_named, stated
 from benchmarks.result import Result
 from benchmarks.tensor_families import ODD, batches, loss_of, model_of, named
 from meshwright.api import analyze, make_plan, parallelize
-from meshwright.comm.collectives.announce import moved_bytes
+from meshwright.comm.collectives.announce import min_max_sent_nbytes
 from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.context.hybrid import HybridContextParallel
@@ -52,7 +52,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Transfer
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 
 NAME = "sequence_bytes"
 CLAIM = (
@@ -232,7 +232,7 @@ def planned(case: Case) -> Bytes:
 
 
 def _sent(move: Transfer, mesh: Mesh) -> Fraction:
-    return Fraction(moved_bytes(move, move.num_ranks(mesh))[1]).limit_denominator(
+    return Fraction(min_max_sent_nbytes(move, move.num_ranks(mesh))[1]).limit_denominator(
         10**6
     )  # a third of a byte is one
 
@@ -241,7 +241,7 @@ def told(world: World, case: Case) -> Bytes:
     """What this rank sends for the layer along cp, by its ledger; of a model in its second step."""
     if case.model == "attention":
         seat = Seat(world, case.deal.strategy, Sizes(tokens=case.tokens).call(case.mask))
-        world.ledger.recording = True
+        world.ledger.is_recording = True
         seat.play()
     else:
         family = named(case.model)
@@ -250,7 +250,7 @@ def told(world: World, case: Case) -> Bytes:
         ) as engine:
             first, second = batches(family, 2, ROWS * case.micros, case.tokens)
             engine.step(engine.local_batch(first))
-            world.ledger.recording = True
+            world.ledger.is_recording = True
             engine.step(engine.local_batch(second))
     found = dict.fromkeys(case.law, Fraction(0))
     for entry in world.ledger.entries:
@@ -260,14 +260,14 @@ def told(world: World, case: Case) -> Bytes:
             and kind in case.law
             and rest.startswith(("", f"{LAYERS.get(case.model)},")[case.model in LAYERS])
         ):
-            found[kind] += Fraction(entry.sent).limit_denominator(10**6)
+            found[kind] += Fraction(entry.sent_nbytes).limit_denominator(10**6)
     return found
 
 
 def compared(case: Case) -> dict[str, object]:
     """How far the program and all ledgers are from the law, relative to it."""
     wanted, program = case.law, planned(case)
-    ledgers = on_threads(lambda world: told(world, case), case.mesh, timeout_s=600)
+    ledgers = run_on_threads(lambda world: told(world, case), case.mesh, timeout_s=600)
     off = max(_off(source, wanted) for source in (program, *ledgers))
     rows = {
         part: {"law": float(wanted[part]), "found": sorted({float(each[part]) for each in ledgers})}

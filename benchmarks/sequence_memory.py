@@ -43,8 +43,8 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.planner.program_cost.memory import peak_bytes
-from meshwright.testing.ranks import ProcessPool, on_threads
+from meshwright.planner.program_cost.memory import peak_nbytes
+from meshwright.testing.ranks import ProcessPool, run_on_threads
 
 NAME = "sequence_memory"
 CLAIM = (
@@ -138,7 +138,7 @@ def lived(world: World, case: Case) -> Found | None:
 
 def alone(case: Case) -> Found | None:
     """`case` on one rank."""
-    (found,) = on_threads(lambda world: lived(world, case), case.mesh)
+    (found,) = run_on_threads(lambda world: lived(world, case), case.mesh)
     return found
 
 
@@ -158,7 +158,7 @@ def longest(limit: int) -> int:
 def row_of(case: Case, seen: Sequence[Found], losses: Sequence[float]) -> dict[str, object]:
     """What the ranks of `case` have found, beside its plan and the losses of one device."""
     plan = case.plan()
-    said = [peak_bytes(plan, rank) for rank in range(len(seen))]
+    said = [peak_nbytes(plan, rank) for rank in range(len(seen))]
     gaps = [
         abs(one - other) / abs(other)
         for found in seen
@@ -217,8 +217,8 @@ def main() -> None:
     first = alone(Case(base, limit=limit))
     found = [row_of(Case(base, limit=limit), [first] if first else [], short)]
     print(found[0], file=sys.stderr, flush=True)
-    call = {"one rank": on_threads(lambda world: attending(world, ""), Mesh())[0]}
-    with ProcessPool(RANKS, shared=False) as pool:
+    call = {"one rank": run_on_threads(lambda world: attending(world, ""), Mesh())[0]}
+    with ProcessPool(RANKS, shared_memory=False) as pool:
         for how in list(DEALS)[: 1 if quick else None]:
             case = Case(RANKS * base, how, limit)
             seen = pool.run(lived, case.mesh, case, timeout_s=600)

@@ -35,7 +35,7 @@ from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 
 NAME = "sequence_parity"
 CLAIM = (
@@ -114,7 +114,7 @@ def together(strategy: Strategy, mesh: Mesh, call: Call) -> Tensors:
         seat = Seat(world, strategy, call)
         return seat, seat.play()
 
-    for seat, found in on_threads(play, mesh):
+    for seat, found in run_on_threads(play, mesh):
         seat.into(whole, found)
     return whole
 

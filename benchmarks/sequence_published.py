@@ -133,7 +133,7 @@ def compared(rank: int, size: int, store: str) -> Callable[[], object]:
     """A step that tells, of each case, how far this rank's part of theirs is from ours, and both are from the formula."""
     join(rank, size, store)
     torch.set_num_threads(1)
-    world = TorchWorld(Mesh(cp=size), rank, "cpu", shared=False)
+    world = TorchWorld(Mesh(cp=size), rank, "cpu", shared_memory=False)
     made = {name: make() for name, make in MADE.items()}
 
     def step() -> dict[str, dict[str, dict[str, float]]]:

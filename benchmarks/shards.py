@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshwright.api import analyze, make_plan, make_stateless_rng, make_trained_module
+from meshwright.api import analyze, make_plan
 from meshwright.comm.collectives.group import World
+from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
 from meshwright.engine.runtime.loss import token_cross_entropy
 from meshwright.engine.runtime.state import RankState
 from meshwright.engine.step.executor import Executor

@@ -32,7 +32,7 @@ from benchmarks.ranks import Ranks
 from benchmarks.result import Result
 from benchmarks.workloads import HEAVY, fresh_store
 from meshwright.comm.collectives.group import Group
-from meshwright.comm.shared_memory.group import SharedGroup
+from meshwright.comm.shared_memory.group import SharedMemoryGroup
 from meshwright.comm.world import TorchWorld
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.sharding.mesh import Mesh
@@ -84,8 +84,8 @@ def exchanging(rank: int, size: int, how: str, collective: str, nbytes: int, sto
     """One step of a rank: as many calls of `collective` as move 128 MiB, at most 200, over "memory", "sockets" or bare "gloo"."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    group = TorchWorld(Mesh(dp_shard=size), rank, "cpu", shared=how == "memory").group(["dp_shard"])
-    if isinstance(group, SharedGroup) != (how == "memory"):
+    group = TorchWorld(Mesh(dp_shard=size), rank, "cpu", shared_memory=how == "memory").group(["dp_shard"])
+    if isinstance(group, SharedMemoryGroup) != (how == "memory"):
         raise RuntimeError(
             f"'{how}' was asked for and the ranks did not agree on it. Install a C compiler, such as gcc"
         )

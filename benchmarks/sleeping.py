@@ -116,7 +116,7 @@ def asleep(
     )
     plan = make_plan(reading, job, mesh, (pipeline,), 1)
     on_paper = simulate(pipeline.build_schedule(plan.sharding, micros), _costs(blocks, seconds))
-    world = TorchWorld(mesh, rank, "cpu", shared=False)
+    world = TorchWorld(mesh, rank, "cpu", shared_memory=False)
     engine = parallelize(reading, plan, world=world)
 
     def step() -> Slept:

@@ -230,13 +230,13 @@ def pinged(rank: int, size: int, workload: str, store: str, micros: int) -> Step
     """The seconds that hidden states of a micro-batch take from one rank to the next: half of a way there and back."""
     join(rank, size, store)
     torch.set_num_threads(1)
-    spec, group = WORKLOADS[workload], TorchWorld(Mesh(pp=size), rank, "cpu", shared=False).group(("pp",))
+    spec, group = WORKLOADS[workload], TorchWorld(Mesh(pp=size), rank, "cpu", shared_memory=False).group(("pp",))
     tensor, peer = torch.zeros(spec.batch // micros, spec.sequence, spec.hidden), 1 - rank
 
     def step() -> float:
         begin = time.perf_counter()
         for sends in (rank == 0, rank == 1):
-            (group.send(tensor, target=peer) if sends else group.receive(tensor, source=peer)).wait()
+            (group.send(tensor, target=peer) if sends else group.recv(tensor, source=peer)).wait()
         return (time.perf_counter() - begin) / 2
 
     return step
@@ -258,7 +258,7 @@ def _engine(
         schedule=schedule, virtual_stages=CHUNKS.get(schedule, 0), split_points=cuts(workload, size, chunks)
     )
     plan = make_plan(reading, job, mesh, (pipeline,), spec.batch // micros)
-    return parallelize(reading, plan, world=TorchWorld(mesh, rank, "cpu", shared=False)), Batches(spec)
+    return parallelize(reading, plan, world=TorchWorld(mesh, rank, "cpu", shared_memory=False)), Batches(spec)
 
 
 def _sorted_out(spans: Sequence[ProfilerSpan], part_of: Mapping[str, int]) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from benchmarks.result import Result
 from benchmarks.tensor_families import batches, loss_of
 from benchmarks.tensor_laws import Case, cases
 from meshwright.api import parallelize
-from meshwright.comm.collectives.announce import moved_bytes
+from meshwright.comm.collectives.announce import min_max_sent_nbytes
 from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 
 NAME = "tensor_bytes"
 CLAIM = "bytes sent per rank and layer by divided matrices, 1-D, with a divided sequence, 2-D, 2.5-D and 3-D, are the laws', exactly"
@@ -44,7 +44,7 @@ def planned(plan: Plan, case: Case) -> dict[str, Fraction]:
     for action in plan.actions:
         part = part_of(action.name, case)
         for move in action.transfers if part in found else ():
-            sent = moved_bytes(move, plan.mesh.group_size(move.axes))[1]
+            sent = min_max_sent_nbytes(move, plan.mesh.group_size(move.axes))[1]
             found[str(part)] += Fraction(sent).limit_denominator(10**6)  # a third of a byte is one
     return found
 
@@ -53,10 +53,10 @@ def told(world: World, case: Case, reading: AnalyzedModel, plan: Plan) -> dict[s
     """What this rank sends in its second step for the layer, by its ledger."""
     with parallelize(reading, plan, world=world, loss=loss_of(case.family)) as engine:
         for batch in batches(case.family, 2, case.rows):
-            before = dict(world.ledger.sent)
+            before = dict(world.ledger.sent_nbytes)
             engine.step(engine.local_batch(batch))
     found = dict.fromkeys(case.law, Fraction(0))
-    for action, nbytes in world.ledger.sent.items():
+    for action, nbytes in world.ledger.sent_nbytes.items():
         part = part_of(action, case)
         if part in found:
             found[str(part)] += Fraction(nbytes - before.get(action, 0.0)).limit_denominator(10**6)
@@ -71,7 +71,7 @@ def compared(case: Case) -> dict[str, object]:
     except PlanError as refused:
         return {"case": str(case), "off": float("inf"), "refused": str(refused)}
     law = {part: amount(case) for part, amount in case.law.items()}
-    ledgers = on_threads(lambda world: told(world, case, reading, plan), case.mesh, timeout_s=600)
+    ledgers = run_on_threads(lambda world: told(world, case, reading, plan), case.mesh, timeout_s=600)
     sources = (planned(plan, case), *ledgers)
     off = max(float(abs(source[part] - law[part]) / law[part]) for source in sources for part in law)
     rows = {

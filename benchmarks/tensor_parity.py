@@ -66,7 +66,7 @@ SQUARES: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     ),
     "3-D, 2 x 2 x 2": (
         Mesh(dp_shard=2, tp_depth=2, tp=2),
-        (TensorParallel3D(), BatchSplit("dp_shard"), ZeRO(gather="micro")),
+        (TensorParallel3D(), BatchSplit("dp_shard"), ZeRO(gather="microbatch")),
     ),
 }
 

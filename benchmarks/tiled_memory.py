@@ -25,7 +25,8 @@ from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.ddp import DDP
-from meshwright.parallel.memory.tiled_compute import ChunkedLoss
+from meshwright.parallel.memory.chunked_loss import ChunkedLoss
+from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.data_source import DataConfig, ModelConfig
@@ -34,7 +35,7 @@ from meshwright.plan.job.precision import ComputeDtype, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.planner.program_cost.memory import peak_bytes
+from meshwright.planner.program_cost.memory import peak_nbytes
 from meshwright.testing.ranks import ProcessPool
 
 NAME = "tiled_memory"
@@ -69,7 +70,8 @@ class Case:
         precision = PrecisionConfig(compute=self.compute)
         train = TrainConfig(batch=ROWS)
         job = Job(ModelConfig("llama"), DataConfig("example", sequence=TOKENS), train, precision=precision)
-        tiles = (ChunkedLoss(self.tiles, self.mlp),) if self.tiled else ()
+        tiles: tuple[Strategy, ...] = (ChunkedLoss(self.tiles),) if self.tiles > 1 else ()
+        tiles += (TiledMLP(self.mlp),) if self.mlp > 1 else ()
         return make_plan(
             reading(self.wide), job, self.mesh, (*WAYS[self.way][1], *tiles), ROWS // self.micros
         )
@@ -140,7 +142,7 @@ def lived(world: World, case: Case) -> Found:
 def rows_of(case: Case, seen: Sequence[Found]) -> list[dict[str, object]]:
     """What each rank found, beside its plan."""
     plan = case.plan()
-    said = [peak_bytes(plan, rank) for rank in range(len(seen))]
+    said = [peak_nbytes(plan, rank) for rank in range(len(seen))]
     offs = [{"plan_peak": most, "off": found.step / most - 1} for found, most in zip(seen, said, strict=True)]
     named = {"case": str(case), "tiled": case.tiled}
     return [
@@ -170,7 +172,7 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for size in (1, 2):
         cases = [case for case in CASES if case.mesh.world_size == size]
-        with ProcessPool(size, shared=False) as pool:
+        with ProcessPool(size, shared_memory=False) as pool:
             for case in cases:
                 rows += rows_of(case, pool.run(lived, case.mesh, case, timeout_s=600))
                 print(rows[-1], file=sys.stderr)

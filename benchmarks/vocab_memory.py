@@ -31,7 +31,7 @@ from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.planner.program_cost.memory import peak_bytes, state_bytes
+from meshwright.planner.program_cost.memory import peak_nbytes, state_bytes
 from meshwright.testing.ranks import ProcessPool
 
 NAME = "vocab_memory"
@@ -132,7 +132,7 @@ def rows_of(case: Case, seen: Sequence[Found]) -> list[dict[str, object]]:
     """What each rank found, beside its plan."""
     plan, rows = case.plan(), []
     for rank, found in enumerate(seen):
-        said, states = peak_bytes(plan, rank), state_bytes(plan, rank)
+        said, states = peak_nbytes(plan, rank), state_bytes(plan, rank)
         at_rest = states.total - states.gradients
         row = {
             "case": str(case),
@@ -173,7 +173,7 @@ def result(rows: Sequence[dict[str, object]]) -> Result:
 def main() -> None:
     """Measure on processes, and write the result."""
     rows: list[dict[str, object]] = []
-    with ProcessPool(RANKS, shared=False) as pool:
+    with ProcessPool(RANKS, shared_memory=False) as pool:
         for case in (Case(tied=False), Case(tied=True)):
             with TemporaryDirectory() as folder:
                 rows += rows_of(case, pool.run(lived, case.mesh, case, folder, timeout_s=600))

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshwright.api import alone, analyze, make_plan, parallelize
+from meshwright.api import single_rank_world, analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.comm.world import TorchWorld
 from meshwright.engine.optim.optimizers import make_param_groups
@@ -208,7 +208,7 @@ def sharded(
     """The step of the engine on the same model, with all ranks on dp_shard, and the fields of `Zero` and `Precision` given."""
     mesh = Mesh(dp_shard=size)
     join(rank, size, store)
-    world = TorchWorld(mesh, rank, "cpu", shared=False)
+    world = TorchWorld(mesh, rank, "cpu", shared_memory=False)
     return _engine(
         workload, mesh, (SplitBatch(axis="dp_shard"), ZeRO(**zero)), world, PrecisionConfig(**precision or {})
     )
@@ -258,9 +258,9 @@ def fresh_store() -> str:
 def joined(rank: int, size: int, store: str) -> World:
     """The world of one of `size` ranks, over gloo: without the memory that ranks of one host can share."""
     if size == 1:
-        return alone(torch.device("cpu"))
+        return single_rank_world(torch.device("cpu"))
     join(rank, size, store)
-    return TorchWorld(Mesh(dp_replicate=size), rank, "cpu", shared=False)
+    return TorchWorld(Mesh(dp_replicate=size), rank, "cpu", shared_memory=False)
 
 
 def join(rank: int, size: int, store: str) -> None:

@@ -27,7 +27,7 @@ from fractions import Fraction
 from benchmarks.result import Result
 from benchmarks.shards import Case, llama, player_of, rows
 from meshwright.api import select_local_batch
-from meshwright.comm.collectives.announce import moved_bytes
+from meshwright.comm.collectives.announce import min_max_sent_nbytes
 from meshwright.comm.collectives.group import World
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.job import PrecisionConfig
@@ -44,7 +44,7 @@ PRECISIONS = (
     PrecisionConfig(reduce="bfloat16"),
     PrecisionConfig("bfloat16", "bfloat16", "bfloat16"),
 )
-ZEROS = (ZeRO(stage=1), ZeRO(stage=2), *(ZeRO(gather=gather) for gather in ("use", "micro", "step")))
+ZEROS = (ZeRO(stage=1), ZeRO(stage=2), *(ZeRO(gather=gather) for gather in ("use", "microbatch", "step")))
 
 
 def cases() -> Iterator[Case]:
@@ -55,7 +55,7 @@ def cases() -> Iterator[Case]:
                 yield from (Case(zero, ranks, 1, micros, precision) for zero in ZEROS)
             for stage in (1, 2, 3):
                 yield Case(ZeRO(stage=stage, replicate_axis="dp_replicate"), 2, 2, micros, precision)
-    yield from (Case(ZeRO(gather=gather), 3, 1, 4, tied=True) for gather in ("use", "micro", "step"))
+    yield from (Case(ZeRO(gather=gather), 3, 1, 4, tied=True) for gather in ("use", "microbatch", "step"))
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Law:
         each = [self._sent(numel, self.weight) for numel in self.numels]
         if stage < 3 or gather == "step":
             return sum(each)
-        if gather == "micro":
+        if gather == "microbatch":
             return micros * sum(each) - (micros - 1) * each[0]
         once_more = each[0] if self.tied else -each[-1]
         return micros * (2 * sum(each) + once_more) - (micros - 1) * each[0]
@@ -125,7 +125,7 @@ def planned(plan: Plan) -> dict[str, Fraction]:
     for action in plan.actions:
         if action.transfer is not None:
             what = KINDS.get(action.kind, "beside")
-            nbytes = Fraction(moved_bytes(action.transfer, plan.mesh.group_size(action.transfer.axes))[1])
+            nbytes = Fraction(min_max_sent_nbytes(action.transfer, plan.mesh.group_size(action.transfer.axes))[1])
             found[what] = found.get(what, Fraction(0)) + nbytes
     return found
 
@@ -140,11 +140,11 @@ def _told(world: World, case: Case) -> dict[str, float]:
     player = player_of(case, plan, world)
     batch = select_local_batch(rows(case.rows), plan, world.rank)
     player.step(batch)
-    before = dict(world.ledger.sent)
+    before = dict(world.ledger.sent_nbytes)
     player.step(batch)
     player.close()
     found: dict[str, float] = {}
-    for action, nbytes in world.ledger.sent.items():
+    for action, nbytes in world.ledger.sent_nbytes.items():
         what = KINDS.get(action.split("(")[0], "beside")
         found[what] = found.get(what, 0.0) + nbytes - before.get(action, 0.0)
     return found
@@ -187,7 +187,7 @@ def result(found: Sequence[dict[str, object]]) -> Result:
 
 def main() -> None:
     """Run all cases on processes, compare, and write the result."""
-    with ProcessPool(4, shared=False) as pool:
+    with ProcessPool(4, shared_memory=False) as pool:
         found = result(list(rows_of(list(cases()), pool)))
     print(f"{found.median:g} of {found.bar:g} cases agree exactly", file=sys.stderr)
     print(found.write(NAME))

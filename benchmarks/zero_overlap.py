@@ -29,8 +29,8 @@ from benchmarks.result import Result
 from benchmarks.workloads import HEAVY, OPTIMIZER, WORKLOADS, Batches
 from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import Work
-from meshwright.comm.rendezvous import Meeting
-from meshwright.comm.world import rendezvous
+from meshwright.comm.rendezvous import RendezvousEndpoint
+from meshwright.comm.world import init_world
 from meshwright.engine.runtime.step_profiler import ISSUE, WAIT, ProfilerSpan, StepProfiler
 from meshwright.engine.step.executor import Executor
 from meshwright.parallel.data.batch_split import BatchSplit as SplitBatch
@@ -41,8 +41,8 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action, Program
 from meshwright.plan.step.simulator import simulate
 from meshwright.run.training.engine import Trainer
-from meshwright.testing.rank_worker import Seat
-from tests.network.virtual_hosts import hosts, missing
+from meshwright.testing.rank_worker import NetworkLocation
+from tests.network.virtual_hosts import virtual_hosts, unavailable_reason
 
 NAME = "zero_overlap"
 RATE_MBIT, BAR = 1000, 0.8
@@ -103,14 +103,14 @@ class Case:
 
 
 def step(
-    rank: int, size: int, *, seats: Sequence[Seat], meeting: Meeting, stage: int, serial: bool
+    rank: int, size: int, *, seats: Sequence[NetworkLocation], meeting: RendezvousEndpoint, stage: int, serial: bool
 ) -> Callable[[], float | None]:
     """What `Ranks` builds in each process: one step of stage `stage`; a serial one returns its seconds on paper."""
     torch.set_num_threads(1)
-    seats[rank].take()
+    seats[rank].enter()
     opened = ExitStack()
     mesh, spec, batches = Mesh(dp_shard=size), WORKLOADS["large"], Batches(WORKLOADS["large"])
-    world = opened.enter_context(rendezvous(mesh, rank, meeting=meeting, timeout_s=120))
+    world = opened.enter_context(init_world(mesh, rank, endpoint=meeting, timeout_s=120))
     reading = analyze(spec.model(), Batches(spec).next())
     job = Job(
         ModelConfig("llama"),
@@ -139,7 +139,7 @@ def make_serial(player: Executor) -> None:
     """Have every wire action end before the next action begins."""
     works = player.state.works
     player._list = [  # there is no option for what nobody wants
-        (action, partial(_at_once, handler, works) if action.stream == "wire" and handler else handler, waits)
+        (action, partial(_at_once, handler, works) if action.stream == "comm" and handler else handler, waits)
         for action, handler, waits in player._list
     ]
 
@@ -167,7 +167,7 @@ def on_paper(program: Program, spans: Sequence[ProfilerSpan]) -> float:
 
 def cases(stages: Sequence[int], window: Window) -> Iterator[Case]:
     """The stages, measured; one line about each goes to stderr."""
-    with hosts(2, RATE_MBIT) as made:
+    with virtual_hosts(2, RATE_MBIT) as made:
         ports = iter(range(20000, 30000))
         for stage in stages:
             with ExitStack() as opened:
@@ -178,8 +178,8 @@ def cases(stages: Sequence[int], window: Window) -> Iterator[Case]:
                             step,
                             2,
                             preload=HEAVY,
-                            seats=[made[host].seat for host in range(2)],
-                            meeting=Meeting(made[0].address, next(ports)),
+                            seats=[made[host].location for host in range(2)],
+                            meeting=RendezvousEndpoint(made[0].address, next(ports)),
                             stage=stage,
                             serial=name == "serial",
                         )
@@ -194,7 +194,7 @@ def cases(stages: Sequence[int], window: Window) -> Iterator[Case]:
 
 def main() -> None:
     """Measure and write the result; with --quick, only measure a little."""
-    if why := missing():
+    if why := unavailable_reason():
         sys.exit(f"no hosts can be made here: {why}")
     if "--quick" in sys.argv[1:]:
         list(cases(STAGES, QUICK))

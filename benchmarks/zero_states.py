@@ -29,7 +29,7 @@ from benchmarks.paper_models import even, llama3_8b
 from benchmarks.result import Result
 from benchmarks.shards import Case, player_of, rows
 from meshwright.api import select_local_batch
-from meshwright.comm.backends.gloo_paths import NUM_MEMORIES
+from meshwright.comm.backends.gloo_paths import NUM_RECEIVE_BUFFERS
 from meshwright.comm.collectives.group import World
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
@@ -39,7 +39,7 @@ from meshwright.plan.job.job import Job, PrecisionConfig, TrainConfig
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ModelSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.planner.program_cost.memory import StateBytes, passing_bytes, state_bytes
+from meshwright.planner.program_cost.memory import StateBytes, transient_nbytes, state_bytes
 from meshwright.testing.ranks import ProcessPool
 
 NAME = "zero_states"
@@ -101,7 +101,7 @@ def on_paper(several: Sequence[Cell]) -> Iterator[dict[str, object]]:
     """Each cell, and how far the plan is off, in units of its last printed digit."""
     for cell in several:
         held = states_of(cell.parameters, cell.stage, cell.ranks)
-        gigabytes = held.states / 1e9
+        gigabytes = held.model_states / 1e9
         row = {
             "model": cell.model,
             "stage": cell.stage,
@@ -115,7 +115,7 @@ def on_paper(several: Sequence[Cell]) -> Iterator[dict[str, object]]:
 def against_fsdp() -> dict[str, object]:
     """Two plans of Llama 3 8B in float32 states, and what was measured between them."""
     few, many = (
-        state_bytes(paper_plan(llama3_8b(), 3, ranks, PrecisionConfig()), 0).states for ranks in FSDP_RANKS
+        state_bytes(paper_plan(llama3_8b(), 3, ranks, PrecisionConfig()), 0).model_states for ranks in FSDP_RANKS
     )
     gib = (few - many) / 2**30
     peaks: dict[str, dict[int, float]] = {}
@@ -178,7 +178,7 @@ def live(pool: ProcessPool, several: Sequence[Case]) -> Iterator[dict[str, objec
         plan = case.plan()
         planned = [state_bytes(plan, rank) for rank in range(plan.mesh.world_size)]
         seen = pool.run(held, case.mesh, case, timeout_s=300)
-        extra, passing, off, ratios = 2 * block_buffer(plan), passing_bytes(plan), 0.0, []
+        extra, passing, off, ratios = 2 * block_buffer(plan), transient_nbytes(plan), 0.0, []
         for said, (peak, after) in zip(planned, seen, strict=True):
             allowed, fullest = SHARE * said.total + extra, said.total + passing
             off = max(off, abs(peak - fullest) / allowed, abs(after - said.total) / allowed)
@@ -204,7 +204,7 @@ def live(pool: ProcessPool, several: Sequence[Case]) -> Iterator[dict[str, objec
 def _arrivals(plan: Plan) -> int:
     """The bytes in which summands arrive over gloo."""
     largest = max(arena.numel for arena in plan.sharding.flat_param_specs().values())
-    return NUM_MEMORIES * largest * FLOAT_NBYTES[plan.job.precision.reduce]
+    return NUM_RECEIVE_BUFFERS * largest * FLOAT_NBYTES[plan.job.precision.reduce]
 
 
 def result(
@@ -220,7 +220,7 @@ def main() -> None:
     """Read the table from plans, measure on processes, and write the result."""
     paper = list(on_paper(cells()))
     print(f"on paper: {max(float(str(row['off'])) for row in paper):.2f} units off at most", file=sys.stderr)
-    with ProcessPool(4, shared=False) as pool:
+    with ProcessPool(4, shared_memory=False) as pool:
         found = result(paper, against_fsdp(), list(live(pool, cases())))
     print(f"{found.median:g} of {found.bar:g} hold", file=sys.stderr)
     print(found.write(NAME))

@@ -1,8 +1,14 @@
-"""What every test stands on: one torch thread, one pool of processes, and nothing left behind."""
+"""Fixtures of all tests, and the two tiers of the suite.
+
+`make test` runs the default tier: every test, and of the expensive parametrised ones the cases that tests/tiers.toml
+keeps (benchmarks/suite_tiers.py writes it). `make test-full` adds `--full` and runs every case.
+"""
 
 import os
 import threading
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +18,26 @@ from meshwright.testing.ranks import ProcessPool
 from tests.command_forks import Forks
 
 torch.set_num_threads(1)
+TIERS = Path(__file__).with_name("tiers.toml")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--full`."""
+    parser.addoption("--full", action="store_true", help="run every case, not only the default tier")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the cases that tests/tiers.toml leaves to the full tier, unless they were asked for by their id."""
+    if config.getoption("--full") or any("::" in argument for argument in config.args):
+        return
+    tiers = tomllib.loads(TIERS.read_text(encoding="utf-8"))
+    kept, left_out = [], []
+    for item in items:
+        function, _, case = item.name.partition("[")
+        cases = tiers.get(item.path.relative_to(TIERS.parent).as_posix(), {}).get(function)
+        (kept if cases is None or case.removesuffix("]") in cases else left_out).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session")

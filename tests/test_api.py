@@ -58,8 +58,8 @@ def module() -> Regression:
 
 
 def plan_for(ranks: int, micro_batch: int = 0) -> tuple[mw.AnalyzedModel, mw.Plan]:
-    reading = mw.analyze(module(), example=batch(0), loss=squares())
-    return reading, mw.make_plan(reading, JOB, mw.Mesh(dp_replicate=ranks), micro_batch=micro_batch)
+    analyzed = mw.analyze(module(), batch(0), loss=squares())
+    return analyzed, mw.make_plan(analyzed, JOB, mw.Mesh(dp_replicate=ranks), micro_batch=micro_batch)
 
 
 def by_hand(steps: int = STEPS, count: int = BATCH) -> tuple[Regression, list[float]]:
@@ -81,16 +81,16 @@ def train(
     world: World | None, ranks: int, folder: str = "", stop_at: int = STEPS, micro_batch: int = 0
 ) -> tuple[list[float], dict]:
     """The user's loop on one rank: its losses, and the parameters that it ends with; it goes on from `folder` if that exists."""
-    reading, plan = plan_for(ranks, micro_batch)
+    analyzed, plan = plan_for(ranks, micro_batch)
     losses = []
-    with mw.parallelize(reading, plan, optimizer=heavy_ball, loss=squares(), world=world) as engine:
+    with mw.parallelize(analyzed, plan, optimizer=heavy_ball, loss=squares(), world=world) as trainer:
         if folder and Path(folder).exists():
-            engine.load(folder)
-        while engine.steps_done < stop_at:
-            losses.append(engine.step(engine.share(batch(engine.steps_done))).loss)
+            trainer.load(folder)
+        while trainer.steps_done < stop_at:
+            losses.append(trainer.step(trainer.local_batch(batch(trainer.steps_done))).loss)
         if folder and not Path(folder).exists():
-            engine.save(Path(folder).parent)
-        return losses, {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+            trainer.save(Path(folder).parent)
+        return losses, {name: value.detach().clone() for name, value in trainer.module.state_dict().items()}
 
 
 def heavy_ball(groups: list[dict]) -> torch.optim.Optimizer:
@@ -153,23 +153,23 @@ def test_on_two_processes_a_saved_and_loaded_engine_goes_on_bit_for_bit(process_
 def test_the_users_module_is_left_untouched():
     mine = module()
     before = {name: value.clone() for name, value in mine.state_dict().items()}
-    reading = mw.analyze(mine, example=batch(0), loss=squares())
-    plan = mw.make_plan(reading, JOB)
-    with mw.parallelize(reading, plan, loss=squares()) as engine:
-        engine.step(engine.share(batch(0)))
-        assert engine.module is not mine
-        assert not torch.equal(engine.module.state_dict()["first.weight"], before["first.weight"])
+    analyzed = mw.analyze(mine, example=batch(0), loss=squares())
+    plan = mw.make_plan(analyzed, JOB)
+    with mw.parallelize(analyzed, plan, loss=squares()) as trainer:
+        trainer.step(trainer.local_batch(batch(0)))
+        assert trainer.module is not mine
+        assert not torch.equal(trainer.module.state_dict()["first.weight"], before["first.weight"])
     assert all(torch.equal(value, before[name]) for name, value in mine.state_dict().items())
     assert all(parameter.grad is None for parameter in mine.parameters())
     assert mine(batch(0)["x"]).requires_grad
 
 
 def test_after_close_the_trained_module_runs_by_itself():
-    reading, plan = plan_for(1)
-    engine = mw.parallelize(reading, plan, loss=squares())
-    engine.step(engine.share(batch(0)))
-    engine.close()
-    trained = engine.module
+    analyzed, plan = plan_for(1)
+    trainer = mw.parallelize(analyzed, plan, loss=squares())
+    trainer.step(trainer.local_batch(batch(0)))
+    trainer.close()
+    trained = trainer.module
     copy = module()
     copy.load_state_dict(trained.state_dict())
     assert torch.equal(trained.eval()(batch(1)["x"]), copy(batch(1)["x"]))
@@ -188,15 +188,15 @@ def test_a_short_batch_and_none_at_all_are_steps_too():
 
 
 def short(world: World) -> list[tuple[float, int, bool]]:
-    reading, plan = plan_for(3)
-    with mw.parallelize(reading, plan, loss=squares(), world=world) as engine:
-        found = [engine.step(engine.share(batch(0, 4))), engine.step(None)]
+    analyzed, plan = plan_for(3)
+    with mw.parallelize(analyzed, plan, loss=squares(), world=world) as trainer:
+        found = [trainer.step(trainer.local_batch(batch(0, 4))), trainer.step(None)]
     return [(metrics.loss, metrics.tokens, metrics.skipped) for metrics in found]
 
 
 def test_verify_says_whether_a_plan_equals_one_device():
-    reading, plan = plan_for(3, micro_batch=1)
-    verdict = mw.verify(reading, plan, [batch(step) for step in range(3)], loss=squares())
+    analyzed, plan = plan_for(3, micro_batch=1)
+    verdict = mw.verify(analyzed, plan, [batch(step) for step in range(3)], loss=squares())
     assert verdict.passed, str(verdict)
     assert (verdict.plan, verdict.steps) == (plan.hash, 3)
 
@@ -204,15 +204,15 @@ def test_verify_says_whether_a_plan_equals_one_device():
 def test_verify_notices_a_loss_that_is_a_mean():
     loss = squares()
     mean = mw.Loss(lambda outputs, rows: loss.total(outputs, rows) / len(rows["y"]), loss.count, loss.targets)
-    reading, plan = plan_for(2)
-    verdict = mw.verify(reading, plan, [batch(0)], loss=mean)
+    analyzed, plan = plan_for(2)
+    verdict = mw.verify(analyzed, plan, [batch(0)], loss=mean)
     assert not verdict.passed
     assert verdict.cause == "loss scale"
 
 
 def build_with(world: World | None = None, **options: object) -> mw.Trainer:
-    reading, plan = plan_for(2)
-    return mw.parallelize(options.pop("model", reading), plan, loss=squares(), world=world, **options)
+    analyzed, plan = plan_for(2)
+    return mw.parallelize(options.pop("model", analyzed), plan, loss=squares(), world=world, **options)
 
 
 def test_a_plan_for_more_ranks_than_there_are_is_refused():
@@ -236,40 +236,40 @@ def test_a_model_without_an_example_is_refused():
 
 
 def test_a_batch_larger_than_the_plans_is_refused_not_cut():
-    reading, plan = plan_for(1)
-    with mw.parallelize(reading, plan, loss=squares()) as engine, pytest.raises(mw.PlanError) as caught:
-        engine.share(batch(0, BATCH + 1))
+    analyzed, plan = plan_for(1)
+    with mw.parallelize(analyzed, plan, loss=squares()) as trainer, pytest.raises(mw.PlanError) as caught:
+        trainer.local_batch(batch(0, BATCH + 1))
     (fault,) = caught.value.diagnostics
     assert fault.what == f"a batch of {BATCH + 1} rows; the plan's global batch is {BATCH}"
 
 
 def test_a_checkpoint_is_found_by_its_contents_not_by_the_name_of_its_folder(tmp_path):
-    reading, plan = plan_for(1)
-    with mw.parallelize(reading, plan, loss=squares()) as engine:
-        engine.step(engine.share(batch(0)))
-        place = engine.save(tmp_path)
+    analyzed, plan = plan_for(1)
+    with mw.parallelize(analyzed, plan, loss=squares()) as trainer:
+        trainer.step(trainer.local_batch(batch(0)))
+        place = trainer.save(tmp_path)
     best = place.rename(tmp_path / "best")
-    with mw.parallelize(reading, plan, loss=squares()) as engine:
-        assert engine.load(best) == engine.steps_done == 1
-        assert engine.load(str(best)) == 1
+    with mw.parallelize(analyzed, plan, loss=squares()) as trainer:
+        assert trainer.load(best) == trainer.steps_done == 1
+        assert trainer.load(str(best)) == 1
 
 
 @pytest.mark.parametrize("damage", ["folder above", "another model", "truncated"])
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, damage):
     other = mw.analyze(
-        Regression(7) if damage == "another model" else module(), example=batch(0), loss=squares()
+        Regression(7) if damage == "another model" else module(), batch(0), loss=squares()
     )
-    with mw.parallelize(other, mw.make_plan(other, JOB), loss=squares()) as engine:
-        place = engine.save(tmp_path)
+    with mw.parallelize(other, mw.make_plan(other, JOB), loss=squares()) as trainer:
+        place = trainer.save(tmp_path)
     if damage == "truncated":
         shard = place / "rank-00000.safetensors"
         shard.write_bytes(shard.read_bytes()[:-4])
-    reading, plan = plan_for(1)
-    with mw.parallelize(reading, plan, loss=squares()) as engine:
-        before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    analyzed, plan = plan_for(1)
+    with mw.parallelize(analyzed, plan, loss=squares()) as trainer:
+        before = {name: value.clone() for name, value in trainer.module.state_dict().items()}
         with pytest.raises(CheckpointError) as caught:
-            engine.load(tmp_path if damage == "folder above" else place)
-        assert all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
+            trainer.load(tmp_path if damage == "folder above" else place)
+        assert all(torch.equal(value, before[name]) for name, value in trainer.module.state_dict().items())
     words = {
         "folder above": "manifest.json",
         "another model": "first.bias: (7,) saved, (5,) here",
@@ -279,12 +279,12 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, damage):
 
 
 def test_saving_the_same_step_of_another_course_keeps_what_was_saved_last(tmp_path):
-    reading, plan = plan_for(1)
+    analyzed, plan = plan_for(1)
     for seed in (1, 2):
-        with mw.parallelize(reading, plan, loss=squares()) as engine:
-            engine.step(engine.share(batch(seed)))
-            place = engine.save(tmp_path)
-            last = engine.module.state_dict()["first.weight"].clone()
-    with mw.parallelize(reading, plan, loss=squares()) as engine:
-        engine.load(place)
-        assert torch.equal(engine.module.state_dict()["first.weight"], last)
+        with mw.parallelize(analyzed, plan, loss=squares()) as trainer:
+            trainer.step(trainer.local_batch(batch(seed)))
+            place = trainer.save(tmp_path)
+            last = trainer.module.state_dict()["first.weight"].clone()
+    with mw.parallelize(analyzed, plan, loss=squares()) as trainer:
+        trainer.load(place)
+        assert torch.equal(trainer.module.state_dict()["first.weight"], last)

@@ -29,23 +29,23 @@ def batch() -> dict[str, torch.Tensor]:
 
 def test_three_ranks_start_from_weights_and_the_first_writes_what_they_trained(tmp_path: Path):
     theirs = published(tmp_path / "in")
-    reading = mw.analyze(
+    analyzed = mw.analyze(
         lambda: transformers.LlamaForCausalLM(theirs.config), batch(), weights=str(tmp_path / "in")
     )
-    plan = mw.make_plan(reading, JOB, mw.Mesh(dp_replicate=3))
+    plan = mw.make_plan(analyzed, JOB, mw.Mesh(dp_replicate=3))
     before = {name: value.detach().clone() for name, value in theirs.named_parameters()}
 
     def rank(world: World) -> tuple[bool, object, dict[str, torch.Tensor]]:
-        with mw.parallelize(reading, plan, world=world) as engine:
+        with mw.parallelize(analyzed, plan, world=world) as trainer:
             started = all(
-                torch.equal(value, before[name]) for name, value in engine.module.named_parameters()
+                torch.equal(value, before[name]) for name, value in trainer.module.named_parameters()
             )
-            engine.step(engine.share(batch()))
-            written = engine.export(tmp_path / "out")
+            trainer.step(trainer.local_batch(batch()))
+            written = trainer.export(tmp_path / "out")
             return (
                 started,
                 written,
-                {name: value.detach().clone() for name, value in engine.module.named_parameters()},
+                {name: value.detach().clone() for name, value in trainer.module.named_parameters()},
             )
 
     first, *others = run_on_threads(rank, plan.mesh)
@@ -62,17 +62,17 @@ def test_three_ranks_start_from_weights_and_the_first_writes_what_they_trained(t
 )
 def test_what_has_masters_is_written_as_exactly_as_they_are(tmp_path: Path, strategies: tuple[Strategy, ...]):
     theirs = published(tmp_path / "in")
-    reading = mw.analyze(
+    analyzed = mw.analyze(
         lambda: transformers.LlamaForCausalLM(theirs.config), batch(), weights=str(tmp_path / "in")
     )
     precision = PrecisionConfig("bfloat16", "bfloat16", "float32", master="float32")
-    plan = mw.make_plan(reading, replace(JOB, precision=precision), mw.Mesh(dp_replicate=3), strategies)
+    plan = mw.make_plan(analyzed, replace(JOB, precision=precision), mw.Mesh(dp_replicate=3), strategies)
 
     def rank(world: World) -> dict[str, torch.Tensor]:
-        with mw.parallelize(reading, plan, world=world) as engine:
-            engine.step(engine.share(batch()))
-            engine.export(tmp_path / "out", torch.float32)
-            return engine.player.parameters()
+        with mw.parallelize(analyzed, plan, world=world) as trainer:
+            trainer.step(trainer.local_batch(batch()))
+            trainer.export(tmp_path / "out", torch.float32)
+            return trainer.executor.parameters()
 
     rounded, *_ = run_on_threads(rank, plan.mesh)
     loaded = dict(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
@@ -84,11 +84,11 @@ def test_a_plan_s_hash_names_the_stored_values(tmp_path: Path):
     hashes = set()
     for seed in (1, 2):
         theirs = published(tmp_path / str(seed), seed=seed)
-        reading = mw.analyze(
+        analyzed = mw.analyze(
             lambda config=theirs.config: transformers.LlamaForCausalLM(config),
             batch(),
             weights=str(tmp_path / str(seed)),
         )
-        hashes.add(mw.make_plan(reading, JOB).hash)
+        hashes.add(mw.make_plan(analyzed, JOB).hash)
     drawn = mw.analyze(lambda: transformers.LlamaForCausalLM(theirs.config), batch())
     assert len(hashes | {mw.make_plan(drawn, JOB).hash}) == 3

@@ -206,7 +206,7 @@ def test_processes_verify_a_plan_and_name_it_in_a_file(config, left_alone, forks
     assert (code, err) == (0, "")
     assert "dp_replicate 2 equals one device after 2 steps of build, on processes" in out
     verdict = json.loads((tmp_path / "verdict.json").read_text())
-    assert (verdict["passed"], verdict["body"], verdict["steps"]) == (True, "processes", 2)
+    assert (verdict["passed"], verdict["rank_backend"], verdict["num_steps"]) == (True, "processes", 2)
     assert f'plan_hash = "{verdict["plan"]}"' in (left_alone[0] / "plan.toml").read_text()
 
 

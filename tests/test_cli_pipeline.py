@@ -203,7 +203,7 @@ def test_the_report_draws_who_works_when_planned_above_measured(left_alone, fork
         (("--strategies.pipeline.schedule", "1b1f"), "there is no schedule '1b1f'", "did you mean '1f1b'?"),
         (
             ("--strategies.pipeline.split_points", '["layers.7"]'),
-            "'layers.7' is no visit of a block",
+            "'layers.7' is not a block call",
             "did you mean 'layers.1'?",
         ),
         (("--strategies.pipeline.cutz", "[]"), "there is no key 'cutz' here", "did you mean 'cuts'?"),

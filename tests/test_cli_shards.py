@@ -19,7 +19,7 @@ COURSES: list[dict] = [
     {"mesh": {"dp_replicate": 1, "dp_shard": 3}, "strategies": [SPLIT, {"name": "zero", "stage": 2}]},
     {
         "mesh": {"dp_replicate": 2, "dp_shard": 2},
-        "strategies": [*BOTH, {"name": "zero", "across": "dp_replicate", "gather": "step"}],
+        "strategies": [*BOTH, {"name": "zero", "replicate_axis": "dp_replicate", "gather": "step"}],
     },
 ]
 

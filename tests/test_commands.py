@@ -191,7 +191,7 @@ def test_any_number_of_ranks_on_threads_equals_one_device(config, say, ranks):
     assert max(map(len, out.splitlines()[:-1])) <= 80
     verdict = json.loads((config.parent / "run" / "verify" / "verdict.json").read_text())
     assert verdict["passed"]
-    assert verdict["worst"]["gradient"] < 1e-10
+    assert verdict["max_errors"]["gradient"] < 1e-10
     assert verdict["plan"] in say("plan", config, "--mesh.dp_replicate", ranks)[1]
 
 
@@ -203,7 +203,7 @@ def test_a_model_that_mixes_the_rows_of_its_rank_does_not_pass(config, say, tmp_
     assert "cause: technique" in out
     verdict = json.loads((tmp_path / "verdict.json").read_text())
     assert not verdict["passed"]
-    assert (verdict["first"]["step"], verdict["first"]["quantity"]) == (0, "gradient")
+    assert (verdict["first_difference"]["step"], verdict["first_difference"]["quantity"]) == (0, "gradient")
 
 
 def test_a_small_copy_of_an_unmodified_model_is_verified_under_the_name_of_the_plan(config, say):

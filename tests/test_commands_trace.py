@@ -48,7 +48,7 @@ def test_ranks_of_a_mesh_larger_than_any_machine_are_traced(config, say):
     assert "build, on fake tensors" in folded
     assert max(map(len, out.splitlines()[:-1])) <= 80
     verdict = verdict_of(config)
-    assert (verdict["passed"], verdict["body"], verdict["ranks"][0], verdict["ranks"][-1]) == (
+    assert (verdict["passed"], verdict["rank_backend"], verdict["ranks"][0], verdict["ranks"][-1]) == (
         True,
         "trace",
         0,
@@ -62,7 +62,7 @@ def test_one_rank_and_the_number_of_steps_can_be_named(config, say, tmp_path):
     code, out, _ = say("verify", config, "--on", "trace", "--rank", 777, "--steps", 1, "--json", path)
     assert code == 0
     assert out.startswith("rank 777 of dp_replicate 1024")
-    assert (json.loads(path.read_text())["ranks"], json.loads(path.read_text())["steps"]) == ([777], 1)
+    assert (json.loads(path.read_text())["ranks"], json.loads(path.read_text())["num_steps"]) == ([777], 1)
 
 
 def test_a_small_copy_is_traced_under_the_name_of_the_plan(config, say):

@@ -23,12 +23,12 @@ import torch
 from meshwright.engine.step.executor import Executor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.plan_checks import check_plan_for_model
-from meshwright.parallel import STRATEGIES
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.sequence_sharding import CP_AXIS
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.job.errors import CollectiveError, PlanError, format_nbytes
 from meshwright.plan.plan import Plan
@@ -103,7 +103,7 @@ def planned_nbytes(plan: Plan, rank: int) -> dict[str, int]:
     """What `rank` of `plan` holds by category, when what the program takes beside the states is largest."""
     states, mine = state_bytes(plan, rank), Program.from_dict({"": plan.for_rank(rank).actions})
     fullest, _ = planned_memory(
-        mine, {"parameters": states.parameters, "master": states.master, "moments": states.moments}
+        mine, {"parameters": states.parameters, "master": states.master, "optimizer_states": states.optimizer_states}
     )
     return fullest
 
@@ -306,6 +306,5 @@ def _along(old: Strategy, axis: str) -> Strategy:
 
 def _again(plan: Plan) -> Iterator[CandidateChange]:
     """Activations recomputed in backward, where that is known and not done yet."""
-    technique = STRATEGIES.get("recompute")
-    if technique is not None and not any(isinstance(strategy, technique) for strategy in plan.strategies):
-        yield '[[strategies]] name = "recompute"', (*plan.strategies, technique()), plan.micro_batch
+    if not any(isinstance(strategy, ActivationCheckpointing) for strategy in plan.strategies):
+        yield '[[strategies]] name = "activation_checkpointing"', (*plan.strategies, ActivationCheckpointing()), plan.micro_batch

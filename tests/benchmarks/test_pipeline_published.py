@@ -20,8 +20,8 @@ from benchmarks.pipeline_published import (
     rows,
     simulated,
 )
-from meshwright.planner.analytic.parallel_config import FOLDED, HALVES, Layout, Order
-from meshwright.planner.analytic.step_time import Both, waited
+from meshwright.planner.analytic.parallel_config import ZB_V, ZB_H1, ParallelConfig, ScheduleProfile
+from meshwright.planner.analytic.step_time import PassTime, pipeline_wait_s
 
 ANCHORS = Path(__file__).parents[3] / "shared" / "anchors" / "bubble_rates.csv"
 QUICK = [row for row in rows() if row.ranks * row.micros <= 8 * 32]
@@ -75,10 +75,10 @@ def test_rates_that_are_wrong_are_noticed():
 
 @pytest.mark.parametrize(
     ("schedules", "order", "chunks"),
-    [(("ZB-H1", "ZB-1p"), HALVES, 1), (("ZB-V",), FOLDED, 2), (("interleaved-1F1B",), Order(), 0)],
+    [(("ZB-H1", "ZB-1p"), ZB_H1, 1), (("ZB-V",), ZB_V, 2), (("interleaved-1F1B",), ScheduleProfile(), 0)],
 )
 def test_a_planners_own_closed_form_is_within_a_point_of_published_rates(
-    schedules: tuple[str, ...], order: Order, chunks: int
+    schedules: tuple[str, ...], order: ScheduleProfile, chunks: int
 ):
     """What a search says that ranks wait (planner/sketch.py), from published times alone; W as half of B is 2.8 points off."""
     machines, found = profiles(), [row for row in rows() if row.schedule in schedules]
@@ -88,16 +88,16 @@ def test_a_planners_own_closed_form_is_within_a_point_of_published_rates(
     )
     assert len(found) >= 4
     assert sum(off) / len(off) < 0.01
-    assert order is not HALVES or sum(halves) / len(halves) > 0.02
+    assert order is not ZB_H1 or sum(halves) / len(halves) > 0.02
 
 
-def planned(row: Row, machines: Mapping[str, Profile], order: Order, chunks: int, known: bool) -> float:
+def planned(row: Row, machines: Mapping[str, Profile], order: ScheduleProfile, chunks: int, known: bool) -> float:
     machine, more = machines[row.model], row.samples / machines[row.model].samples
     part = more * machine.ranks / row.ranks
     backward = machine.inputs + machine.weights
-    whole = Both(part * machine.forward, part * backward, part * machine.weights if known else 0.0)
-    layout = Layout(pp=row.ranks, micros=row.micros, order=order, chunks=chunks or row.chunks)
+    whole = PassTime(part * machine.forward, part * backward, part * machine.weights if known else 0.0)
+    layout = ParallelConfig(pp=row.ranks, num_microbatches=row.micros, schedule_profile=order, virtual_stages=chunks or row.chunks)
     waiting = (
-        waited(layout, whole, (row.ranks - 1) * whole.all) + 2 * (row.ranks - 1) * more * machine.transfer
+        pipeline_wait_s(layout, whole, (row.ranks - 1) * whole.total) + 2 * (row.ranks - 1) * more * machine.transfer
     )
-    return waiting / (waiting + row.micros * whole.all)
+    return waiting / (waiting + row.micros * whole.total)

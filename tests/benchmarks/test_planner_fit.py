@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.planner_fit import Verdict, found_on, labelled, out_of_sample, result, same, share, verdicts
 from benchmarks.published import Run, read_runs
-from meshwright.planner.analytic.framework_memory import GIB, Habits
+from meshwright.planner.analytic.framework_memory import GIB, FrameworkMemory
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_constants_found_on_one_half_hold_on_the_other(runs: list[Run]):
 
 
 def test_half_a_file_with_norms_of_one_kind_gives_constants_for_both(runs: list[Run]):
-    fused = [run for run in runs if run.layout.fused and run.source.startswith("Aleph-Alpha")][:20]
+    fused = [run for run in runs if run.layout.fused_norms and run.source.startswith("Aleph-Alpha")][:20]
     assert found_on(fused)[1] == 12
     assert found_on([])[0] == 4
 
@@ -52,8 +52,8 @@ def test_half_a_file_with_norms_of_one_kind_gives_constants_for_both(runs: list[
 def test_a_planner_that_divides_logits_which_are_whole_is_noticed(runs: list[Run]):
     """The planted bug: every tensor rank is taken to have its words alone."""
 
-    def blind(habits: Habits) -> Habits:
-        return replace(habits, divided=True, pinned=0)
+    def blind(habits: FrameworkMemory) -> FrameworkMemory:
+        return replace(habits, shards_logits=True, logits_fragmentation=0)
 
     some = [run for run in runs if run.source.startswith("Aleph-Alpha")]
     found, worse = verdicts(some, same), verdicts(some, blind)

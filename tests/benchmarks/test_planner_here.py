@@ -1,7 +1,7 @@
 """The twelve plans of `planner_here`: mixed, small enough to run here, and each with a price."""
 
 from benchmarks.planned_here import CASES, batch_of, config_of, planned
-from meshwright.planner.program_cost.prediction import predict
+from meshwright.planner.program_cost.prediction import predict_step
 from tests.planner.simple_machine import ground
 
 
@@ -15,7 +15,7 @@ def test_twelve_plans_mix_families_and_techniques_on_two_to_four_ranks():
 
 def test_an_encoder_and_decoder_that_is_run_again_has_a_price():
     _, plan = planned(CASES["t5, 2 copies, run again"])
-    found = predict(plan, ground(flops=1e11, moved=1e10, links=1e9))
+    found = predict_step(plan, ground(flops=1e11, moved=1e10, links=1e9))
     assert 10e6 < plan.model_spec.numel < 50e6
     assert found.step_s > found.flops / 2 / 1e11  # each rank has half of the rows, and runs blocks again
 

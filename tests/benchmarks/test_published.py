@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.published import RUNS, read_runs
 from benchmarks.published_runs import learnt, main, scores, timed
-from meshwright.planner.analytic.parallel_config import Order
+from meshwright.planner.analytic.parallel_config import ScheduleProfile
 
 ROW = {
     "row_id": "R1",
@@ -52,7 +52,7 @@ def table(tmp_path: Path):
 def test_a_row_becomes_a_shape_a_layout_and_a_machine(table):
     [run], skipped = read_runs(table(ROW))
     assert not skipped
-    assert (run.source, run.seconds, run.machine.device.name, run.machine.count) == (
+    assert (run.source, run.seconds, run.machine.device.name, run.machine.num_devices) == (
         "Somebody",
         10,
         "A100",
@@ -60,8 +60,8 @@ def test_a_row_becomes_a_shape_a_layout_and_a_machine(table):
     )
     assert run.shape.gated
     layout = run.layout
-    assert (layout.dp, layout.tp, layout.pp, layout.chunks, layout.shards) == (8, 2, 4, 2, 1)
-    assert (layout.micro_batch, layout.micros, layout.reruns, layout.order) == (2, 16, "layers", Order())
+    assert (layout.dp, layout.tp, layout.pp, layout.virtual_stages, layout.zero_stage) == (8, 2, 4, 2, 1)
+    assert (layout.micro_batch, layout.num_microbatches, layout.recompute, layout.schedule_profile) == (2, 16, "layers", ScheduleProfile())
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,10 @@ def test_what_a_row_says_of_kernels_orders_and_precision_is_heard(table):
         {**ROW, "hardware": "H100", "precision": "fp8 rowwise", "recompute": "selective (every 2nd layer)"},
     ]
     fused, eager, filled, rowwise = (run.layout for run in read_runs(table(*rows))[0])
-    assert (fused.kernel, fused.fused) == ("flash2", True)
-    assert (eager.kernel, eager.fused) == ("eager", False)
-    assert filled.order == Order(0.0, 0.0, 0.0, 2.0, even=True)
-    assert (rowwise.dtype, rowwise.reruns, rowwise.rerun_share) == ("float8_rowwise", "layers", 0.5)
+    assert (fused.attention_kernel, fused.fused_norms) == ("flash2", True)
+    assert (eager.attention_kernel, eager.fused_norms) == ("eager", False)
+    assert filled.schedule_profile == ScheduleProfile(0.0, 0.0, 0.0, 2.0, uniform_memory=True)
+    assert (rowwise.dtype, rowwise.recompute, rowwise.recompute_fraction) == ("float8_rowwise", "layers", 0.5)
 
 
 def test_what_nvidias_recipes_always_do_is_filled_in_where_a_row_is_silent(table):
@@ -123,15 +123,15 @@ def test_what_nvidias_recipes_always_do_is_filled_in_where_a_row_is_silent(table
     }
     rows = [silent, {**silent, "seq_parallel": "no", "virtual_stages": "4"}, {**silent, "source": "Somebody"}]
     recipe, said, other = (run.layout for run in read_runs(table(*rows))[0])
-    assert (recipe.kernel, recipe.hidden, recipe.sequence, recipe.shards, recipe.chunks) == (
+    assert (recipe.attention_kernel, recipe.overlap_fraction, recipe.sequence_parallel, recipe.zero_stage, recipe.virtual_stages) == (
         "flash3",
         1.0,
         True,
         1,
         5,
     )
-    assert (said.sequence, said.chunks) == (False, 4)
-    assert (other.kernel, other.hidden, other.sequence, other.shards, other.chunks) == (
+    assert (said.sequence_parallel, said.virtual_stages) == (False, 4)
+    assert (other.attention_kernel, other.overlap_fraction, other.sequence_parallel, other.zero_stage, other.virtual_stages) == (
         "flash2",
         0.0,
         False,
@@ -156,7 +156,7 @@ def test_a_run_that_could_not_have_fitted_recomputed_unless_its_host_holds_more(
         {**wide, "hardware": "GH200"},
         {**wide, "recompute": "none"},
     ]
-    assert [run.layout.reruns for run in read_runs(table(*rows))[0]] == ["layers", "none", "none", "none"]
+    assert [run.layout.recompute for run in read_runs(table(*rows))[0]] == ["layers", "none", "none", "none"]
 
 
 def test_kinds_of_float8_and_of_recomputing_are_told_apart(table):
@@ -164,7 +164,7 @@ def test_kinds_of_float8_and_of_recomputing_are_told_apart(table):
     rows = [{**few, "precision": words} for words in ("FP8-CS (FP8-MX)", "MXFP8", "fp8 rowwise")]
     layouts = [run.layout for run in read_runs(table(*rows))[0]]
     assert [layout.dtype for layout in layouts] == ["float8", "float8_blocks", "float8_rowwise"]
-    assert {layout.reruns for layout in layouts} == {"operators"}
+    assert {layout.recompute for layout in layouts} == {"operators"}
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_among_whom_states_are_shared_is_heard(table, said: str, shards: int, wi
     [run], _ = read_runs(
         table({**ROW, "zero_fsdp": said})
     )  # eight copies; four of them beside each other on a host
-    assert (run.layout.dp, run.layout.shards, run.layout.within) == (8, shards, within)
+    assert (run.layout.dp, run.layout.zero_stage, run.layout.zero_group_size) == (8, shards, within)
 
 
 def test_the_shipped_table_is_read_and_every_row_is_accounted_for():
@@ -214,7 +214,7 @@ def test_a_planner_that_knows_nothing_of_pipelines_scores_badly():
     """The planted bug: every rank along pp is taken to wait for nobody."""
     runs, _ = timed(RUNS)
     some = [run for run in runs if run.source == "Zero Bubble PP"]
-    blind = [replace(run, layout=replace(run.layout, order=Order(0.0, 0.0, 0.0))) for run in some]
+    blind = [replace(run, layout=replace(run.layout, schedule_profile=ScheduleProfile(0.0, 0.0, 0.0))) for run in some]
     assert scores(blind, learnt(blind))[0].error > 1.5 * scores(some, learnt(some))[0].error
 
 

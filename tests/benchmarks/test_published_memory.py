@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.published import Run, read_runs
 from benchmarks.published_memory import by_torch, code_of, held, layout_of, room, said
-from meshwright.planner.analytic.framework_memory import GIB, OURS
+from meshwright.planner.analytic.framework_memory import GIB, MESHWRIGHT_MEMORY
 
 
 @pytest.fixture(scope="module")
@@ -19,14 +19,14 @@ def of(runs: list[Run], key: str) -> Run:
 
 
 def test_a_source_that_nobody_has_read_is_taken_to_do_what_this_library_does(runs: list[Run]):
-    assert code_of(replace(runs[0], source="somebody")).habits == OURS
-    assert code_of(of(runs, "T1336")).habits.divided is False
+    assert code_of(replace(runs[0], source="somebody")).habits == MESHWRIGHT_MEMORY
+    assert code_of(of(runs, "T1336")).habits.shards_logits is False
 
 
 def test_a_compiled_loss_keeps_no_logits_in_float32(runs: list[Run]):
     old = next(run for run in runs if "_202412_" in run.cited)
     new = replace(old, cited=old.cited.replace("_202412_", "_202506_"))
-    assert (code_of(old).habits.logit, code_of(new).habits.logit) == (14, 4)
+    assert (code_of(old).habits.logits, code_of(new).habits.logits) == (14, 4)
     assert held(new).total <= held(old).total
 
 
@@ -56,5 +56,5 @@ def test_a_device_has_a_little_less_to_give_than_it_is_sold_with(runs: list[Run]
 def test_megatron_core_shares_moments_and_lays_tokens_on_tensor_ranks(runs: list[Run]):
     run = next(run for run in runs if run.source == "NeMo" and run.layout.tp > 1)
     layout = layout_of(run)
-    assert layout.sequence
-    assert layout.shards >= 1
+    assert layout.sequence_parallel
+    assert layout.zero_stage >= 1

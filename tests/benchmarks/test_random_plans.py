@@ -30,7 +30,7 @@ class Odd(Strategy):
     """Says what is wrong without a repair, or for a reason of its own; or falls asleep, or breaks the program."""
 
     name: ClassVar[str] = "odd"
-    phase: ClassVar[StrategyPhase] = "wire"
+    phase: ClassVar[StrategyPhase] = "comm"
     how: str = ""
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
@@ -72,7 +72,7 @@ def test_every_technique_is_drawn_but_the_one_that_is_not_exact():
     found = {name for number in range(1500) for name in draw(3, number).techniques}
     assert found <= set(TECHNIQUES)
     kinds = {TECHNIQUES[name] for name in found}
-    assert kinds >= set(STRATEGIES) - {"batch", "pipedream"}
+    assert kinds >= set(STRATEGIES) - {"batch_split", "pipedream"}
 
 
 def test_equal_plans_match_and_what_else_happens_is_told_apart(monkeypatch: pytest.MonkeyPatch):
@@ -84,7 +84,7 @@ def test_equal_plans_match_and_what_else_happens_is_told_apart(monkeypatch: pyte
     assert "a plan was made" not in broken["case"]
     assert "REDUCE" in broken["said"] or "gradient" in broken["said"]
     share = benchmarks.random_plans.select_local_batch
-    monkeypatch.setattr(benchmarks.random_plans, "share", lambda batch, plan, rank: share(batch, plan, 0))
+    monkeypatch.setattr(benchmarks.random_plans, "move_to_shared_memory", lambda batch, plan, rank: share(batch, plan, 0))
     assert tried(COPIES)["outcome"] == "differs"
 
 

@@ -11,7 +11,8 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
-from meshwright.parallel.memory.tiled_compute import ChunkedLoss
+from meshwright.parallel.memory.chunked_loss import ChunkedLoss
+from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.tensor.cube_3d import TensorParallel3D
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
@@ -71,12 +72,12 @@ def test_a_tied_head_on_another_rank_than_its_table_takes_what_its_width_lies_in
         (
             SQUARE,
             (TensorParallel(), TensorParallel(num_overlap_chunks=2)),
-            "line stands twice for tp, with other options",
+            "line is listed twice for tp, with other options",
         ),
         (
             SQUARE,
             (TensorParallel(), SequenceParallel(), SequenceParallel(regather=True)),
-            "sequence stands twice for tp, with other options",
+            "sequence is listed twice for tp, with other options",
         ),
     ],
     ids=str,
@@ -93,11 +94,11 @@ def test_shards_along_two_axes_by_two_strategies_are_refused_with_the_one_that_d
     found = plan_or_refusal(drawn("llama", mesh, ROWS, BatchSplit(), ZeRO(), ZeRO(axis="dp_replicate")))
     assert not isinstance(found, Plan)
     assert "cut into shards along dp_shard already, and now along dp_replicate too" in found["said"]
-    assert 'across = "dp_shard"' in found["said"]
+    assert 'replicate_axis = "dp_shard"' in found["said"]
 
 
 def test_mlps_that_view_what_they_take_in_run_in_tiles_of_several_rows():
-    row = tried(replace(drawn("gpt2", Mesh(), ChunkedLoss(num_tiles=2)), micro_batch=2), 50.0)
+    row = tried(replace(drawn("gpt2", Mesh(), ChunkedLoss(), TiledMLP(num_tiles=2)), micro_batch=2), 50.0)
     assert row.get("error", 1.0) < TOLERANCE, row
 
 

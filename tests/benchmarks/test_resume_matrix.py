@@ -13,7 +13,7 @@ import torch
 import meshwright
 from benchmarks.kills import STEPS, Kind, Trial, alike, apart, is_scrap, still_running
 from benchmarks.resume_matrix import KINDS, TRIALS, chosen
-from meshwright.api import alone
+from meshwright.api import single_rank_world
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.run.checkpoint.directories import step_folder
 from meshwright.run.checkpoint.save_load import save_tensors
@@ -51,7 +51,7 @@ def test_five_kill_resume_trials_of_every_kind_are_exact_and_leave_nothing(tmp_p
 def trial(tmp_path: Path) -> Trial:
     """A trial whose run is a copy of the undisturbed one, before anything has been judged."""
     run = tmp_path / "alone" / "run"
-    group = alone(torch.device("cpu")).group(AXES)
+    group = single_rank_world(torch.device("cpu")).group(AXES)
     lines = []
     for step in range(1, STEPS + 1):
         tensors = {"model/w": torch.arange(4.0) / step, "optimizer/exp_avg/w": torch.full((4,), step / 3)}

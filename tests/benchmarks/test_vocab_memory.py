@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.vocab_memory import BAR, Case, lived, result, rows_of
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_ranks_hold_what_the_plan_says(tied: bool, tmp_path: Path):
     case = Case(tied, words=8_003, hidden=32, ranks=3, tokens=8)
-    rows = rows_of(case, on_threads(lambda world: lived(world, case, str(tmp_path)), case.mesh))
+    rows = rows_of(case, run_on_threads(lambda world: lived(world, case, str(tmp_path)), case.mesh))
     assert len({row["loss"] for row in rows}) == 1
     for row in rows:
         assert all(off <= BAR for off in row["off"].values()), row

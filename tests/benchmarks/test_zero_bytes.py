@@ -6,7 +6,7 @@ from benchmarks.shards import Case, llama
 from benchmarks.zero_bytes import Law, bundles_of, cases, expected, law_of, planned, result, told
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.job import PrecisionConfig
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 
 
 def test_bundles_hold_every_parameter_once():
@@ -19,7 +19,7 @@ def test_bundles_hold_every_parameter_once():
 def test_the_law_by_hand():
     law = Law((10, 7, 4), ranks=3, weight=4, wire=2, gradient=4)  # shards of 4, 3 and 2
     assert law.weights(1, "use", 4) == law.weights(3, "step", 4) == 2 * (4 + 3 + 2) * 4
-    assert law.weights(3, "micro", 4) == 4 * 72 - 3 * 32, "the first block between two micro-batches"
+    assert law.weights(3, "microbatch", 4) == 4 * 72 - 3 * 32, "the first block between two micro-batches"
     assert law.weights(3, "use", 4) == 4 * (2 * 72 - 16) - 3 * 32, "and the last block's forward and backward"
     assert law.gradients(1, 4, 1) == 2 * 9 * 2
     assert law.gradients(2, 4, 1) == 4 * 36
@@ -41,7 +41,7 @@ def test_programs_send_what_the_law_says(case: Case):
     ids=str,
 )
 def test_ledgers_tell_what_the_law_says(case: Case):
-    for (ledger,) in on_threads(lambda world: told(world, [case]), case.mesh):
+    for (ledger,) in run_on_threads(lambda world: told(world, [case]), case.mesh):
         assert {what: ledger[what] for what in law_of_bytes(case)} == law_of_bytes(case)
 
 

@@ -38,7 +38,7 @@ def test_ranks_on_one_host_stay_on_its_loopback(monkeypatch):
 
 
 def test_ranks_on_several_hosts_take_the_way_to_the_master(monkeypatch):
-    monkeypatch.setattr(environment, "interface_towards", {"m": "eth7"}.get)
+    monkeypatch.setattr(environment, "interface_to", {"m": "eth7"}.get)
     start(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="m")
     assert current_rank().store_path is None
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
@@ -54,7 +54,7 @@ def test_loopback_is_refused_between_hosts(monkeypatch):
         GLOO_SOCKET_IFNAME=loopback_interface(),
     )
     with pytest.raises(
-        PlanError, match=r"=lo0?, and 4 ranks on several hosts \(2 here\).*\n.*unset GLOO_SOCKET_IFNAME"
+        PlanError, match=r"=lo0? with 4 ranks on several hosts \(2 here\).*\n.*unset GLOO_SOCKET_IFNAME"
     ):
         current_rank()
 

@@ -65,7 +65,7 @@ def test_what_is_measured_is_written_shown_and_the_threads_are_given_back(
 
     forget_ranks(monkeypatch)
     refuse_to_start(monkeypatch)
-    monkeypatch.setattr(verb, "rated", rated)
+    monkeypatch.setattr(verb, "time_device", rated)
     before = torch.get_num_threads()
     code, out, err = said(
         capsys, "bench", "device", "--device", "cpu", "--threads", "1", "--out", tmp_path / "device.toml"

@@ -14,9 +14,9 @@ def test_the_doctor_tries_a_collective_on_two_processes_and_says_so(tmp_path, fo
     code, out, err = forks("doctor", "--folder", tmp_path, "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
-    found = {finding["name"]: finding["outcome"] for finding in report["findings"]}
+    found = {finding["name"]: finding["level"] for finding in report["findings"]}
     assert found["collective (gloo)"] == "ok"
-    assert (report["failed"], report["others"]) == (False, {})
+    assert (report["failed"], report["other_hosts"]) == (False, {})
     assert not list(tmp_path.iterdir())
 
 
@@ -37,7 +37,7 @@ def test_a_failure_is_the_exit_code_and_has_its_repair(monkeypatch, capsys):
 def test_what_another_host_found_counts_and_carries_its_name():
     report = doctor.HostReport("a", (GOOD,), {"b": (BAD,)}, 1.0)
     assert report.failed
-    assert report.as_dict()["others"] == {"b": (vars(BAD),)}
+    assert report.as_dict()["other_hosts"] == {"b": (vars(BAD),)}
 
 
 def test_processes_that_do_not_end_well_are_a_finding():

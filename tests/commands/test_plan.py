@@ -80,7 +80,7 @@ def test_the_command_shows_the_model_and_writes_json(config: Path, tmp_path: Pat
     )
     assert done.exit_code == 0, done.output
     assert "blocks, in the order of their visits" in done.output
-    assert json.loads((tmp_path / "found.json").read_text())["kind"] == "LlamaForCausalLM"
+    assert json.loads((tmp_path / "found.json").read_text())["class_name"] == "LlamaForCausalLM"
 
 
 def test_a_forward_that_needs_other_inputs_is_explained_and_then_refused(config: Path, tmp_path: Path):
@@ -116,7 +116,7 @@ def test_a_mesh_that_divides_shows_where_every_parameter_lies(config: Path, tmp_
     assert done.exit_code == 0, done.output
     assert "parameters over tp 2" in done.output
     rows = {row["pattern"]: row for row in json.loads((tmp_path / "found.json").read_text())["parameters"]}
-    assert rows["model.layers.*.mlp.up_proj.weight"]["layout"] == "tp: out side, 32 features"
+    assert rows["model.layers.*.mlp.up_proj.weight"]["config"] == "tp: out side, 32 features"
     assert "no strategy divides norms" in rows["model.norm.weight"]["why"]
 
 
@@ -142,7 +142,7 @@ def test_parts_of_a_model_are_explained_one_by_one(config: Path, tmp_path: Path)
     assert "parameters over pp 2 x tp 2" in done.output
     rows = {row["pattern"]: row for row in json.loads((tmp_path / "found.json").read_text())["parameters"]}
     up = rows["model.layers.*.mlp.up_proj.weight"]
-    assert up["number"] == 2
+    assert up["count"] == 2
     assert sum(up["parts"]) == up["nbytes"] // 2
     assert rows["lm_head.weight"]["parts"][0] == 0
 

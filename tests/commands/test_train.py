@@ -109,7 +109,7 @@ def test_what_was_predicted_is_kept_with_the_run_and_shown_beside_what_was_measu
     )
     assert code == 0, err
     (folder,) = (path.parent for path in tmp_path.rglob("run_info.json"))
-    predicted = json.loads((folder / "run_info.json").read_text())["predicted"]
+    predicted = json.loads((folder / "run_info.json").read_text())["prediction"]
     assert predicted["step_s"] > 0
     _, out, _ = said(capsys, "report", folder)
     first, step, *others = out.splitlines()

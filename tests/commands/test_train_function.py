@@ -64,7 +64,7 @@ def test_the_same_call_goes_on_where_the_last_one_stopped(tmp_path):
 
 
 def test_samples_held_out_elsewhere_are_evaluated_and_all_others_trained_on(tmp_path):
-    (own, _) = played(plan_in(tmp_path / "own"), held_out=part(DATA, 0, 5))
+    (own, _) = played(plan_in(tmp_path / "own"), eval_data=part(DATA, 0, 5))
     assert own.eval_history.best_loss is not None
     (without, _) = played(plan_in(tmp_path / "without"))
     assert (without.eval_history.best_loss, own.loss) == (None, without.loss)
@@ -108,7 +108,7 @@ def test_a_rank_that_runs_out_of_memory_says_what_takes_less_as_under_the_comman
 
     words = r"rank \d ran out of memory(?s:.*)planned +\d(?s:.*)live +\d(?s:.*)takes less"
     with pytest.raises(OutOfMemory, match=words) as caught:
-        played(plan_in(tmp_path), stopping=greedy)
+        played(plan_in(tmp_path), should_stop=greedy)
     assert is_out_of_memory(caught.value.__cause__)
 
 
@@ -117,5 +117,5 @@ def test_another_error_of_a_rank_is_left_as_it_is(tmp_path):
         raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken") as caught:
-        played(plan_in(tmp_path), stopping=broken)
+        played(plan_in(tmp_path), should_stop=broken)
     assert (type(caught.value), str(caught.value)) == (RuntimeError, "broken")

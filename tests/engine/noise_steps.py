@@ -6,7 +6,7 @@ from meshwright.engine.runtime.state import Metrics
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.run.data.feed import ExampleDataset, open_feed
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.step.test_gradient_noise import READING, noisy
 from tests.tiny_model import Tiny, player_of, rows, tiny_job
@@ -30,5 +30,5 @@ def played(
         player.close()
         return metrics, models
 
-    found = on_threads(rank, plan.mesh)
+    found = run_on_threads(rank, plan.mesh)
     return [metrics for metrics, _ in found], found[0][1]

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.api import alone, analyze, make_plan, make_stateless_rng, make_trained_module
+from meshwright.api import analyze, make_plan, single_rank_world
 from meshwright.engine.optim.optimizers import OptimizerFactory
+from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
 from meshwright.engine.runtime.loss import IGNORE_INDEX, Loss, token_cross_entropy
 from meshwright.engine.runtime.state import RankState
 from meshwright.engine.step.executor import Executor
@@ -85,7 +86,7 @@ def pair(
     return Pair(
         Executor(
             plan,
-            RankState(subject, alone(torch.device("cpu")), loss),
+            RankState(subject, single_rank_world(torch.device("cpu")), loss),
             optimizer,
             make_stateless_rng(reading, plan),
         ),

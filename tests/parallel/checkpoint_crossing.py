@@ -9,7 +9,7 @@ from meshwright.api import parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.plan import Plan
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.odd_llama import batches
 
 Found = tuple[dict[str, torch.Tensor], float]
@@ -17,11 +17,11 @@ Found = tuple[dict[str, torch.Tensor], float]
 
 def crosses(reading: AnalyzedModel, saved: Plan, taken: Plan, folder: Path) -> None:
     """Train under `saved`, save, take it up under `taken`: the same parameters to the bit, and the same losses afterwards."""
-    (parameters, losses), *_ = on_threads(
+    (parameters, losses), *_ = run_on_threads(
         lambda world: _played(world, reading, saved, None, folder), saved.mesh
     )
     into = next(path for path in sorted(folder.iterdir()) if path.is_dir())
-    for found, loss in on_threads(lambda world: _played(world, reading, taken, into, None), taken.mesh):
+    for found, loss in run_on_threads(lambda world: _played(world, reading, taken, into, None), taken.mesh):
         for name, value in parameters.items():
             assert torch.equal(found[name], value), name
         assert loss == pytest.approx(losses, rel=1e-5)

@@ -70,7 +70,7 @@ def search(
             batch,
             sequence,
             tuple(constraints or ()),
-            budget=command.Budget(tokens, price),
+            budget=command.TrainingBudget(tokens, price),
             max_fit=fit,
             cluster=cluster,
             calibration_run=calibrate_from,

@@ -1,4 +1,13 @@
-"""The techniques, one file each, and the table of their names."""
+"""The parallelism techniques, one file each, and the registry that finds them by name and mode.
+
+data        samples: splitting the batch, DDP, ZeRO / FSDP
+tensor      matrices: tensor parallelism in 1, 2, 2.5 and 3 dimensions, sequence and vocabulary parallelism
+context     the tokens of a sample: ring attention, Ulysses, both together
+pipeline    layers: pipeline schedules and PipeDream
+memory      memory for compute: activation checkpointing, chunked loss, tiled MLPs
+"""
+
+from collections.abc import Iterable, Mapping
 
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
@@ -9,7 +18,8 @@ from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
-from meshwright.parallel.memory.tiled_compute import ChunkedLoss
+from meshwright.parallel.memory.chunked_loss import ChunkedLoss
+from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.tensor.cube_3d import TensorParallel3D
@@ -20,19 +30,27 @@ from meshwright.parallel.tensor.tesseract_25d import TensorParallel25D
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.strategy import Strategy
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    strategy.name: strategy
-    for strategy in (
+
+def by_name_and_mode(classes: Iterable[type[Strategy]]) -> dict[str, dict[str, type[Strategy]]]:
+    """The classes by name, then by mode; the first mode of a name is its default."""
+    registry: dict[str, dict[str, type[Strategy]]] = {}
+    for each in classes:
+        registry.setdefault(each.name, {})[each.mode] = each
+    return registry
+
+
+STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
+    (
         BatchSplit,
         DataParallelMaster,
         NaiveDDP,
         DDP,
         ZeRO,
         TensorParallel,
-        SequenceParallel,
         TensorParallel2D,
         TensorParallel25D,
         TensorParallel3D,
+        SequenceParallel,
         VocabParallel,
         RingAttention,
         Ulysses,
@@ -41,5 +59,6 @@ STRATEGIES: dict[str, type[Strategy]] = {
         PipeDream,
         ActivationCheckpointing,
         ChunkedLoss,
+        TiledMLP,
     )
-}
+)

@@ -1,1 +1,14 @@
-"""The words: what a plan is made of. Standard library only; nothing here imports torch."""
+"""Plans a training step: what is trained, how its tensors are sharded, and which actions each rank executes.
+
+Standard library only; nothing here imports torch.
+
+    job             what is trained: model, data, optimizer, precision, options of a run, errors
+    model_spec      the description of a model: blocks, parameters, layer calls, costs
+    sharding        the mesh, placements, parameter groups, the local share of each rank
+    step            the actions of a step: forward, backward, reductions, optimizer, simulation
+    hardware        devices and networks: specifications, measured profiles, cost models
+    optimizer_spec  which optimizer updates which parameter, its states
+    plan            Plan: job, mesh and strategies, resolved
+    strategy        Strategy: the interface of every parallelism technique
+    validation      checks of job, sharding and strategies together
+"""

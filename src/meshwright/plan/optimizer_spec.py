@@ -1,18 +1,19 @@
-"""Which rule steps which weight, how finely that lets a weight be cut, and the bytes of moments that it keeps.
+"""Determines which optimizer updates which parameter, its shard alignment, and the bytes of its states.
 
-    rule          grain     bytes of moments per element, in float32
-    sgd           element   0; 4 with momentum
-    adamw         element   8
-    adamw_bf16    element   4
-    adamw_8bit    block     2 + 8/256
-    lion          element   4
-    lion_bf16     element   2
-    adafactor     matrix    4/columns + 4/rows; 4 of a vector
-    muon          matrix    4
+    optimizer     alignment  bytes of states per element, in float32
+    sgd           element    0; 4 with momentum
+    adamw         element    8
+    adamw_bf16    element    4
+    adamw_8bit    block      2 + 8/256
+    lion          element    4
+    lion_bf16     element    2
+    adafactor     matrix     4/columns + 4/rows; 4 of a vector
+    muon          matrix     4
 
-The first group of the optimizer whose pattern matches a weight may name a rule for it; without one the job's steps it. A rule
-that is for hidden matrices leaves all else to another one (`REST`): embeddings, heads, and what is no matrix. A group that
-names it hands it every matrix that the pattern matches. How a rule computes stands in engine/rules.
+The first parameter group whose pattern matches may name an optimizer; otherwise the job's is used. An
+optimizer for hidden matrices leaves everything else to a fallback (`FALLBACK_OPTIMIZERS`): embeddings, heads,
+and what is no matrix. A group that names it gives it every matrix that the pattern matches. The update rules
+are in engine/optim.
 """
 
 from dataclasses import dataclass
@@ -37,23 +38,25 @@ ALIGNMENTS_BY_SIZE: tuple[ShardAlignment, ...] = (
     "element",
     "block",
     "matrix",
-)  # a layout that is cut at one of them serves those before it too
+)  # a layout with one alignment also serves those before it
 FALLBACK_OPTIMIZERS: dict[OptimizerName, OptimizerName] = {"muon": "adamw"}
-FULL_WIDTH_STATES = {"adamw": 2, "lion": 1, "muon": 1}  # moments of the weight's own shape and dtype
-BFLOAT16_STATES = {"adamw_bf16": 2, "lion_bf16": 1}  # in two bytes each
-EIGHT_BIT_STATES = {"adamw_8bit": 2}  # in one byte each, and a float32 scale per block
+FULL_WIDTH_STATES = {"adamw": 2, "lion": 1, "muon": 1}  # states with the shape and dtype of the parameter
+BFLOAT16_STATES = {"adamw_bf16": 2, "lion_bf16": 1}  # states in two bytes each
+EIGHT_BIT_STATES = {"adamw_8bit": 2}  # states in one byte each, and a float32 scale per block
 UPDATE_NUMEL = {
     "adamw_bf16": 4,
     "adamw_8bit": 6,
     "lion": 2,
     "lion_bf16": 3,
     "adafactor": 4,
-}  # numbers per element; torch's have none
+}  # temporary elements per element; torch's optimizers have none
 
 
 @dataclass(frozen=True)
 class ParamOptimizer:
-    """How one weight is stepped: the rule, its momentum (of rules that have one), the learning rate, the weight decay."""
+    """How one parameter is updated: the optimizer, its momentum (if it has one), the learning rate, the
+    weight decay.
+    """
 
     optimizer: OptimizerName
     momentum: float
@@ -62,12 +65,14 @@ class ParamOptimizer:
 
 
 def matching_group(config: OptimizerConfig, name: str) -> ParamGroupConfig | None:
-    """The first of the groups whose pattern matches the logical name."""
+    """The first group whose pattern matches the logical name."""
     return next((group for group in config.groups if fnmatchcase(name, group.pattern)), None)
 
 
 def param_optimizer(config: OptimizerConfig, param: ParamSpec) -> ParamOptimizer:
-    """How `spec` steps `weight`; without a group that says otherwise, norms and biases (1-D weights) take no decay."""
+    """How `config` updates `param`; unless a group says otherwise, norms and biases (1-D) have no weight
+    decay.
+    """
     group = matching_group(config, param.name)
     lr, decay = config.lr, config.weight_decay if len(param.shape) > 1 else 0.0
     rule, momentum, hidden = config.name, config.momentum, param.is_hidden_matrix
@@ -82,21 +87,22 @@ def param_optimizer(config: OptimizerConfig, param: ParamSpec) -> ParamOptimizer
 
 
 def shard_alignment_of(config: OptimizerConfig, param: ParamSpec) -> ShardAlignment:
-    """How finely the rule that steps `weight` lets it be cut."""
+    """The shard alignment of the optimizer that updates `param`."""
     return SHARD_ALIGNMENTS[param_optimizer(config, param).optimizer]
 
 
 def depends_on_role(config: OptimizerConfig) -> bool:
-    """Whether the rule of a weight depends on what it is in the model."""
+    """Whether the optimizer of a parameter depends on its role in the model."""
     return config.name in FALLBACK_OPTIMIZERS
 
 
 def optimizer_state_nbytes(
     rule: OptimizerName, shape: tuple[int, ...], itemsize: int = 4, momentum: float = 0.0
 ) -> int:
-    """The bytes of the moments of a weight of `shape`, of `width` bytes per element, counters left out.
+    """The bytes of the optimizer states of a parameter of `shape`, with `itemsize` bytes per element, without
+    counters.
 
-    Of a piece of a weight, where the rule bears cuts, `shape` is (its elements,).
+    For a shard of a parameter, if the optimizer allows it, `shape` is (its elements,).
     """
     numel = prod(shape)
     if rule in FULL_WIDTH_STATES:
@@ -107,14 +113,16 @@ def optimizer_state_nbytes(
         return EIGHT_BIT_STATES[rule] * (numel + FLOAT_NBYTES["float32"] * -(-numel // QUANT_BLOCK_NUMEL))
     if rule == "sgd":
         return itemsize * numel if momentum else 0
-    rows, columns = prod(shape[:-1]), prod(shape[:-2]) * shape[-1] if len(shape) > 1 else 0
-    return max(itemsize, FLOAT_NBYTES["float32"]) * (rows + columns if len(shape) > 1 else numel)
+    num_rows, num_columns = prod(shape[:-1]), prod(shape[:-2]) * shape[-1] if len(shape) > 1 else 0
+    return max(itemsize, FLOAT_NBYTES["float32"]) * (num_rows + num_columns if len(shape) > 1 else numel)
 
 
 def update_scratch_nbytes(rule: OptimizerName, shape: tuple[int, ...], itemsize: int = 4) -> int:
-    """The bytes that a step of a weight of `shape` has for itself at most: its update, and what that is computed from."""
+    """The peak temporary bytes of an update of a parameter of `shape`: the update and its intermediate
+    results.
+    """
     numel, itemsize = prod(shape), max(itemsize, FLOAT_NBYTES["float32"])
-    if rule == "muon":  # the products of its smaller side, or what they are multiplied with
+    if rule == "muon":  # the products of the smaller side, or their operands
         square = min(shape) ** 2
         return itemsize * max(3 * numel + 4 * square, 5 * numel + square)
     return itemsize * UPDATE_NUMEL.get(rule, 0) * numel

@@ -1,8 +1,8 @@
-"""Job + mesh + strategies, resolved into space and program: one frozen object that is read four ways.
+"""Resolves job, mesh and strategies into a sharding plan and a program: one immutable object.
 
-It is checked, priced, drawn and played. Everything that affects numbers stands in it (collective algorithms included),
-so that a resumed run makes the same choices, and `hash` names them. What surrounds the run (`Run`: folders, cadence)
-is carried along and does not count.
+A plan is checked, priced, drawn and executed. It holds everything that affects results (collective algorithms
+included), so that a resumed run makes the same choices, and `hash` identifies them. The options around the
+run (`RunConfig`: folders, intervals) are carried along and do not count.
 """
 
 import json
@@ -37,7 +37,9 @@ from meshwright.plan.validation import (
 
 @dataclass(frozen=True)
 class Plan:
-    """A resolved plan. Build it with `Plan.make`, which refuses what cannot work with all its faults at once."""
+    """A resolved plan. Build it with `Plan.make`, which refuses what cannot work, with all diagnostics at
+    once.
+    """
 
     job: Job
     run: RunConfig
@@ -46,7 +48,7 @@ class Plan:
     strategies: tuple[Strategy, ...]
     sharding: ShardingPlan
     program: Program
-    file_digests: tuple[tuple[tuple[str, str], ...], ...] = ()  # by strategy, what of it stands in no table
+    file_digests: tuple[tuple[tuple[str, str], ...], ...] = ()  # by strategy, of the files that it names
 
     @classmethod
     def make(
@@ -60,100 +62,117 @@ class Plan:
         *,
         alignment_optimizer: OptimizerConfig | None = None,
     ) -> "Plan":
-        """The plan for `job` on `mesh`: strategies applied in phase order. `micro_batch` = 0 takes the whole local batch.
+        """The plan for `job` on `mesh`: strategies applied in phase order. `micro_batch` = 0 takes the whole
+        local batch.
 
-        Weights are cut as finely as the job's optimizer bears, or as `cut_for` does: a comparison steps with another one. Raises
-        PlanError with every fault of the job, the mesh, the batch and the strategies.
+        Shards are aligned for the job's optimizer, or for `alignment_optimizer` (a comparison updates with
+        another one). Raises PlanError with every diagnostic of the job, the mesh, the batch and the
+        strategies.
         """
         run = run or RunConfig()
         ordered = sort_by_phase(strategies)
-        space = ShardingPlan.one_device(mesh, model_spec)
+        sharding = ShardingPlan.one_device(mesh, model_spec)
         alignment_optimizer = alignment_optimizer or job.optimizer
-        space = space.map_param_shardings(
-            lambda home: replace(home, shard_alignment=shard_alignment_of(alignment_optimizer, home.param))
+        sharding = sharding.map_param_shardings(
+            lambda param_sharding: replace(
+                param_sharding, shard_alignment=shard_alignment_of(alignment_optimizer, param_sharding.param)
+            )
         )
-        faults = [
+        diagnostics = [
             *job.diagnostics(),
             *run.diagnostics(),
             *strategy_choice_diagnostics(ordered),
             *model_diagnostics(model_spec),
         ]
         for strategy in ordered:
-            faults += strategy.check(job, space)
-            space = strategy.place(space)
-        faults += [fault for strategy in ordered for fault in strategy.check_combined(space)]
-        space = space.map_param_shardings(
-            lambda home: replace(home, shard_alignment="matrix") if home.owner_axes else home
-        )
-        faults += [*sharding_diagnostics(space, ordered), *precision_diagnostics(job, space)]
-        faults += [
-            *batch_diagnostics(job, space, micro_batch),
-            *global_batch_diagnostics(job, space, micro_batch),
+            diagnostics += strategy.check(job, sharding)
+            sharding = strategy.place(sharding)
+        diagnostics += [
+            diagnostic for strategy in ordered for diagnostic in strategy.check_combined(sharding)
         ]
-        faults += noise_scale_diagnostics(job, space, micro_batch)
-        raise_diagnostics(faults)
-        micro_batch = micro_batch or job.train.batch // mesh.group_size(space.data_axes)
-        space = space.at_coordinate(mesh.coordinate(0))
-        beyond = tuple(strategy.file_digests() for strategy in ordered)
+        sharding = sharding.map_param_shardings(
+            lambda param_sharding: (
+                replace(param_sharding, shard_alignment="matrix")
+                if param_sharding.owner_axes
+                else param_sharding
+            )
+        )
+        diagnostics += [*sharding_diagnostics(sharding, ordered), *precision_diagnostics(job, sharding)]
+        diagnostics += [
+            *batch_diagnostics(job, sharding, micro_batch),
+            *global_batch_diagnostics(job, sharding, micro_batch),
+        ]
+        diagnostics += noise_scale_diagnostics(job, sharding, micro_batch)
+        raise_diagnostics(diagnostics)
+        micro_batch = micro_batch or job.train.batch // mesh.group_size(sharding.data_axes)
+        sharding = sharding.at_coordinate(mesh.coordinate(0))
+        file_digests = tuple(strategy.file_digests() for strategy in ordered)
         return cls(
-            job, run, mesh, micro_batch, ordered, space, _all_roles(job, space, ordered, micro_batch), beyond
+            job,
+            run,
+            mesh,
+            micro_batch,
+            ordered,
+            sharding,
+            _all_roles(job, sharding, ordered, micro_batch),
+            file_digests,
         )
 
     def for_rank(self, rank: int) -> "Plan":
-        """This plan as `rank` plays it, with its own weights, slices of them and list where ranks differ in those."""
-        space = self.sharding.at_coordinate(self.mesh.coordinate(rank))
-        if space.param_shardings == self.sharding.param_shardings and local_fractions_by_length(
-            space
+        """The plan of `rank`, with its own parameters, slices and action list."""
+        sharding = self.sharding.at_coordinate(self.mesh.coordinate(rank))
+        if sharding.param_shardings == self.sharding.param_shardings and local_fractions_by_length(
+            sharding
         ) == local_fractions_by_length(self.sharding):
-            return replace(self, sharding=space)
+            return replace(self, sharding=sharding)
         return replace(
-            self, sharding=space, program=_program(self.job, space, self.strategies, self.micro_batch)
+            self, sharding=sharding, program=_program(self.job, sharding, self.strategies, self.micro_batch)
         )
 
     def with_micro_batch(self, micro_batch: int) -> "Plan":
-        """This plan, as its rank plays it, where each micro-batch has so many rows: what it does on a last one that is short."""
+        """This rank's plan with micro-batches of another size: what it executes on a last, smaller batch."""
         train = replace(self.job.train, batch=micro_batch * self.num_microbatches * self.num_data)
         job = replace(self.job, train=train)
         program = _program(job, self.sharding, self.strategies, micro_batch)
         return replace(self, job=job, micro_batch=micro_batch, program=program)
 
     def with_model_spec(self, model_spec: ModelSpec) -> "Plan":
-        """This plan with `anatomy` in the place of its own: that of the same model, on rows of another length."""
-        space = replace(self.sharding.all_ranks or self.sharding, model_spec=model_spec).at_coordinate(
+        """This plan with the specification of the same model on samples of another length."""
+        sharding = replace(self.sharding.all_ranks or self.sharding, model_spec=model_spec).at_coordinate(
             dict(self.sharding.coordinate)
         )
         return replace(
-            self, sharding=space, program=_all_roles(self.job, space, self.strategies, self.micro_batch)
+            self, sharding=sharding, program=_all_roles(self.job, sharding, self.strategies, self.micro_batch)
         )
 
     def role_plans(self) -> Iterator["Plan"]:
-        """This plan as the ranks of each role see it, in the order of the program's roles: that of all of them."""
-        for stage in range(len(self.program.roles)):
-            yield replace(self, sharding=self.sharding.at_pp_rank(stage))
+        """The plans of the ranks of each role, in the order of the program's roles."""
+        for pp_rank in range(len(self.program.roles)):
+            yield replace(self, sharding=self.sharding.at_pp_rank(pp_rank))
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """What the rank whose plan this is plays in a step (`at`; rank 0, before)."""
+        """The actions of this plan's rank in a step (that of `for_rank`; rank 0 before)."""
         return self.program.actions(role_of(dict(self.sharding.coordinate)))
 
     @property
     def model_spec(self) -> ModelSpec:
-        """The whole model, as the plan sees it; `space.anatomy` is what this rank has of it."""
+        """The whole model; `sharding.model_spec` is this rank's part of it."""
         return (self.sharding.all_ranks or self.sharding).model_spec
 
     @property
     def num_data(self) -> int:
-        """How many ranks hold different samples."""
+        """The number of ranks with different samples."""
         return self.mesh.group_size(self.sharding.data_axes)
 
     @property
     def local_batch(self) -> int:
-        """The samples that one rank plays in a step."""
+        """The samples of one rank in a step."""
         return self.job.train.batch // self.num_data
 
     @property
     def num_microbatches(self) -> int:
-        """The micro-batches that one rank plays in a step."""
+        """The micro-batches of one rank in a step."""
         return self.local_batch // self.micro_batch
 
     @property
@@ -163,33 +182,39 @@ class Plan:
 
     @property
     def tolerance(self) -> float:
-        """By how much of the largest of its block a number may be off for what strategies round, beside sums in another order."""
+        """The relative rounding error of all strategies, beside sums in another order, in units of a block's
+        largest number.
+        """
         return sum(strategy.tolerance(self.sharding) for strategy in self.strategies)
 
     def data_index(self, rank: int) -> int:
-        """Which of the `num_data` shares of the samples `rank` plays."""
+        """The index of `rank` among the `num_data` parts of the batch."""
         return self.mesh.index(self.mesh.coordinate(rank), self.sharding.data_axes)
 
     def microbatch_starts(self, index: int) -> list[int]:
-        """Where the rows of data share `index` begin in the global batch, one start per micro-batch."""
-        shares = self.num_data
-        return [(micro * shares + index) * self.micro_batch for micro in range(self.num_microbatches)]
+        """The first sample of each micro-batch of data index `index`, in the global batch."""
+        num_data = self.num_data
+        return [
+            (microbatch * num_data + index) * self.micro_batch for microbatch in range(self.num_microbatches)
+        ]
 
     def is_primary_rank(self, rank: int) -> bool:
-        """Whether `rank` reads samples, takes losses and steps: all do, unless one is said to do it for others."""
+        """Whether `rank` reads samples, computes the loss and updates: every rank does, unless a primary rank
+        does it for it.
+        """
         coordinate = self.mesh.coordinate(rank)
         return not any(coordinate[axis] for axis in self.sharding.primary_rank_axes)
 
     def samples_read(self, rank: int) -> list[int]:
-        """The rows of the global batch that `rank` reads, micro-batch after micro-batch: those that it plays.
+        """The samples of the global batch that `rank` reads, micro-batch by micro-batch.
 
-        A rank that leads reads those of all that it leads, in the order of the batch; they read none.
+        A primary rank reads those of all its ranks, in the order of the batch; they read none.
         """
         if not self.sharding.primary_rank_axes:
             return [
-                row
+                sample
                 for first in self.microbatch_starts(self.data_index(rank))
-                for row in range(first, first + self.micro_batch)
+                for sample in range(first, first + self.micro_batch)
             ]
         indices = (
             {self.data_index(peer) for peer in self.mesh.peers(rank, self.sharding.primary_rank_axes)}
@@ -197,15 +222,15 @@ class Plan:
             else ()
         )
         return sorted(
-            row
+            sample
             for index in indices
             for first in self.microbatch_starts(index)
-            for row in range(first, first + self.micro_batch)
+            for sample in range(first, first + self.micro_batch)
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """All that affects numbers, as plain values: the job, the mesh, the micro-batch, the strategies, the parameters."""
-        weights = [
+        """Everything that affects results, as plain values."""
+        params = [
             [
                 w.name,
                 list(w.shape),
@@ -225,7 +250,7 @@ class Plan:
                 for strategy, more in zip(self.strategies, self.file_digests, strict=True)
             ],
             "block_calls": list(self.model_spec.block_calls),
-            "params": weights,
+            "params": params,
             **({"layer_calls": _layer_calls(self.model_spec)} if _slices_params(self.sharding) else {}),
             **({"needs_global_batch": True} if self.model_spec.needs_global_batch else {}),
             **(
@@ -242,40 +267,38 @@ class Plan:
 
     @property
     def hash(self) -> str:
-        """16 hex digits that name every choice that affects numbers."""
-        said = json.dumps(_canonical(self.as_dict()), sort_keys=True, separators=(",", ":"))
-        return sha256(said.encode()).hexdigest()[:16]
+        """16 hex digits that identify every choice that affects results."""
+        text = json.dumps(_canonical(self.as_dict()), sort_keys=True, separators=(",", ":"))
+        return sha256(text.encode()).hexdigest()[:16]
 
 
 def _layer_calls(model_spec: ModelSpec) -> list[list[Any]]:
-    """The calls of layers that can be divided: names, roles, and the numbers of the sums in which several end."""
     return [
         [call.name, call.role, *([call.sum_id] if call.sum_id else [])] for call in model_spec.layer_calls
     ]
 
 
 def _slices_params(sharding: ShardingPlan) -> bool:
-    """Whether weights are cut along dims of theirs."""
-    return any(home.sliced_dims for home in sharding.param_shardings)
+    return any(param_sharding.sliced_dims for param_sharding in sharding.param_shardings)
 
 
 def _all_roles(
     job: Job, sharding: ShardingPlan, strategies: tuple[Strategy, ...], micro_batch: int
 ) -> Program:
-    """What the ranks of every role do in a step: those that see `space`, and those that run other visits."""
-    seen = [sharding.at_pp_rank(index) for index in range(len(sharding.block_calls_by_pp_rank))] or [sharding]
+    views = [sharding.at_pp_rank(index) for index in range(len(sharding.block_calls_by_pp_rank))] or [
+        sharding
+    ]
     return Program(
-        tuple(role for each in seen for role in _program(job, each, strategies, micro_batch).roles)
+        tuple(role for view in views for role in _program(job, view, strategies, micro_batch).roles)
     )
 
 
 def _program(job: Job, sharding: ShardingPlan, strategies: tuple[Strategy, ...], micro_batch: int) -> Program:
-    """What the ranks that see `space` do in a step."""
     local = job.train.batch // sharding.mesh.group_size(sharding.data_axes)
-    turns = sequential_stage_calls(sharding.model_spec.block_calls, local // micro_batch)
+    stage_calls = sequential_stage_calls(sharding.model_spec.block_calls, local // micro_batch)
     for strategy in strategies:
-        turns = strategy.order_stage_calls(turns, sharding)
-    program = single_device_program(sharding, job, micro_batch, turns)
+        stage_calls = strategy.order_stage_calls(stage_calls, sharding)
+    program = single_device_program(sharding, job, micro_batch, stage_calls)
     for strategy in strategies:
         program = strategy.rewrite(program, sharding, job)
     program = drop_single_rank_transfers(
@@ -286,7 +309,7 @@ def _program(job: Job, sharding: ShardingPlan, strategies: tuple[Strategy, ...],
 
 
 def _canonical(value: Any) -> Any:
-    """`value` with whole numbers written one way: plans that hold 1 and 1.0 are equal, so their hashes are too."""
+    # plans that hold 1 and 1.0 are equal, so their hashes must be too
     if isinstance(value, dict):
         return {key: _canonical(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,11 +1,12 @@
-"""One technique on one axis: a value with two pure functions and one effect.
+"""Defines a technique on one axis: a value with two pure functions and one effect.
 
-    place    Space -> Space         where tensors live under this technique
-    rewrite  Program -> Program     what happens when
-    bind     State -> handlers      how the new kinds of action are done
+    place    ShardingPlan -> ShardingPlan    the placements of tensors under this technique
+    rewrite  Program -> Program              the actions it adds, removes or moves
+    bind     Runtime -> handlers             the implementation of new kinds of action
 
-Whatever order a user writes, the phases fix the order in which strategies apply: shard, order, memory, store, wire. At
-most one strategy decides the order of the step, and one, per axis, how weights are stored.
+Whatever order a user writes, the phases fix the order in which strategies apply: shard, schedule, memory,
+storage, comm. At most one strategy decides the order of the step, and one, per axis, how parameters are
+stored.
 """
 
 from abc import ABC
@@ -26,29 +27,31 @@ PHASES: tuple[StrategyPhase, ...] = ("shard", "schedule", "memory", "storage", "
 
 
 class Runtime(Protocol):
-    """What a strategy may touch of a running rank: the engine's state, seen through the words it may use."""
+    """The engine's interface for strategies on a running rank."""
 
     def start_collective(self, action: Action) -> None:
-        """Start the collective that `action.transfer` states on the flat tensor of `action.subject`."""
+        """Start the collective of `action.transfer` on the flat tensor of `action.subject`."""
 
     def unshard(self, action: Action) -> None:
-        """Start gathering the weights of `action.tensors` from their shards."""
+        """Start gathering the parameters of `action.tensors` from their shards."""
 
     def reduce(self, action: Action) -> None:
-        """Start summing the packed gradients of `action.tensors` into shards, or their shards over replicas."""
+        """Start the reduce-scatter of the packed gradients of `action.tensors`, or the all-reduce of their
+        shards.
+        """
 
     def accumulate(self, action: Action) -> None:
-        """Add the shard that REDUCE left for this micro-batch to the sum of those before."""
+        """Add the shard that REDUCE computed for this micro-batch to the sum of earlier ones."""
 
     @property
     def plan(self) -> Any:
-        """The plan that is played (core/plan.py)."""
+        """The plan that is executed (`plan/plan.py`)."""
 
     def replace_forward(self, name: str, forward: Callable[..., Any]) -> None:
-        """Have the module `name` of the model compute `forward(module, *its arguments)`."""
+        """Make the module `name` of the model compute `forward(module, *its arguments)`."""
 
     def wrap_forward(self, name: str, wrapper: Callable[..., Any]) -> None:
-        """Have the module `name` of the model compute `around(what it computes otherwise, *its arguments)`."""
+        """Make the module `name` of the model compute `wrapper(original forward, *its arguments)`."""
 
     def redistribute(
         self,
@@ -58,44 +61,50 @@ class Runtime(Protocol):
         dst: Placement,
         overlap_fn: Callable[[], None] | None = None,
     ) -> Any:
-        """`tensor` moved along `axis` for the action under way; the same tensor is moved once in a block.
+        """`tensor` redistributed along `axis` for the current action; the same tensor is redistributed once
+        per block.
 
-        `meanwhile()` is called while it is under way.
+        `overlap_fn()` is called while the communication is under way.
         """
 
     def redistribute_uncached(
         self, tensor: Any, axis: str, src: Placement, dst: Placement, num_neighbours: int = 0
     ) -> Any:
-        """`tensor` moved along `axis` for the action under way, as often as this is asked, and nothing of it is held on to.
+        """`tensor` redistributed along `axis` for the current action, every time it is called, without
+        caching.
 
-        With `near` it is so among so many neighbours along the axis.
+        With `num_neighbours`, the group is that many neighbours along the axis.
         """
 
     def redistribute_in_backward(
         self, tensor: Any, axis: str, src: Placement, dst: Placement
     ) -> AbstractContextManager[Any]:
-        """While it lasts, autograd keeps nothing of what `tensor` became by this move: backward moves it once more."""
+        """A context in which autograd saves `tensor` instead of its redistribution; backward redistributes it
+        again.
+        """
 
     def set_attention(self, attention_fn: Callable[[Any], Any]) -> None:
-        """Have attention within blocks, asked for with the tokens of this rank, be what `answer` says (model/attend.py)."""
+        """Make attention within blocks, called with the tokens of this rank, compute `attention_fn`."""
 
     def set_convolution(self, convolution_fn: Callable[[Any], Any]) -> None:
-        """The same of convolutions over tokens (model/convolve.py)."""
+        """Make convolutions over tokens within blocks compute `convolution_fn`."""
 
     def shift(self, output: Any, tensor: Any, axis: str, offset: int = 1) -> Any:
-        """Start sending `tensor` to the rank `by` places on, round `axis`, and filling `output` from the one as far behind.
+        """Start sending `tensor` to the rank `offset` positions on around `axis`, and receiving `output` from
+        as far behind.
 
-        What comes back has a `wait()`.
+        The result has a `wait()`.
         """
 
     def start_send_recv(self, action: Action) -> None:
-        """Start sending the value of `action.tensors`, or its gradient, to the peer of the transfer, or receiving it from there.
+        """Start sending the value of `action.tensors`, or its gradient, to the peer of the transfer, or
+        receiving it.
 
-        RECV and SEND move a value, RECV_GRAD and SEND_GRAD its gradient, the other way.
+        SEND and RECV move a value forward, SEND_GRAD and RECV_GRAD its gradient back.
         """
 
     def recompute(self, action: Action) -> None:
-        """Run a visit once more that kept only what it took in, so that its backward finds a graph."""
+        """Run a checkpointed block call again, so that its backward has a graph."""
 
 
 Handler = Callable[[Action], None]
@@ -103,32 +112,32 @@ Handler = Callable[[Action], None]
 
 @dataclass(frozen=True)
 class Strategy(ABC):
-    """A technique as a value. The methods default to "change nothing"; a technique overrides what it needs."""
+    """A technique as a value. By default a method changes nothing; a technique overrides what it needs."""
 
     name: ClassVar[str]
-    mode: ClassVar[str] = ""  # which of several strategies of that name: the key `mode` of its table
+    mode: ClassVar[str] = ""  # distinguishes strategies of the same name: the key `mode` of its table
     phase: ClassVar[StrategyPhase]
     exact: ClassVar[bool] = True
-    needs_sequence_info: ClassVar[bool] = (
-        False  # it needs to know what the model does with tokens: Anatomy.tokens
-    )
+    needs_sequence_info: ClassVar[bool] = False  # whether it reads ModelSpec.sequence_info
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        """What is wrong with this technique on this job and mesh."""
+        """Yields what is wrong with this technique on this job and mesh."""
         return iter(())
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        """What this technique misses, or cannot bear, in the space that all strategies together have made."""
+        """Yields what this technique misses, or does not support, in the sharding that all strategies
+        together produce.
+        """
         return iter(())
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        """`space` with the layouts that this technique changes."""
+        """`sharding` with the layouts that this technique changes."""
         return sharding
 
     def order_stage_calls(
         self, stage_calls: Sequence[StageCalls], sharding: ShardingPlan
     ) -> Sequence[StageCalls]:
-        """In which order a rank goes through its visits: as before, `turns`, or in another one."""
+        """The order in which a rank goes through its block calls; by default unchanged."""
         return stage_calls
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
@@ -136,15 +145,19 @@ class Strategy(ABC):
         return program
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        """Handlers for the kinds of action that this technique introduced."""
+        """Handlers for the kinds of action that this technique introduces."""
         return {}
 
     def tolerance(self, sharding: ShardingPlan) -> float:
-        """By how much of the largest of its block a number may be off for what this technique rounds; 0: it rounds nothing."""
+        """The relative rounding error of this technique, in units of the largest number of a block; 0: it
+        rounds nothing.
+        """
         return 0.0
 
     def file_digests(self) -> tuple[tuple[str, str], ...]:
-        """What affects numbers and stands in no table, by key: digests of the files that it names."""
+        """Digests of the files that this technique names, by key: they affect results, and no option holds
+        them.
+        """
         return ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -153,16 +166,16 @@ class Strategy(ABC):
         return {"name": self.name, **mode, **{item.name: getattr(self, item.name) for item in fields(self)}}
 
     def __str__(self) -> str:
-        unset = {item.name for item in fields(self) if not item.default}  # nothing of it, by default
+        empty_by_default = {item.name for item in fields(self) if not item.default}
         table = {
             key: value
             for key, value in self.as_dict().items()
-            if key != "name" and (value or key not in unset)
+            if key != "name" and (value or key not in empty_by_default)
         }
-        said = ", ".join(
+        text = ", ".join(
             f"{key} {' '.join(value) if isinstance(value, tuple) else value}" for key, value in table.items()
         )
-        return f"{self.name} ({said})"
+        return f"{self.name} ({text})"
 
 
 def sort_by_phase(strategies: Iterable[Strategy]) -> tuple[Strategy, ...]:

@@ -1,4 +1,6 @@
-"""What is wrong with a job, a space and strategies together, and how to repair it: what no strategy can see by itself."""
+"""Validates a job, its sharding and its strategies together: everything that no strategy can check by
+itself.
+"""
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -14,102 +16,118 @@ EXAMPLE_STRATEGIES: Mapping[str, str] = MappingProxyType(
     {
         "pp": 'for runs of layers: "pipeline"',
         "cp": 'for tokens of a sample: "ring"',
-        "tp": 'for tensor parallelism: "line"',
+        "tp": 'for tensor parallelism: "tensor_parallel"',
     }
 )
 
 
 def model_diagnostics(model_spec: ModelSpec) -> Iterator[Diagnostic]:
-    """What is wrong with the model for any plan."""
+    """Yields what is wrong with the model for any plan."""
     if not model_spec.trainable:
         text = f"none of the {len(model_spec.params)} parameters of {model_spec.name} is trained"
         yield Diagnostic(text, "leave requires_grad set on those that shall be trained", "model")
 
 
 def strategy_choice_diagnostics(strategies: tuple[Strategy, ...]) -> Iterator[Diagnostic]:
-    """Strategies that cannot stand beside each other."""
+    """Yields strategies that exclude each other."""
     order = [strategy.name for strategy in strategies if strategy.phase == "schedule"]
     if len(order) > 1:
         yield Diagnostic(
             f"{' and '.join(order)} both decide the order of the step", "keep one of them", "strategies"
         )
-    stores: dict[str, list[str]] = {}
+    storage_by_axis: dict[str, list[str]] = {}
     for strategy in dict.fromkeys(strategies):
         if strategy.phase == "storage":
-            stores.setdefault(strategy.as_dict().get("axis", ""), []).append(strategy.name)
-    for axis, names in stores.items():
+            storage_by_axis.setdefault(strategy.as_dict().get("axis", ""), []).append(strategy.name)
+    for axis, names in storage_by_axis.items():
         if len(names) > 1:
             yield Diagnostic(
-                f"{' and '.join(names)} both decide how weights are stored along {axis}",
+                f"{' and '.join(names)} both decide how parameters are stored along {axis}",
                 "keep one of them",
                 "strategies",
             )
     for name in sorted({str(strategy) for strategy in strategies if strategies.count(strategy) > 1}):
-        yield Diagnostic(f"{name} stands twice in the list", "remove one", "strategies")
+        yield Diagnostic(f"{name} is listed twice", "remove one", "strategies")
     shards: dict[tuple[str, str], set[str]] = {}
     for strategy in (each for each in strategies if each.phase == "shard"):
         shards.setdefault((strategy.name, strategy.as_dict().get("axis", "")), set()).add(str(strategy))
-    for (name, axis), said in shards.items():
-        if len(said) > 1:
-            text = f"{name} stands twice for {axis}, with other options: {'; '.join(sorted(said))}"
+    for (name, axis), options in shards.items():
+        if len(options) > 1:
+            text = f"{name} is listed twice for {axis}, with other options: {'; '.join(sorted(options))}"
             yield Diagnostic(text, "keep one of them", "strategies")
 
 
 def sharding_diagnostics(sharding: ShardingPlan, strategies: tuple[Strategy, ...]) -> Iterator[Diagnostic]:
-    """Sums that nobody takes, and ranks that nobody uses."""
-    pending = list(sharding.unreduced_params())
-    if pending:
-        axes = ", ".join(sorted({axis for home in pending for axis in home.grad_layout.axes_with("P")}))
-        text = f"the gradients of {len(pending)} parameters ({pending[0].param.name}...) stay pending sums over {axes}"
-        fix = f'add a strategy that stores weights along {axes}: [[strategies]] name = "ddp"'
+    """Yields gradients without a reduction, and axes without a strategy."""
+    unreduced = list(sharding.unreduced_params())
+    if unreduced:
+        axes = ", ".join(
+            sorted(
+                {axis for param_sharding in unreduced for axis in param_sharding.grad_layout.axes_with("P")}
+            )
+        )
+        text = f"the gradients of {len(unreduced)} parameters ({unreduced[0].param.name}...)"
+        text += f" stay partial sums over {axes}"
+        fix = f'add a strategy that reduces them along {axes}: [[strategies]] name = "ddp"'
         if any(
-            home.flat_shard_axes for home in pending
-        ):  # who cuts them into shards must hand those out along other axes too
-            fix = f'have the shards copied along {axes}: across = "{axes}" in the strategy that makes them'
+            param_sharding.flat_shard_axes for param_sharding in unreduced
+        ):  # the strategy that shards them must also replicate the shards
+            fix = f'replicate the shards along {axes}: replicate_axis = "{axes}" in their strategy'
         yield Diagnostic(text, fix, "strategies")
-    meant = {
+    used_axes = {
         strategy.as_dict().get("axis", "") for strategy in strategies
-    }  # one that cannot use its axis says why itself
+    }  # a strategy that cannot use its axis reports that itself
     idle = [
         axis
         for axis in AXES
-        if sharding.mesh.size(axis) > 1 and axis not in meant and not _used(sharding, axis)
+        if sharding.mesh.size(axis) > 1 and axis not in used_axes and not _used(sharding, axis)
     ]
     if idle:
         ranks = " x ".join(str(sharding.mesh.size(axis)) for axis in idle)
         text = f"no strategy uses the axis {' and '.join(idle)}: {ranks} ranks would do the same work"
-        such = "; ".join(
+        examples = "; ".join(
             dict.fromkeys(
-                EXAMPLE_STRATEGIES.get(axis, 'for data parallelism: "batch" and "replicate"') for axis in idle
+                EXAMPLE_STRATEGIES.get(axis, 'for data parallelism: "batch_split" and "ddp"') for axis in idle
             )
         )
-        yield Diagnostic(text, f"give the axis a strategy ({such}), or set its size to 1", "strategies")
+        yield Diagnostic(text, f"give the axis a strategy ({examples}), or set its size to 1", "strategies")
 
 
 def precision_diagnostics(job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-    """Sums are kept in a dtype of their own only where they are shards; elsewhere they stay where backward leaves them."""
-    roles = job.precision.effective
-    whole = [home for home in sharding.param_shardings if home.param.trainable and not home.flat_shard_axes]
-    if whole and roles.gradients != roles.parameters:
-        which = f"those of {len(whole)} parameters ({whole[0].param.name}...)"
-        text = f"gradients in {roles.gradients}, and {which} are not cut into shards: they stay in {roles.parameters}"
+    """Yields precision options that this sharding cannot satisfy.
+
+    Sums have a dtype of their own only if they are sharded; elsewhere they stay where backward leaves them.
+    """
+    dtypes = job.precision.effective
+    unsharded = [
+        param_sharding
+        for param_sharding in sharding.param_shardings
+        if param_sharding.param.trainable and not param_sharding.flat_shard_axes
+    ]
+    if unsharded and dtypes.gradients != dtypes.parameters:
+        names = f"those of {len(unsharded)} parameters ({unsharded[0].param.name}...)"
+        text = (
+            f"gradients in {dtypes.gradients}, and {names} are not sharded: they stay in {dtypes.parameters}"
+        )
         yield Diagnostic(
             text,
-            "remove precision.gradients, or cut weights into shards over several ranks",
+            "remove precision.gradients, or shard the parameters over several ranks",
             "precision.gradients",
         )
-    if sharding.primary_rank_axes and roles.scales_loss:
-        text = "the loss is scaled for float16, and one rank alone would know of an overflow: it steps for the others"
+    if sharding.primary_rank_axes and dtypes.scales_loss:
+        text = (
+            "the loss is scaled for float16, and only the rank that updates for all others sees an overflow"
+        )
         yield Diagnostic(text, 'use compute = "bfloat16"', "precision.compute")
 
 
 def _used(sharding: ShardingPlan, axis: str) -> bool:
-    layouts = [sharding.batch_layout, *(home.layout for home in sharding.param_shardings)]
+    layouts = [sharding.batch_layout, *(param_sharding.layout for param_sharding in sharding.param_shardings)]
     return any(axis in dict(layout.placements) for layout in layouts)
 
 
 def batch_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int) -> Iterator[Diagnostic]:
-    """A batch that cannot be dealt out to the ranks, or cut into micro-batches."""
+    """Yields a batch that cannot be split over the ranks, or into micro-batches."""
     num_data, batch = sharding.mesh.group_size(sharding.data_axes), job.train.batch
     if micro_batch < 0:
         yield Diagnostic(
@@ -129,27 +147,31 @@ def batch_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int) -> Ite
     elif batch > 0 and micro_batch and (batch // num_data) % micro_batch:
         local = batch // num_data
         divisors = [n for n in range(1, local + 1) if local % n == 0]
-        text = f"the {local} samples of a rank ({batch} over {num_data} ranks) do not divide by micro_batch = {micro_batch}"
+        text = f"the {local} samples of a rank ({batch} over {num_data} ranks) do not divide"
+        text += f" by micro_batch = {micro_batch}"
         yield Diagnostic(text, f"choose micro_batch from {', '.join(map(str, divisors[:12]))}", "micro_batch")
 
 
 def global_batch_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int) -> Iterator[Diagnostic]:
-    """A loss of the whole batch, or one rank that takes it for others, needs all outputs at once."""
+    """Yields what contradicts a loss of the whole batch, or a primary rank that computes it: both need all
+    outputs at once.
+    """
     local = job.train.batch // sharding.mesh.group_size(sharding.data_axes)
     if 0 < micro_batch < local and (sharding.model_spec.needs_global_batch or sharding.primary_rank_axes):
         who = (
-            "the loss is taken"
+            "the loss is computed"
             if sharding.primary_rank_axes
-            else "the loss is no sum over samples: it is taken"
+            else "the loss is not a sum over samples: it is computed"
         )
-        text = f"{who} on the whole global batch at once, and micro_batch = {micro_batch} cuts a rank's {local} samples"
+        text = f"{who} on the whole global batch at once"
+        text += f", and micro_batch = {micro_batch} splits a rank's {local} samples"
         yield Diagnostic(
             text, "set micro_batch = 0, and lower train.batch if that does not fit", "micro_batch"
         )
     if job.guard.action != "off" and (sharding.model_spec.needs_global_batch or sharding.primary_rank_axes):
-        text = "the guard looks for the rank that spoiled a step, and here no rank has a loss of its own"
+        text = "the guard looks for the rank that caused a loss spike, and here no rank has a loss of its own"
         yield Diagnostic(text, 'set guard.action = "off"', "guard.action")
-    used = [column for column in sharding.model_spec.outputs if column.used_by_loss]
-    if sharding.model_spec.needs_global_batch and not used:
-        text = "the loss of the whole batch takes none of the model's outputs"
+    loss_outputs = [output for output in sharding.model_spec.outputs if output.used_by_loss]
+    if sharding.model_spec.needs_global_batch and not loss_outputs:
+        text = "the loss of the whole batch uses none of the model's outputs"
         yield Diagnostic(text, "compute it from the tensors that the forward returns", "loss")

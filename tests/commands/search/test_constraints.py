@@ -20,11 +20,11 @@ def best(*words: str, model: str = SMALL, devices: int = 16, batch: int = 64) ->
 def test_each_word_is_obeyed_by_every_layout_that_is_shown():
     assert {layout.zero_stage for layout, _ in best("zero=3", "dp_shard=4")} == {3}
     assert {layout.zero_group_size for layout, _ in best("zero=1", "dp_shard=4")} == {4}
-    assert {layout.micro_batch for layout, _ in best("micro=2")} == {2}
-    assert {layout.recompute for layout, _ in best("recompute=layers")} == {"layers"}
-    assert {layout.recompute for layout, _ in best("recompute=none")} == {"none"}
-    assert {layout.virtual_stages for layout, _ in best("chunks=4")} == {4}
-    assert all(layout.tp_across_hosts for layout, _ in best("inside=dp", "tp=2"))
+    assert {layout.micro_batch for layout, _ in best("micro_batch=2")} == {2}
+    assert {layout.recompute for layout, _ in best("activation_checkpointing=layers")} == {"layers"}
+    assert {layout.recompute for layout, _ in best("activation_checkpointing=none")} == {"none"}
+    assert {layout.virtual_stages for layout, _ in best("virtual_stages=4")} == {4}
+    assert all(layout.tp_across_hosts for layout, _ in best("intra_host=dp", "tp=2"))
     for name in SCHEDULES:
         found = best(f"schedule={name}")
         assert {schedule for _, schedule in found} == {name}
@@ -35,7 +35,7 @@ def test_each_word_is_obeyed_by_every_layout_that_is_shown():
     ("method", "swapping"), [("ring", {1}), ("ulysses", {2, 4, 8, 16}), ("hybrid", {2, 4, 8})]
 )
 def test_a_method_for_rows_in_parts_divides_them_so(method: str, swapping: set[int]):
-    found = best(f"method={method}", model=LONG, batch=8)
+    found = best(f"context_parallel={method}", model=LONG, batch=8)
     assert all(layout.cp > 1 for layout, _ in found)
     assert {layout.ulysses_degree for layout, _ in found} <= swapping
     assert all((layout.ulysses_degree == layout.cp) == (method == "ulysses") for layout, _ in found)
@@ -49,27 +49,27 @@ def test_a_method_for_rows_in_parts_divides_them_so(method: str, swapping: set[i
         (("dp=2", "tp=2", "pp=2", "cp=2"), "are 16 ranks, and there are 64 devices"),
         (("tp=32",), "tp 32 ranks share 16 heads"),
         (("pp=32",), "pp 32 for 24 layers"),
-        (("pp=16", "chunks=2"), "pp 16 x 2 chunks for 24 layers"),
-        (("micro=3",), "a batch of 256 rows in micro-batches of 3"),
-        (("dp=8", "micro=5"), "32 rows of a copy in micro-batches of 5"),
+        (("pp=16", "virtual_stages=2"), "pp 16 x 2 chunks for 24 layers"),
+        (("micro_batch=3",), "a batch of 256 rows in micro-batches of 3"),
+        (("dp=8", "micro_batch=5"), "32 rows of a copy in micro-batches of 5"),
         (("zero=4",), "stages are 0, 1, 2 and 3"),
         (("zero=0", "dp_shard=2"), "groups of 2 copies share nothing"),
         (("dp=8", "dp_shard=3"), "groups of 3 copies of dp 8"),
         (("zero=1", "dp=1", "cp=1"), "shares of stage 1 on one copy"),
         (("schedule=zb_v", "pp=1"), "pp 1, and what is fixed needs several ranks along it"),
-        (("schedule=zb_v", "chunks=3"), "3 chunks, and zb_v has 2"),
+        (("schedule=zb_v", "virtual_stages=3"), "3 chunks, and zb_v has 2"),
         (("schedule=zbv",), "did you mean 'zb_v'?"),
-        (("recompute=all",), "choose one of: layers, none"),
-        (("method=ulises",), "did you mean 'ulysses'?"),
-        (("method=ulysses", "cp=32"), "cp 32 ranks exchange tokens for 16 heads"),
+        (("activation_checkpointing=all",), "choose one of: layers, none"),
+        (("context_parallel=ulises",), "did you mean 'ulysses'?"),
+        (("context_parallel=ulysses", "cp=32"), "cp 32 ranks exchange tokens for 16 heads"),
         (("tpp=8",), "did you mean 'tp'?"),
         (("tp=two",), "tp is 'two'"),
         (("tp=0",), "tp 0"),
         (("tp",), "write WORD=VALUE, for example tp=8"),
         (("zero=",), "write WORD=VALUE, for example zero=3"),
         (("tp=\u00b2",), "tp is '\u00b2'"),
-        (("tp=2", "tp=4"), "tp is fixed at 2 and at 4"),
-        (("schedule=1f1b", "schedule=zb_v"), "schedule is fixed at 1f1b and at zb_v"),
+        (("tp=2", "tp=4"), "tp is set to 2 and to 4"),
+        (("schedule=1f1b", "schedule=zb_v"), "schedule is set to 1f1b and to zb_v"),
         (("dp_shard=3",), "groups of 3 copies on 64 devices"),
         (("zero=3", "dp=1"), "no copies are left that share states as shards 3 says"),
     ],
@@ -89,7 +89,7 @@ def test_all_contradictions_are_told_at_once():
                 64,
                 "a100",
                 250,
-                constraints=("tp=7", "pp=5", "dp=4", "micro=3", "schedule=zb", "zero=9"),
+                constraints=("tp=7", "pp=5", "dp=4", "micro_batch=3", "schedule=zb", "zero=9"),
             )
         )
     assert len(raised.value.diagnostics) == 6

@@ -30,7 +30,7 @@ def test_the_turns_that_are_drawn_take_what_the_sketch_says(schedule: str):
     large = "large: layers 24 hidden 8192 heads 64 vocab 4000 sequence 4096"
     chosen = run_search(
         SearchOptions(
-            large, 16, "a100", 8, constraints=("pp=4", "tp=4", f"schedule={schedule}", "micro=1", "zero=0")
+            large, 16, "a100", 8, constraints=("pp=4", "tp=4", f"schedule={schedule}", "micro_batch=1", "zero=0")
         )
     )
     best = chosen.result.best[0]

@@ -40,13 +40,13 @@ GPT2 = {
 WISHES = {
     "copies": (2, ("pp=1", "tp=1", "zero=0")),
     "groups of copies": (4, ("pp=1", "tp=1", "zero=3", "dp_shard=2")),
-    "matrices": (4, ("tp=2", "pp=1", "zero=1", "recompute=layers")),
-    "interleaved": (2, ("pp=2", "schedule=interleaved", "chunks=2")),
+    "matrices": (4, ("tp=2", "pp=1", "zero=1", "activation_checkpointing=layers")),
+    "interleaved": (2, ("pp=2", "schedule=interleaved", "virtual_stages=2")),
     "zb_v": (4, ("pp=2", "schedule=zb_v", "dp=2", "zero=0")),
     "dualpipe": (2, ("pp=2", "schedule=dualpipe")),
-    "ring": (3, ("cp=3", "method=ring", "zero=3")),
-    "hybrid": (4, ("cp=4", "method=hybrid", "zero=0")),
-    "all": (8, ("cp=2", "tp=2", "pp=2", "method=ulysses", "schedule=1f1b")),
+    "ring": (3, ("cp=3", "context_parallel=ring", "zero=3")),
+    "hybrid": (4, ("cp=4", "context_parallel=hybrid", "zero=0")),
+    "all": (8, ("cp=2", "tp=2", "pp=2", "context_parallel=ulysses", "schedule=1f1b")),
 }
 KINDS = {"copies": "v100"}  # which has no bfloat16
 
@@ -116,13 +116,13 @@ def test_unequal_parts_of_unlike_devices_are_cuts_that_plan_takes(tmp_path: Path
     assert sum(counts) == 6
     path, rest = written(found, tmp_path)
     cuts = tuple(f"model.layers.{begin}" for begin in list(accumulate(counts))[:-1])
-    assert tuple(tomllib.loads(path.read_text())["strategies"][0]["cuts"]) == cuts
+    assert tuple(tomllib.loads(path.read_text())["strategies"][0]["split_points"]) == cuts
     assert resolve_config(path, rest, None)[1].plan.sharding.split_points == cuts
 
 
 def test_what_a_config_does_not_say_is_told():
     shape = "m: layers 24 hidden 2048 heads 16"
-    assert "cuts" not in str(
+    assert "split_points" not in str(
         winner_config(run_search(SearchOptions(shape, 0, "h100:8,a100:8", 64, constraints=("pp=2",))))
     )
     told = [
@@ -133,5 +133,5 @@ def test_what_a_config_does_not_say_is_told():
     ]
     assert any("start them on the H100, then on the A100" in each for each in told)
     assert any("are not written" in each for each in told)
-    outside = run_search(SearchOptions(shape, 16, "a100", 64, constraints=("inside=dp", "tp=2")))
+    outside = run_search(SearchOptions(shape, 16, "a100", 64, constraints=("intra_host=dp", "tp=2")))
     assert any("is not written" in str(each) for each in search_view(outside).renderables)

@@ -10,7 +10,7 @@ from meshwright.engine.forward.block_collectives import BlockCollectives
 from meshwright.engine.runtime.state import RankState
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.placement import R, S
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 
 WIDTH = S(-1)
 RANKS = Mesh(tp=3)
@@ -18,7 +18,7 @@ RANKS = Mesh(tp=3)
 
 def played(world: World, again: bool) -> tuple[list[str], bool, list[torch.Tensor]]:
     """The collectives of three products with one gathered tensor, whether it was alive between the two, and the gradients."""
-    world.ledger.recording = True
+    world.ledger.is_recording = True
     state = RankState(None, world, None)  # type: ignore[arg-type]  moves need the world alone
     inner = BlockCollectives(state)
     inner.begin_block("F")
@@ -50,8 +50,8 @@ def played(world: World, again: bool) -> tuple[list[str], bool, list[torch.Tenso
 
 
 def test_what_is_moved_again_is_not_kept_and_gives_the_same_gradients():
-    kept = on_threads(lambda world: played(world, again=False), RANKS)
-    anew = on_threads(lambda world: played(world, again=True), RANKS)
+    kept = run_on_threads(lambda world: played(world, again=False), RANKS)
+    anew = run_on_threads(lambda world: played(world, again=True), RANKS)
     for before, after in zip(kept, anew, strict=True):
         assert before[0] == ["all_gather", "reduce_scatter"]
         assert after[0] == ["all_gather", "all_gather", "reduce_scatter"]  # once for three who need it
@@ -62,7 +62,7 @@ def test_what_is_moved_again_is_not_kept_and_gives_the_same_gradients():
 
 def exchanged(world: World) -> tuple[int, list[bool]]:
     """How often a tensor was gathered, and whether it and what it became were alive when nobody else held them."""
-    world.ledger.recording = True
+    world.ledger.is_recording = True
     state = RankState(None, world, None)  # type: ignore[arg-type]  moves need the world alone
     inner = BlockCollectives(state)
     inner.begin_block("F")
@@ -75,6 +75,6 @@ def exchanged(world: World) -> tuple[int, list[bool]]:
 
 
 def test_what_is_exchanged_is_moved_each_time_and_let_go_of():
-    for times, alive in on_threads(exchanged, RANKS):
+    for times, alive in run_on_threads(exchanged, RANKS):
         assert times == 2
         assert alive == [False] * 3

@@ -12,7 +12,7 @@ from meshwright.engine.forward.evaluation import Evaluation, preserve_module_sta
 from meshwright.engine.runtime.loss import Loss
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import PrecisionConfig
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import Batch, Custom, bits, ignored, job_of, pair, part
 from tests.tiny_model import Tiny, plan_of, player_of, reading_of, rows, tiny_job
 
@@ -55,7 +55,7 @@ def test_every_rank_finds_the_loss_that_one_device_finds(ranks: int, micro_batch
         player.close()
         return found
 
-    found = on_threads(rank, plan.mesh)
+    found = run_on_threads(rank, plan.mesh)
     whole = pair(lambda: Tiny(p=0.3), job=tiny_job())
     wanted = truth(whole, DATA)
     assert len({(each.loss, each.tokens) for each in found}) == 1
@@ -76,7 +76,7 @@ def test_a_rank_may_have_no_batch_at_all():
         player.close()
         return found
 
-    found = on_threads(rank, plan.mesh)
+    found = run_on_threads(rank, plan.mesh)
     assert [each.loss for each in found] == [
         pytest.approx(truth(pair(job=tiny_job()), part(DATA, 0, 4)), rel=1e-12)
     ] * 3

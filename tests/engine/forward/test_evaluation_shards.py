@@ -10,7 +10,7 @@ from meshwright.engine.params.flat_params import FlatParams
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import part
 from tests.tiny_model import WIDTH, Tiny, rows, tiny_job
 
@@ -57,7 +57,7 @@ def course(mesh: Mesh, strategies: tuple) -> list[list[float]]:
                 found.append(module(DATA["input_ids"][:3]).double().sum().item())
             return found
 
-    return on_threads(rank, plan.mesh)
+    return run_on_threads(rank, plan.mesh)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -95,7 +95,7 @@ def test_ranks_meet_although_each_leaves_out_other_blocks():
             with parallelize(reading, plan, world=world) as engine:
                 return engine.evaluate([engine.local_batch(part(DATA, at, at + 12)) for at in (0, 12)]).loss
 
-        return on_threads(rank, plan.mesh)
+        return run_on_threads(rank, plan.mesh)
 
     (wanted,) = losses(Mesh(), ())
     assert losses(*LAYOUTS["stage 3"]) == pytest.approx([wanted] * 3, rel=1e-12)

@@ -10,7 +10,7 @@ from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import part
 from tests.parallel.data.tokenwise_model import Dealt
 from tests.tiny_model import reading_of, rows, tiny_job
@@ -35,7 +35,7 @@ def found(mesh: Mesh, strategies: tuple[Strategy, ...]) -> list[list[Evaluation]
             engine.step(engine.local_batch(part(DATA, 0, 12)))
             return [before, engine.evaluate(mine)]
 
-    return on_threads(rank, mesh)
+    return run_on_threads(rank, mesh)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

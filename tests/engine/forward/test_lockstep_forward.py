@@ -22,7 +22,7 @@ from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import part
 from tests.parallel.tensor import model_families
 from tests.parallel.tensor.odd_llama import batches, known
@@ -55,7 +55,7 @@ def used(
                 found = use(module)
             return [*found, torch.tensor(engine.step(engine.local_batch(batch)).loss)]
 
-    return on_threads(rank, mesh)
+    return run_on_threads(rank, mesh)
 
 
 def speak(module: nn.Module) -> list[torch.Tensor]:
@@ -204,13 +204,13 @@ def test_what_is_sent_is_in_the_ledger_block_by_block():
         with parallelize(LLAMA, plan, world=world) as engine, engine.full_params() as module:
             module(IDS)
             return {
-                name: sent for name, sent in world.ledger.sent.items() if name.startswith("WHOLE") and sent
+                name: sent for name, sent in world.ledger.sent_nbytes.items() if name.startswith("GATHER_FULL") and sent
             }
 
-    sent = {name: nbytes for each in on_threads(rank, plan.mesh) for name, nbytes in each.items()}
+    sent = {name: nbytes for each in run_on_threads(rank, plan.mesh) for name, nbytes in each.items()}
     hidden, header = 3 * 9 * 48 * 8, 8 * (2 + lockstep_forward.MAX_DIMS)
-    assert sent["WHOLE(model.layers.1)"] == hidden + header
-    assert sent["WHOLE(lm_head)"] == 3 * 9 * 67 * 8 + header
+    assert sent["GATHER_FULL(model.layers.1)"] == hidden + header
+    assert sent["GATHER_FULL(lm_head)"] == 3 * 9 * 67 * 8 + header
 
 
 def test_numbers_that_do_not_come_are_noticed(monkeypatch):

@@ -21,7 +21,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import EvalConfig, PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import bits, part
 from tests.parallel.tensor.declared_pairs import pairs
 from tests.tiny_model import VOCABULARY, rows, tiny_job
@@ -76,7 +76,7 @@ def course(
             held = dict(engine.module.named_buffers()) | engine.executor.gather_parameters()
             return found, losses, bits(held)
 
-    return on_threads(rank, mesh)
+    return run_on_threads(rank, mesh)
 
 
 @pytest.fixture(scope="module")
@@ -106,17 +106,17 @@ def test_where_messages_go_in_the_order_of_issue_each_direction_has_a_group(
     plan = make_plan(READING, tiny_job(), mesh, strategies, micro_batch)
 
     def rank(world: World) -> tuple[float, set[tuple[int, ...]]]:
-        world.directed = world.ledger.recording = True  # as on NCCL
+        world.serializes_p2p = world.ledger.is_recording = True  # as on NCCL
         with parallelize(READING, plan, world=world) as engine:
             found = engine.evaluate(
                 [engine.local_batch(part(DATA, at, min(at + 12, 31))) for at in (0, 12, 24)]
                 + [part(DATA, 0, 1)]
             )
             return found.loss, {
-                entry.size for entry in world.ledger.entries if entry.collective in ("send", "receive")
+                entry.group_size for entry in world.ledger.entries if entry.collective in ("send", "recv")
             }
 
-    assert on_threads(rank, mesh) == [(pytest.approx(wanted[0].loss, rel=1e-12), {2})] * mesh.world_size
+    assert run_on_threads(rank, mesh) == [(pytest.approx(wanted[0].loss, rel=1e-12), {2})] * mesh.world_size
 
 
 class Skips(nn.Module):
@@ -154,8 +154,8 @@ def test_values_that_pass_parts_over_arrive_in_the_order_in_which_they_are_sent(
             found = engine.evaluate(batches).loss
             return found, before == bits(dict(engine.module.named_buffers()))
 
-    ((truth, _),) = on_threads(rank, Mesh())
-    assert on_threads(rank, plan.mesh) == [(pytest.approx(truth, rel=1e-12), True)] * ranks
+    ((truth, _),) = run_on_threads(rank, Mesh())
+    assert run_on_threads(rank, plan.mesh) == [(pytest.approx(truth, rel=1e-12), True)] * ranks
 
 
 def test_batches_may_differ_in_length():
@@ -167,8 +167,8 @@ def test_batches_may_differ_in_length():
         with parallelize(READING, alone if world.mesh.world_size == 1 else plan, world=world) as engine:
             return engine.evaluate([part(DATA, 0, 12), short, part(DATA, 19, 31)])
 
-    (truth,) = on_threads(rank, Mesh())
-    for found in on_threads(rank, plan.mesh):
+    (truth,) = run_on_threads(rank, Mesh())
+    for found in run_on_threads(rank, plan.mesh):
         assert (found.loss, found.tokens) == (pytest.approx(truth.loss, rel=1e-12), truth.tokens)
 
 
@@ -180,9 +180,9 @@ def test_the_ledger_says_what_was_sent_between_which_parts():
     def rank(world: World) -> dict[str, float]:
         with parallelize(READING, plan, world=world) as engine:
             engine.evaluate([part(DATA, 0, 12)])
-            return {name: sent for name, sent in world.ledger.sent.items() if "EVALUATE" in name and sent}
+            return {name: sent for name, sent in world.ledger.sent_nbytes.items() if "EVALUATE" in name and sent}
 
-    for index, sent in enumerate(on_threads(rank, plan.mesh)):
+    for index, sent in enumerate(run_on_threads(rank, plan.mesh)):
         between = {name: nbytes for name, nbytes in sent.items() if name != "EVALUATE"}
         assert [name.endswith(f" to {index + 1})") for name in between] == [True] * (index < 2)
         assert list(between.values()) == [12 * 5 * 21 * 8] * (index < 2)
@@ -254,7 +254,7 @@ def test_a_block_that_is_called_in_another_part_than_in_training_is_refused_by_n
         ):
             engine.evaluate([part(DATA, 0, 12)])
 
-    on_threads(rank, plan.mesh)
+    run_on_threads(rank, plan.mesh)
 
 
 @pytest.mark.parametrize("forgotten", ["loss", "value"])
@@ -287,5 +287,5 @@ def test_it_runs_in_the_compute_dtype():
         with parallelize(READING, alone if world.mesh.world_size == 1 else plan, world=world) as engine:
             return engine.evaluate([part(DATA, 0, 12)]).loss
 
-    (truth,) = on_threads(rank, Mesh())
-    assert on_threads(rank, plan.mesh) == [pytest.approx(truth, rel=1e-6)] * 2
+    (truth,) = run_on_threads(rank, Mesh())
+    assert run_on_threads(rank, plan.mesh) == [pytest.approx(truth, rel=1e-6)] * 2

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshwright.api import make_plan, parallelize
-from meshwright.comm.backends.threads import alone
+from meshwright.comm.backends.threads import single_rank_world
 from meshwright.comm.collectives.group import World
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
@@ -50,7 +50,7 @@ def course(world: World, layout: str) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_what_one_device_finds(process_pool: ProcessPool, layout: str):
-    wanted = course(alone(torch.device("cpu")), "")
+    wanted = course(single_rank_world(torch.device("cpu")), "")
     for found in process_pool.run(course, LAYOUTS[layout][0], layout):
         assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-12)
         assert found["logits"] == pytest.approx(wanted["logits"], rel=1e-10)

@@ -9,7 +9,7 @@ from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.parallel.context.test_ring_models import COPIES, JOB, ROWS, Own
 from tests.parallel.tensor.odd_llama import batches
 
@@ -59,6 +59,6 @@ def test_losses_are_those_of_one_device(make: type[nn.Module], strategy: Strateg
             with parallelize(reading, plan, world=world) as engine:
                 return [engine.step(engine.local_batch(each)).loss for each in rows]
 
-        return on_threads(train, mesh)[0]
+        return run_on_threads(train, mesh)[0]
 
     assert losses(Mesh(cp=2), strategy, COPIES) == pytest.approx(losses(Mesh()), rel=1e-5)

@@ -17,7 +17,7 @@ from meshwright.plan.job.job import LossGuard, PrecisionConfig, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.testing.ranks import ProcessPool, on_threads
+from meshwright.testing.ranks import ProcessPool, run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from meshwright.verifier.verdict import Verdict
 from tests.engine.two_tower_model import (
@@ -72,7 +72,7 @@ def on_a_process(world: World) -> tuple[list[Metrics], dict[str, torch.Tensor]]:
 
 def test_processes_meet_as_threads_do(process_pool: ProcessPool):
     mesh = Mesh(dp_replicate=3)
-    threads, processes = on_threads(on_a_process, mesh), process_pool.run(on_a_process, mesh)
+    threads, processes = run_on_threads(on_a_process, mesh), process_pool.run(on_a_process, mesh)
     for (metrics, parameters), (others, twins) in zip(threads, processes, strict=True):
         assert [m.loss for m in metrics] == pytest.approx([m.loss for m in others], rel=1e-13)
         assert all(torch.allclose(value, twins[name], rtol=1e-12) for name, value in parameters.items())
@@ -88,7 +88,7 @@ def test_every_row_that_the_loss_takes_is_stated_to_the_byte():
             for a in plan.program.actions(FIRST_ROLE)
             if a.kind == "GATHER" and a.transfer
         }
-        assert gathers == {"facts": 16, "kind": 4 * 8, "output0": 4 * 4 * width, "output1": 4 * 4 * width}
+        assert gathers == {"batch_info": 16, "kind": 4 * 8, "output0": 4 * 4 * width, "output1": 4 * 4 * width}
     assert trace(READING, plan, [0, 1, 2], loss=CONTRASTIVE).passed
     assert trace(READING, plan, [1], loss=CONTRASTIVE, fake=False).passed
 
@@ -122,7 +122,7 @@ def test_a_step_without_any_row_is_skipped_on_all_ranks():
             metrics = engine.step(None)
             return metrics.is_skipped, all(map(torch.equal, before, engine.module.parameters()))
 
-    assert on_threads(body, plan.mesh) == [(True, True)] * 3
+    assert run_on_threads(body, plan.mesh) == [(True, True)] * 3
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_loss_that_reads_more_than_its_targets_is_refused_by_the_name_of_the_k
 
 def test_micro_batches_and_the_guard_are_refused_with_the_repair():
     with pytest.raises(
-        PlanError, match=r"(?s)micro_batch = 2 cuts a rank's 4 samples\n  repair: set micro_batch = 0"
+        PlanError, match=r"(?s)micro_batch = 2 splits a rank's 4 samples\n  repair: set micro_batch = 0"
     ):
         towers_plan(READING, Mesh(dp_replicate=3), micro_batch=2)
     with pytest.raises(

@@ -23,13 +23,13 @@ class Own(torch.optim.SGD):
 class Declared(Own):
     """Says that it steps each element by itself."""
 
-    grain = "element"
+    shard_alignment = "element"
 
 
 class Wrong(Own):
     """Declares what is no grain."""
 
-    grain = "rows"
+    shard_alignment = "rows"
 
 
 def of(kind: type[torch.optim.Optimizer]) -> tuple[torch.optim.Optimizer, dict[str, nn.Parameter]]:
@@ -53,7 +53,7 @@ def test_grains_are_declared_or_known(kind: type[torch.optim.Optimizer], grain: 
 
 def test_a_grain_that_is_none_is_refused():
     with pytest.raises(
-        PlanError, match=r"Wrong declares grain = 'rows'(?s:.*)declare one of element, block, matrix"
+        PlanError, match=r"Wrong declares shard_alignment = 'rows'(?s:.*)declare one of element, block, matrix"
     ):
         required_shard_alignment(of(Wrong)[0])
 
@@ -64,18 +64,18 @@ def test_a_grain_that_is_none_is_refused():
         (
             Own,
             "element",
-            r"Own does not say whether it may see a part of a weight, and the plan cuts a by element",
+            r"Own does not say whether it accepts a part of a weight, and the plan cuts a by element",
         ),
         (
             Own,
             "block",
-            r"cuts a by block(?s:.*)repair: if it computes every .* class Own: grain = \"element\"; else have whole",
+            r"cuts a by block(?s:.*)repair: if it computes every .* class Own: shard_alignment = \"element\"; else have whole",
         ),
-        (AdamW8bit, "element", r"BlockAdamW needs the grain 'block', and the plan cuts a by element"),
+        (AdamW8bit, "element", r"AdamW8bit needs shard_alignment = 'block', and the plan cuts a by element"),
         (
             Muon,
             "block",
-            r"Muon needs the grain 'matrix', and the plan cuts a by block(?s:.*)optimizer\.name = \"adafactor\"",
+            r"Muon needs shard_alignment = 'matrix', and the plan cuts a by block(?s:.*)optimizer\.name = \"adafactor\"",
         ),
     ],
 )

@@ -13,7 +13,7 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import player_of, reading_of, rows, tiny_job
 
 READING = reading_of()  # the 91 elements of its head do not divide by 3
@@ -46,7 +46,7 @@ def on_ranks(
         player.close()
         return found
 
-    return on_threads(on_rank, plan.mesh)
+    return run_on_threads(on_rank, plan.mesh)
 
 
 def initial() -> dict[str, torch.Tensor]:
@@ -168,7 +168,7 @@ class Noted(Group):
     def send(self, *others: object, **more: object) -> Work:
         raise NotImplementedError("no shard is sent so")
 
-    receive = all_to_all = shift = broadcast = scatter = gather = reduce = barrier = send
+    recv = all_to_all = shift = broadcast = scatter = gather = reduce = barrier = send
 
 
 class NotedWorld(World):
@@ -178,8 +178,8 @@ class NotedWorld(World):
         self._world, self.seen = world, {}
         self.mesh, self.rank, self.ledger, self.device = world.mesh, world.rank, world.ledger, world.device
 
-    def group(self, axes: tuple[str, ...], among: Sequence[int] = ()) -> Group:
-        return Noted(self._world.group(axes, among), self.seen)
+    def group(self, axes: tuple[str, ...], member_indices: Sequence[int] = ()) -> Group:
+        return Noted(self._world.group(axes, member_indices), self.seen)
 
     def close(self) -> None:
         self._world.close()

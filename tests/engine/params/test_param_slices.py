@@ -8,7 +8,7 @@ from meshwright.engine.params.param_slices import ParamSlices
 from meshwright.model.tensors.lazy_tensors import LazyTensors
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.odd_llama import SIZES, llama, planned
 
 TABLE, NORM = "model.embed_tokens.weight", "model.norm.weight"
@@ -33,7 +33,7 @@ def test_of_a_table_the_other_rows_are_not_asked_for(ranks: int):
         assert torch.equal(mine, slices.local_slice(TABLE, WHOLE))
         return mine, asked, slices.load_slice(TABLE, {TABLE: WHOLE})
 
-    found = on_threads(body, plan.mesh)
+    found = run_on_threads(body, plan.mesh)
     assert torch.equal(torch.cat([mine for mine, _, _ in found]), WHOLE)
     assert all(torch.equal(mine, plain) for mine, _, plain in found)
     first = 0

@@ -1,14 +1,15 @@
 """Where what two ranks send each other goes in the order of issue, each direction has a group of its own."""
 
-from meshwright.api import make_plan, parity_case
+from meshwright.api import make_plan
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.comm_groups import p2p_group
 from meshwright.engine.runtime.loss import token_cross_entropy
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.training.engine import select_local_batch
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import RankReport, compare_rank
+from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import run_reference
 from tests.tiny_model import reading_of, rows, tiny_job
 
@@ -16,36 +17,36 @@ STEPS = 2
 
 
 def compared(world: World) -> tuple[RankReport, set[tuple[str, int]]]:
-    world.directed = True  # as on NCCL
+    world.serializes_p2p = True  # as on NCCL
     reading = reading_of()
     plan = make_plan(reading, tiny_job(), Mesh(pp=3), (Pipeline(),), 1)
     batches = [rows(plan.job.train.batch) for _ in range(STEPS)]
-    case = parity_case(
+    case = make_parity_case(
         reading,
         plan,
         token_cross_entropy(),
         lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank),
     )
-    world.ledger.recording = True
+    world.ledger.is_recording = True
     report = compare_rank(case, world, run_reference(case, STEPS))
     return report, {
-        (entry.collective, entry.size)
+        (entry.collective, entry.group_size)
         for entry in world.ledger.entries
-        if entry.collective in ("send", "receive")
+        if entry.collective in ("send", "recv")
     }
 
 
 def test_messages_in_groups_of_two_give_what_one_device_gives():
-    for report, sent in on_threads(compared, Mesh(pp=3)):
+    for report, sent in run_on_threads(compared, Mesh(pp=3)):
         assert (report.differences, report.num_steps) == ([], STEPS)
-        assert sent == {("send", 2), ("receive", 2)}
+        assert sent == {("send", 2), ("recv", 2)}
 
 
 def test_both_sides_of_a_message_ask_for_the_same_group():
     def asked(world: World) -> tuple[object, ...]:
         before = p2p_group(world, ("pp",), 1 - world.rank, is_sender=world.rank == 0)
-        world.directed = True
+        world.serializes_p2p = True
         group, peer = p2p_group(world, ("pp",), 1 - world.rank, is_sender=world.rank == 0)
-        return before[0].size, before[1], group.among, peer, group.ranks[peer]
+        return before[0].size, before[1], group.member_indices, peer, group.ranks[peer]
 
-    assert on_threads(asked, Mesh(pp=2)) == [(2, 1, (0, 1), 1, 1), (2, 0, (0, 1), 0, 0)]
+    assert run_on_threads(asked, Mesh(pp=2)) == [(2, 1, (0, 1), 1, 1), (2, 0, (0, 1), 0, 0)]

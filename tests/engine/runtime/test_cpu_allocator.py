@@ -15,7 +15,7 @@ STEPS = """
 
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-    kept = keep_heap() if sys.argv[1] == "keep" else bool(libc.mallopt(M_MMAP_THRESHOLD, MOST_MMAP))
+    kept = retain_heap() if sys.argv[1] == "keep" else bool(libc.mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD))
 
     def faults():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -51,7 +51,7 @@ def test_without_it_they_do():
 
 
 def test_what_is_free_is_given_back_once():
-    counts = faults("keep", STEPS.replace("first = faults()", "first = faults(); give_back()"))
+    counts = faults("keep", STEPS.replace("first = faults()", "first = faults(); trim_heap()"))
     assert counts[0] > 8000
     assert max(counts[1:]) < 64
 

@@ -19,7 +19,7 @@ from meshwright.engine.runtime.loss import (
 )
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 
 ROWS, TOKENS, WORDS = 2, 5, 67
 LOGITS = 3 * torch.randn(ROWS, TOKENS, WORDS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -60,11 +60,11 @@ def taken(
 def test_it_equals_the_loss_on_all_words(
     ranks: int, smoothing: float, batch: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(pieces, "PIECE", 100)  # a few tokens at a time
+    monkeypatch.setattr(pieces, "MAX_CHUNK_NUMEL", 100)  # a few tokens at a time
     loss, whole = token_cross_entropy(smoothing), LOGITS.clone().requires_grad_()
     total = loss.total(whole, BATCHES[batch])
     (3 * total).backward()
-    found = on_threads(lambda world: taken(world, loss, BATCHES[batch], LOGITS), Mesh(tp=ranks))
+    found = run_on_threads(lambda world: taken(world, loss, BATCHES[batch], LOGITS), Mesh(tp=ranks))
     assert len({one.item() for one, _ in found}) == 1, "every rank has the same bits"
     assert torch.allclose(found[0][0], total, rtol=1e-14)
     assert torch.allclose(
@@ -89,7 +89,7 @@ def test_a_smoothing_that_is_none_is_refused(smoothing: float):
 def test_half_precision_is_summed_in_float32_and_its_gradient_is_half():
     loss, half = token_cross_entropy(), LOGITS.bfloat16()
     whole = loss.total(half, {"labels": LABELS})
-    for total, gradient in on_threads(lambda world: taken(world, loss, {"labels": LABELS}, half), Mesh(tp=2)):
+    for total, gradient in run_on_threads(lambda world: taken(world, loss, {"labels": LABELS}, half), Mesh(tp=2)):
         assert total.dtype == torch.float32
         assert torch.allclose(total, whole, rtol=1e-6)
         assert gradient.dtype == torch.bfloat16
@@ -98,19 +98,19 @@ def test_half_precision_is_summed_in_float32_and_its_gradient_is_half():
 @pytest.mark.parametrize(("smoothing", "numbers"), [(0.0, 2), (0.1, 3)])
 def test_ranks_tell_a_few_numbers_per_token_once(smoothing: float, numbers: int):
     def issued(world: World) -> list[tuple[str, int]]:
-        world.ledger.recording = True
+        world.ledger.is_recording = True
         taken(world, token_cross_entropy(smoothing), {"labels": LABELS}, LOGITS)
         return [(entry.collective, entry.nbytes) for entry in world.ledger.entries]
 
-    assert on_threads(issued, Mesh(tp=3)) == [[("all_gather", numbers * ROWS * TOKENS * 8)]] * 3
+    assert run_on_threads(issued, Mesh(tp=3)) == [[("all_gather", numbers * ROWS * TOKENS * 8)]] * 3
 
 
 def test_tokens_that_do_not_count_do_no_harm():
     broken = LOGITS.clone()
     broken[LABELS == IGNORE_INDEX] = float("inf")
     loss = token_cross_entropy()
-    (right, _), *_ = on_threads(lambda world: taken(world, loss, {"labels": LABELS}, LOGITS), Mesh(tp=2))
-    for total, gradient in on_threads(
+    (right, _), *_ = run_on_threads(lambda world: taken(world, loss, {"labels": LABELS}, LOGITS), Mesh(tp=2))
+    for total, gradient in run_on_threads(
         lambda world: taken(world, loss, {"labels": LABELS}, broken), Mesh(tp=2)
     ):
         assert torch.equal(total, right)
@@ -121,7 +121,7 @@ def test_huge_logits_do_not_overflow():
     loss, huge = token_cross_entropy(), 1e4 * LOGITS
     whole = loss.total(huge, {"labels": LABELS})
     assert torch.allclose(
-        on_threads(lambda world: taken(world, loss, {"labels": LABELS}, huge), Mesh(tp=3))[0][0], whole
+        run_on_threads(lambda world: taken(world, loss, {"labels": LABELS}, huge), Mesh(tp=3))[0][0], whole
     )
 
 
@@ -130,7 +130,7 @@ def test_a_label_that_is_no_word_is_refused(label: int):
     labels = LABELS.clone()
     labels[0, 0] = label
     with pytest.raises(PlanError, match=r"labels from .* the model has 67 words, numbered from 0"):
-        on_threads(lambda world: taken(world, token_cross_entropy(), {"labels": labels}, LOGITS), Mesh(tp=2))
+        run_on_threads(lambda world: taken(world, token_cross_entropy(), {"labels": labels}, LOGITS), Mesh(tp=2))
 
 
 class Largest(TorchDispatchMode):
@@ -151,7 +151,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_a_forward_makes_no_second_copy_of_the_logits(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pieces, "PIECE", 100)
+    monkeypatch.setattr(pieces, "MAX_CHUNK_NUMEL", 100)
     mine = torch.randn(50, 67, dtype=torch.bfloat16)
     with torch.no_grad(), Largest(mine) as made:
         vocab_parallel_cross_entropy(
@@ -161,7 +161,7 @@ def test_a_forward_makes_no_second_copy_of_the_logits(monkeypatch: pytest.Monkey
 
 
 def test_one_piece_is_there_at_a_time_beside_the_logits_and_their_gradient(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pieces, "PIECE", 67 * 100)
+    monkeypatch.setattr(pieces, "MAX_CHUNK_NUMEL", 67 * 100)
     mine = torch.randn(400, 67, requires_grad=True)
     with PeakLive([mine]) as live:
         loss = vocab_parallel_cross_entropy(

@@ -11,7 +11,7 @@ from meshwright.engine.runtime.loss_guard import LossSpikeError, SpikeDetector
 from meshwright.engine.runtime.state import Metrics
 from meshwright.engine.step.executor import Executor
 from meshwright.plan.job.job import LossGuard, OptimizerConfig
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import bits, job_of, pair, part
 from tests.tiny_model import Tiny, plan_of, player_of, reading_of, rows, tiny_job
 
@@ -75,13 +75,13 @@ def test_the_window_comes_back_as_it_was_and_a_shorter_one_keeps_the_newest():
         first.check_step(*step)
     saved = first.state_dict()
     assert saved["window"].tolist() == [[0.1, 3.0], [1 / 3, 4.0], [1.1, 5.0]]
-    assert saved["in_a_row"].item() == 1
+    assert saved["num_skipped_in_a_row"].item() == 1
     second = SpikeDetector(LossGuard("skip", factor=4.0, window=2))
     second.load_state_dict(saved)
     assert second.state_dict()["window"].tolist() == [[1 / 3, 4.0], [1.1, 5.0]]
     empty = SpikeDetector(LossGuard("skip")).state_dict()["window"]
     assert empty.shape == (0, 2)
-    second.load_state_dict({"window": empty, "in_a_row": torch.tensor(0)})
+    second.load_state_dict({"window": empty, "num_skipped_in_a_row": torch.tensor(0)})
     assert second.state_dict()["window"].shape == (0, 2)
 
 
@@ -180,11 +180,11 @@ def test_all_ranks_skip_the_step_of_one_and_name_it(micro_batch: int):
         player.close()
         return metrics, bits(player.state_dict())
 
-    found = on_threads(rank, plan.mesh)
+    found = run_on_threads(rank, plan.mesh)
     assert [[metrics.is_skipped for metrics in each] for each, _ in found] == [[False, True, False]] * 3
     assert found[0][1] == found[1][1] == found[2][1]
     spikes = {str(each[1].spike) for each, _ in found}
     assert len(spikes) == 1
     spike = found[2][0][1].spike
-    assert [suspect.stage for suspect in spike.rank_reports] == ["", "loss", ""]
+    assert [report.phase for report in spike.rank_reports] == ["", "loss", ""]
     assert spike.culprit is spike.rank_reports[1]

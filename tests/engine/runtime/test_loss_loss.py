@@ -141,12 +141,12 @@ def squared_error() -> Loss:
 def test_a_loss_of_ones_own_that_counts_rows_equals_one_device(micro_batch: int):
     generator = torch.Generator().manual_seed(2)
     data = {"x": torch.randn(17, 4, generator=generator), "y": torch.randn(17, 2, generator=generator)}
-    reading = mw.read(Regression(), data, loss=squared_error())
+    reading = mw.analyze(Regression(), data, loss=squared_error())
     plan = mw.make_plan(reading, tiny_job(), mw.Mesh(dp_replicate=3), micro_batch=micro_batch)
     batches = [part(data, 0, 12), part(data, 12, 17)]
     verdict = mw.verify(reading, plan, batches, loss=squared_error())
     assert verdict.passed, str(verdict)
-    with mw.build(
+    with mw.parallelize(
         Regression(), mw.make_plan(reading, tiny_job()), loss=squared_error(), example=data
     ) as engine:
         metrics = engine.step({key: value.double() for key, value in batches[1].items()})

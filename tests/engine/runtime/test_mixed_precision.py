@@ -57,7 +57,7 @@ def model_of(engine: Trainer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("precision", "parameters", "gradients", "master", "moments"),
+    ("precision", "parameters", "gradients", "master", "optimizer_states"),
     [
         (MIXED, 2, 2, 4, 8),
         (HALF, 2, 2, 4, 8),
@@ -66,7 +66,7 @@ def model_of(engine: Trainer) -> dict[str, torch.Tensor]:
     ids=str,
 )
 def test_every_parameter_takes_two_and_two_and_twelve_bytes(
-    precision: PrecisionConfig, parameters: int, gradients: int, master: int, moments: int
+    precision: PrecisionConfig, parameters: int, gradients: int, master: int, optimizer_states: int
 ):
     engine, numel = engine_of(precision), READING.model_spec.numel
     engine.step(rows(12))
@@ -74,9 +74,9 @@ def test_every_parameter_takes_two_and_two_and_twelve_bytes(
     assert sizes["parameters"] == parameters * numel
     assert sizes["gradients"] == gradients * numel
     assert sizes.get("master", 0) == master * numel
-    assert sizes["moments"] == moments * numel + counters
-    largest = max(bundle.numel for bundle in engine.plan.sharding.param_groups())
-    assert sizes["buckets"] == (4 * largest if master else 0)  # gradients are cast bundle by bundle
+    assert sizes["optimizer_states"] == optimizer_states * numel + counters
+    largest = max(param_group.numel for param_group in engine.plan.sharding.param_groups())
+    assert sizes["buckets"] == (4 * largest if master else 0)  # gradients are cast one group at a time
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_live_tensors_have_the_dtypes_that_the_plan_says(precision: PrecisionCon
         for held in optimizer.state.values()
         for value in held.values()
     ]
-    assert {value.dtype for value in kept if value.ndim} == {roles["moments"]}
+    assert {value.dtype for value in kept if value.ndim} == {roles["optimizer_states"]}
     assert {tensor.dtype for tensor in model_of(engine).values()} == {roles["master"]}
 
 
@@ -339,6 +339,6 @@ def test_a_device_that_cannot_multiply_in_it_is_refused_by_name(monkeypatch: pyt
 
 def test_gradients_of_another_dtype_need_shards():
     with pytest.raises(
-        PlanError, match=r"gradients in float32, and those of \d+ parameters .* are not cut into shards"
+        PlanError, match=r"gradients in float32, and those of \d+ parameters .* are not sharded"
     ):
         engine_of(replace(MIXED, gradients="float32"))

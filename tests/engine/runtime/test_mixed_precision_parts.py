@@ -15,7 +15,7 @@ from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.job.job import LossGuard, OptimizerConfig, PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import bits
 from tests.tiny_model import reading_of, rows, tiny_job
 
@@ -61,7 +61,7 @@ def steps(
                 moved.append(before != bits(engine.executor.gather_parameters()))
             return found, moved
 
-    return on_threads(rank, mesh)
+    return run_on_threads(rank, mesh)
 
 
 @pytest.mark.parametrize("precision", [AUTOCAST, HALF], ids=["autocast", "half"])

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from meshwright.api import alone
+from meshwright.api import single_rank_world
 from meshwright.engine.runtime.loss import token_cross_entropy
 from meshwright.engine.runtime.state import GradBucket, RankState, TrainedModule
 from meshwright.model.blocks.driver import BlockCall, ForwardPass
@@ -12,7 +12,7 @@ from meshwright.plan.model_spec.model_spec import ModelSpec
 
 def state_of(parameters: dict[str, nn.Parameter]) -> RankState:
     subject = TrainedModule(nn.Module(), {}, parameters, ModelSpec("paper", (), (), (), ()), {})
-    return RankState(subject, alone(torch.device("cpu")), token_cross_entropy())
+    return RankState(subject, single_rank_world(torch.device("cpu")), token_cross_entropy())
 
 
 def test_trainable_parameters_are_those_that_require_gradients():

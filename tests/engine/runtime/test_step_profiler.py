@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright.api import make_plan
-from meshwright.comm.backends.fake import Done
+from meshwright.comm.backends.fake import CompletedWork
 from meshwright.engine.runtime.step_profiler import (
     GLUE,
     ISSUE,
@@ -21,7 +21,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.run.data.feed import ExampleDataset, open_feed
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import plan_of, player_of, reading_of, rows, tiny_job
 
 READING = reading_of()
@@ -42,7 +42,7 @@ def seen(plan: Plan) -> list[tuple[list[ProfilerSpan], list]]:
         player.close()
         return watch.spans(), metrics
 
-    return on_threads(rank, plan.mesh)
+    return run_on_threads(rank, plan.mesh)
 
 
 @pytest.fixture(scope="module", params=[1, 3])
@@ -80,7 +80,7 @@ def test_forwards_lie_inside_the_models_own_forward(plan, spans):
     assert set(glue) == {f"forward({micro})" for micro in range(plan.num_microbatches)}
     for span in spans:
         if span.kind == "F":
-            around = glue[f"forward({span.action.micro})"]
+            around = glue[f"forward({span.action.microbatch})"]
             assert around.begin <= span.begin <= span.end <= around.end
 
 
@@ -88,7 +88,7 @@ def test_what_the_compute_lane_waits_for_is_seen_once_and_ends_no_earlier_than_t
     waits = [span for span in spans if span.kind == WAIT]
     sent = [action.name for action in plan.program.actions(FIRST_ROLE) if action.transfer is not None]
     assert sorted(span.name for span in waits) == sorted(f"wait {name}" for name in sent)
-    ends = {span.name: span.end for span in spans if span.stream == "wire"}
+    ends = {span.name: span.end for span in spans if span.stream == "comm"}
     assert all(ends[span.name.removeprefix("wait ")] <= span.end for span in waits)
 
 
@@ -97,15 +97,15 @@ def test_a_watched_step_computes_what_an_unwatched_one_does(plan):
         player, feed = player_of(READING, plan, world), open_feed(ExampleDataset(rows()), plan, world.rank)
         return [player.step(feed.batch(step)) for step in range(3)]
 
-    assert [metrics for _, metrics in seen(plan)] == on_threads(unwatched, plan.mesh)
+    assert [metrics for _, metrics in seen(plan)] == run_on_threads(unwatched, plan.mesh)
 
 
 def test_a_message_that_arrives_before_its_wait_has_ended_there():
     """The result comes while the compute lane is busy elsewhere: the wire's span ends then, not at the wait."""
-    watch, send, late = StepProfiler(CPU), Action("SEND", stream="wire"), Action("LATE", waits=("SEND()",))
-    works: dict[str, Done] = {}
+    watch, send, late = StepProfiler(CPU), Action("SEND", stream="comm"), Action("LATE", waits=("SEND()",))
+    works: dict[str, CompletedWork] = {}
     entries = [
-        (send, lambda action: works.update({action.name: Done()}), ()),
+        (send, lambda action: works.update({action.name: CompletedWork()}), ()),
         (late, lambda action: None, ("SEND()",)),
     ]
     for action, handler, _ in wrap_with_profiler(entries, works, watch):
@@ -117,7 +117,7 @@ def test_a_message_that_arrives_before_its_wait_has_ended_there():
 def test_a_span_that_never_ends_is_left_out():
     watch = StepProfiler(CPU)
     watch.begin_span("F(a)", "F")
-    watch.begin_span("REDUCE", "REDUCE", "wire")
+    watch.begin_span("REDUCE", "REDUCE", "comm")
     watch.begin_span("inner", "B")
     watch.end_span()
     assert [span.name for span in watch.spans()] == ["inner"]
@@ -132,13 +132,13 @@ def test_sizes_are_those_of_the_tensors():
         player.step(feed.batch(0))
         return before, player.memory_by_category()
 
-    (before, after), *_ = on_threads(rank, plan.mesh)
+    (before, after), *_ = run_on_threads(rank, plan.mesh)
     nbytes = READING.model_spec.numel * 8
-    assert before == {"parameters": nbytes, "gradients": nbytes, "moments": 0, "buckets": 0}
-    assert after == {"parameters": nbytes, "gradients": 0, "moments": nbytes, "buckets": nbytes}  # momentum
+    assert before == {"parameters": nbytes, "gradients": nbytes, "optimizer_states": 0, "buckets": 0}
+    assert after == {"parameters": nbytes, "gradients": 0, "optimizer_states": nbytes, "buckets": nbytes}  # momentum
     alone = plan_of(READING, 1, job=replace(plan.job))
     assert (
-        on_threads(lambda world: player_of(READING, alone, world).memory_by_category(), alone.mesh)[0][
+        run_on_threads(lambda world: player_of(READING, alone, world).memory_by_category(), alone.mesh)[0][
             "gradients"
         ]
         == nbytes
@@ -153,5 +153,5 @@ def test_what_ranks_send_each_other_is_seen_on_lanes_of_its_own_and_waited_for_b
         assert told == sorted((action.name, action.stream) for action in plan.for_rank(rank).actions)
     second = {span.name: span for span in both[1][0]}
     for action in plan.for_rank(1).actions:
-        if action.stream == "receive":
+        if action.stream == "recv":
             assert second[f"wait {action.name}"].end <= second[f"forward({action.microbatch})"].begin

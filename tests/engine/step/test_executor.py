@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import alone, analyze, make_plan, make_trained_module
+from meshwright.api import analyze, make_plan, single_rank_world
 from meshwright.engine.optim.optimizers import OptimizerFactory
+from meshwright.engine.runtime.build_module import make_trained_module
 from meshwright.engine.runtime.loss import token_cross_entropy
 from meshwright.engine.runtime.state import Metrics, RankState
 from meshwright.engine.step.executor import Executor
@@ -19,7 +20,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import Custom, bits, job_of, pair, part
 from tests.tiny_model import Tiny, rows
 
@@ -67,7 +68,7 @@ def test_one_rank_that_asks_to_stop_is_heard_by_all():
             player.step(None if world.rank == 2 else mine, stop=step == world.rank == 1) for step in range(3)
         ]
 
-    played = on_threads(play, plan.mesh)
+    played = run_on_threads(play, plan.mesh)
     assert [metrics.stop_requested for metrics in played[0]] == [False, True, False]
     assert played[0] == played[1] == played[2]
 
@@ -133,7 +134,7 @@ def test_an_action_that_nobody_plays_is_refused():
     )
     state = RankState(
         make_trained_module(reading, torch.device("cpu"), torch.float64),
-        alone(torch.device("cpu")),
+        single_rank_world(torch.device("cpu")),
         token_cross_entropy(),
     )
     with pytest.raises(PlanError, match=r"^program: nobody plays EVICT, FETCH(?s:.*)`bind`"):

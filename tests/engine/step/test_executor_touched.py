@@ -87,4 +87,4 @@ def test_what_is_shifted_within_a_block_is_booked_under_its_action():
 def test_one_shift_more_or_less_than_the_program_says_is_named(booked: int):
     found = mw.trace(reading_of(), plan_with(Travel(booked)), [1])
     assert not found.passed
-    assert any("layers.1" in fault.what and "shift of" in fault.what for fault in found.faults), found
+    assert any("layers.1" in fault.what and "shift of" in fault.what for fault in found.diagnostics), found

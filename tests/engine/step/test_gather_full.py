@@ -10,7 +10,7 @@ from meshwright.engine.step.gather_full import gather_full_buffers
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.engine.forward.test_pipelined_eval import Skips
 from tests.engine.one_device import part
 from tests.tiny_model import Tiny, rows, tiny_job
@@ -30,7 +30,7 @@ def held(mesh: Mesh) -> list[dict[str, torch.Tensor]]:
                 plan, engine.executor.state, "TEST"
             )
 
-    return on_threads(rank, mesh)
+    return run_on_threads(rank, mesh)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -74,7 +74,7 @@ def test_masters_and_frozen_weights_are_told_each_in_its_dtype():
             engine.step(engine.local_batch(DATA))
             return engine.executor.gather_parameters(use_masters=True)
 
-    first, second = on_threads(rank, plan.mesh)
+    first, second = run_on_threads(rank, plan.mesh)
     assert {name for name, each in first.items() if each.dtype == torch.bfloat16} == {"embed.weight"}
     assert all(torch.equal(value, second[name]) for name, value in first.items())
 

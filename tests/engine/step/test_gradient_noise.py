@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import analyze, make_plan, make_trained_module, select_local_batch, trace
+from meshwright.api import analyze, make_plan, select_local_batch, trace
 from meshwright.comm.collectives.group import World
+from meshwright.engine.runtime.build_module import make_trained_module
 from meshwright.engine.runtime.loss import Loss, token_cross_entropy
 from meshwright.engine.runtime.state import Metrics, RankState
 from meshwright.engine.step.executor import Executor
@@ -25,7 +26,7 @@ from meshwright.plan.step.gradient_noise import REDUCE_SQNORM_NBYTES
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
 from meshwright.run.data.feed import ExampleDataset, open_feed
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits, job_of, pair, part
 from tests.tiny_model import case_of, first_of, plan_of, player_of, reading_of, rows, tiny_job, verdict_of
@@ -89,7 +90,7 @@ def played(plan: Plan, steps: int = 4) -> list[tuple[list[Metrics], list[nn.Modu
         player.close()
         return metrics, models
 
-    return on_threads(rank, plan.mesh)
+    return run_on_threads(rank, plan.mesh)
 
 
 @pytest.mark.parametrize("strategies", [None, SMALL_BUCKETS, (BatchSplit(), NaiveDDP())])
@@ -187,7 +188,7 @@ def test_noise_that_is_known_is_found(
         each = [(new - AVERAGE_DECAY * old) / (1 - AVERAGE_DECAY) for old, new in pairwise(averages)]
         return torch.stack(each), metrics.noise_scale
 
-    found, told = on_threads(rank, plan.mesh)[0]
+    found, told = run_on_threads(rank, plan.mesh)[0]
     square, variance = found.mean(0).tolist()
     assert square == pytest.approx(0.5, abs=square_within)
     assert variance == pytest.approx(8, abs=variance_within)
@@ -232,7 +233,7 @@ def test_ranks_without_data_are_no_parts_and_one_part_alone_gives_no_estimate():
         player.close()
         return model, averages, metrics
 
-    for model, averages, metrics in on_threads(rank, plan.mesh):
+    for model, averages, metrics in run_on_threads(rank, plan.mesh):
         square, variance = by_hand(model, given[:2], given[:2])
         assert averages[0].tolist() == pytest.approx(
             [square * (1 - AVERAGE_DECAY), variance * (1 - AVERAGE_DECAY)], rel=1e-9
@@ -276,7 +277,7 @@ def test_it_changes_no_number_and_is_proved_as_any_plan(
             {name: value for name, value in player.state_dict().items() if not name.startswith("noise/")}
         )
 
-    off, on = (on_threads(lambda world, plan=plan: rank(world, plan), plan.mesh) for plan in (plain, plan))
+    off, on = (run_on_threads(lambda world, plan=plan: rank(world, plan), plan.mesh) for plan in (plain, plan))
     assert off == on
 
 

@@ -14,7 +14,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.run.data.feed import ExampleDataset, open_feed
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.engine.noise_steps import played
 from tests.engine.one_device import part
 from tests.engine.step.test_gradient_noise import READING, averaged, by_hand, noisy
@@ -77,7 +77,7 @@ def test_slices_of_parts_add_up_what_all_of_them_have_once():
             player.close()
             return found
 
-        return on_threads(rank, mesh)
+        return run_on_threads(rank, mesh)
 
     (wanted,) = scales(Mesh(), ())
     assert scales(Mesh(pp=2, tp=3), (Pipeline(), TensorParallel())) == [pytest.approx(wanted, rel=1e-8)] * 6

@@ -15,7 +15,7 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.job import LossGuard
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import part
 from tests.tiny_model import Tiny, player_of, rows, tiny_job
 
@@ -113,7 +113,7 @@ def spikes(
         assert metrics[3].loss < metrics[0].loss
         return metrics[2].spike
 
-    return on_threads(rank, plan.mesh)
+    return run_on_threads(rank, plan.mesh)
 
 
 @pytest.mark.parametrize(("row", "rank"), [(0, 0), (6, 1), (11, 2)])

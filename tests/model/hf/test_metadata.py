@@ -45,8 +45,8 @@ def test_plans_are_found_inside_a_users_own_module():
             self.inner = llama()
 
     styles = declared_roles(Wrapped())
-    assert styles["inner.model.layers.*.self_attn.o_proj"] == "rows"
-    assert styles["inner.lm_head"] == "columns"
+    assert styles["inner.model.layers.*.self_attn.o_proj"] == "rowwise"
+    assert styles["inner.lm_head"] == "colwise"
 
 
 def test_the_attention_that_can_be_exchanged_is_named():

@@ -28,7 +28,7 @@ from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.program_cost.memory import state_bytes
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
 from tests.model.hf.lora_models import QUIET, adapted, adapted_reading, base, stored_base
@@ -138,12 +138,12 @@ def test_the_base_takes_stored_weights_and_the_adapters_the_seed(tmp_path: Path)
             assert torch.equal(print_.initial_value(name), theirs[names[name]]), name
         else:
             assert "lora_" in name
-    assert print_.weights_origin is not None
+    assert print_.pretrained_source is not None
 
 
 def test_adapters_that_start_from_values_of_the_base_are_refused_with_stored_weights(tmp_path: Path):
     stored_base(tmp_path)
-    assert adapted_reading(use_dora=True).deferred_init.weights_origin is None
+    assert adapted_reading(use_dora=True).deferred_init.pretrained_source is None
     with pytest.raises(PlanError) as caught:
         adapted_reading(weights=tmp_path, use_dora=True)
     assert len(caught.value.diagnostics) == 2 * 3
@@ -212,7 +212,7 @@ def test_only_adapters_are_summed_stepped_and_given_gradients(store: str | int):
         after = bits(player.gather_parameters())
         summed = {
             name
-            for action in plan.program.actions("stage0")
+            for action in plan.program.actions("pp0")
             if action.kind == "REDUCE"
             for name in action.tensors
         }
@@ -229,13 +229,13 @@ def test_only_adapters_are_summed_stepped_and_given_gradients(store: str | int):
             player.memory_by_category(),
         )
 
-    reports = on_threads(rank, plan.mesh)
+    reports = run_on_threads(rank, plan.mesh)
     numel, small = plan.model_spec.numel, sum(weight.numel for weight in plan.model_spec.trainable)
     for moved, summed, held, sizes in reports:
         assert moved == trained
         assert summed == trained
         assert not held
-        assert sizes["gradients"] + sizes["moments"] <= 8 * 4 * small + 1000  # those of the adapters
+        assert sizes["gradients"] + sizes["optimizer_states"] <= 8 * 4 * small + 1000  # those of the adapters
         if store == 3:
             assert (
                 8 * numel / 3
@@ -270,9 +270,9 @@ def test_a_narrow_base_stays_narrow_under_wider_adapters(store: str | int):
 
         return rank
 
-    one, *_ = on_threads(losses(alone), alone.mesh)
+    one, *_ = run_on_threads(losses(alone), alone.mesh)
     assert one[2] < one[0]
-    for found in on_threads(losses(plan), plan.mesh):
+    for found in run_on_threads(losses(plan), plan.mesh):
         assert found == pytest.approx(
             one, rel=0.01
         )  # bfloat16 has three digits, and rows are added in another order

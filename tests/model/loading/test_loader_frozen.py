@@ -15,7 +15,7 @@ from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import OptimizerConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import bits, part
 from tests.tiny_model import Tiny, case_of, plan_of, player_of, reading_of, rows, tiny_job, verdict_of
 
@@ -100,7 +100,7 @@ def test_only_adapters_are_trained_sent_and_kept_in_the_optimizer():
     def rank(world: World) -> tuple[set[str], set[str], float]:
         player = player_of(reading, plan, world)
         before = bits({name: p.clone() for name, p in player.state.trained_module.parameters.items()})
-        world.ledger.recording = True
+        world.ledger.is_recording = True
         for _ in range(2):
             player.step(part(rows(), 4 * world.rank, 4 * world.rank + 4))
         after = bits(player.state.trained_module.parameters)
@@ -112,7 +112,7 @@ def test_only_adapters_are_trained_sent_and_kept_in_the_optimizer():
         sent = sum(entry.nbytes for entry in world.ledger.entries if entry.action.startswith("REDUCE"))
         return moved, moments, sent
 
-    for moved, moments, sent in on_threads(rank, plan.mesh):
+    for moved, moments, sent in run_on_threads(rank, plan.mesh):
         assert moved == set(names)
         assert moments == set(names)
         assert sent == 2 * 8 * numel

@@ -206,13 +206,13 @@ def test_rows_of_an_expert_are_read_without_the_other_experts(
 
 def test_the_origin_says_size_digest_and_what_is_held(tmp_path: Path):
     theirs = published(tmp_path, "mixtral")
-    origin = taken_up(tmp_path).deferred_init.weights_origin
+    origin = taken_up(tmp_path).deferred_init.pretrained_source
     fused = theirs.model.layers[0].mlp.experts.gate_up_proj
     assert origin.nbytes == sum(parameter.numel() * 4 for parameter in theirs.parameters())
     assert origin.read_buffer_nbytes == 2 * fused.numel() * 4  # its parts, and what they are joined to
     assert origin.source == str(tmp_path)
     published(tmp_path / "other", "mixtral", seed=4)
-    assert taken_up(tmp_path / "other").deferred_init.weights_origin.digest != origin.digest
+    assert taken_up(tmp_path / "other").deferred_init.pretrained_source.digest != origin.digest
 
 
 def test_a_tokenizer_beyond_the_vocabulary_is_refused(tmp_path: Path):

@@ -37,7 +37,7 @@ def run(
 
 
 def on(*sites: str) -> DrawSites:
-    return DrawSites(dict.fromkeys(sites, ("first",)))
+    return DrawSites(dict.fromkeys(sites, ("dim0",)))
 
 
 def test_what_is_kept_is_scaled_and_gradients_flow_through_it_alone():
@@ -193,7 +193,7 @@ def test_gpt2_has_the_same_loss_and_gradients_in_one_batch_and_in_two(attention:
     tokens, ids = torch.randint(0, 40, (4, 9)), torch.tensor([10, 11, 30, 31])
     sites = learnt(lambda batch: model(input_ids=tokens[:1].expand(batch, -1)))
     assert len(sites.layouts) == 1 + 2 * 3
-    assert set(map(sites.layout, sites.layouts)) == {"first"}
+    assert set(map(sites.layout, sites.layouts)) == {"dim0"}
 
     def summed(rows: torch.Tensor) -> torch.Tensor:
         logits = model(input_ids=rows).logits[:, :-1]

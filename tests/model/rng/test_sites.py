@@ -11,9 +11,9 @@ from meshwright.plan.job.errors import PlanError
 
 CPU = torch.device("cpu")
 SHAPES: dict[SampleLayout, tuple[int, ...]] = {
-    "first": (1, 5, 7),
-    "second": (5, 1, 7),
-    "rows": (3, 7),
+    "dim0": (1, 5, 7),
+    "dim1": (5, 1, 7),
+    "flattened": (3, 7),
     "shared": (5, 7),
 }
 
@@ -21,7 +21,7 @@ SHAPES: dict[SampleLayout, tuple[int, ...]] = {
 def shape_for(kind: SampleLayout, batch: int) -> tuple[int, ...]:
     shape = list(SHAPES[kind])
     if kind != "shared":
-        shape[1 if kind == "second" else 0] *= batch
+        shape[1 if kind == "dim1" else 0] *= batch
     return tuple(shape)
 
 
@@ -37,18 +37,18 @@ def keep(
 
 
 @pytest.mark.parametrize("parts", [(3, 3), (2, 2, 2), (1,) * 6, (5, 1)])
-@pytest.mark.parametrize("kind", ["first", "second", "rows"])
+@pytest.mark.parametrize("kind", ["dim0", "dim1", "flattened"])
 def test_a_sample_has_the_same_mask_however_the_batch_is_divided(kind: SampleLayout, parts: tuple[int, ...]):
     ids = [3, 4, 50, 51, 52, 9]
     whole = keep(dice_for(kind), kind, ids)
     pieces = [
         keep(dice_for(kind), kind, ids[sum(parts[:i]) : sum(parts[: i + 1])]) for i in range(len(parts))
     ]
-    assert torch.equal(torch.cat(pieces, dim=1 if kind == "second" else 0), whole)
+    assert torch.equal(torch.cat(pieces, dim=1 if kind == "dim1" else 0), whole)
 
 
 def test_the_layouts_of_one_sample_hold_the_same_numbers():
-    first, second = keep(dice_for("first"), "first", [3, 8]), keep(dice_for("second"), "second", [3, 8])
+    first, second = keep(dice_for("dim0"), "dim0", [3, 8]), keep(dice_for("dim1"), "dim1", [3, 8])
     assert torch.equal(first, second.transpose(0, 1))
 
 
@@ -57,10 +57,10 @@ def test_a_shared_site_draws_once_for_all_samples():
 
 
 def test_seed_step_sample_and_site_each_change_the_mask():
-    base = keep(dice_for("first"), "first", [3])
-    others = [keep(dice_for("first", seed=1), "first", [3]), keep(dice_for("first"), "first", [4])]
-    others.append(keep(dice_for("first"), "first", [3], step=1))
-    dice = dice_for("first")
+    base = keep(dice_for("dim0"), "dim0", [3])
+    others = [keep(dice_for("dim0", seed=1), "dim0", [3]), keep(dice_for("dim0"), "dim0", [4])]
+    others.append(keep(dice_for("dim0"), "dim0", [3], step=1))
+    dice = dice_for("dim0")
     dice.begin_forward(0, torch.tensor([3]))
     dice.enter_block("a")
     others += [dice.keep_mask((1, 5, 7), 0.4, CPU), dice.keep_mask((1, 5, 7), 0.4, CPU)]
@@ -69,7 +69,7 @@ def test_seed_step_sample_and_site_each_change_the_mask():
 
 
 def test_a_block_that_is_run_again_draws_the_same():
-    dice = dice_for("first")
+    dice = dice_for("dim0")
     dice.begin_forward(0, torch.tensor([3]))
     masks = []
     for visit in ("a", "b", "a"):
@@ -81,7 +81,7 @@ def test_a_block_that_is_run_again_draws_the_same():
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_the_share_that_is_dropped_is_p(p: float):
-    dice = StatelessRNG(0, DrawSites({"/0": ("first",)}))
+    dice = StatelessRNG(0, DrawSites({"/0": ("dim0",)}))
     dice.begin_forward(0, torch.arange(10))
     mask = dice.keep_mask((10, 20_000), p, CPU)
     assert abs(1 - mask.double().mean().item() - p) < 4 * math.sqrt(p * (1 - p) / mask.numel())
@@ -89,7 +89,7 @@ def test_the_share_that_is_dropped_is_p(p: float):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_uniform_numbers_lie_in_the_half_open_unit_interval(dtype: torch.dtype):
-    dice = StatelessRNG(0, DrawSites({"/0": ("first",)}))
+    dice = StatelessRNG(0, DrawSites({"/0": ("dim0",)}))
     dice.begin_forward(0, torch.arange(10))
     u = dice.uniform((10, 20_000), dtype, CPU)
     assert u.dtype == dtype
@@ -99,7 +99,7 @@ def test_uniform_numbers_lie_in_the_half_open_unit_interval(dtype: torch.dtype):
 
 
 def test_a_sample_wider_than_a_chunk_is_drawn_as_a_narrow_one_is():
-    dice = StatelessRNG(0, DrawSites({"/0": ("first",)}))
+    dice = StatelessRNG(0, DrawSites({"/0": ("dim0",)}))
     dice.begin_forward(0, torch.arange(3))
     wide = dice.keep_mask((3, CHUNK_NUMEL + 5), 0.5, CPU)
     dice.begin_forward(0, torch.arange(3))
@@ -112,9 +112,9 @@ def test_one_trial_finds_the_sample_dim():
     for site, shape in {"f": (7, 3), "s": (3, 7), "r": (21, 4), "n": (12, 5), "scalar": ()}.items():
         sites.record(site, torch.Size(shape), 7)
     assert {site: sites.layout(site) for site in sites.layouts} == {
-        "f": "first",
-        "s": "second",
-        "r": "rows",
+        "f": "dim0",
+        "s": "dim1",
+        "r": "flattened",
         "n": "shared",
         "scalar": "shared",
     }
@@ -125,7 +125,7 @@ def test_a_second_trial_settles_what_the_first_left_open():
     for batch in (3, 5):
         sites.record("time first", torch.Size((3, batch, 8)), batch)
         sites.record("heads", torch.Size((12, 4)), batch)
-    assert sites.layout("time first") == "second"
+    assert sites.layout("time first") == "dim1"
     assert sites.layout("heads") == "shared"
 
 
@@ -137,7 +137,7 @@ def test_a_site_that_no_trial_met_is_refused():
         dice.keep_mask((2, 3), 0.5, CPU)
 
 
-@pytest.mark.parametrize(("kind", "size"), [("first", (4, 2)), ("second", (2, 4)), ("rows", (4, 2))])
+@pytest.mark.parametrize(("kind", "size"), [("dim0", (4, 2)), ("dim1", (2, 4)), ("flattened", (4, 2))])
 def test_a_tensor_that_does_not_fit_the_announced_samples_is_refused(
     kind: SampleLayout, size: tuple[int, int]
 ):
@@ -150,6 +150,6 @@ def test_a_tensor_that_does_not_fit_the_announced_samples_is_refused(
 
 
 def test_a_rank_without_samples_draws_nothing():
-    dice = dice_for("first")
+    dice = dice_for("dim0")
     dice.begin_forward(0, torch.arange(0))
     assert dice.keep_mask((0, 5, 7), 0.5, CPU).shape == (0, 5, 7)

@@ -47,12 +47,12 @@ def weights(**sockets: str) -> dict[str, ParamSpec]:
     ],
 )
 def test_what_stays_whole_says_why(name: str, why: str):
-    found = weights(up="columns", down="rows", odd="columns", never="columns")[f"layers.1.{name}"]
+    found = weights(up="colwise", down="rowwise", odd="colwise", never="colwise")[f"layers.1.{name}"]
     assert (found.role, found.not_shardable_reason) == ("", why)
 
 
 def test_layers_whose_widths_do_not_agree_are_named_with_them():
-    found = weights(up="columns", down="replicated", odd="rows")
+    found = weights(up="colwise", down="replicated", odd="rowwise")
     assert (
         found["layers.0.odd.weight"].not_shardable_reason
         == "odd takes in 8 features, and what comes is up 12"
@@ -64,9 +64,9 @@ def test_layers_whose_widths_do_not_agree_are_named_with_them():
 
 
 def test_what_the_user_declares_is_kept_beside():
-    found = weights(up="columns", down="rows", conv="columns")
+    found = weights(up="colwise", down="rowwise", conv="colwise")
     assert (
-        found["layers.0.conv.weight"].declared_role == found["layers.0.up.weight"].declared_role == "columns"
+        found["layers.0.conv.weight"].declared_role == found["layers.0.up.weight"].declared_role == "colwise"
     )
     assert (
         found["layers.0.up.weight"].not_shardable_reason == found["layers.0.odd.weight"].declared_role == ""
@@ -76,6 +76,6 @@ def test_what_the_user_declares_is_kept_beside():
 def test_of_layers_side_by_side_the_last_takes_in_what_the_others_give_out():
     lines = suggest_roles(["h.*.attend.q", "h.*.attend.k", "h.*.attend.o", "h.*.up"])
     assert lines.endswith(
-        "sockets={'h.*.attend.q': 'columns', 'h.*.attend.k': 'columns', 'h.*.attend.o': 'rows'})"
+        "layer_roles={'h.*.attend.q': 'colwise', 'h.*.attend.k': 'colwise', 'h.*.attend.o': 'rowwise'})"
     )
-    assert suggest_roles([], ["embed"]).endswith("sockets={'embed': 'vocabulary'})")
+    assert suggest_roles([], ["embed"]).endswith("layer_roles={'embed': 'vocab'})")

@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 def test_a_pair_has_its_products_and_what_lies_between():
     tokens = torch.zeros(2, 5, dtype=torch.long)
-    roles = {"layers.*.up": "columns", "layers.*.down": "rows", "layers.*.side": "replicated"}
+    roles = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "layers.*.side": "replicated"}
     found = analyze(
         lambda: Model(Net(Block), layer_roles=roles), {"input_ids": tokens, "labels": tokens}
     ).model_spec

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
-from meshwright.comm.collectives.group import Entry, World
+from meshwright.comm.collectives.group import LedgerEntry, World
 from meshwright.engine.forward.block_collectives import BlockCollectives
 from meshwright.model.sequence_parallel.attention_call import ShardedAttentionCall, describe_mask
 from meshwright.model.sequence_parallel.conv_call import Conv1dImpl
@@ -24,7 +24,7 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 
 ROWS = 2
 VISIT = "layers.0"
@@ -88,34 +88,34 @@ class Rank:
     """What a strategy may touch of one rank, as far as attention goes."""
 
     def __init__(self, world: World, space: ShardingPlan) -> None:
-        self.plan = SimpleNamespace(space=space.at_coordinate(world.mesh.coordinate(world.rank)))
+        self.plan = SimpleNamespace(sharding=space.at_coordinate(world.mesh.coordinate(world.rank)))
         self.answer: Callable[[ShardedAttentionCall], torch.Tensor] | None = None
         self.beside: Conv1dImpl | None = None
         self._world = world
-        self._state: Any = SimpleNamespace(world=world, acting="F")
+        self._state: Any = SimpleNamespace(world=world, current_action="F")
         self._inner = BlockCollectives(self._state)
 
     def act(self, action: str) -> None:
         """What is moved from now on is for `action`."""
         self._state.current_action = action
 
-    def move(
-        self, tensor: torch.Tensor, axis: str, src: Placement, dst: Placement, meanwhile: Any = None
+    def redistribute(
+        self, tensor: torch.Tensor, axis: str, src: Placement, dst: Placement, overlap_fn: Any = None
     ) -> torch.Tensor:
-        return self._inner.redistribute(tensor, axis, src, dst, meanwhile)
+        return self._inner.redistribute(tensor, axis, src, dst, overlap_fn)
 
-    def exchange(
-        self, tensor: torch.Tensor, axis: str, src: Placement, dst: Placement, near: int = 0
+    def redistribute_uncached(
+        self, tensor: torch.Tensor, axis: str, src: Placement, dst: Placement, num_neighbours: int = 0
     ) -> torch.Tensor:
-        return self._inner.redistribute_uncached(tensor, axis, src, dst, near)
+        return self._inner.redistribute_uncached(tensor, axis, src, dst, num_neighbours)
 
-    def shift(self, output: torch.Tensor, tensor: torch.Tensor, axis: str, by: int = 1) -> Any:
-        return self._world.group((axis,)).shift(output, tensor, by=by, action=self._state.current_action)
+    def shift(self, output: torch.Tensor, tensor: torch.Tensor, axis: str, offset: int = 1) -> Any:
+        return self._world.group((axis,)).shift(output, tensor, offset=offset, action=self._state.current_action)
 
-    def attend(self, answer: Callable[[ShardedAttentionCall], torch.Tensor]) -> None:
+    def set_attention(self, answer: Callable[[ShardedAttentionCall], torch.Tensor]) -> None:
         self.answer = answer
 
-    def convolve(self, answer: Conv1dImpl) -> None:
+    def set_convolution(self, answer: Conv1dImpl) -> None:
         self.beside = answer
 
 
@@ -135,17 +135,17 @@ class Answered:
     """What all ranks together have given, as one device would, and what each has issued."""
 
     found: tuple[torch.Tensor, ...]
-    entries: tuple[tuple[Entry, ...], ...]
+    entries: tuple[tuple[LedgerEntry, ...], ...]
 
 
 def answered(strategy: Strategy, given: Case, mesh: Mesh) -> Answered:
     """`given`, answered by `strategy`: each rank is handed its own tokens."""
     space = strategy.place(space_of(mesh, [given.attend]))
 
-    def play(world: World) -> tuple[list[torch.Tensor], list[Entry]]:
+    def play(world: World) -> tuple[list[torch.Tensor], list[LedgerEntry]]:
         return _played(world, strategy, space, given)
 
-    ranks = on_threads(play, mesh)
+    ranks = run_on_threads(play, mesh)
     whole = [torch.zeros_like(each) for each in (given.grad, *given.inputs)]
     for rank, (locals_, _) in enumerate(ranks):
         for at, (all_of, local) in enumerate(zip(whole, locals_, strict=True)):
@@ -172,10 +172,10 @@ def _share(space: ShardingPlan, rank: int, length: int) -> TokenShard:
 
 def _played(
     world: World, strategy: Strategy, space: ShardingPlan, given: Case
-) -> tuple[list[torch.Tensor], list[Entry]]:
+) -> tuple[list[torch.Tensor], list[LedgerEntry]]:
     rank, share = Rank(world, space), _share(space, world.rank, given.query.shape[2])
     strategy.bind(rank)
-    world.ledger.recording = True
+    world.ledger.is_recording = True
     leaves = [
         share.take_local(each.detach(), 2).clone().requires_grad_()
         for each in (given.query, given.key, given.value)
@@ -202,9 +202,9 @@ def worst(given: Case, strategy: Strategy, mesh: Mesh) -> float:
 Sent = dict[str, list[tuple[str, int, int, str]]]  # by action: collectives, ranks that meet, bytes, dtypes
 
 
-def issued(entries: Sequence[Entry]) -> Sent:
+def issued(entries: Sequence[LedgerEntry]) -> Sent:
     """What a rank has issued in a forward, F, and in a backward, B."""
-    said = [(entry.action, (entry.collective, entry.size, entry.nbytes, entry.dtype)) for entry in entries]
+    said = [(entry.action, (entry.collective, entry.group_size, entry.nbytes, entry.dtype)) for entry in entries]
     return {action: [each for name, each in said if name == action] for action in "FB"}
 
 

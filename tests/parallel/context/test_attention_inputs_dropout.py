@@ -84,7 +84,7 @@ def test_rows_of_two_tokens_are_refused_where_a_slice_looks_like_all_of_them() -
     rows = batches(1, ROWS, 2)
     reading = analyze(gpt2(), rows[0])
     plan = make_plan(reading, JOB, Mesh(cp=2), (RingAttention(), DDP(axis="cp")))
-    with pytest.raises(PlanError, match="of rows of 2 tokens: not clear for which of them"):
+    with pytest.raises(PlanError, match="of sequences of 2 tokens: the slice is ambiguous"):
         verify(reading, plan, rows)
 
 

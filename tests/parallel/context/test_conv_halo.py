@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
-from meshwright.comm.collectives.group import Entry, World
+from meshwright.comm.collectives.group import LedgerEntry, World
 from meshwright.model.sequence_parallel.conv_call import Conv1dArguments, ShardedConv1dCall
 from meshwright.model.sequence_parallel.token_shard import TokenShard
 from meshwright.parallel.context import conv_halo
@@ -33,7 +33,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.parallel.context.attention_answers import Rank
 from tests.parallel.tensor.odd_llama import known
 
@@ -114,13 +114,13 @@ def space_of(mesh: Mesh, convolve: ConvSpec) -> ShardingPlan:
 
 def played(
     world: World, space: ShardingPlan, strategy: ContextParallel, given: Case
-) -> tuple[list[torch.Tensor], list[Entry]]:
+) -> tuple[list[torch.Tensor], list[LedgerEntry]]:
     rank, length = Rank(world, space), given.known.num_tokens
     spans = space.sequence_sharding.token_ranges(length, world.rank)
     share = TokenShard(length, spans)
     strategy.bind(rank)
     assert rank.beside is not None
-    world.ledger.recording = True
+    world.ledger.is_recording = True
     leaves = [
         each.detach().clone().requires_grad_()
         for each in (share.take_padded(given.input, 2), given.weight, given.bias)
@@ -139,11 +139,11 @@ def played(
 
 def answered(
     strategy: ContextParallel, given: Case, ranks: int
-) -> tuple[list[torch.Tensor], list[list[Entry]]]:
+) -> tuple[list[torch.Tensor], list[list[LedgerEntry]]]:
     """What all ranks together have given, as one device would; and what each has issued."""
     mesh = Mesh(cp=ranks)
     space = strategy.place(space_of(mesh, given.known))
-    results = on_threads(lambda world: played(world, space, strategy, given), mesh)
+    results = run_on_threads(lambda world: played(world, space, strategy, given), mesh)
     found = [torch.zeros_like(each) for each in (given.grad, *given.inputs)]
     for rank, (locals_, _) in enumerate(results):
         at = 0
@@ -192,7 +192,7 @@ def test_bytes_are_those_of_the_formula_on_every_rank(
     )
     formula = spans * ROWS * WIDTH * (4 - 1) * 2 * (ranks - 1) * 8
     for entries in answered(strategy, given, ranks)[1]:
-        assert [(each.action, each.collective, each.sent) for each in entries] == [
+        assert [(each.action, each.collective, each.sent_nbytes) for each in entries] == [
             ("F", "all_gather", formula),
             ("B", "reduce_scatter", formula),
         ]

@@ -18,7 +18,7 @@ from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
-from meshwright.parallel.memory.tiled_compute import ChunkedLoss
+from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.data_source import DataConfig, ModelConfig
@@ -286,7 +286,7 @@ def test_an_mlp_that_convolves_is_not_run_in_tiles() -> None:
             self.layers[2] = Block()
 
     equal(made(Own), Mesh(cp=2), RingAttention(), COPIES)
-    assert "set mlp = 1" in refused(Own, RingAttention(), ChunkedLoss(num_chunks=1, num_tiles=2))
+    assert "remove the strategy tiled_mlp" in refused(Own, RingAttention(), TiledMLP(num_tiles=2))
 
 
 def test_a_convolution_of_neighbours_on_this_rank_alone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

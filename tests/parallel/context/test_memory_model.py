@@ -10,7 +10,7 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.model_spec.sequence_info import AttentionSpec, SequenceSharding
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action, Program, Transfer
-from meshwright.planner.program_cost.memory import peak_bytes
+from meshwright.planner.program_cost.memory import peak_nbytes
 from meshwright.testing.ranks import ProcessPool
 from tests.parallel.context.attention_answers import space_of
 
@@ -46,7 +46,7 @@ def off(pool: ProcessPool, how: str) -> list[float]:
     """How much more than planned lived on each rank, as a share."""
     case = Case(1024, how, 0)
     plan, seen = case.plan(), pool.run(lived, case.mesh, case, timeout_s=120)
-    return [found.step / peak_bytes(plan, rank) - 1 for rank, found in enumerate(seen) if found is not None]
+    return [found.step / peak_nbytes(plan, rank) - 1 for rank, found in enumerate(seen) if found is not None]
 
 
 @pytest.mark.parametrize("how", ["ring", "ulysses", "hybrid"])
@@ -59,7 +59,7 @@ def test_what_lives_is_what_is_planned(process_pool: ProcessPool, how: str):
 def test_messages_that_are_counted_at_the_wrong_moment_are_noticed(monkeypatch: pytest.MonkeyPatch):
     """The planted bug: what travels is put on top of the fullest moment, whenever that is."""
     case = Case(1024, "ring", 0)
-    right = peak_bytes(case.plan(), 0)
+    right = peak_nbytes(case.plan(), 0)
 
     def always(program: Program, *given: object, **said: object) -> Program:
         def more(action: Action) -> Action:
@@ -69,8 +69,8 @@ def test_messages_that_are_counted_at_the_wrong_moment_are_noticed(monkeypatch: 
 
         return program.edit(lambda actions: [more(action) for action in actions])
 
-    monkeypatch.setattr(ring, "with_room", always)
-    assert peak_bytes(case.plan(), 0) > (1 + OFF) * right
+    monkeypatch.setattr(ring, "add_attention_memory", always)
+    assert peak_nbytes(case.plan(), 0) > (1 + OFF) * right
 
 
 def test_a_ring_holds_two_messages_of_keys_and_up_to_four_of_gradients():

@@ -32,7 +32,15 @@ from tests.parallel.tensor.odd_llama import known
 
 ROWS, LENGTH, WIDTH = 4, 12, 48
 LAYERS = ("model.layers.0", "model.layers.1")
-SHAPE = {"heads": 6, "groups": 3, "width": 8, "values": 8, "queries": LENGTH, "keys": LENGTH, "causal": True}
+SHAPE = {
+    "num_heads": 6,
+    "num_kv_heads": 3,
+    "head_dim": 8,
+    "value_head_dim": 8,
+    "query_len": LENGTH,
+    "key_len": LENGTH,
+    "is_causal": True,
+}
 TOKENS = SequenceInfo(
     LENGTH,
     ("input_ids",),
@@ -127,7 +135,7 @@ def test_a_length_that_does_not_divide_sends_what_the_longest_share_has() -> Non
         11,
         ("input_ids",),
         ("labels",),
-        attention_calls=(AttentionSpec(LAYERS[0], **(SHAPE | {"queries": 11, "keys": 11})),),
+        attention_calls=(AttentionSpec(LAYERS[0], **(SHAPE | {"query_len": 11, "key_len": 11})),),
     )
     most = max(SequenceSharding(3).num_tokens(11, index) for index in range(3))
     assert most == 4
@@ -229,9 +237,9 @@ def test_an_axis_for_other_things_is_refused() -> None:
 
 def test_words_that_it_does_not_know_are_refused_all_at_once() -> None:
     said = refusal(2, RingAttention(load_balance="zigzak", comm_dtype="float8"), DDP("cp"))  # type: ignore[arg-type]  # that is the point
-    assert "strategies.ring.balance: balance = 'zigzak'\n  repair: did you mean 'zigzag'?" in said
+    assert "strategies.ring.load_balance: load_balance = 'zigzak'\n  repair: did you mean 'zigzag'?" in said
     assert (
-        "strategies.ring.wire: keys and values cannot travel in 'float8'\n  repair: write wire = \"bfloat16\""
+        "strategies.ring.comm_dtype: keys and values cannot travel in 'float8'\n  repair: write comm_dtype = \"bfloat16\""
         in said
     )
 
@@ -259,7 +267,7 @@ def test_blocks_that_mix_tokens_are_refused_by_name() -> None:
 
 
 def test_a_loss_of_the_whole_batch_and_a_second_deal_are_refused() -> None:
-    assert "the loss takes the rows of the whole batch at once" in refusal(2, whole_batch=True)
+    assert "the loss takes the rows of the whole batch at once" in refusal(2, needs_global_batch=True)
     said = refusal(2, RingAttention(), RingAttention(load_balance="contiguous"), DDP("cp"))
     assert (
         "the tokens of each sample are dealt along cp already\n  repair: keep one of the strategies that deal them"

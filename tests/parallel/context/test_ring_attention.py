@@ -15,7 +15,7 @@ from meshwright.parallel.context.ring import LOAD_BALANCES, ring_sharding
 from meshwright.parallel.context.ring_attention import ring_attention
 from meshwright.plan.model_spec.sequence_info import SequenceSharding, TokenRange
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.parallel.context.dense_attention import MASKS, gap, mask_of, sample, with_gradients
 
 SCALE, EXACT = 0.6, 1e-12
@@ -60,7 +60,7 @@ def run(
             out.backward(grad)
         return [out.detach(), *(each.grad for each in own), None if rows is None else rows.grad]
 
-    parts = on_threads(play, Mesh(cp=ranks))
+    parts = run_on_threads(play, Mesh(cp=ranks))
     return [_joined(deal, [part[at] for part in parts], keys if at in (2, 3) else length) for at in range(5)]
 
 
@@ -286,7 +286,7 @@ def test_a_ring_in_the_wrong_direction_is_noticed() -> None:
     given = sample(24)
     true = with_gradients(given, None, causal=True, scale=SCALE)
     backwards = run(
-        given, 3, causal=True, shift=lambda group: lambda output, tensor: group.shift(output, tensor, by=2)
+        given, 3, causal=True, shift=lambda group: lambda output, tensor: group.shift(output, tensor, offset=2)
     )
     assert gap(backwards[0], true[0]) > 0.01
 
@@ -302,7 +302,7 @@ def test_what_is_handed_on_may_be_written_into():
         handed = out.transpose(1, 2).reshape(out.shape[0], 7, -1)
         return [*torch.autograd.grad(handed.mul_(2).sum(), (query, key, value))]
 
-    (found,) = on_threads(play, Mesh())
+    (found,) = run_on_threads(play, Mesh())
     out = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=SCALE, enable_gqa=True
     )

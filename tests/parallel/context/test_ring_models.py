@@ -192,9 +192,9 @@ def test_padding_is_attended_to_by_nobody(make):
 @pytest.mark.parametrize(
     ("mesh", "names"),
     [
-        (Mesh(cp=3), ["ring", "replicate"]),
-        (Mesh(dp_replicate=2, cp=2), ["ring", "batch", "replicate"]),
-        (Mesh(dp_shard=2, cp=2), ["ring", "batch", "zero"]),
+        (Mesh(cp=3), ["ring", "ddp"]),
+        (Mesh(dp_replicate=2, cp=2), ["ring", "batch_split", "ddp"]),
+        (Mesh(dp_shard=2, cp=2), ["ring", "batch_split", "zero"]),
     ],
     ids=str,
 )

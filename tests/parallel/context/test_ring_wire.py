@@ -40,7 +40,7 @@ def test_keys_that_are_off_by_more_are_noticed(monkeypatch: pytest.MonkeyPatch) 
     def wrong(out, lse, more, more_lse):
         return merge(out, lse, more * 1.3, more_lse)
 
-    monkeypatch.setattr(ring_attention, "merge", wrong)
+    monkeypatch.setattr(ring_attention, "merge_outputs", wrong)
     plan = make_plan(known(), JOB, Mesh(cp=3), (RingAttention(comm_dtype="bfloat16"), COPIES))
     assert not verify(known(), plan, batches(2, ROWS)).passed
 

@@ -28,7 +28,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Program, Transfer
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.argument_names import named
 from tests.parallel.context import pooling_models
 from tests.parallel.context.pooling_models import (
@@ -158,7 +158,7 @@ def test_evaluations_find_the_loss_of_one_device(make: type[nn.Module]):
             with parallelize(known(make), plan, world=world) as engine:
                 return engine.evaluate([engine.local_batch(each) for each in rows(2)]).loss
 
-        return on_threads(rank, mesh)
+        return run_on_threads(rank, mesh)
 
     (alone,) = losses(Mesh())
     assert losses(Mesh(cp=3), RingAttention(), COPIES) == pytest.approx([alone] * 3, rel=1e-5)

@@ -25,7 +25,7 @@ from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.parallel.context.test_ring_models import COPIES, ROWS, Attention, Own, equal, gpt2
 from tests.parallel.tensor.odd_llama import SIZES, batches, known
 
@@ -151,7 +151,7 @@ def found(reading: AnalyzedModel, plan: Plan, length: int) -> list[tuple[Evaluat
                 engine.local_batch(rows[0])
             ).loss
 
-    return on_threads(rank, plan.mesh)
+    return run_on_threads(rank, plan.mesh)
 
 
 @pytest.mark.parametrize("length", [9, 13])
@@ -178,16 +178,16 @@ class InPlace(Own):
 def test_no_part_begins_where_nobody_knows_which_tokens_a_rank_has():
     reading = analyze(InPlace(), batches(1, ROWS)[0])
     closed = {
-        each.visit: each
+        each.block_call: each
         for each in add_stage_boundaries(
             reading, sequence_sharded=True
         ).model_spec.stage_boundaries.closed_boundaries
     }
     assert "layers.1" in closed
-    assert "which tokens a rank has of 'layers.0+0~'" in closed["layers.1"].why
+    assert "which tokens a rank has of 'layers.0+0~'" in closed["layers.1"].not_sharded_reason
     assert closed["layers.1"].fix == "write x = x + y for x += y between blocks"
     assert "layers.1" not in {
-        each.visit for each in add_stage_boundaries(reading).model_spec.stage_boundaries.closed_boundaries
+        each.block_call for each in add_stage_boundaries(reading).model_spec.stage_boundaries.closed_boundaries
     }
     equal(reading, planned(reading, Mesh(pp=2, cp=2), Pipeline(), RingAttention(), COPIES))
 

@@ -24,7 +24,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.report.terminal.plan_notes import token_words
+from meshwright.report.terminal.plan_notes import sequence_sharding_text
 from meshwright.verifier.static_checks import static_checks
 from meshwright.verifier.verdict import Verdict
 from tests.model.sequence_analysis.test_block_inputs import LOSS, Images, Towers
@@ -226,7 +226,7 @@ def test_the_plan_says_how_many_there_are() -> None:
     model = t5()
     reading = analyze(model, batches(model, 1)[0])
     job = Job(ModelConfig("own"), DataConfig("random", sequence=THEIRS), TrainConfig(batch=ROWS))
-    said = token_words(make_plan(reading, job, Mesh(cp=2), (RingAttention(), COPIES), 1))["tokens"]
+    said = sequence_sharding_text(make_plan(reading, job, Mesh(cp=2), (RingAttention(), COPIES), 1))["tokens"]
     assert said.startswith("13 of each sample on 2 ranks: 6 to 7 each, and 9: 4 to 5")
 
 

@@ -102,7 +102,7 @@ def test_bytes_are_those_of_the_paper() -> None:
     ranks, heads, groups, width, length = 4, 8, 4, 4, 12
     given = case(heads, groups, length)
     sent = sum(
-        entry.sent for entry in answered(Ulysses(), given, Mesh(cp=ranks)).entries[0] if entry.action == "F"
+        entry.sent_nbytes for entry in answered(Ulysses(), given, Mesh(cp=ranks)).entries[0] if entry.action == "F"
     )
     elements = (2 + 2 * groups / heads) * ROWS * length * heads * width / ranks * (ranks - 1) / ranks
     assert sent == 8 * elements

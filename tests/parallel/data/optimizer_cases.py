@@ -17,7 +17,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.run.data.feed import ExampleDataset, open_feed
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import VOCABULARY, player_of, rows, tiny_job
 
 USUAL = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-6}
@@ -86,7 +86,7 @@ def outcome(
     reading: AnalyzedModel, plan: Plan, make: OptimizerFactory | None = None, steps: int = STEPS
 ) -> dict[str, torch.Tensor]:
     """What all ranks of `plan` agree on after so many steps."""
-    found = on_threads(
+    found = run_on_threads(
         lambda world: trained(player_of(reading, plan, world, optimizer=make), world, steps), plan.mesh
     )
     for other in found[1:]:

@@ -16,7 +16,7 @@ from meshwright.plan.sharding.placement import I, P, R, S
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.single_device import FIRST_ROLE, sequential_stage_calls, single_device_program
 from meshwright.run.data.shuffle import ShuffledOrder
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.paper_model import Paper
 from tests.tiny_model import ROWS, case_of, plan_of, player_of, reading_of, rows, tiny_job, verdict_of
 
@@ -72,7 +72,7 @@ def test_activations_of_a_rank_are_an_nth(ranks: int):
 def test_samples_are_not_split_along_the_axis_of_features():
     with pytest.raises(PlanError) as caught:
         plan_of(reading_of(), 2, [BatchSplit("tp")])
-    assert "strategies.batch.axis: samples cannot be split along 'tp'" in str(caught.value)
+    assert "strategies.batch_split.axis: samples cannot be split along 'tp'" in str(caught.value)
     assert "choose one of: dp_replicate, dp_shard" in str(caught.value)
 
 
@@ -136,9 +136,9 @@ def test_metrics_are_the_same_on_every_rank(reading: AnalyzedModel):
             for step in range(2)
         ]
 
-    first, *others = on_threads(body, plan.mesh)
+    first, *others = run_on_threads(body, plan.mesh)
     assert all(other == first for other in others)
-    assert [metrics.stop for metrics in first] == [False, True], "one rank asks, all ranks know"
+    assert [metrics.stop_requested for metrics in first] == [False, True], "one rank asks, all ranks know"
 
 
 def test_the_loss_is_that_of_the_global_batch_not_the_mean_of_means(reading: AnalyzedModel):
@@ -155,7 +155,7 @@ def test_the_loss_is_that_of_the_global_batch_not_the_mean_of_means(reading: Ana
     ]
     counts = [(part["labels"] != IGNORE_INDEX).sum().item() for part in parts]
     assert len(set(counts)) > 1
-    loss = on_threads(
+    loss = run_on_threads(
         lambda world: player_of(reading, plan, world).step(feed(plan, world.rank)(0)).loss, plan.mesh
     )[0]
     assert loss == pytest.approx(sum(sums).item() / sum(counts), rel=1e-13)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshwright.api import parallelize, select_local_batch, trace, verify
-from meshwright.comm.collectives.group import Entry, World
+from meshwright.comm.collectives.group import LedgerEntry, World
 from meshwright.engine.losses.global_batch import GlobalBatchLoss
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
@@ -23,7 +23,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.run.data.feed import ExampleDataset, open_feed
-from meshwright.testing.ranks import ProcessPool, on_threads
+from meshwright.testing.ranks import ProcessPool, run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.two_tower_model import CONTRASTIVE, global_batches, reading_of_towers, towers_plan
 from tests.tiny_model import (
@@ -81,7 +81,7 @@ def on_a_process(world: World) -> tuple[float, dict[str, torch.Tensor]]:
 
 def test_processes_do_as_threads_do_and_all_ranks_end_with_the_same_parameters(process_pool: ProcessPool):
     mesh = Mesh(dp_replicate=3)
-    threads, processes = on_threads(on_a_process, mesh), process_pool.run(on_a_process, mesh)
+    threads, processes = run_on_threads(on_a_process, mesh), process_pool.run(on_a_process, mesh)
     for (loss, parameters), (other, twins) in zip(threads, processes, strict=True):
         assert loss == pytest.approx(other, rel=1e-13)
         assert all(torch.allclose(value, twins[name], rtol=1e-12) for name, value in parameters.items())
@@ -100,28 +100,28 @@ def test_only_the_master_reads_data_and_it_reads_all_of_it(reading: AnalyzedMode
     assert [len(batch["labels"]) for batch in shares] == [7, 0, 0]
 
 
-def entries_of(reading: AnalyzedModel, plan: Plan) -> list[list[Entry]]:
+def entries_of(reading: AnalyzedModel, plan: Plan) -> list[list[LedgerEntry]]:
     """What each rank issues in one step."""
 
-    def body(world: World) -> list[Entry]:
+    def body(world: World) -> list[LedgerEntry]:
         player = player_of(reading, plan, world)
-        world.ledger.recording = True
+        world.ledger.is_recording = True
         player.step(select_local_batch({key: value[:12] for key, value in rows().items()}, plan, world.rank))
         return list(world.ledger.entries)
 
-    return on_threads(body, plan.mesh)
+    return run_on_threads(body, plan.mesh)
 
 
-def through(entries: list[list[Entry]], rank: int) -> float:
+def through(entries: list[list[LedgerEntry]], rank: int) -> float:
     """The bytes that leave `rank` or come to it, without the two small messages of `batch`."""
     work = [
         [entry for entry in mine if entry.action not in ("TOKEN_COUNT()", "LOSS_SUM()")] for mine in entries
     ]
-    sent = sum(entry.sent for entry in work[rank])
+    sent = sum(entry.sent_nbytes for entry in work[rank])
     to_it = ("gather", "reduce") if rank == 0 else ()
-    come = sum(entry.sent for mine in work for entry in mine if entry.collective in to_it)
+    come = sum(entry.sent_nbytes for mine in work for entry in mine if entry.collective in to_it)
     come += sum(entry.nbytes for entry in work[rank] if entry.collective in ("scatter", "broadcast") and rank)
-    return sent + come + sum(entry.sent for entry in work[rank] if entry.collective == "all_reduce")
+    return sent + come + sum(entry.sent_nbytes for entry in work[rank] if entry.collective == "all_reduce")
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -179,14 +179,14 @@ def test_the_leader_steps_masters_of_wider_dtype_and_hands_out_rounded_weights(r
             return weights, engine.executor.memory_by_category().get("master", 0)
 
     alone = plan_of(reading, 1, (), job=tiny_job(precision=mixed))
-    led = on_threads(lambda world: body(world, led_plan(reading, precision=mixed)), Mesh(dp_replicate=3))
-    wanted, nbytes = on_threads(lambda world: body(world, alone), alone.mesh)[0]
+    led = run_on_threads(lambda world: body(world, led_plan(reading, precision=mixed)), Mesh(dp_replicate=3))
+    wanted, nbytes = run_on_threads(lambda world: body(world, alone), alone.mesh)[0]
     assert [held for _, held in led] == [nbytes, 0, 0]
     for weights, _ in led:
         assert weights == led[0][0]
         for name, values in weights.items():
             assert values == pytest.approx(wanted[name], rel=0.05, abs=0.02)
-    with pytest.raises(PlanError, match=r"scaled for float16, and one rank alone would know of an overflow"):
+    with pytest.raises(PlanError, match=r"scaled for float16, and only the rank that updates"):
         led_plan(reading, precision=PrecisionConfig(compute="float16"))
 
 
@@ -207,7 +207,7 @@ def test_a_step_without_rows_is_skipped_by_all(reading: AnalyzedModel):
     def body(world: World) -> bool:
         return player_of(reading, plan, world).step(None).is_skipped
 
-    assert on_threads(body, plan.mesh) == [True] * 3
+    assert run_on_threads(body, plan.mesh) == [True] * 3
 
 
 def test_a_checkpoint_holds_the_moments_that_the_master_alone_has(reading: AnalyzedModel, tmp_path: Path):
@@ -222,7 +222,7 @@ def test_a_checkpoint_holds_the_moments_that_the_master_alone_has(reading: Analy
             engine.load(saved)
             return [*after, *(engine.step(engine.local_batch(batch)).loss for _ in range(2))]
 
-    for first, second, again, repeated in on_threads(body, plan.mesh):
+    for first, second, again, repeated in run_on_threads(body, plan.mesh):
         assert (first, second) == (again, repeated)
 
     def other(world: World) -> list[float]:  # the same checkpoint under another plan
@@ -230,13 +230,13 @@ def test_a_checkpoint_holds_the_moments_that_the_master_alone_has(reading: Analy
             engine.load(next(tmp_path.glob("step-*")))
             return [engine.step(engine.local_batch(batch)).loss for _ in range(2)]
 
-    assert on_threads(other, Mesh(dp_replicate=2))[0] == pytest.approx([first, second], rel=1e-12)
+    assert run_on_threads(other, Mesh(dp_replicate=2))[0] == pytest.approx([first, second], rel=1e-12)
 
 
 def test_a_gradient_handed_to_the_wrong_rank_is_noticed(
     reading: AnalyzedModel, monkeypatch: pytest.MonkeyPatch
 ):
-    taken = GlobalBatchLoss._handed_out
+    taken = GlobalBatchLoss._scatter_samples
 
     def shifted(
         self: GlobalBatchLoss, action: Action, column: Any, whole: torch.Tensor | None
@@ -244,7 +244,7 @@ def test_a_gradient_handed_to_the_wrong_rank_is_noticed(
         swapped = whole.roll(4, 0) if whole is not None and "gradient" in action.subject else whole
         return taken(self, action, column, swapped)
 
-    monkeypatch.setattr(GlobalBatchLoss, "_handed_out", shifted)
+    monkeypatch.setattr(GlobalBatchLoss, "_scatter_samples", shifted)
     step, quantity, _, _ = first_of(verdict_of(case_of(reading, led_plan(reading))))
     assert (step, quantity) == (0, "gradient")
 
@@ -277,7 +277,7 @@ def test_an_exchange_that_is_left_out_is_no_proof(reading: AnalyzedModel, left_o
             Mesh(dp_replicate=3),
             {},
             2,
-            "the loss is taken on the whole global batch at once, and micro_batch = 2 cuts",
+            "the loss is computed on the whole global batch at once, and micro_batch = 2 splits",
         ),
         (Mesh(dp_replicate=3, tp=2), {}, 0, "the ranks along tp would each have a master of their own"),
         (Mesh(dp_replicate=3), {"guard": LossGuard("stop")}, 0, 'set guard.action = "off"'),
@@ -300,14 +300,14 @@ def test_what_it_cannot_do_is_refused_with_the_repair(
 
 def test_an_output_of_the_master_alone_is_refused():
     with pytest.raises(
-        PlanError, match=r"(?s)output2 of shape \[\], which is not per row.*use the strategy \"replicate\""
+        PlanError, match=r"(?s)output2 of shape \[\], which is not per row.*use the strategy \"ddp\""
     ):
         towers_plan(reading_of_towers(), Mesh(dp_replicate=3), LED)
 
 
 def test_it_is_one_of_two_stores_on_an_axis():
     with pytest.raises(
-        PlanError, match="master and replicate both decide how weights are stored along dp_replicate"
+        PlanError, match="data_parallel_master and ddp both decide how parameters are stored along dp_replicate"
     ):
         plan_of(reading_of(), 3, (*LED, DDP()))
 

@@ -20,7 +20,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.param_sharding import ParamGroup, ParamSharding
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import planned_messages
 from meshwright.verifier.static_checks import static_checks
 from tests.paper_model import Paper
@@ -71,11 +71,11 @@ def test_the_program_sends_two_n_minus_one_nths_of_the_gradients(ranks: int, pre
 
 def ledger_of(reading: AnalyzedModel, plan: Plan, world: World) -> dict[str, float]:
     """What one rank sends in one step, per action, held against the program in passing."""
-    world.ledger.recording = True
+    world.ledger.is_recording = True
     player_of(reading, plan, world).step({key: value[: plan.local_batch] for key, value in rows().items()})
     issued = [(e.action, e.collective, e.axes, e.nbytes, e.algorithm) for e in world.ledger.entries]
     assert issued == planned_messages(plan)
-    return dict(world.ledger.sent)
+    return dict(world.ledger.sent_nbytes)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda precision: precision.reduce)
@@ -92,7 +92,7 @@ def test_rank_777_of_1024_sends_what_the_law_says(reading: AnalyzedModel, precis
 def test_every_rank_sends_what_the_law_says(reading: AnalyzedModel, ranks: int):
     plan = plan_of(reading, ranks, (BatchSplit(), DDP(bucket_mb=300 / MIB)), 2)
     nbytes = sum(weight.numel for weight in reading.model_spec.trainable) * 8
-    for sent in on_threads(lambda world: ledger_of(reading, plan, world), plan.mesh):
+    for sent in run_on_threads(lambda world: ledger_of(reading, plan, world), plan.mesh):
         reduced = sum(value for name, value in sent.items() if name.startswith("REDUCE"))
         assert reduced == pytest.approx(float(law(ranks, nbytes)), rel=1e-15)
 
@@ -205,28 +205,28 @@ def test_its_program_is_proved(paper: Paper, precision: PrecisionConfig, micro_b
     [
         (
             DDP("tp"),
-            "strategies.replicate.axis: weights cannot be replicated along 'tp'\n  repair: choose one of: dp_rep",
+            "strategies.ddp.axis: weights cannot be replicated along 'tp'\n  repair: choose one of: dp_rep",
         ),
         (
             DDP("dp_shard"),
-            'nothing splits the batch there\n  repair: add [[strategies]] name = "batch", axis = "dp_shard"',
+            'nothing splits the batch there\n  repair: add [[strategies]] name = "batch_split", axis = "dp_shard"',
         ),
         (
             DDP(bucket_mb=0.0),
-            "strategies.replicate.bucket_mb: buckets of 0.0 MiB\n  repair: write a size above 0",
+            "strategies.ddp.bucket_mb: buckets of 0.0 MiB\n  repair: write a size above 0",
         ),
-        (DDP(bucket_mb=float("nan")), "strategies.replicate.bucket_mb: buckets of nan MiB"),
+        (DDP(bucket_mb=float("nan")), "strategies.ddp.bucket_mb: buckets of nan MiB"),
         (
             DDP(algorithm="rng"),
-            "strategies.replicate.algorithm: there is no all_reduce algorithm 'rng'\n  repair: did you",
+            "strategies.ddp.algorithm: there is no all_reduce algorithm 'rng'\n  repair: did you",
         ),
         (
             DDP(algorithm="hierarchical/2"),
-            "strategies.replicate.algorithm: hierarchical/2: 3 ranks are no whole number of",
+            "strategies.ddp.algorithm: hierarchical/2: 3 ranks are no whole number of",
         ),
         (
             DDP(algorithm="auto"),
-            "strategies.replicate.algorithm: auto needs the measured cost of the links\n  repair: run `mesh",
+            "strategies.ddp.algorithm: auto needs the measured cost of the links\n  repair: run `mesh",
         ),
     ],
     ids=["no data axis", "not split", "size", "nan", "algorithm", "hosts", "auto"],
@@ -242,7 +242,7 @@ def test_whole_copies_along_two_axes_are_refused_with_the_one_axis_to_write():
     with pytest.raises(PlanError) as caught:
         Plan.make(job_in(PrecisionConfig()), Mesh(dp_replicate=2, dp_shard=3), Paper().anatomy, strategies)
     assert [str(fault) for fault in caught.value.diagnostics] == [
-        "strategies.replicate.axis: weights are kept whole along dp_replicate already, and now along dp_shard too\n"
+        "strategies.ddp.axis: weights are kept whole along dp_replicate already, and now along dp_shard too\n"
         "  repair: make it one axis: mesh.dp_replicate = 6, mesh.dp_shard = 1"
     ]
 
@@ -266,7 +266,7 @@ def test_the_bucket_is_the_home_of_its_gradients(reading: AnalyzedModel):
             all(p.grad.untyped_storage().data_ptr() in flats for p in state.subject.trainable.values())
         )
 
-    player_of(reading, plan, FakeWorld(plan.mesh, 1), extra={"CLIP": look}).step(
+    player_of(reading, plan, FakeWorld(plan.mesh, 1), extra_handlers={"CLIP": look}).step(
         {k: v[:4] for k, v in rows().items()}
     )
     assert seen == [True]

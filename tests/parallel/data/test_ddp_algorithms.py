@@ -147,7 +147,7 @@ def compared(world: World, algorithm: str, micro_batch: int) -> tuple[RankReport
     reading = reading_of()
     plan = plan_of(reading, world.mesh.world_size, (BatchSplit(), store(algorithm)), micro_batch)
     case = case_of(reading, plan)
-    return compare_rank(case, world, run_reference(case, 2)), dict(world.ledger.sent)
+    return compare_rank(case, world, run_reference(case, 2)), dict(world.ledger.sent_nbytes)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from meshwright.parallel.data.ddp_naive import NaiveDDP
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.tiny_model import case_of, plan_of, player_of, reading_of, tiny_job, verdict_of
 
@@ -67,7 +67,7 @@ def test_it_equals_replicate_after_ten_steps(reading: AnalyzedModel):
                 player.step(feed(plan, world.rank)(step))
             return {name: p.detach() for name, p in player.state.trained_module.parameters.items()}
 
-        after.append(on_threads(body, plan.mesh)[0])
+        after.append(run_on_threads(body, plan.mesh)[0])
     for name, tensor in after[0].items():
         torch.testing.assert_close(tensor, after[1][name], rtol=1e-12, atol=1e-12)
 
@@ -77,15 +77,15 @@ def test_it_equals_replicate_after_ten_steps(reading: AnalyzedModel):
     [
         (
             NaiveDDP("tp"),
-            "strategies.naive.axis: weights cannot be replicated along 'tp'\n  repair: choose one of: dp_replicate",
+            "strategies.naive_ddp.axis: weights cannot be replicated along 'tp'\n  repair: choose one of: dp_replicate",
         ),
         (
             NaiveDDP("dp_shard"),
-            "strategies.naive: the copies along dp_shard would all see the same samples: nothing splits",
+            "strategies.naive_ddp: the copies along dp_shard would all see the same samples: nothing splits",
         ),
         (
             NaiveDDP(algorithm="tree <= 1 KiB"),
-            "strategies.naive.algorithm: the rule 'tree <= 1 KiB' does not say what larger messages take\n  repair: let it end",
+            "strategies.naive_ddp.algorithm: the rule 'tree <= 1 KiB' does not say what larger messages take\n  repair: let it end",
         ),
     ],
 )
@@ -102,4 +102,4 @@ def test_gradients_in_another_dtype_are_refused(reading: AnalyzedModel):
     ) as caught:
         plan_of(reading, 3, NAIVE, job=job)
     assert caught.value.diagnostics[0].location == "precision.reduce"
-    assert caught.value.diagnostics[0].fix == 'use the strategy "replicate", or make the two dtypes equal'
+    assert caught.value.diagnostics[0].fix == 'use the strategy "ddp", or make the two dtypes equal'

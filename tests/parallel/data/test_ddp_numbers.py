@@ -15,7 +15,7 @@ from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.testing.ranks import ProcessPool, on_threads
+from meshwright.testing.ranks import ProcessPool, run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.tiny_model import case_of, plan_of, player_of, reading_of, tiny_job, verdict_of
 
@@ -68,9 +68,9 @@ def reduced_gradients(
                 name: p.grad.clone() for name, p in state.trained_module.trainable_parameters.items()
             }
 
-        player_of(reading, plan, world, extra={"CLIP": look}).step(feed(plan, world.rank)(0))
+        player_of(reading, plan, world, extra_handlers={"CLIP": look}).step(feed(plan, world.rank)(0))
 
-    on_threads(body, plan.mesh)
+    run_on_threads(body, plan.mesh)
     for other in (0, 2):
         assert all(torch.equal(seen[1][name], seen[other][name]) for name in seen[1]), (
             "every rank holds the same bits"
@@ -120,6 +120,6 @@ def test_replicas_hold_the_same_bits_after_twenty_adam_steps_in_processes(proces
 
 
 def test_the_same_plan_run_twice_gives_the_same_bits():
-    runs = [on_threads(twenty_adam_steps, plan_of(reading_of(), 3).mesh) for _ in range(2)]
+    runs = [run_on_threads(twenty_adam_steps, plan_of(reading_of(), 3).mesh) for _ in range(2)]
     assert runs[0] == runs[1]
     assert runs[0][0] == runs[0][1] == runs[0][2]

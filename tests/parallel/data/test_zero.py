@@ -18,7 +18,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import planned_messages
 from meshwright.verifier.static_checks import static_checks
 from tests.paper_model import Paper
@@ -76,7 +76,7 @@ def test_every_stage_sends_what_the_law_says(ranks: int, micro: int, precision: 
     for zero, gathers, sums in [
         (ZeRO(stage=1), 1, 1),
         (ZeRO(stage=2), 1, micro),
-        (ZeRO(stage=3, gather="micro"), micro, micro),
+        (ZeRO(stage=3, gather="microbatch"), micro, micro),
         (ZeRO(stage=3, gather="step"), 1, micro),
     ]:
         plan = on_paper(zero, ranks, 4 // micro, paper, precision)
@@ -102,7 +102,7 @@ def ledger_of(reading: AnalyzedModel, plan: Plan, world) -> dict[str, float]:
     player_of(reading, plan, world).step({key: value[: plan.local_batch] for key, value in rows().items()})
     issued = [(e.action, e.collective, e.axes, e.nbytes, e.algorithm) for e in world.ledger.entries]
     assert issued == planned_messages(plan)
-    return dict(world.ledger.sent)
+    return dict(world.ledger.sent_nbytes)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -122,7 +122,7 @@ def test_rank_777_of_1024_sends_what_the_law_says(stage: int):
 def test_every_rank_sends_what_the_program_says(stage: int):
     reading = reading_of(tied=True, frozen=False)
     plan = sharded(reading, 3, ZeRO(stage=stage), 2)
-    for told in on_threads(lambda world: ledger_of(reading, plan, world), plan.mesh):
+    for told in run_on_threads(lambda world: ledger_of(reading, plan, world), plan.mesh):
         mine = sum(value for name, value in told.items() if name.startswith("UNSHARD"))
         assert mine == sent(plan, "UNSHARD")
 
@@ -199,7 +199,7 @@ def test_it_refuses(zero: ZeRO, text: str):
 
 def test_shards_without_copies_along_the_other_axis_are_told_to_be_copied():
     with pytest.raises(
-        PlanError, match=r'stay pending sums over dp_replicate\n.*across = "dp_replicate" in the strategy'
+        PlanError, match=r'stay partial sums over dp_replicate\n.*replicate_axis = "dp_replicate" in the strategy'
     ):
         Plan.make(
             tiny_job(), Mesh(dp_replicate=2, dp_shard=2), Paper().anatomy, (BatchSplit(), SHARD, ZeRO())
@@ -208,10 +208,10 @@ def test_shards_without_copies_along_the_other_axis_are_told_to_be_copied():
 
 def test_whole_copies_and_shards_are_refused_together():
     mesh, anatomy, both = Mesh(dp_replicate=2, dp_shard=2), Paper().anatomy, (BatchSplit(), SHARD)
-    with pytest.raises(PlanError, match=r'zero cuts the weights into shards\n.*across = "dp_replicate"'):
+    with pytest.raises(PlanError, match=r'zero cuts the weights into shards\n.*replicate_axis = "dp_replicate"'):
         Plan.make(tiny_job(), mesh, anatomy, (*both, ZeRO(), DDP()))
     with pytest.raises(
-        PlanError, match=r'stores the weights along dp_replicate already\n.*across = "dp_replicate"'
+        PlanError, match=r'stores the weights along dp_replicate already\n.*replicate_axis = "dp_replicate"'
     ):
         Plan.make(tiny_job(), mesh, anatomy, (*both, DDP(), ZeRO(replicate_axis="dp_replicate")))
 

@@ -20,7 +20,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.planner.program_cost.memory import state_bytes
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
 from tests.parallel.data.test_zero_numbers import SHARD
@@ -169,7 +169,7 @@ def test_frozen_weights_lie_in_shards_in_their_own_dtype_and_travel_so(ranks: in
             for name in ("layers.0.packed", "layers.1.open", "layers.0.scale")
         ]
 
-    assert on_threads(rank, plan.mesh) == [[torch.int8, torch.bool, torch.bfloat16]] * ranks
+    assert run_on_threads(rank, plan.mesh) == [[torch.int8, torch.bool, torch.bfloat16]] * ranks
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -180,16 +180,16 @@ def test_a_rank_on_paper_sends_what_the_program_says(stage: int):
 
 
 def test_a_store_that_spoils_whole_numbers_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    usual = FlatParams._stored_flat
+    usual = FlatParams._make_sharded
 
     def cast(self: FlatParams, arena, buffer, nbytes):
         parameters = self._state.trained_module.parameters
-        for name, _, _ in arena.weights:
+        for name, _, _ in arena.params:
             if parameters[name].dtype == torch.int8:
                 parameters[name].data = parameters[name].data.clamp(-7, 7)  # as four bits would hold it
         return usual(self, arena, buffer, nbytes)
 
-    monkeypatch.setattr(FlatParams, "_stored_flat", cast)
+    monkeypatch.setattr(FlatParams, "_make_sharded", cast)
     reading = mixed()
     verdict = verdict_of(case_of(reading, planned(reading, 2, 3)), steps=1)
     assert not verdict.passed
@@ -267,7 +267,7 @@ def test_a_checkpoint_holds_them_and_is_taken_up_by_other_ranks(
             engine.load(next(tmp_path.iterdir()))
             return bits(engine.executor.gather_parameters())
 
-    saved, loaded = on_threads(saves, plan_of(*before).mesh), on_threads(loads, plan_of(*after).mesh)
+    saved, loaded = run_on_threads(saves, plan_of(*before).mesh), run_on_threads(loads, plan_of(*after).mesh)
     assert all(each == saved[0] for each in (*saved, *loaded))
 
 

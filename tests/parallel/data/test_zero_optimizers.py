@@ -16,7 +16,7 @@ from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.optimizer_spec import optimizer_state_nbytes, param_optimizer, shard_alignment_of
 from meshwright.plan.sharding.flat_param import QUANT_BLOCK_NUMEL
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import planned_messages
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.data.optimizer_cases import RULES, SHARD, Wide, error, outcome, plan_of, trained
@@ -127,14 +127,14 @@ def test_live_moments_are_what_the_law_says(reading: AnalyzedModel, rule: str, r
             law += optimizer_state_nbytes(how.optimizer, tuple(parameter.shape), 8, how.momentum)
         return sum(value.nbytes for value in kept), law
 
-    for measured, law in on_threads(live, plan.mesh):
+    for measured, law in run_on_threads(live, plan.mesh):
         assert measured == law
 
 
 class Shredded(torch.optim.Optimizer):
     """The planted bug: orthogonalises what it gets of a weight, and says that any part will do."""
 
-    grain = "element"
+    shard_alignment = "element"
 
     def __init__(self, groups: list[dict]) -> None:
         super().__init__(groups, {})
@@ -166,7 +166,7 @@ class Undeclared(torch.optim.SGD):
 
 def test_an_optimizer_of_unknown_grain_is_refused_where_weights_are_cut(reading: AnalyzedModel):
     with pytest.raises(
-        PlanError, match=r"Undeclared does not say whether .* cuts .* by element(?s:.*)grain = \"element\""
+        PlanError, match=r"Undeclared does not say whether .* cuts .* by element(?s:.*)shard_alignment = \"element\""
     ):
         outcome(reading, plan_of(reading, "sgd", 2), Undeclared)
     wanted = outcome(reading, plan_of(reading, "sgd"), Undeclared)

@@ -14,7 +14,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.run.checkpoint.save_load import compare_checkpoints, load_tensors, save_tensors
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.parallel.data.optimizer_cases import RULES, SHARD, STEPS, Wide, error, outcome, plan_of, trained
 from tests.tiny_model import player_of, rows, tiny_job
 
@@ -44,10 +44,10 @@ def test_what_three_ranks_saved_two_go_on_with(reading: AnalyzedModel, rule: str
         player.load_state_dict(load_tensors(saved)[0], 2)
         return save_tensors(tmp_path / "one", 2, player.state_dict(), {}, world.group(AXES), 1)
 
-    saved = on_threads(first, three.mesh)[0]
-    again, parameters = on_threads(then, two.mesh)[0]
+    saved = run_on_threads(first, three.mesh)[0]
+    again, parameters = run_on_threads(then, two.mesh)[0]
     assert compare_checkpoints(saved, again) == []
-    assert compare_checkpoints(saved, on_threads(one, Mesh())[0]) == []
+    assert compare_checkpoints(saved, run_on_threads(one, Mesh())[0]) == []
     uninterrupted = outcome(reading, plan_of(reading, rule, 2, stage=2))
     assert error(parameters, uninterrupted) < 1e-10
 
@@ -70,14 +70,14 @@ def test_torchs_elementwise_optimizers_go_on_under_other_ranks(
         player.load_state_dict(load_tensors(saved)[0], 2)
         return trained(player, world, STEPS - 2)
 
-    saved = on_threads(first, three.mesh)[0]
-    assert error(on_threads(then, two.mesh)[0], outcome(reading, plan_of(reading, "adamw"), kind)) < 1e-10
+    saved = run_on_threads(first, three.mesh)[0]
+    assert error(run_on_threads(then, two.mesh)[0], outcome(reading, plan_of(reading, "adamw"), kind)) < 1e-10
 
 
 class Sums(torch.optim.SGD):
     """Keeps two numbers per piece, which no other number of ranks could take up."""
 
-    grain = "element"
+    shard_alignment = "element"
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -97,7 +97,7 @@ def test_state_of_a_part_that_is_not_by_element_is_refused(reading: AnalyzedMode
     with pytest.raises(
         PlanError, match=r"keeps 'sums/.*' of shape \[2\] for elements .* of a weight(?s:.*)one per element"
     ):
-        on_threads(saved, Mesh(dp_shard=3))
+        run_on_threads(saved, Mesh(dp_shard=3))
 
 
 @pytest.mark.parametrize("rule", ["lion_bf16", "adamw_bf16", "adamw_8bit", "lion"])
@@ -121,7 +121,7 @@ def test_moments_keep_their_own_dtype_when_the_weights_get_masters(
             tmp_path, player.steps_done, player.state_dict(), {}, world.group(AXES), 1
         ), dtypes
 
-    path, before = on_threads(lambda world: play(world, halves, None), Mesh(dp_shard=2))[0]
-    _, after = on_threads(lambda world: play(world, mastered, path), Mesh(dp_shard=2))[0]
+    path, before = run_on_threads(lambda world: play(world, halves, None), Mesh(dp_shard=2))[0]
+    _, after = run_on_threads(lambda world: play(world, mastered, path), Mesh(dp_shard=2))[0]
     assert before == {"adamw_8bit": {torch.uint8, torch.float32}}.get(rule, {torch.bfloat16})
     assert after == ({torch.float32} if rule == "lion" else before)

@@ -20,7 +20,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.run.training.engine import Trainer
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import planned_messages
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
@@ -65,7 +65,7 @@ def on_ranks(plan: Plan, work: Callable[[Trainer], object], reading: AnalyzedMod
         with parallelize(reading, plan, world=world) as engine:
             return work(engine)
 
-    return on_threads(rank, plan.mesh)
+    return run_on_threads(rank, plan.mesh)
 
 
 def step(engine: Trainer, steps: int = 1) -> None:
@@ -81,7 +81,7 @@ def whole(engine: Trainer) -> dict[str, torch.Tensor]:
         for name, p in engine.executor.state.trained_module.parameters.items()
     }
     for held in store.by_param_group.values():
-        found |= {name: value.clone() for name, value in store._gathered(held, held.optimizer_tensor, "TEST")}
+        found |= {name: value.clone() for name, value in store._gather_params(held, held.optimizer_tensor, "TEST")}
     return found
 
 
@@ -98,7 +98,7 @@ def test_states_take_two_and_two_and_twelve_bytes_over_the_ranks(zero: ZeRO, ran
         moments = sum(value.nbytes for value in held if value.ndim)
         return {
             **engine.executor.memory_by_category(),
-            "moments": moments,
+            "optimizer_states": moments,
             "cast": engine.executor._update.nbytes,
         }
 
@@ -108,7 +108,7 @@ def test_states_take_two_and_two_and_twelve_bytes_over_the_ranks(zero: ZeRO, ran
         assert said["gradients"] == 2 * padded // (ranks if zero.stage > 1 else 1)
         assert said["master"] == 4 * padded // ranks
         assert said["cast"] <= 4 * largest
-    assert sum(said["moments"] for said in found) == 8 * READING.model_spec.numel
+    assert sum(said["optimizer_states"] for said in found) == 8 * READING.model_spec.numel
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
@@ -137,7 +137,7 @@ def test_what_is_sent_has_the_dtypes_that_the_plan_says(
     assert static_checks(plan) == []
 
     def issued(engine: Trainer) -> list[tuple]:
-        engine.world.ledger.recording = True
+        engine.world.ledger.is_recording = True
         step(engine)
         return [
             (e.action, e.collective, e.axes, e.nbytes, e.algorithm, e.dtype)

@@ -21,7 +21,7 @@ from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
 from meshwright.planner.program_cost.memory import state_bytes
 from meshwright.run.checkpoint.save_load import compare_checkpoints, load_tensors, save_tensors
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import planned_messages
 from meshwright.verifier.static_checks import static_checks
 from tests.paper_model import Paper
@@ -63,7 +63,7 @@ STORES = {
         f"shards of tokens alone, stage {stage}": (THREE, (DEALT, ZeRO(axis=CP, stage=stage)))
         for stage in (1, 2, 3)
     },
-    "shards for a micro-batch": (BOTH, (SHARD, DEALT, ZeRO(gather="micro"))),
+    "shards for a micro-batch": (BOTH, (SHARD, DEALT, ZeRO(gather="microbatch"))),
     "shards for a step": (Mesh(dp_shard=3, cp=2), (DEALT, SHARD, ZeRO(gather="step"))),
     "shards over copies": (
         Mesh(dp_replicate=2, dp_shard=2, cp=2),
@@ -140,7 +140,7 @@ def test_what_is_copied_sends_two_n_minus_one_nths_over_all_of_them():
     reading = reading_of()
     real = of(reading, mesh, (BatchSplit(), DEALT, DDP()))
     nbytes = reading.model_spec.nbytes("float64")
-    for sent in on_threads(lambda world: sent_by(reading, real, world, "REDUCE"), mesh):
+    for sent in run_on_threads(lambda world: sent_by(reading, real, world, "REDUCE"), mesh):
         assert float(sent) == pytest.approx(2 * 5 * nbytes / 6)
 
 
@@ -150,7 +150,7 @@ def test_shards_send_n_minus_one_of_them_each_way(stage: int):
     plan = of(reading, BOTH, (SHARD, DEALT, ZeRO(stage=stage)))
     shards = sum(arena.shard_numel for arena in plan.sharding.flat_param_specs().values()) * 8
     gathers = sum(action.kind == "UNSHARD" for action in plan.actions) / len(plan.sharding.flat_param_specs())
-    for summed, gathered in on_threads(lambda world: sent_both(reading, plan, world), plan.mesh):
+    for summed, gathered in run_on_threads(lambda world: sent_both(reading, plan, world), plan.mesh):
         assert summed == 5 * shards
         assert gathered == 5 * shards if gathers == 1 else gathered > 5 * shards
 
@@ -170,13 +170,13 @@ def total(sent: dict[str, float], kind: str) -> Fraction:
 
 def ledger(reading: AnalyzedModel, plan: Plan, world: World) -> dict[str, float]:
     """What this rank sends in a step by action, which is what the plan says."""
-    world.ledger.recording = True
+    world.ledger.is_recording = True
     player = player_of(reading, plan, world)
     player.step({key: value[plan.samples_read(world.rank)] for key, value in rows().items()})
     issued = [(e.action, e.collective, e.axes, e.nbytes, e.algorithm) for e in world.ledger.entries]
     assert issued == planned_messages(plan)
     player.close()
-    return dict(world.ledger.sent)
+    return dict(world.ledger.sent_nbytes)
 
 
 def test_arenas_are_cut_over_samples_and_tokens_in_the_order_of_ranks():
@@ -218,7 +218,7 @@ def test_ranks_hold_what_the_plan_says(mesh: Mesh, strategies: tuple[Strategy, .
         player.close()
         return sum(sizes.values()), sizes["parameters"]
 
-    for rank, found in enumerate(on_threads(held, mesh)):
+    for rank, found in enumerate(run_on_threads(held, mesh)):
         said = state_bytes(plan, rank)
         assert found == (said.total, said.parameters)
 
@@ -258,9 +258,9 @@ def test_a_checkpoint_crosses(wide: AnalyzedModel, rule: str, tmp_path: Path):
         player.load_state_dict(load_tensors(saved)[0], 2)
         return save_tensors(folder, 2, player.state_dict(), {}, world.group(AXES), 1)
 
-    saved = on_threads(first, six.mesh)[0]
+    saved = run_on_threads(first, six.mesh)[0]
     for name, plan in (("three", three), ("one", one), ("six again", six)):
-        there = on_threads(
+        there = run_on_threads(
             lambda world, plan=plan, name=name: again(plan, world, tmp_path / name), plan.mesh
         )[0]
         assert compare_checkpoints(saved, there) == []
@@ -270,7 +270,7 @@ REFUSED = {
     "nobody deals": (
         Mesh(cp=2),
         (DDP(axis=CP),),
-        "strategies.replicate: the copies along cp would all see the same tokens",
+        "strategies.ddp: the copies along cp would all see the same tokens",
     ),
     "and no shards": (
         Mesh(cp=2),
@@ -290,27 +290,27 @@ REFUSED = {
     "copies of shards": (
         Mesh(dp_shard=2, cp=2),
         (SHARD, DEALT, ZeRO(replicate_axis=CP)),
-        "strategies.zero.across: across = 'cp', where ranks have other tokens of a sample",
+        "strategies.zero.replicate_axis: replicate_axis = 'cp', where ranks have other tokens of a sample",
     ),
     "copies and shards": (
         Mesh(dp_replicate=2, dp_shard=2, cp=2),
         (BatchSplit(), SHARD, DEALT, DDP(), ZeRO()),
-        'stores the weights along cp already\n  repair: keep one of them; zero replicates by itself: across = "dp_replicate"',
+        'stores the weights along cp already\n  repair: keep one of them; zero replicates by itself: replicate_axis = "dp_replicate"',
     ),
     "no samples summed": (
         Mesh(dp_replicate=2, cp=2),
         (BatchSplit(), DEALT, DDP(axis=CP)),
-        "stay pending sums over dp_replicate",
+        "stay partial sums over dp_replicate",
     ),
     "no store": (
         Mesh(cp=2),
         (DEALT,),
-        "stay pending sums over cp\n  repair: add a strategy that stores weights along cp",
+        "stay partial sums over cp\n  repair: add a strategy that reduces them along cp",
     ),
     "one master": (
         Mesh(cp=2),
         (DEALT, DataParallelMaster(axis=CP)),
-        "strategies.master.axis: weights cannot be replicated along 'cp'",
+        "strategies.data_parallel_master.axis: weights cannot be replicated along 'cp'",
     ),
     "masters": (
         Mesh(dp_replicate=2, cp=2),

@@ -46,7 +46,7 @@ class Dealt(Strategy):
             return action
         axes = (*(action.transfer.axes if action.transfer else ()), self.axis)
         return replace(
-            action, stream="wire", transfer=Transfer("all_reduce", axes, NBYTES[action.kind], dtype="float64")
+            action, stream="comm", transfer=Transfer("all_reduce", axes, NBYTES[action.kind], dtype="float64")
         )
 
 
@@ -55,7 +55,7 @@ class SumsOver(Strategy):
     """Has sums of gradients go over `axes` alone, whatever a store has said."""
 
     name: ClassVar[str] = "sums_over"
-    phase: ClassVar[StrategyPhase] = "wire"
+    phase: ClassVar[StrategyPhase] = "comm"
     axes: tuple[str, ...] = ()
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:

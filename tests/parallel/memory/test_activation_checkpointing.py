@@ -149,7 +149,7 @@ def test_a_pattern_names_all_visits_of_a_block():
         (
             ActivationCheckpointing(blocks=("layers.*",)),
             None,
-            r"strategies\.recompute\.blocks: 'layers\.\*' is no block of paper",
+            r"strategies\.activation_checkpointing\.blocks: 'layers\.\*' is no block of paper",
         ),
         (
             ActivationCheckpointing(),

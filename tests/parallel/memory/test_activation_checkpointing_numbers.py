@@ -8,7 +8,8 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.api import alone, analyze, make_plan, make_stateless_rng, verify
+from meshwright.api import analyze, make_plan, single_rank_world, verify
+from meshwright.engine.runtime.build_module import make_stateless_rng
 from meshwright.engine.runtime.loss import Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
@@ -21,7 +22,7 @@ from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
 from tests.model.hf.test_output_capture import ROWS as ROUTED
@@ -72,7 +73,7 @@ def test_it_equals_one_device(options: dict[str, float | bool], store: str, rank
 
 def trained(reading: AnalyzedModel, plan: Plan, steps: int = 3) -> tuple[dict[str, bytes], dict[str, bytes]]:
     """Parameters and buffers after some steps on one device."""
-    player = player_of(reading, plan, alone(CPU))
+    player = player_of(reading, plan, single_rank_world(CPU))
     for _ in range(steps):
         player.step({key: value[: plan.local_batch] for key, value in rows().items()})
     found = bits(player.gather_parameters()), bits(dict(player.state.trained_module.module.named_buffers()))
@@ -133,7 +134,7 @@ def test_what_blocks_write_is_written_once_and_read_as_it_was(micro_batch: int):
     same_as_without(lambda: Stateful(whole=whole), micro_batch)
     reading = analyze(lambda: Stateful(whole=whole), rows(2))
     plan = make_plan(reading, tiny_job(), Mesh(), (ALL,), micro_batch)
-    player = player_of(reading, plan, alone(CPU))
+    player = player_of(reading, plan, single_rank_world(CPU))
     player.step({key: value[:12] for key, value in rows().items()})
     layers = player.state.trained_module.module.layers
     assert [(layer.calls.item(), layer.seen) for layer in layers] == [
@@ -256,7 +257,7 @@ def test_rank_threads_recompute_side_by_side():
                 player.step({key: value[: plan.local_batch] for key, value in rows().items()})
             return bits(player.gather_parameters())
 
-        return on_threads(play, plan.mesh)
+        return run_on_threads(play, plan.mesh)
 
     assert played(lean) == played(usual)
 

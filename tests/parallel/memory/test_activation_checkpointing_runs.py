@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import alone, analyze, make_plan, trace
+from meshwright.api import single_rank_world, analyze, make_plan, trace
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
 from meshwright.parallel.data.batch_split import BatchSplit
@@ -35,7 +35,7 @@ def batch_of(plan: Plan) -> dict[str, torch.Tensor]:
 def alive_after_forwards(reading: AnalyzedModel, plan: Plan, made: list[weakref.ref]) -> int:
     """How many of the storages in `made` are alive when the loss is taken, in one step."""
     found: list[int] = []
-    player = player_of(reading, plan, alone(CPU))
+    player = player_of(reading, plan, single_rank_world(CPU))
     loss = player._acts.handlers["LOSS"]
 
     def counted(action: Action) -> None:
@@ -113,10 +113,10 @@ def test_an_object_that_a_block_writes_into_is_refused_by_the_name_of_the_block(
             return self.linear(x).exp().tanh() + sum(cache.kept)
 
     reading = analyze(Caching, rows(2))
-    text = r"the block 'layers\.0' writes into an object that it is given, and would write twice(?s:.*)use_cache=False"
+    text = r"the block 'layers\.0' writes into an object among its inputs, and would write twice(?s:.*)use_cache=False"
     plan = planned(reading)
     with pytest.raises(PlanError, match=text):
-        player_of(reading, plan, alone(CPU)).step(batch_of(plan))
+        player_of(reading, plan, single_rank_world(CPU)).step(batch_of(plan))
 
 
 def test_a_trace_on_fake_tensors_runs_blocks_again():
@@ -131,7 +131,7 @@ def test_a_trace_on_fake_tensors_runs_blocks_again():
 def test_a_step_that_fails_leaves_nothing_to_be_run_again():
     reading = reading_of(p=0.3)
     plan = planned(reading)
-    player = player_of(reading, plan, alone(CPU))
+    player = player_of(reading, plan, single_rank_world(CPU))
     batch = batch_of(plan)
 
     def failing(action: Action) -> None:
@@ -142,5 +142,5 @@ def test_a_step_that_fails_leaves_nothing_to_be_run_again():
     with pytest.raises(KeyboardInterrupt):
         player.step(batch)
     player._list = usual
-    again = player_of(reading, plan, alone(CPU))
+    again = player_of(reading, plan, single_rank_world(CPU))
     assert player.step(batch).loss == again.step(batch).loss

@@ -1,11 +1,12 @@
-"""What tests of tiles share: a job over a small Llama, and its plan."""
+"""What tests of chunked losses and tiled MLPs share: a job over a small Llama, and its plan."""
 
 import torch
 
 from meshwright.api import make_plan
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
-from meshwright.parallel.memory.tiled_compute import ChunkedLoss
+from meshwright.parallel.memory.chunked_loss import ChunkedLoss
+from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.plan import Plan
@@ -19,7 +20,7 @@ JOB = Job(
     TrainConfig(batch=ROWS, clip=0.5),
     OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
 )
-BOTH = ChunkedLoss(num_chunks=4, num_tiles=2)
+BOTH = ChunkedLoss(num_chunks=4), TiledMLP(num_tiles=2)
 SHARDS = BatchSplit(axis="dp_shard")
 CPU = torch.device("cpu")
 

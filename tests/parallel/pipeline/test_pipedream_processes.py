@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.api import make_plan, parity_case
+from meshwright.api import make_plan
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss import token_cross_entropy
 from meshwright.parallel.pipeline.pipedream import PipeDream
@@ -13,6 +13,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.training.engine import select_local_batch
 from meshwright.testing.ranks import ProcessPool
 from meshwright.verifier.parity import RankReport, compare_rank
+from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import run_reference
 from tests.tiny_model import reading_of, rows, tiny_job
 
@@ -23,7 +24,7 @@ def compared(world: World, ranks: int) -> RankReport:
     reading, job = reading_of(), replace(tiny_job(), train=TrainConfig(batch=12, clip=0.0))
     plan = make_plan(reading, job, Mesh(pp=ranks), (PipeDream(),), 1)
     batches = [rows(12) for _ in range(STEPS)]
-    case = parity_case(
+    case = make_parity_case(
         reading,
         plan,
         token_cross_entropy(),

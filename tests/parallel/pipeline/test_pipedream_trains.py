@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from meshwright.api import make_plan, parallelize, parity_case, verify
+from meshwright.api import make_plan, parallelize, verify
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss import token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
@@ -33,8 +33,9 @@ from meshwright.plan.step.weight_stashing import forward_versions, staleness
 from meshwright.plan.strategy import Strategy
 from meshwright.planner.program_cost.memory import state_bytes
 from meshwright.run.training.engine import select_local_batch
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import compare_rank, make_verdict
+from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import run_reference
 from meshwright.verifier.static_checks import static_checks
 from meshwright.verifier.verdict import Verdict
@@ -118,7 +119,7 @@ def test_its_optimizer_steps_once_per_micro_batch(ranks: int, rule: str):
             return engine.executor.gather_parameters(), losses
 
     wanted, losses = replayed(plan, make)
-    for found, told in on_threads(on_rank, plan.mesh):
+    for found, told in run_on_threads(on_rank, plan.mesh):
         assert told == pytest.approx(losses, rel=1e-10)
         for name, value in found.items():
             assert (value - wanted[name]).abs().max() <= 1e-10 * wanted[name].abs().max(), name
@@ -186,7 +187,7 @@ def test_each_rank_holds_the_versions_that_the_plan_says(copies: int, precision:
         player.close()
         return sizes
 
-    for rank, sizes in enumerate(on_threads(on_rank, plan.mesh)):
+    for rank, sizes in enumerate(run_on_threads(on_rank, plan.mesh)):
         mine, said = plan.for_rank(rank), state_bytes(plan, rank)
         own = (
             sum(weight.numel for weight in mine.sharding.model_spec.trainable)
@@ -220,7 +221,7 @@ def judged(change: Callable[[list[Action]], list[Action]]) -> Verdict:
     """What the comparison finds of a plan with a planted bug that nobody has proved anything of."""
     plan = planned(known(), Mesh(pp=3))
     data = batches(2, ROWS)
-    case = parity_case(
+    case = make_parity_case(
         known(),
         plan,
         token_cross_entropy(),
@@ -229,14 +230,14 @@ def judged(change: Callable[[list[Action]], list[Action]]) -> Verdict:
     case = replace(case, plan=edited(case.plan, change))
     reference = run_reference(case, 2)
     return make_verdict(
-        case, on_threads(lambda world: compare_rank(case, world, reference), plan.mesh), "threads", {}
+        case, run_on_threads(lambda world: compare_rank(case, world, reference), plan.mesh), "threads", {}
     )
 
 
 def test_a_backward_with_the_newest_weights_is_noticed():
     change = without("LOAD_STASHED", "LOAD_LATEST")
     faults = [fault.problem for fault in static_checks(edited(planned(known(), Mesh(pp=3)), change))]
-    text = "B(model.layers.0, 1) meets the weights after 1 steps, and the forward of its micro-batch those after 0"
+    text = "B(model.layers.0, 1) uses the weights after 1 steps, and the forward of its micro-batch those after 0"
     assert text in faults
     verdict = judged(change)
     assert not verdict.passed
@@ -245,7 +246,7 @@ def test_a_backward_with_the_newest_weights_is_noticed():
 
 def test_weights_that_are_stepped_where_a_forward_has_met_them_are_noticed():
     plan = edited(planned(known(), Mesh(pp=3)), without("STASH"))
-    assert any("asks for weights that no STASH has kept" in fault.problem for fault in static_checks(plan))
+    assert any("loads weights that no STASH has kept" in fault.problem for fault in static_checks(plan))
 
 
 def test_a_micro_batch_that_is_not_stepped_with_is_noticed():
@@ -318,5 +319,5 @@ def test_training_on_text_lowers_the_loss():
         with parallelize(reading, plan, world=world) as engine:
             return [engine.step(engine.local_batch(batch(step))).loss for step in range(steps_taken)]
 
-    first, *_, last = on_threads(on_rank, plan.mesh)[0]
+    first, *_, last = run_on_threads(on_rank, plan.mesh)[0]
     assert last < first - 1.0, (first, last)

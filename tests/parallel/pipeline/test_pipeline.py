@@ -83,7 +83,7 @@ def test_beside_others_it_computes_what_one_device_computes(mesh: Mesh, strategi
 
 
 @pytest.mark.parametrize(
-    "zero", [ZeRO(keep_mb=0.02), ZeRO(keep_mb=1.0), ZeRO(gather="micro"), ZeRO(gather="step")], ids=str
+    "zero", [ZeRO(keep_mb=0.02), ZeRO(keep_mb=1.0), ZeRO(gather="microbatch"), ZeRO(gather="step")], ids=str
 )
 def test_weights_may_stay_whole_between_micro_batches(zero: ZeRO):
     plan = planned(llama(), Mesh(pp=2, dp_shard=3), Pipeline(), SHARD, zero)
@@ -147,10 +147,10 @@ def test_a_gradient_that_is_not_sent_back_is_noticed():
     ("pipeline", "ranks", "said"),
     [
         (Pipeline(schedule="1f2b"), 2, "there is no schedule '1f2b'"),
-        (Pipeline(virtual_stages=2), 2, "chunks = 2, and 1f1b has one part per rank"),
+        (Pipeline(virtual_stages=2), 2, "virtual_stages = 2, and 1f1b has one part per rank"),
         (Pipeline(), 9, "9 ranks for a model that can be cut into 7 parts"),
         (Pipeline(split_points=("model.layers.1", "model.layers.2")), 2, "2 cuts make 3 parts; needed are 2"),
-        (Pipeline(split_points=("model.layer.1",)), 2, "'model.layer.1' is no visit of a block"),
+        (Pipeline(split_points=("model.layer.1",)), 2, "'model.layer.1' is not a block call"),
         (Pipeline(), 1, "a pipeline of one rank"),
         (Pipeline(axis="tp"), 2, "layers cannot be put along 'tp'"),
         (Pipeline(), 8, "set mesh.pp to 7 at most$"),
@@ -164,7 +164,7 @@ def test_a_gradient_that_is_not_sent_back_is_noticed():
         (
             Pipeline(schedule="1f2b", split_points=("model.layer.1",)),
             9,
-            r"(?s)no schedule '1f2b'.*into 7 parts.*no visit of a block",
+            r"(?s)no schedule '1f2b'.*into 7 parts.*not a block call",
         ),
     ],
 )

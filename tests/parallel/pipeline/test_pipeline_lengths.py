@@ -11,7 +11,7 @@ from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import ProcessPool, on_threads
+from meshwright.testing.ranks import ProcessPool, run_on_threads
 from tests.parallel.pipeline.uneven_lengths import (
     Parameters,
     micro_batches,
@@ -43,7 +43,7 @@ def test_parts_take_micro_batches_of_other_lengths_than_the_plan_was_made_for(
 ):
     plan, expected = planned(model, Mesh(pp=ranks), pipeline), on_one_device(model)
     assert all(
-        same(found, expected) for found in on_threads(lambda world: trained(world, model, plan), plan.mesh)
+        same(found, expected) for found in run_on_threads(lambda world: trained(world, model, plan), plan.mesh)
     )
 
 
@@ -56,7 +56,7 @@ def test_slices_of_their_tokens_cross_as_slices():
     )
     assert all(
         same(found, expected)
-        for found in on_threads(lambda world: trained(world, "llama", plan, steps), plan.mesh)
+        for found in run_on_threads(lambda world: trained(world, "llama", plan, steps), plan.mesh)
     )
 
 
@@ -98,4 +98,4 @@ def test_a_list_that_the_plan_does_not_play_is_refused():
                 with pytest.raises(ValueError, match=said):
                     engine.step(micros)
 
-    on_threads(play, plan.mesh)
+    run_on_threads(play, plan.mesh)

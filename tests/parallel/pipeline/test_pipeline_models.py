@@ -106,7 +106,7 @@ def test_glue_that_reads_a_number_is_named_with_its_line_and_the_cuts_that_work(
     said = r"none can begin with 'layers.2': the glue behind 'layers.1' reads the value of layers.1\+0 \(item at test_pipeline_mod"
     with pytest.raises(PlanError, match=f"cut into 2 parts(?s:.*){said}(?s:.*)compute with tensors there"):
         planned(reading, 3)
-    with pytest.raises(PlanError, match=r"no part can begin with 'layers.3'(?s:.*)begin it with 'layers.1'"):
+    with pytest.raises(PlanError, match=r"no stage can begin with 'layers.3'(?s:.*)begin it with 'layers.1'"):
         planned(reading, 2, Pipeline(split_points=("layers.3",)))
     assert verdict(reading, planned(reading, 2), PAIRS).passed
 

@@ -17,7 +17,7 @@ from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.declared_pairs import pairs
 from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, rows
 
@@ -84,7 +84,7 @@ def test_values_and_gradients_are_sent_in_the_dtype_that_they_have(precision: Pr
         action.transfer
         for _, actions in plan.program.roles
         for action in actions
-        if action.stream in ("send", "receive")
+        if action.stream in ("send", "recv")
     ]
     assert {(move.dtype, move.nbytes) for move in moves} == {(dtype, 2 * TOKENS * WIDTH * WIDTHS[dtype])}
     traced = trace(chain(), plan, range(3), fake=False)
@@ -111,7 +111,7 @@ def trained(reading: AnalyzedModel, plan: Plan, steps: int) -> list[Metrics]:
         engine = parallelize(reading, plan, world=world)
         return [engine.step(engine.local_batch(rows(ROWS))) for _ in range(steps)]
 
-    found = on_threads(on_rank, plan.mesh)
+    found = run_on_threads(on_rank, plan.mesh)
     assert len(set(map(repr, found))) == 1, "a norm that is not a number equals none"
     return found[0]
 

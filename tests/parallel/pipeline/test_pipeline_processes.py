@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.api import make_plan, parity_case
+from meshwright.api import make_plan
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit
@@ -12,6 +12,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.training.engine import select_local_batch
 from meshwright.testing.ranks import ProcessPool
 from meshwright.verifier.parity import RankReport, compare_rank
+from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import run_reference
 from tests.tiny_model import reading_of, rows, tiny_job
 
@@ -36,7 +37,7 @@ def compared(world: World, name: str) -> RankReport:
     shards = (BatchSplit(axis="dp_shard"), ZeRO(stage=2)) if mesh.dp_shard > 1 else ()
     plan = make_plan(reading, tiny_job(), mesh, (Pipeline(schedule=SCHEDULES.get(name, "1f1b")), *shards), 1)
     batches = [rows(plan.job.train.batch) for _ in range(STEPS)]
-    case = parity_case(
+    case = make_parity_case(
         reading,
         plan,
         token_cross_entropy(),

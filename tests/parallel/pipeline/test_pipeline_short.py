@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.api import alone, make_plan, parallelize, parity_case, select_local_batch, verify
+from meshwright.api import make_plan, parallelize, select_local_batch, single_rank_world, verify
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit
@@ -19,8 +19,9 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.run.data.feed import ExampleDataset, open_feed
-from meshwright.testing.ranks import ProcessPool, on_threads
+from meshwright.testing.ranks import ProcessPool, run_on_threads
 from meshwright.verifier.parity import RankReport, compare_rank, make_verdict
+from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import ParityCase, run_reference
 from tests.parallel.pipeline.test_pipeline import ROWS, llama, planned
 from tests.parallel.tensor.odd_llama import batches
@@ -49,7 +50,7 @@ def case_of(mesh: Mesh) -> ParityCase:
     shards = (BatchSplit("dp_replicate"), DDP()) if mesh.dp_replicate > 1 else ()
     plan = make_plan(reading_of(), tiny_job(12), mesh, (Pipeline(), *shards), 2)
     steps = [rows(12), {key: value[:5] for key, value in rows(12).items()}]
-    return parity_case(
+    return make_parity_case(
         reading_of(),
         plan,
         token_cross_entropy(),
@@ -94,7 +95,7 @@ def an_epoch(mesh: Mesh) -> Plan:
 
 
 def equal(found: tuple[list[float], dict[str, torch.Tensor]]) -> bool:
-    losses, parameters = trained(alone(torch.device("cpu")), an_epoch(Mesh()))
+    losses, parameters = trained(single_rank_world(torch.device("cpu")), an_epoch(Mesh()))
     assert len(losses) == 2
     near = max(abs(one - other) for one, other in zip(found[0], losses, strict=True)) < 1e-12
     return near and all(torch.allclose(value, found[1][name], 0, 1e-12) for name, value in parameters.items())
@@ -102,7 +103,7 @@ def equal(found: tuple[list[float], dict[str, torch.Tensor]]) -> bool:
 
 @pytest.mark.parametrize("mesh", [Mesh(pp=3), Mesh(pp=2, dp_replicate=3)], ids=str)
 def test_an_epoch_that_ends_within_a_micro_batch_is_that_of_one_device(mesh: Mesh):
-    assert all(map(equal, on_threads(lambda world: trained(world, an_epoch(mesh)), mesh)))
+    assert all(map(equal, run_on_threads(lambda world: trained(world, an_epoch(mesh)), mesh)))
 
 
 def on_a_process(world: World) -> tuple[list[float], dict[str, torch.Tensor]]:

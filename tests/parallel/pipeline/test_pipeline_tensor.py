@@ -195,7 +195,7 @@ def test_tables_by_head_cross_with_the_heads_of_a_rank():
 @pytest.mark.parametrize("strategy", [TensorParallel2D(), TensorParallel3D()], ids=["square", "cube"])
 def test_a_stream_in_slices_of_the_width_crosses_as_those(strategy: Strategy):
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 68, "intermediate_size": 56}
-    depth = 2 if strategy.name == "cube" else 1
+    depth = 2 if strategy.mode == "3d" else 1
     mesh = Mesh(pp=2, dp_shard=2, tp_depth=depth, tp=2)
     reading, plan = planned_llama(known(**sizes), mesh, (Pipeline(), strategy, SHARD, ZeRO()), 1)
     width = SIZES["hidden_size"] // (2 * depth)
@@ -210,7 +210,7 @@ def test_rules_step_what_one_device_steps(rule: str, case: str):
     mesh, strategies = CASES[case]
     reading = pairs(layers=3)
     job = tiny_job(optimizer=RULES[rule])
-    without = tuple(each for each in strategies if each.name != "sequence")  # five tokens
+    without = tuple(each for each in strategies if each.name != "sequence_parallel")  # five tokens
     plan = make_plan(reading, job, mesh, without, 2)
     assert static_checks(plan) == []
     assert error(outcome(reading, plan), outcome(reading, make_plan(reading, job))) < 1e-10
@@ -230,12 +230,12 @@ def test_the_owner_of_a_matrix_runs_its_part():
         found = [weight.name for _, weight in owned_params(plan.sharding, rank)]
         assert set(found) <= {home.param.name for home in mine.sharding.param_shardings}
         owned += found
-    matrices = [home.weight.name for home in plan.sharding.all_ranks.param_shardings if home.apart]
+    matrices = [each.param.name for each in plan.sharding.all_ranks.param_shardings if each.matrix_owner_axes]
     assert sorted(owned) == sorted(matrices)
 
 
 def test_pieces_in_a_wrong_order_are_noticed(monkeypatch: pytest.MonkeyPatch):
-    joined = StageIO._joined
+    joined = StageIO._concat
 
     def swapped(self: StageIO, *given: object) -> torch.Tensor:
         whole = joined(self, *given)
@@ -243,7 +243,7 @@ def test_pieces_in_a_wrong_order_are_noticed(monkeypatch: pytest.MonkeyPatch):
         work.wait()
         return whole.flatten().roll(whole.numel() // 2).view(whole.shape)
 
-    monkeypatch.setattr(StageIO, "_joined", swapped)
+    monkeypatch.setattr(StageIO, "_concat", swapped)
     assert not verify(
         model(), planned(Mesh(pp=2, tp=2), Pipeline(scatter=True), TensorParallel()), [tokens()]
     ).passed
@@ -279,6 +279,6 @@ def test_what_cannot_work_is_refused():
     borders = replace(anatomy.stage_boundaries, values=(*anatomy.stage_boundaries.values, scores))
     grid = (Pipeline(), TensorParallel2D(), SHARD, ZeRO())
     with pytest.raises(
-        PlanError, match=r"'layers.1:1' \(rows x 3\) crosses between parts: which slice of it a rank has"
+        PlanError, match=r"'layers.1:1' \(samples x 3\) crosses a stage boundary: the slice that a rank has"
     ):
         Plan.make(job, Mesh(pp=2, dp_shard=2, tp=2), replace(anatomy, stage_boundaries=borders), grid, 1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.api import make_plan, parity_case
+from meshwright.api import make_plan
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss import token_cross_entropy
 from meshwright.parallel.pipeline.pipeline import Pipeline
@@ -15,6 +15,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.training.engine import select_local_batch
 from meshwright.testing.ranks import ProcessPool
 from meshwright.verifier.parity import RankReport, compare_rank, issued_messages, planned_messages
+from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import run_reference
 from tests.parallel.tensor.declared_pairs import pairs
 from tests.tiny_model import VOCABULARY, tiny_job
@@ -37,7 +38,7 @@ def compared(world: World, name: str) -> tuple[RankReport, bool]:
     data = [tokens(step) for step in range(STEPS)]
     reading = pairs(0.0, {key: value[:2] for key, value in data[0].items()}, layers=4)
     plan = make_plan(reading, tiny_job(train=TrainConfig(batch=ROWS, clip=0.5)), MESH, CASES[name], 1)
-    case = parity_case(
+    case = make_parity_case(
         reading,
         plan,
         token_cross_entropy(),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from meshwright.api import analyze, make_plan, parallelize, verify
-from meshwright.comm.backends.fake import Done
+from meshwright.comm.backends.fake import CompletedWork
 from meshwright.comm.collectives.group import World
 from meshwright.engine.step.actions import ActionHandlers
 from meshwright.model.analysis.analyze import AnalyzedModel
@@ -28,7 +28,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.tensor import model_families
 from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, Tiny, rows
@@ -195,7 +195,7 @@ def stepped(world: World, plan: Plan) -> Copies:
 )
 def test_all_copies_and_their_moments_are_equal_to_the_bit(mesh: Mesh, strategies: tuple[Strategy, ...]):
     plan = planned(tied(), mesh, *strategies)
-    found = on_threads(lambda world: stepped(world, plan), mesh)
+    found = run_on_threads(lambda world: stepped(world, plan), mesh)
     compared = 0
     for rank, mine in enumerate(found):
         first = mesh.peers(rank, ("pp",))[0]
@@ -210,7 +210,7 @@ def sent(world: World, plan: Plan) -> float:
     """The bytes that this rank has sent for its ties in a step."""
     with parallelize(tied(), plan, world=world) as engine:
         engine.step(engine.local_batch(rows(ROWS)))
-        return sum(nbytes for name, nbytes in world.ledger.sent.items() if name.startswith("REDUCE_TIED"))
+        return sum(nbytes for name, nbytes in world.ledger.sent_nbytes.items() if name.startswith("REDUCE_TIED"))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_owners_send_2_times_k_minus_1_over_k_of_the_bundle_and_others_nothing(
     train = TrainConfig(batch=12 if mesh.dp_shard > 1 else ROWS)
     job = Job(ModelConfig("tied"), DataConfig("random", sequence=TOKENS), train, OptimizerConfig("sgd"))
     plan = make_plan(tied(), job, mesh, (Pipeline(), *store), micro_batch)
-    found = on_threads(lambda world: sent(world, plan), mesh)
+    found = run_on_threads(lambda world: sent(world, plan), mesh)
     owners = (0, mesh.pp - 1)
     assert found == [
         2 * nbytes / 2 if mesh.coordinate(rank)["pp"] in owners else 0 for rank in range(mesh.world_size)
@@ -245,7 +245,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, instead: Cal
 
 def test_a_sum_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
     def forget(acts: ActionHandlers, action: Action) -> None:
-        acts.state.works[action.name] = Done()
+        acts.state.works[action.name] = CompletedWork()
 
     assert broken(monkeypatch, ActionHandlers, "tie", forget)
 
@@ -279,7 +279,7 @@ def test_two_copies_of_every_part_are_one_model(
         if action.kind == "LOSS"
         for name in [role]
     } == {
-        "stage0",
+        "pp0",
         f"stage{mesh.pp - 1}",
     }
 

@@ -127,8 +127,8 @@ def test_receives_that_wait_until_they_are_needed_are_found_out_on_paper():
             done = super().rewrite(program, space, job)
 
             def late(actions: list[Action]) -> list[Action]:
-                receives = {each.name: each for each in actions if each.stream == "receive"}
-                rest = [each for each in actions if each.stream != "receive"]
+                receives = {each.name: each for each in actions if each.stream == "recv"}
+                rest = [each for each in actions if each.stream != "recv"]
                 return [
                     each for one in rest for each in (*(receives[w] for w in one.waits if w in receives), one)
                 ]
@@ -145,7 +145,7 @@ def test_receives_that_wait_until_they_are_needed_are_found_out_on_paper():
 
 def test_a_value_is_passed_on_before_the_part_runs_and_is_sent_once_to_each_rank():
     plan = planned(pair(), 3, Pipeline())
-    middle = [action.name for action in plan.program.actions("stage1")]
+    middle = [action.name for action in plan.program.actions("pp1")]
     said = next(name for name in middle if name.startswith("SEND(encoder.1 to 2"))
     assert middle.index(said) == middle.index("RECV(encoder.1 to 1, 0)") + 1
     local = planned(pair(), 2, Pipeline(schedule="zb_v"))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.api import alone, make_plan, parallelize
+from meshwright.api import single_rank_world, make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss import IGNORE_INDEX, Batch
 from meshwright.model.analysis.analyze import AnalyzedModel
@@ -52,4 +52,4 @@ def trained(world: World, name: str, plan: Plan, steps: Steps = STEPS) -> tuple[
 
 def on_one_device(name: str, steps: Steps = STEPS) -> tuple[list[float], Parameters]:
     """The same on one device."""
-    return trained(alone(torch.device("cpu")), name, planned(name, Mesh()), steps)
+    return trained(single_rank_world(torch.device("cpu")), name, planned(name, Mesh()), steps)

@@ -11,7 +11,7 @@ from meshwright.model.loading.loader import Model
 from tests.tiny_model import VOCABULARY, rows
 
 WIDTH, INNER = 21, 47
-SOCKETS = {"layers.*.up": "columns", "layers.*.down": "rows"}
+SOCKETS = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 
 
 class Pair(nn.Module):

@@ -23,7 +23,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.model_families import GROUPED, batches, loss_of, of, planned, read_family
 from tests.parallel.tensor.odd_llama import batches as tokens
@@ -114,7 +114,7 @@ def test_in_a_cube_the_sum_along_the_depth_is_one():
     even = {"vocab_size": 72, "hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 24}
     reading, cube = (
         read_family("gpt-neox", LENGTH, **even),
-        (TensorParallel3D(), BatchSplit("dp_shard"), ZeRO(gather="micro")),
+        (TensorParallel3D(), BatchSplit("dp_shard"), ZeRO(gather="microbatch")),
     )
     plan = planned(reading, Mesh(dp_shard=2, tp_depth=2, tp=2), cube)
     (forward,) = [each for each in plan.program.actions(FIRST_ROLE) if each.name == "F(gpt_neox.layers.1, 0)"]
@@ -157,7 +157,7 @@ class Network(nn.Module):
 
 @cache
 def network(factor: float) -> AnalyzedModel:
-    sockets = {"layers.*.up.*": "columns", "layers.*.down.*": "rows"}
+    sockets = {"layers.*.up.*": "colwise", "layers.*.down.*": "rowwise"}
     return analyze(lambda: Model(Network(factor), layer_roles=sockets), tokens(1, length=LENGTH)[0])
 
 
@@ -195,7 +195,7 @@ def test_three_pairs_end_in_as_many_sums_as_the_model_allows(
 def test_a_summand_that_is_scaled_and_shared_all_the_same_is_noticed(monkeypatch: pytest.MonkeyPatch):
     reading, plan = branches(0.5, (TensorParallel(),))
     monkeypatch.setattr(
-        layer_sharding, "turns_of", lambda sums: comm_overlap.joint_sum_members(everybody(plan))
+        layer_sharding, "joint_sum_members", lambda sums: comm_overlap.joint_sum_members(everybody(plan))
     )
     assert not verify(reading, plan, tokens(1, length=LENGTH)).passed
 
@@ -207,14 +207,14 @@ def everybody(plan: Plan) -> dict[str, tuple[str, ...]]:
         layers = tuple(
             call.name
             for call in plan.model_spec.layer_calls
-            if call.role == "rows" and call.block_call == block
+            if call.role == "rowwise" and call.block_call == block
         )
         found |= dict.fromkeys(layers, layers)
     return found
 
 
 def test_a_summand_that_gets_lost_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(layer_sharding, "added", lambda summand, more: summand)
+    monkeypatch.setattr(layer_sharding, "add_summand", lambda summand, more: summand)
     reading, plan = branches(1.0, (TensorParallel(),))
     assert not verify(reading, plan, tokens(1, length=LENGTH)).passed
 
@@ -224,7 +224,7 @@ def test_an_evaluation_and_half_precision_share_it_too(strategies: tuple[Strateg
     found = []
     for ranks, those in ((3, strategies), (1, ())):
         reading, plan = branches(1.0, those, ranks, precision=PrecisionConfig(compute="bfloat16"))
-        found += on_threads(lambda world, reading=reading, plan=plan: told(world, reading, plan), plan.mesh)[
+        found += run_on_threads(lambda world, reading=reading, plan=plan: told(world, reading, plan), plan.mesh)[
             :1
         ]
     assert found[0] == pytest.approx(found[1], rel=2e-2)

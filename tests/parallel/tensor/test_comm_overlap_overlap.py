@@ -20,7 +20,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import batches, known, llama, planned
 
@@ -106,7 +106,7 @@ def test_weights_of_columns_wait_until_the_sum_of_their_input_is_under_way(monke
     reading, plan = planned(known(), Mesh(tp=2))
     orders = Orders()
     monkeypatch.setattr(comm_overlap, "_accumulate_grad", orders.added)
-    on_threads(lambda world: orders.step(world, reading, plan), plan.mesh)
+    run_on_threads(lambda world: orders.step(world, reading, plan), plan.mesh)
     for seen in orders.seen.values():
         assert [seen[0], seen[3]] == ["sum", "sum"]
         assert set(seen[1:3]) == {"mlp.gate_proj", "mlp.up_proj"}
@@ -125,7 +125,7 @@ def test_half_precision_is_computed_and_sent_in_half(strategies: tuple[Strategy,
     assert trace(reading, plan, fake=False).passed
     _, alone = planned(reading, Mesh(), (), **half)
     found = [
-        on_threads(lambda world, each=each: told(world, reading, each), each.mesh)[0]
+        run_on_threads(lambda world, each=each: told(world, reading, each), each.mesh)[0]
         for each in (plan, alone)
     ]
     assert found[0] == pytest.approx(found[1], rel=2e-2)
@@ -139,5 +139,5 @@ def told(world: World, reading: AnalyzedModel, plan: Plan) -> list[float]:
 
 
 def test_no_chunk_at_all_is_refused():
-    with pytest.raises(PlanError, match=r"strategies.line.chunks: chunks = 0\n.*from 1 up"):
+    with pytest.raises(PlanError, match=r"strategies.tensor_parallel.num_overlap_chunks: num_overlap_chunks = 0\n.*from 1 up"):
         planned(known(), Mesh(tp=2), (TensorParallel(num_overlap_chunks=0),))

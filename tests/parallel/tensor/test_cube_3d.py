@@ -21,7 +21,7 @@ from tests.parallel.tensor.odd_llama import TOKENS, batches, planned
 
 ROWS = BatchSplit(axis="dp_shard")
 EIGHT = Mesh(dp_shard=2, tp_depth=2, tp=2)
-BLOCKS = (TensorParallel3D(), ROWS, ZeRO(gather="micro"))
+BLOCKS = (TensorParallel3D(), ROWS, ZeRO(gather="microbatch"))
 AGAIN = (ROWS, ZeRO(), TensorParallel3D(), ActivationCheckpointing())
 WIDE = {"hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 56, "num_hidden_layers": 1}
 COPIES = (BatchSplit(), ROWS, ZeRO(replicate_axis="dp_replicate"))
@@ -112,7 +112,7 @@ def test_a_slice_in_the_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPatch):
         (EIGHT, BLOCKS, {"num_key_value_heads": 6}, r"6 units .* on 4 ranks\n.*or make it 4 or 8 units"),
         (EIGHT, BLOCKS, {"vocab_size": 67}, r"67 units .* on 2 ranks"),
         (EIGHT, (TensorParallel3D(), ROWS), {}, r"nothing keeps weights in shards along dp_shard"),
-        (EIGHT, (*BLOCKS, VocabParallel()), {}, r'divided along tp_depth too\n.*remove name = "vocabulary"'),
+        (EIGHT, (*BLOCKS, VocabParallel()), {}, r'divided along tp_depth too\n.*remove name = "vocab_parallel"'),
     ],
 )
 def test_what_does_not_make_a_cube_is_refused(

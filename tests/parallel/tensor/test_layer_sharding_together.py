@@ -20,7 +20,7 @@ from meshwright.plan.job.job import LossGuard, OptimizerConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.parallel.data.optimizer_cases import RULES, error
 from tests.parallel.tensor.declared_pairs import pairs
 from tests.tiny_model import player_of, tiny_job
@@ -69,7 +69,7 @@ def played(
         ]
         return found, {name: value.clone() for name, value in player.gather_parameters().items()}
 
-    return on_threads(rank, plan.mesh)[0]
+    return run_on_threads(rank, plan.mesh)[0]
 
 
 def plans(reading: AnalyzedModel, case: str, **job: object) -> tuple[Plan, Plan]:

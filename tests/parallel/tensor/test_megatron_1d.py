@@ -44,7 +44,7 @@ def test_ranks_hold_slices_of_their_own_sizes():
     assert [each[query] for each in shapes] == [(32, 48), (16, 48)]  # two groups of two heads, and one
     for weight in reading.model_spec.params:
         held = sum(prod(each[weight.name]) for each in shapes)
-        assert held == (weight.numel if weight.role in ("columns", "rows") else 2 * weight.numel)
+        assert held == (weight.numel if weight.role in ("colwise", "rowwise") else 2 * weight.numel)
 
 
 def test_more_ranks_than_heads_are_refused():
@@ -85,6 +85,6 @@ class Plain(nn.Module):
 
 def test_a_model_of_which_nothing_is_known_is_told_how_to_declare():
     with pytest.raises(
-        PlanError, match=r"no pair of linear layers.*is known to split \(.*\)\n(?s:.*)sockets="
+        PlanError, match=r"no pair of linear layers.*is known to split \(.*\)\n(?s:.*)layer_roles="
     ):
         planned(Plain(), Mesh(tp=2))

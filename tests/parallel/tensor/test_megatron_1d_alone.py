@@ -53,7 +53,7 @@ class Net(nn.Module):
 
 
 def planned(mesh: Mesh, *more: object) -> tuple[AnalyzedModel, Plan]:
-    reading = analyze(lambda: Model(Net(), layer_roles={"layers.*.mix": "columns"}), batches(1)[0])
+    reading = analyze(lambda: Model(Net(), layer_roles={"layers.*.mix": "colwise"}), batches(1)[0])
     job = Job(
         ModelConfig("net"),
         DataConfig("random", sequence=TOKENS),

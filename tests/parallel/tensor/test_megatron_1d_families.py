@@ -92,7 +92,7 @@ def test_a_rank_with_the_keys_of_another_is_noticed(monkeypatch: pytest.MonkeyPa
         (span,) = spans
         return tensor.narrow(span.dim, 0, span.size)
 
-    monkeypatch.setattr(gqa_heads, "taken", wrong)
+    monkeypatch.setattr(gqa_heads, "slice_dims", wrong)
     reading = read_family("llama")
     verdict = verify(reading, planned(reading, Mesh(tp=4), (TensorParallel(),)), batches("llama", 1))
     assert not verdict.passed

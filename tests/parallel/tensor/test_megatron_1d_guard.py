@@ -13,7 +13,7 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.job import LossGuard
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import part
 from tests.engine.step.test_spike_diagnosis_suspects import DATA, MARK, Burst
 from tests.parallel.tensor.declared_pairs import SOCKETS, Pair, Pairs
@@ -74,7 +74,7 @@ def spike_of(how: str, ranks: int, stage: int = 0) -> list[LossSpike]:
         assert metrics[2].spike is not None
         return metrics[2].spike
 
-    return on_threads(rank, plan.mesh)
+    return run_on_threads(rank, plan.mesh)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

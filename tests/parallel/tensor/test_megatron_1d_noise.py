@@ -12,7 +12,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.run.data.feed import ExampleDataset, open_feed
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.step.test_gradient_noise import noisy
 from tests.parallel.tensor.declared_pairs import pairs
@@ -45,7 +45,7 @@ def measured(reading: AnalyzedModel, plan: Plan) -> list[float]:
         player, feed = player_of(reading, plan, world), open_feed(ExampleDataset(rows()), plan, world.rank)
         return [player.step(feed.batch(step)).noise_scale or -1.0 for step in range(3)]  # -1: not known yet
 
-    found = on_threads(rank, plan.mesh)
+    found = run_on_threads(rank, plan.mesh)
     assert all(each == found[0] for each in found)
     return found[0]
 
@@ -65,6 +65,6 @@ def test_weights_that_count_twice_are_noticed(reading: AnalyzedModel, monkeypatc
     monkeypatch.setattr(
         ShardingPlan,
         "params_counted_in_sum",
-        lambda space, coordinate: [home.weight.name for home in space.param_shardings],
+        lambda space, coordinate: [home.param.name for home in space.param_shardings],
     )
     assert measured(reading, plan_of(reading, "copies", 2)) != pytest.approx(wanted, rel=1e-3)

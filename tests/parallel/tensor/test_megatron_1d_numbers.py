@@ -16,7 +16,7 @@ from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.placement import I
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import batches, known, planned
 
@@ -64,11 +64,11 @@ def trained(world: World, reading: AnalyzedModel, plan: Plan) -> float:
 )
 def test_half_precision_travels_in_half(precision: PrecisionConfig):
     reading, plan = planned(known(), Mesh(dp_shard=2, tp=2), precision=precision)
-    layers = [action for action in plan.program.actions("stage0") if "layers" in action.subject]
+    layers = [action for action in plan.program.actions("pp0") if "layers" in action.subject]
     inner = {move.dtype for action in layers for move in action.inner_transfers}
     assert inner == {"bfloat16"}
     assert trace(reading, plan, fake=False).passed
-    losses = set(on_threads(lambda world: trained(world, reading, plan), plan.mesh))
+    losses = set(run_on_threads(lambda world: trained(world, reading, plan), plan.mesh))
     assert len(losses) == 1
     assert torch.tensor(losses.pop()).isfinite()
 

@@ -20,7 +20,7 @@ from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.parallel.data.tokenwise_model import Dealt
 from tests.parallel.tensor import model_families
 from tests.parallel.tensor.even_llama import EVEN, LargestNorm, even_llama, known_even
@@ -112,7 +112,7 @@ def test_statistics_of_a_slice_alone_are_noticed(monkeypatch: pytest.MonkeyPatch
     def alone(runtime: object, tensor: torch.Tensor, move: Redistribution) -> torch.Tensor:
         return torch.cat([tensor] * 2, -1)  # as if the other rank had the same
 
-    monkeypatch.setattr(optimus_2d, "moved", alone)
+    monkeypatch.setattr(optimus_2d, "redistribute", alone)
     reading, plan = planned(known_even(), Mesh(dp_shard=2, tp=2), SQUARE)
     assert not verify(reading, plan, batches(1)).passed
 
@@ -129,12 +129,12 @@ def trained(world: World, reading: AnalyzedModel, plan: Plan) -> float:
 )
 def test_in_half_precision_statistics_travel_in_single(precision: PrecisionConfig):
     reading, plan = planned(known_even(), Mesh(dp_shard=2, tp=2), SQUARE, precision=precision)
-    assert {move.dtype for action in plan.program.actions("stage0") for move in action.inner_transfers} == {
+    assert {move.dtype for action in plan.program.actions("pp0") for move in action.inner_transfers} == {
         "bfloat16",
         "float32",
     }
     assert trace(reading, plan, fake=False).passed
-    losses = set(on_threads(lambda world: trained(world, reading, plan), plan.mesh))
+    losses = set(run_on_threads(lambda world: trained(world, reading, plan), plan.mesh))
     assert len(losses) == 1
     assert torch.tensor(losses.pop()).isfinite()
 
@@ -143,6 +143,6 @@ def test_tokens_of_a_sample_on_several_ranks_are_refused():
     strategies = (TensorParallel2D(), ROWS, Dealt(), ZeRO())
     with pytest.raises(
         PlanError,
-        match=r"strategies\.grid: ranks along cp have some of the tokens of a sample each, and a grid",
+        match=r"strategies\.tensor_parallel: ranks along cp have some of the tokens of a sample each, and a grid",
     ):
         planned(known_even(), Mesh(dp_shard=2, cp=2, tp=2), strategies)

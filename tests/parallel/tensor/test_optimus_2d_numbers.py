@@ -15,7 +15,7 @@ from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.even_llama import WIDTH, inputs, known_even, received, shards
 from tests.parallel.tensor.odd_llama import TOKENS, batches, planned
 
@@ -63,7 +63,7 @@ def test_stream_and_weights_are_a_square_of_what_one_device_has(q: int):
         assert prod(home.param.shape) * q == next(
             w.numel for w in reading.model_spec.params if w.name == home.param.name
         )
-    for shapes, nbytes in on_threads(lambda world: seen(world, q), plan.mesh):
+    for shapes, nbytes in run_on_threads(lambda world: seen(world, q), plan.mesh):
         assert shapes == [(2, TOKENS, WIDTH // q)] * LAYERS
         assert nbytes == 4 * shards(reading, q**2)
 
@@ -88,7 +88,7 @@ def test_a_grid_that_is_not_square_or_does_not_divide_is_refused(mesh: Mesh, mes
 
 
 def test_words_that_do_not_divide_may_be_divided_by_a_strategy_of_their_own():
-    with pytest.raises(PlanError, match=r'67 units.*\n.*words may be divided unevenly: name = "vocabulary"'):
+    with pytest.raises(PlanError, match=r'67 units.*\n.*words may be divided unevenly: name = "vocab_parallel"'):
         planned(known_even(vocab_size=67), Mesh(dp_shard=2, tp=2), SQUARE)
 
 

@@ -24,7 +24,7 @@ from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import ROWS, SIZES, batches, known, planned
 
@@ -119,10 +119,10 @@ def test_half_precision_travels_in_half_but_the_stream_itself_does_not(strategie
     assert dtypes(plan, "model.norm") == {"float32"}
     traced = trace(reading, plan, fake=False)
     assert traced.passed, str(traced)
-    losses = on_threads(lambda world: losses_of(world, reading, plan), mesh)
+    losses = run_on_threads(lambda world: losses_of(world, reading, plan), mesh)
     assert all(each == losses[0] for each in losses)
     reading, plan = planned(known(LENGTH), mesh, (TensorParallel(), SHARDED, ZeRO()), **said)
-    whole = on_threads(lambda world: losses_of(world, reading, plan), mesh)
+    whole = run_on_threads(lambda world: losses_of(world, reading, plan), mesh)
     assert losses[0] == pytest.approx(whole[0], rel=2e-2)
 
 
@@ -147,7 +147,7 @@ def test_an_evaluation_in_slices_is_that_of_one_device():
     found = []
     for mesh, strategies in ((Mesh(tp=3), ANEW), (Mesh(), ())):
         reading, plan = planned_in_slices(mesh, strategies)
-        found += on_threads(lambda world, reading=reading, plan=plan: losses_of(world, reading, plan), mesh)[
+        found += run_on_threads(lambda world, reading=reading, plan=plan: losses_of(world, reading, plan), mesh)[
             :1
         ]
     assert found[0] == pytest.approx(found[1], rel=1e-5)
@@ -159,7 +159,7 @@ def test_what_is_kept_for_backward_is_a_slice_but_for_what_columns_layers_take_i
 ):
     reading, plan = planned(known(15), Mesh(tp=3), strategies, length=15)
     width = SIZES["hidden_size"]
-    for saved in on_threads(lambda world: saved_of(world, reading, plan), plan.mesh):
+    for saved in run_on_threads(lambda world: saved_of(world, reading, plan), plan.mesh):
         assert (ROWS, 5, width) in saved  # by norms
         assert (ROWS, 15, width) not in saved
         assert (
@@ -192,7 +192,7 @@ def test_a_norm_whose_gradient_is_not_summed_is_noticed(monkeypatch: pytest.Monk
 
 
 def test_without_pairs_that_are_divided_it_is_refused():
-    said = r'no strategy divides those by columns and rows along tp\n.*name = "line" beside it'
+    said = r'no strategy divides those by columns and rows along tp\n.*name = "tensor_parallel" beside it'
     with pytest.raises(PlanError, match=said):
         planned_in_slices(Mesh(tp=2), (SequenceParallel(),))
     with pytest.raises(PlanError, match=said):  # a stream that is divided by width
@@ -252,7 +252,7 @@ class Mixed(nn.Module):
 
 
 def mixed(mixes: str, strategies: tuple = KEPT) -> tuple[AnalyzedModel, Plan]:
-    sockets = {"layers.*.up": "columns", "layers.*.down": "rows"}
+    sockets = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
     tokens = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(0))
     reading = analyze(
         lambda: Model(Mixed(mixes), layer_roles=sockets), {"input_ids": tokens, "labels": tokens}
@@ -285,13 +285,13 @@ class Shared(Mixed):
             layer.norm = self.layers[0].norm
             if twice:
                 layer.up, layer.down = nn.Linear(8, 8), nn.Linear(8, 8)
-                layer.between = layer.norm
+                layer.crosses_hosts = layer.norm
 
 
 def shared(*, twice: bool = False) -> tuple[AnalyzedModel, Plan, dict[str, torch.Tensor]]:
     tokens = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": tokens, "labels": tokens}
-    sockets = {"layers.*.up": "columns", "layers.*.down": "rows"}
+    sockets = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
     reading = analyze(lambda: Model(Shared(twice=twice), layer_roles=sockets), batch)
     job = Job(ModelConfig("shared"), DataConfig("random", sequence=6), TrainConfig(batch=4))
     return reading, make_plan(reading, job, Mesh(tp=3), KEPT), batch

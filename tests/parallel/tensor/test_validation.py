@@ -48,15 +48,15 @@ class Net(nn.Module):
 
 
 def convolution():
-    return meshwright.Model(Net(), sockets={"layers.*.conv": "columns", "layers.*.up": "columns", "layers.*.down": "rows"})
+    return meshwright.Model(Net(), layer_roles={"layers.*.conv": "colwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"})
 
 
 def missing():
-    return meshwright.Model(Net(), sockets={"layers.*.upp": "columns", "layer.*.down": "rows"})
+    return meshwright.Model(Net(), layer_roles={"layers.*.upp": "colwise", "layer.*.down": "rowwise"})
 
 
 def declared():
-    return meshwright.Model(Net(), sockets={"layers.*.up": "columns", "layers.*.down": "rows"})
+    return meshwright.Model(Net(), layer_roles={"layers.*.up": "colwise", "layers.*.down": "rowwise"})
 """
 CONFIG = """
 [model]
@@ -97,16 +97,16 @@ def faults(
 def test_a_model_of_convolutions_is_refused_by_name():
     (said,) = faults(Convolutions(), Mesh(tp=2))
     assert "no pair of linear layers of model is known to split" in said.problem
-    assert "layers.*: a convolution: only linear layers and embeddings can be divided" in said.problem
-    assert "meshwright.Model(make_it(), sockets=" in said.fix
-    assert "--explain-model" in said.fix
+    assert "layers.*: a convolution: only linear layers and embeddings can be sharded" in said.problem
+    assert "meshwright.Model(make_it(), layer_roles=" in said.fix
+    assert "meshwright inspect" in said.fix
 
 
 def test_a_role_that_cannot_be_had_is_refused():
-    (said,) = faults(Model(Convolutions(), layer_roles={"layers.*": "columns"}), Mesh(tp=2))
-    assert said.location == "model.sockets"
+    (said,) = faults(Model(Convolutions(), layer_roles={"layers.*": "colwise"}), Mesh(tp=2))
+    assert said.location == "model.layer_roles"
     assert said.problem == (
-        "layers.* is declared as columns, and that cannot be: a convolution: only linear layers and embeddings can be divided"
+        "layers.* is declared as columns, and that cannot be: a convolution: only linear layers and embeddings can be sharded"
     )
 
 
@@ -129,7 +129,7 @@ def test_all_faults_are_said_at_once():
         "no pair of linear layers",
         "no strategy uses the axis dp_shard",
         "optimizer.groups",
-        "strategies.sequence",
+        "strategies.sequence_parallel",
     ):
         assert words in text, text
     assert "tp: 2 ranks would do the same work" not in text  # its own strategy has said why
@@ -153,7 +153,7 @@ def config(tmp_path: Path) -> Path:
     ("factory", "words", "said"),
     [
         ("Net", ["--mesh.tp", "2"], "layers.*.conv: a convolution"),
-        ("Net", ["--mesh.tp", "2"], "sockets={'layers.*.up': 'columns', 'layers.*.down': 'rows'}"),
+        ("Net", ["--mesh.tp", "2"], "layer_roles={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"),
         (
             "convolution",
             ["--mesh.tp", "2"],

@@ -25,7 +25,7 @@ from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import ROWS, SIZES, TOKENS, batches, known, llama, planned
 
@@ -131,7 +131,7 @@ def test_what_changes_each_logit_by_itself_may_stand_before_the_loss(behind: str
         (VocabParallel(), BatchSplit(axis="dp_shard"), ZeRO()),
         1,
     )
-    assert "table" in {weight.role for weight in reading.model_spec.params if weight.name == "embed.weight"}
+    assert "embedding" in {weight.role for weight in reading.model_spec.params if weight.name == "embed.weight"}
     assert plan.sharding.logits_layout.placements
     data = uneven(2)
     data[0]["input_ids"][:, :4] = 40  # padding, on the second of three ranks
@@ -152,23 +152,23 @@ def test_what_changes_each_logit_by_itself_may_stand_before_the_loss(behind: str
 def test_what_looks_at_all_words_leaves_the_head_whole(behind: str, why: str):
     reading = analyze(Glue(behind), batches(1)[0])
     weights = {weight.name: weight for weight in reading.model_spec.params}
-    assert (weights["head.weight"].role, weights["head.weight"].not_shardable_reason) == ("logits", why)
+    assert (weights["head.weight"].role, weights["head.weight"].not_shardable_reason) == ("lm_head_unsharded", why)
     assert reading.model_spec.logits is None
-    assert (weights["embed.weight"].role == "table") is (behind != "the table again")
+    assert (weights["embed.weight"].role == "embedding") is (behind != "the table again")
     both = {
         weight.name: weight for weight in analyze(Glue(behind, tied=True), batches(1)[0]).model_spec.params
     }
     assert list(unsharded_vocab_notes(reading.model_spec)) == [
         f"head.weight stays whole on every rank: {why}"
     ]
-    assert both["embed.weight"].role != "table", "tied weights are divided together, or not at all"
+    assert both["embed.weight"].role != "embedding", "tied weights are divided together, or not at all"
 
 
 def test_a_table_alone_is_divided_when_the_loss_needs_whole_logits():
     loss = Loss(token_cross_entropy().total, token_cross_entropy().count)
     reading = analyze(llama(), batches(1)[0], loss=loss)
     plan = make_plan(reading, planned(known(), Mesh())[1].job, Mesh(tp=2))
-    assert [strategy.name for strategy in plan.strategies] == ["line", "vocabulary"]
+    assert [strategy.name for strategy in plan.strategies] == ["tensor_parallel", "vocab_parallel"]
     assert reading.model_spec.logits is None
     why = next(
         weight.not_shardable_reason for weight in reading.model_spec.params if weight.name == "lm_head.weight"
@@ -186,7 +186,7 @@ def test_a_table_alone_is_divided_when_the_loss_needs_whole_logits():
 def test_a_table_that_looks_beyond_its_rows_stays_whole(table: dict[str, float]):
     reading = analyze(Glue(**table), batches(1)[0])
     embed = next(weight for weight in reading.model_spec.params if weight.name == "embed.weight")
-    assert embed.role != "table"
+    assert embed.role != "embedding"
     assert embed.not_shardable_reason == (f"{next(iter(table))} looks at more than the rows of one rank")
 
 
@@ -216,8 +216,8 @@ def test_numbers_of_ranks_that_are_added_up_are_noticed(monkeypatch: pytest.Monk
         told = right(self, numbers)
         return told.mean(0, keepdim=True).expand_as(told)
 
-    right = vocab_parallel.VocabParallelLogits._told
-    monkeypatch.setattr(vocab_parallel.VocabParallelLogits, "_told", swapped)
+    right = vocab_parallel.VocabParallelLogits._gather_stats
+    monkeypatch.setattr(vocab_parallel.VocabParallelLogits, "_gather_stats", swapped)
     assert not verify(*planned(known(), Mesh(tp=2), BOTH), uneven(1)).passed
 
 
@@ -261,8 +261,8 @@ def evaluated(world: World, reading: AnalyzedModel, plan: Plan) -> tuple[float, 
 def test_evaluations_and_whole_forwards_see_all_words(mesh: Mesh):
     reading, plan = planned(known(), mesh)
     _, alone = planned(known(), Mesh())
-    (truth, logits, second), *_ = on_threads(lambda world: evaluated(world, reading, alone), Mesh())
-    for mine, found, stepped in on_threads(lambda world: evaluated(world, reading, plan), mesh):
+    (truth, logits, second), *_ = run_on_threads(lambda world: evaluated(world, reading, alone), Mesh())
+    for mine, found, stepped in run_on_threads(lambda world: evaluated(world, reading, plan), mesh):
         assert mine == pytest.approx(truth, rel=1e-5)
         assert torch.allclose(found, logits, atol=1e-5)
         assert stepped == pytest.approx(second, rel=1e-4)

@@ -43,13 +43,13 @@ def test_every_bad_figure_is_told_with_its_place():
     bad = replace(GOOD, version=99, ranks_per_host=-1, measurements=(RING, RING, odd))
     told = {fault.location: fault.problem for fault in bad.diagnostics()}
     assert "version 99" in told["version"]
-    assert "-1 ranks per host" in told["per_host"]
-    assert "twice" in told["measured"]
-    assert "1 ranks" in told["measured.2.ranks"]
-    assert "[2048, 1024]" in told["measured.2.nbytes"]
-    assert "2 sizes, 1 times" in told["measured.2"]
-    assert "0.0" in told["measured.2.seconds"]
-    assert "-0.1" in told["measured.2.spread"]
+    assert "-1 ranks per host" in told["ranks_per_host"]
+    assert "twice" in told["measurements"]
+    assert "1 ranks" in told["measurements.2.ranks"]
+    assert "[2048, 1024]" in told["measurements.2.nbytes"]
+    assert "2 sizes, 1 times" in told["measurements.2"]
+    assert "0.0" in told["measurements.2.seconds"]
+    assert "-0.1" in told["measurements.2.spread"]
 
 
 def test_a_cluster_without_measurements_is_told_to_measure():

@@ -70,9 +70,9 @@ def test_a_larger_crowd_than_any_measured_goes_on_with_the_mean_slope():
 def test_every_fault_of_a_network_is_told():
     bad = NetworkModel((RoundOverhead(2, -1.0), RoundOverhead(1, 1.0)), inter_host=LinkCost(()))
     assert [fault.location for fault in bad.diagnostics("network")] == [
-        "network.between",
-        "network.crowds",
-        "network.crowds.0.seconds",
+        "network.inter_host",
+        "network.round_overheads",
+        "network.round_overheads.0.seconds",
     ]
     (fault,) = NetworkModel().diagnostics("network")
     assert "bench network" in fault.fix

@@ -80,7 +80,7 @@ def test_a_job_with_a_model_and_data_is_accepted():
         (
             {"schedule": ScheduleConfig("cosine", floor=1.5)},
             "schedule.floor",
-            "a floor of 1.5; it is a share of optimizer.lr",
+            "a floor of 1.5; it is a fraction of optimizer.lr",
         ),
         (
             {"schedule": ScheduleConfig("cosine", decay=3)},
@@ -128,7 +128,7 @@ def test_a_job_with_a_model_and_data_is_accepted():
         (
             {"precision": PrecisionConfig("float16", "float16")},
             "precision.master",
-            "float16 parameters without a master: steps below",
+            "float16 parameters without a master: updates below",
         ),
         (
             {"precision": PrecisionConfig(compute="float8")},
@@ -173,7 +173,7 @@ def test_a_job_with_a_model_and_data_is_accepted():
         (
             {"precision": PrecisionConfig(optimizer_states="bfloat16")},
             "precision.optimizer_states",
-            "moments in bfloat16; the optimizer keeps them",
+            "optimizer_states in bfloat16; the optimizer keeps them",
         ),
         (
             {"precision": PrecisionConfig(compute="float16", loss_scale=1000.0)},

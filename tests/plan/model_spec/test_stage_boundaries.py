@@ -50,15 +50,15 @@ def test_sizes_follow_the_rows_of_a_micro_batch():
 
 def test_faults_name_the_border_and_those_that_would_do():
     assert BORDERS.open_boundaries() == ("layer.0", "layer.1", "layer.2")
-    text = "no part can begin with 'head', behind 'layer.2': it reads a number\n  repair: begin it with 'layer.2'; or do not"
+    text = "no stage can begin with 'head', after 'layer.2': it reads a number\n  repair: begin it with 'layer.2'; or do not"
     with pytest.raises(PlanError, match=text):
         BORDERS.stages(["head"])
     with pytest.raises(
-        PlanError, match=r"'layer\.9' is no visit of a block\n  repair: did you mean 'layer\.[0-2]'\?"
+        PlanError, match=r"'layer\.9' is not a block call\n  repair: did you mean 'layer\.[0-2]'\?"
     ):
         BORDERS.stages(["layer.9"])
     for borders in (["layer.2", "layer.1"], ["layer.1", "layer.1"], ["embed"]):
         with pytest.raises(
-            PlanError, match="are not in the order of the forward, each once and behind its first visit"
+            PlanError, match="are not in the order of the forward, each once and after its first block call"
         ):
             BORDERS.stages(borders)

@@ -76,10 +76,10 @@ def test_one_batch_size_alone_is_refused():
             plan_of(READING, 1, micro_batch=micro_batch, job=noisy())
         said = str(caught.value)
         assert (
-            "one data rank plays the 12 samples of a step as one micro-batch: there is no smaller batch"
+            "one data rank runs the 12 samples of a step as one micro-batch: there is no smaller batch"
             in said
         )
-        assert "set micro_batch to a divisor of train.batch below it, raise mesh.dp_replicate, or set" in said
+        assert "set micro_batch to a smaller divisor of train.batch, raise mesh.dp_replicate, or set" in said
 
 
 def test_a_rank_that_steps_for_others_is_refused():
@@ -99,7 +99,7 @@ def test_ranks_with_some_of_the_tokens_of_a_sample_are_refused():
     strategies = (BatchSplit(), Dealt(), DDP())
     with pytest.raises(
         PlanError,
-        match=r"ranks along cp have some of the tokens.*: no rank has the gradient of a part of the batch",
+        match=r"ranks along cp have different tokens.*: no rank has the gradient of a part of the batch",
     ):
         make_plan(READING, noisy(), Mesh(dp_replicate=2, cp=2), strategies)
     make_plan(READING, noisy(), Mesh(dp_replicate=2), strategies)

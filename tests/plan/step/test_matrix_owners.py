@@ -48,7 +48,7 @@ def test_who_owns_what_is_the_same_for_every_rank():
         for name, arena in mine.flat_param_specs().items():
             at = {weight: start // arena.shard_numel for weight, _, start in arena.params}
             logical = mine.all_ranks.flat_param_specs()[name]
-            assert at == {weight: start // logical.shard for weight, _, start in logical.weights}
+            assert at == {weight: start // logical.shard_numel for weight, _, start in logical.params}
 
 
 def test_a_parcel_is_as_long_as_the_largest_ranks_slices():

@@ -84,7 +84,7 @@ def test_a_main_thread_does_not_stand_still_for_a_message_on_the_wire():
 
 def test_a_pipeline_of_three_roles_takes_its_turns():
     roles = {
-        f"stage{i}": [Action("F", str(m), waits=(f"stage{i - 1}/F({m})",) if i else ()) for m in range(2)]
+        f"pp{i}": [Action("F", str(m), waits=(f"pp{i - 1}/F({m})",) if i else ()) for m in range(2)]
         for i in range(3)
     }
     ends = {(tick.role, tick.action.subject): tick.end for tick in simulate(Program.from_dict(roles))}
@@ -97,7 +97,7 @@ def test_a_cycle_is_shown_with_an_arrow_at_every_role():
         {"r": [compute("X"), compute("A", "s/B()")], "s": [compute("B", "r/A()")], "t": [compute("C")]}
     )
     assert lines == [
-        "nobody can go on:",
+        "no role can proceed:",
         "  r: action 1 of 2, A()  <-- waits for s/B()",
         "  s: action 0 of 1, B()  <-- waits for r/A()",
         "  t: finished",

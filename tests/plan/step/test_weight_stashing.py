@@ -53,16 +53,14 @@ def test_a_backward_that_meets_other_weights_than_its_forward_is_told():
     actions = [action for action in RIGHT if action.kind not in ("LOAD_STASHED", "LOAD_LATEST")]
     said = list(version_conflicts(actions))
     assert (
-        said[0] == "B(x, 1) meets the weights after 1 steps, and the forward of its micro-batch those after 0"
+        said[0] == "B(x, 1) uses the weights after 1 steps, and the forward of its micro-batch those after 0"
     )
     assert len(said) == 2
 
 
 def test_weights_that_nobody_has_kept_are_told():
     actions = [action for action in RIGHT if action.kind != "STASH"]
-    assert f"LOAD_STASHED({ROOM}, 1) asks for weights that no STASH has kept" in list(
-        version_conflicts(actions)
-    )
+    assert f"LOAD_STASHED({ROOM}, 1) loads weights that no STASH has kept" in list(version_conflicts(actions))
 
 
 def test_a_step_of_old_weights_is_told():

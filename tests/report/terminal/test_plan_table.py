@@ -11,12 +11,17 @@ from rich.console import Console
 from docs.generate import essays, kinds
 from meshwright.api import make_plan
 from meshwright.parallel import STRATEGIES
+from meshwright.parallel.context.hybrid import HybridContextParallel
+from meshwright.parallel.context.ring import RingAttention
+from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.data_parallel_master import DataParallelMaster
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.memory.chunked_loss import ChunkedLoss
+from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.tensor.cube_3d import TensorParallel3D
@@ -143,7 +148,7 @@ def divided_programs() -> tuple[Plan, ...]:
     """Of a small Llama: the stream in slices of tokens, over a square, squares and a cube of ranks, and its tokens dealt."""
     rows = BatchSplit(axis="dp_shard")
     ways = {
-        Mesh(tp=3): (TensorParallel(), VocabParallel(), SequenceParallel(), STRATEGIES["tiles"](loss=2)),
+        Mesh(tp=3): (TensorParallel(), VocabParallel(), SequenceParallel(), ChunkedLoss(2)),
         Mesh(dp_shard=2, tp=2): (TensorParallel2D(), rows, ZeRO()),
         Mesh(dp_replicate=2, dp_shard=2, tp=2): (
             TensorParallel25D(),
@@ -151,10 +156,10 @@ def divided_programs() -> tuple[Plan, ...]:
             rows,
             ZeRO(replicate_axis="dp_replicate"),
         ),
-        Mesh(dp_shard=2, tp_depth=2, tp=2): (TensorParallel3D(), rows, ZeRO(gather="micro")),
+        Mesh(dp_shard=2, tp_depth=2, tp=2): (TensorParallel3D(), rows, ZeRO(gather="microbatch")),
         **{
-            Mesh(cp=n): (STRATEGIES[name](), DDP(axis="cp"))
-            for n, name in {3: "ring", 2: "ulysses", 4: "hybrid"}.items()
+            Mesh(cp=n): (strategy, TiledMLP(2), DDP(axis="cp"))
+            for n, strategy in {3: RingAttention(), 2: Ulysses(), 4: HybridContextParallel()}.items()
         },
     }
     return tuple(
@@ -191,10 +196,10 @@ def all_programs() -> list[Plan]:
     rooted = replace(Paper().anatomy, params=(*Paper().anatomy.params, ParamSpec("scale", (3,), (ROOT,))))
     glued = Plan.make(JOB, Mesh(dp_shard=3), rooted, (BatchSplit(axis="dp_shard"), ZeRO()), 2)
     up, down = (
-        ParamSpec("up", (4, 2), ("layer0",), role="columns", dim_splits=(DimSplit(0, 4, (4,)),)),
-        ParamSpec("down", (2, 4), ("layer0",), role="rows", dim_splits=(DimSplit(1, 4, (4,), "in"),)),
+        ParamSpec("up", (4, 2), ("layer0",), role="colwise", dim_splits=(DimSplit(0, 4, (4,)),)),
+        ParamSpec("down", (2, 4), ("layer0",), role="rowwise", dim_splits=(DimSplit(1, 4, (4,), "in"),)),
     )
-    pair = LayerCall("up", "layer0", "columns", 0, 2, 4), LayerCall("down", "layer0", "rows", 1, 4, 2)
+    pair = LayerCall("up", "layer0", "colwise", 0, 2, 4), LayerCall("down", "layer0", "rowwise", 1, 4, 2)
     divided = replace(Paper().anatomy, params=(*Paper().anatomy.params, up, down), layer_calls=pair)
     return [
         *plans,
@@ -217,9 +222,8 @@ def all_programs() -> list[Plan]:
 
 def test_every_kind_that_a_program_can_hold_has_a_meaning():
     kinds_listed = {action.kind for plan in all_programs() for action in listed(plan)}
-    assert {type(strategy) for plan in all_programs() for strategy in plan.strategies} == set(
-        STRATEGIES.values()
-    )
+    used = {type(strategy) for plan in all_programs() for strategy in plan.strategies}
+    assert used == {each for modes in STRATEGIES.values() for each in modes.values()}
     assert kinds_listed == set(MEANINGS)
 
 
@@ -250,7 +254,7 @@ def test_one_row_per_action_or_one_per_run_of_blocks():
 def test_what_is_gathered_and_scattered_for_each_block_stands_in_one_row_too():
     paper = Paper(layers=40, numel=2**20)
     plan = Plan.make(
-        JOB, Mesh(dp_shard=3), paper.anatomy, (BatchSplit(axis="dp_shard"), ZeRO(gather="micro")), 2
+        JOB, Mesh(dp_shard=3), paper.anatomy, (BatchSplit(axis="dp_shard"), ZeRO(gather="microbatch")), 2
     )
     text = shown(plan, 200)
     assert len(text.splitlines()) < 80

@@ -28,7 +28,7 @@ from tests.run.config.configs import CONFIG, Copies, read, refusal
         (["--model.overrides.window", "{}"], lambda request: request.job.model.overrides == {"window": None}),
         (["--strategies.copies.bucket_mb", "1.5"], lambda request: request.strategies[0].bucket_mb == 1.5),
         (["--strategies.copies.bucket_mb", "{}"], lambda request: request.strategies[0].bucket_mb is None),
-        (["--strategies.1.note", "x"], lambda request: request.strategies[1].record == "x"),
+        (["--strategies.1.note", "x"], lambda request: request.strategies[1].note == "x"),
         (
             ["--strategies.copies.overlap", "--micro_batch", "1"],
             lambda request: request.strategies[0].overlap,

@@ -64,7 +64,7 @@ def test_a_conversation_is_one_sample_with_labels_on_its_answer(tmp_path):
         assert list(inputs[first + 1 : first + len(answer)]) == answer[:-1], (
             "label t is the token after input t"
         )
-        assert set(inputs[first + len(answer) + 1 :]) <= {data.tokenizer.end}
+        assert set(inputs[first + len(answer) + 1 :]) <= {data.tokenizer.eos_token_id}
     assert data.notes == ()
 
 

@@ -80,7 +80,7 @@ def test_earlier_samples_can_be_asked_for_again(tmp_path, kind):
     stream = opened(kind(tmp_path), tmp_path)
     first = samples(stream, range(6))
     assert samples(stream, [5, 6, 2])[0::2] == [first[5], first[2]]
-    assert samples(stream.again(), range(6)) == first
+    assert samples(stream.reopen(), range(6)) == first
 
 
 @pytest.mark.parametrize("kind", [texts, talks])

@@ -99,7 +99,7 @@ def test_a_run_that_goes_on_keeps_its_rule_and_reads_no_cluster(tmp_path: Path):
     strategies, notes = choose_algorithms(AUTO, MESH, str(tmp_path / "gone.toml"), tmp_path)
     assert rule_of(strategies) == "tree <= 8 KiB, else naive"
     assert notes == [
-        f"auto keeps 'tree <= 8 KiB, else naive' for replicate, with which the run in {tmp_path} began"
+        f"auto keeps 'tree <= 8 KiB, else naive' for ddp, with which the run in {tmp_path} began"
     ]
 
 

@@ -20,14 +20,14 @@ def test_a_device_is_measured_at_every_size_and_makes_a_profile_without_faults(
 ):
     monkeypatch.setattr(timing, "NUM_QUICK_BATCHES", 1)
     found = time_device(torch.device("cpu"), TINY, quick=True)
-    assert {(each.m, each.n, each.k, each.batch) for each in found.products} == set(TINY.products)
+    assert {(each.m, each.n, each.k, each.batch) for each in found.matmuls} == set(TINY.matmuls)
     assert (
-        {each.dtype for each in found.products}
+        {each.dtype for each in found.matmuls}
         == {each.dtype for each in found.attention}
         == {"float32", "bfloat16"}
     )
-    assert [each.nbytes for each in found.memory] == [4096, 65536]
-    assert {each.operation for each in found.compute_heavy} == set(COMPUTE_HEAVY_OPS)
+    assert [each.nbytes for each in found.memory_ops] == [4096, 65536]
+    assert {each.operation for each in found.elementwise_ops} == set(COMPUTE_HEAVY_OPS)
     assert 0 < found.call_s < 1e-2
     assert len(found.slices) == timing.SLICES_PER_BATCH
     figures = {name: value for name, value in vars(found).items() if name != "slices"}
@@ -39,11 +39,11 @@ def test_a_device_is_measured_at_every_size_and_makes_a_profile_without_faults(
 def test_the_usual_sizes_are_enough_for_a_law_and_a_gpu_has_larger_ones():
     for kind, quick in (("cpu", False), ("cpu", True), ("cuda", False)):
         sizes = bench_sizes(kind, quick=quick)
-        assert len(sizes.products) == len(set(sizes.products)) >= MIN_MEASUREMENTS
+        assert len(sizes.matmuls) == len(set(sizes.matmuls)) >= MIN_MEASUREMENTS
         assert len(sizes.attention) == len(set(sizes.attention)) >= MIN_MEASUREMENTS
         assert list(sizes.memory) == sorted(set(sizes.memory))
-    assert max(bench_sizes("cuda").products) > max(bench_sizes("cpu").products)
-    assert len(bench_sizes("cpu", quick=True).products) < len(bench_sizes("cpu").products)
+    assert max(bench_sizes("cuda").matmuls) > max(bench_sizes("cpu").matmuls)
+    assert len(bench_sizes("cpu", quick=True).matmuls) < len(bench_sizes("cpu").matmuls)
 
 
 def test_spread_is_the_distance_of_the_quartiles_as_a_share():

@@ -54,7 +54,7 @@ def test_a_device_that_nobody_knows_takes_a_few_lines(tmp_path: Path):
 
 def test_what_differs_from_a_kind_is_enough(tmp_path: Path):
     found = read_machine(
-        written(tmp_path, '[device]\nlike = "h100"\nnic_gb_s = 12.5\n[rates]\nproduct = 0.5\n'), 32
+        written(tmp_path, '[device]\nlike = "h100"\nnic_gb_s = 12.5\n[rates]\nmatmul = 0.5\n'), 32
     )
     plain = read_machine("h100", 32)
     assert found.device.nic_rate == 12.5e9
@@ -70,13 +70,13 @@ def test_a_device_without_units_for_16_bits_computes_them_as_32(tmp_path: Path):
 
 
 def test_all_that_is_wrong_with_a_file_is_told_at_once(tmp_path: Path):
-    told = refused(tmp_path, '[device]\nlike = "h1000"\nmemory = 5\n[rate]\nproduct = 1\n')
+    told = refused(tmp_path, '[device]\nlike = "h1000"\nmemory = 5\n[rate]\nmatmul = 1\n')
     assert "there is no key 'memory' here" in told
     assert "did you mean 'memory_gb" in told
     assert "did you mean 'rates'?" in told
     told = refused(
         tmp_path,
-        '[device]\nlike = "h1000"\ntflops = {bf16 = 5, float8 = 5e15}\nnic_gb_s = -1\n[rates]\nproducts = 1.0\n',
+        '[device]\nlike = "h1000"\ntflops = {bf16 = 5, float8 = 5e15}\nnic_gb_s = -1\n[rates]\nmatmuls = 1.0\n',
     )
     wanted = [
         "'h1000' is no device",
@@ -84,21 +84,21 @@ def test_all_that_is_wrong_with_a_file_is_told_at_once(tmp_path: Path):
         "no dtype 'bf16' in plans",
         "did you mean 'bfloat16'?",
         "nic_gb_s = -1",
-        "no rate 'products'",
+        "no rate 'matmuls'",
     ]
-    wanted += ["did you mean 'bfloat16'?", "did you mean 'product'?", "more than 1e6", "989 for an H100"]
+    wanted += ["did you mean 'bfloat16'?", "did you mean 'matmul'?", "more than 1e6", "989 for an H100"]
     assert all(part in told for part in wanted), told
 
 
 def test_figures_are_judged_beside_values_of_another_type(tmp_path: Path):
-    text = '[device]\nlike = "h1000"\nper_host = 2.5\nunits = -3\nfoo = 1\n[rates]\nproduct = "x"\nattention = 2\n'
+    text = '[device]\nlike = "h1000"\nper_host = 2.5\nunits = -3\nfoo = 1\n[rates]\nmatmul = "x"\nattention = 2\n'
     told = refused(tmp_path, text)
     wanted = [
         "'h1000' is no device",
         "device.per_host: given is 2.5",
         "units = -3",
         "no key 'foo'",
-        "rates.product: given",
+        "rates.matmul: given",
         "attention = 2",
     ]
     assert all(part in told for part in wanted), told
@@ -166,8 +166,8 @@ def test_a_measured_device_of_which_no_link_is_known_stands_alone_or_says_what_i
 
 
 def test_shares_above_all_and_peaks_that_no_plan_uses_are_refused(tmp_path: Path):
-    told = refused(tmp_path, '[device]\nlike = "h100"\n[rates]\nproduct = 1.7\n')
-    assert "product = 1.7, more than all" in told
+    told = refused(tmp_path, '[device]\nlike = "h100"\n[rates]\nmatmul = 1.7\n')
+    assert "matmul = 1.7, more than all" in told
     assert "write a share, 1 at most" in told
     told = refused(tmp_path, OWN.replace("bfloat16 = 500", "float8 = 1000"))
     assert "tflops of float8 alone, and plans are chosen in 16 bits" in told
@@ -194,14 +194,14 @@ def test_a_figure_in_another_unit_is_refused_with_the_unit(tmp_path: Path):
 def test_rates_that_no_device_has_are_refused(tmp_path: Path):
     told = refused(
         tmp_path,
-        '[device]\nlike = "h100"\n[rates]\nattention_back = 100\ncrowd = 1e-9\nlatency_s = 30\nloss = 5e9\n',
+        '[device]\nlike = "h100"\n[rates]\nattention_backward = 100\ncrowd = 1e-9\nlatency_s = 30\nloss = 5e9\n',
     )
     wanted = [
-        "attention_back = 100",
+        "attention_backward = 100",
         "write 0.01 to 5",
-        "crowd = 1e-09; needed is a number of hosts",
+        "fabric_half_hosts = 1e-09; needed is a number of hosts",
         "latency_s = 30",
-        "loss = 5e+09",
+        "loss_passes = 5e+09",
     ]
     assert all(part in told for part in wanted), told
 

@@ -52,7 +52,7 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path):
     write_cluster(CLUSTER, path)
     text = path.read_text()
     path.write_text(
-        text.replace("per_host = 0", "per_hosts = 0\nranks = 3").replace(
+        text.replace("ranks_per_host = 0", "ranks_per_hosts = 0\nranks = 3").replace(
             'transport = "gloo"', "transport = 7"
         )
     )
@@ -62,20 +62,20 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path):
     assert all(
         part in told
         for part in (
-            "'per_hosts'",
-            "did you mean 'per_host'?",
+            "'ranks_per_hosts'",
+            "did you mean 'ranks_per_host'?",
             "'ranks'",
-            "per_host: this key is missing",
+            "ranks_per_host: this key is missing",
             "transport",
         )
     )
     path.write_text(
-        text.replace("1e+09", "-5.0").replace('"ring"', '"rings"').replace("receiving = 2", "receiving = 1")
+        text.replace("1e+09", "-5.0").replace('"ring"', '"rings"').replace("num_receivers = 2", "num_receivers = 1")
     )
     with pytest.raises(PlanError) as raised:
         read_cluster(path)
     told = str(raised.value)
-    assert all(part in told for part in ("rate of -5.0", "did you mean 'ring'?", "crowds of [1, 1] ranks"))
+    assert all(part in told for part in ("rate of -5.0", "did you mean 'ring'?", "round overheads of [1, 1] ranks"))
     assert all(fault.location.startswith((str(path), "measured")) for fault in raised.value.diagnostics)
 
 

@@ -10,7 +10,7 @@ def test_an_operation_that_takes_too_long_and_all_that_are_larger_are_left_out()
     took = {size: 10.0 if size >= 9 else 1e-6 for size in range(12)}
 
     class Made(DeviceTimer):
-        def once(self, operation: object) -> float:
+        def time_once(self, operation: object) -> float:
             return took[ran[-1]]
 
     cells = {size: (lambda size=size: ran.append(size)) for size in took}

@@ -31,17 +31,17 @@ from meshwright.run.measure.past_run import PreviousRun, TimedCollective, read_p
 PLAN_FILE = "plan.toml"
 WHERE = "--calibrate-from"
 MODELED_STRATEGIES = (
-    "batch",
-    "replicate",
+    "batch_split",
+    "ddp",
     "zero",
-    "line",
-    "sequence",
-    "vocabulary",
+    "tensor_parallel",
+    "sequence_parallel",
+    "vocab_parallel",
     "ring",
     "ulysses",
-    "hybrid",
+    "hybrid_context_parallel",
     "pipeline",
-    "recompute",
+    "activation_checkpointing",
 )
 MIN_MESSAGE_NBYTES = 1 << 16  # bytes of a message whose rate says something of a link
 
@@ -163,12 +163,12 @@ def parallel_config_of(request: PlanRequest, mesh: Mesh) -> ParallelConfig:
         cp=mesh.size("cp"),
         zero_stage=zero.get("stage", 0),
         zero_group_size=mesh.size("dp_shard") if grouped else 0,
-        ulysses_degree=mesh.size("cp") if "ulysses" in fields else fields.get("hybrid", {}).get("inner", 1),
-        virtual_stages=pipeline.get("chunks") or (2 if order.is_folded else 1),
+        ulysses_degree=mesh.size("cp") if "ulysses" in fields else fields.get("hybrid_context_parallel", {}).get("ulysses_degree", 1),
+        virtual_stages=pipeline.get("virtual_stages") or (2 if order.is_folded else 1),
         micro_batch=rows,
         num_microbatches=batch // (dp * rows),
-        recompute="layers" if "recompute" in fields else "none",
-        sequence_parallel="sequence" in fields,
+        recompute="layers" if "activation_checkpointing" in fields else "none",
+        sequence_parallel="sequence_parallel" in fields,
         schedule_profile=order,
         dtype=request.job.precision.compute,
     )

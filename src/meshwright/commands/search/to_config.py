@@ -70,7 +70,7 @@ def _strategies(best: Candidate, layers: Sequence[str]) -> Iterator[dict[str, An
         yield {"name": "pipeline", "schedule": best.schedule, **_parts(best, layers)}
     if layout.tp > 1:
         yield {"name": "tensor_parallel"}
-        yield from [{"name": "sequence_parallel", "again": True}] if layout.sequence_parallel else []
+        yield from [{"name": "sequence_parallel", "regather": True}] if layout.sequence_parallel else []
         yield {"name": "vocab_parallel"}
     if layout.cp > 1:
         yield _attention(layout)
@@ -86,18 +86,18 @@ def _strategies(best: Candidate, layers: Sequence[str]) -> Iterator[dict[str, An
 def _parts(best: Candidate, layers: Sequence[str]) -> dict[str, Any]:
     if best.layer_assignment and layers:
         begins = list(accumulate(count for _, count in best.layer_assignment))[:-1]
-        return {"cuts": [layers[begin] for begin in begins]}
-    return {"chunks": best.config.virtual_stages} if best.schedule == "interleaved" else {}
+        return {"split_points": [layers[begin] for begin in begins]}
+    return {"virtual_stages": best.config.virtual_stages} if best.schedule == "interleaved" else {}
 
 
 def _attention(layout: ParallelConfig) -> dict[str, Any]:
     if layout.ulysses_degree == 1:
         return {"name": "ring"}
-    return {"name": "ulysses"} if layout.ulysses_degree == layout.cp else {"name": "hybrid_context_parallel", "inner": layout.ulysses_degree}
+    return {"name": "ulysses"} if layout.ulysses_degree == layout.cp else {"name": "hybrid_context_parallel", "ulysses_degree": layout.ulysses_degree}
 
 
 def _store(layout: ParallelConfig, outer: int, inner: int) -> dict[str, Any]:
     if not layout.zero_stage:
         return {"name": "ddp", "axis": "dp_replicate" if outer > 1 else "cp"}
-    across = {"across": "dp_replicate"} if outer > 1 else {}
+    across = {"replicate_axis": "dp_replicate"} if outer > 1 else {}
     return {"name": "zero", "axis": "dp_shard" if inner > 1 else "cp", "stage": layout.zero_stage, **across}

@@ -1,14 +1,13 @@
-"""B, and its halves I and W: the backward of one visit for one micro-batch.
+"""Handlers of B, of its halves I and W, and of RECOMPUTE: the backward of one block call for one microbatch.
 
-    B    glue behind the last block, gradients from other parts --> the visit --> its glue, gradients for other parts
-    I    the same, without the gradients of weights              W    those, from what I has left (model/halves.py)
+    B           glue after the last block, received gradients --> the block call --> its glue, gradients to send
+    I           the same, without the gradients of weights           W    those, from what I has left
+    RECOMPUTE   the forward of a checkpointed block call, run again before its backward
 
-A visit that the forward did not reach has none; its part's values cross all the same.
-
-RECOMPUTE: the forward of a visit that kept only what it took in, run again before its backward.
-
-What comes of it is what came of it at first, to the bit; what the run writes is written once (model/lean.py). The first time,
-the graph that comes of it is looked through like that of any forward: a visit uses no parameter that the plan does not know of.
+A block call that the forward did not reach has no backward; the values of its stage are sent all the same. A
+recomputed forward has the results of the first one, to the bit, and writes what the first one wrote only once
+(model/blocks/checkpointing.py). The first time, its graph is checked like that of any forward: a block call
+uses no parameter that the plan does not know of.
 """
 
 from collections.abc import Callable
@@ -25,11 +24,11 @@ from meshwright.plan.strategy import Handler
 
 
 class BackwardHandlers:
-    """Handlers over one rank's state."""
+    """Handlers of B, I and W over one rank's state."""
 
     def __init__(self, state: RankState, step_rng: StepRNG, stage_io: StageIO | None) -> None:
-        self._state, self._draws, self._crossing = state, step_rng, stage_io
-        self._owed: dict[tuple[str, int], WeightBackward] = {}
+        self._state, self._step_rng, self._stage_io = state, step_rng, stage_io
+        self._pending_weight_grads: dict[tuple[str, int], WeightBackward] = {}
         self.handlers: dict[str, Handler] = {
             "B": self.full_backward,
             "I": self.input_backward,
@@ -37,46 +36,45 @@ class BackwardHandlers:
         }
 
     def clear(self) -> None:
-        """Let go of halves that a step has left which did not come to its end."""
-        self._owed.clear()
+        """Drops halves that a failed step has left."""
+        self._pending_weight_grads.clear()
 
     def full_backward(self, action: Action) -> None:
-        """Give what a visit took in, and its weights, their gradients."""
-        self._flow(action, backward)
+        """Computes the gradients of a block call's inputs and weights."""
+        self._run_backward(action, backward)
 
     def input_backward(self, action: Action) -> None:
-        """Give what a visit took in its gradients, and note what its weights still need."""
+        """Computes the gradients of a block call's inputs, and records what its weights still need."""
 
-        def first(visit: BlockCall) -> None:
-            self._owed[action.subject, action.microbatch or 0] = input_backward(visit)
+        def input_half(call: BlockCall) -> None:
+            self._pending_weight_grads[action.subject, action.microbatch or 0] = input_backward(call)
 
-        self._flow(action, first)
+        self._run_backward(action, input_half)
 
     def weight_backward(self, action: Action) -> None:
-        """Give the weights of a visit their gradients."""
-        owed = self._owed.pop((action.subject, action.microbatch or 0), None)
-        if owed is not None:
-            with self._draws.forbid_draws():
-                owed.run()
+        """Computes the gradients of a block call's weights."""
+        pending = self._pending_weight_grads.pop((action.subject, action.microbatch or 0), None)
+        if pending is not None:
+            with self._step_rng.forbid_draws():
+                pending.run()
 
-    def _flow(self, action: Action, run: Callable[[BlockCall], None]) -> None:
-        """Run the backward of a visit, between what comes from other parts and what goes to them."""
-        micro, crossing = action.microbatch or 0, self._crossing
-        _, left = self._state.final_glue.pop(micro, (None, None))
+    def _run_backward(self, action: Action, run: Callable[[BlockCall], None]) -> None:
+        microbatch, stage_io = action.microbatch or 0, self._stage_io
+        _, final_glue = self._state.final_glue.pop(microbatch, (None, None))
         if (
-            left is not None
+            final_glue is not None
         ):  # the glue behind the last block, when the gradient of the outputs has come from elsewhere
-            backward(left)
-        visit = self._state.forward_passes[micro].block_calls.pop(action.subject, None)
-        if visit is None and crossing is not None and not crossing.is_stage_boundary(action.subject):
+            backward(final_glue)
+        call = self._state.forward_passes[microbatch].block_calls.pop(action.subject, None)
+        if call is None and stage_io is not None and not stage_io.is_stage_boundary(action.subject):
             return  # within a part that is one graph
-        with self._draws.forbid_draws():
-            if crossing is not None:
-                crossing.begin_backward(action.subject, micro)
-            if visit is not None:
-                run(visit)
-            if crossing is not None:
-                crossing.end_backward(action.subject, micro)
+        with self._step_rng.forbid_draws():
+            if stage_io is not None:
+                stage_io.begin_backward(action.subject, microbatch)
+            if call is not None:
+                run(call)
+            if stage_io is not None:
+                stage_io.end_backward(action.subject, microbatch)
 
 
 class RecomputeHandler:
@@ -85,26 +83,33 @@ class RecomputeHandler:
     def __init__(
         self, state: RankState, driver: ForwardDriver, step_rng: StepRNG, sequence_runner: FullSequenceRunner
     ) -> None:
-        self._state, self._drive, self._draws, self._dealing = state, driver, step_rng, sequence_runner
-        self._looked_through: set[str] = set()
-        self._known = {weight.name: weight.block_calls for weight in state.trained_module.model_spec.params}
+        self._state, self._driver, self._step_rng, self._sequence_runner = (
+            state,
+            driver,
+            step_rng,
+            sequence_runner,
+        )
+        self._checked_calls: set[str] = set()
+        self._block_calls_by_param = {
+            weight.name: weight.block_calls for weight in state.trained_module.model_spec.params
+        }
 
     def recompute(self, action: Action) -> None:
-        """Run a visit once more; one that the forward did not reach, or that kept all it computed, is left as it is."""
-        micro = action.microbatch or 0
-        visit = self._state.forward_passes[micro].block_calls.get(action.subject)
-        if visit is None or visit.checkpoint is None:
+        """Runs a checkpointed block call again; does nothing for others and those that did not run."""
+        microbatch = action.microbatch or 0
+        call = self._state.forward_passes[microbatch].block_calls.get(action.subject)
+        if call is None or call.checkpoint is None:
             return
         with (
-            self._draws.recompute_context(micro, visit.name),
-            self._dealing.recompute_context(self._state.microbatches[micro], visit.name),
+            self._step_rng.recompute_context(microbatch, call.name),
+            self._sequence_runner.recompute_context(self._state.microbatches[microbatch], call.name),
         ):
-            self._drive.recompute(visit)
-        if visit.name not in self._looked_through:
-            self._looked_through.add(visit.name)
-            alone = ForwardPass(
-                lambda name: None, block_calls={visit.name: BlockCall(visit.name, visit.outputs)}
+            self._driver.recompute(call)
+        if call.name not in self._checked_calls:
+            self._checked_calls.add(call.name)
+            single_pass = ForwardPass(
+                lambda name: None, block_calls={call.name: BlockCall(call.name, call.outputs)}
             )
-            split_graph(alone, BlockCall("")).check_param_users(
-                self._state.trained_module.trainable_parameters, self._known
+            split_graph(single_pass, BlockCall("")).check_param_users(
+                self._state.trained_module.trainable_parameters, self._block_calls_by_param
             )

@@ -1,12 +1,10 @@
-"""Whether a plan does anything between the backwards of two blocks, so that the graph must be cut there.
+"""Decides whether the graph is cut at blocks, and checks once that gradients flow as planned.
 
-Where it does not, the backward of the whole model, or of a part of it, is one call: no leaf at each block, and tens of
-microseconds a block less, which thin blocks show.
+Where a plan does nothing between the backwards of two blocks, the backward of the whole model, or of a stage,
+is one call: no leaf at each block, and tens of microseconds less per block, which matters for thin blocks.
 
-    part      F F F F  ...  B B B B                one graph
-    beside    F F F F  ...  B PACK B PACK B B      a graph for each block
-
-Whether gradients can flow as the plan has them: looked at once, in the first loss of a run.
+    one graph          F F F F  ...  B B B B
+    a graph per block  F F F F  ...  B PACK B PACK B B
 """
 
 from typing import Any
@@ -24,7 +22,10 @@ from meshwright.plan.step.single_device import CHECKPOINTED_FORWARD
 
 
 def needs_graph_cuts(plan: Plan) -> bool:
-    """Whether the graph of a forward is cut at the borders of blocks; a part is one where its backwards stand side by side."""
+    """Returns whether the graph of a forward is cut at blocks.
+
+    Else the backwards of a stage are contiguous.
+    """
     actions = plan.actions
     kinds = {action.kind for action in actions}
     if (
@@ -37,22 +38,28 @@ def needs_graph_cuts(plan: Plan) -> bool:
     if not plan.sharding.block_calls_by_pp_rank:
         backwards = [i for i, action in enumerate(actions) if action.kind == "B"]
         return backwards[-1] - backwards[0] >= len(backwards)
-    return plan.sharding.model_spec.writes_in_place or "I" in kinds or _interrupted(plan, actions)
+    return plan.sharding.model_spec.writes_in_place or "I" in kinds or _stages_interleave(plan, actions)
 
 
-def _interrupted(plan: Plan, actions: tuple[Action, ...]) -> bool:
-    """Whether anything else stands within the backwards of a part for one micro-batch, or a part is left out."""
-    at = {(action.subject, action.microbatch): i for i, action in enumerate(actions) if action.kind == "B"}
-    mine = [
+def _stages_interleave(plan: Plan, actions: tuple[Action, ...]) -> bool:
+    """Returns whether other actions lie between the backwards of a stage, or a stage is left out."""
+    position = {
+        (action.subject, action.microbatch): i for i, action in enumerate(actions) if action.kind == "B"
+    }
+    local_stages = [
         part.block_calls
         for part in plan.sharding.stages
         if part.block_calls[0] in plan.sharding.model_spec.block_calls
     ]
-    micros = {micro for _, micro in at}
+    microbatches = {microbatch for _, microbatch in position}
     spans = [
-        (at.get((visits[-1], micro)), at.get((visits[0], micro)), len(visits))
-        for visits in mine
-        for micro in micros
+        (
+            position.get((block_calls[-1], microbatch)),
+            position.get((block_calls[0], microbatch)),
+            len(block_calls),
+        )
+        for block_calls in local_stages
+        for microbatch in microbatches
     ]
     return any(
         last is not None and first is not None and first - last >= length for last, first, length in spans
@@ -69,9 +76,9 @@ def check_gradient_paths(
     *,
     is_graph_cut: bool,
 ) -> None:
-    """Raise PlanError for a loss that is no scalar, and for paths from it to a parameter that go round the borders of blocks.
+    """Raises PlanError for a loss that is no scalar, or whose gradients bypass blocks.
 
-    Where the graph is not `cut` there is one backward, and no border that a path could go round.
+    Where the graph is not cut there is one backward, and no boundary that a path could bypass.
     """
     if loss.shape != ():
         text = f"the loss has the shape {list(loss.shape)}; needed is a scalar, the sum over what counts"
@@ -79,14 +86,18 @@ def check_gradient_paths(
     if not is_graph_cut:
         return
     subject = state.trained_module
-    found = split_graph(state.forward_passes[microbatch], final_glue)
-    found.check_param_users(
+    graph = split_graph(state.forward_passes[microbatch], final_glue)
+    graph.check_param_users(
         subject.trainable_parameters,
         {weight.name: weight.block_calls for weight in subject.model_spec.params},
     )
-    handed = {id(tensor) for tensor in tree_tensors(outputs)}
-    used = {name for action in plan.actions if action.kind == "LOSS" for name in action.tensors}
-    unknown = {name: p for name, p in subject.parameters.items() if id(p) not in handed and name not in used}
-    found.check_loss(loss, unknown)
-    parts = plan.mesh.group_size(plan.sharding.grad_sum_axes) * plan.num_microbatches
-    check_auxiliary_loss(loss, outputs, state.forward_passes[microbatch], final_glue, parts)
+    output_ids = {id(tensor) for tensor in tree_tensors(outputs)}
+    parameters_used = {name for action in plan.actions if action.kind == "LOSS" for name in action.tensors}
+    unknown = {
+        name: p
+        for name, p in subject.parameters.items()
+        if id(p) not in output_ids and name not in parameters_used
+    }
+    graph.check_loss(loss, unknown)
+    num_summands = plan.mesh.group_size(plan.sharding.grad_sum_axes) * plan.num_microbatches
+    check_auxiliary_loss(loss, outputs, state.forward_passes[microbatch], final_glue, num_summands)

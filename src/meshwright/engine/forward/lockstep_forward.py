@@ -1,20 +1,22 @@
-"""Whole forwards of a model whose parts lie on several ranks, outside of steps: all ranks run them abreast.
+"""Runs whole forwards of a pipelined model outside of steps, on all ranks in lockstep.
 
-    rank 0    embed  -->  layer 0  -->  (layer 1)  -->  (head)        its own blocks, and (those of others) on fake tensors
+    rank 0    embed  -->  layer 0  -->  (layer 1)  -->  (head)      own blocks, and (others) on fake tensors
     rank 1   (embed) --> (layer 0) -->   layer 1   -->   head
-              0 tells      0 tells       1 tells         1 tells      what a block gives out goes to all who play it on fakes
+              0 sends      0 sends       1 sends         1 sends     outputs go to the other ranks
 
-Each block runs where its weights are. On the other ranks it is played on tensors without numbers, which shows what it gives out
-and does what it does to things that it is given: a cache of keys and values grows there too, and is as long as where the numbers
-are. Then the numbers come. So glue runs on all ranks, on the same numbers, and every rank has the outputs; whatever calls the
-model, `generate` with or without a cache, is run by all of them alike, and nothing needs to be known of the forward beforehand.
+Each block runs where its weights are. The other ranks run it on tensors without numbers, which shows its
+outputs and does what it does to its arguments: a cache of keys and values grows there too, and is as long as
+on the owner. Then the numbers arrive. So glue runs on all ranks, on the same numbers, and every rank has the
+outputs; all ranks run whatever calls the model, `generate` with or without a cache, and nothing needs to be
+known of the forward beforehand.
 
-    bytes = sum over blocks of what they give out, and 88 more per tensor, broadcast along the pipeline
+    bytes = sum over blocks of their outputs, and 88 more per tensor, broadcast along the pipeline
 
-Cost: ranks work one after the other, as they must where each token needs the last one; a block on fake tensors takes of the
-order of ten milliseconds, while its owner computes. Limits: a block that looks at numbers within (experts that gather the tokens
-they get), or that takes in slices of the stream, cannot be played so. What it gives out is then known from the trial run, what it
-does to a cache is not: that is refused by name.
+Cost: ranks work one after the other, as they must where each token needs the last one; a block on fake
+tensors takes of the order of ten milliseconds, while its owner computes.
+Limits: a block that looks at numbers inside (experts that gather their tokens), or that takes slices of the
+residual stream, cannot run on fake tensors. Its outputs are then known from the trial, its effect on a cache
+is not: that is refused by name.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,182 +48,196 @@ MAX_DIMS = 9  # of a tensor, at most
 
 
 class LockstepForward:
-    """One rank, whose drive calls blocks as said above while `forwards` lasts; where it has the whole model, as ever."""
+    """Runs blocks in lockstep within `run_in_lockstep`; a rank that has the whole model runs it as usual."""
 
     def __init__(self, plan: Plan, state: RankState, driver: ForwardDriver) -> None:
-        self._state, self._drive = state, driver
-        self._sliced = any(plan.mesh.size(axis) > 1 for axis in plan.sharding.residual_layout.axes_with("S"))
+        self._state, self._driver = state, driver
+        self._takes_slices = any(
+            plan.mesh.size(axis) > 1 for axis in plan.sharding.residual_layout.axes_with("S")
+        )
         self._owners: dict[str, int] = {}
         for index, stage in reversed(
             list(enumerate(plan.sharding.block_calls_by_pp_rank))
-        ):  # of several that have a block the first one runs it
-            self._owners |= {block_of(visit): index for visit in stage}
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)  # one for good: a cache may live on
+        ):  # the first of several ranks that have a block runs it
+            self._owners |= {block_of(block_call): index for block_call in stage}
+        # a single mode, because a cache may outlive a forward
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._caches = lru_caches(state.trained_module.module)
-        self._blanks: dict[str, list[dict[str, Any]]] = {}
-        self._cut = {
-            name: home.param.shape
-            for home in plan.sharding.logical_param_shardings
-            if home.sliced_dims
-            for name in home.param.names
+        self._fake_weights_by_block: dict[str, list[dict[str, Any]]] = {}
+        self._full_shapes = {
+            name: param_sharding.param.shape
+            for param_sharding in plan.sharding.logical_param_shardings
+            if param_sharding.sliced_dims
+            for name in param_sharding.param.names
         }
-        self._divided = {
+        self._sharded_layers = {
             state.trained_module.module.get_submodule(call.name)
             for call in plan.sharding.model_spec.layer_calls
         }
 
     @contextmanager
     def run_in_lockstep(self, action: str) -> Iterator[None]:
-        """Meanwhile forwards of the module are run by all ranks of the pipeline; what is sent is for `action`."""
+        """Makes all pipeline ranks run forwards of the module together meanwhile.
+
+        Messages are sent for `action`.
+        """
         if not self._owners:
             yield
             return
-        with self._drive.use_interceptor(partial(self._block, action)):
+        with self._driver.use_interceptor(partial(self._run_block, action)):
             yield
 
-    def _block(self, action: str, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A block is called: the drive's guide."""
+    def _run_block(self, action: str, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a block on its owner, on fakes elsewhere, and broadcasts its outputs."""
         group, owner = self._state.world.group(("pp",)), self._owners.get(name)
-        if owner is None:  # no part of the forward that is trained: every rank has it as it was made
+        if owner is None:  # not in the trained forward: every rank has it
             return run(*args, **kwargs)
-        capturing, given = capture_marks(), tree_tensors((args, kwargs))
-        mine = owner == group.index
-        outputs = run(*args, **kwargs) if mine else self._shown(name, run, args, kwargs)
-        added = [mark.added_tensors for mark in capturing]
-        found = tree_tensors([outputs, *added])
-        named = f"{action}({name})"
-        header = (
-            _described(name, found, given)
-            if mine
-            else torch.empty(len(found), 2 + MAX_DIMS, dtype=torch.int64)
+        capturing, inputs = capture_marks(), tree_tensors((args, kwargs))
+        is_owner = owner == group.index
+        outputs = run(*args, **kwargs) if is_owner else self._fake_outputs(name, run, args, kwargs)
+        captured = [mark.added_tensors for mark in capturing]
+        output_tensors = tree_tensors([outputs, *captured])
+        ledger_name = f"{action}({name})"
+        output_header = (
+            _encode_outputs(name, output_tensors, inputs)
+            if is_owner
+            else torch.empty(len(output_tensors), 2 + MAX_DIMS, dtype=torch.int64)
         )
-        header = header.to(self._state.world.device)
-        if not found:
+        output_header = output_header.to(self._state.world.device)
+        if not output_tensors:
             return outputs
-        group.broadcast(header, source=owner, action=named).wait()
+        group.broadcast(output_header, source=owner, action=ledger_name).wait()
         new: dict[int, torch.Tensor] = {}
-        for tensor, (kind, ndim, *dims) in zip(found, header.tolist(), strict=True):
+        for tensor, (kind, ndim, *dims) in zip(output_tensors, output_header.tolist(), strict=True):
             real = tensor
             if kind >= 0:
                 real = (
                     tensor.contiguous()
-                    if mine
-                    else torch.empty(dims[:ndim], dtype=BROADCAST_DTYPES[kind], device=header.device)
+                    if is_owner
+                    else torch.empty(dims[:ndim], dtype=BROADCAST_DTYPES[kind], device=output_header.device)
                 )
-                group.broadcast(real, source=owner, action=named).wait()
-            elif not mine:
-                real = given[-1 - kind]
+                group.broadcast(real, source=owner, action=ledger_name).wait()
+            elif not is_owner:
+                real = inputs[-1 - kind]
             new[id(tensor)] = real
-        if mine:
+        if is_owner:
             return outputs
-        for mark, each in zip(capturing, added, strict=True):
+        for mark, each in zip(capturing, captured, strict=True):
             mark.replace(replace_tensors(each, new))
         return replace_tensors(outputs, new)
 
-    def _shown(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a block of another rank gives out, without numbers."""
-        if self._sliced:
-            return self._foretold(name, (args, kwargs), "takes in slices of the stream", None)
+    def _fake_outputs(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Returns the outputs of a block of another rank, without numbers."""
+        if self._takes_slices:
+            return self._recorded_outputs(name, (args, kwargs), "takes in slices of the stream", None)
         reals = {
             id(tensor): tensor
             for tensor in tree_tensors((args, kwargs))
             if not isinstance(tensor, FakeTensor)
         }
         fakes = {key: self._mode.from_tensor(tensor) for key, tensor in reals.items()}
-        back = {id(fake): reals[key] for key, fake in fakes.items()}
+        real_by_fake = {id(fake): reals[key] for key, fake in fakes.items()}
         before = [(mark, mark.captured[:]) for mark in capture_marks()]
-        given = replace_tensors(
+        inputs = replace_tensors(
             (args, kwargs), fakes
-        )  # in place: what the block writes into lists and dicts stays
+        )  # in place, so that writes of the block into lists and dicts stay
         try:
-            with self._mode, self._blank(name):
-                return run(*given[0], **given[1])
+            with self._mode, self._fake_weights(name):
+                return run(*inputs[0], **inputs[1])
         except Exception as error:
             if not depends_on_values(error):
                 raise
-            for mark, found in before:
-                mark.captured[:] = found
-            why = f"looks at numbers that another rank has ({type(error).__name__})"
-            return self._foretold(name, replace_tensors(given, back), why, error)
+            for mark, output_tensors in before:
+                mark.captured[:] = output_tensors
+            reason = f"looks at numbers that another rank has ({type(error).__name__})"
+            return self._recorded_outputs(name, replace_tensors(inputs, real_by_fake), reason, error)
         finally:
-            replace_tensors(given, back)
+            replace_tensors(inputs, real_by_fake)
             clear_caches_with_fakes(self._caches)
 
     @contextmanager
-    def _blank(self, name: str) -> Iterator[None]:
-        """Have a block's weights without numbers meanwhile: other ranks have them, and here they may have no memory.
+    def _fake_weights(self, name: str) -> Iterator[None]:
+        """Gives a block fake weights of full shape meanwhile: this rank may have no memory for them.
 
-        They are whole, as what the modules hold is that of the model; but for modules that blocks of this rank have too.
+        Modules that blocks of this rank share keep their sharded shapes.
         """
         modules = list(self._state.trained_module.blocks[name].named_modules(prefix=name))
-        places = [place for _, module in modules for place in (module._parameters, module._buffers)]
-        if name not in self._blanks:
-            named = [
-                (at, {} if module in self._divided else self._cut) for at, module in modules for _ in range(2)
+        tables = [table for _, module in modules for table in (module._parameters, module._buffers)]
+        if name not in self._fake_weights_by_block:
+            table_shapes = [
+                (at, {} if module in self._sharded_layers else self._full_shapes)
+                for at, module in modules
+                for _ in range(2)
             ]
             with self._mode:
-                self._blanks[name] = [
-                    {key: self._like(each, whole.get(f"{at}.{key}")) for key, each in place.items()}
-                    for place, (at, whole) in zip(places, named, strict=True)
+                self._fake_weights_by_block[name] = [
+                    {key: self._empty(each, whole.get(f"{at}.{key}")) for key, each in table.items()}
+                    for table, (at, whole) in zip(tables, table_shapes, strict=True)
                 ]
-        kept = [dict(place) for place in places]
-        for place, blanks in zip(places, self._blanks[name], strict=True):
-            place |= blanks
+        original = [dict(table) for table in tables]
+        for table, fake_tables in zip(tables, self._fake_weights_by_block[name], strict=True):
+            table |= fake_tables
         try:
             yield
         finally:
-            for place, entries in zip(places, kept, strict=True):
-                place |= entries
+            for table, entries in zip(tables, original, strict=True):
+                table |= entries
 
-    def _like(self, tensor: torch.Tensor | None, shape: tuple[int, ...] | None) -> Any:
+    def _empty(self, tensor: torch.Tensor | None, shape: tuple[int, ...] | None) -> Any:
         if tensor is None:
             return None
         return torch.empty(shape or tensor.shape, dtype=tensor.dtype, device=self._state.world.device)
 
-    def _foretold(self, name: str, given: Any, why: str, error: Exception | None) -> Any:
-        """What a block gives out, by the trial run. Raises PlanError where it is given things that it may change."""
-        odd = [
+    def _recorded_outputs(self, name: str, inputs: Any, reason: str, error: Exception | None) -> Any:
+        """Returns a block's outputs as the trial recorded them.
+
+        Raises PlanError where its arguments may change.
+        """
+        unknown = [
             type(leaf).__name__
-            for leaf in value_leaves(given)
+            for leaf in value_leaves(inputs)
             if not is_constant(leaf) and not isinstance(leaf, torch.Tensor)
         ]
-        if odd or self._state.trained_module.forward_graphs is None:
-            what = f"and is given a {odd[0]}" if odd else "and nothing is known of its outputs"
-            text = f"the block '{name}' {why}, {what}"
+        if unknown or self._state.trained_module.forward_graphs is None:
+            what = f"and is given a {unknown[0]}" if unknown else "and nothing is known of its outputs"
+            text = f"the block '{name}' {reason}, {what}"
             raise PlanError(
                 text,
                 fix="pass use_cache=False, or call the model under a plan without a pipeline",
                 location="model",
             ) from error
-        inputs = self._state.loss.model_inputs(self._state.trained_module.dummy_batch)
-        with ThreadPoolExecutor(
-            1
-        ) as elsewhere:  # a forward is under way in this thread, with modes and collectors of its own
-            course = elsewhere.submit(
-                partial(self._state.trained_module.forward_graphs.get, inputs, training=False)
+        dummy_inputs = self._state.loss.model_inputs(self._state.trained_module.dummy_batch)
+        with ThreadPoolExecutor(1) as executor:  # this thread has modes and collectors of a forward under way
+            forward_graph = executor.submit(
+                partial(self._state.trained_module.forward_graphs.get, dummy_inputs, training=False)
             ).result()
-        stub = course.stubs[name]
+        stub = forward_graph.stubs[name]
         for mark in capture_marks():
             mark.captured.extend(
-                map_leaves(added, _placed)
+                map_leaves(captured, _empty_placeholder)
                 for channel, listed in stub.captured
                 if channel == mark.channel
-                for added in listed
+                for captured in listed
             )
-        return map_leaves(stub.outputs, _placed)
+        return map_leaves(stub.outputs, _empty_placeholder)
 
 
-def _placed(leaf: Any) -> Any:
+def _empty_placeholder(leaf: Any) -> Any:
     return torch.empty(0) if type(leaf) is ValueRef else leaf
 
 
-def _described(name: str, found: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A row per tensor: its dtype and shape; or, of one that the block was given, which of those."""
-    places = {id(tensor): -1 - place for place, tensor in enumerate(given)}
+def _encode_outputs(
+    name: str, output_tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Returns a row per tensor: its dtype and shape, or, for one of the block's inputs, which of them."""
+    tables = {id(tensor): -1 - table for table, tensor in enumerate(inputs)}
     rows = []
-    for tensor in found:
+    for tensor in output_tensors:
         if isinstance(tensor, FakeTensor):
-            text = f"the block '{name}' computes with tensors that another rank has: they came to it by way of an object"
+            text = (
+                f"the block '{name}' computes with tensors that another rank has: they came to it by "
+                "way of an object"
+            )
             raise PlanError(
                 text,
                 fix="hand them over as arguments of the block, bare or in tuples and lists",
@@ -229,7 +245,7 @@ def _described(name: str, found: Sequence[torch.Tensor], given: Sequence[torch.T
             )
         rows.append(
             [
-                places.get(id(tensor), BROADCAST_DTYPES.index(tensor.dtype)),
+                tables.get(id(tensor), BROADCAST_DTYPES.index(tensor.dtype)),
                 tensor.ndim,
                 *tensor.shape,
                 *[0] * (MAX_DIMS - tensor.ndim),

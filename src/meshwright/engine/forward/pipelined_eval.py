@@ -1,17 +1,19 @@
-"""Forwards through the parts of a model outside of steps, one close behind the other: how an evaluation goes through a pipeline.
+"""Forwards through pipeline stages outside of steps, one close behind the other.
 
-With v parts on each rank, the turn of part p of forward k is at v k + p; what has the same turn goes in the order of the parts:
+The pipeline of an evaluation. With v stages on each rank, stage p of forward k runs at time v k + p; at equal
+times stages run in order:
 
-    one part each    rank 0   0  1  2  3  4            two each, in a V    rank 0   0  .  1  0' 2  1' 3  2'
-                     rank 1      0  1  2  3  4                             rank 1      0  0' 1  1' 2  2' 3  3'
-                     rank 2         0  1  2  3  4
+    one stage each    rank 0   0  1  2  3  4          two each, in a V    rank 0   0  .  1  0' 2  1' 3  2'
+                      rank 1      0  1  2  3  4                           rank 1      0  0' 1  1' 2  2' 3  3'
+                      rank 2         0  1  2  3  4
 
-So all ranks are busy once the first forward has come through, and nobody ever waits for what has a later turn: no order of
-sends and receives can lock. A rank posts its receives one turn ahead, each sender's in the order in which that sends; and it goes
-on only when what it has sent was taken that was due a round before. What is under way is as little as that.
+So all ranks are busy once the first forward has passed through, and no rank waits for anything with a later
+time: no order of sends and receives can deadlock. A rank posts its receives one time step ahead, each
+sender's in the order in which it sends, and goes on only when the sends that were due a round before have
+completed. This bounds what is in flight.
 
-The values are those of the course of an evaluation, which may differ from those of training: dropout is off. The parts begin with
-the same blocks. Where a part lies on two ranks, the one that has fewer of them runs it.
+The values are those of the recorded forward of an evaluation, which may differ from training: dropout is off.
+The stages begin with the same blocks. Where a stage lies on two ranks, the one with fewer stages runs it.
 """
 
 from collections import deque
@@ -38,12 +40,12 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.stage_values import StageValueShards
 
-RECV_PREFETCH = 1  # turns for which receives are posted before they come
+RECV_PREFETCH = 1  # time steps by which receives are posted ahead
 
 
 @dataclass(frozen=True)
 class EvalMicrobatch:
-    """One micro-batch that is evaluated; one that is not `real` stands in and weighs nothing."""
+    """One microbatch of an evaluation; one without samples is a dummy and weighs nothing."""
 
     batch: Batch
     has_samples: bool
@@ -51,7 +53,7 @@ class EvalMicrobatch:
 
 @dataclass
 class _PipelinedForward:
-    """One that is under way: what goes in, its parts and the hops between them, values as they came, and what is to come."""
+    """A forward in flight: its inputs, stages, transfers, values that have arrived, and receives."""
 
     microbatch: EvalMicrobatch
     inputs: Mapping[str, torch.Tensor]
@@ -64,39 +66,42 @@ class _PipelinedForward:
 
     @property
     def num_samples(self) -> int:
-        """How many it has."""
+        """The number of samples."""
         return len(next(iter(self.inputs.values())))
 
 
-def stage_ranks(space: ShardingPlan) -> tuple[int, ...]:
-    """For every part of the model the index along pp of the rank that runs it outside of steps."""
-    found = list[int]()
-    for part in space.stages:
-        able = [
-            index for index, stage in enumerate(space.block_calls_by_pp_rank) if part.block_calls[0] in stage
+def stage_ranks(sharding: ShardingPlan) -> tuple[int, ...]:
+    """Returns for every stage the pp rank that runs it outside of steps."""
+    ranks = list[int]()
+    for stage in sharding.stages:
+        candidates = [
+            index
+            for index, block_calls in enumerate(sharding.block_calls_by_pp_rank)
+            if stage.block_calls[0] in block_calls
         ]
-        found.append(min(able, key=lambda index: (found.count(index), index)))
-    return tuple(found)
+        ranks.append(min(candidates, key=lambda index: (ranks.count(index), index)))
+    return tuple(ranks)
 
 
 def rank_schedule(
     stages: Sequence[int], max_stages_per_rank: int, has_forward: Callable[[int], bool]
 ) -> Iterator[tuple[int, int]]:
-    """The turns of a rank with these `parts`, where no rank has more than `each`: the part, and the number of the forward.
+    """Yields (stage, number of the forward) in the order of a rank with these `stages`.
 
-    `begins(number)` tells whether there is one of that number.
+    No rank has more than `max_stages_per_rank` stages. `has_forward(number)` tells whether there is a forward
+    of that number.
     """
-    for time in count() if stages else ():
-        if time >= stages[-1] and not has_forward((time - stages[-1]) // max_stages_per_rank):
+    for now in count() if stages else ():
+        if now >= stages[-1] and not has_forward((now - stages[-1]) // max_stages_per_rank):
             return
-        for part in stages:
-            number, rest = divmod(time - part, max_stages_per_rank)
+        for stage in stages:
+            number, rest = divmod(now - stage, max_stages_per_rank)
             if not rest and number >= 0 and has_forward(number):
-                yield part, number
+                yield stage, number
 
 
 class PipelinedEvaluation:
-    """The forwards of one rank's parts on one micro-batch after the other, and the values between them; sent for `action`."""
+    """The forwards of one rank's stages on consecutive microbatches; values are sent for `action`."""
 
     def __init__(
         self,
@@ -109,164 +114,202 @@ class PipelinedEvaluation:
     ) -> None:
         if state.trained_module.forward_graphs is None:
             raise RuntimeError("a plan has stages, and nothing is known of the courses of its model")
-        self._space, self._state, self._drive, self._action = plan.sharding, state, driver, action
-        self._courses, self._compute = (
+        self._sharding, self._state, self._driver, self._action = plan.sharding, state, driver, action
+        self._forward_graphs, self._compute_dtype = (
             state.trained_module.forward_graphs,
             getattr(torch, plan.job.precision.compute),
         )
-        self._micros, self._dealing = microbatches, sequence_runner
-        self._ranks, self._group = stage_ranks(plan.sharding), state.world.group(("pp",))
-        self._planned = tuple(value for part in plan.sharding.stages for value in part.outputs)
-        self._round = max(map(self._ranks.count, self._ranks))
+        self._microbatches, self._sequence_runner = microbatches, sequence_runner
+        self._stage_ranks, self._group = stage_ranks(plan.sharding), state.world.group(("pp",))
+        self._planned_values = tuple(value for stage in plan.sharding.stages for value in stage.outputs)
+        self._max_stages_per_rank = max(map(self._stage_ranks.count, self._stage_ranks))
         self._forwards: dict[int, _PipelinedForward] = {}
-        self._begun, self._over = 0, False
-        self._sending: list[tuple[int, Work, torch.Tensor]] = []  # with the turn at which it is due
+        self._num_begun, self._is_exhausted = 0, False
+        self._sends: list[tuple[int, Work, torch.Tensor]] = []  # with the time at which each is due
 
     def outputs(self) -> Iterator[tuple[EvalMicrobatch, Any]]:
-        """Each micro-batch with the model's outputs, on the rank that runs the last part; on others nothing comes."""
-        arriving = {
-            peer: self._sent_by(peer) for peer in range(self._group.size) if peer != self._group.index
+        """Yields each microbatch with the model's outputs, on the rank that runs the last stage.
+
+        Nothing on others.
+        """
+        incoming = {
+            peer: self._transfers_from(peer) for peer in range(self._group.size) if peer != self._group.index
         }
-        ahead: deque[tuple[int, int]] = deque()
-        for part, number in self._turns(self._group.index):
-            self._expect(part, number, arriving)
-            ahead.append((part, number))
-            if len(ahead) > RECV_PREFETCH:
-                yield from self._run(*ahead.popleft())
-        while ahead:
-            yield from self._run(*ahead.popleft())
-        self._settle(None)
+        pending: deque[tuple[int, int]] = deque()
+        for stage, number in self._rank_schedule(self._group.index):
+            self._post_recvs(stage, number, incoming)
+            pending.append((stage, number))
+            if len(pending) > RECV_PREFETCH:
+                yield from self._run_stage(*pending.popleft())
+        while pending:
+            yield from self._run_stage(*pending.popleft())
+        self._wait_for_sends(None)
 
-    def _turns(self, rank: int) -> Iterator[tuple[int, int]]:
+    def _rank_schedule(self, rank: int) -> Iterator[tuple[int, int]]:
         return rank_schedule(
-            [part for part, owner in enumerate(self._ranks) if owner == rank], self._round, self._begin
+            [stage for stage, pp_rank in enumerate(self._stage_ranks) if pp_rank == rank],
+            self._max_stages_per_rank,
+            self._has_forward,
         )
 
-    def _begin(self, number: int) -> bool:
-        """Have the forward `number` begun; False where there are not so many."""
-        while number >= self._begun and not self._over:
-            micro = next(self._micros, None)
-            if micro is None:
-                self._over = True
+    def _has_forward(self, number: int) -> bool:
+        """Begins the forward `number`; returns False where there are not so many."""
+        while number >= self._num_begun and not self._is_exhausted:
+            microbatch = next(self._microbatches, None)
+            if microbatch is None:
+                self._is_exhausted = True
             else:
-                self._forwards[self._begun] = self._forward(micro)
-                self._begun += 1
-        return number < self._begun
+                self._forwards[self._num_begun] = self._make_forward(microbatch)
+                self._num_begun += 1
+        return number < self._num_begun
 
-    def _forward(self, micro: EvalMicrobatch) -> _PipelinedForward:
-        inputs = self._state.loss.model_inputs(micro.batch)
-        course = self._courses.get(
-            inputs, self._compute, training=False, sequence_sharded=self._space.sequence_sharding is not None
+    def _make_forward(self, microbatch: EvalMicrobatch) -> _PipelinedForward:
+        inputs = self._state.loss.model_inputs(microbatch.batch)
+        forward_graph = self._forward_graphs.get(
+            inputs,
+            self._compute_dtype,
+            training=False,
+            sequence_sharded=self._sharding.sequence_sharding is not None,
         )
-        parts = course.boundaries.stages(self._space.split_points)
-        for part, stage in zip(
-            parts, (self._space.block_calls_by_pp_rank[rank] for rank in self._ranks), strict=True
-        ):
-            missing = {block_of(visit) for visit in part.block_calls}.difference(map(block_of, stage))
+        stages = forward_graph.boundaries.stages(self._sharding.split_points)
+        local_calls = (self._sharding.block_calls_by_pp_rank[rank] for rank in self._stage_ranks)
+        for stage, calls in zip(stages, local_calls, strict=True):
+            missing = set(map(block_of, stage.block_calls)).difference(map(block_of, calls))
             if missing:
-                text = f"in an evaluation the forward calls '{min(missing)}' in the part that begins with '{part.block_calls[0]}'"
-                fix = "call each block in the same place as in training, or choose cuts so that both places are in one part"
-                raise PlanError(
-                    f"{text}, and the rank of that has not its weights", fix=fix, location="model"
+                text = (
+                    f"in an evaluation the forward calls '{min(missing)}' in the stage that begins with "
+                    f"'{stage.block_calls[0]}'"
                 )
-        # which of them go in slices is known of rows of the plan's length
-        crossed = StageValueShards(
-            self._space, (*self._planned, *(value for part in parts for value in part.outputs))
+                fix = (
+                    "call each block in the same place as in training, or choose split points so that both "
+                    "places are in one stage"
+                )
+                raise PlanError(
+                    f"{text}, and the rank of that stage has not its weights", fix=fix, location="model"
+                )
+        # slices are known for sequences of the plan's length
+        value_shapes = StageValueShards(
+            self._sharding, (*self._planned_values, *(value for stage in stages for value in stage.outputs))
         )
         return _PipelinedForward(
-            micro, inputs, course, parts, list(stage_transfers(parts, self._ranks)), crossed
+            microbatch,
+            inputs,
+            forward_graph,
+            stages,
+            list(stage_transfers(stages, self._stage_ranks)),
+            value_shapes,
         )
 
-    def _sent_by(self, peer: int) -> Iterator[tuple[int, StageTransfer]]:
-        """What `peer` sends to this rank, in its order."""
-        for part, number in self._turns(peer):
-            forward = self._forwards.get(number)  # where this rank is done with it, nothing comes any more
-            for hop in forward.transfers if forward is not None else ():
-                if hop.source == part and self._ranks[hop.target] == self._group.index:
-                    yield number, hop
+    def _transfers_from(self, peer: int) -> Iterator[tuple[int, StageTransfer]]:
+        """Yields the transfers from `peer` to this rank, in the order in which it sends them."""
+        for stage, number in self._rank_schedule(peer):
+            evaluation_forward = self._forwards.get(number)  # None: this rank is done with it
+            for transfer in evaluation_forward.transfers if evaluation_forward is not None else ():
+                if transfer.source == stage and self._stage_ranks[transfer.target] == self._group.index:
+                    yield number, transfer
 
-    def _expect(
-        self, part: int, number: int, arriving: Mapping[int, Iterator[tuple[int, StageTransfer]]]
+    def _post_recvs(
+        self, stage: int, number: int, incoming: Mapping[int, Iterator[tuple[int, StageTransfer]]]
     ) -> None:
-        """Post the receives of what a part takes, and of all that its senders send before."""
-        for hop in self._into(part, number):
-            while hop not in self._forwards[number].recvs:
-                other, earlier = next(arriving[self._ranks[hop.source]])
-                self._receive(self._forwards[other], earlier)
+        """Posts the receives of a stage, and of all that its senders send before."""
+        for transfer in self._recvs_of(stage, number):
+            while transfer not in self._forwards[number].recvs:
+                other_number, previous = next(incoming[self._stage_ranks[transfer.source]])
+                self._receive(self._forwards[other_number], previous)
 
-    def _into(self, part: int, number: int) -> list[StageTransfer]:
-        """What is sent to `part`, which lies here, by other ranks."""
-        found = (hop for hop in self._forwards[number].transfers if hop.target == part)
-        return [hop for hop in found if self._ranks[hop.source] != self._group.index]
+    def _recvs_of(self, stage: int, number: int) -> list[StageTransfer]:
+        ranks = (transfer for transfer in self._forwards[number].transfers if transfer.target == stage)
+        return [transfer for transfer in ranks if self._stage_ranks[transfer.source] != self._group.index]
 
-    def _receive(self, forward: _PipelinedForward, hop: StageTransfer) -> None:
+    def _receive(self, evaluation_forward: _PipelinedForward, transfer: StageTransfer) -> None:
         tensor = torch.empty(
-            self._shape(forward, hop), dtype=getattr(torch, hop.value.dtype), device=self._state.world.device
+            self._shape(evaluation_forward, transfer),
+            dtype=getattr(torch, transfer.value.dtype),
+            device=self._state.world.device,
         )
-        forward.values[hop.value.name] = tensor
-        group, peer = p2p_group(self._state.world, ("pp",), self._ranks[hop.source], is_sender=False)
-        forward.recvs[hop] = group.receive(tensor, source=peer, action=self._named(hop))
+        evaluation_forward.values[transfer.value.name] = tensor
+        group, peer = p2p_group(
+            self._state.world, ("pp",), self._stage_ranks[transfer.source], is_sender=False
+        )
+        evaluation_forward.recvs[transfer] = group.recv(
+            tensor, source=peer, action=self._ledger_name(transfer)
+        )
 
-    def _run(self, part: int, number: int) -> Iterator[tuple[EvalMicrobatch, Any]]:
-        """Run a part when what it takes has come, and send what others take."""
-        forward, now = self._forwards[number], self._round * number + part
-        self._settle(now - self._round)
-        for hop in self._into(part, number):
-            forward.recvs[hop].wait()
-        mine, module = forward.stages[part], self._state.trained_module.module
-        given = {value.name: forward.values[value.name] for value in mine.inputs}
-        device, how = (
+    def _run_stage(self, stage: int, number: int) -> Iterator[tuple[EvalMicrobatch, Any]]:
+        """Runs a stage when its inputs have arrived, and sends its outputs."""
+        evaluation_forward, now = self._forwards[number], self._max_stages_per_rank * number + stage
+        self._wait_for_sends(now - self._max_stages_per_rank)
+        for transfer in self._recvs_of(stage, number):
+            evaluation_forward.recvs[transfer].wait()
+        local_stage, module = evaluation_forward.stages[stage], self._state.trained_module.module
+        inputs = {value.name: evaluation_forward.values[value.name] for value in local_stage.inputs}
+        device, options = (
             self._state.world.device,
-            {"before_block": lambda visit: None, "glue_shape": forward.value_shapes.glue_shape},
+            {"before_block": lambda visit: None, "glue_shape": evaluation_forward.value_shapes.glue_shape},
         )
-        with self._dealing.forward_context(forward.microbatch.batch):
-            call = partial(module, **forward.inputs)
-            ran = run_stage(
+        with self._sequence_runner.forward_context(evaluation_forward.microbatch.batch):
+            call = partial(module, **evaluation_forward.inputs)
+            stage_run = run_stage(
                 call,
-                self._drive,
-                forward.forward_graph,
-                mine,
-                forward.num_samples,
-                given,
+                self._driver,
+                evaluation_forward.forward_graph,
+                local_stage,
+                evaluation_forward.num_samples,
+                inputs,
                 device,
-                sharded_forward=self._dealing.sharded_forward(),
-                **how,
+                sharded_forward=self._sequence_runner.sharded_forward(),
+                **options,
             )
-        forward.values |= ran.sent_values
-        for hop in forward.transfers:
-            target = self._ranks[hop.target]
-            if hop.source == part and target != self._group.index:
-                self._send(forward, hop, self._round * number + hop.target)
-        if all(owner != self._group.index for owner in self._ranks[part + 1 :]):
+        evaluation_forward.values |= stage_run.sent_values
+        for transfer in evaluation_forward.transfers:
+            target = self._stage_ranks[transfer.target]
+            if transfer.source == stage and target != self._group.index:
+                self._send(evaluation_forward, transfer, self._max_stages_per_rank * number + transfer.target)
+        if all(pp_rank != self._group.index for pp_rank in self._stage_ranks[stage + 1 :]):
             del self._forwards[number]
-        if mine.is_last:
-            yield forward.microbatch, ran.outputs
+        if local_stage.is_last:
+            yield evaluation_forward.microbatch, stage_run.outputs
 
-    def _send(self, forward: _PipelinedForward, hop: StageTransfer, due: int) -> None:
-        tensor, shape = forward.values[hop.value.name].contiguous(), self._shape(forward, hop)
+    def _send(self, evaluation_forward: _PipelinedForward, transfer: StageTransfer, due_time: int) -> None:
+        tensor, shape = (
+            evaluation_forward.values[transfer.value.name].contiguous(),
+            self._shape(evaluation_forward, transfer),
+        )
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if tuple(tensor.shape) != shape or dtype != hop.value.dtype:
-            said = f"{hop.value.dtype} {list(shape)}, and is {dtype} {list(tensor.shape)}"
-            text = f"in an evaluation the value '{hop.value}' crosses between parts, which the trial run showed as {said}"
+        if tuple(tensor.shape) != shape or dtype != transfer.value.dtype:
+            planned_shape = f"{transfer.value.dtype} {list(shape)}, and is {dtype} {list(tensor.shape)}"
+            text = (
+                f"in an evaluation the value '{transfer.value}' is sent between stages, which the trial "
+                f"run showed as {planned_shape}"
+            )
             raise PlanError(
                 text,
                 fix="let the forward give out the same shapes and dtypes as in the trial run",
                 location="model",
             )
-        group, peer = p2p_group(self._state.world, ("pp",), self._ranks[hop.target], is_sender=True)
-        work = group.send(tensor, target=peer, action=self._named(hop))
-        self._sending.append((due, work, tensor))
+        group, peer = p2p_group(
+            self._state.world, ("pp",), self._stage_ranks[transfer.target], is_sender=True
+        )
+        work = group.send(tensor, target=peer, action=self._ledger_name(transfer))
+        self._sends.append((due_time, work, tensor))
 
-    def _settle(self, time: int | None) -> None:
-        """Return when what was due before `time` has been taken; None: when all has."""
-        late = [each for each in self._sending if time is None or each[0] < time]
-        for _, work, _ in late:
+    def _wait_for_sends(self, now: int | None) -> None:
+        overdue = [
+            max_stages_per_rank
+            for max_stages_per_rank in self._sends
+            if now is None or max_stages_per_rank[0] < now
+        ]
+        for _, work, _ in overdue:
             work.wait()
-        if late:
-            self._sending = [each for each in self._sending if time is not None and each[0] >= time]
+        if overdue:
+            self._sends = [
+                max_stages_per_rank
+                for max_stages_per_rank in self._sends
+                if now is not None and max_stages_per_rank[0] >= now
+            ]
 
-    def _shape(self, forward: _PipelinedForward, hop: StageTransfer) -> tuple[int, ...]:
-        return forward.value_shapes.local_shape(hop.value, forward.num_samples)
+    def _shape(self, evaluation_forward: _PipelinedForward, transfer: StageTransfer) -> tuple[int, ...]:
+        return evaluation_forward.value_shapes.local_shape(transfer.value, evaluation_forward.num_samples)
 
-    def _named(self, hop: StageTransfer) -> str:
-        return f"{self._action}({hop.subject(backward=False)})"
+    def _ledger_name(self, transfer: StageTransfer) -> str:
+        return f"{self._action}({transfer.subject(backward=False)})"

@@ -1,7 +1,8 @@
-"""The random numbers of one rank's step: drawn by global sample where the model's forward runs, refused everywhere else.
+"""The random numbers of one rank's step.
 
-Row k of a micro-batch has one number in the global batch under every plan, and the dice (model/dice.py) hash it, the step and the
-place. So a forward that is run again, in whatever order, draws what it drew.
+Drawn by global sample in the model's forward, refused everywhere else. Sample k of a microbatch has one
+number in the global batch under every plan, and the stateless RNG (model/rng/sites.py) hashes it, the step
+and the draw site. So a forward that is run again, in whatever order, draws the same numbers.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,134 +21,149 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.sharding.param_sharding import ParamSharding
 
-NUM_HIDDEN_STATE_DIMS, HIDDEN_DIM = 3, -1  # rows, tokens, width
+NUM_HIDDEN_STATE_DIMS, HIDDEN_DIM = 3, -1  # samples, tokens, hidden
 BACKWARD_DRAW_SITE = (
     "a recomputation in backward, which redraws its dropout: turn off the model's own checkpointing"
 )
 
 
 class StepRNG:
-    """What one rank draws; without `dice`, nothing. `step` counts global steps from 0."""
+    """The draws of one rank; none without `stateless_rng`. `step` counts global steps from 0."""
 
     def __init__(self, plan: Plan, state: RankState, stateless_rng: StatelessRNG | None) -> None:
         self.step = 0
-        self._plan, self._state, self._dice = plan, state, stateless_rng
+        self._plan, self._state, self._rng = plan, state, stateless_rng
         self._stateless = nullcontext() if stateless_rng is None else StatelessDropout(stateless_rng)
-        self._wide = plan.job.precision.parameters == "float64"
+        self._is_float64 = plan.job.precision.parameters == "float64"
         if stateless_rng is not None:
             stateless_rng.set_shardings(draw_shardings(plan, state.world.rank, stateless_rng.sites))
 
     def forward_context(self, microbatch: int) -> AbstractContextManager:
-        """Round the forward of a micro-batch: dropout by global sample."""
-        if self._dice is not None:
-            self._dice.begin_forward(self.step, self._samples(microbatch))
+        """Returns a context for the forward of a microbatch: dropout by global sample."""
+        if self._rng is not None:
+            self._rng.begin_forward(self.step, self._samples(microbatch))
         return self._stateless
 
     def track_block_calls(self, before_block: BeforeBlock) -> BeforeBlock:
-        """`reach`, after which the dice know the visit too."""
-        if self._dice is None:
+        """Returns `before_block` extended so that the RNG knows the block call."""
+        if self._rng is None:
             return before_block
-        enter = self._dice.enter_block
+        enter = self._rng.enter_block
 
-        def announced(visit: str) -> bool | None:
-            lean = before_block(visit)
-            enter(visit)
-            return lean
+        def enter_tracked(block_call: str) -> bool | None:
+            is_checkpointed = before_block(block_call)
+            enter(block_call)
+            return is_checkpointed
 
-        return announced
+        return enter_tracked
 
     @property
     def skip_block(self) -> Callable[[str], None] | None:
-        """What hears of a visit that this rank does not run, so that the places behind it keep their names."""
-        return None if self._dice is None else self._dice.enter_block
+        """A function to call for a block call that this rank does not run.
+
+        Later draw sites keep their names.
+        """
+        return None if self._rng is None else self._rng.enter_block
 
     @contextmanager
     def recompute_context(self, microbatch: int, block_call: str) -> Iterator[None]:
-        """Round one visit of a micro-batch that is run again; another forward that is under way draws on afterwards."""
-        if self._dice is None:
+        """A context for one block call that is run again; a forward that is under way draws on afterwards."""
+        if self._rng is None:
             yield
             return
-        with self._dice.preserve_state():
-            self._dice.begin_forward(self.step, self._samples(microbatch))
-            self._dice.enter_block(block_call)
+        with self._rng.preserve_state():
+            self._rng.begin_forward(self.step, self._samples(microbatch))
+            self._rng.enter_block(block_call)
             with self._stateless:
                 yield
 
     def forbid_draws(self) -> AbstractContextManager:
-        """Refuse randomness in backward: a model that recomputes by itself would meet other masks than its forward did.
+        """Refuses draws in backward: a model that recomputes by itself would get other masks.
 
-        In float64, what it recomputes is as wide as in its forward.
+        In float64, what the model recomputes is as wide as in its forward.
         """
-        if self._dice is not None:
-            self._dice.enter_block(BACKWARD_DRAW_SITE)
-        return self._in_float64() if self._wide else self._stateless
+        if self._rng is not None:
+            self._rng.enter_block(BACKWARD_DRAW_SITE)
+        return self._in_float64() if self._is_float64 else self._stateless
 
     @contextmanager
     def _in_float64(self) -> Iterator[None]:
         with self._stateless, Float64Mode():
             yield
 
-    def _samples(self, micro: int) -> torch.Tensor:
-        """The global ids of the samples of a micro-batch."""
-        plan, rows = self._plan, len(next(iter(self._state.microbatches[micro].values())))
-        first = plan.microbatch_starts(plan.data_index(self._state.world.rank))[micro]
+    def _samples(self, microbatch: int) -> torch.Tensor:
+        """Returns the global ids of the samples of a microbatch."""
+        plan, num_samples = self._plan, len(next(iter(self._state.microbatches[microbatch].values())))
+        first = plan.microbatch_starts(plan.data_index(self._state.world.rank))[microbatch]
         cursor = self.step * plan.job.train.batch + first
-        return torch.arange(cursor, cursor + rows, device=self._state.world.device)
+        return torch.arange(cursor, cursor + num_samples, device=self._state.world.device)
 
 
 def draw_shardings(plan: Plan, rank: int, sites: DrawSites) -> dict[str, tuple[DrawSharding, ...]]:
-    """By which divisions `rank` may have slices of what is drawn, by site.
+    """Returns the shardings under which `rank` may hold slices of the draws, by draw site.
 
-    Between columns and rows, by what they have in common; everywhere by that of the stream, along axes of which nothing else is
-    known.
+    Between a colwise and a rowwise layer: their common dim split. Elsewhere: the placement of the residual
+    stream, along axes of which nothing else is known.
     """
-    space, coordinate = plan.sharding, plan.mesh.coordinate(rank)
-    layers = {name: home for home in (space.all_ranks or space).param_shardings for name in home.param.names}
-    found = {}
+    sharding, coordinate = plan.sharding, plan.mesh.coordinate(rank)
+    layers = {
+        name: param_sharding
+        for param_sharding in (sharding.all_ranks or sharding).param_shardings
+        for name in param_sharding.param.names
+    }
+    shardings = {}
     for site in sites.layouts:
-        columns, rows = (layers.get(f"{layer}.weight") for layer in sites.layer_pairs.get(site, ("", "")))
-        inner = _cut(columns, "out") or _cut(
-            rows, "in"
-        )  # columns that heads share may be whole on every rank
-        mine = []
-        for axis in (
-            axis for axis in AXES if axis in inner or space.residual_layout.placement(axis).dim is not None
-        ):
-            dim = None if axis in inner else _from_end(space.residual_layout.placement(axis).dim or 0)
-            within = dim == HIDDEN_DIM and site in sites.layer_pairs  # whatever dim the width has become
-            mine.append(
-                DrawSharding(
-                    space.mesh.size(axis), coordinate[axis], None if within else dim, inner.get(axis)
-                )
-            )
-        others = (
-            axis
-            for axis in space.param_slice_axes
-            if axis not in inner and space.residual_layout.placement(axis).dim is None
+        colwise, num_samples = (
+            layers.get(f"{layer}.weight") for layer in sites.layer_pairs.get(site, ("", ""))
         )
-        mine += [DrawSharding(space.mesh.size(axis), coordinate[axis], declared=False) for axis in others]
-        if space.sequence_sharding is not None:
-            mine.append(
+        splits = _dim_splits(colwise, "out") or _dim_splits(
+            num_samples, "in"
+        )  # columns that heads share may be whole on every rank
+        site_shardings = []
+        for axis in (
+            axis
+            for axis in AXES
+            if axis in splits or sharding.residual_layout.placement(axis).dim is not None
+        ):
+            dim = None if axis in splits else _negative_dim(sharding.residual_layout.placement(axis).dim or 0)
+            # the split dim may be at any position
+            is_between_pair = dim == HIDDEN_DIM and site in sites.layer_pairs
+            site_shardings.append(
                 DrawSharding(
-                    space.sequence_sharding.num_ranks,
-                    space.mesh.index(coordinate, space.token_axes),
-                    sequence_sharding=space.sequence_sharding,
+                    sharding.mesh.size(axis),
+                    coordinate[axis],
+                    None if is_between_pair else dim,
+                    splits.get(axis),
                 )
             )
-        found[site] = tuple(mine)
-    return found
+        other_axes = (
+            axis
+            for axis in sharding.param_slice_axes
+            if axis not in splits and sharding.residual_layout.placement(axis).dim is None
+        )
+        site_shardings += [
+            DrawSharding(sharding.mesh.size(axis), coordinate[axis], declared=False) for axis in other_axes
+        ]
+        if sharding.sequence_sharding is not None:
+            site_shardings.append(
+                DrawSharding(
+                    sharding.sequence_sharding.num_ranks,
+                    sharding.mesh.index(coordinate, sharding.token_axes),
+                    sequence_sharding=sharding.sequence_sharding,
+                )
+            )
+        shardings[site] = tuple(site_shardings)
+    return shardings
 
 
-def _cut(home: ParamSharding | None, side: str) -> dict[str, DimSplit]:
-    """The axes along which that side of a weight is cut, and how."""
-    cuts = (
-        {axis: home.param.dim_split(dim) for axis, dim in home.sliced_dims.items()}
-        if home is not None
+def _dim_splits(param_sharding: ParamSharding | None, side: str) -> dict[str, DimSplit]:
+    dim_splits = (
+        {axis: param_sharding.param.dim_split(dim) for axis, dim in param_sharding.sliced_dims.items()}
+        if param_sharding is not None
         else {}
     )
-    return {axis: cut for axis, cut in cuts.items() if cut.side == side}
+    return {axis: dim_split for axis, dim_split in dim_splits.items() if dim_split.side == side}
 
 
-def _from_end(dim: int) -> int:
-    """A dim of the stream, counted from its end."""
+def _negative_dim(dim: int) -> int:
     return dim - NUM_HIDDEN_STATE_DIMS if dim >= 0 else dim

@@ -1,12 +1,12 @@
-"""A loss whose logits are never all there: the head is left to the loss, which multiplies some tokens at a time.
+"""Head and loss for a chunk of tokens at a time: the full logits never exist in memory.
 
-    the model   ... norm ---> [head] ---> logits                  the head gives out what went into it, and nothing is multiplied
-    the loss    for some tokens after others:    logits = head(hidden)    loss += total(logits, their labels)
-                                                 hidden' = logits' W      W' += logits'^T hidden     (x': the gradient of x)
+    the model   ... norm ---> [head] ---> outputs          the head returns its input; nothing is multiplied
+    the loss    for each chunk of tokens:    logits = head(hidden)    loss += total(logits, their labels)
+                                             hidden' = logits' W      W' += logits'^T hidden    (': gradient)
 
-The sums come out as one scalar, and its backward hands out the gradients that are there already. They were taken of the loss
-times `state.seed`, so that a scale that keeps halves from vanishing works within, too. Outside of steps and evaluations the head
-is itself.
+The sums come out as one scalar, and its backward returns gradients that exist already. They are those of the
+loss times `state.loss_factor`, so that a scale that protects half-precision gradients also works inside.
+Outside of steps and evaluations the head is itself.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,60 +32,68 @@ TOKEN_DIM = 1  # the dim of them
 
 
 class ChunkedLossRuntime:
-    """The head and the loss of one rank under `plan`; where that takes all logits at once, nothing is done."""
+    """The head and the loss of one rank under `plan`.
+
+    Does nothing where the plan computes all logits at once.
+    """
 
     def __init__(self, plan: Plan, state: RankState, module_patches: ModulePatches) -> None:
-        self._state, self._whole, self._given = state, False, set[int]()
-        self._cast: torch.dtype | None = None
+        self._state, self._full_logits_enabled, self._head_inputs = state, False, set[int]()
+        self._autocast_dtype: torch.dtype | None = None
         call = chunked_head_call(plan.sharding)
         if call is None:
             return
         loss, self._head = state.loss, state.trained_module.module.get_submodule(call.name)
         check_is_token_sum(loss)
-        self._pieces, self._loss = plan.sharding.num_loss_chunks, loss
-        module_patches.wrap_forward(call.name, self._left)
-        state.loss = replace(loss, total=self._total)
+        self._num_chunks, self._loss = plan.sharding.num_loss_chunks, loss
+        module_patches.wrap_forward(call.name, self._head_forward)
+        state.loss = replace(loss, total=self._loss_sum)
 
     @contextmanager
     def full_logits(self) -> Iterator[None]:
-        """Meanwhile the head gives out logits."""
-        before, self._whole = self._whole, True
+        """Makes the head return logits meanwhile."""
+        before, self._full_logits_enabled = self._full_logits_enabled, True
         try:
             yield
         finally:
-            self._whole = before
+            self._full_logits_enabled = before
 
-    def _left(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._whole:
+    def _head_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._full_logits_enabled:
             return forward(*args, **kwargs)
         with _SkipHeadProduct(self._head._parameters["weight"]):
-            taken = forward(*args, **kwargs)
-        kind = taken.device.type
-        self._cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        self._given.add(storage_id(taken))
-        return taken
+            hidden = forward(*args, **kwargs)
+        kind = hidden.device.type
+        self._autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self._head_inputs.add(storage_id(hidden))
+        return hidden
 
-    def _total(self, outputs: Any, batch: Batch) -> torch.Tensor:
-        taken = (
+    def _loss_sum(self, outputs: Any, batch: Batch) -> torch.Tensor:
+        hidden = (
             self._loss.vocab_parallel.logits(outputs) if self._loss.vocab_parallel is not None else outputs
         )
-        if storage_id(taken) not in self._given or taken.ndim <= TOKEN_DIM:
-            text = f"what the loss takes, {list(taken.shape)}, was changed behind the head, which leaves its product to the loss"
+        if storage_id(hidden) not in self._head_inputs or hidden.ndim <= TOKEN_DIM:
+            text = (
+                f"what the loss takes, {list(hidden.shape)}, was changed behind the head, which leaves "
+                "its product to the loss"
+            )
             raise PlanError(
                 text,
                 fix=f"return the head's output from the model as it is, or {CHUNKED_LOSS_FIX}",
                 location="model",
             )
-        self._given.discard(storage_id(taken))
+        self._head_inputs.discard(storage_id(hidden))
         weight, bias = self._head.get_parameter("weight"), self._head._parameters.get("bias")
-        one = _ChunkedLossCall(self._loss, outputs, taken, batch, self._cast)
+        call = _ChunkedLossCall(self._loss, outputs, hidden, batch, self._autocast_dtype)
         if not torch.is_grad_enabled():
-            return one.compute(taken, weight, bias, self._pieces).total
-        return _ChunkedLossFunction.apply(taken, weight, bias, one, self._pieces, self._state.loss_factor)
+            return call.compute(hidden, weight, bias, self._num_chunks).total
+        return _ChunkedLossFunction.apply(
+            hidden, weight, bias, call, self._num_chunks, self._state.loss_factor
+        )
 
 
 def check_is_token_sum(loss: Loss) -> None:
-    """Raise PlanError for a loss that cannot be taken for some tokens at a time."""
+    """Raises PlanError for a loss that cannot be computed for a chunk of tokens."""
     if not loss.is_token_sum or loss.vocab_parallel is None:
         text = (
             "the loss does not say that it is a sum over tokens (by_token), and which logits it takes (split)"
@@ -94,7 +102,7 @@ def check_is_token_sum(loss: Loss) -> None:
 
 
 class _SkipHeadProduct(TorchFunctionMode):
-    """Meanwhile a product with `weight` is what is multiplied."""
+    """Replaces the product with `weight` by its input."""
 
     def __init__(self, weight: Any) -> None:
         super().__init__()
@@ -110,7 +118,7 @@ class _SkipHeadProduct(TorchFunctionMode):
 
 @dataclass
 class _LossAndGradients:
-    """A loss, and the gradients of what went into the head, of its weight and of its bias; None: nobody needs it."""
+    """A loss, and the gradients of the head's input, weight and bias; None where no gradient is needed."""
 
     total: torch.Tensor
     hidden: torch.Tensor | None = None
@@ -120,7 +128,10 @@ class _LossAndGradients:
 
 @dataclass(frozen=True)
 class _ChunkedLossCall:
-    """How the loss of some tokens is taken: `taken` stands where logits belong among `outputs`, and is multiplied in `cast`."""
+    """The loss of one batch in chunks: `hidden` replaces the logits among `outputs`.
+
+    Products are computed in `compute_dtype`.
+    """
 
     loss: Loss
     outputs: Any
@@ -141,105 +152,121 @@ class _ChunkedLossCall:
         num_chunks: int,
         loss_factor: float | None = None,
     ) -> _LossAndGradients:
-        """The loss of `taken`; with a `seed`, the gradients of it times that, too."""
-        found, at = _LossAndGradients(torch.zeros((), device=hidden.device)), 0
+        """Returns the loss of `hidden`.
+
+        With a `loss_factor`, also the gradients of the loss times that factor.
+        """
+        result, start = _LossAndGradients(torch.zeros((), device=hidden.device)), 0
         if loss_factor is not None:
-            found.hidden = torch.empty_like(hidden)
-            found.weight = torch.zeros_like(weight) if weight.requires_grad else None
-            found.bias = torch.zeros_like(bias) if bias is not None and bias.requires_grad else None
-        held = [
+            result.hidden = torch.empty_like(hidden)
+            result.weight = torch.zeros_like(weight) if weight.requires_grad else None
+            result.bias = torch.zeros_like(bias) if bias is not None and bias.requires_grad else None
+        head_params = [
             None if each is None else each.detach().to(self.compute_dtype or each.dtype)
             for each in (weight, bias)
         ]
-        for size in chunk_sizes(self.length, num_chunks):
-            some = slice(at, at + size)
-            x = hidden[:, some].detach().to(self.compute_dtype or hidden.dtype)
-            total = self._loss_of(x, held, some, found, loss_factor)
-            found.total = found.total + total if at else total
-            at += size
-        return found
+        for chunk_size in chunk_sizes(self.length, num_chunks):
+            chunk = slice(start, start + chunk_size)
+            x = hidden[:, chunk].detach().to(self.compute_dtype or hidden.dtype)
+            total = self._chunk_loss(x, head_params, chunk, result, loss_factor)
+            result.total = result.total + total if start else total
+            start += chunk_size
+        return result
 
-    def _loss_of(
-        self, x: torch.Tensor, held: list[Any], some: slice, found: _LossAndGradients, seed: float | None
+    def _chunk_loss(
+        self,
+        x: torch.Tensor,
+        head_params: list[Any],
+        chunk: slice,
+        result: _LossAndGradients,
+        seed: float | None,
     ) -> torch.Tensor:
-        """The loss of the tokens `some`, whose part of `taken` is `x`; their gradients are added to what is `found`."""
-        batch = {key: self._some(value, some) for key, value in self.batch.items()}
+        batch = {key: self._chunk_of(value, chunk) for key, value in self.batch.items()}
         if seed is None:
             return self.loss.total(
-                replace_tensors(copy_containers(self.outputs), {id(self.hidden): F.linear(x, *held)}), batch
+                replace_tensors(copy_containers(self.outputs), {id(self.hidden): F.linear(x, *head_params)}),
+                batch,
             )
 
-        def learnt(gradient: torch.Tensor) -> None:
-            if found.hidden is not None:
-                found.hidden[:, some] = gradient @ held[0]
+        def on_logits_grad(gradient: torch.Tensor) -> None:
+            if result.hidden is not None:
+                result.hidden[:, chunk] = gradient @ head_params[0]
             gradient = gradient.flatten(0, -2)
-            if found.weight is not None:
-                _add_product(found.weight, gradient, x.flatten(0, -2))
-            if found.bias is not None:
-                found.bias += gradient.sum(0)
+            if result.weight is not None:
+                _add_product(result.weight, gradient, x.flatten(0, -2))
+            if result.bias is not None:
+                result.bias += gradient.sum(0)
 
         with torch.enable_grad():
-            total = self._through(x.requires_grad_(), held, batch, learnt)
+            total = self._loss_of_logits(x.requires_grad_(), head_params, batch, on_logits_grad)
             if total.requires_grad:
                 torch.autograd.backward([total], [torch.full_like(total, seed)])
         return total.detach()
 
-    def _through(
-        self, x: torch.Tensor, held: list[Any], batch: Batch, learnt: Callable[[torch.Tensor], None]
+    def _loss_of_logits(
+        self,
+        x: torch.Tensor,
+        head_params: list[Any],
+        batch: Batch,
+        on_logits_grad: Callable[[torch.Tensor], None],
     ) -> torch.Tensor:
-        """The loss, of logits that nobody here keeps: of what the loss keeps of them they may go before its backward."""
         return self.loss.total(
             replace_tensors(
-                copy_containers(self.outputs), {id(self.hidden): _LogitsProduct.apply(x, *held, learnt)}
+                copy_containers(self.outputs),
+                {id(self.hidden): _LogitsProduct.apply(x, *head_params, on_logits_grad)},
             ),
             batch,
         )
 
-    def _some(self, value: torch.Tensor, some: slice) -> torch.Tensor:
-        return value[:, some] if value.ndim > TOKEN_DIM and value.shape[TOKEN_DIM] == self.length else value
+    def _chunk_of(self, value: torch.Tensor, chunk: slice) -> torch.Tensor:
+        return value[:, chunk] if value.ndim > TOKEN_DIM and value.shape[TOKEN_DIM] == self.length else value
 
 
 class _LogitsProduct(torch.autograd.Function):
-    """A product; its backward tells `learnt` the gradient of what came of it, and gives none."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, learnt: Callable[[torch.Tensor], None]
-    ) -> torch.Tensor:
-        ctx.learnt = learnt
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, ...]:
-        ctx.learnt(grads[0])
-        return None, None, None, None
-
-
-class _ChunkedLossFunction(torch.autograd.Function):
-    """The loss as a scalar whose gradients are there with it."""
+    """A product whose backward passes the gradient of the logits to `on_logits_grad`, and returns none."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        taken: torch.Tensor,
+        x: torch.Tensor,
         weight: torch.Tensor,
         bias: Any,
-        one: _ChunkedLossCall,
+        on_logits_grad: Callable[[torch.Tensor], None],
+    ) -> torch.Tensor:
+        ctx.limited_by_positions = on_logits_grad
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, ...]:
+        ctx.limited_by_positions(grads[0])
+        return None, None, None, None
+
+
+class _ChunkedLossFunction(torch.autograd.Function):
+    """The loss as a scalar whose gradients are computed with it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: Any,
+        call: _ChunkedLossCall,
         pieces: int,
         seed: float,
     ) -> torch.Tensor:
-        found = one.compute(taken, weight, bias, pieces, seed)
-        ctx.found, ctx.seed = found, torch.full_like(found.total, seed)
-        return found.total
+        result = call.compute(hidden, weight, bias, pieces, seed)
+        ctx.result, ctx.seed = result, torch.full_like(result.total, seed)
+        return result.total
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        found, ctx.found = ctx.found, None
-        factor = grads[0] / ctx.seed  # 1, to the bit, where it is what was said
-        for each in (found.taken, found.weight, found.bias):
+        result, ctx.result = ctx.result, None
+        factor = grads[0] / ctx.seed  # exactly 1 where backward starts from loss_factor
+        for each in (result.taken, result.weight, result.bias):
             if each is not None:
                 each *= factor.to(each.dtype)
-        return found.taken, found.weight, found.bias, None, None, None
+        return result.taken, result.weight, result.bias, None, None, None
 
 
 def _add_product(to: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor) -> None:

@@ -1,14 +1,15 @@
-"""Where the rows of several ranks meet: GATHER, SCATTER, and the loss that is taken on all of them.
+"""Losses over all samples of the global batch: GATHER, SCATTER, and the loss on the gathered outputs.
 
-Every rank brings as many rows of a tensor as its micro-batch has in the plan. One that has fewer, or none, pads with
-zeros, which are cut out before anybody looks at them, so messages have one size and no rank waits. Tensors travel as
-bytes; floats as float32 (float64 beside such parameters), which holds every narrower float exactly.
+Every rank sends as many samples of a tensor as a microbatch has in the plan. A rank that has fewer, or none,
+pads with zeros, which are removed before use, so messages have one size and no rank waits. Tensors are sent
+as bytes; floats as float32 (float64 with float64 parameters), which represents every narrower float exactly.
 
-    all_gather   each rank takes the same loss on all rows. It keeps the gradient of its own rows in full, because no other
-                 rank has them; of a tensor that all ranks have (a logit scale) it keeps 1/n, because n ranks will add it up
-    gather       index 0 of the group takes the loss, and SCATTER hands each rank the gradient of its rows
+    all_gather   each rank computes the same loss on all samples. It keeps the full gradient of its own samples,
+                 which no other rank has; of a tensor that all ranks have (a logit scale) it keeps 1/n, because
+                 n ranks will sum it
+    gather       index 0 of the group computes the loss; SCATTER sends each rank the gradient of its samples
 
-Before, SCATTER may have handed out the rows themselves, when index 0 alone has read them.
+Before the forward, SCATTER may distribute the samples themselves, when index 0 alone has read them.
 """
 
 from collections.abc import Callable
@@ -30,10 +31,10 @@ from meshwright.plan.strategy import Handler
 
 
 class GlobalBatchLoss:
-    """One rank's part in it.
+    """One rank's part of the loss.
 
-    `num_rows()` is the rows of the global batch in this step, known once TOKEN_COUNT has ended; `start(action, tensor)` starts the
-    collective of an action.
+    `num_samples()` is the number of samples of the global batch in this step, known once TOKEN_COUNT has
+    ended; `start_collective(action, tensor)` starts the collective of an action.
     """
 
     def __init__(
@@ -54,70 +55,82 @@ class GlobalBatchLoss:
         ]
         self._collective = gathers[0].transfer.collective if gathers and gathers[0].transfer else "all_gather"
         self._axes = gathers[0].transfer.axes if gathers and gathers[0].transfer else ()
-        self._outputs = {column.name: place for place, column in enumerate(plan.model_spec.outputs)}
-        self._columns = {
-            column.name: column for column in (*plan.model_spec.targets, *plan.model_spec.outputs)
+        self._outputs = {
+            batch_column.name: output_index
+            for output_index, batch_column in enumerate(plan.model_spec.outputs)
         }
-        self._inputs = {column.name: column for column in plan.model_spec.inputs}
+        self._columns = {
+            batch_column.name: batch_column
+            for batch_column in (*plan.model_spec.targets, *plan.model_spec.outputs)
+        }
+        self._inputs = {batch_column.name: batch_column for batch_column in plan.model_spec.inputs}
         self._gathered = [action.subject for action in gathers if action.subject != BATCH_INFO]
         self._batch: Batch = {}
-        self._rows_read = 0
-        self._mine: list[torch.Tensor] = []
-        self._arriving: dict[str, torch.Tensor | None] = {}
-        self._leaves: dict[int, torch.Tensor] = {}
+        self._num_samples_read = 0
+        self._local_outputs: list[torch.Tensor] = []
+        self._gathered_buffers: dict[str, torch.Tensor | None] = {}
+        self._full_leaves: dict[int, torch.Tensor] = {}
 
     @property
     def computes_loss(self) -> bool:
-        """Whether this rank takes the loss, or waits for its gradient."""
+        """Whether this rank computes the loss; else it receives its gradient."""
         return self._collective == "all_gather" or self._group.index == 0
 
     @property
     def reports_loss(self) -> bool:
-        """Whether the loss of this rank is the one that is added up: all that take it take the same."""
+        """Whether this rank's loss is the one that enters the sum.
+
+        All ranks that compute it have the same.
+        """
         return self._group.index == 0
 
     def begin_step(self) -> None:
-        """Forget the last step, and note how many rows this rank has read in this one."""
-        self._batch, self._mine, self._leaves = {}, [], {}
-        self._rows_read = self._state.num_samples
-        self._arriving.clear()
+        """Clears the last step, and records the number of samples that this rank has read."""
+        self._batch, self._local_outputs, self._full_leaves = {}, [], {}
+        self._num_samples_read = self._state.num_samples
+        self._gathered_buffers.clear()
 
     def gather(self, action: Action) -> None:
-        """Start the exchange of this rank's rows of an output or a target, or of FACTS."""
+        """Starts the gather of this rank's samples of an output or a target, or of FACTS."""
         group = self._group
-        if not self._mine:
-            self._mine = distinct_tensors(self._state.final_glue[action.microbatch or 0][0])
+        if not self._local_outputs:
+            self._local_outputs = distinct_tensors(self._state.final_glue[action.microbatch or 0][0])
         tensor = (
-            self._facts() if action.subject == BATCH_INFO else self._padded(self._columns[action.subject])
+            self._batch_facts()
+            if action.subject == BATCH_INFO
+            else self._padded_samples(self._columns[action.subject])
         )
-        sent = _bytes(tensor)
-        output = sent.new_empty(group.size * sent.numel()) if self.computes_loss else None
-        self._arriving[action.subject] = output
+        send_bytes = _as_bytes(tensor)
+        output = send_bytes.new_empty(group.size * send_bytes.numel()) if self.computes_loss else None
+        self._gathered_buffers[action.subject] = output
         if output is not None and self._collective == "all_gather":
-            work = group.all_gather(output, sent, action=action.name)
+            work = group.all_gather(output, send_bytes, action=action.name)
         else:
-            work = group.gather(output, sent, action=action.name)
+            work = group.gather(output, send_bytes, action=action.name)
         self._state.works[action.name] = work
 
     def scatter(self, action: Action) -> None:
-        """Take this rank's rows from index 0: of the batch that it has read, or of the gradient of an output."""
+        """Receives this rank's samples from index 0.
+
+        Of the batch that it has read, or of the gradient of an output.
+        """
         if action.subject in self._inputs:
-            self._take_rows(action, self._inputs[action.subject])
+            self._load_scattered_samples(action, self._inputs[action.subject])
             return
         name = next(name for name in self._outputs if output_grad_name(name) == action.subject)
-        column, mine = self._columns[name], self._mine[self._outputs[name]]
-        whole = None
+        batch_column, local = self._columns[name], self._local_outputs[self._outputs[name]]
+        full = None
         if self.computes_loss:
-            leaf = self._leaves.get(id(mine))
-            whole = mine.detach()[:0] if leaf is None or leaf.grad is None else leaf.grad  # padded with zeros
-        rows = self._handed_out(action, column, whole)
-        if mine.requires_grad:
-            grad = torch.zeros_like(mine)
-            grad[: self._state.num_samples] = rows[: self._state.num_samples]
-            torch.autograd.backward([mine], [grad])
+            leaf = self._full_leaves.get(id(local))
+            full = local.detach()[:0] if leaf is None or leaf.grad is None else leaf.grad  # padded with zeros
+        samples = self._scatter_samples(action, batch_column, full)
+        if local.requires_grad:
+            grad = torch.zeros_like(local)
+            grad[: self._state.num_samples] = samples[: self._state.num_samples]
+            torch.autograd.backward([local], [grad])
 
     def broadcast(self, action: Action) -> None:
-        """Start handing out a parameter, or the gradient norm, as index 0 has it."""
+        """Starts the broadcast of a parameter, or of the gradient norm, from index 0."""
         state = self._state
         if action.subject == GRAD_NORM:
             state.grad_norm_tensor = torch.tensor(
@@ -131,130 +144,152 @@ class GlobalBatchLoss:
         )
 
     def loss_sum(self, outputs: Any) -> torch.Tensor | None:
-        """The loss of all rows, from the outputs and targets that have arrived; None where it is not taken, or of no rows.
+        """Returns the loss of all samples; None where it is not computed, or there are no samples.
 
-        Raises PlanError when ranks differ in a tensor that is not per row.
+        Raises PlanError when ranks differ in a tensor that is not per sample.
         """
         if not self.computes_loss:
             return None
-        counts = self._rows_of_ranks()
-        if not any(counts):
+        samples_per_rank = self._samples_per_rank()
+        if not any(samples_per_rank):
             return None
-        met = {name: self._met(self._columns[name], counts) for name in self._gathered}
-        for name, place in self._outputs.items():
-            mine = self._mine[place]
-            if name in met:
-                self._leaves[id(mine)] = met[name].to(mine.dtype).requires_grad_(mine.requires_grad)
-            elif mine.requires_grad:
-                self._leaves[id(mine)] = mine.detach().requires_grad_()
-        batch = {name: tensor for name, tensor in met.items() if name not in self._outputs}
-        return self._state.loss.total(replace_tensors(outputs, self._leaves), batch or self._batch)
+        gathered = {
+            name: self._gathered_samples(self._columns[name], samples_per_rank) for name in self._gathered
+        }
+        for name, output_index in self._outputs.items():
+            local = self._local_outputs[output_index]
+            if name in gathered:
+                self._full_leaves[id(local)] = (
+                    gathered[name].to(local.dtype).requires_grad_(local.requires_grad)
+                )
+            elif local.requires_grad:
+                self._full_leaves[id(local)] = local.detach().requires_grad_()
+        batch = {name: tensor for name, tensor in gathered.items() if name not in self._outputs}
+        return self._state.loss.total(replace_tensors(outputs, self._full_leaves), batch or self._batch)
 
     def backward_to_local_samples(self) -> None:
-        """Take the gradient of this rank's rows, and its part of what all ranks share, from that of all rows."""
+        """Runs the backward of this rank's samples from the gradient of all samples."""
         if self._collective != "all_gather":
             return
-        counts = self._rows_of_ranks()
-        group, mine = self._group, []
-        first, size = sum(counts[: group.index]), counts[group.index]
-        for name, place in self._outputs.items():
-            tensor, leaf = self._mine[place], self._leaves.get(id(self._mine[place]))
+        samples_per_rank = self._samples_per_rank()
+        group, local = self._group, []
+        first, size = sum(samples_per_rank[: group.index]), samples_per_rank[group.index]
+        for name, output_index in self._outputs.items():
+            tensor, leaf = (
+                self._local_outputs[output_index],
+                self._full_leaves.get(id(self._local_outputs[output_index])),
+            )
             if leaf is None or leaf.grad is None or not tensor.requires_grad:
                 continue
             grad = leaf.grad / group.size
             if name in self._gathered:
                 grad = torch.zeros_like(tensor)
                 grad[:size] = leaf.grad[first : first + size]
-            mine.append((tensor, grad))
-        if mine:
-            torch.autograd.backward([tensor for tensor, _ in mine], [grad for _, grad in mine])
+            local.append((tensor, grad))
+        if local:
+            torch.autograd.backward([tensor for tensor, _ in local], [grad for _, grad in local])
 
     @property
     def _group(self) -> Group:
         return self._state.world.group(self._axes)
 
-    def _facts(self) -> torch.Tensor:
-        """How many rows this rank has, and the sum of each output that the loss takes and that is not per row."""
+    def _batch_facts(self) -> torch.Tensor:
+        """Returns this rank's number of samples, and the sum of each shared output that the loss reads."""
         columns = self._plan.model_spec.outputs
-        shared = [
-            self._mine[place]
-            for place, column in enumerate(columns)
-            if column.used_by_loss and not column.per_sample
+        shared_outputs = [
+            self._local_outputs[output_index]
+            for output_index, batch_column in enumerate(columns)
+            if batch_column.used_by_loss and not batch_column.per_sample
         ]
-        rows = torch.tensor(self._state.num_samples, dtype=torch.float64, device=self._state.world.device)
-        return torch.stack([rows, *(tensor.detach().double().sum() for tensor in shared)])
+        samples = torch.tensor(self._state.num_samples, dtype=torch.float64, device=self._state.world.device)
+        return torch.stack([samples, *(tensor.detach().double().sum() for tensor in shared_outputs)])
 
-    def _rows_of_ranks(self) -> list[int]:
-        """How many rows each rank of the group brings, in rank order."""
+    def _samples_per_rank(self) -> list[int]:
         group = self._group
-        facts = self._arriving.get(BATCH_INFO)
-        if (
-            facts is None
-        ):  # index 0 has handed them out: as many as there are to each, in the order of the batch
-            return [self._dealt(index) for index in range(group.size)]
-        told = facts.view(torch.int64).view(group.size, -1)  # as bits: a NaN equals a NaN
-        if not (told[:, 1:] == told[0, 1:]).all():
-            text = "the loss of the whole batch takes an output that is not per row, and the ranks do not hold the same"
+        facts = self._gathered_buffers.get(BATCH_INFO)
+        if facts is None:  # index 0 has scattered them, in the order of the batch
+            return [self._num_scattered(index) for index in range(group.size)]
+        facts_by_rank = facts.view(torch.int64).view(group.size, -1)  # as bits: a NaN equals a NaN
+        if not (facts_by_rank[:, 1:] == facts_by_rank[0, 1:]).all():
+            text = (
+                "the loss of the whole batch takes an output that is not per row, and the ranks do not "
+                "hold the same"
+            )
             fix = "return it per row (rows along dim 0), or compute it from parameters alone"
             raise PlanError(text, fix=fix, location="loss")
         return facts.view(torch.float64).view(group.size, -1)[:, 0].long().tolist()
 
-    def _dealt(self, index: int) -> int:
-        """How many of the rows that index 0 has read go to the rank at `index`: they are dealt in order, as far as they go."""
-        rows = self._rows_read if self._group.index == 0 else self._num_rows()
-        return max(0, min(self._plan.micro_batch, rows - index * self._plan.micro_batch))
+    def _num_scattered(self, index: int) -> int:
+        samples = self._num_samples_read if self._group.index == 0 else self._num_rows()
+        return max(0, min(self._plan.micro_batch, samples - index * self._plan.micro_batch))
 
-    def _padded(self, column: BatchTensor) -> torch.Tensor:
-        place = self._outputs.get(column.name)
-        rows = self._state.microbatches[0][column.name] if place is None else self._mine[place].detach()
-        return self._filled(column, rows[: self._state.num_samples], self._plan.micro_batch)
+    def _padded_samples(self, batch_column: BatchTensor) -> torch.Tensor:
+        output_index = self._outputs.get(batch_column.name)
+        samples = (
+            self._state.microbatches[0][batch_column.name]
+            if output_index is None
+            else self._local_outputs[output_index].detach()
+        )
+        return self._pad(batch_column, samples[: self._state.num_samples], self._plan.micro_batch)
 
-    def _filled(self, column: BatchTensor, rows: torch.Tensor, size: int) -> torch.Tensor:
-        """`rows` and zeros behind them: `size` rows, as they travel."""
-        if tuple(rows.shape[1:]) != column.shape:
-            text = f"{column.name} has rows of the shape {list(rows.shape[1:])}; the plan was made for {list(column.shape)}"
+    def _pad(self, batch_column: BatchTensor, samples: torch.Tensor, size: int) -> torch.Tensor:
+        """Returns `samples` padded with zeros to `size`, in the dtype in which they are sent."""
+        if tuple(samples.shape[1:]) != batch_column.shape:
+            text = (
+                f"{batch_column.name} has rows of the shape {list(samples.shape[1:])}; the plan was "
+                f"made for {list(batch_column.shape)}"
+            )
             fix = "give every sample one shape (pad it), and make the plan from an example of that shape"
             raise PlanError(text, fix=fix, location="batch")
-        filled = rows.new_zeros((size, *column.shape), dtype=self._dtype(column))
-        filled[: len(rows)] = rows
-        return filled
+        padded = samples.new_zeros((size, *batch_column.shape), dtype=self._dtype(batch_column))
+        padded[: len(samples)] = samples
+        return padded
 
-    def _met(self, column: BatchTensor, counts: list[int]) -> torch.Tensor:
-        """The rows of all ranks that have arrived of `column`, without the padding: (rows of the global batch, ...)."""
-        arrived = self._arriving[column.name]
-        if arrived is None:
+    def _gathered_samples(self, batch_column: BatchTensor, samples_per_rank: list[int]) -> torch.Tensor:
+        """Returns the gathered samples of all ranks without padding: (samples of the global batch, ...)."""
+        buffer = self._gathered_buffers[batch_column.name]
+        if buffer is None:
             raise RuntimeError(
-                f"{column.name} did not arrive on a rank that takes the loss; this is a bug: report the plan"
+                f"{batch_column.name} did not arrive on a rank that takes the loss; this is a bug: report "
+                "the plan"
             )
-        parts = arrived.view(self._dtype(column)).view(len(counts), self._plan.micro_batch, *column.shape)
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        rank_parts = buffer.view(self._dtype(batch_column)).view(
+            len(samples_per_rank), self._plan.micro_batch, *batch_column.shape
+        )
+        return torch.cat(
+            [rank_part[:count] for rank_part, count in zip(rank_parts, samples_per_rank, strict=True)]
+        )
 
-    def _take_rows(self, action: Action, column: BatchTensor) -> None:
+    def _load_scattered_samples(self, action: Action, batch_column: BatchTensor) -> None:
         state = self._state
         if not self._batch:
-            self._batch = {key: value[: self._rows_read] for key, value in state.microbatches[0].items()}
+            self._batch = {
+                key: value[: self._num_samples_read] for key, value in state.microbatches[0].items()
+            }
             state.microbatches[0] = dict(state.trained_module.dummy_batch)
-        whole = self._batch[column.name] if self.computes_loss else None
-        rows = self._handed_out(action, column, whole)
-        state.num_samples = self._dealt(self._group.index)
+        full = self._batch[batch_column.name] if self.computes_loss else None
+        samples = self._scatter_samples(action, batch_column, full)
+        state.num_samples = self._num_scattered(self._group.index)
         state.num_real_microbatches = min(1, state.num_samples)
-        stand_in = state.trained_module.dummy_batch[column.name].to(rows.device)
+        stand_in = state.trained_module.dummy_batch[batch_column.name].to(samples.device)
         state.microbatches[0] = {
             **state.microbatches[0],
-            column.name: rows[: state.num_samples] if state.num_samples else stand_in,
+            batch_column.name: samples[: state.num_samples] if state.num_samples else stand_in,
         }
 
-    def _handed_out(self, action: Action, column: BatchTensor, whole: torch.Tensor | None) -> torch.Tensor:
-        """This rank's rows (micro_batch, ...) of index 0's `whole`, which is None elsewhere."""
-        group, size, dtype = self._group, self._plan.micro_batch, self._dtype(column)
-        output = torch.zeros((size, *column.shape), dtype=dtype, device=self._state.world.device)
-        sent = None if whole is None else _bytes(self._filled(column, whole, group.size * size))
-        group.scatter(_bytes(output), sent, action=action.name).wait()
+    def _scatter_samples(
+        self, action: Action, batch_column: BatchTensor, full: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns this rank's samples (micro_batch, ...) of index 0's `full`, which is None elsewhere."""
+        group, size, dtype = self._group, self._plan.micro_batch, self._dtype(batch_column)
+        output = torch.zeros((size, *batch_column.shape), dtype=dtype, device=self._state.world.device)
+        send_bytes = None if full is None else _as_bytes(self._pad(batch_column, full, group.size * size))
+        group.scatter(_as_bytes(output), send_bytes, action=action.name).wait()
         return output
 
-    def _dtype(self, column: BatchTensor) -> torch.dtype:
-        return getattr(torch, column.comm_dtype(self._plan.job.precision.parameters))
+    def _dtype(self, batch_column: BatchTensor) -> torch.dtype:
+        return getattr(torch, batch_column.comm_dtype(self._plan.job.precision.parameters))
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)

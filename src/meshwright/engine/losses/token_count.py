@@ -1,9 +1,10 @@
-"""What counts in a step over all ranks: TOKEN_COUNT adds it up, so that before its first backward every rank knows what to divide by.
+"""TOKEN_COUNT: sums the loss weights of a step over all ranks, before the first backward needs the divisor.
 
-    header   [ what the rows weigh, how many ranks ask to stop, rows, tokens ]       the same on all ranks when TOKEN_COUNT has ended
+    step_totals   [ loss weight, ranks that ask to stop, samples, tokens ]      afterwards equal on all ranks
 
-All ranks stop together. Where a rank steps with one micro-batch alone, the loss of that is divided by what counts in it: ranks
-that run other parts for the same rows know that by themselves; where others have other rows, the header goes on with it.
+All ranks stop together. Where a rank updates the weights after each microbatch, the loss of a microbatch is
+divided by its own weight: ranks that run other stages for the same samples know it; where ranks have
+different samples, step_totals carries the weight of each microbatch too.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,23 +18,26 @@ from meshwright.plan.step.single_device import stepped_microbatches
 
 
 class TokenCounter:
-    """What one rank's rows weigh, and all ranks' together; `start` starts the collective of an action on a tensor."""
+    """The loss weights of one rank's samples, and of all ranks'.
+
+    `start_collective` starts an action's collective.
+    """
 
     def __init__(
         self, plan: Plan, state: RankState, start_collective: Callable[[Action, torch.Tensor], None]
     ) -> None:
         self._plan, self._state, self._start = plan, state, start_collective
-        self._alone = frozenset(stepped_microbatches(plan.actions))
-        self._each = bool(self._alone) and plan.num_data > 1
+        self._own_step_microbatches = frozenset(stepped_microbatches(plan.actions))
+        self._sends_each = bool(self._own_step_microbatches) and plan.num_data > 1
         self._rows, self._stop = 0, False
         self._totals: Sequence[float] | None = None
 
     def begin_step(self, num_samples: int, *, stop: bool) -> None:
-        """Take up a step with so many rows of this rank, which may ask to stop after it."""
+        """Begins a step with `num_samples` on this rank, which may ask to stop after it."""
         self._rows, self._stop = num_samples, stop
 
     def count(self, action: Action) -> None:
-        """Count what this rank's rows weigh, and start adding it up over the ranks."""
+        """Computes the weights of this rank's samples, and starts their sum over the ranks."""
         state = self._state
         counted = [
             state.loss.count_weight_and_tokens(micro)
@@ -41,28 +45,30 @@ class TokenCounter:
         ]
         state.microbatch_weights = [weight for weight, _ in counted]
         weight, tokens = (sum(numbers) for numbers in zip((0.0, 0.0), *counted, strict=True))
-        each = (
+        each_weight = (
             [
                 *state.microbatch_weights,
                 *[0.0] * (self._plan.num_microbatches - len(state.microbatch_weights)),
             ]
-            if self._each
+            if self._sends_each
             else []
         )
-        self._totals = (weight, self._stop, self._rows, tokens, *each)
+        self._totals = (weight, self._stop, self._rows, tokens, *each_weight)
         if action.transfer is not None:
-            alike = [
+            replica_axes = [
                 axis for axis in action.transfer.axes if axis not in self._plan.sharding.data_axes
             ]  # the same rows: counted once
             coordinate = self._plan.mesh.coordinate(state.world.rank)
-            counts = not any(coordinate[axis] for axis in alike)
-            header = self._totals if counts else (0.0, self._stop, 0, 0.0, *[0.0] * len(each))
+            is_first_replica = not any(coordinate[axis] for axis in replica_axes)
+            header = (
+                self._totals if is_first_replica else (0.0, self._stop, 0, 0.0, *[0.0] * len(each_weight))
+            )
             state.step_totals = torch.tensor(header, dtype=torch.float64, device=state.world.device)
-            self._totals = None  # known once the others' have been added
+            self._totals = None  # known once the sum over ranks has arrived
             self._start(action, state.step_totals)
 
     def totals(self) -> Sequence[float]:
-        """What counts in this step over all ranks: weight, wishes to stop, rows, tokens; TOKEN_COUNT has ended."""
+        """Returns weight, stop requests, samples and tokens over all ranks; TOKEN_COUNT has ended."""
         return self._told()[:4]
 
     def _told(self) -> Sequence[float]:
@@ -71,10 +77,13 @@ class TokenCounter:
         return self._totals
 
     def loss_weight(self, microbatch: int | None) -> float:
-        """What counts in all that is stepped with together: in the step, or in a micro-batch that has a step of its own."""
-        if microbatch is None or microbatch not in self._alone:
+        """Returns the divisor of a microbatch's loss.
+
+        The weight of the step, or of a microbatch with its own update.
+        """
+        if microbatch is None or microbatch not in self._own_step_microbatches:
             return self.totals()[0]
-        if self._each:
+        if self._sends_each:
             return self._told()[4 + microbatch]
         return (
             self._state.microbatch_weights[microbatch]
@@ -84,5 +93,5 @@ class TokenCounter:
 
     @property
     def num_updates(self) -> int:
-        """How many micro-batches have been stepped with alone; 1, where none has."""
-        return sum(self.loss_weight(micro) > 0 for micro in self._alone) or 1
+        """The number of microbatches that had an update of their own; 1 if none had."""
+        return sum(self.loss_weight(micro) > 0 for micro in self._own_step_microbatches) or 1

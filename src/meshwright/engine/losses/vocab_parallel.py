@@ -1,7 +1,9 @@
-"""What a rank does with logits of some words: its loss is taken on those, and forwards outside of steps give out all.
+"""Sharded logits: a step computes its loss on this rank's part of the vocabulary.
 
-in a step, in an evaluation      outputs: this rank's words     loss: engine/logits.py, booked under the action under way
-in `joined`                      outputs: all words             gathered once, behind the model's own forward
+Other forwards return full logits.
+
+    in a step, in an evaluation      outputs: this rank's vocabulary     loss: runtime/loss.py
+    in `full_logits`                 outputs: the full vocabulary    gathered after the model's own forward
 """
 
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ from meshwright.plan.plan import Plan
 
 
 class VocabParallelLogits:
-    """The logits of the rank of `state` under `plan`; where that leaves them whole, nothing is done."""
+    """The logits of the rank of `state` under `plan`; does nothing where they are not sharded."""
 
     def __init__(self, plan: Plan, state: RankState) -> None:
         self._state, self._axes, self._split = (
@@ -36,44 +38,48 @@ class VocabParallelLogits:
         check_loss(plan, state.loss)
         (axis,) = self._axes
         first, end = plan.sharding.slice_range(logits.param, axis)
-        self._words = VocabShard(first, end - first, logits.vocab_size, self._told)
-        state.loss = replace(state.loss, total=partial(_taken, self._split, self._words))
+        self._vocab_shard = VocabShard(first, end - first, logits.vocab_size, self._gather_stats)
+        state.loss = replace(state.loss, total=partial(_sharded_total, self._split, self._vocab_shard))
 
     @contextmanager
     def full_logits(self, module: nn.Module, action: str) -> Iterator[None]:
-        """Meanwhile forwards of `module` give out the logits of all words, gathered for `action`; all ranks run as many."""
+        """Makes forwards of `module` return full logits, gathered under `action`; all ranks run as many."""
         split = self._split
         if split is None:
             yield
             return
 
-        def join(module: nn.Module, args: Any, outputs: Any) -> Any:
-            mine = split.logits(outputs)
-            return replace_tensors(outputs, {id(mine): self._whole(mine, action)})
+        def gather_outputs(module: nn.Module, args: Any, outputs: Any) -> Any:
+            local_logits = split.logits(outputs)
+            return replace_tensors(outputs, {id(local_logits): self._gather_logits(local_logits, action)})
 
-        handle = module.register_forward_hook(join)
+        handle = module.register_forward_hook(gather_outputs)
         try:
             yield
         finally:
             handle.remove()
 
-    def _told(self, numbers: torch.Tensor) -> torch.Tensor:
+    def _gather_stats(self, numbers: torch.Tensor) -> torch.Tensor:
         group = self._state.world.group(self._axes)
         return all_gather(numbers, group, 0, self._state.current_action).view(group.size, *numbers.shape)
 
-    def _whole(self, mine: torch.Tensor, action: str) -> torch.Tensor:
-        """The logits of all words; ranks may have one more or less."""
-        group, words = self._state.world.group(self._axes), self._words
-        largest = -(-words.vocab_size // group.size)
-        padded = mine.new_zeros(*mine.shape[:-1], largest)
-        padded[..., : words.size] = mine
-        arrived = all_gather(padded, group, padded.ndim - 1, action).unflatten(-1, (group.size, largest))
+    def _gather_logits(self, local_logits: torch.Tensor, action: str) -> torch.Tensor:
+        """Returns the logits of the full vocabulary; ranks' shards may differ by one."""
+        group, vocab_shard = self._state.world.group(self._axes), self._vocab_shard
+        max_size = -(-vocab_shard.vocab_size // group.size)
+        padded_logits = local_logits.new_zeros(*local_logits.shape[:-1], max_size)
+        padded_logits[..., : vocab_shard.size] = local_logits
+        gathered = all_gather(padded_logits, group, padded_logits.ndim - 1, action).unflatten(
+            -1, (group.size, max_size)
+        )
         sizes = [
-            words.vocab_size // group.size + (index < words.vocab_size % group.size)
+            vocab_shard.vocab_size // group.size + (index < vocab_shard.vocab_size % group.size)
             for index in range(group.size)
         ]
-        return torch.cat([arrived[..., index, :size] for index, size in enumerate(sizes)], -1)
+        return torch.cat([gathered[..., index, :size] for index, size in enumerate(sizes)], -1)
 
 
-def _taken(split: VocabParallelLoss, words: VocabShard, outputs: Any, batch: Batch) -> torch.Tensor:
-    return split.total(outputs, batch, words)
+def _sharded_total(
+    split: VocabParallelLoss, vocab_shard: VocabShard, outputs: Any, batch: Batch
+) -> torch.Tensor:
+    return split.total(outputs, batch, vocab_shard)

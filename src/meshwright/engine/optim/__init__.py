@@ -1,4 +1,16 @@
-"""Rules by which weights are stepped, one per file: each is a `torch.optim.Optimizer` that says how finely weights may be cut.
+"""Optimizers over sharded parameters, the optimizer step, and the saved state.
 
-SGD and AdamW are torch's own, fused. What there is, and which weight is stepped by which, stands in core/rules.py.
+    optimizers      parameter groups, the optimizers of a job or of the user, the learning rate factor
+    rule            base class of our optimizers; which optimizers accept which shard alignment
+    adafactor       Adafactor
+    adamw_8bit      AdamW with optimizer states in 8 bits
+    adamw_bf16      AdamW with optimizer states in bfloat16
+    lion            Lion
+    muon            Muon
+    update          CLIP and STEP: gradient norm, clipping, optimizer step
+    state_dict      what a rank saves and loads: parameters, buffers, optimizer states
+    memory_report   bytes that a rank holds, by category
+
+`plan/optimizer_spec.py` says which rule steps which weight. SGD and AdamW are torch's own fused
+implementations.
 """

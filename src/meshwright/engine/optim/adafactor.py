@@ -1,26 +1,30 @@
-"""Adafactor: AdamW's second moment of a matrix from the sums of its rows and of its columns, and no first moment.
+"""Adafactor: the second moment of a matrix from the means of its rows and columns, and no first moment.
 
-Why it works: the squares of a matrix' gradients are close to a matrix of rank one: a row that learns fast does so in every
-column. So instead of all v[i, j] it keeps the mean of each row and of each column, from which the best such matrix follows.
-An update that is much larger than usual (its root mean square above 1) comes from an estimate that is out of date, and is
-scaled down. Steps are relative: in units of the weight's own size.
+Why it works: the squared gradients of a matrix are close to a matrix of rank one: a row that learns fast does
+so in every column. So instead of all v[i, j] Adafactor keeps the mean of each row and of each column, from
+which the best such matrix follows. An update that is much larger than usual (its root mean square exceeds 1)
+comes from an outdated estimate, and is scaled down. Steps are relative: in units of the weight's own size.
 
     squared gradients  . . . . | r0      v[i, j] ~ r[i] c[j] / mean(r)
                        . . . . | r1
                        ------- +
-                       c0 .. c3          kept: rows + columns instead of rows x columns
+                       c0 .. c3          stored: rows + columns instead of rows x columns
 
     r <- b r + (1 - b) mean_j(g^2 + 1e-30)        b = 1 - t**-0.8        c likewise over i
     u = g / sqrt(r c / mean(r))                   u <- u / max(1, rms(u))
     x <- x (1 - lr wd) - lr max(0.001, rms(x)) u
 
-Grain: matrix, for vectors too: the sizes of weight and update are those of the whole weight. (Cut by rows, the rows' means
-would stay apart, and the columns' and both sizes would have to be summed over the ranks inside of the step.)
-Cost: 4/columns + 4/rows bytes per parameter: 0.002 for 4096 x 4096; 4 for vectors. AdamW keeps 8. Weights of three and more
-dims are matrices in their last two. Whole matrices leave shards uneven, so a bundle is padded to n times its fullest rank.
-Limits: the learning rate is relative: 1e-2 is usual, AdamW's 3e-4 is far too small. Betas, eps and momentum of the job are
-not used. A weight that is larger than a rank's share of its bundle (an embedding) makes that rank hold more than the others.
-Paper: Shazeer & Stern 2018, "Adafactor", arXiv 1804.04235 (algorithms 4 and 5; decay and clipping, sections 6 and 7.2).
+Shard alignment: matrix, for vectors too: the sizes of weight and update are those of the whole weight. (With
+shards of rows, the row means would stay separate, and the column means and both sizes would need a sum over
+ranks inside the step.)
+Cost: 4/columns + 4/rows bytes per parameter: 0.002 for 4096 x 4096; 4 for vectors. AdamW keeps 8. Weights of
+three and more dims are matrices in their last two. Whole matrices make shards uneven, so a parameter group is
+padded to n times its fullest rank.
+Limits: the learning rate is relative: 1e-2 is usual, AdamW's 3e-4 is far too small. Betas, eps and momentum
+of the job are not used. A weight that is larger than a rank's share of its parameter group (an embedding)
+makes that rank hold more than the others.
+Paper: Shazeer & Stern 2018, "Adafactor", arXiv 1804.04235 (algorithms 4 and 5; decay and clipping, sections 6
+and 7.2).
 """
 
 from typing import Any, ClassVar
@@ -46,25 +50,25 @@ class Adafactor(PerParamOptimizer):
     ) -> None:
         gradient = gradient.to(get_compute_dtype(parameter))
         state["step"] = state.get("step", 0) + 1
-        fresh = state["step"] ** DECAY_EXPONENT
+        weight = state["step"] ** DECAY_EXPONENT
         squares = gradient.square().add_(SQUARE_EPS)
         if gradient.ndim > 1:
             rows, columns = (
-                _averaged(state, "rows", squares.mean(-1), fresh),
-                _averaged(state, "columns", squares.mean(-2), fresh),
+                _averaged(state, "row_var", squares.mean(-1), weight),
+                _averaged(state, "col_var", squares.mean(-2), weight),
             )
-            usual = (rows / rows.mean(-1, keepdim=True))[..., :, None] * columns[..., None, :]
+            second_moment = (rows / rows.mean(-1, keepdim=True))[..., :, None] * columns[..., None, :]
         else:
-            usual = _averaged(state, "squares", squares, fresh)
-        update = gradient * usual.clamp(min=SQUARE_EPS).rsqrt()
+            second_moment = _averaged(state, "variance", squares, weight)
+        update = gradient * second_moment.clamp(min=SQUARE_EPS).rsqrt()
         update /= _rms(update).clamp(min=1.0)
-        length = group["lr"] * _rms(parameter.to(update.dtype)).clamp(min=MIN_RMS)
-        parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_((update * length).to(parameter.dtype))
+        step_size = group["lr"] * _rms(parameter.to(update.dtype)).clamp(min=MIN_RMS)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_((update * step_size).to(parameter.dtype))
 
 
-def _averaged(state: dict[str, Any], key: str, value: torch.Tensor, fresh: float) -> torch.Tensor:
-    """The average kept under `key`, of which the share `fresh` is now `value`: all of it at the first step."""
-    state[key] = state[key].lerp_(value, fresh) if key in state else value
+def _averaged(state: dict[str, Any], key: str, value: torch.Tensor, weight: float) -> torch.Tensor:
+    """Updates the running average under `key` with `value` at `weight`; the first call stores `value`."""
+    state[key] = state[key].lerp_(value, weight) if key in state else value
     return state[key]
 
 

@@ -1,26 +1,28 @@
-"""AdamW with both moments in 8 bits: a byte per element and moment, and one scale per 256 elements.
+"""AdamW with both moments in 8 bits: one byte per element and moment, and one scale per 256 elements.
 
-Why it works: an element of a moment is stored as the nearest of 256 fixed numbers between -1 and 1, times the largest
-magnitude of its block. The numbers lie densely round zero, decade by decade, because moments span many decades; and a block
-of its own scale keeps one outlier from costing its neighbours their digits. What all elements of a block have in common (a
-decay by beta) goes into the scale and is not rounded at all. As with `lean_adamw`, the update uses the exact new moments;
-only what is kept is rounded.
+Why it works: an element of a moment is stored as the nearest of 256 fixed levels between -1 and 1, times the
+largest magnitude of its block. The levels lie densely around zero, decade by decade, because moments span
+many decades. A scale per block keeps one outlier from costing its neighbours their digits. What all elements
+of a block have in common (a decay by beta) goes into the scale and is not rounded. As in `adamw_bf16`, the
+update uses the exact new moments; only the stored ones are rounded.
 
     weight, flat   [ 256 elements | 256 elements | ... | rest ]
     codes (uint8)  [ 256          | 256          | ... | rest ]      m, and likewise v
-    scales         [ 1            | 1            | ... | 1    ]      float32: the largest magnitude of the block
+    scales         [ 1            | 1            | ... | 1    ]      float32: largest magnitude in the block
 
-    moment = numbers[code] * scale        code = nearest(moment / scale)
+    moment = levels[code] * scale         code = nearest(moment / scale)
 
-Second moments are never negative, so all their numbers are positive, and none is zero: a v that is rounded to 0 beside an m
-that is not would make a huge step. It is rounded up instead, and the step is smaller than AdamW's.
-Grain: block. Shards are cut at multiples of 256 elements of each weight, so a block has one owner, and every rank computes
-for it what one device would.
-Cost: 2 + 8/256 = 2.03 bytes per parameter, where AdamW keeps 8; shards are padded by less than 256 elements per weight.
-Limits: within a block, a moment more than 10**7 times smaller than the largest is rounded to nothing (m) or up (v).
-Embeddings are the usual place where that hurts: give them `name = "adamw"` in a group.
-Paper: Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861 (section 2); that second moments
-must not be rounded to zero: Li et al. 2023, "Memory Efficient Optimizers with 4-bit States", arXiv 2309.01507.
+Second moments are never negative, so all their levels are positive, and none is zero: a v that is rounded to
+0 beside an m that is not would make a huge step. It is rounded up instead, and the step is smaller than
+AdamW's.
+Shard alignment: block. Shards begin at multiples of 256 elements of each weight, so a block lies on one rank,
+and every rank computes for it what one device would.
+Cost: 2 + 8/256 = 2.03 bytes per parameter, where AdamW keeps 8; padding of less than 256 elements per weight.
+Limits: within a block, a moment more than 10**7 times smaller than the largest is rounded to zero (m) or up
+(v). Embeddings are the usual place where that hurts: give them `name = "adamw"` in a group.
+Paper: Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861 (section 2);
+that second moments must not be rounded to zero: Li et al. 2023, "Memory Efficient Optimizers with 4-bit
+States", arXiv 2309.01507.
 """
 
 from typing import Any, ClassVar
@@ -36,7 +38,7 @@ NUM_DECADES = 7  # the numbers of a block reach from 1 down to 10**-7
 
 
 class AdamW8bit(PerParamOptimizer):
-    """AdamW over `groups` with moments of 8 bits, in blocks of 256 elements of the flattened parameter."""
+    """AdamW over `groups` with 8-bit moments, in blocks of 256 elements of the flattened parameter."""
 
     shard_alignment: ClassVar[ShardAlignment] = "block"
     blockwise_state_keys: ClassVar[frozenset[str]] = frozenset({"exp_avg_scale", "exp_avg_sq_scale"})
@@ -45,11 +47,11 @@ class AdamW8bit(PerParamOptimizer):
         self, groups: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._numbers = {
+        self._levels = {
             "exp_avg": quantization_levels(signed=True),
             "exp_avg_sq": quantization_levels(signed=False),
         }
-        self._there: dict[tuple[str, torch.device, torch.dtype], torch.Tensor] = {}
+        self._levels_on_device: dict[tuple[str, torch.device, torch.dtype], torch.Tensor] = {}
 
     def update_param(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
@@ -57,31 +59,31 @@ class AdamW8bit(PerParamOptimizer):
         dtype = get_compute_dtype(parameter)
         if not state:
             state["step"] = 0
-            moments = {key: torch.zeros_like(parameter, dtype=dtype) for key in self._numbers}
+            moments = {key: torch.zeros_like(parameter, dtype=dtype) for key in self._levels}
         else:
             moments = {
-                key: dequantize_blocks(state[key], state[f"{key}_scale"], self._of(key, parameter))
-                for key in self._numbers
+                key: dequantize_blocks(state[key], state[f"{key}_scale"], self._levels_for(key, parameter))
+                for key in self._levels
             }
         state["step"] += 1
         adamw_update(
             parameter, gradient.to(dtype), moments["exp_avg"], moments["exp_avg_sq"], state["step"], group
         )
         for key, moment in moments.items():
-            state[key], state[f"{key}_scale"] = quantize_blocks(moment, self._of(key, parameter))
+            state[key], state[f"{key}_scale"] = quantize_blocks(moment, self._levels_for(key, parameter))
 
-    def _of(self, key: str, parameter: torch.Tensor) -> torch.Tensor:
-        """The 256 numbers of that moment, where and in what `parameter` is computed."""
+    def _levels_for(self, key: str, parameter: torch.Tensor) -> torch.Tensor:
         place = (key, parameter.device, get_compute_dtype(parameter))
-        if place not in self._there:
-            self._there[place] = self._numbers[key].to(*place[1:])
-        return self._there[place]
+        if place not in self._levels_on_device:
+            self._levels_on_device[place] = self._levels[key].to(*place[1:])
+        return self._levels_on_device[place]
 
 
 def quantization_levels(*, signed: bool) -> torch.Tensor:
-    """The 256 numbers that a code stands for, float64, ascending, the last one 1: per decade twice as many as in the one below.
+    """Returns the 256 levels of a code, float64, ascending, the last one 1.
 
-    Signed ones are zero and the same on both sides of it; the others begin at 10**-7.
+    Each decade has twice as many levels as the one below.
+    Signed levels are symmetric and include zero; unsigned ones begin at 10**-7.
     """
     found = [1.0, 0.0 if signed else 10.0**-NUM_DECADES]
     for decade in range(NUM_DECADES):
@@ -93,7 +95,7 @@ def quantization_levels(*, signed: bool) -> torch.Tensor:
 
 
 def quantize_blocks(moment: torch.Tensor, levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes of `moment` (uint8, of its shape) by the ascending numbers `known`, and a float32 scale per block."""
+    """Returns the codes of `moment` (uint8, same shape) by the ascending `levels`, and float32 scales."""
     blocks = _blocks(moment.reshape(-1))
     scales = blocks.abs().amax(dim=1).float()
     divisors = torch.where(scales > 0, scales, 1.0).to(blocks.dtype)
@@ -102,11 +104,10 @@ def quantize_blocks(moment: torch.Tensor, levels: torch.Tensor) -> tuple[torch.T
 
 
 def dequantize_blocks(codes: torch.Tensor, scales: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-    """What `quantised` was given, up to rounding, in the dtype of `known`."""
+    """Returns the moment that `quantize_blocks` was given, up to rounding, in the dtype of `levels`."""
     values = _blocks(levels[codes.reshape(-1).int()]) * scales.to(levels.dtype)[:, None]
     return values.view(-1)[: codes.numel()].view(codes.shape)
 
 
-def _blocks(flat: torch.Tensor) -> torch.Tensor:
-    """`flat` as rows of 256 elements, the last one filled up with zeros."""
+def _blocks(flat: torch.Tensor) -> torch.Tensor:  # (blocks, 256), zero-padded
     return F.pad(flat, (0, -len(flat) % QUANT_BLOCK_NUMEL)).view(-1, QUANT_BLOCK_NUMEL)

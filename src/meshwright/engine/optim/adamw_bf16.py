@@ -1,25 +1,26 @@
 """AdamW with both moments in bfloat16: half the bytes of its state, the same update.
 
-Why it works: a moment is an average over many steps of a quantity that is itself noisy by tens of percent, so 8 significant
-bits (0.4 %) are enough, and bfloat16 has the range of float32, which squares of small gradients need. Each step takes the
-moments out, computes in float32 as AdamW does, steps with the exact new moments, and only what is kept for the next step is
-rounded.
+Why it works: a moment is an average over many steps of a quantity that is itself noisy by tens of percent, so
+8 significant bits (0.4 %) are enough, and bfloat16 has the range of float32, which squares of small gradients
+need. Each step reads the moments, computes in float32 as AdamW does, updates with the exact new moments, and
+rounds only what it stores.
 
-    kept (bf16)   m, v  --> float32 --> new m, v --> update of x
-                                            |
-                  m, v  <---- rounded ------+
+    stored (bf16)   m, v  --> float32 --> new m, v --> update of x
+                                             |
+                    m, v  <---- rounded -----+
 
     m <- beta1 m + (1 - beta1) g        v <- beta2 v + (1 - beta2) g^2
     x <- x (1 - lr wd) - lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
 
-Grain: element, as AdamW's.
+Shard alignment: element, as AdamW's.
 Cost: 4 bytes per parameter (2 + 2), where AdamW keeps 8.
-Limits: rounding to the nearest loses a change below 2**-8 of the moment, or 2**-9, by where it lies between powers of two. With
-beta2 = 0.999 a step takes at most 2**-10 of v away: v could never fall again. So 1 - beta must be at least 2**-8, which the job
-checks: 0.95 and 0.99 are fine. On its way to a constant g^2, v then stops within 2**-8 / (1 - beta2) of it: 8 % at 0.95, which
-is 4 % of the update. (Rounding up and down at random would lift the bound; it would cost a random number per element.)
-Paper: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", arXiv 1711.05101; moments in bfloat16 at scale:
-DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437 (section 3.3).
+Limits: rounding to the nearest loses a change below 2**-8 of the moment, or 2**-9, depending on where it lies
+between powers of two. With beta2 = 0.999 a step takes at most 2**-10 of v away: v could never fall again. So
+1 - beta must be at least 2**-8, which the job checks: 0.95 and 0.99 are fine. On its way to a constant g^2, v
+then stops within 2**-8 / (1 - beta2) of it: 8 % at 0.95, which is 4 % of the update. (Stochastic rounding
+would lift the bound; it costs a random number per element.)
+Paper: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", arXiv 1711.05101; moments in
+bfloat16 at scale: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437 (section 3.3).
 """
 
 from typing import Any, ClassVar
@@ -31,7 +32,7 @@ from meshwright.plan.sharding.flat_param import ShardAlignment
 
 
 class AdamWBF16(PerParamOptimizer):
-    """AdamW over `groups` with its moments kept in `moments`."""
+    """AdamW over `groups` with its moments stored in `state_dtype`."""
 
     shard_alignment: ClassVar[ShardAlignment] = "element"
 
@@ -69,10 +70,10 @@ def adamw_update(
     step: int,
     group: dict[str, Any],
 ) -> None:
-    """Change `parameter` and its two moments in place by step number `step` (from 1) of AdamW; all are of one shape."""
+    """Applies step `step` (from 1) of AdamW in place to `parameter` and its two moments, all of one shape."""
     (beta1, beta2), lr = group["betas"], group["lr"]
     exp_avg.lerp_(gradient, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    usual = exp_avg_sq.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
-    update = (exp_avg / usual).mul_(lr / (1 - beta1**step))
+    denominator = exp_avg_sq.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+    update = (exp_avg / denominator).mul_(lr / (1 - beta1**step))
     parameter.mul_(1 - lr * group["weight_decay"]).sub_(update.to(parameter.dtype))

@@ -1,4 +1,4 @@
-"""What one rank holds for the model at a moment, in bytes."""
+"""The bytes that one rank holds for the model, by category."""
 
 import torch
 
@@ -11,28 +11,30 @@ from meshwright.engine.runtime.state import RankState
 def memory_by_category(
     state: RankState, flat_params: FlatParams, optimizers: Optimizers, update: OptimizerUpdate
 ) -> dict[str, int]:
-    """The bytes that this rank holds for the model, by category: parameters, gradients, moments, buckets, and masters if any.
+    """Returns bytes by category: parameters, gradients, optimizer_states, buckets, and master if any.
 
-    A gradient that is a piece of a bucket counts there. Gradients exist from a backward to the optimizer's step. With
-    buckets are all buffers for messages.
+    A gradient that is a view of a bucket counts there. Gradients exist from a backward to the optimizer's
+    step. Buckets include all buffers for messages.
     """
-    buckets, cut = state.buckets.values(), flat_params.memory_by_category()
+    buckets, sharded = state.buckets.values(), flat_params.memory_by_category()
     in_bucket = {
         name
         for bucket in buckets
         for name, view in bucket.views.items()
         if view.dtype == bucket.parameters[name].dtype
     }
-    whole = {
+    unsharded = {
         name: p for name, p in state.trained_module.parameters.items() if not flat_params.is_flattened(name)
     }
-    apart = (p for name, p in whole.items() if p.requires_grad and name not in in_bucket)
-    states = [held for optimizer in optimizers for held in optimizer.state.values()]
-    kept = [value for held in states for value in held.values() if isinstance(value, torch.Tensor)]
-    masters = {"master": cut["master"]} if cut["master"] else {}
+    without_bucket = (p for name, p in unsharded.items() if p.requires_grad and name not in in_bucket)
+    states = [param_state for optimizer in optimizers for param_state in optimizer.state.values()]
+    state_tensors = [
+        value for param_state in states for value in param_state.values() if isinstance(value, torch.Tensor)
+    ]
+    masters = {"master": sharded["master"]} if sharded["master"] else {}
     return masters | {
-        "parameters": sum(parameter.nbytes for parameter in whole.values()) + cut["parameters"],
-        "gradients": sum(parameter.nbytes for parameter in apart) + cut["gradients"],
-        "moments": sum(moment.nbytes for moment in kept),
-        "buckets": sum(bucket.buffer.nbytes for bucket in buckets) + cut["buffers"] + update.nbytes,
+        "parameters": sum(parameter.nbytes for parameter in unsharded.values()) + sharded["parameters"],
+        "gradients": sum(parameter.nbytes for parameter in without_bucket) + sharded["gradients"],
+        "optimizer_states": sum(state_tensor.nbytes for state_tensor in state_tensors),
+        "buckets": sum(bucket.buffer.nbytes for bucket in buckets) + sharded["buffers"] + update.nbytes,
     }

@@ -1,26 +1,29 @@
-"""Muon: the update of a matrix is the nearest orthogonal matrix to its momentum, so every direction is learnt equally fast.
+"""Muon: the update of a matrix is the nearest orthogonal matrix to its momentum.
 
-Why it works: the momentum of a weight matrix is dominated by a few singular directions; the others, rare but useful, hardly
-move. Muon keeps the directions and makes all singular values one. The nearest orthogonal matrix U V' of U S V' is found
-without a singular value decomposition, by a few steps of an odd polynomial in the matrix, which acts on each singular value
-by itself and drives those between 0 and 1 towards 1. Times 0.2 sqrt(larger side), an update is as large as one of AdamW's
-usually is, so both share one learning rate and one weight decay.
+Why it works: a few singular directions dominate the momentum of a weight matrix; the others, rare but useful,
+hardly move. Muon keeps the directions and makes all singular values one. A few steps of an odd polynomial in
+the matrix find the nearest orthogonal matrix U V' of U S V' without a singular value decomposition: it acts
+on each singular value by itself and drives those between 0 and 1 towards 1. Times 0.2 sqrt(larger side), an
+update is as large as AdamW's usually is, so both share one learning rate and one weight decay.
 
     M <- mu M + (1 - mu) G          momentum
-    N  = mu M + (1 - mu) G          a look ahead (Nesterov)
+    N  = mu M + (1 - mu) G          look-ahead (Nesterov)
     X  = N / |N|                    singular values now between 0 and 1
     5 x   X <- a X + b (X X') X + c (X X')^2 X         a, b, c = 3.4445, -4.7750, 2.0315
     W <- W (1 - lr wd) - lr 0.2 sqrt(max(rows, columns)) X
 
-Grain: matrix. Singular values are those of the whole; a shard that is orthogonalised by itself gives another update (by 39 %
-in one published report), so each matrix has one owner, which does the work for all.
-Cost: 4 bytes per parameter, where AdamW keeps 8. Flops: 15 products per step, at most 5 w / tokens of what the matrix costs
-anyway, w being its smaller side: 1 % at w = 1,000 and 500,000 tokens. Ranks that own no matrix of a block wait; the shards of
-a block are as long as what its fullest rank owns.
-Limits: for hidden matrices. Embeddings, heads, norms and biases are stepped by AdamW (core/rules.py). The polynomial is quick
-and not exact: singular values end between 0.7 and 1.2. On a GPU it runs in bfloat16, in which it is stable.
-Paper: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks" (kellerjordan.github.io/posts/muon); the
-scale and the decay: Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv 2502.16982 (section 2.2).
+Shard alignment: matrix. Singular values are those of the whole matrix; a shard that is orthogonalized by
+itself gives another update (by 39 % in one published report), so each matrix has one owner, which does the
+work for all.
+Cost: 4 bytes per parameter, where AdamW keeps 8. Flops: 15 products per step, at most 5 w / tokens of what
+the matrix costs anyway, w being its smaller side: 1 % at w = 1,000 and 500,000 tokens. Ranks that own no
+matrix of a block wait; the shards of a block are as long as what its fullest rank owns.
+Limits: for hidden matrices. AdamW steps embeddings, heads, norms and biases (plan/optimizer_spec.py). The
+polynomial is quick and not exact: singular values end between 0.7 and 1.2. On a GPU it runs in bfloat16, in
+which it is stable.
+Paper: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"
+(kellerjordan.github.io/posts/muon); the scale and the decay: Liu et al. 2025, "Muon is Scalable for LLM
+Training", arXiv 2502.16982 (section 2.2).
 """
 
 from typing import Any, ClassVar
@@ -38,22 +41,25 @@ UPDATE_RMS = 0.2  # root mean square of a usual update of AdamW
 class Muon(PerParamOptimizer):
     """Muon over `groups`, all of whose parameters are whole matrices.
 
-    Raises PlanError for a parameter that is none, such as a piece of one.
+    Raises PlanError for a parameter that is not a matrix, such as a shard of one.
     """
 
     shard_alignment: ClassVar[ShardAlignment] = "matrix"
 
     def __init__(self, groups: Any, lr: float = 1e-3, momentum: float = 0.95) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
-        odd = [
+        non_matrices = [
             tuple(parameter.shape)
             for group in self.param_groups
             for parameter in group["params"]
             if parameter.ndim != 2
         ]
-        if odd:
-            text = f"Muon got a parameter of shape {odd[0]}; needed are whole matrices"
-            fix = 'let it step 2-D weights only, and shards keep them whole: set it in the job, optimizer.name = "muon"'
+        if non_matrices:
+            text = f"Muon got a parameter of shape {non_matrices[0]}; needed are whole matrices"
+            fix = (
+                "let it step 2-D weights only, and shards keep them whole: set it in the job, "
+                'optimizer.name = "muon"'
+            )
             raise PlanError(text, fix=fix, location="optimizer")
 
     def update_param(
@@ -71,14 +77,15 @@ class Muon(PerParamOptimizer):
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
-    """About the nearest orthogonal matrix to `matrix`: its singular vectors with singular values between 0.7 and 1.2."""
-    dtype = torch.bfloat16 if matrix.is_cuda and matrix.dtype != torch.float64 else get_compute_dtype(matrix)
-    upright = matrix.shape[0] > matrix.shape[1]
+    """Returns the nearly orthogonal matrix with the singular vectors of `matrix`, singular values 0.7 to 1.2."""
+    use_bf16 = matrix.is_cuda and matrix.dtype != torch.float64
+    dtype = torch.bfloat16 if use_bf16 else get_compute_dtype(matrix)
+    is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.to(dtype)
     x = x / (x.norm() + 1e-7)
-    x = x.T if upright else x  # the products are then of the smaller side
+    x = x.T if is_tall else x  # the products are then of the smaller side
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     for _ in range(NUM_NEWTON_SCHULZ_STEPS):
         square = x @ x.T
         x = a * x + (b * square + c * square @ square) @ x
-    return x.T if upright else x
+    return x.T if is_tall else x

@@ -1,14 +1,12 @@
-"""Optimizers over logical parameters: torch's own fused ones and those of engine/rules, with groups by name, or the user's own.
+"""The optimizers of a run over logical parameters, from the job or the user; and the learning rate factor.
 
-Several optimizers share the parameters: each is stepped by exactly one. The state is saved and restored by logical name
-(`exp_avg/lm_head.weight`), so that it survives any change of layout.
-What an optimizer keeps as a Python number comes back as one (`step:int/lm_head.weight`), because its arithmetic may
-differ from a tensor's; so do numbers that it changed in its groups (`group.1:float/weight_sum`), which are numbered
+Several optimizers share the parameters: exactly one steps each. Their state is saved and loaded by parameter
+name (`exp_avg/lm_head.weight`), so that it survives any change of layout. A Python number in an optimizer's
+state comes back as a number (`step:int/lm_head.weight`), because its arithmetic may differ from a tensor's;
+so do numbers that the optimizer changed in its groups (`group.1:float/weight_sum`). Groups are numbered
 through over all optimizers.
 
-The optimizer that a job names, over groups of parameters: torch's own, fused (one pass over memory), or a rule of ours.
-
-The learning rate as a factor, in global steps: what it is does not depend on how many ranks take the step.
+The learning rate is a factor in global steps: it does not depend on how many ranks take the step.
 """
 
 from collections import Counter
@@ -34,7 +32,7 @@ from meshwright.plan.optimizer_spec import matching_group, param_optimizer
 def make_optimizer(
     rule: OptimizerName, momentum: float, config: OptimizerConfig, groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """`rule` over `groups`, which say their learning rates and weight decays; all else is as `spec` has it."""
+    """Returns the optimizer `rule` over `groups`; betas, eps and the default learning rate are `config`'s."""
     lr, betas, eps = config.lr, config.betas, config.eps
     match rule:
         case "sgd":
@@ -66,16 +64,16 @@ RuleKey = tuple[OptimizerName, float]  # which rule steps a parameter, and its m
 def make_param_groups(
     config: OptimizerConfig, parameters: Mapping[str, nn.Parameter], param_specs: ParamSpecs | None = None
 ) -> OptimizerParamGroups:
-    """Groups of parameters with equal learning rate and weight decay, for torch.optim.
+    """Returns groups of parameters with equal learning rate and weight decay, for torch.optim.
 
-    `parameters` are those stepped on this rank, `weights` all that are trained, by logical name; without them, nothing is known
-    of a parameter but its shape. Which rule steps it, and how fast, is said in core/rules.py. Raises PlanError for patterns that
-    match nothing.
+    `parameters` are those that this rank steps, `param_specs` all that are trained, by logical name; without
+    them, only the shape of a parameter is known. plan/optimizer_spec.py says which rule steps it, and how
+    fast. Raises PlanError for patterns that match nothing.
     """
-    return [group for groups in _by_stepper(config, parameters, param_specs).values() for group in groups]
+    return [group for groups in _groups_by_rule(config, parameters, param_specs).values() for group in groups]
 
 
-def _by_stepper(
+def _groups_by_rule(
     spec: OptimizerConfig, parameters: Mapping[str, nn.Parameter], weights: ParamSpecs | None
 ) -> dict[RuleKey, OptimizerParamGroups]:
     weights = weights or {
@@ -84,26 +82,31 @@ def _by_stepper(
     groups: dict[tuple[RuleKey, float, float], dict[str, Any]] = {}
     unused = {group.pattern for group in spec.groups}
     for name, weight in weights.items():
-        found, said = param_optimizer(spec, weight), matching_group(spec, name)
-        if said is not None:
-            unused.discard(said.pattern)
-        stepper, lr, decay = (found.optimizer, found.momentum), found.lr, found.weight_decay
-        group = groups.setdefault((stepper, lr, decay), {"params": [], "lr": lr, "weight_decay": decay})
+        rule, pattern_group = param_optimizer(spec, weight), matching_group(spec, name)
+        if pattern_group is not None:
+            unused.discard(pattern_group.pattern)
+        rule_key, lr, weight_decay = (rule.optimizer, rule.momentum), rule.lr, rule.weight_decay
+        group = groups.setdefault(
+            (rule_key, lr, weight_decay), {"params": [], "lr": lr, "weight_decay": weight_decay}
+        )
         if (
             name in parameters
         ):  # groups are the same on every rank, also where one has no piece of their weights
             group["params"].append(parameters[name])
     if unused:
-        text = f"the patterns {', '.join(sorted(unused))} match no trainable parameter (or an earlier pattern takes all of theirs)"
+        text = (
+            f"the patterns {', '.join(sorted(unused))} match no trainable parameter (or an earlier "
+            "pattern takes all of theirs)"
+        )
         raise PlanError(
             text,
             fix=f"write patterns such as '*.weight'; a name here is '{next(iter(weights))}'",
             location="optimizer.groups",
         )
-    by_stepper: dict[RuleKey, OptimizerParamGroups] = {}
-    for (stepper, _, _), group in groups.items():
-        by_stepper.setdefault(stepper, []).append(group)
-    return by_stepper
+    by_rule: dict[RuleKey, OptimizerParamGroups] = {}
+    for (rule_key, _, _), group in groups.items():
+        by_rule.setdefault(rule_key, []).append(group)
+    return by_rule
 
 
 def make_optimizers(
@@ -113,14 +116,14 @@ def make_optimizers(
     param_specs: ParamSpecs | None = None,
     shard_alignments: ShardAlignments | None = None,
 ) -> Optimizers:
-    """The optimizers that together step all of `parameters`: what `make` makes, else what `spec` names.
+    """Returns the optimizers that step all of `parameters`: from `optimizer_factory`, else from `config`.
 
-    `weights` as for `parameter_groups`; `grains` tells of those that are cut into shards how finely. Raises PlanError when
-    `make` leaves parameters out, takes one twice, or makes an optimizer that cannot bear such cuts, and when `spec` names another
-    optimizer for some group and `make` is there to decide.
+    `param_specs` as for `make_param_groups`; `shard_alignments` of those that are sharded. Raises PlanError
+    when the factory leaves parameters out, takes one twice, or makes an optimizer that does not accept such
+    shards, and when `config` names another optimizer for some group although a factory decides.
     """
     if optimizer_factory is None:
-        steppers = _by_stepper(config, parameters, param_specs).items()
+        steppers = _groups_by_rule(config, parameters, param_specs).items()
         return tuple(make_optimizer(rule, momentum, config, groups) for (rule, momentum), groups in steppers)
     named = [group.pattern for group in config.groups if group.name is not None]
     if named:
@@ -138,27 +141,30 @@ def make_optimizers(
 def check_optimizers(
     optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]
 ) -> None:
-    """Raise PlanError unless `optimizers` together hold each of `parameters` once, and nothing else."""
+    """Raises PlanError unless `optimizers` together hold each of `parameters` once, and nothing else."""
     names = {id(parameter): name for name, parameter in parameters.items()}
-    held = [id(parameter) for group in all_param_groups(optimizers) for parameter in group["params"]]
-    missing = [name for key, name in names.items() if key not in held]
-    twice = [names[key] for key, count in Counter(held).items() if count > 1 and key in names]
-    if missing or twice or len(held) > len(names):
+    held_ids = [id(parameter) for group in all_param_groups(optimizers) for parameter in group["params"]]
+    missing = [name for key, name in names.items() if key not in held_ids]
+    twice = [names[key] for key, count in Counter(held_ids).items() if count > 1 and key in names]
+    if missing or twice or len(held_ids) > len(names):
         text = f"the optimizer misses {len(missing)} of the {len(names)} parameters that are trained"
         text += f" ({missing[0]}...)" if missing else ""
-        text += f", and holds {len(set(held).difference(names))} others"
+        text += f", and holds {len(set(held_ids).difference(names))} others"
         text += f"; {len(twice)} are held by two optimizers ({twice[0]}...)" if twice else ""
-        fix = "make it from the groups that it is given, optimizer=lambda groups: torch.optim.Adagrad(groups), all of them"
+        fix = (
+            "make it from the groups that it is given, optimizer=lambda groups: "
+            "torch.optim.Adagrad(groups), all of them"
+        )
         raise PlanError(text, fix=fix, location="optimizer")
 
 
 def all_param_groups(optimizers: Sequence[torch.optim.Optimizer]) -> OptimizerParamGroups:
-    """The groups of all `optimizers`, in order; the very dicts that they use."""
+    """Returns the groups of all `optimizers`, in order; the very dicts that they use."""
     return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
 def param_group_numbers(optimizers: Sequence[torch.optim.Optimizer]) -> OptimizerNumbers:
-    """The numbers in the optimizers' groups as `group.index/key`, but for the learning rate, which follows the schedule."""
+    """Returns the numbers in the optimizers' groups as `group.index/key`, without the learning rate."""
     return {
         f"group.{i}/{key}": value
         for i, group in enumerate(all_param_groups(optimizers))
@@ -172,18 +178,19 @@ def local_optimizer_state(
     parameters: Mapping[str, nn.Parameter],
     initial: OptimizerNumbers,
 ) -> dict[str, torch.Tensor]:
-    """The optimizers' state by `key/logical name`, and the numbers of its groups that differ from `initial`.
+    """Returns the optimizers' state by `key/logical name`, and group numbers that differ from `initial`.
 
-    A Python number becomes a 0-dim tensor, and its kind is noted at the key. Raises PlanError for state that is neither.
+    A Python number becomes a 0-dim tensor, and its kind is noted at the key. Raises PlanError for state that
+    is neither.
     """
-    found: dict[str, Any] = {
+    rule: dict[str, Any] = {
         name: value for name, value in param_group_numbers(optimizers).items() if initial.get(name) != value
     }
     for name, parameter in parameters.items():
         for optimizer in optimizers:
-            held = optimizer.state.get(parameter, {})
-            found |= {f"{key}/{name}": value for key, value in held.items() if value is not None}
-    return dict(_as_tensor(*item) for item in found.items())
+            held_ids = optimizer.state.get(parameter, {})
+            rule |= {f"{key}/{name}": value for key, value in held_ids.items() if value is not None}
+    return dict(_as_tensor(*item) for item in rule.items())
 
 
 def load_local_optimizer_state(
@@ -191,7 +198,7 @@ def load_local_optimizer_state(
     parameters: Mapping[str, nn.Parameter],
     state_dict: Mapping[str, torch.Tensor],
 ) -> None:
-    """Replace the optimizers' state by copies of `saved` (as `state_tensors` gave it), on each parameter's device.
+    """Replaces the optimizers' state by copies of `state_dict`, on each parameter's device.
 
     Raises PlanError for state of a parameter that is not among `parameters`.
     """
@@ -244,7 +251,7 @@ def clip_in_step(
     norm: torch.Tensor,
     max_norm: float,
 ) -> None:
-    """Have the gradients (of total `norm`) scaled down to `limit`, as torch.nn.utils.clip_grad_norm_ does."""
+    """Makes the step scale gradients of total `norm` down to `max_norm`, as torch's clip_grad_norm_ does."""
     if not _divide_while_reading(optimizers, parameters, (norm + 1e-6) / max_norm):
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
@@ -252,7 +259,7 @@ def clip_in_step(
 def divide_in_step(
     optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], divisor: float
 ) -> None:
-    """Have the gradients of `parameters` divided by `divisor` before they are stepped."""
+    """Makes the step divide the gradients of `parameters` by `divisor`."""
     if not _divide_while_reading(optimizers, parameters, torch.tensor(divisor)):
         torch._foreach_div_(
             [parameter.grad for parameter in parameters if parameter.grad is not None], divisor
@@ -262,10 +269,11 @@ def divide_in_step(
 def _divide_while_reading(
     optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], divisor: torch.Tensor
 ) -> bool:
-    """Have the optimizers divide all gradients by `divisor`; False when they cannot.
+    """Makes the optimizers divide all gradients by `divisor`; returns False when they cannot.
 
-    A fused optimizer of torch divides while it reads them, by the factor that gradient scalers hand it: one pass over the
-    gradients less, 8 of 440 ms on a 25 M model. It takes that factor in float32, which float64 gradients cannot use.
+    A fused optimizer of torch divides while it reads them, by the factor that gradient scalers pass: one pass
+    over the gradients less, 8 of 440 ms on a 25 M model. It takes that factor in float32, which float64
+    gradients cannot use.
     """
     known = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # others may not look at it
     fused = all(type(optimizer) in known for optimizer in optimizers) and all(
@@ -281,13 +289,13 @@ def _divide_while_reading(
 
 
 def clear_grad_scale(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Let the next step take its gradients as they are."""
+    """Lets the next step use its gradients as they are."""
     for optimizer in optimizers:
         vars(optimizer).pop("grad_scale", None)
 
 
 def lr_factor(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
-    """The factor of the base learning rate at `step` (0 for the first) of a run of `steps` steps.
+    """Returns the factor of the base learning rate at `step` (0 for the first) of a run of `num_steps` steps.
 
     Warm-up rises linearly and reaches 1 at step `warmup`; the last step of cosine and wsd takes `floor`.
     """

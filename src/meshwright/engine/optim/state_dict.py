@@ -1,11 +1,11 @@
-"""What a rank saves, and takes up again, by logical name: whole where every rank holds it, else its share of it.
+"""What a rank saves and loads, by logical name: a full tensor if all ranks hold it, else the rank's shard.
 
-    model/layers.0.weight              a whole tensor, or elements 4096 to 8192 of it
-    optimizer/exp_avg/layers.0.weight  a moment, likewise
+    model/layers.0.weight              a full tensor, or elements 4096 to 8192 of it
+    optimizer/exp_avg/layers.0.weight  an optimizer state, likewise
     buffer/..., guard/..., noise/...   the same on every rank
 
-A share is a stretch of the flattened logical tensor, so a checkpoint does not depend on how many ranks there were, and every
-rank of another plan finds in it what it holds.
+A shard is a range of the flattened logical tensor, so a checkpoint does not depend on the number of ranks,
+and every rank of another plan finds in it what it holds.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,9 +32,9 @@ from meshwright.plan.sharding.flat_param import QUANT_BLOCK_NUMEL, ParamShard
 
 @dataclass(frozen=True)
 class TensorShard:
-    """The elements from `begin` on of a flattened tensor of `shape`; `values` is flat. One of shape () is all of a number.
+    """The elements from `start` on of a flattened tensor of `shape`; `values` is flat.
 
-    With `spans`, it is a part of what those leave of the tensor: of a slice.
+    With `spans`, the elements are counted in the slice that these ranges select from the tensor.
     """
 
     values: torch.Tensor
@@ -44,7 +44,7 @@ class TensorShard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the elements."""
+        """The dtype of the elements."""
         return self.values.dtype
 
 
@@ -52,9 +52,9 @@ SavedTensor = torch.Tensor | TensorShard
 
 
 def model_state_dict(trained_module: TrainedModule, flat_params: FlatParams) -> dict[str, SavedTensor]:
-    """The parameters and persistent buffers, as this rank holds them."""
+    """Returns the parameters and persistent buffers, as this rank holds them."""
     found: dict[str, SavedTensor] = {}
-    owned = flat_params.matrix_owners.optimizer_params
+    optimizer_params = flat_params.matrix_owners.optimizer_params
     for weight in trained_module.model_spec.params:
         name, piece, spans = (
             weight.name,
@@ -62,7 +62,9 @@ def model_state_dict(trained_module: TrainedModule, flat_params: FlatParams) -> 
             flat_params.param_slices.spans(weight.name),
         )
         if name in flat_params.matrix_owners.param_names:
-            found |= {f"model/{name}": _all_of(owned[name])} if name in owned else {}
+            found |= (
+                {f"model/{name}": _full_shard(optimizer_params[name])} if name in optimizer_params else {}
+            )
         elif (
             piece is not None and name in flat_params.reported_param_names
         ):  # beside slices, copies of a shard may end elsewhere
@@ -80,17 +82,21 @@ def model_state_dict(trained_module: TrainedModule, flat_params: FlatParams) -> 
 def filter_stage_state(
     state_dict: Mapping[str, SavedTensor], trained_module: TrainedModule
 ) -> dict[str, SavedTensor]:
-    """`saved`; of a rank that runs a part of the model, what belongs to that: others hold the rest, and write it."""
+    """Returns `state_dict` without the entries of pipeline stages of other ranks, which save them."""
     if not trained_module.remote_param_names:
         return dict(state_dict)
-    own = {block_of(visit) for visit in trained_module.model_spec.block_calls}
-    foreign = tuple(f"buffer/{block}." for block in trained_module.blocks if block not in own)
+    local_blocks = {block_of(visit) for visit in trained_module.model_spec.block_calls}
+    remote_prefixes = tuple(
+        f"buffer/{block}." for block in trained_module.blocks if block not in local_blocks
+    )
     found: dict[str, SavedTensor] = {}
     for name, value in state_dict.items():
         kind, _, entry = name.partition("/")
-        alone = kind in ("model", "buffer") or (kind == "optimizer" and not entry.startswith("group."))
-        if not name.startswith(foreign):
-            found[name] = _all_of(value) if alone and isinstance(value, torch.Tensor) else value
+        has_one_writer = kind in ("model", "buffer") or (
+            kind == "optimizer" and not entry.startswith("group.")
+        )
+        if not name.startswith(remote_prefixes):
+            found[name] = _full_shard(value) if has_one_writer and isinstance(value, torch.Tensor) else value
     return found
 
 
@@ -100,35 +106,40 @@ def optimizer_state_dict(
     flat_params: FlatParams,
     numbers: OptimizerNumbers,
 ) -> dict[str, SavedTensor]:
-    """The state of the optimizers, as this rank holds it, and the `numbers` of their groups that have changed."""
+    """Returns the optimizers' state, as this rank holds it, and the changed `numbers` of their groups."""
     found: dict[str, SavedTensor] = {}
     shapes = {weight.name: weight.shape for weight in trained_module.model_spec.params}
-    owned, by_block = flat_params.optimizer_params(), _by_block(optimizers)
-    for entry, value in local_optimizer_state(optimizers, owned, numbers).items():
+    optimizer_params, blockwise_keys = flat_params.optimizer_params(), _blockwise_keys(optimizers)
+    for entry, value in local_optimizer_state(optimizers, optimizer_params, numbers).items():
         key, _, name = entry.partition("/")
         piece, spans = flat_params.param_shard(name), flat_params.param_slices.spans(name)
         if piece is not None and name not in flat_params.reported_param_names:
             continue
         if name in flat_params.matrix_owners.param_names:
-            found[f"optimizer/{entry}"] = _all_of(value)
+            found[f"optimizer/{entry}"] = _full_shard(value)
         elif spans and not entry.startswith("group.") and value.ndim:
-            found[f"optimizer/{entry}"] = _share(entry, value, piece, owned[name], shapes[name], spans)
+            found[f"optimizer/{entry}"] = _state_shard(
+                entry, value, piece, optimizer_params[name], shapes[name], spans
+            )
         elif piece is None or entry.startswith("group."):
             found[f"optimizer/{entry}"] = value
-        elif key in by_block[id(owned[name])]:
+        elif key in blockwise_keys[id(optimizer_params[name])]:
             num_blocks = -(-trained_module.parameters[name].numel() // QUANT_BLOCK_NUMEL)
             found[f"optimizer/{entry}"] = TensorShard(value, piece.begin // QUANT_BLOCK_NUMEL, (num_blocks,))
         else:
-            found[f"optimizer/{entry}"] = _share(entry, value, piece, owned[name], shapes[name])
+            found[f"optimizer/{entry}"] = _state_shard(
+                entry, value, piece, optimizer_params[name], shapes[name]
+            )
     return found
 
 
 def load_model_state(
     trained_module: TrainedModule, flat_params: FlatParams, state_dict: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.dtype]:
-    """Take up the parameters and buffers of `saved`, whole tensors by full name, each cast to its dtypes here.
+    """Loads parameters and buffers from `state_dict`, full tensors by full name, each cast to its dtype here.
 
-    Those of which nothing is kept are not read. Returns the dtypes that the others were saved in, by logical name.
+    Entries of which this rank holds nothing are not read. Returns the dtypes in which the others were saved,
+    by logical name.
     """
     dtypes: dict[str, torch.dtype] = {}
     with torch.no_grad():
@@ -162,50 +173,64 @@ def load_optimizer_state(
     state_dict: Mapping[str, torch.Tensor],
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
-    """Take up the state of the optimizers from `saved`, whole tensors by name, as far as this rank steps what it belongs to.
+    """Loads the optimizers' state from `state_dict`, full tensors by name, for parameters stepped here.
 
-    A moment that was saved in the dtype of its weight (`dtypes`, see `restore_model`) gets that of what is stepped here. One
-    tensor at a time is read. Raises PlanError for state of a parameter that is not trained.
+    A state that was saved in the dtype of its weight (`dtypes`, see `load_model_state`) gets the dtype of the
+    stepped parameter. One tensor at a time is read. Raises PlanError for state of a parameter that is not
+    trained.
     """
 
-    owned, by_block = flat_params.optimizer_params(), _by_block(optimizers)
+    optimizer_params, blockwise_keys = flat_params.optimizer_params(), _blockwise_keys(optimizers)
     shapes = {weight.name: weight.shape for weight in trained_module.model_spec.params}
-    alike = {
-        id(p) for each in optimizers if _follows(each) for group in each.param_groups for p in group["params"]
+    following_params = {
+        id(p)
+        for each in optimizers
+        if _states_follow_params(each)
+        for group in each.param_groups
+        for p in group["params"]
     }
 
     def part(entry: str) -> torch.Tensor:
         key, _, name = entry.partition("/")
-        piece, counts = flat_params.param_shard(name), key.partition(":")[0] == "step" or name not in owned
-        cut = (
-            not counts
+        piece, is_scalar = (
+            flat_params.param_shard(name),
+            key.partition(":")[0] == "step" or name not in optimizer_params,
+        )
+        is_sliced = (
+            not is_scalar
             and name not in flat_params.matrix_owners.optimizer_params
             and bool(flat_params.param_slices.spans(name))
         )
-        sliced = cut and tensor_shape(state_dict, entry) == shapes[name]
+        sliced = is_sliced and tensor_shape(state_dict, entry) == shapes[name]
         tensor = flat_params.param_slices.load_slice(name, state_dict, entry) if sliced else state_dict[entry]
-        by_element = sliced or (not counts and tensor.shape == shapes[name])
-        if by_element and id(owned[name]) in alike and tensor.dtype == dtypes.get(name):
-            tensor = tensor.to(owned[name].dtype)
+        by_element = sliced or (not is_scalar and tensor.shape == shapes[name])
+        if by_element and id(optimizer_params[name]) in following_params and tensor.dtype == dtypes.get(name):
+            tensor = tensor.to(optimizer_params[name].dtype)
         if (
-            name not in owned or name in flat_params.matrix_owners.optimizer_params or piece is None
+            name not in optimizer_params
+            or name in flat_params.matrix_owners.optimizer_params
+            or piece is None
         ):  # what is not trained here is refused below
             return tensor
-        if key in by_block[id(owned[name])]:
+        if key in blockwise_keys[id(optimizer_params[name])]:
             return tensor[piece.begin // QUANT_BLOCK_NUMEL : -(-piece.end // QUANT_BLOCK_NUMEL)]
-        return tensor.reshape(-1)[piece.begin : piece.end].view(owned[name].shape) if by_element else tensor
+        return (
+            tensor.reshape(-1)[piece.begin : piece.end].view(optimizer_params[name].shape)
+            if by_element
+            else tensor
+        )
 
     names = ((entry, entry.partition("/")[2]) for entry in state_dict)
     mine = [
         entry
         for entry, name in names
-        if name in owned
+        if name in optimizer_params
         or name not in {*trained_module.trainable_parameters, *trained_module.remote_param_names}
     ]
-    load_local_optimizer_state(optimizers, owned, LazyTensors(mine, part))
+    load_local_optimizer_state(optimizers, optimizer_params, LazyTensors(mine, part))
 
 
-def _share(
+def _state_shard(
     entry: str,
     value: torch.Tensor,
     piece: ParamShard | None,
@@ -213,9 +238,10 @@ def _share(
     shape: tuple[int, ...],
     spans: tuple[DimRanges, ...] = (),
 ) -> TensorShard:
-    """State of a part of a weight of `shape`, which the optimizer sees as `stepped`: by element, or a number, or all of anything.
+    """Returns the saved form of the state of a shard, or of a slice (`spans`), of a weight of `shape`.
 
-    The part is a piece, or a slice (`spans`), or a piece of one. Raises PlanError for what belongs to a part and is neither.
+    Raises PlanError for a state that belongs to a part of the weight and is neither a number nor one value
+    per element.
     """
     begin = 0 if piece is None else piece.begin
     if value.ndim and value.shape == stepped.shape:
@@ -223,23 +249,23 @@ def _share(
     if value.ndim and (spans or stepped.numel() < prod(shape)):
         which = f"elements {begin} to {begin + stepped.numel()} of a {'slice of a ' if spans else ''}weight"
         text = f"the optimizer keeps '{entry}' of shape {list(value.shape)} for {which}"
-        fix = "keep one number, or one per element; or have no weight cut: optimizer.name = 'adafactor' cuts none"
+        fix = (
+            "keep one number, or one per element; or have no weight cut: optimizer.name = 'adafactor' "
+            "cuts none"
+        )
         raise PlanError(text, fix=fix, location="optimizer")
-    return _all_of(value)
+    return _full_shard(value)
 
 
-def _all_of(value: torch.Tensor) -> TensorShard:
-    """All of `value`, which not every rank has."""
+def _full_shard(value: torch.Tensor) -> TensorShard:
     return TensorShard(value.detach().reshape(-1), 0, tuple(value.shape))
 
 
-def _follows(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its moments have the dtype of what it steps."""
+def _states_follow_params(optimizer: torch.optim.Optimizer) -> bool:
     return not isinstance(optimizer, PerParamOptimizer) or optimizer.state_dtype is None
 
 
-def _by_block(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, frozenset[str]]:
-    """By the id of each parameter, the keys of its state that hold one element per block."""
+def _blockwise_keys(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, frozenset[str]]:
     return {
         id(parameter): get_blockwise_state_keys(optimizer)
         for optimizer in optimizers
@@ -249,7 +275,7 @@ def _by_block(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, frozense
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that belong to the model's state, by name: what a state_dict holds, whatever hooks make of it."""
+    """Yields the persistent buffers by name: what a state_dict holds, regardless of state_dict hooks."""
     for path, owner in module.named_modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None and name not in owner._non_persistent_buffers_set:

@@ -1,9 +1,9 @@
-"""GATHER_GRAD and SCATTER_PARAM: the whole weights that this rank steps of those of which it has slices (core/owners.py).
+"""GATHER_GRAD and SCATTER_PARAM: one rank steps a whole matrix of which several hold slices.
 
-    slice of the summed gradient --gather--> whole gradient --optimizer--> whole weight --scatter--> slice of the weight
+    gradient slice --gather--> full gradient --optimizer--> full weight --scatter--> weight slice
 
-An owner keeps the whole weight, in the dtype that is stepped: it is the master, and the slices are that, rounded. What travels
-back is rounded before it is sent. Whole gradients come with GATHER_GRAD and go with SCATTER_PARAM.
+An owner keeps the full weight, in the dtype that is stepped: it is the master, and the slices are rounded
+copies. Weights are rounded before they are sent. Full gradients exist from GATHER_GRAD to SCATTER_PARAM.
 """
 
 from collections import defaultdict
@@ -27,48 +27,54 @@ from meshwright.plan.strategy import Handler
 
 @dataclass(frozen=True)
 class _ParamSlice:
-    """What one rank has of a weight."""
+    """The slice of a weight on one rank."""
 
     shape: tuple[int, ...]
     spans: tuple[DimRanges, ...]
 
     @property
     def numel(self) -> int:
-        """How many elements that is."""
+        """The number of elements of the slice."""
         return torch.Size(self.shape).numel()
 
 
 class MatrixOwners:
-    """What this rank owns, made while the values of `state.subject` are still whole; `held` are the arenas, by weight."""
+    """The weights that this rank owns, made while `state.trained_module` still holds full values."""
 
     def __init__(self, plan: Plan, state: RankState, flat_params: Mapping[str, FlatParam]) -> None:
-        self._state, self._held = state, flat_params
+        self._state, self._flat_params = state, flat_params
         roles = {role: getattr(torch, dtype) for role, dtype in plan.job.precision.roles.items()}
-        self._sent, self._back, stepped = roles["gradients"], roles["parameters"], roles["master"]
-        self._casts = self._sent != stepped
+        self._grad_dtype, self._param_dtype, stepped = (
+            roles["gradients"],
+            roles["parameters"],
+            roles["master"],
+        )
+        self._casts_gradients = self._grad_dtype != stepped
         self._parcels: dict[str, list[tuple[MatrixParcel, tuple[str, ...]]]] = defaultdict(
             list
         )  # by bundle; the names sent here
-        self._slices: dict[
+        self._slices_of_rank: dict[
             tuple[str, ...], list[dict[str, _ParamSlice]]
         ] = {}  # by axes, of every rank along them
-        self._like = (
+        self._example_param = (
             next(iter(state.trained_module.parameters.values())).detach().new_empty(0)
         )  # no memory: shards come and go
         self._gradients: dict[str, torch.Tensor] = {}
         self.param_names: set[str] = set()
         self.optimizer_params: dict[str, nn.Parameter] = {}
-        self._mine: dict[str, list[str]] = defaultdict(list)  # what is stepped here, by bundle
+        self._owned_names: dict[str, list[str]] = defaultdict(list)  # what is stepped here, by bundle
         for parcel in matrix_parcels(plan.sharding):
-            names = parcel.names_by_shard[_index(plan.mesh, state.world.rank, parcel.shard_axes)]
+            names = parcel.names_by_shard[_mesh_index(plan.mesh, state.world.rank, parcel.shard_axes)]
             self._parcels[parcel.param_group].append((parcel, names))
-            self.param_names |= {name for each in parcel.names_by_shard for name in each}
-            if parcel.axes not in self._slices:
+            self.param_names |= {name for param_slice in parcel.names_by_shard for name in param_slice}
+            if parcel.axes not in self._slices_of_rank:
                 ranks = range(plan.mesh.group_size(parcel.axes))
-                self._slices[parcel.axes] = [dict(_slices(plan, parcel.axes, index)) for index in ranks]
-            if _index(plan.mesh, state.world.rank, parcel.axes) == parcel.owner:
-                self._mine[parcel.param_group] += names
-        for name in (name for names in self._mine.values() for name in names):
+                self._slices_of_rank[parcel.axes] = [
+                    dict(_slices_of_rank(plan, parcel.axes, index)) for index in ranks
+                ]
+            if _mesh_index(plan.mesh, state.world.rank, parcel.axes) == parcel.owner:
+                self._owned_names[parcel.param_group] += names
+        for name in (name for names in self._owned_names.values() for name in names):
             blank = state.trained_module.initial_values
             value = blank[name] if name in blank else state.trained_module.parameters[name].detach()
             self.optimizer_params[name] = nn.Parameter(value.to(stepped, copy=True))
@@ -79,103 +85,115 @@ class MatrixOwners:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the whole weights."""
+        """The bytes of the full weights."""
         return sum(weight.nbytes for weight in self.optimizer_params.values())
 
     def update_groups(self) -> Iterator[UpdateGroup]:
-        """What is stepped, one bundle after the other, with the gradients that the last GATHER_GRAD has left."""
-        for names in self._mine.values():
+        """Yields the owned parameters, one group at a time, with the gradients of the last GATHER_GRAD."""
+        for names in self._owned_names.values():
             gradients = tuple(self._gradients.get(name) for name in names)
-            yield UpdateGroup(tuple(self.optimizer_params[name] for name in names), gradients, _nothing)
+            yield UpdateGroup(tuple(self.optimizer_params[name] for name in names), gradients, _no_finish)
 
     @torch.no_grad()
     def load_values(self, name: str, values: torch.Tensor) -> None:
-        """Have the whole weight `name` be `values`, if it is owned here."""
+        """Copies `values` into the full weight `name`, if this rank owns it."""
         if name in self.optimizer_params:
             self.optimizer_params[name].copy_(values)
 
     @torch.no_grad()
     def gather_grads(self, action: Action) -> None:
-        """Bring the slices of the summed gradients of a bundle together, each on the owner of its weight."""
+        """Gathers the slices of a group's summed gradients, each on the owner of its weight."""
         for parcel, names in self._parcels[action.subject]:
-            group, held = self._state.world.group(parcel.axes), self._slices[parcel.axes]
-            sent, at = self._like.new_zeros(parcel.numel, dtype=self._sent), 0
+            group, slices = self._state.world.group(parcel.axes), self._slices_of_rank[parcel.axes]
+            send_buffer, at = self._example_param.new_zeros(parcel.numel, dtype=self._grad_dtype), 0
             for name in names:
-                numel, gradient = held[group.index][name].numel, self._summed(name)
+                numel, gradient = slices[group.index][name].numel, self._local_gradient(name)
                 if gradient is not None:
-                    sent[at : at + numel].copy_(gradient.reshape(-1))
+                    send_buffer[at : at + numel].copy_(gradient.reshape(-1))
                 at += numel
-            arrived = sent.new_empty(group.size * parcel.numel) if group.index == parcel.owner else None
-            group.gather(arrived, sent, target=parcel.owner, action=action.name).wait()
-            if arrived is not None:
-                self._gradients |= {name: sent.new_empty(self.optimizer_params[name].shape) for name in names}
-                for name, each, part in self._parts(parcel, names, arrived):
-                    copy_slice_into(self._gradients[name], each.spans, part)
-        for name in () if self._casts else self._mine[action.subject]:
+            gathered = (
+                send_buffer.new_empty(group.size * parcel.numel) if group.index == parcel.owner else None
+            )
+            group.gather(gathered, send_buffer, target=parcel.owner, action=action.name).wait()
+            if gathered is not None:
+                self._gradients |= {
+                    name: send_buffer.new_empty(self.optimizer_params[name].shape) for name in names
+                }
+                for name, param_slice, part in self._rank_slices(parcel, names, gathered):
+                    copy_slice_into(self._gradients[name], param_slice.spans, part)
+        for name in () if self._casts_gradients else self._owned_names[action.subject]:
             self.optimizer_params[name].grad = self._gradients[name]
 
     @torch.no_grad()
     def scatter_params(self, action: Action) -> None:
-        """Hand out the slices of what this rank steps of a bundle, and take those of what others step."""
-        for name in self._mine[action.subject]:
+        """Scatters the slices of the weights that this rank owns, and receives those of other owners."""
+        for name in self._owned_names[action.subject]:
             self.optimizer_params[name].grad = None
             self._gradients.pop(name, None)
         for parcel, names in self._parcels[action.subject]:
-            group, sent = self._state.world.group(parcel.axes), None
+            group, send_buffer = self._state.world.group(parcel.axes), None
             if group.index == parcel.owner:
-                sent = self._like.new_zeros(group.size * parcel.numel, dtype=self._back)
-                for name, each, part in self._parts(parcel, names, sent):
-                    part.copy_(slice_dims(self.optimizer_params[name], each.spans))
-            mine, at = self._like.new_empty(parcel.numel, dtype=self._back), 0
-            group.scatter(mine, sent, source=parcel.owner, action=action.name).wait()
+                send_buffer = self._example_param.new_zeros(
+                    group.size * parcel.numel, dtype=self._param_dtype
+                )
+                for name, param_slice, part in self._rank_slices(parcel, names, send_buffer):
+                    part.copy_(slice_dims(self.optimizer_params[name], param_slice.spans))
+            received, at = self._example_param.new_empty(parcel.numel, dtype=self._param_dtype), 0
+            group.scatter(received, send_buffer, source=parcel.owner, action=action.name).wait()
             for name in names:
-                place = self._place(name)
-                place.copy_(mine[at : at + place.numel()].view(place.shape))
+                place = self._local_param(name)
+                place.copy_(received[at : at + place.numel()].view(place.shape))
                 at += place.numel()
 
-    def _summed(self, name: str) -> torch.Tensor | None:
-        """This rank's slice of the summed gradient of a weight; None where that is zero."""
-        held = self._held.get(name)
-        return self._state.trained_module.parameters[name].grad if held is None else held.param_gradient(name)
-
-    def _place(self, name: str) -> torch.Tensor:
-        """Where this rank keeps its slice of a weight."""
-        held = self._held.get(name)
+    def _local_gradient(self, name: str) -> torch.Tensor | None:
+        slices = self._flat_params.get(name)
         return (
-            self._state.trained_module.parameters[name].data
-            if held is None
-            else held.shard_values(held.param_shard(name))
+            self._state.trained_module.parameters[name].grad
+            if slices is None
+            else slices.param_gradient(name)
         )
 
-    def _parts(
+    def _local_param(self, name: str) -> torch.Tensor:
+        slices = self._flat_params.get(name)
+        return (
+            self._state.trained_module.parameters[name].data
+            if slices is None
+            else slices.shard_values(slices.param_shard(name))
+        )
+
+    def _rank_slices(
         self, parcel: MatrixParcel, names: tuple[str, ...], flat: torch.Tensor
     ) -> Iterator[tuple[str, _ParamSlice, torch.Tensor]]:
-        """The slices of `names` in `flat`, which holds those of every rank, one after the other."""
-        for index, held in enumerate(self._slices[parcel.axes]):
+        """Yields the slices of `names` in `flat`, which holds those of every rank, one after the other."""
+        for index, slices in enumerate(self._slices_of_rank[parcel.axes]):
             at = index * parcel.numel
             for name in names:
-                each = held[name]
-                yield name, each, flat[at : at + each.numel].view(each.shape)
-                at += each.numel
+                param_slice = slices[name]
+                yield name, param_slice, flat[at : at + param_slice.numel].view(param_slice.shape)
+                at += param_slice.numel
 
 
-def _slices(plan: Plan, axes: tuple[str, ...], index: int) -> Iterator[tuple[str, _ParamSlice]]:
-    """What the rank at `index` along `axes` has of each weight that has an owner among them."""
-    coordinate, logical = (
+def _slices_of_rank(plan: Plan, axes: tuple[str, ...], index: int) -> Iterator[tuple[str, _ParamSlice]]:
+    coordinate, all_ranks = (
         owner_coordinate(plan.sharding, axes, index),
         plan.sharding.all_ranks or plan.sharding,
     )
-    local = {home.param.name: home.param.shape for home in logical.at_coordinate(coordinate).param_shardings}
-    for home in (
-        home for home in logical.param_shardings if home.owner_axes == axes and home.param.name in local
+    local = {
+        param_sharding.param.name: param_sharding.param.shape
+        for param_sharding in all_ranks.at_coordinate(coordinate).param_shardings
+    }
+    for param_sharding in (
+        param_sharding
+        for param_sharding in all_ranks.param_shardings
+        if param_sharding.owner_axes == axes and param_sharding.param.name in local
     ):
-        spans = tuple(side.dim_ranges for side in logical.dim_shards(home, coordinate))
-        yield home.param.name, _ParamSlice(local[home.param.name], spans)
+        spans = tuple(side.dim_ranges for side in all_ranks.dim_shards(param_sharding, coordinate))
+        yield param_sharding.param.name, _ParamSlice(local[param_sharding.param.name], spans)
 
 
-def _index(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> int:
+def _mesh_index(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> int:
     return mesh.index(mesh.coordinate(rank), axes)
 
 
-def _nothing() -> None:
-    """SCATTER_PARAM brings the slices up to date."""
+def _no_finish() -> None:
+    """Does nothing: SCATTER_PARAM updates the slices."""

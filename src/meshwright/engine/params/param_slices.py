@@ -1,10 +1,10 @@
-"""The weights of which a rank has a slice: cut out of whole values, and put together again.
+"""The parameters of which a rank holds a slice: sliced from full values, and gathered again.
 
-    logical weight      whole: as the model declares it, as checkpoints hold it
-    along tp, rank 1    the ranges of its cut (core/cut.py), one behind the other: what the module's parameter holds
+    logical parameter     full, as the model declares it and as checkpoints store it
+    along tp, rank 1      the ranges of its dim split, concatenated: the module's parameter
 
-A weight may be cut along several dims, and a dim along several axes. Whole values exist where somebody asks for them: initial
-values one weight at a time, checkpoints, comparisons, exports. No step does.
+A parameter may be sliced along several dims, and a dim along several axes. Full values exist only where they
+are needed: initial values one parameter at a time, checkpoints, comparisons, exports. No step makes them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from meshwright.plan.plan import Plan
 
 
 def copy_slice_into(full_tensor: torch.Tensor, spans: Sequence[DimRanges], local_slice: torch.Tensor) -> None:
-    """Copy the slice `mine` into its places in `whole`."""
+    """Copies `local_slice` into its ranges of `full_tensor`."""
     if not spans:
         full_tensor.copy_(local_slice)
         return
@@ -34,78 +34,95 @@ def copy_slice_into(full_tensor: torch.Tensor, spans: Sequence[DimRanges], local
 
 
 class ParamSlices:
-    """What the rank of `world` has of each weight that is cut along a dim of its own."""
+    """The slices of parameters that the rank of `world` holds."""
 
     def __init__(self, plan: Plan, world: World) -> None:
         self._plan, self._world = plan, world
         coordinate = plan.mesh.coordinate(world.rank)
-        cut = {home.param.name: home for home in plan.sharding.logical_param_shardings if home.sliced_dims}
-        self._sides = {name: plan.sharding.dim_shards(home, coordinate) for name, home in cut.items()}
-        self._shapes = {name: home.param.shape for name, home in cut.items()}
+        sliced = {
+            param_sharding.param.name: param_sharding
+            for param_sharding in plan.sharding.logical_param_shardings
+            if param_sharding.sliced_dims
+        }
+        self._dim_shards = {
+            name: plan.sharding.dim_shards(param_sharding, coordinate)
+            for name, param_sharding in sliced.items()
+        }
+        self._shapes = {name: param_sharding.param.shape for name, param_sharding in sliced.items()}
 
     def __bool__(self) -> bool:
-        return bool(self._sides)
+        return bool(self._dim_shards)
 
     def slice_params(self, trained_module: TrainedModule) -> None:
-        """Leave `subject`, whose parameters are whole, what this rank has of them."""
-        blank = trained_module.initial_values
-        if not self._sides:
+        """Replaces the full parameters of `trained_module` by this rank's slices."""
+        initial_values = trained_module.initial_values
+        if not self._dim_shards:
             return
-        in_arenas = {
+        flattened_names = {
             name for arena in self._plan.sharding.flat_param_specs().values() for name, _, _ in arena.params
         }
-        for name in self._sides:
+        for name in self._dim_shards:
             parameter = trained_module.parameters[name]
-            if name in blank and name in in_arenas:
-                parameter.data = parameter.data.new_zeros(()).expand(self._cut_before(name)[-1])
+            if name in initial_values and name in flattened_names:
+                parameter.data = parameter.data.new_zeros(()).expand(self._shapes_before_slicing(name)[-1])
             else:
                 values = (
-                    self.load_slice(name, blank)
-                    if name in blank
+                    self.load_slice(name, initial_values)
+                    if name in initial_values
                     else self.local_slice(name, parameter.detach())
                 )
                 parameter.data = values.to(parameter.dtype).clone(memory_format=torch.contiguous_format)
-        trained_module.initial_values = LazyTensors(blank, lambda name: self.load_slice(name, blank))
+        trained_module.initial_values = LazyTensors(
+            initial_values, lambda name: self.load_slice(name, initial_values)
+        )
 
     def load_slice(self, name: str, full_values: Mapping[str, torch.Tensor], entry: str = "") -> torch.Tensor:
-        """What this rank has of the weight `name`, of whose `logical` values (`entry` there) other rows are not made."""
+        """Returns this rank's slice of the parameter `name` from `full_values[entry]`.
+
+        Other rows are not made.
+        """
         spans, entry = self.spans(name), entry or name
         if not spans or spans[0].dim != 0:
             return self.local_slice(name, full_values[entry])
-        parts = [read_rows(full_values, entry, range(*each)) for each in spans[0].ranges]
-        return slice_dims(parts[0] if len(parts) == 1 else torch.cat(parts), spans[1:])
+        row_ranges = [read_rows(full_values, entry, range(*rank_shape)) for rank_shape in spans[0].ranges]
+        return slice_dims(row_ranges[0] if len(row_ranges) == 1 else torch.cat(row_ranges), spans[1:])
 
     def local_slice(self, name: str, full_tensor: torch.Tensor) -> torch.Tensor:
-        """What this rank has of the logical values `whole` of the weight `name`: a view of them, where it can be."""
+        """Returns this rank's slice of the logical values `full_tensor` of `name`: a view where possible."""
         return slice_dims(full_tensor, self.spans(name))
 
     def gather_full(self, name: str, local_slice: torch.Tensor, action: str) -> torch.Tensor:
-        """The logical values of the weight `name`, of which this rank has `mine`; all ranks that have slices take part."""
-        for side, shape in reversed(
-            list(zip(self._sides.get(name, ()), self._cut_before(name), strict=False))
+        """Returns the logical values of `name` from all ranks' slices; all ranks with slices call it."""
+        for dim_shard, shape in reversed(
+            list(zip(self._dim_shards.get(name, ()), self._shapes_before_slicing(name), strict=False))
         ):
-            group = self._world.group(side.axes)
+            group = self._world.group(dim_shard.axes)
             shapes = [
-                side.dim_split.local_shape(shape, index, side.num_ranks) for index in range(side.num_ranks)
+                dim_shard.dim_split.local_shape(shape, index, dim_shard.num_ranks)
+                for index in range(dim_shard.num_ranks)
             ]
             largest = max(map(prod, shapes))
-            sent = local_slice.new_zeros(largest)
-            sent[: local_slice.numel()] = local_slice.reshape(-1)
-            arrived = local_slice.new_empty(side.num_ranks * largest)
-            group.all_gather(arrived, sent, action=action).wait()
+            send_buffer = local_slice.new_zeros(largest)
+            send_buffer[: local_slice.numel()] = local_slice.reshape(-1)
+            gathered = local_slice.new_empty(dim_shard.num_ranks * largest)
+            group.all_gather(gathered, send_buffer, action=action).wait()
             local_slice = local_slice.new_empty(shape)
-            for index, each in enumerate(shapes):
-                theirs = arrived[index * largest : index * largest + prod(each)].view(each)
-                copy_slice_into(local_slice, (side.dim_split.dim_ranges(index, side.num_ranks),), theirs)
+            for index, rank_shape in enumerate(shapes):
+                remote_slice = gathered[index * largest : index * largest + prod(rank_shape)].view(rank_shape)
+                copy_slice_into(
+                    local_slice, (dim_shard.dim_split.dim_ranges(index, dim_shard.num_ranks),), remote_slice
+                )
         return local_slice
 
     def spans(self, name: str) -> tuple[DimRanges, ...]:
-        """What this rank has of the logical weight, dim by dim; empty for one that is not cut."""
-        return tuple(side.dim_ranges for side in self._sides.get(name, ()))
+        """Returns the ranges of the logical parameter that this rank holds, dim by dim.
 
-    def _cut_before(self, name: str) -> list[tuple[int, ...]]:
-        """The shapes of the weight `name` before it is cut along each of its sides, and what this rank has in the end."""
+        Empty if it is not sliced.
+        """
+        return tuple(dim_shard.dim_ranges for dim_shard in self._dim_shards.get(name, ()))
+
+    def _shapes_before_slicing(self, name: str) -> list[tuple[int, ...]]:
         shapes = [self._shapes.get(name, ())]
-        for side in self._sides.get(name, ()):
-            shapes.append(side.dim_split.local_shape(shapes[-1], side.index, side.num_ranks))
+        for dim_shard in self._dim_shards.get(name, ()):
+            shapes.append(dim_shard.dim_split.local_shape(shapes[-1], dim_shard.index, dim_shard.num_ranks))
         return shapes

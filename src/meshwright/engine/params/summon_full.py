@@ -1,8 +1,9 @@
-"""Forwards and backwards outside of the program's list: weights kept in shards are brought together block by block.
+"""Forwards and backwards outside of the action list: sharded parameters are gathered block by block.
 
-In every forward all ranks fetch for the same visits, in the plan's order, also for a block that the forward of one of them leaves
-out: so they always meet. What is stored whole is brought up to date once, before. A rank that runs parts of the model fetches for
-those visits alone that it runs: of a part none is left out.
+In every forward all ranks gather for the same block calls, in the plan's order, also for a block that one of
+them leaves out, so the collectives always match. Parameters that are stored unsharded are refreshed once,
+before. A rank that runs pipeline stages gathers only for its own block calls: within a stage none is left
+out.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ UnshardFn = Callable[[str], None]  # has the weights of a block whole
 def summon_full_params(
     trained_module: TrainedModule, flat_params: FlatParams, driver: ForwardDriver, action: str
 ) -> Iterator[None]:
-    """Forwards of the module find their weights meanwhile, which are sent for `action`; all ranks run as many forwards."""
+    """Makes forwards of the module find full parameters; all ranks run equally many forwards."""
     flat_params.refresh_unsharded(action)
     if not flat_params.forward_is_collective:
         yield
@@ -31,49 +32,49 @@ def summon_full_params(
         with driver.use_pre_block_hook(fetch):
             yield
         return
-    order = _UnshardOrder(fetch)
+    unshard_order = _UnshardOrder(fetch)
     hooks = (
         trained_module.module.register_forward_pre_hook(
-            lambda *_: order.begin(trained_module.model_spec.block_calls)
+            lambda *_: unshard_order.begin(trained_module.model_spec.block_calls)
         ),
-        trained_module.module.register_forward_hook(lambda *_: order.end()),
+        trained_module.module.register_forward_hook(lambda *_: unshard_order.end()),
     )
     with ExitStack() as stack:
         for hook in hooks:
             stack.callback(hook.remove)
-        stack.enter_context(driver.use_pre_block_hook(order.reach))
+        stack.enter_context(driver.use_pre_block_hook(unshard_order.reach))
         yield
 
 
 @contextmanager
 def unshard_in_order(block_calls: Sequence[str], unshard_block: UnshardFn) -> Iterator[UnshardFn]:
-    """What to call before a visit of `visits`: all up to it are fetched for; in the end, those that are left are."""
-    order = _UnshardOrder(unshard_block)
-    order.begin(block_calls)
-    yield order.reach
-    order.end()
+    """Yields a hook to call before each block call, which gathers for all of `block_calls` up to it."""
+    unshard_order = _UnshardOrder(unshard_block)
+    unshard_order.begin(block_calls)
+    yield unshard_order.reach
+    unshard_order.end()
 
 
 class _UnshardOrder:
-    """The visits of one pass for which nothing has been fetched yet."""
+    """The block calls of one pass for which nothing has been gathered yet."""
 
     def __init__(self, fetch: UnshardFn) -> None:
         self._fetch = fetch
-        self._left: list[str] = []
+        self._remaining: list[str] = []
 
     def begin(self, visits: Sequence[str]) -> None:
-        self._left = [block_of(visit) for visit in visits]
+        self._remaining = [block_of(visit) for visit in visits]
 
     def reach(self, visit: str) -> None:
         block = block_of(visit)
-        if block not in self._left:  # called more often than the plan knows
+        if block not in self._remaining:  # called more often than in the plan
             self._fetch(block)
-        while block in self._left:
-            reached = self._left.pop(0)
-            self._fetch(reached)
-            if reached == block:
+        while block in self._remaining:
+            next_block = self._remaining.pop(0)
+            self._fetch(next_block)
+            if next_block == block:
                 return
 
     def end(self) -> None:
-        while self._left:
-            self._fetch(self._left.pop(0))
+        while self._remaining:
+            self._fetch(self._remaining.pop(0))

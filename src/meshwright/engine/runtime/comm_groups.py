@@ -1,15 +1,18 @@
-"""The groups of ranks in which a plan's lists meet, made before the first step.
+"""The process groups of a plan, made before the first step.
 
-Making a group takes every rank of the job, also those that are not in it. Ranks with unlike lists come to their messages in
-unlike orders, so nobody may wait for the first message to make its group: all of them go through those of all lists in one order.
+Every rank of the job takes part in making a group, also ranks that are not in it. Ranks with different action
+lists reach their messages in different orders, so no group may be made at its first message: all ranks make
+the groups of all lists in one order.
 
-Messages from one rank to another are sent and received in one order (the static check proves it), and nobody waits for a send.
-That is enough where each direction is on its own, as on gloo and in memory. On NCCL what a group issues is played in that order:
+Messages from one rank to another are sent and received in one order (the static checks prove it), and no rank
+waits for a send. That is enough where each direction is independent, as on gloo and in memory. On NCCL a
+group runs in the order in which its operations are issued:
 
-    1f1b, one group     rank 0   send x0, send x1, receive dx0 ...       rank 1   receive x0, send dx0, receive x1 ...
-                        x1 waits for a receive that stands behind dx0, and dx0 for one that stands behind x1
+    1f1b, one group     rank 0   send x0, send x1, recv dx0 ...       rank 1   recv x0, send dx0, recv x1 ...
+                        x1 waits for a receive that comes after dx0, and dx0 for one that comes after x1
 
-So there each ordered pair of neighbours has a group of its own (`way`), in which all messages go the same way.
+So on NCCL each ordered pair of neighbours has a group of its own (`p2p_group`), in which all messages go the
+same way.
 """
 
 from collections.abc import Iterator
@@ -19,36 +22,35 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.step.single_device import role_of
 
-GroupKey = tuple[tuple[str, ...], tuple[int, ...]]  # axes, and the indices of those among the ranks there
+GroupKey = tuple[tuple[str, ...], tuple[int, ...]]  # axes, and member indices along them
 
 
 def create_groups(plan: Plan, world: World) -> None:
-    """Have `world` make every group that any rank of `plan` needs in a step; all ranks call this, with the lists of all."""
+    """Makes `world` create every group that any rank of `plan` needs in a step; all ranks call it."""
     moves = (move for _, actions in plan.program.roles for action in actions for move in action.transfers)
-    found = {
+    keys = {
         (tuple(axis for axis in AXES if axis in move.axes), among)
         for move in moves
         for among in move.member_groups(plan.mesh)
     }
-    if world.directed:
-        found |= set(_ways(plan))
-    for axes, among in sorted(found):
+    if world.serializes_p2p:
+        keys |= set(_p2p_pairs(plan))
+    for axes, among in sorted(keys):
         world.group(axes, among)
 
 
 def p2p_group(world: World, axes: tuple[str, ...], peer: int, *, is_sender: bool) -> tuple[Group, int]:
-    """The group in which this rank sends to that at index `peer` along `axes`, or receives; its index there."""
+    """Returns the group in which this rank sends to (or receives from) `peer`, and the peer's index in it."""
     group = world.group(axes)
-    if not world.directed:
+    if not world.serializes_p2p:
         return group, peer
     pair = (group.index, peer) if is_sender else (peer, group.index)
     return world.group(axes, pair), int(is_sender)
 
 
-def _ways(plan: Plan) -> Iterator[GroupKey]:
-    """Source and target of all that a rank sends to one other alone."""
-    index = {role_of({"pp": place}): place for place in range(plan.mesh.pp)}
+def _p2p_pairs(plan: Plan) -> Iterator[GroupKey]:
+    pp_index = {role_of({"pp": rank_index}): rank_index for rank_index in range(plan.mesh.pp)}
     for role, actions in plan.program.roles:
         for action in actions:
             if action.stream == "send" and action.transfer is not None and action.transfer.peer is not None:
-                yield action.transfer.axes, (index[role], action.transfer.peer)
+                yield action.transfer.axes, (pp_index[role], action.transfer.peer)

@@ -1,15 +1,18 @@
-"""The heap of a CPU rank: what a step frees stays with the process, for the next step to take again.
+"""The heap of a CPU rank: memory that a step frees stays with the process, for the next step.
 
-glibc gives memory at the end of its heap back to the kernel as soon as it is free, and takes it anew, page by page, each page
-filled with zeros first. Whether a large tensor lies at that end is luck, and a step whose luck is bad does it with all its
-activations: measured, 25 M Llama, 1,024 tokens per rank: 35,000 to 58,000 page faults per step, and 13 % of its CPU.
+glibc returns free memory at the end of its heap to the kernel at once, and takes it again page by page, each
+page filled with zeros first. Whether a large tensor lies at that end is luck, and an unlucky step does it
+with all its activations: measured, 25 M Llama, 1,024 tokens per rank: 35,000 to 58,000 page faults per step,
+and 13 % of its CPU.
 
-    step      take activations ... free them          heap  [ weights | activations ]  ->  [ weights |     free     ]
-    kernel    (nothing)                                                                     stays, for the next step
+    step      allocate activations ... free them  heap  [ weights | activations ]  ->  [ weights |    free     ]
+    kernel    (nothing)                                                                kept for the next step
 
-It holds for the whole process, as GLIBC's own MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ would. What building the model
-and the first steps have left is given back once, so that the process is as large as its steps are.
-Limits: tensors above 32 MiB always come from the kernel and go back to it. Other C libraries are left as they are.
+The setting holds for the whole process, as glibc's own MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_
+would. Memory left over from building the model and from the first steps is returned once, so that the process
+is as large as its steps.
+Limits: tensors above 32 MiB always come from the kernel and return to it. Other C libraries are left as they
+are.
 """
 
 import ctypes
@@ -21,13 +24,13 @@ NEVER_TRIM = -1
 
 
 def trim_heap() -> None:
-    """Give all free memory of the heap to the kernel, this once."""
+    """Returns all free memory of the heap to the kernel, once."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def retain_heap() -> bool:
-    """Have freed memory stay with this process; False where the C library is not glibc. A second call does nothing more."""
+    """Keeps freed memory with this process; returns False where the C library is not glibc. Idempotent."""
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt

@@ -1,27 +1,26 @@
-"""The loss of a step: a sum over what counts, and how much counts.
+"""The loss of a step: a sum over tokens or samples, and the count that it is divided by.
 
-    loss = sum over all micro-batches and ranks of total(outputs, batch) / the same sum of count(batch)
+    loss = sum over all microbatches and ranks of total(outputs, batch) / the same sum of count(batch)
 
-The engine owns the one division. A loss that returned a mean would be wrong as soon as two micro-batches, or two ranks,
-hold different numbers of valid tokens: a mean of means is not the mean.
+The engine does the one division. A loss that returned a mean would be wrong as soon as two microbatches, or
+two ranks, hold different numbers of valid tokens: a mean of means is not the mean.
 
-A loss that is no sum over rows (contrastive: each row is compared with all others) says `whole_batch`. The outputs and
-targets of all ranks then meet, in the order of the global batch, and `total` sees all rows at once on every rank.
+A loss that is not a sum over samples (contrastive: each sample is compared with all others) sets
+`whole_batch`. The outputs and targets of all ranks are then gathered, in the order of the global batch, and
+`total` gets all samples at once.
 
-A loss of logits may say how it is taken where each rank has the logits of some words only: `split` (engine/logits.py).
+A loss of logits may also say how it is computed where each rank has the logits of a part of the vocabulary
+(`vocab_parallel`). For cross-entropy no rank needs all logits of a token:
 
-Cross-entropy where each rank has the logits of some words: no rank ever sees all of a token's.
-
-    logits of a token     [ words of rank 0 | words of rank 1 | words of rank 2 ]
-    rank r finds          a_r = log of the sum of exp over its words,  t_r = the label's logit, or 0 if that is not here
-    they tell each other  a_r and t_r: two numbers per token, in one all_gather
+    logits of a token     [ vocabulary of rank 0 | vocabulary of rank 1 | vocabulary of rank 2 ]
+    rank r computes       a_r = logsumexp of its logits,  t_r = the label's logit, or 0 if it is not local
+    one all_gather        a_r and t_r: two numbers per token
     every rank then has   loss = log of the sum of exp(a_r) - sum of t_r
 
-The gradient of a rank's logits, exp(logit - log-sum) less 1 at the label, needs nothing from anybody. With label smoothing e the
-loss is log-sum - (1 - e) label's logit - e mean logit: a third number per token, the sum over a rank's words.
-
-Logits are looked at some tokens at a time, in float32 at least: beside them there is one such piece in that width, and in the
-backward their gradient.
+The gradient of a rank's logits, exp(logit - log-sum) less 1 at the label, needs no communication. With label
+smoothing e the loss is log-sum - (1 - e) label's logit - e mean logit: a third number per token, the sum over
+a rank's logits. Logits are processed a chunk of tokens at a time, in float32 at least: memory for one such
+chunk, and in the backward for their gradient.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -38,14 +37,15 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.chunked_loss import MAX_CHUNK_NUMEL
 
-NUM_TOKEN_STATS = 2  # of each token, that ranks tell each other; with label smoothing one more
+NUM_TOKEN_STATS = 2  # per token, exchanged by ranks; one more with label smoothing
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Which words this rank has the logits of: `count` from `first` on, of `total`.
+    """The part of the vocabulary whose logits this rank has: `size` entries from `start` on, of `vocab_size`.
 
-    `told(numbers)` are the `numbers` of all ranks, (ranks, *their shape), in the order of the words; no gradient passes.
+    `all_gather(stats)` returns the `stats` of all ranks, (ranks, *their shape), in vocabulary order; not
+    differentiable.
     """
 
     start: int
@@ -61,21 +61,26 @@ def vocab_parallel_cross_entropy(
     vocab_shard: VocabShard,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """The sum over tokens of weight times cross-entropy: a scalar, the same on every rank. Differentiable.
+    """Returns the sum over tokens of weight times cross-entropy: a scalar, the same on every rank.
+
+    Differentiable.
 
     Args:
-        logits: (tokens, words.count), of any floating dtype.
-        labels: (tokens), numbers of words; those of weight 0 may be anything.
+        logits: (tokens, vocab_shard.size), of any floating dtype.
+        labels: (tokens), vocabulary indices; those of weight 0 may be anything.
         weights: (tokens), floats from 0 up, or whether a token counts.
 
-    Raises PlanError for a label that is no word.
+    Raises PlanError for a label outside of the vocabulary.
     """
     counts = weights != 0
     labels = labels.masked_fill(~counts, 0)
-    if labels.numel() and labels.device.type == "cpu":  # elsewhere it would stop the device to look
-        least, most = int(labels.min()), int(labels.max())
-        if least < 0 or most >= vocab_shard.vocab_size:
-            text = f"labels from {least} to {most}, and the model has {vocab_shard.vocab_size} words, numbered from 0"
+    if labels.numel() and labels.device.type == "cpu":  # on a GPU this would synchronize
+        min_label, max_label = int(labels.min()), int(labels.max())
+        if min_label < 0 or max_label >= vocab_shard.vocab_size:
+            text = (
+                f"labels from {min_label} to {max_label}, and the model has {vocab_shard.vocab_size} tokens, "
+                "numbered from 0"
+            )
             raise PlanError(text, fix="correct the labels; -100 leaves a token out", location="batch.labels")
     return _CrossEntropy.apply(logits, labels, weights, vocab_shard, label_smoothing)
 
@@ -87,58 +92,62 @@ class _CrossEntropy(torch.autograd.Function):
         logits: torch.Tensor,
         labels: torch.Tensor,
         weights: torch.Tensor,
-        words: VocabShard,
-        smoothing: float,
+        vocab_shard: VocabShard,
+        label_smoothing: float,
     ) -> torch.Tensor:
-        here, places = _places(labels, words)
+        is_local, local_labels = _local_labels(labels, vocab_shard)
         sums = torch.zeros(
-            (NUM_TOKEN_STATS + (smoothing > 0), len(logits)),
+            (NUM_TOKEN_STATS + (label_smoothing > 0), len(logits)),
             dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32,
             device=logits.device,
         )
-        for some in _pieces(logits):
-            piece = logits[some].to(sums.dtype)
-            sums[1, some] = piece.gather(1, places[some, None])[:, 0].masked_fill(~here[some], 0)
-            if smoothing:
-                sums[2, some] = piece.sum(1)
-            sums[0, some] = piece.logsumexp(1)
-            del piece  # or the next one is made beside it
-        told = words.all_gather(sums)
-        log_sum, others = told[:, 0].logsumexp(0), told[:, 1:].sum(0)
-        each = log_sum - (1 - smoothing) * others[0]
-        if smoothing:
-            each -= smoothing / words.vocab_size * others[1]
-        weights = weights.to(each.dtype)
+        for chunk in _chunks(logits):
+            chunk_logits = logits[chunk].to(sums.dtype)
+            sums[1, chunk] = chunk_logits.gather(1, local_labels[chunk, None])[:, 0].masked_fill(
+                ~is_local[chunk], 0
+            )
+            if label_smoothing:
+                sums[2, chunk] = chunk_logits.sum(1)
+            sums[0, chunk] = chunk_logits.logsumexp(1)
+            del chunk_logits  # else the next chunk is allocated before this one is freed
+        stats = vocab_shard.all_gather(sums)
+        log_sum, totals = stats[:, 0].logsumexp(0), stats[:, 1:].sum(0)
+        token_losses = log_sum - (1 - label_smoothing) * totals[0]
+        if label_smoothing:
+            token_losses -= label_smoothing / vocab_shard.vocab_size * totals[1]
+        weights = weights.to(token_losses.dtype)
         ctx.save_for_backward(logits, labels, weights, log_sum)
-        ctx.words, ctx.smoothing = words, smoothing
-        return torch.where(weights != 0, each * weights, 0).sum()
+        ctx.vocab_shard, ctx.smoothing = vocab_shard, label_smoothing
+        return torch.where(weights != 0, token_losses * weights, 0).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, labels, weights, log_sum = ctx.saved_tensors
-        here, places = _places(labels, ctx.words)
-        at_label = here.to(log_sum.dtype) * (ctx.smoothing - 1)
+        is_local, local_labels = _local_labels(labels, ctx.vocab_shard)
+        at_label = is_local.to(log_sum.dtype) * (ctx.smoothing - 1)
         factor = weights * grads[0]
         gradient = torch.empty_like(logits)
-        for some in _pieces(logits):
-            piece = logits[some].to(log_sum.dtype, copy=True).sub_(log_sum[some, None]).exp_()
+        for chunk in _chunks(logits):
+            chunk_logits = logits[chunk].to(log_sum.dtype, copy=True).sub_(log_sum[chunk, None]).exp_()
             if ctx.smoothing:
-                piece -= ctx.smoothing / ctx.words.total
-            piece.scatter_add_(1, places[some, None], at_label[some, None]).mul_(factor[some, None])
-            gradient[some] = piece.masked_fill_(weights[some, None] == 0, 0)
-            del piece  # likewise
+                chunk_logits -= ctx.smoothing / ctx.vocab_shard.vocab_size
+            chunk_logits.scatter_add_(1, local_labels[chunk, None], at_label[chunk, None]).mul_(
+                factor[chunk, None]
+            )
+            gradient[chunk] = chunk_logits.masked_fill_(weights[chunk, None] == 0, 0)
+            del chunk_logits  # likewise
         return gradient, None, None, None, None
 
 
-def _places(labels: torch.Tensor, words: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether each label is among the words here, and at which place; 0 where it is not."""
-    places = labels - words.start
-    here = (places >= 0) & (places < words.size)
-    return here, places.masked_fill(~here, 0)
+def _local_labels(labels: torch.Tensor, vocab_shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns whether each label is in the shard, and its index there; 0 where it is not."""
+    local_labels = labels - vocab_shard.start
+    is_local = (local_labels >= 0) & (local_labels < vocab_shard.size)
+    return is_local, local_labels.masked_fill(~is_local, 0)
 
 
-def _pieces(logits: torch.Tensor) -> Iterator[slice]:
-    """Some tokens after others, so that a piece of their logits has about PIECE elements."""
+def _chunks(logits: torch.Tensor) -> Iterator[slice]:
+    """Yields ranges of tokens whose local logits have about MAX_CHUNK_NUMEL elements."""
     size = max(1, MAX_CHUNK_NUMEL // max(1, logits.shape[1]))
     yield from (slice(first, first + size) for first in range(0, len(logits), size))
 
@@ -146,16 +155,16 @@ def _pieces(logits: torch.Tensor) -> Iterator[slice]:
 Batch = Mapping[str, torch.Tensor]
 IGNORE_INDEX = -100  # the label of a token that does not count
 LOSS_WEIGHTS_KEY = "loss_weights"
-SAME_LOSS_FIX = "pass the same loss to read(...) and to build(...) or verify(...)"
+SAME_LOSS_FIX = "pass the same loss to analyze(...) and to parallelize(...) or verify(...)"
 
 
 @dataclass(frozen=True)
 class VocabParallelLoss:
-    """How a loss is taken on logits of some words.
+    """How a loss is computed on sharded logits.
 
-    `logits(outputs)` are those that it takes, words along the last dim; `total(outputs, batch, words)` is the sum that
-    `Loss.total` is on logits of all words, the same on every rank. Of each token the ranks tell each other so many `numbers`,
-    by one call of `words.told`.
+    `logits(outputs)` are the logits, vocabulary along the last dim; `total(outputs, batch, vocab_shard)` is
+    the sum that `Loss.total` is on full logits, the same on every rank. Ranks exchange `num_token_stats`
+    numbers per token, by one call of `vocab_shard.all_gather`.
     """
 
     logits: Callable[[Any], torch.Tensor]
@@ -165,14 +174,15 @@ class VocabParallelLoss:
 
 @dataclass(frozen=True)
 class Loss:
-    """`total(outputs, batch)` is a scalar sum, `count(batch)` the scalar it is divided by (summed globally first).
+    """A loss: `total(outputs, batch)` is a scalar sum, and the global sum of `count(batch)` divides it.
 
-    `targets` are the keys of the batch that are not passed to the model. `count` sees the batch before the forward, and is
-    a sum over rows, whole numbers or not, never below 0. `tokens(batch)` is what metrics call tokens; None where that is
-    the count. With `whole_batch`, `total` gets the outputs of all rows of the global batch, and of the batch its targets.
-    `split` is how it is taken on logits of some words; None: it needs those of all. `by_token`: what comes out for some of the
-    tokens, and the same of the targets, gives their part of it. `per_token`: it is the mean surprise of a token, and its
-    exponential a perplexity.
+    `targets` are the keys of the batch that are not passed to the model. `count` sees the batch before the
+    forward, and is a sum over samples, whole numbers or not, never below 0. `count_tokens(batch)` is the
+    number of tokens in metrics; None where that is the count. With `whole_batch`, `total` gets the outputs of
+    all samples of the global batch, and of the batch its targets. `vocab_parallel` computes it on sharded
+    logits; None: it needs full logits. `is_token_sum`: the total is a sum over tokens, so it can be computed
+    for a part of them. `is_token_nll`: it is the mean negative log-likelihood of a token, and its exponential
+    a perplexity.
     """
 
     total: Callable[[Any, Batch], torch.Tensor]
@@ -187,7 +197,7 @@ class Loss:
     def wrap_total(
         self, wrap: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]
     ) -> "Loss":
-        """This loss with its totals as `wrap` changes them."""
+        """Returns this loss with its totals as `wrap` changes them."""
         split = (
             None
             if self.vocab_parallel is None
@@ -196,13 +206,14 @@ class Loss:
         return replace(self, total=wrap(self.total), vocab_parallel=split)
 
     def model_inputs(self, batch: Batch) -> Batch:
-        """What of `batch` is passed to the model: all but the targets."""
+        """Returns the entries of `batch` that are passed to the model: all but the targets."""
         return {key: value for key, value in batch.items() if key not in self.targets}
 
     def count_weight_and_tokens(self, batch: Batch) -> tuple[float, float]:
-        """What these rows weigh, and how many tokens they are.
+        """Returns the weight of these samples (the divisor of the loss), and their number of tokens.
 
-        Raises PlanError for a weight below 0 or not finite, and when `count` asks for a key that the batch does not have.
+        Raises PlanError for a weight below 0 or not finite, and when `count` asks for a key that the batch
+        does not have.
         """
         try:
             weight = float(self.count(batch))
@@ -218,14 +229,15 @@ class Loss:
 
 
 def token_cross_entropy(label_smoothing: float = 0.0) -> Loss:
-    """Cross-entropy summed over tokens, labels already aligned with the logits (shifted when the data was made).
+    """Returns cross-entropy summed over tokens, with labels that are already shifted to the logits.
 
-    The model's outputs are logits of shape (rows, tokens, vocabulary), or an object with `.logits`. Labels of -100 do
-    not count. The sum is taken in float32 at least. With `label_smoothing` e the target is 1 - e on the label, and e spread
-    evenly over all words.
+    The model's outputs are logits of shape (samples, tokens, vocabulary), or an object with `.logits`. Labels
+    of -100 do not count. The sum is computed in float32 at least. With `label_smoothing` e the target is 1 -
+    e on the label, and e spread evenly over the vocabulary.
 
-    A batch may hold `loss_weights` (rows, tokens), floats from 0 up: each token's loss is multiplied by its weight, and the
-    loss is divided by the sum of the weights of all labels that count. Metrics still count tokens, whatever they weigh.
+    A batch may hold `loss_weights` (samples, tokens), floats from 0 up: each token's loss is multiplied by
+    its weight, and the loss is divided by the sum of the weights of all labels that count. Metrics still
+    count tokens, whatever their weights.
 
     Raises PlanError for a `label_smoothing` outside of 0 to 1.
     """
@@ -236,15 +248,15 @@ def token_cross_entropy(label_smoothing: float = 0.0) -> Loss:
         )
     smooth = label_smoothing > 0
     split = VocabParallelLoss(
-        get_logits, partial(_split_total, smoothing=label_smoothing), NUM_TOKEN_STATS + smooth
+        get_logits, partial(_vocab_parallel_total, label_smoothing=label_smoothing), NUM_TOKEN_STATS + smooth
     )
-    total = partial(_token_total, smoothing=label_smoothing)
+    total = partial(_token_total, label_smoothing=label_smoothing)
     targets = ("labels", LOSS_WEIGHTS_KEY)
     return Loss(
         total,
         _token_count,
         targets,
-        _tokens_if_weighted,
+        _count_unignored,
         vocab_parallel=split,
         is_token_sum=True,
         is_token_nll=not smooth,
@@ -252,10 +264,13 @@ def token_cross_entropy(label_smoothing: float = 0.0) -> Loss:
 
 
 def check_loss(plan: Plan, loss: Loss) -> None:
-    """Raise PlanError when `loss` is not of the kind that `plan` was made for."""
+    """Raises PlanError when `loss` is not of the kind for which `plan` was made."""
     if loss.whole_batch != plan.model_spec.needs_global_batch:
         kinds = {True: "one of the whole batch", False: "a sum over rows"}
-        text = f"the loss is {kinds[loss.whole_batch]}, and the plan was made for {kinds[plan.model_spec.needs_global_batch]}"
+        text = (
+            f"the loss is {kinds[loss.whole_batch]}, and the plan was made for "
+            f"{kinds[plan.model_spec.needs_global_batch]}"
+        )
         raise PlanError(text, fix=SAME_LOSS_FIX, location="loss")
     logits = plan.model_spec.logits
     if (
@@ -263,23 +278,26 @@ def check_loss(plan: Plan, loss: Loss) -> None:
         and logits is not None
         and (loss.vocab_parallel is None or loss.vocab_parallel.num_token_stats != logits.num_reduced_values)
     ):
-        what = (
+        problem = (
             "needs whole logits"
             if loss.vocab_parallel is None
             else f"tells {loss.vocab_parallel.num_token_stats} numbers of a token"
         )
-        text = f"the loss {what}, and the plan divides them by words and has {logits.num_reduced_values} numbers of a token told"
+        text = (
+            f"the loss {problem}, and the plan divides them by words and has {logits.num_reduced_values} "
+            "numbers of a token told"
+        )
         raise PlanError(text, fix=SAME_LOSS_FIX, location="loss")
 
 
 def empty_loss_error(where: str) -> PlanError:
-    """What to raise when no row counts anywhere; `where` says of what, "of the 12 samples"."""
+    """Returns the error for a step in which nothing counts; `location` says of what, "of the 12 samples"."""
     fix = "check how labels are made: -100 leaves a token out, and so does a loss weight of 0"
     return PlanError(f"nothing counts in any {where}: the loss is undefined", fix=fix, location="data")
 
 
 def make_loss_spec(loss: Loss) -> LossSpec:
-    """`loss` as the reading of a model tries it out."""
+    """Returns `loss` in the form in which the model analysis tries it."""
     if loss.vocab_parallel is None:
         return LossSpec(loss.total, loss.targets, loss.whole_batch, is_token_sum=loss.is_token_sum)
     split = loss.vocab_parallel.logits, loss.vocab_parallel.num_token_stats
@@ -287,7 +305,7 @@ def make_loss_spec(loss: Loss) -> LossSpec:
 
 
 def get_logits(outputs: Any) -> torch.Tensor:
-    """The logits among a model's outputs: the tensor itself, the first of a tuple, or `.logits`."""
+    """Returns the logits among a model's outputs: the tensor itself, the first of a tuple, or `.logits`."""
     if isinstance(outputs, torch.Tensor):
         return outputs
     if isinstance(outputs, (tuple, list)):
@@ -295,23 +313,27 @@ def get_logits(outputs: Any) -> torch.Tensor:
     return outputs["logits"]
 
 
-def _token_total(outputs: Any, batch: Batch, smoothing: float) -> torch.Tensor:
+def _token_total(outputs: Any, batch: Batch, label_smoothing: float) -> torch.Tensor:
     logits = get_logits(outputs)
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     flat, labels = logits.reshape(-1, logits.shape[-1]), batch["labels"].reshape(-1)
-    taken = partial(F.cross_entropy, flat, labels, ignore_index=IGNORE_INDEX, label_smoothing=smoothing)
+    token_loss = partial(
+        F.cross_entropy, flat, labels, ignore_index=IGNORE_INDEX, label_smoothing=label_smoothing
+    )
     if LOSS_WEIGHTS_KEY in batch:
-        each = taken(reduction="none")
-        return (each * _weights(batch).reshape(-1).to(each.dtype)).sum()
-    return taken(reduction="sum")
+        token_losses = token_loss(reduction="none")
+        return (token_losses * _weights(batch).reshape(-1).to(token_losses.dtype)).sum()
+    return token_loss(reduction="sum")
 
 
-def _split_total(outputs: Any, batch: Batch, words: VocabShard, smoothing: float) -> torch.Tensor:
+def _vocab_parallel_total(
+    outputs: Any, batch: Batch, vocab_shard: VocabShard, label_smoothing: float
+) -> torch.Tensor:
     logits, labels = get_logits(outputs), batch["labels"].reshape(-1)
     weights = _weights(batch) if LOSS_WEIGHTS_KEY in batch else (batch["labels"] != IGNORE_INDEX)
     return vocab_parallel_cross_entropy(
-        logits.reshape(-1, logits.shape[-1]), labels, weights.reshape(-1), words, smoothing
+        logits.reshape(-1, logits.shape[-1]), labels, weights.reshape(-1), vocab_shard, label_smoothing
     )
 
 
@@ -320,19 +342,25 @@ def _token_count(batch: Batch) -> torch.Tensor:
         return (batch["labels"] != IGNORE_INDEX).sum()
     weights = _weights(batch)
     if (weights < 0).any():
-        text = f"loss_weights from {weights.min().item():g} up; a weight below 0 would train towards a higher loss"
+        text = (
+            f"loss_weights from {weights.min().item():g} up; a weight below 0 would train towards a "
+            "higher loss"
+        )
         raise PlanError(
             text, fix="give weights from 0 up; 0 leaves a token out", location="batch.loss_weights"
         )
     return weights.double().sum()
 
 
-def _tokens_if_weighted(batch: Batch) -> torch.Tensor | None:
+def _count_unignored(batch: Batch) -> torch.Tensor | None:
     return (batch["labels"] != IGNORE_INDEX).sum() if LOSS_WEIGHTS_KEY in batch else None
 
 
 def _weights(batch: Batch) -> torch.Tensor:
-    """The weights of the labels that count, and 0 for the others. Raises PlanError when they do not fit the labels."""
+    """Returns the weights of the labels that count, and 0 for the others.
+
+    Raises PlanError when they do not fit the labels.
+    """
     labels, weights = batch["labels"], batch[LOSS_WEIGHTS_KEY]
     if weights.shape != labels.shape:
         text = f"loss_weights of shape {list(weights.shape)} beside labels of shape {list(labels.shape)}"

@@ -1,10 +1,11 @@
-"""Steps that would do harm: a loss or gradient norm that is not finite, or far above what it usually is.
+"""Detects steps that would do harm: a loss or gradient norm that is not finite, or far above the usual.
 
-Every rank judges, between CLIP and STEP, from the loss and the norm that all ranks share; so all of them decide alike, and
-nothing is sent. A step that is judged harmful leaves parameters and optimizer as they were. It does not enter the window
-of what is usual either, and is looked into once more (`engine.suspects`) to name where it came from.
+Every rank checks, between CLIP and STEP, the loss and the norm that all ranks share; so all ranks decide
+alike without a message. A harmful step leaves parameters and optimizer unchanged. It does not enter the
+window of usual values, and is replayed (step/spike_diagnosis.py) to find the rank, block and parameter that
+caused it.
 
-The window is saved with a checkpoint, so a resumed run judges as one that was never stopped.
+The window is saved with a checkpoint, so a resumed run decides as one that was never stopped.
 """
 
 from collections import deque
@@ -21,15 +22,19 @@ from meshwright.plan.job.job import LossGuard
 
 StepPhase = Literal["", "forward", "loss", "backward"]  # where a number first was not finite; "": nowhere
 MAX_SHOWN_RANKS = 8  # ranks in a message
-SPIKE_FIX = 'lower optimizer.lr, clip (train.clip), or look at these samples; guard.action = "skip" goes on without such steps'
+SPIKE_FIX = (
+    'lower optimizer.lr, clip (train.clip), or look at these samples; guard.action = "skip" goes '
+    "on without such steps"
+)
 
 
 @dataclass(frozen=True)
 class RankSpikeReport:
-    """What one rank's own samples did: its share of the loss and the norm of its gradient, before anything was summed.
+    """What one rank's own samples did.
 
-    The norm is that of its micro-batches' gradients side by side, as if they were one long vector.
-    `stage` and `block` say where a number first was not finite; else `parameter` is the one with the largest gradient.
+    Its share of the loss and the norm of its gradient, before any sum over ranks. The norm is that of its
+    microbatches' gradients as one long vector. `phase` and `block` say where a value first was not finite;
+    else `parameter` is the one with the largest gradient.
     """
 
     rank: int
@@ -41,20 +46,20 @@ class RankSpikeReport:
 
     def __str__(self) -> str:
         numbers = f"rank {self.rank}: loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g}"
-        held = f" of {self.parameter}" if self.parameter else ""
+        of_parameter = f" of {self.parameter}" if self.parameter else ""
         block = f" of block {self.block}" if self.block else ""
-        said = {
+        description = {
             "forward": f"the forward{block} is the first that is not finite",
             "loss": "the forward is finite and the loss is not",
-            "backward": f"the gradient{held}{block} is the first that is not finite",
-            "": f"the largest gradient is that{held}{block}" if self.parameter else "no samples",
+            "backward": f"the gradient{of_parameter}{block} is the first that is not finite",
+            "": f"the largest gradient is that{of_parameter}{block}" if self.parameter else "no samples",
         }
-        return f"{numbers}; {said[self.phase]}"
+        return f"{numbers}; {description[self.phase]}"
 
 
 @dataclass(frozen=True)
 class LossSpike:
-    """A harmful step: its loss and gradient norm over all ranks, why it is one, and what each rank's own samples did."""
+    """A harmful step: its loss and gradient norm over all ranks, the reasons, and each rank's report."""
 
     step: int
     loss: float
@@ -64,10 +69,13 @@ class LossSpike:
 
     @property
     def culprit(self) -> RankSpikeReport | None:
-        """The first rank with a number that is not finite, else the one with the largest gradient; None: the sum did it."""
-        odd = [suspect for suspect in self.rank_reports if suspect.phase]
-        if odd or not isfinite(self.grad_norm):
-            return odd[0] if odd else None
+        """The first rank with a value that is not finite, else the one with the largest gradient.
+
+        None when every rank's gradients are finite and only their sum is not.
+        """
+        non_finite = [suspect for suspect in self.rank_reports if suspect.phase]
+        if non_finite or not isfinite(self.grad_norm):
+            return non_finite[0] if non_finite else None
         return max(self.rank_reports, key=lambda suspect: suspect.grad_norm)
 
     def __str__(self) -> str:
@@ -77,9 +85,10 @@ class LossSpike:
 
 
 class LossSpikeError(PlanError):
-    """A harmful step under guard.action = "stop", or one too many under "skip". `spike` says what happened, `more` why now.
+    """A harmful step under guard.action = "stop", or one too many under "skip".
 
-    `samples` are the ids of the step's samples by rank, where the caller knows them.
+    `stop_reason` says why the run stops now. `samples` are the ids of the step's samples by rank, where the
+    caller knows them.
     """
 
     def __init__(
@@ -87,67 +96,78 @@ class LossSpikeError(PlanError):
     ) -> None:
         self.spike, self.stop_reason = spike, stop_reason
         lines = [f"{' and '.join(spike.reasons)}{stop_reason}"]
-        first = [spike.culprit] if spike.culprit else []
-        ordered = [*first, *(suspect for suspect in spike.rank_reports if suspect not in first)]
-        for suspect in ordered[:MAX_SHOWN_RANKS]:
+        culprit_first = [spike.culprit] if spike.culprit else []
+        ordered_reports = [
+            *culprit_first,
+            *(suspect for suspect in spike.rank_reports if suspect not in culprit_first),
+        ]
+        for suspect in ordered_reports[:MAX_SHOWN_RANKS]:
             ids = (samples or {}).get(suspect.rank)
             lines.append(
                 str(suspect) if ids is None else f"{suspect}; samples {', '.join(map(str, ids)) or 'none'}"
             )
         lines += (
-            [f"and {len(ordered) - MAX_SHOWN_RANKS} more ranks"] if len(ordered) > MAX_SHOWN_RANKS else []
+            [f"and {len(ordered_reports) - MAX_SHOWN_RANKS} more ranks"]
+            if len(ordered_reports) > MAX_SHOWN_RANKS
+            else []
         )
         super().__init__("\n  ".join(lines), fix=SPIKE_FIX, location=f"step {spike.step}")
 
 
 class SpikeDetector:
-    """What is usual, and what is not: judges one step after the other as `guard` says."""
+    """The usual loss and gradient norm of recent steps, with which each step is compared as `guard` says."""
 
     def __init__(self, guard: LossGuard) -> None:
         self.guard = guard
-        self._usual: dict[str, deque[float]] = {
+        self._history: dict[str, deque[float]] = {
             name: deque(maxlen=guard.window) for name in ("loss", "gradient norm")
         }
         self._in_a_row = 0
 
     def check_step(self, loss: float, grad_norm: float) -> tuple[str, ...]:
-        """Why a step of this `loss` and `grad_norm` would do harm, in words; () for a good one, which becomes usual."""
-        found = {"loss": loss, "gradient norm": grad_norm}
-        reasons = tuple(self._reasons(found))
+        """Returns the reasons why a step would do harm; () for a good one, which enters the window."""
+        values = {"loss": loss, "gradient norm": grad_norm}
+        reasons = tuple(self._reasons(values))
         if reasons:
             self._in_a_row += 1
             return reasons
         self._in_a_row = 0
-        for name, value in found.items():
-            self._usual[name].append(value)
+        for name, value in values.items():
+            self._history[name].append(value)
         return ()
 
     @property
     def repeated_skip_reason(self) -> str:
-        """Why skipping leads nowhere, in words, when a whole window of steps was skipped without a good one between."""
+        """Why skipping does not help, when a whole window of steps was skipped in a row; else ""."""
         full = self._in_a_row >= self.guard.window
         return (
             f"; the last {self._in_a_row} steps were all skipped, so this is no passing spike" if full else ""
         )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What must be saved: the window, oldest first, as (steps, 2), and how many steps were skipped in a row."""
-        window = torch.tensor(list(zip(*self._usual.values(), strict=True)), dtype=torch.float64).view(-1, 2)
-        return {"window": window, "in_a_row": torch.tensor(self._in_a_row)}
+        """Returns the window, oldest first, as (steps, 2), and the number of steps skipped in a row."""
+        window = torch.tensor(list(zip(*self._history.values(), strict=True)), dtype=torch.float64).view(
+            -1, 2
+        )
+        return {"window": window, "num_skipped_in_a_row": torch.tensor(self._in_a_row)}
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Take up what `tensors` gave; the newest that fit, when the window is shorter now."""
-        for column, usual in enumerate(self._usual.values()):
-            usual.clear()
-            usual.extend(state_dict["window"][:, column].tolist())
-        self._in_a_row = int(state_dict["in_a_row"])
+        """Loads what `state_dict` returned; the newest values that fit, when the window is shorter now."""
+        for column, history in enumerate(self._history.values()):
+            history.clear()
+            history.extend(state_dict["window"][:, column].tolist())
+        self._in_a_row = int(state_dict["num_skipped_in_a_row"])
 
-    def _reasons(self, found: Mapping[str, float]) -> Iterator[str]:
-        for name, value in found.items():
-            usual = self._usual[name]
+    def _reasons(self, values: Mapping[str, float]) -> Iterator[str]:
+        for name, value in values.items():
+            history = self._history[name]
             if not isfinite(value):
                 yield f"the {name} is {value}"
-            elif self.guard.factor and len(usual) == self.guard.window and value > 0:
-                middle = median(usual)
-                if 0 < middle * self.guard.factor < value:
-                    yield f"the {name} {value:.4g} is {value / middle:.3g} times its median {middle:.4g} of {len(usual)} steps"
+            elif self.guard.factor and len(history) == self.guard.window and value > 0:
+                median_value = median(history)
+                if 0 < median_value * self.guard.factor < value:
+                    yield (
+                        f"the {name} {value:.4g} is {value / median_value:.3g} times its median "
+                        f"{median_value:.4g} "
+                        f"of {len(history)} steps"
+                    )

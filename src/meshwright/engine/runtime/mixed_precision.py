@@ -1,36 +1,40 @@
 """Mixed precision: a dtype per role, and a loss scale where something is float16.
 
-Why it works: products of 16 bits are accurate enough for a direction, and several times as fast; sums of many small steps are
-not. A weight in bfloat16 has 8 bits: a step below 1/512 of it is rounded away, every time. So the optimizer steps a *master* in
-float32, and the weight is its master, rounded; small steps add up there until they show.
+Why it works: products of 16 bits are accurate enough for a direction, and several times as fast; sums of many
+small steps are not. A weight in bfloat16 has 8 bits: a step below 1/512 of it is rounded away, every time. So
+the optimizer steps a *master* in float32, and the weight is the rounded master; small steps add up there
+until they show.
 
-    role         what it is                             read by            bytes per parameter with AdamW, where compute is
-                                                                           bfloat16      bfloat16     float32
-    parameters   what blocks use, what UNSHARD sends    F, B, UNSHARD         2             4            4
-    gradients    the sum over all samples               CLIP, STEP            2             4            4
-    master       what is stepped                        STEP, checkpoints     4             -            -
-    moments      what the optimizer remembers           STEP, checkpoints     8             8            8
-    compute      operands of matrix products            F, B                  -             -            -
-    reduce       gradients under way                    REDUCE                -             -            -
-                                                                             16            16           16
+    role               what it is                         read by            bytes per parameter with AdamW
+                                                                             bf16+master  bf16 compute  fp32
+    parameters         what blocks use, UNSHARD sends     F, B, UNSHARD         2             4            4
+    gradients          the sum over all samples           CLIP, STEP            2             4            4
+    master             what is stepped                    STEP, checkpoints     4             -            -
+    optimizer_states   what the optimizer remembers       STEP, checkpoints     8             8            8
+    compute            operands of matrix products        F, B                  -             -            -
+    reduce             gradients in messages              REDUCE                -             -            -
+                                                                               16            16           16
 
-With float32 parameters and bfloat16 compute (the second column, "autocast") weights are their own masters, cast at each use. With
-both in bfloat16 and master = "float32" (the first) they are cast once per step, and half as much is sent and kept whole. States
-are 16 bytes either way: mixed precision saves time, activations and messages, and no state. Checkpoints hold the master, under
-the weight's name, so a run may go on in other dtypes. Gradients are cast to the master's dtype as they are stepped, bundle by
-bundle, in the same memory: one bundle in float32 comes on top.
+With float32 parameters and bfloat16 compute (the second column, "autocast") weights are their own masters,
+cast at each use. With both in bfloat16 and master = "float32" (the first) they are cast once per step, and
+half as much is sent and stored. States are 16 bytes either way: mixed precision saves time, activations and
+messages, and no state. Checkpoints hold the master, under the weight's name, so a run may continue in other
+dtypes. Gradients are cast to the master's dtype when they are stepped, one parameter group at a time, in the
+same memory: one group in float32 comes on top.
 
-float16 has 11 bits, ends at 65504, and has nothing below 6e-8. The loss is multiplied by a power of two before backward, so that
-small gradients survive, and the sums are divided by it as they are stepped. A gradient that overflows makes the norm of all
-gradients infinite or NaN, on every rank, because they share it: so all of them leave out the step and halve the scale together.
-After a window of steps without an overflow it is doubled.
+float16 has 11 bits, ends at 65504, and has nothing below 6e-8. The loss is multiplied by a power of two
+before backward, so that small gradients survive, and the sums are divided by it when they are stepped. A
+gradient that overflows makes the norm of all gradients infinite or NaN, on every rank, because they share it:
+so all of them skip the step and halve the scale together. After a window of steps without an overflow the
+scale doubles.
 
-    scale s    loss * s -> backward -> sum -> norm / s     finite: step with gradients / s;  else: no step, s <- s / 2
+    scale s    loss * s -> backward -> sum -> norm / s     finite: step with gradients / s; else: s <- s / 2
 
-Cost: one cast per gradient and step. Limits: float16 wants a device that multiplies it (a CPU without such instructions is right,
-and up to 70 times slower than in float32); a forward that overflows float16 is not helped by any scale; float8 is refused.
-Papers: Micikevicius et al. 2018, "Mixed Precision Training", arXiv 1710.03740 (sections 3.1 masters, 3.2 loss scaling);
-Rajbhandari et al. 2020, arXiv 1910.02054 (section 3.1, the 16 bytes).
+Cost: one cast per gradient and step.
+Limits: float16 wants a device that multiplies it (a CPU without such instructions is right, and up to 70
+times slower than in float32); no scale helps a forward that overflows float16; float8 is refused.
+Papers: Micikevicius et al. 2018, "Mixed Precision Training", arXiv 1710.03740 (sections 3.1 masters, 3.2 loss
+scaling); Rajbhandari et al. 2020, arXiv 1910.02054 (section 3.1, the 16 bytes).
 """
 
 import logging
@@ -45,19 +49,19 @@ from meshwright.plan.plan import Plan
 
 logger = logging.getLogger(__name__)
 
-HALF_DTYPES = (torch.bfloat16, torch.float16)
-MIN_LOSS_SCALE, MAX_LOSS_SCALE = 1.0, 2.0**100  # what a scale may be
+HALF_TORCH_DTYPES = (torch.bfloat16, torch.float16)
+MIN_LOSS_SCALE, MAX_LOSS_SCALE = 1.0, 2.0**100  # range of the scale
 
 
 class LossScale:
-    """What the loss is multiplied by: `value` for the next backward. Every rank judges alike, from the norm that all share."""
+    """The dynamic loss scale of a float16 run."""
 
     def __init__(self, precision: PrecisionConfig) -> None:
         self.value = precision.loss_scale
         self._window, self._good = precision.loss_scale_window, 0
 
     def update_on_overflow(self, norm: float, step: int) -> bool:
-        """Whether a step with this gradient norm must be left out; moves the scale.
+        """Returns whether a step with this gradient norm must be skipped, and updates the scale.
 
         Raises PlanError when gradients overflow without any scaling: no smaller scale helps.
         """
@@ -68,25 +72,31 @@ class LossScale:
             return False
         self._good = 0
         if self.value <= MIN_LOSS_SCALE:
-            text = f"the gradients overflow float16 at a loss scale of {self.value:g}: they are not finite by themselves"
-            fix = 'use compute = "bfloat16", whose range is that of float32; or lower optimizer.lr, and look at the samples'
+            text = (
+                f"the gradients overflow float16 at a loss scale of {self.value:g}: they are not finite "
+                "by themselves"
+            )
+            fix = (
+                'use compute = "bfloat16", whose range is that of float32; or lower optimizer.lr, and '
+                "look at the samples"
+            )
             raise PlanError(text, fix=fix, location=f"step {step}")
         self.value = max(MIN_LOSS_SCALE, self.value / 2)
         return True
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What must be saved: the scale, and the good steps since it moved last."""
+        """Returns the scale, and the number of good steps since it changed."""
         return {"value": torch.tensor(self.value, dtype=torch.float64), "good": torch.tensor(self._good)}
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Take up what `tensors` gave; without it, go on as it is."""
+        """Loads what `state_dict` returned; an empty dict changes nothing."""
         if "value" in state_dict:
             self.value, self._good = state_dict["value"].item(), int(state_dict["good"].item())
 
 
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm over all of `tensors`, 0-dim; that of half types is taken in float32, where their squares have room."""
-    if not any(tensor.dtype in HALF_DTYPES for tensor in tensors):
+    """Returns the norm over all of `tensors`, 0-dim; for half types in float32, where their squares fit."""
+    if not any(tensor.dtype in HALF_TORCH_DTYPES for tensor in tensors):
         return torch.nn.utils.get_total_norm(tensors)
     return torch.linalg.vector_norm(
         torch.stack([torch.linalg.vector_norm(each, dtype=torch.float32) for each in tensors])
@@ -94,7 +104,7 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def check_dtype_support(precision: PrecisionConfig, device: torch.device) -> None:
-    """Raise PlanError unless `device` can multiply in the dtypes of `precision`, forward and backward."""
+    """Raises PlanError unless `device` can multiply in the dtypes of `precision`, forward and backward."""
     for dtype in sorted({precision.parameters, precision.compute} & set(HALF_DTYPES)):
         try:
             x = torch.ones(2, 2, dtype=getattr(torch, dtype), device=device, requires_grad=True)
@@ -106,13 +116,14 @@ def check_dtype_support(precision: PrecisionConfig, device: torch.device) -> Non
             ) from error
     if device.type == "cpu" and precision.scales_loss:
         logger.warning(
-            "float16 on %s is right and slow: up to 70 times slower than float32 or bfloat16 where no instruction has it",
+            "float16 on %s is right and slow: up to 70 times slower than float32 or bfloat16 where no "
+            "instruction has it",
             device,
         )
 
 
 def check_dtypes_match_plan(plan: Plan, tensors: Iterable[tuple[str, str, torch.Tensor]]) -> None:
-    """Raise RuntimeError unless each of `live` (role, name, tensor) has the dtype that the plan says."""
+    """Raises RuntimeError unless each of `tensors` (role, name, tensor) has the dtype of the plan."""
     roles = plan.job.precision.roles
     for role, name, tensor in tensors:
         dtype = str(tensor.dtype).removeprefix("torch.")

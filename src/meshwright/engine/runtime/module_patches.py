@@ -1,7 +1,7 @@
-"""What modules of a model compute in a plan in place of their own forward, or round it; taken back in the end.
+"""Replaces or wraps the forwards of modules of a model, and restores them at the end.
 
-fill    a layer computes something else
-wrap    something happens before and behind what a module computes, filled or not: so wraps come last
+replace_forward   a layer computes something else
+wrap_forward      something runs before and after a module's forward, replaced or not; wrappers come last
 """
 
 from collections.abc import Callable
@@ -14,36 +14,36 @@ ForwardWrapper = Callable[..., Any]  # called with what the module computes, the
 
 
 class ModulePatches:
-    """The replaced forwards of one module's parts."""
+    """The replaced forwards of one module's submodules."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._own: list[tuple[nn.Module, Any]] = []
-        self._wraps: list[tuple[nn.Module, ForwardWrapper]] = []
+        self._original_forwards: list[tuple[nn.Module, Any]] = []
+        self._wrappers: list[tuple[nn.Module, ForwardWrapper]] = []
 
     def replace_forward(self, name: str, forward: Callable[..., Any]) -> None:
-        """Have the module `name` compute `forward(module, *its arguments)`."""
+        """Makes the module `name` compute `forward(module, *its arguments)`."""
         module = self._module.get_submodule(name)
-        self._put(module, partial(forward, module))
+        self._set_forward(module, partial(forward, module))
 
     def wrap_forward(self, name: str, wrapper: ForwardWrapper) -> None:
-        """Have the module `name` compute `around(what it computes, *its arguments)`, from `close` on."""
-        self._wraps.append((self._module.get_submodule(name), wrapper))
+        """Makes the module `name` compute `wrapper(forward, *its arguments)`, from `apply_wrappers` on."""
+        self._wrappers.append((self._module.get_submodule(name), wrapper))
 
     def apply_wrappers(self) -> None:
-        """All has been filled: wrap what is to be wrapped."""
-        for module, around in self._wraps:
-            self._put(module, partial(around, module.forward))
-        self._wraps.clear()
+        """Applies the wrappers, once all forwards are replaced."""
+        for module, around in self._wrappers:
+            self._set_forward(module, partial(around, module.forward))
+        self._wrappers.clear()
 
     def restore_forwards(self) -> None:
-        """Give the modules their own forwards back."""
-        for module, own in reversed(self._own):
+        """Restores the modules' own forwards."""
+        for module, original in reversed(self._original_forwards):
             module.__dict__.pop("forward", None)
-            if own is not None:
-                module.__dict__["forward"] = own
-        self._own.clear()
+            if original is not None:
+                module.__dict__["forward"] = original
+        self._original_forwards.clear()
 
-    def _put(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._own.append((module, module.__dict__.get("forward")))
+    def _set_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._original_forwards.append((module, module.__dict__.get("forward")))
         module.__dict__["forward"] = forward

@@ -1,11 +1,10 @@
-"""What one rank has in its hands while it plays a step: the one mutable object of the engine.
+"""The mutable state of one rank in a step, the module that it trains, and buckets of gradients.
 
-Gradients of several parameters as one contiguous buffer, so that one message carries them.
+A bucket holds the gradients of several parameters as one contiguous buffer, so that one message carries them.
+It is made once and stays: `pack` copies gradients in and makes each `.grad` a view of its part, so that later
+microbatches accumulate in place and the optimizer reads the reduced values without a copy back.
 
-A bucket is made once and stays: `pack` copies gradients in and makes each `.grad` a view of its piece, so that later
-micro-batches add in place and the optimizer reads the reduced values without a copy back.
-
-    flat   [ w0.grad | w1.grad | w2.grad ]        w1.grad is flat[a:b].view(shape)
+    buffer   [ w0.grad | w1.grad | w2.grad ]        w1.grad is buffer[a:b].view(shape)
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,15 +25,18 @@ from meshwright.plan.step.action import Action
 
 
 def bucket_actions(actions: Sequence[Action]) -> dict[str, Action]:
-    """For each PACK, by name, the action behind it that is the first to move what it packs: it names the bucket."""
-    found: dict[str, Action] = {}
-    moving: dict[str, Action] = {}
+    """Returns for each PACK, by name, the first later action that moves its gradients.
+
+    It names the bucket.
+    """
+    bucket_of: dict[str, Action] = {}
+    moved_by: dict[str, Action] = {}
     for action in reversed(actions):
-        if action.kind == "PACK" and action.tensors[0] in moving:
-            found[action.name] = moving[action.tensors[0]]
+        if action.kind == "PACK" and action.tensors[0] in moved_by:
+            bucket_of[action.name] = moved_by[action.tensors[0]]
         if action.transfer is not None:
-            moving |= dict.fromkeys(action.tensors, action)
-    return found
+            moved_by |= dict.fromkeys(action.tensors, action)
+    return bucket_of
 
 
 class GradBucket:
@@ -53,12 +55,12 @@ class GradBucket:
             start += parameter.numel()
 
     def flat_gradients(self, names: Sequence[str]) -> torch.Tensor:
-        """The gradients of `names`, which follow each other here, as one flat tensor."""
+        """Returns the gradients of `names`, which are contiguous here, as one flat tensor."""
         start = self.views[names[0]].storage_offset() - self.buffer.storage_offset()
         return self.buffer[start : start + sum(self.views[name].numel() for name in names)]
 
     def pack(self, names: Iterable[str]) -> None:
-        """Copy the gradients of `names` in; a parameter that backward did not reach has a gradient of zero."""
+        """Copies the gradients of `names` in; zeros where backward did not reach a parameter."""
         for name in names:
             parameter, view = self.parameters[name], self.views[name]
             if parameter.grad is None:
@@ -69,7 +71,7 @@ class GradBucket:
                 parameter.grad = view
 
     def unpack(self) -> None:
-        """Copy the values back into the parameters' gradients, in the parameters' dtype."""
+        """Copies the values back into the parameters' gradients, in the parameters' dtype."""
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 parameter.grad = self.views[name].to(parameter.dtype)
@@ -79,12 +81,12 @@ class GradBucket:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a step did, the same on every rank. `tokens` and `samples` are global counts; `stop`: a rank asked to stop.
+    """The result of a step, the same on every rank. `tokens` and `samples` are global counts.
 
-    A step in which nothing counted leaves the parameters as they were: `skipped`. So does one that would do harm, where
-    the job guards against that: `spike` says why; and one whose gradients left the range of float16: `overflow`. `loss_scale` is
-    that of the next step; None: nothing is float16. `noise_scale` is in samples (`engine.noise`); None: not measured, or not
-    known yet.
+    `stop_requested`: a rank asked to stop. `is_skipped`: the parameters did not change, because no token
+    counted, because the loss guard found a loss spike (`spike`), or because gradients overflowed float16
+    (`overflow`). `loss_scale` is that of the next step; None without float16. `noise_scale` is in samples
+    (step/gradient_noise.py); None: not measured or not known yet.
     """
 
     step: int
@@ -103,11 +105,12 @@ class Metrics:
 
 @dataclass
 class TrainedModule:
-    """The model as the engine holds it: the user's module, its blocks, its logical parameters, and one example row.
+    """The model in training: the user's module, its blocks, logical parameters, and an example batch.
 
-    `blank` are the initial values, made when asked for, of parameters that have a shape and no memory: an arena gives it.
-    `courses` say how its forward goes, for those who run a part of it, and `alike` whether it does so on rows of any length;
-    `elsewhere` are the parameters of other parts.
+    `initial_values` are made on demand, for parameters that have a shape and no memory: a flat parameter or a
+    slice gives it. `forward_graphs` are the recorded forwards that pipeline stages need. `sequence_check`
+    compares sequences of other lengths with the plan. `remote_param_names` are the parameters of other
+    pipeline ranks.
     """
 
     module: nn.Module
@@ -121,16 +124,19 @@ class TrainedModule:
     remote_param_names: frozenset[str] = frozenset()
 
     def restrict_to(self, model_spec: ModelSpec) -> "TrainedModule":
-        """What a rank holds of it that runs the visits of `anatomy` alone; the module lets go of all other weights."""
-        mine = {weight.name: self.parameters[weight.name] for weight in model_spec.params}
-        for name in self.parameters.keys() - mine.keys():  # shapes stay, and the memory goes
-            foreign = self.parameters[name]
-            foreign.data = foreign.detach().new_zeros(()).expand(foreign.shape)
+        """Returns the part that runs the block calls of `model_spec`.
+
+        The module frees all other parameters.
+        """
+        local_params = {weight.name: self.parameters[weight.name] for weight in model_spec.params}
+        for name in self.parameters.keys() - local_params.keys():  # shapes stay, the memory is freed
+            remote_param = self.parameters[name]
+            remote_param.data = remote_param.detach().new_zeros(()).expand(remote_param.shape)
         return replace(
             self,
-            parameters=mine,
+            parameters=local_params,
             model_spec=model_spec,
-            remote_param_names=frozenset(self.parameters.keys() - mine.keys()),
+            remote_param_names=frozenset(self.parameters.keys() - local_params.keys()),
         )
 
     @property
@@ -147,11 +153,9 @@ class RankState:
     world: World
     loss: Loss
     microbatches: list[Batch] = field(default_factory=list)
-    num_real_microbatches: int = 0  # micro-batches with rows; those behind them only stand in
-    num_samples: int = 0  # the rows in them
-    microbatch_weights: list[float] = field(
-        default_factory=list
-    )  # what counts in each of the real micro-batches
+    num_real_microbatches: int = 0  # microbatches with samples; the others are dummies
+    num_samples: int = 0  # samples in them
+    microbatch_weights: list[float] = field(default_factory=list)  # what counts in each of them
     loss_sum: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     step_totals: torch.Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
     forward_passes: dict[int, ForwardPass] = field(default_factory=dict)
@@ -159,8 +163,8 @@ class RankState:
     buckets: dict[str, GradBucket] = field(default_factory=dict)
     works: dict[str, Work] = field(default_factory=dict)
     grad_norm: float = 0.0
-    loss_factor: float = 1.0  # what the loss is multiplied by before its backward
-    current_action: str = ""  # the action under way: what collectives inside of a block are booked under
+    loss_factor: float = 1.0  # the loss is multiplied by it before its backward
+    current_action: str = ""  # the ledger name of collectives inside a block
     local_sqnorms: dict[str, torch.Tensor] = field(
         default_factory=dict
     )  # squared norms of gradients before they are summed
@@ -170,13 +174,13 @@ class RankState:
     )  # as it travels to other ranks
 
     def begin_step(self, microbatches: list[Batch], num_real_microbatches: int) -> None:
-        """Forget the last step, which may have failed, and take these micro-batches, of which so many hold rows."""
+        """Clears the last step, which may have failed, and sets the microbatches; dummies come last."""
         self.clear_step()
         self.microbatches, self.num_real_microbatches = microbatches, num_real_microbatches
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
 
     def clear_step(self) -> None:
-        """Let go of the rows, activations and messages of a step; its header and tally stay."""
+        """Frees the samples, activations and messages of a step; `step_totals` and `loss_sum` stay."""
         self.microbatches = []
         self.forward_passes.clear()
         self.final_glue.clear()
@@ -184,13 +188,16 @@ class RankState:
         self.local_sqnorms.clear()
 
     def packed_gradients(self, names: Sequence[str]) -> torch.Tensor:
-        """The stretch of a bucket in which the gradients of `names` lie."""
+        """Returns the range of a bucket in which the gradients of `names` lie."""
         return next(bucket for bucket in self.buckets.values() if names[0] in bucket.views).flat_gradients(
             names
         )
 
     def action_tensor(self, subject: str) -> torch.Tensor:
-        """The flat tensor that an action on `subject` moves: a bucket, or one parameter's gradient."""
+        """Returns the flat tensor that an action on `subject` moves.
+
+        A bucket, or one parameter's gradient.
+        """
         if subject in self.buckets:
             return self.buckets[subject].buffer
         parameter = self.trained_module.parameters[subject]

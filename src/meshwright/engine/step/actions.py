@@ -323,8 +323,8 @@ class ActionHandlers:
         )
 
     def _fetch_again(self, block: str) -> None:
-        self._inner.begin_block("GUARD")
-        self.flat_params.unshard_block(block, "GUARD")
+        self._inner.begin_block("SPIKE_DIAGNOSIS")
+        self.flat_params.unshard_block(block, "SPIKE_DIAGNOSIS")
 
     def metrics(self, step: int, lr: float) -> Metrics:
         """What the step did, from the header and the tally that all ranks share."""

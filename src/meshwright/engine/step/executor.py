@@ -141,7 +141,7 @@ class StrategyRuntime:
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, axis: str, offset: int = 1) -> Work:
         """Start sending `tensor` to the rank `by` places on along `axis`, and filling `output`, for the action under way."""
         return self.state.world.group((axis,)).shift(
-            output, tensor, by=offset, action=self.state.current_action
+            output, tensor, offset=offset, action=self.state.current_action
         )
 
     def start_send_recv(self, action: Action) -> None:
@@ -348,9 +348,9 @@ class Executor(StrategyRuntime):
 
         A rank that does not `keep` them only takes part, and holds one bundle at a time. `exact`: masters, where there are any.
         """
-        with self.state.world.ledger.silent():
-            values = self.flat_params.full_values("WHOLE", use_masters=use_masters)
-            whole = gather_full_values(self.plan, self.state, values, self.plan.model_spec.params, "WHOLE")
+        with self.state.world.ledger.pause_recording():
+            values = self.flat_params.full_values("GATHER_FULL", use_masters=use_masters)
+            whole = gather_full_values(self.plan, self.state, values, self.plan.model_spec.params, "GATHER_FULL")
             return {name: value for name, value in whole if keep_result}
 
     def gather_gradients(self, *, local_only: bool = False) -> dict[str, torch.Tensor]:
@@ -358,12 +358,12 @@ class Executor(StrategyRuntime):
 
         With `own`, of those that this rank uses; ranks that use others need not call this.
         """
-        with self.state.world.ledger.silent():
-            mine = self.flat_params.full_gradients("WHOLE")
+        with self.state.world.ledger.pause_recording():
+            mine = self.flat_params.full_gradients("GATHER_FULL")
             whole = (
                 mine
                 if local_only
-                else gather_full_values(self.plan, self.state, mine, self.plan.model_spec.trainable, "WHOLE")
+                else gather_full_values(self.plan, self.state, mine, self.plan.model_spec.trainable, "GATHER_FULL")
             )
             return {name: each / self._update.loss_scale_value for name, each in whole}
 

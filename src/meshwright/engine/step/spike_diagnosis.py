@@ -221,7 +221,7 @@ class StageReplay:
             parameter = state.trained_module.parameters[name]
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
             group = state.world.group(("pp",), users if len(users) < self._pp else ())
-            group.all_reduce(gradient, action="GUARD").wait()
+            group.all_reduce(gradient, action="SPIKE_DIAGNOSIS").wait()
             parameter.grad = gradient
         self.findings.add_sqnorms(state.trained_module.trainable_parameters)
 
@@ -311,7 +311,7 @@ def _joined(
     group = state.world.group(space.model_parallel_axes)
     told = torch.tensor(mine, dtype=torch.float64, device=state.world.device)
     gathered = told.new_empty(group.size * len(told))
-    group.all_gather(gathered, told, action="GUARD").wait()
+    group.all_gather(gathered, told, action="SPIKE_DIAGNOSIS").wait()
     rows = gathered.view(group.size, -1)
     met = [(int(micro), int(kind), int(place)) for micro, kind, place in rows[:, -3:].tolist() if kind]
     last, none = STEP_PHASES.index("backward"), (-1, 0, -1)
@@ -331,7 +331,7 @@ def _exchanged(state: RankState, mine: list[float]) -> list[list[float]]:
     group = state.world.group(AXES)
     told = torch.tensor(mine, dtype=torch.float64, device=state.world.device)
     gathered = torch.empty(group.size * NUM_REPORT_NUMBERS, dtype=torch.float64, device=state.world.device)
-    group.all_gather(gathered, told, action="GUARD").wait()
+    group.all_gather(gathered, told, action="SPIKE_DIAGNOSIS").wait()
     return gathered.view(-1, NUM_REPORT_NUMBERS).tolist()
 
 

@@ -248,16 +248,16 @@ def analyze(
         targets=batch[1],
         outputs=outputs,
         needs_global_batch=other,
-        pretrained_source=plan.weights_origin,
+        pretrained_source=plan.pretrained_source,
     )
     anatomy = replace(
         anatomy, saved_numel=tuple(found.saved_numel), layer_calls=shown.calls, logits=shown.logits
     )
     anatomy = replace(
         anatomy,
-        size_attributes=shown.local_numbers,
-        per_head_inputs=shown.input_portions,
-        user_checkpointed_calls=tuple(dict.fromkeys(found.user_checkpointed)),
+        size_attributes=shown.size_attributes,
+        per_head_inputs=shown.per_head_inputs,
+        user_checkpointed_calls=tuple(dict.fromkeys(found.user_checkpointed_calls)),
     )
     anatomy = replace(
         add_residual_stream(anatomy, plan, names, inputs),

@@ -1,28 +1,24 @@
-"""Operations that look at all rows of a batch, and forwards that write parameters; what a plan does to them.
+"""Layers that couple the samples of a batch, and what a plan does to them: one diagnostic for each conflict.
 
-    max_norm              what a batch looks up is scaled down in the table, by the forward, before it is given out
+    max_norm              a lookup scales down entries of the table, in the forward, before it returns them
     scale_grad_by_freq    the gradient of an entry is divided by how often the batch looks it up
-    F.batch_norm          takes mean and variance of all rows (model/norms.py knows the layers that do)
-    a write               a forward may write a parameter by what it holds already: w.copy_(normalize(w))
+    batch norm            takes mean and variance over all samples that it sees
+    spectral norm         every training forward does one step of power iteration
+    parameter write       a forward may write a parameter: w.copy_(normalize(w))
+    buffer write          a forward may write a buffer: a counter, a running mean
 
-A rank, or a micro-batch, has some of the rows: copies of a table that scales itself would come apart, gradients be divided by
-other numbers. A write is the same on all ranks, if they have all of the weight and keep it: a master in another dtype would undo
-it, and so would shards that are brought together for a use and then let go.
+A rank, or a micro-batch, has some of the samples. Copies of a table that scales itself would diverge,
+gradients would be divided by other counts, and statistics would be those of a part of the batch. Frozen batch
+norms are harmless: in eval mode, with running statistics, every sample is scaled alike; one without running
+statistics uses those of its samples in eval mode too. Micro-batches are several forwards, so several steps of
+power iteration, where one device does one.
 
-Layers whose result for one row depends on the other rows: batch norms, and what a split of the batch does to them.
+A parameter write is the same on all ranks if they have the whole weight and keep it. A master copy in another
+dtype would undo it, and so would shards that are gathered for a use and freed afterwards.
 
-A batch norm in training takes mean and variance of the rows that it sees. A rank, or a micro-batch, sees a part of the
-global batch, so it would compute something else than one device. Frozen ones are harmless: in eval mode, with running
-statistics, every row is scaled alike. One that tracks no running statistics uses those of its rows in eval mode too.
-
-A spectral norm divides by a number that every forward in training brings nearer to what it estimates: micro-batches are as many
-forwards, and one device has one.
-
-Buffers that a training forward writes, where the parts of a model lie on several ranks: each must belong to one of them.
-
-A block's own buffers are written where the block runs, and saved from there. What the glue between blocks writes (a counter, a
-running mean) every rank would write for the glue that it runs, and each would have another value of it. A buffer that is not
-saved with the model (persistent=False) is nobody's state: each rank may have its own.
+A block's own buffers are written where the block runs, and saved from there. A buffer that glue writes would
+get another value on each pipeline stage. One that is not saved with the model (persistent=False) may differ
+between ranks.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -43,9 +39,10 @@ from meshwright.plan.plan import Plan
 
 
 def batch_coupled_norms(module: nn.Module) -> dict[str, _BatchNorm]:
-    """The batch norms of `module`, by name, that use the statistics of their rows when it is trained.
+    """The batch norms of `module`, by name, that use the statistics of their batch in training.
 
-    A module that comes in eval mode is trained as a whole; one in training mode keeps the parts that it has in eval mode.
+    A module in eval mode is set to training as a whole; one in training mode keeps its submodules in eval
+    mode.
     """
     return {
         name: norm
@@ -56,40 +53,58 @@ def batch_coupled_norms(module: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def norm_diagnostics(plan: Plan, module: nn.Module) -> Iterator[Diagnostic]:
-    """What is wrong with splitting the rows of `plan` for `module`, as its factory returns it."""
+    """Diagnostics of splitting the batch of `plan` for the norms of `module`, as its factory returns it."""
     yield from _spectral_norm_diagnostics(plan, module)
     norms, ranks = batch_coupled_norms(module), plan.mesh.group_size(plan.sharding.grad_sum_axes)
     if not norms or (ranks == 1 and plan.num_microbatches == 1):
         return
     parts = f"{ranks} ranks x {plan.num_microbatches} micro-batches"
-    text = f"{len(norms)} batch norms ({next(iter(norms))}...) would take statistics of a part of the global batch ({parts})"
+    text = (
+        f"{len(norms)} batch norms ({next(iter(norms))}...) would take statistics of a part of the global "
+        f"batch ({parts})"
+    )
     if any(isinstance(norm, nn.SyncBatchNorm) for norm in norms.values()):
-        text += "; SyncBatchNorm joins ranks behind the plan's back, and not micro-batches"
+        text += "; SyncBatchNorm communicates outside the plan, and does not join micro-batches"
     if all(norm.running_mean is not None for norm in norms.values()):
-        fix = "use group or layer norm, freeze them in the factory (model.train(), then norm.eval()), or train on one device "
+        fix = (
+            "use group or layer norm, freeze them in the factory (model.train(), then norm.eval()), or "
+            "train on one device "
+        )
     else:
-        fix = "use group or layer norm (without running statistics they cannot be frozen), or train on one device "
+        fix = (
+            "use group or layer norm (without running statistics they cannot be frozen), or train on one "
+            "device "
+        )
     yield Diagnostic(text, fix + "with micro_batch = 0", "model")
 
 
 def _spectral_norm_diagnostics(plan: Plan, module: nn.Module) -> Iterator[Diagnostic]:
-    """What is wrong with `plan` for the spectral norms of `module`."""
-    found = {name: part for name, part in module.named_modules() if _is_training_spectral_norm(part)}
-    if found and plan.num_microbatches > 1:
-        text = f"{len(found)} spectral norms ({next(iter(found))}...) go on in every forward: {plan.num_microbatches} micro-batches"
-        text += " go as many steps of their power iteration, and one device goes one"
-        fix = "take the rows of a rank at once (micro_batch = 0), freeze them (norm.eval() in the factory), or use weight norm"
+    norms = {
+        name: submodule for name, submodule in module.named_modules() if _is_training_spectral_norm(submodule)
+    }
+    if norms and plan.num_microbatches > 1:
+        text = (
+            f"{len(norms)} spectral norms ({next(iter(norms))}...) iterate in every forward: "
+            f"{plan.num_microbatches} micro-batches"
+        )
+        text += " do as many steps of power iteration, and one device does one"
+        fix = (
+            "run all samples of a rank at once (micro_batch = 0), freeze them (norm.eval() in the factory), "
+            "or use weight norm"
+        )
         yield Diagnostic(text, fix, "model")
-    old = [name for name, part in found.items() if not isinstance(part, _SpectralNorm)]
-    if old and "UNSHARD" in plan.program.kinds:
-        text = f"torch.nn.utils.spectral_norm ({old[0]}...) computes a weight before shards are brought together for its block"
+    hook_based = [name for name, submodule in norms.items() if not isinstance(submodule, _SpectralNorm)]
+    if hook_based and "UNSHARD" in plan.program.kinds:
+        text = (
+            f"torch.nn.utils.spectral_norm ({hook_based[0]}...) computes a weight before its block is "
+            "unsharded"
+        )
         yield Diagnostic(text, "use torch.nn.utils.parametrizations.spectral_norm", "model")
 
 
-def _is_training_spectral_norm(part: nn.Module) -> bool:
-    """Whether a module is a spectral norm, of either kind, in training."""
-    hooked = any(isinstance(hook, SpectralNorm) for hook in part._forward_pre_hooks.values())
-    return part.training and (hooked or isinstance(part, _SpectralNorm))
+def _is_training_spectral_norm(submodule: nn.Module) -> bool:
+    hooked = any(isinstance(hook, SpectralNorm) for hook in submodule._forward_pre_hooks.values())
+    return submodule.training and (hooked or isinstance(submodule, _SpectralNorm))
 
 
 MAX_NORM, GRAD_BY_FREQ, BATCH_NORM, PARAM_WRITE, SPARSE_GRAD = (
@@ -99,23 +114,26 @@ MAX_NORM, GRAD_BY_FREQ, BATCH_NORM, PARAM_WRITE, SPARSE_GRAD = (
     "write",
     "sparse = True",
 )
-TableUse = tuple[str, str]  # where, and by which of the five
-_LOOKUP_OPS = {  # and where it stands among the arguments whether gradients are sparse
+TableUse = tuple[str, str]  # (parameter or location, one of the five kinds)
+_LOOKUP_OPS = {  # op -> index of its argument `sparse`
     torch.ops.aten.embedding: 4,
     torch.ops.aten._embedding_bag: 5,
     torch.ops.aten._embedding_bag_forward_only: 5,
 }
 _BATCH_NORM_OPS = frozenset((torch.ops.aten.native_batch_norm, torch.ops.aten._native_batch_norm_legit))
 _FIX = {
-    MAX_NORM: "leave it out, and scale what comes out of it row by row: x * (max_norm / x.norm(dim=-1, keepdim=True)).clamp(max=1)",
-    GRAD_BY_FREQ: "leave it out",
+    MAX_NORM: (
+        "remove it, and scale each looked-up vector: "
+        "x * (max_norm / x.norm(dim=-1, keepdim=True)).clamp(max=1)"
+    ),
+    GRAD_BY_FREQ: "remove it",
     BATCH_NORM: "use group or layer norm",
 }
 
 
 @dataclass(eq=False)
 class TableUseMode(TorchDispatchMode):
-    """Notes, while active, which of the parameters are used in such a way, by name; of other tensors, `here()`."""
+    """Records, while active, such uses of `parameters` by name; of other tensors, by `current_call()`."""
 
     parameters: Mapping[str, torch.Tensor]
     current_call: Callable[[], str]
@@ -140,7 +158,7 @@ class TableUseMode(TorchDispatchMode):
                     self._note(args[0], how)
         elif (
             packet in _BATCH_NORM_OPS and args[5] and args[0].shape[0] > 1
-        ):  # as instance norm calls it, rows are channels
+        ):  # instance norm calls it with one sample, whose rows are channels
             self._note(args[0], BATCH_NORM)
         elif (
             packet.__name__.endswith("_")
@@ -152,15 +170,15 @@ class TableUseMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, table: torch.Tensor, how: str) -> None:
-        said = self._name(table) or f"in {self.current_call() or 'glue'}", how
-        self.uses += [] if said in self.uses else [said]
+        use = self._name(table) or f"in {self.current_call() or 'glue'}", how
+        self.uses += [] if use in self.uses else [use]
 
     def _name(self, tensor: torch.Tensor) -> str:
         return self._names.get(storage_id(tensor), "") if tensor.layout == torch.strided else ""
 
 
 def table_diagnostics(plan: Plan, module: nn.Module, table_uses: Sequence[TableUse]) -> Iterator[Diagnostic]:
-    """What is wrong with `plan` for `module`, of which that was `found`: parameters by name, or where."""
+    """Diagnostics of `plan` for `module` with these `table_uses` (parameter or location, kind of use)."""
     tied = {weight.name for weight in plan.model_spec.params if weight.aliases}
     batched = plan.mesh.group_size(plan.sharding.grad_sum_axes) > 1 or plan.num_microbatches > 1
     parts = f"{plan.mesh.world_size} ranks x {plan.num_microbatches} micro-batches"
@@ -170,9 +188,12 @@ def table_diagnostics(plan: Plan, module: nn.Module, table_uses: Sequence[TableU
                 f"would divide gradients by how often a part of the global batch looks up an entry ({parts})"
             )
         elif how == MAX_NORM and (plan.mesh.world_size > 1 or (plan.num_microbatches > 1 and name in tied)):
-            text = f"is written by the forward, where a part of the global batch looks it up ({parts})"
+            text = f"is written by the forward, for the lookups of a part of the global batch ({parts})"
         elif how == MAX_NORM and _master_dtype(plan):
-            text = f"is written by the forward, and its master ({_master_dtype(plan)}) would take its place at the end of a step"
+            text = (
+                f"is written by the forward, and its master ({_master_dtype(plan)}) would overwrite it at "
+                "the end of a step"
+            )
         elif how == BATCH_NORM and batched and not batch_coupled_norms(module):
             text = f"{BATCH_NORM} {name} would take statistics of a part of the global batch ({parts})"
             yield Diagnostic(text, f"{_FIX[how]}; or train on one device with micro_batch = 0", "model")
@@ -182,8 +203,8 @@ def table_diagnostics(plan: Plan, module: nn.Module, table_uses: Sequence[TableU
                 yield from _write_diagnostics(plan, name)
             if how == SPARSE_GRAD:
                 yield Diagnostic(
-                    f"the gradient of the table '{name}' is sparse, and no sum of those is made",
-                    f"leave {how} out",
+                    f"the gradient of the table '{name}' is sparse, and sparse gradients cannot be reduced",
+                    f"remove {how}",
                     "model",
                 )
             continue
@@ -192,18 +213,24 @@ def table_diagnostics(plan: Plan, module: nn.Module, table_uses: Sequence[TableU
 
 
 def _write_diagnostics(plan: Plan, name: str) -> Iterator[Diagnostic]:
-    """What is wrong with `plan` for a forward that writes the parameter `name`."""
     gathered = "UNSHARD" in plan.program.kinds
-    why = ""
+    reason = ""
     if _master_dtype(plan):
-        why = f"its master ({_master_dtype(plan)}) would take its place at the end of a step"
+        reason = f"its master ({_master_dtype(plan)}) would overwrite it at the end of a step"
     elif gathered:
-        why = "it is brought together for a use, and let go of with what was written"
-    elif any(home.sliced_dims for home in plan.sharding.param_shardings if home.param.name == name):
-        why = "a rank has a part of it"
-    if why:
-        fix = "compute that on the way (a parametrization), or write between steps; or keep weights whole, in one dtype"
-        yield Diagnostic(f"the forward writes into the parameter '{name}', and {why}", fix, "model")
+        reason = "it is gathered for a use, and freed together with what was written"
+    elif any(
+        param_sharding.sliced_dims
+        for param_sharding in plan.sharding.param_shardings
+        if param_sharding.param.name == name
+    ):
+        reason = "a rank has a shard of it"
+    if reason:
+        fix = (
+            "compute it on the fly (a parametrization), or write between steps; or keep weights unsharded, "
+            "in one dtype"
+        )
+        yield Diagnostic(f"the forward writes into the parameter '{name}', and {reason}", fix, "model")
 
 
 def _master_dtype(plan: Plan) -> str:
@@ -214,13 +241,19 @@ def _master_dtype(plan: Plan) -> str:
 def buffer_diagnostics(
     plan: Plan, module: nn.Module, written_buffers: Collection[str]
 ) -> Iterator[Diagnostic]:
-    """The buffers of `module` among those `written` by its forward that no part of `plan` has to itself."""
+    """Diagnostics for saved buffers among `written_buffers` that no stage of `plan` has to itself."""
     if not plan.sharding.block_calls_by_pp_rank:
         return
     blocks = tuple(f"{block_of(visit)}." for visit in plan.model_spec.block_calls)
     saved = module.state_dict().keys()
     for name in written_buffers:
         if name in saved and not name.startswith(blocks):
-            text = f"the buffer '{name}' is written between blocks, and each rank with a part of the model would get its own"
-            fix = "write it inside of one block, declare a larger block around it (Model(blocks=[...])), or, if it need not be "
+            text = (
+                f"the buffer '{name}' is written between blocks, and each pipeline stage would get its own "
+                "value"
+            )
+            fix = (
+                "write it inside one block, declare a larger block around it (Model(blocks=[...])), or, if "
+                "it need not be "
+            )
             yield Diagnostic(text, fix + "saved, register it with persistent=False", "model")

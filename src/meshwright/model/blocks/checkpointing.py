@@ -1,31 +1,30 @@
-"""A visit that keeps what it took in and not what it computed, and is run again before its backward.
+"""Activation checkpointing of one block call: keeps its inputs, drops activations, recomputes them later.
 
-    lean    x ---> [block] ---> y      what autograd saves is dropped when the block ends; leaves stand for y, as in any visit
-    again   x ---> [block] ---> y'     from what was kept: the same bits, now with a graph, which starts at the same leaves
+    first run    x ---> [block] ---> y      saved tensors are dropped when the block ends; leaves replace y
+    recompute    x ---> [block] ---> y'     from the kept inputs: the same bits, now with a graph
 
-The lean run has gradients switched on, and a graph that is thrown away: so what needs a gradient, which kernel runs and which
-branch a model takes are those of a plain run. To be the same once more, a run must find what it found before:
+The first run has gradients enabled, and a graph that is thrown away: so which tensors need a gradient, which
+kernel runs and which branch a model takes are those of a run without checkpointing. To be bitwise equal, the
+second run must find what the first one found:
 
-    tensors it took      kept, not copied: a version tells whether somebody wrote into one since, which is refused; where a model
-                         writes in place, those that need a gradient are copied
-    lists, dicts         copied as they were when the block was entered, so that what is written into them is written once
-    buffers, attributes  as they were, and put back afterwards (model/before.py)
-    autocast, modes      as they were where the model called the block
-    random numbers       drawn by sample and site, so they are; the engine says which forward it is
-    captured tensors     caught once more, in lists of their own (model/captured.py)
+    input tensors        kept, not copied: a version counter shows a later write, which is refused; if the
+                         model writes in place, those that need a gradient are copied
+    lists, dicts         copied when the block is entered, so that writes into them happen once
+    buffers, attributes  restored from a `ModuleSnapshot`, and put back afterwards
+    autocast, modes      those that were active where the model called the block
+    random numbers       drawn by sample and site, so they repeat; the engine sets which forward it is
+    captured tensors     captured again, in separate lists (model/hf/output_capture.py)
 
-What a block hands past its border in an object that nobody looks into has lost what its backward needs, and says so.
+A forward may write: batch norm its running statistics, a router a count of tokens, a layer a counter. The
+snapshot makes a write happen once:
 
-What the parts of a block hold before a run, so that the run can be had again, and what it writes is written once.
+    first run    buffers b0 --- run ---> b1       b0 is copied before; copies of unwritten buffers are dropped
+    second run   buffers b0 --- run ---> (b1)     on copies, which are dropped; the module's own are restored
 
-A forward may write: batch norm its running statistics, a router a count of tokens, a layer a number of its own. A second run
-of the same forward must find what the first one found, and leave what the first one left:
+Attributes of the modules (a plain counter) are treated alike. A write into a list or dict in an attribute is
+not seen.
 
-    first run    buffers b0 --- run ---> b1       b0 is copied before; the copy of what was not written is let go of at once
-    second run   buffers b0 --- run ---> (b1)     in copies, which are thrown away; the module has its own buffers back
-
-Attributes of the modules (a counter that is a plain number) are treated alike, by what they are set to. A list or a dict in
-an attribute that a forward writes into is not seen.
+A tensor that leaves the block inside an opaque object has lost what its backward needs; that is an error.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -53,7 +52,7 @@ class _SubmoduleSnapshot:
 
     @property
     def written(self) -> bool:
-        """Whether a run since may have written a buffer. The kernels of norms write statistics without a new version."""
+        # the kernels of batch norm write statistics without a new version
         if isinstance(self.module, nn.modules.batchnorm._NormBase):
             return bool(self.buffers)
         now = _buffer_versions(self.module)
@@ -62,25 +61,24 @@ class _SubmoduleSnapshot:
             for name, (buffer, version) in self.buffers.items()
         )
 
-    def set_attributes(self, wanted: dict[str, object]) -> None:
-        """Make the attributes what they are in `wanted`."""
-        held = vars(self.module)
-        for key in [key for key in held if key not in wanted]:
-            del held[key]
-        held.update(wanted)
+    def set_attributes(self, target: dict[str, object]) -> None:
+        attributes = vars(self.module)
+        for key in [key for key in attributes if key not in target]:
+            del attributes[key]
+        attributes.update(target)
 
 
 class ModuleSnapshot:
-    """The buffers and attributes of `module` and its parts, as they are now."""
+    """The buffers and attributes of `module` and its submodules, as they are now."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parts = [_snapshot(each) for each in module.modules()]
 
     def drop_unwritten(self) -> None:
-        """Let go of all that the run since then has not written."""
+        """Drops everything that the run since then has not written."""
         for part in self._parts:
             part.values = part.values if part.written else {}
-            part.buffers = {}  # the objects: only needed to tell
+            part.buffers = {}  # the objects are only needed to compare
             part.attributes = (
                 part.attributes if _differ(part.attributes, _module_attributes(part.module)) else {}
             )
@@ -88,7 +86,7 @@ class ModuleSnapshot:
 
     @contextmanager
     def restored_state(self) -> Iterator[None]:
-        """Everything as it was, meanwhile; afterwards it is what it was when this was entered, whatever was written."""
+        """Context manager: restores the snapshot on entry, and the present state on exit."""
         now = [(part, _module_attributes(part.module), dict(part.module._buffers)) for part in self._parts]
         for part in self._parts:
             if part.attributes:
@@ -110,7 +108,7 @@ def _snapshot(module: nn.Module) -> _SubmoduleSnapshot:
 
 
 def _module_attributes(module: nn.Module) -> dict[str, object]:
-    return dict(vars(module))  # those that hold parameters, buffers and parts are the same objects all along
+    return dict(vars(module))  # the dicts of parameters, buffers and submodules stay the same objects
 
 
 def _buffer_versions(module: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
@@ -121,18 +119,18 @@ def _differ(one: dict[str, object], other: dict[str, object]) -> bool:
     return one.keys() != other.keys() or any(value is not other[key] for key, value in one.items())
 
 
-CHECKPOINT_FIX = "leave this block out of those that are run again (the strategy's `blocks`)"
-AutocastState = tuple[str, bool, torch.dtype]  # the kind of device, whether it is on, and the dtype
+CHECKPOINT_FIX = "exclude this block from activation checkpointing (the strategy's `blocks`)"
+AutocastState = tuple[str, bool, torch.dtype]  # (device type, enabled, dtype)
 RunBlock = Callable[..., Any]
 
 
 @dataclass(slots=True)
 class CheckpointedCall:
-    """What a lean visit keeps until it is run again. `leaves` stand for its outputs, in order."""
+    """What a checkpointed block call keeps until it is recomputed. `output_leaves` replace its outputs."""
 
     block_call: str
     run: RunBlock
-    inputs: Any  # its arguments: (args, kwargs)
+    inputs: Any  # (args, kwargs)
     versions: list[tuple[torch.Tensor, int]]
     snapshot: ModuleSnapshot
     autocast: tuple[AutocastState, ...]
@@ -140,7 +138,7 @@ class CheckpointedCall:
     capture_lists: CaptureLists | None
     input_copies: dict[int, torch.Tensor] = field(
         default_factory=dict
-    )  # of tensors in `given` that may be written into, by id
+    )  # of tensors in `inputs` that may be written in place, by id
     output_leaves: list[torch.Tensor] = field(default_factory=list)
     opaque_versions: list[tuple[int, int]] = field(default_factory=list)
 
@@ -155,43 +153,47 @@ class CheckpointedCall:
         *,
         copy_inputs: bool,
     ) -> "CheckpointedCall":
-        """What is to be kept of `run(*args, **kwargs)`, `given` as (args, kwargs).
+        """The record of `run(*args, **kwargs)`, with `inputs` as (args, kwargs).
 
-        `leaves` stand for tensors in it, by id; with `copies`, somebody may write into those, so their values are copied.
+        `input_leaves` replace tensors in it, by id; with `copy_inputs` they may be written in place, so their
+        values are copied.
         """
         values = {id(leaf): leaf.detach().clone() for leaf in input_leaves.values()} if copy_inputs else {}
-        mine = replace_tensors(copy_containers(inputs), input_leaves)
-        found = tree_tensors(mine)
+        kept_inputs = replace_tensors(copy_containers(inputs), input_leaves)
+        found = tree_tensors(kept_inputs)
         versions = [(tensor, tensor._version) for tensor in found if id(tensor) not in values]
         kinds = {"cpu", *(tensor.device.type for tensor in found)}
-        on = tuple(
+        autocast = tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in sorted(kinds)
             if torch.amp.is_autocast_available(kind)
         )
-        kept = cls(
+        call = cls(
             block_call,
             run,
-            mine,
+            kept_inputs,
             versions,
             ModuleSnapshot(block),
-            on,
+            autocast,
             _get_current_function_mode_stack(),
             empty_capture_lists(),
             values,
         )
-        kept.opaque_versions = _opaque_versions(inputs)
-        return kept
+        call.opaque_versions = _opaque_versions(inputs)
+        return call
 
     @contextmanager
     def first_run(self, inputs: Any) -> Iterator[None]:
-        """Round the first run, on `given`: what its graph would save is dropped. Raises PlanError when it cannot be had again."""
+        """Context manager around the first run: drops what its graph saves.
+
+        Raises PlanError if the run cannot be repeated.
+        """
         with _drop_saved_tensors(self.block_call):
             yield
         self.snapshot.drop_unwritten()
         if _opaque_versions(inputs) != self.opaque_versions:
             text = (
-                f"the block '{self.block_call}' writes into an object that it is given, and would write twice"
+                f"the block '{self.block_call}' writes into an object among its inputs, and would write twice"
             )
             raise PlanError(
                 text, fix=f"build the model with use_cache=False, or {CHECKPOINT_FIX}", location="model"
@@ -200,13 +202,16 @@ class CheckpointedCall:
     def recompute(
         self, alias: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Run once more: the outputs, which now have a graph, each with the leaf that stands for it.
+        """Runs the block again; returns its outputs, now with a graph, each with the leaf that replaces it.
 
-        `stand_in(leaf, values)` is a tensor with these values whose gradient is the leaf's. Raises PlanError when an input was
-        written into since, and when the block gives something else than before.
+        `alias(leaf, values)` is a tensor with these values whose gradient is the leaf's. Raises PlanError if
+        an input was written since, and if the outputs differ from those of the first run.
         """
         if any(tensor._version != version for tensor, version in self.versions):
-            text = f"an input of the block '{self.block_call}' was written into in place after the block ran, which needs it once more"
+            text = (
+                f"an input of the block '{self.block_call}' was written in place after the block ran, and "
+                "its recomputation needs it"
+            )
             raise PlanError(
                 text, fix=f"write x = x + y for x += y there, or {CHECKPOINT_FIX}", location="model"
             )
@@ -233,37 +238,41 @@ class CheckpointedCall:
         if [_shape_and_dtype(tensor) for tensor in found] != [
             _shape_and_dtype(leaf) for leaf in self.output_leaves
         ]:
-            text = f"the block '{self.block_call}' gives {len(found)} tensors that need gradients when it is run again, or others than"
-            text = f"{text} the {len(self.output_leaves)} of its first run"
-            fix = (
-                f"let its forward depend on nothing but its inputs, weights and buffers, or {CHECKPOINT_FIX}"
+            text = (
+                f"the block '{self.block_call}' returns {len(found)} tensors that need gradients when it is "
+                "recomputed, or others than"
             )
+            text = f"{text} the {len(self.output_leaves)} of its first run"
+            fix = f"make its forward depend only on its inputs, weights and buffers, or {CHECKPOINT_FIX}"
             raise PlanError(text, fix=fix, location="model")
         return list(zip(found, self.output_leaves, strict=True))
 
 
 def tensors_with_graph(value: Any) -> list[torch.Tensor]:
-    """The tensors in `value` for which a block's border needs a leaf: those with a graph, each once, in order."""
+    """The tensors in `value` that need a leaf at a block boundary: those with a graph, each once."""
     found = (tensor for tensor in tree_tensors(value) if tensor.requires_grad and not tensor.is_leaf)
     return list({id(tensor): tensor for tensor in found}.values())
 
 
 @contextmanager
-def _drop_saved_tensors(visit: str) -> Iterator[None]:
-    """What autograd saves meanwhile is gone in the end; until then, a block may take gradients within itself."""
+def _drop_saved_tensors(block_call: str) -> Iterator[None]:
+    # until the context ends, a block may take gradients inside itself
     saved: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> int:
-        saved.append(tensor.detach())  # an output that its own graph held would hold the graph, for good
+        saved.append(tensor.detach())  # an output saved by its own graph would keep the graph alive
         return len(saved) - 1
 
-    def unpack(place: int) -> torch.Tensor:
+    def unpack(index: int) -> torch.Tensor:
         if saved:
-            return saved[place]
-        text = f"a backward goes through the block '{visit}' other than by what it takes and gives, and nothing was kept there"
+            return saved[index]
+        text = (
+            f"a backward passes through the block '{block_call}' by another way than its inputs and outputs, "
+            "and nothing was saved there"
+        )
         raise PlanError(
             text,
-            fix=f"return tensors bare, in tuples, lists, dicts or dataclasses, or {CHECKPOINT_FIX}",
+            fix=f"return tensors directly, in tuples, lists, dicts or dataclasses, or {CHECKPOINT_FIX}",
             location="model",
         )
 
@@ -278,6 +287,5 @@ def _shape_and_dtype(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
 
 
-def _opaque_versions(given: Any) -> list[tuple[int, int]]:
-    """What changes when a tensor in an object that nobody looks into is written or replaced."""
-    return [(id(tensor), tensor._version) for tensor in opaque_tensors(given)]
+def _opaque_versions(inputs: Any) -> list[tuple[int, int]]:
+    return [(id(tensor), tensor._version) for tensor in opaque_tensors(inputs)]

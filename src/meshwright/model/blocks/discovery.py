@@ -1,13 +1,14 @@
-"""The blocks of a model that nobody annotated: where they are, and who owns which parameter.
+"""Finds the blocks of a model that nobody annotated, and the blocks that contain each parameter.
 
-Blocks are found from the module tree. The topmost lists of modules (`ModuleList`, `Sequential`, `ModuleDict`) are the
-chains: each of their members is a block. A module beside or above a chain that has parameters and holds no chain is a
-block too (embedding, final norm, head). A module that holds a chain is a container; parameters that it owns directly,
-and parameters that glue uses without calling their module, belong to the root. A model without a chain is one block,
-and that is said. A layer with its adapter (`model.adapters`) counts as the layer.
+Blocks are found from the module tree. The topmost lists of modules (`ModuleList`, `Sequential`, `ModuleDict`)
+are the chains: each of their members is a block. A module beside or above a chain that has parameters and
+contains no chain is a block too (embedding, final norm, head). A module that contains a chain is a container;
+its direct parameters, and parameters that glue uses without calling their module, belong to the root. A model
+without a chain is one block, and the plan notes that. A layer with its adapter (`model.hf.peft`) counts as
+one layer.
 
     LlamaForCausalLM                      block
-      model          holds a chain
+      model          contains a chain
         embed_tokens                      model.embed_tokens
         layers       a chain              model.layers.0, model.layers.1, ...
         norm                              model.norm
@@ -27,10 +28,10 @@ _CHAINS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def find_blocks(module: nn.Module, declared: Sequence[str] = ()) -> dict[str, nn.Module]:
-    """The blocks of `module` by name, in module order. `declared` names replace the search; WHOLE alone is the module.
+    """The blocks of `module` by name, in module order.
 
-    Raises PlanError for a declared name that is no submodule, and for one that lies inside another declared block or is
-    the same module.
+    `declared` names replace the search; WHOLE_MODEL alone is the module. Raises PlanError for a declared name
+    that is not a submodule, and for one that lies inside another declared block or is the same module.
     """
     if declared:
         return _declared_blocks(module, declared)
@@ -44,12 +45,12 @@ def find_blocks(module: nn.Module, declared: Sequence[str] = ()) -> dict[str, nn
 
 
 def param_owners(module: nn.Module, blocks: dict[str, nn.Module]) -> dict[int, list[str]]:
-    """For each parameter (by id), the names of the blocks that contain it; parameters outside all blocks are absent."""
-    held: dict[int, list[str]] = {}
+    """For each parameter (by id), the names of the blocks that contain it; other parameters are absent."""
+    owners: dict[int, list[str]] = {}
     for name, block in blocks.items():
         for parameter in block.parameters():
-            held.setdefault(id(parameter), []).append(name)
-    return held
+            owners.setdefault(id(parameter), []).append(name)
+    return owners
 
 
 def _walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -65,9 +66,8 @@ def _walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _holds_chain(module: nn.Module) -> bool:
-    """Whether `module` is a chain, or has one inside; the dicts in which a layer keeps its adapters are none."""
     if is_adapter_layer(module):
-        return False
+        return False  # the dicts in which a layer keeps its adapters are not chains
     return (isinstance(module, _CHAINS) and _has_parameters(module)) or any(
         map(_holds_chain, module.children())
     )
@@ -80,20 +80,20 @@ def _has_parameters(module: nn.Module) -> bool:
 def _declared_blocks(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     if tuple(names) == (WHOLE_MODEL,):
         return {WHOLE_MODEL: module}
-    known = {name: inner for name, inner in module.named_modules(remove_duplicate=False) if name}
-    faults = [
+    modules = {name: inner for name, inner in module.named_modules(remove_duplicate=False) if name}
+    diagnostics = [
         Diagnostic(
-            f"the model has no module '{name}'", suggest_name(name, [*known, WHOLE_MODEL]), "model.blocks"
+            f"the model has no module '{name}'", suggest_name(name, [*modules, WHOLE_MODEL]), "model.blocks"
         )
         for name in names
-        if name not in known
+        if name not in modules
     ]
-    for first, second in combinations((name for name in names if name in known), 2):
-        inside = known[second] in known[first].modules()
-        if inside or known[first] in known[second].modules():
+    for first, second in combinations((name for name in names if name in modules), 2):
+        inside = modules[second] in modules[first].modules()
+        if inside or modules[first] in modules[second].modules():
             outer, inner = (first, second) if inside else (second, first)
-            how = "is the same module as" if known[first] is known[second] else "lies inside"
-            text = f"'{inner}' {how} '{outer}', and both are declared as blocks"
-            faults.append(Diagnostic(text, "declare one of the two", "model.blocks"))
-    raise_diagnostics(faults)
-    return {name: known[name] for name in names}
+            relation = "is the same module as" if modules[first] is modules[second] else "lies inside"
+            text = f"'{inner}' {relation} '{outer}', and both are declared as blocks"
+            diagnostics.append(Diagnostic(text, "declare one of the two", "model.blocks"))
+    raise_diagnostics(diagnostics)
+    return {name: modules[name] for name in names}

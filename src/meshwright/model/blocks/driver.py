@@ -1,21 +1,25 @@
-"""Driving a forward that nobody rewrote: the model runs as it is, and its autograd graph is cut at block borders.
+"""Forward driver: runs the model's own forward, with its autograd graph cut at block boundaries.
 
-Each block's `forward` is replaced, per instance, by a call into the drive. When the model reaches a block, the drive
-tells the engine (which plays its list up to that block's F), turns inputs that need gradients into leaves, runs the
-block, and hands back leaves in place of its outputs. What lies between blocks is glue: a glue tensor is cut where a
-block first takes it in, and remembered by identity, so that a value used by several blocks has one leaf. A block that
-another block calls is a part of that one; a block under `torch.no_grad` runs as it is.
+Each block's `forward` is replaced, per instance, by a call into the driver. When the model reaches a block,
+the driver calls the engine (which executes its actions up to that block's F), turns inputs that need
+gradients into leaves, runs the block, and returns leaves in place of its outputs. The code between blocks is
+glue: a glue tensor is cut where a block first takes it as input, and remembered by identity, so that a value
+used by several blocks has one leaf. A block that another block calls is a part of that one; a block under
+`torch.no_grad` runs unchanged.
 
     model       embed ---> * 0.5 ---> layer ---> + skip ---> head ---> loss
-    graph      [embed] o  [ glue ] o [layer] o  [ glue ] o  [head] o  [loss]        o: a leaf, where the graph is cut
+    graph      [embed] o  [ glue ] o [layer] o  [ glue ] o  [head] o  [loss]   o: a leaf; the graph is cut here
 
-Backward walks the visits in reverse: first the block, from the gradients of its outputs' leaves, then, once, the glue
-tensors first seen at that block. A leaf's gradient is complete by the time its block is reached, because all that used
-it came later in the forward; so skips, several inputs and encoder-decoders need nothing special. Glue keeps its buffers
-(`retain_graph`), since two glue tensors may share a part of their graph.
+Backward walks the block calls in reverse: first the block, from the gradients of its outputs' leaves, then,
+once, the glue tensors first used by that block. A leaf's gradient is complete when its block is reached,
+because everything that used it came later in the forward; so skips, several inputs and encoder-decoders need
+nothing special. Glue keeps its buffers (`retain_graph`), since two glue tensors may share a part of their
+graph.
 
-A visit for which `reach` returns True is lean: it keeps its inputs, and `again` runs it once more before its backward
-(model/lean.py).
+A block call for which `before_block` returns True is checkpointed: it keeps its inputs, and `recompute` runs
+it again before its backward (model/blocks/checkpointing.py).
+
+Cost: about 30 us per block call; only thin blocks show it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,19 +39,19 @@ from meshwright.model.tensors.pytree import replace_tensors, tree_tensors
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_call_name
 
-# Where the model's graph takes a gradient, and the leaf that stands for it beyond the border. For glue it is an edge, not
-# the tensor: glue may write into the tensor later, and that must not change what the leaf stood for.
+# Where the model's graph takes a gradient, and the leaf that replaces it beyond the boundary. For glue it is an
+# edge, not the tensor: glue may write into the tensor later, and that must not change the meaning of the leaf.
 GraphCut = tuple[GradientEdge, torch.Tensor]
 OutputLeaf = tuple[torch.Tensor, torch.Tensor]
-BeforeBlock = Callable[[str], bool | None]  # told the visit that is reached; True: it shall be lean
+BeforeBlock = Callable[[str], bool | None]  # called with the block call; True: checkpoint it
 BlockInterceptor = Callable[
     [str, Callable[..., Any], Any, Any], Any
-]  # (block, its run, args, kwargs) -> what the model gets
+]  # (block, its run, args, kwargs) -> its outputs
 
 
 @dataclass(slots=True)
 class BlockCall:
-    """One call of one block: what it gave out, and the glue first seen on the way in. `kept`: it is to be run again."""
+    """One call of one block: its outputs, and the glue tensors first used by it; `checkpoint`, if any."""
 
     name: str
     outputs: list[OutputLeaf] = field(default_factory=list)
@@ -57,16 +61,14 @@ class BlockCall:
 
 @dataclass(slots=True)
 class ForwardPass:
-    """One forward of the whole model: its visits by name, and the leaf of each glue tensor (and version) seen so far."""
+    """One forward of the whole model: its block calls by name, and the leaf of each glue tensor."""
 
     before_block: BeforeBlock
     after_block: Callable[[], None] | None = None
     block_calls: dict[str, BlockCall] = field(default_factory=dict)
     glue_leaves: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     num_calls: dict[str, int] = field(default_factory=dict)
-    side_channels: dict[int, str] = field(
-        default_factory=dict
-    )  # leaves (by id) of what a block gave out by a side channel
+    side_channels: dict[int, str] = field(default_factory=dict)  # leaves (by id) of captured outputs
     in_block: bool = False
 
 
@@ -76,13 +78,14 @@ LARGER_BLOCK_FIX = (
 
 
 class ForwardDriver:
-    """Blocks of one module instance, their forwards replaced until `detach`.
+    """Replaces the forwards of the blocks of one module instance, until `detach`.
 
-    `in_place` hands out aliases of the leaves: slower by some microseconds a block, needed where the model writes into
-    a block's output in place, which autograd refuses for leaves. The trial run finds out.
+    `in_place` returns aliases of the leaves: slower by some microseconds per block, needed if the model
+    writes into a block's output in place, which autograd refuses for leaves. The trial finds out.
 
-    Without `cut` the graph stays whole: for a list that does nothing between the backwards of its blocks, which are then
-    one call of the autograd engine, made by the loss. Of the order of 30 us per block saved; only thin blocks show it.
+    Without `cut_graph` the graph stays whole: for a program that does nothing between the backwards of its
+    blocks, which are then one call of the autograd engine, made by the loss. It saves about 30 us per block;
+    only thin blocks show it.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class ForwardDriver:
 
     @property
     def in_glue(self) -> bool:
-        """Whether a forward is under way, and between blocks."""
+        """Whether a forward is running and is between blocks."""
         return self._pass is not None and not self._pass.in_block
 
     def is_block(self, name: str) -> bool:
@@ -108,7 +111,7 @@ class ForwardDriver:
 
     @contextmanager
     def cutting_graph(self) -> Iterator[None]:
-        """Cut the graph meanwhile, whatever the list does."""
+        """Context manager: cuts the graph, whatever `cut_graph` says."""
         before, self.cut_graph = self.cut_graph, True
         try:
             yield
@@ -117,7 +120,7 @@ class ForwardDriver:
 
     @contextmanager
     def use_pre_block_hook(self, hook: Callable[[str], None]) -> Iterator[None]:
-        """Have `fetch(block)` called meanwhile before a block runs outside of a pass, as in an evaluation."""
+        """Context manager: calls `hook(block)` before a block runs outside a forward pass (evaluation)."""
         self._pre_block_hook = hook
         try:
             yield
@@ -126,7 +129,7 @@ class ForwardDriver:
 
     @contextmanager
     def use_interceptor(self, interceptor: BlockInterceptor) -> Iterator[None]:
-        """Have `guide(block, run, args, kwargs)` called meanwhile in place of a block, which `run(*args, **kwargs)` runs."""
+        """Context manager: calls `interceptor(block, run, args, kwargs)` in place of each block."""
         self._interceptor = interceptor
         try:
             yield
@@ -134,17 +137,17 @@ class ForwardDriver:
             self._interceptor = None
 
     def skip_call(self, name: str) -> None:
-        """Count a call of the block `name` that is not made: the names of later visits are those of the whole forward."""
+        """Counts a call of the block `name` that is not made; later calls keep their names."""
         if self._pass is not None:
             self._pass.num_calls[name] = self._pass.num_calls.get(name, 0) + 1
 
     def detach(self) -> None:
-        """Give every block its own forward back. A second call does nothing."""
+        """Restores the forward of every block. A second call does nothing."""
         for name, block in self._blocks.items():
             block.__dict__.pop("forward", None)
-            own = self._own_forwards[name]
-            if own is not None:  # it had one set on the instance
-                block.__dict__["forward"] = own
+            own_forward = self._own_forwards[name]
+            if own_forward is not None:  # one was set on the instance
+                block.__dict__["forward"] = own_forward
         self._blocks = {}
 
     def forward(
@@ -153,131 +156,138 @@ class ForwardDriver:
         run_model: Callable[[], Any],
         after_block: Callable[[], None] | None = None,
     ) -> tuple[Any, BlockCall, ForwardPass]:
-        """Run `call` (the model's forward), calling `reach(visit)` before each block and `leave()`, if any, after it.
+        """Runs `run_model`, with `before_block(block_call)` before each block and `after_block()` after it.
 
-        A visit for which `reach` returns True is lean.
+        A block call for which `before_block` returns True is checkpointed.
 
-        Returns the model's outputs as leaves, the closing visit that holds the glue behind the last block, and the pass.
+        Returns the model's outputs as leaves, the final call that holds the glue behind the last block, and
+        the pass.
         """
-        self._pass = current = ForwardPass(before_block, after_block)
+        self._pass = forward_pass = ForwardPass(before_block, after_block)
         try:
             outputs = run_model()
         finally:
             self._pass = None
-        closing = BlockCall("(outputs)")
-        taken = self._cut_inputs(current, outputs, closing) if self.cut_graph else {}
-        if taken:
-            outputs = replace_tensors(outputs, self._writable_leaves(taken))
-        current.glue_leaves.clear()  # identities are needed while the forward runs; kept, they would keep activations
-        return outputs, closing, current
+        final_call = BlockCall("(outputs)")
+        output_leaves = self._cut_inputs(forward_pass, outputs, final_call) if self.cut_graph else {}
+        if output_leaves:
+            outputs = replace_tensors(outputs, self._writable_leaves(output_leaves))
+        # identities matter while the forward runs; afterwards they would keep activations alive
+        forward_pass.glue_leaves.clear()
+        return outputs, final_call, forward_pass
 
     def _enter_block(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._interceptor is not None:
             return self._interceptor(
                 name, partial(self._enter_without_interceptor, name, forward), args, kwargs
             )
-        current = self._pass
-        if current is None or current.in_block or not torch.is_grad_enabled():
+        forward_pass = self._pass
+        if forward_pass is None or forward_pass.in_block or not torch.is_grad_enabled():
             if self._pre_block_hook is not None:
                 self._pre_block_hook(name)
             return forward(*args, **kwargs)
-        count = current.num_calls[name] = current.num_calls.get(name, 0) + 1
-        visit = BlockCall(block_call_name(name, count))
-        lean = current.before_block(visit.name)
+        count = forward_pass.num_calls[name] = forward_pass.num_calls.get(name, 0) + 1
+        block_call = BlockCall(block_call_name(name, count))
+        is_checkpointed = forward_pass.before_block(block_call.name)
         if not self.cut_graph:
-            return self._run_block(current, forward, args, kwargs)
-        taken = self._cut_inputs(current, (args, kwargs), visit)
-        if lean:
-            visit.checkpoint = self._checkpoint(visit, name, forward, (args, kwargs), taken)
-        if taken:
-            args, kwargs = replace_tensors((args, kwargs), self._writable_leaves(taken))
-        capturing = capture_marks()
-        run = partial(self._refuse_input_write, visit, forward) if self._in_place else forward
-        with nullcontext() if visit.checkpoint is None else visit.checkpoint.first_run((args, kwargs)):
-            outputs = self._run_block(current, run, args, kwargs)
-        current.block_calls[visit.name] = visit
+            return self._run_block(forward_pass, forward, args, kwargs)
+        input_leaves = self._cut_inputs(forward_pass, (args, kwargs), block_call)
+        if is_checkpointed:
+            block_call.checkpoint = self._checkpoint(block_call, name, forward, (args, kwargs), input_leaves)
+        if input_leaves:
+            args, kwargs = replace_tensors((args, kwargs), self._writable_leaves(input_leaves))
+        marks = capture_marks()
+        run = partial(self._refuse_input_write, block_call, forward) if self._in_place else forward
+        with (
+            nullcontext()
+            if block_call.checkpoint is None
+            else block_call.checkpoint.first_run((args, kwargs))
+        ):
+            outputs = self._run_block(forward_pass, run, args, kwargs)
+        forward_pass.block_calls[block_call.name] = block_call
         outputs = (
-            self._cut_captured_outputs(outputs, capturing, visit, current)
-            if capturing
-            else self._cut_outputs(outputs, visit)
+            self._cut_captured_outputs(outputs, marks, block_call, forward_pass)
+            if marks
+            else self._cut_outputs(outputs, block_call)
         )
-        if visit.checkpoint is not None:
-            visit.checkpoint.output_leaves, visit.outputs = [leaf for _, leaf in visit.outputs], []
+        if block_call.checkpoint is not None:
+            block_call.checkpoint.output_leaves, block_call.outputs = (
+                [leaf for _, leaf in block_call.outputs],
+                [],
+            )
         return outputs
 
     def _enter_without_interceptor(
         self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        guide, self._interceptor = self._interceptor, None  # blocks inside it are parts of it
+        interceptor, self._interceptor = self._interceptor, None  # blocks that it calls are parts of it
         try:
             return self._enter_block(name, forward, *args, **kwargs)
         finally:
-            self._interceptor = guide
+            self._interceptor = interceptor
 
     def _checkpoint(
         self,
-        visit: BlockCall,
+        block_call: BlockCall,
         name: str,
         run: Callable[..., Any],
-        given: Any,
-        taken: Mapping[int, torch.Tensor],
+        inputs: Any,
+        leaves: Mapping[int, torch.Tensor],
     ) -> CheckpointedCall:
-        """What a lean visit keeps of what it is given; in place, leaves may be written into by way of their aliases."""
         return CheckpointedCall.from_inputs(
-            visit.name, self._blocks[name], run, given, taken, copy_inputs=self._in_place
+            block_call.name, self._blocks[name], run, inputs, leaves, copy_inputs=self._in_place
         )
 
     def recompute(self, block_call: BlockCall) -> None:
-        """Run a lean visit once more, so that there is a graph for its backward. Of any other visit nothing is done.
+        """Runs a checkpointed block call again, so that its backward has a graph; other calls are left alone.
 
-        Raises PlanError when it does not give what it gave at first.
+        Raises PlanError if the outputs differ from those of the first run.
         """
         if block_call.checkpoint is None:
             return
-        under_way, self._pass = self._pass, None  # blocks inside it are parts of it
+        running_pass, self._pass = self._pass, None  # blocks that it calls are parts of it
         try:
             block_call.outputs = block_call.checkpoint.recompute(GradAlias.apply)
         finally:
-            self._pass = under_way
+            self._pass = running_pass
         block_call.checkpoint = None
 
     @staticmethod
-    def _run_block(current: ForwardPass, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        current.in_block = True
+    def _run_block(forward_pass: ForwardPass, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        forward_pass.in_block = True
         try:
             outputs = forward(*args, **kwargs)
         finally:
-            current.in_block = False
-        if current.after_block is not None:
-            current.after_block()
+            forward_pass.in_block = False
+        if forward_pass.after_block is not None:
+            forward_pass.after_block()
         return outputs
 
     def _cut_captured_outputs(
-        self, outputs: Any, capturing: Sequence[CaptureMark], visit: BlockCall, current: ForwardPass
+        self, outputs: Any, marks: Sequence[CaptureMark], block_call: BlockCall, forward_pass: ForwardPass
     ) -> Any:
-        """`outputs` as leaves, and what was captured inside the block likewise, in the lists where it stands."""
-        channels = {
-            id(tensor): mark.channel for mark in capturing for tensor in tree_tensors(mark.added_tensors)
-        }
-        outputs, *captured = self._cut_outputs([outputs, *(mark.added_tensors for mark in capturing)], visit)
-        for mark, added in zip(capturing, captured, strict=True):
+        channels = {id(tensor): mark.channel for mark in marks for tensor in tree_tensors(mark.added_tensors)}
+        outputs, *captured = self._cut_outputs([outputs, *(mark.added_tensors for mark in marks)], block_call)
+        for mark, added in zip(marks, captured, strict=True):
             mark.replace(added)
-        current.side_channels.update(
-            {id(leaf): channels[id(tensor)] for tensor, leaf in visit.outputs if id(tensor) in channels}
+        forward_pass.side_channels.update(
+            {id(leaf): channels[id(tensor)] for tensor, leaf in block_call.outputs if id(tensor) in channels}
         )
         return outputs
 
     @staticmethod
     def _refuse_input_write(
-        visit: BlockCall, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+        block_call: BlockCall, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run the block, and refuse one that writes into its input."""
         versions = [
             (tensor, tensor._version) for tensor in tree_tensors((args, kwargs)) if tensor.requires_grad
         ]
         outputs = forward(*args, **kwargs)
         if any(tensor._version != version for tensor, version in versions):
-            text = f"the block '{visit.name}' writes into its input in place, and the gradient of what was there would be lost"
+            text = (
+                f"the block '{block_call.name}' writes into its input in place, and the gradient of the old "
+                "value would be lost"
+            )
             raise PlanError(
                 text,
                 fix=f"use inplace=False there, write x = x + y for x += y, or {LARGER_BLOCK_FIX}",
@@ -285,39 +295,41 @@ class ForwardDriver:
             )
         return outputs
 
-    def _cut_inputs(self, current: ForwardPass, value: Any, visit: BlockCall) -> dict[int, torch.Tensor]:
-        """Leaves for the glue tensors in `value`, by id of the tensor; those first seen here are noted in `visit`."""
-        new: dict[int, torch.Tensor] = {}
+    def _cut_inputs(
+        self, forward_pass: ForwardPass, value: Any, block_call: BlockCall
+    ) -> dict[int, torch.Tensor]:
+        """Leaves for the glue tensors in `value`, by tensor id; new ones are recorded in the block call."""
+        leaves: dict[int, torch.Tensor] = {}
         for tensor in tree_tensors(value):
-            if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in new:
+            if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in leaves:
                 key = (id(tensor), tensor._version)
-                if key not in current.glue_leaves:
-                    current.glue_leaves[key] = (tensor, tensor.detach().requires_grad_())
-                    visit.glue.append((get_gradient_edge(tensor), current.glue_leaves[key][1]))
-                new[id(tensor)] = current.glue_leaves[key][1]
-        return new
+                if key not in forward_pass.glue_leaves:
+                    forward_pass.glue_leaves[key] = (tensor, tensor.detach().requires_grad_())
+                    block_call.glue.append((get_gradient_edge(tensor), forward_pass.glue_leaves[key][1]))
+                leaves[id(tensor)] = forward_pass.glue_leaves[key][1]
+        return leaves
 
-    def _cut_outputs(self, value: Any, visit: BlockCall) -> Any:
-        """`value` with the block's outputs replaced by leaves."""
-        new: dict[int, torch.Tensor] = {}
+    def _cut_outputs(self, value: Any, block_call: BlockCall) -> Any:
+        leaves: dict[int, torch.Tensor] = {}
         for tensor in tensors_with_graph(value):
-            new[id(tensor)] = tensor.detach().requires_grad_()
-            visit.outputs.append((tensor, new[id(tensor)]))
-        return replace_tensors(value, self._writable_leaves(new)) if new else value
+            leaves[id(tensor)] = tensor.detach().requires_grad_()
+            block_call.outputs.append((tensor, leaves[id(tensor)]))
+        return replace_tensors(value, self._writable_leaves(leaves)) if leaves else value
 
     def _writable_leaves(self, leaves: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         return {key: self.writable_leaf(leaf) for key, leaf in leaves.items()} if self._in_place else leaves
 
     def writable_leaf(self, leaf: torch.Tensor) -> torch.Tensor:
-        """What the model gets for `leaf`: an alias where somebody may write into it in place, or itself."""
+        """The tensor that the model gets for `leaf`: an alias if it may be written in place, else itself."""
         return GradAlias.apply(leaf, leaf) if self._in_place else leaf
 
 
 def backward(block_call: BlockCall) -> None:
-    """Gradients of one visit: its parameters', and those of the leaves it took in. Forgets the visit's graph."""
+    """Computes the gradients of one block call: of its parameters and input leaves. Frees its graph."""
     if block_call.checkpoint is not None:
         raise RuntimeError(
-            f"the backward of {block_call.name} has no graph: it kept its inputs alone; put a RECOMPUTE before it"
+            f"the backward of {block_call.name} has no graph, because the call is checkpointed; put a "
+            "RECOMPUTE before it"
         )
     outputs, glue = block_call.outputs, block_call.glue
     block_call.outputs, block_call.glue = [], []
@@ -327,7 +339,7 @@ def backward(block_call: BlockCall) -> None:
 
 
 def backward_from(root: torch.Tensor, scale: float) -> None:
-    """Gradients of `seed * root`, a scalar, down to the leaves it was computed from."""
+    """Computes the gradients of `scale * root`, a scalar, down to the leaves it was computed from."""
     run_backward((root,), (torch.full_like(root, scale),), False, False, (), True, True)
 
 
@@ -342,5 +354,5 @@ def _backward_cuts(cuts: Sequence[GraphCut | OutputLeaf], *, keep: bool) -> None
         run_backward(tuple(edges), tuple(grads), keep, False, (), True, True)
 
 
-# What torch.autograd.backward calls after it has checked shapes, which match here by construction: 12 us, not 53.
+# torch.autograd.backward calls this after checking shapes, which match here by construction: 12 us, not 53.
 run_backward = torch.autograd.Variable._execution_engine.run_backward

@@ -1,13 +1,13 @@
-"""What a forward hands to the loss: the tensors among its outputs, which of them are rows of the batch, which are used.
+"""The model outputs that the loss takes: their shapes, which are per sample, and which are used.
 
-A loss that needs the rows of several ranks makes outputs travel, so the plan must know their sizes before anything runs.
-They are read off the trial. A tensor is *per row* when its first dim is that of the batch; with two trials of different
-size that is certain, with one it rests on the odd number of rows in it. What the loss takes is found by playing it, on the
-trial's outputs and the rows' targets, and watching which of the outputs meet an operation; a loss that cannot be played
-like this is taken to use them all.
+A loss that needs the samples of several ranks makes outputs travel, so the plan must know their sizes before
+anything runs. They are read off the trial. A tensor is *per sample* if its first dim is that of the batch;
+two trials of different size make that certain, with one it rests on the prime batch size. The used outputs
+are found by running the loss on the trial's outputs and the targets, and recording which outputs take part in
+an operation; a loss that cannot run like this is assumed to use all of them.
 
-    outputs   image_B*   text_B*   scale        two columns of rows, and one tensor that is none
-    the loss  takes image_B*, text_B*, scale    a similarity image_B* text_*B inside the model would hold a rank's rows only
+    outputs   image_B*   text_B*   scale        two tensors per sample, and one that is not
+    the loss  takes image_B*, text_B*, scale    image_B* text_*B in the model would compare one rank's samples
 """
 
 from collections.abc import Callable, Mapping
@@ -27,10 +27,11 @@ TensorBatch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class LossSpec:
-    """The loss as a trial sees it: `total(outputs, batch)`, its `targets`, and whether it needs the whole batch at once.
+    """The loss as a trial sees it: `total(outputs, batch)`, its `targets`, whether it needs the whole batch.
 
-    `logits(outputs)` are those that it can take divided by words (None: it cannot); of each token ranks then tell `numbers`.
-    `by_token`: what comes out for some of the tokens, and the same of the targets, gives their part of it.
+    `logits(outputs)` are those that it can take vocabulary-parallel (None: it cannot); ranks then exchange
+    `num_token_stats` values per token. `is_token_sum`: for some of the tokens, its result for them and their
+    targets is their part of the sum.
     """
 
     total: Callable[[Any, TensorBatch], torch.Tensor]
@@ -42,7 +43,7 @@ class LossSpec:
 
 
 def batch_columns(batch: TensorBatch) -> tuple[BatchTensor, ...]:
-    """The tensors of a batch as columns, by name."""
+    """The tensors of a batch, by name, as batch tensors of the model spec."""
     return tuple(BatchTensor(name, tuple(value.shape[1:]), _dtype(value)) for name, value in batch.items())
 
 
@@ -54,76 +55,87 @@ def distinct_tensors(outputs: Any) -> list[torch.Tensor]:
 def loss_inputs(
     loss_spec: LossSpec, batch: TensorBatch, outputs: Any, other_outputs: Any = None
 ) -> tuple[BatchTensor, ...]:
-    """The `distinct` outputs of a trial on `batch` as columns; `other` are those of a trial on another number of rows.
+    """The `distinct_tensors` of a trial on `batch`; `other_outputs` are those with another batch size.
 
-    Raises PlanError for a tensor that a loss of the whole batch takes and that was computed between rows, and for such a
-    loss that asks for more than its targets.
+    Raises PlanError if a loss of the whole batch takes a tensor that compares samples, and if such a loss
+    reads more than its targets.
     """
-    num_rows, used = len(next(iter(batch.values()))), _used_outputs(loss_spec, outputs, batch)
-    found, beside = [], None if other_outputs is None else distinct_tensors(other_outputs)
-    for place, tensor in enumerate(distinct_tensors(outputs)):
-        name, per_row = f"output{place}", tensor.ndim > 0 and tensor.shape[0] == num_rows
-        takes = used is None or place in used
-        if beside is not None:
-            wide = beside[place]
-            per_row = tensor.shape != wide.shape
-            if per_row and takes and loss_spec.whole_batch and tensor.shape[1:] != wide.shape[1:]:
-                raise _cross_sample_error(name, list(tensor.shape), list(wide.shape))
-        found.append(
+    num_rows, used_indices = len(next(iter(batch.values()))), _used_outputs(loss_spec, outputs, batch)
+    tensors, others = [], None if other_outputs is None else distinct_tensors(other_outputs)
+    for index, tensor in enumerate(distinct_tensors(outputs)):
+        name, per_row = f"output{index}", tensor.ndim > 0 and tensor.shape[0] == num_rows
+        used_by_loss = used_indices is None or index in used_indices
+        if others is not None:
+            larger = others[index]
+            per_row = tensor.shape != larger.shape
+            if per_row and used_by_loss and loss_spec.whole_batch and tensor.shape[1:] != larger.shape[1:]:
+                raise _cross_sample_error(name, list(tensor.shape), list(larger.shape))
+        tensors.append(
             BatchTensor(
-                name, tuple(tensor.shape[1:] if per_row else tensor.shape), _dtype(tensor), per_row, takes
+                name,
+                tuple(tensor.shape[1:] if per_row else tensor.shape),
+                _dtype(tensor),
+                per_row,
+                used_by_loss,
             )
         )
-    return tuple(found)
+    return tuple(tensors)
 
 
 def loss_saved_numel(loss_spec: LossSpec, batch: TensorBatch, outputs: Any) -> int:
-    """The elements that the loss keeps of its own, from its forward to its backward, over all rows of `batch`.
+    """The elements that the loss itself saves for backward, for all samples of `batch`.
 
-    0 for a loss of the whole batch, and where it cannot be played.
+    0 for a loss of the whole batch, and for one that cannot run on the trial's outputs.
     """
-    inside = SavedActivations(lambda: "loss")
+    saved_activations = SavedActivations(lambda: "loss")
     try:
-        with inside.recording():
+        with saved_activations.recording():
             total = None if loss_spec.whole_batch else loss_spec.total(outputs, batch)
     except Exception:
-        return 0  # as above
-    inside.exclude(tree_tensors((outputs, dict(batch))))
-    return sum(inside.numel(["loss"])) if total is not None else 0
+        return 0  # it needs values, or other outputs than these
+    saved_activations.exclude(tree_tensors((outputs, dict(batch))))
+    return sum(saved_activations.numel(["loss"])) if total is not None else 0
 
 
 def _used_outputs(judge: LossSpec, outputs: Any, batch: TensorBatch) -> set[int] | None:
-    """The places of the outputs that the loss takes; None when it cannot be played here."""
-    watch = _UseRecorder({id(tensor): place for place, tensor in enumerate(distinct_tensors(outputs))})
-    rows = {key: value for key, value in batch.items() if key in judge.targets or not judge.whole_batch}
+    """The indices of the outputs that the loss takes; None if it cannot run here."""
+    recorder = _UseRecorder({id(tensor): index for index, tensor in enumerate(distinct_tensors(outputs))})
+    loss_batch = {key: value for key, value in batch.items() if key in judge.targets or not judge.whole_batch}
     try:
-        with watch:
-            judge.total(outputs, rows)
+        with recorder:
+            judge.total(outputs, loss_batch)
     except KeyError as error:
         if judge.whole_batch and error.args and error.args[0] in batch:
-            text = f"the loss of the whole batch reads '{error.args[0]}', which is not among its targets {list(judge.targets)}"
-            fix = "name it in Loss(targets=...); targets do not go to the model: give rows that both need under two names"
+            text = (
+                f"the loss of the whole batch reads '{error.args[0]}', which is not among its targets "
+                f"{list(judge.targets)}"
+            )
+            fix = (
+                "name it in Loss(targets=...); targets do not go to the model: give a tensor that both need "
+                "under two names"
+            )
             raise PlanError(text, fix=fix, location="loss") from error
         return None
     except Exception:
         return (
-            None  # it needs values, or other outputs than these: if it is wrong, the first step shows where
+            None  # it needs values, or other outputs than these; if it is wrong, the first step shows where
         )
-    return watch.used
+    return recorder.used
 
 
-def _cross_sample_error(name: str, few: list[int], more: list[int]) -> PlanError:
-    text = f"{name} of the model has the shape {few}, and {more} on more rows: it compares the rows of one rank with each other"
-    fix = "return what belongs to each row, and compare rows in the loss, which gets those of all ranks"
+def _cross_sample_error(name: str, shape: list[int], larger_shape: list[int]) -> PlanError:
+    text = (
+        f"{name} of the model has the shape {shape}, and {larger_shape} for more samples: it compares the "
+        "samples of one rank with each other"
+    )
+    fix = "return values per sample, and compare samples in the loss, which gets those of all ranks"
     return PlanError(text, fix=fix, location="loss")
 
 
 class _UseRecorder(TorchFunctionMode):
-    """Notes which of some tensors, by id, meet an operation."""
-
-    def __init__(self, places: Mapping[int, int]) -> None:
+    def __init__(self, indices: Mapping[int, int]) -> None:
         super().__init__()
-        self._places = places
+        self._places = indices
         self.used: set[int] = set()
 
     def __torch_function__(

@@ -1,7 +1,7 @@
-"""How much a visit computes within that its backward needs: what autograd saves there, storage by storage.
+"""Counts what autograd saves inside each block call, storage by storage.
 
-Not counted are weights and buffers, what the visit was given, and what it hands on: those are held anyway. Two tensors that share
-memory count once, and what several visits save was made by none of them.
+Weights and buffers, inputs and outputs of the block call are excluded, because they are kept anyway. Two
+tensors that share memory count once. What several block calls save was made by none of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,14 +10,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-MASK_NBYTES = (
-    4  # bytes that count as one element, of tensors that are no numbers to compute with: masks, indices
-)
+MASK_NBYTES = 4  # bytes that count as one element, for tensors that are not floating-point: masks, indices
 
 
 @dataclass
 class _StorageUse:
-    """What was saved, when first, and by which visits; it is kept meanwhile, so its address is its own."""
+    """A saved storage, when it was first saved, and by which block calls; kept alive, so its id is unique."""
 
     storage: torch.UntypedStorage
     numel: float
@@ -26,7 +24,7 @@ class _StorageUse:
 
 
 class SavedActivations:
-    """Notes what is saved; `where()` tells the visit that runs, "" between blocks, and `when()` counts on."""
+    """Records what autograd saves; `current_call()` is the block call or "", `clock()` a time."""
 
     def __init__(self, current_call: Callable[[], str], clock: Callable[[], int] = lambda: 0) -> None:
         self._current_call, self._clock = current_call, clock
@@ -34,19 +32,19 @@ class SavedActivations:
         self._outside: dict[int, torch.UntypedStorage] = {}
 
     def recording(self) -> AbstractContextManager:
-        """Meanwhile, note what is saved."""
+        """Context manager: records what is saved."""
         return torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor)
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do not count what lies in the memory of `tensors`."""
+        """Does not count the memory of `tensors`."""
         for tensor in tensors:
             if tensor.layout != torch.strided:
-                continue  # a sparse one has no memory of its own to point to
+                continue  # a sparse tensor has no single storage
             storage = tensor.untyped_storage()
             self._outside[storage._cdata] = storage
 
     def numel(self, block_calls: Sequence[str]) -> list[int]:
-        """The elements within each of `visits`, over all samples."""
+        """The elements saved inside each of `block_calls`, over all samples."""
         total = dict.fromkeys(block_calls, 0.0)
         for each in self._single_user_storages():
             (user,) = each.users
@@ -54,7 +52,7 @@ class SavedActivations:
         return [round(total[visit]) for visit in block_calls]
 
     def saved_storages(self) -> list[tuple[int, int, float]]:
-        """Of each storage within a visit when it was first saved, which one it is, and its elements, over all samples."""
+        """For each storage saved in a block call: time of first save, storage id, elements of all samples."""
         return [(each.when, each.storage._cdata, each.numel) for each in self._single_user_storages()]
 
     def _single_user_storages(self) -> Iterator["_StorageUse"]:
@@ -63,7 +61,7 @@ class SavedActivations:
         )
 
     def _note(self, tensor: torch.Tensor) -> torch.Tensor:
-        kept = tensor.detach()  # an output that its own graph held would hold the graph, for good
+        kept = tensor.detach()  # an output saved by its own graph would keep the graph alive
         if tensor.layout != torch.strided:
             return kept
         storage = tensor.untyped_storage()

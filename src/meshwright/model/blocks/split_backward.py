@@ -1,24 +1,24 @@
-"""The backward of a visit in two halves: the gradients of what it took in, and, any time later, those of its weights.
+"""Splits the backward of a block call in two: gradients of its inputs (I), and, later, of its weights (W).
 
-    y = x A,  z = f(y) B        graph    z <-- mm <-- f <-- mm <-- x        through: the nodes that lead to an input
-                                               |            |               frontier: those where weights branch off
-                                               B            A
+    y = x A,  z = f(y) B    graph    z <-- mm <-- f <-- mm <-- x       through: nodes that lead to an input
+                                           |            |              frontier: weights branch off here
+                                           B            A
 
-    half      one run of autograd from the outputs to the inputs, dy and dx; it leaves at every frontier what came there
-    settle    one run per frontier, from what was left there to its weights alone: dB = f(y)^T dz, dA = x^T dy
+    I    one run of autograd from the outputs to the inputs, dy and dx; saves the gradient at each frontier
+    W    one run per frontier, from that gradient to its weights alone: dB = f(y)^T dz, dA = x^T dy
 
-An engine that is told which gradients are wanted computes no others, so no product is computed twice. Which node is what follows
-from the graph, for any model. Where halves cannot be told apart, gradients of weights come in the first one, as in a whole
-backward:
+Autograd computes only the gradients that it is asked for, so no product is computed twice. Which node is
+which follows from the graph, for any model. If the halves cannot be separated, weight gradients come in I, as
+in a full backward:
 
     weights behind two frontiers (a layer that is called twice, a mask made once for two)
-    weights that a Python function takes in: it would compute, and send, all of its gradients both times
+    weights that are inputs of a Python autograd function: it would compute all of its gradients twice
 
-A visit that takes in nothing that needs a gradient, an embedding, has its whole backward in the second half. Glue flows in the
-first.
+A block call without inputs that need a gradient, such as an embedding, has its whole backward in W. Glue runs
+in I.
 
-Cost: what the forward kept stays until the second half, and so do the gradients at frontiers (dz and dy, not dx); some
-microseconds per node to look at the graph.
+Cost: activations stay until W, and so do the gradients at frontiers (dz and dy, not dx); some microseconds
+per node to walk the graph.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,13 +35,14 @@ from meshwright.model.blocks.driver import BlockCall, OutputLeaf, backward, run_
 Node = Any  # torch.autograd.graph.Node, whose attributes depend on the operation
 Gradients = tuple[torch.Tensor | None, ...]
 NODES: Any = torch._C._functions
-ACCUMULATE_GRAD: type = NODES.AccumulateGrad  # the node that writes into a leaf, its `variable`
-OPAQUE_NODE = "CheckpointFunctionBackward"  # it runs a graph of its own, which nobody sees, and refuses to be asked for a part
+ACCUMULATE_GRAD: type = NODES.AccumulateGrad  # the node that accumulates into a leaf, its `variable`
+# it runs a graph of its own, which cannot be inspected, and refuses partial backwards
+OPAQUE_NODE = "CheckpointFunctionBackward"
 
 
 @dataclass(slots=True)
 class _FrontierGrads:
-    """What came to a frontier, noted when it first runs; when it runs once more it is given that again, whatever hooks did."""
+    # notes the gradients when the frontier first runs, and returns them when it runs again despite hooks
 
     gradients: Gradients | None = None
 
@@ -54,63 +55,63 @@ class _FrontierGrads:
 
 @dataclass(slots=True)
 class WeightBackward:
-    """The second half of a backward. Frontiers come with what was left there, and their weights: first what ran first."""
+    """The W half of a backward. Frontiers come with their saved gradients and weights, in the order of I."""
 
     frontiers: list[tuple[Node, _FrontierGrads, list[nn.Parameter]]] = field(default_factory=list)
-    outputs: list[OutputLeaf] = field(default_factory=list)  # those that lead to weights alone
+    outputs: list[OutputLeaf] = field(default_factory=list)  # outputs that lead only to weights
 
     def run(self) -> None:
-        """Add the gradients of the weights that the first half has left out, and forget the graph."""
+        """Adds the weight gradients that I left out, and frees the graph."""
         frontiers, outputs = self.frontiers, self.outputs
         self.frontiers, self.outputs = [], []
         backward(BlockCall("", outputs))
         while frontiers:
-            node, left, weights = frontiers.pop()
-            came = [
+            node, saved, weights = frontiers.pop()
+            edge_grads = [
                 (GradientEdge(node, i), each)
-                for i, each in enumerate(left.gradients or ())
+                for i, each in enumerate(saved.gradients or ())
                 if each is not None
             ]
-            if came:
-                edges, gradients = zip(*came, strict=True)
+            if edge_grads:
+                edges, gradients = zip(*edge_grads, strict=True)
                 run_backward(edges, gradients, False, False, tuple(weights), True, True)
 
 
 def input_backward(block_call: BlockCall) -> WeightBackward:
-    """Give the leaves that a visit took in their gradients, and let its glue flow; the rest of its backward is returned."""
+    """Computes the gradients of a block call's input leaves and runs its glue; returns the rest as W."""
     if block_call.checkpoint is not None or not block_call.outputs:
-        backward(block_call)  # which says what is wrong, or has glue alone
+        backward(block_call)  # raises the right error, or runs glue alone
         return WeightBackward()
     graph = _Graph(block_call.outputs)
     if graph.is_opaque:
         backward(block_call)
         return WeightBackward()
-    owed = WeightBackward()
+    weight_backward = WeightBackward()
     inputs = list(graph.inputs)
     for branch in graph.branches():
         if branch.whole:
             inputs += branch.weights
         elif branch.node is None:
-            owed.outputs += branch.outputs
+            weight_backward.outputs += branch.outputs
         else:
-            left = _FrontierGrads()
-            branch.node.register_prehook(left)
-            owed.frontiers.append((branch.node, left, branch.weights))
-    owed.frontiers.sort(
+            saved = _FrontierGrads()
+            branch.node.register_prehook(saved)
+            weight_backward.frontiers.append((branch.node, saved, branch.weights))
+    weight_backward.frontiers.sort(
         key=lambda each: each[0]._sequence_nr()
-    )  # what ranks send each other goes in the same order on all
-    came = [(tensor, leaf.grad) for tensor, leaf in block_call.outputs if leaf.grad is not None]
-    if inputs and came:
-        tensors, gradients = zip(*came, strict=True)
+    )  # collectives must run in the same order on all ranks
+    output_grads = [(tensor, leaf.grad) for tensor, leaf in block_call.outputs if leaf.grad is not None]
+    if inputs and output_grads:
+        tensors, gradients = zip(*output_grads, strict=True)
         run_backward(tensors, gradients, True, False, tuple(inputs), True, True)
     block_call.outputs = []
     backward(block_call)
-    return owed
+    return weight_backward
 
 
 @dataclass(slots=True)
 class _Branch:
-    """Weights that are reached from a frontier, or from `outputs` (then `node` is None); `whole`: not from there alone."""
+    """Weights behind a frontier, or behind `outputs` (`node` is None); `whole`: not separable."""
 
     node: Node | None
     weights: list[nn.Parameter]
@@ -119,51 +120,53 @@ class _Branch:
 
 
 class _Graph:
-    """The graph behind outputs: its leaves, and the nodes `through` which gradients go to those that are no weights."""
+    """The graph behind outputs: its leaves, and the nodes `through` which gradients reach inputs."""
 
     def __init__(self, outputs: Sequence[OutputLeaf]) -> None:
         self._outputs = outputs
-        self._children: dict[Node, list[Node]] = {}  # of each node, those that it hands gradients to
-        above: dict[Node, list[Node]] = {tensor.grad_fn: [] for tensor, _ in outputs}
-        todo = list(above)
+        self._children: dict[Node, list[Node]] = {}  # of each node, those that it passes gradients to
+        parents: dict[Node, list[Node]] = {tensor.grad_fn: [] for tensor, _ in outputs}
+        todo = list(parents)
         while todo:
             node = todo.pop()
-            self._children[node] = behind = [each for each, _ in node.next_functions if each is not None]
-            for each in behind:
-                if each in above:
-                    above[each].append(node)
+            self._children[node] = children = [each for each, _ in node.next_functions if each is not None]
+            for each in children:
+                if each in parents:
+                    parents[each].append(node)
                 else:
-                    above[each] = [node]
+                    parents[each] = [node]
                     todo.append(each)
-        leaves = [node for node in above if type(node) is ACCUMULATE_GRAD]
+        leaves = [node for node in parents if type(node) is ACCUMULATE_GRAD]
         todo = [leaf for leaf in leaves if not isinstance(leaf.variable, nn.Parameter)]
         self.inputs = [leaf.variable for leaf in todo]
-        self.is_opaque = any(type(node).__name__ == OPAQUE_NODE for node in above)
+        self.is_opaque = any(type(node).__name__ == OPAQUE_NODE for node in parents)
         self._through: dict[Node, None] = dict.fromkeys(todo)
         while todo:
-            for node in above[todo.pop()]:
+            for node in parents[todo.pop()]:
                 if node not in self._through:
                     self._through[node] = None
                     todo.append(node)
 
     def branches(self) -> list[_Branch]:
-        """The ways to weights that no input lies behind; those that meet are whole."""
+        """The branches to weights with no input behind them; those that meet are whole."""
         through, starts = self._through, dict[Node | None, list[Node]]()
         for node in through:
-            aside = [each for each in self._children[node] if each not in through]
-            if aside:
-                starts[node] = aside
+            weight_nodes = [each for each in self._children[node] if each not in through]
+            if weight_nodes:
+                starts[node] = weight_nodes
         ends = [output for output in self._outputs if output[0].grad_fn not in through]
         if ends:
             starts[None] = [tensor.grad_fn for tensor, _ in ends]
-        found = {node: self._nodes_below(first) for node, first in starts.items()}
+        nodes_by_start = {node: self._nodes_below(first) for node, first in starts.items()}
         owner: dict[Node, Node | None] = {}
-        met: set[Node | None] = set()
-        for node, nodes in found.items():
+        shared: set[Node | None] = set()
+        for node, nodes in nodes_by_start.items():
             for each in nodes:
                 if owner.setdefault(each, node) is not node:
-                    met |= {node, owner[each]}
-        return [self._branch(node, nodes, ends, whole=node in met) for node, nodes in found.items()]
+                    shared |= {node, owner[each]}
+        return [
+            self._branch(node, nodes, ends, whole=node in shared) for node, nodes in nodes_by_start.items()
+        ]
 
     @staticmethod
     def _branch(node: Node | None, nodes: Iterable[Node], ends: list[OutputLeaf], *, whole: bool) -> _Branch:
@@ -171,7 +174,6 @@ class _Graph:
         return _Branch(node, weights, [] if node else ends, whole or isinstance(node, BackwardCFunction))
 
     def _nodes_below(self, roots: Iterable[Node]) -> dict[Node, None]:
-        """The nodes behind `roots`, those too."""
         known = dict.fromkeys(roots)
         todo = list(known)
         while todo:

@@ -1,13 +1,13 @@
-"""A transformers model from its config alone: architecture and sizes, no weights, no code from elsewhere.
+"""Builds a transformers model from its config: architecture and sizes, without weights.
 
-The config is read as JSON, because three of its fields must not act: the dtype (parameters are float32 whatever the
-published weights were), `auto_map` (code from a repository) and `use_cache` (a cache of keys has no place in training).
-Overrides replace fields before the config is made, so that what transformers derives from a field follows it.
+The config is read as JSON, because three of its fields must not take effect: the dtype (parameters are
+float32 whatever the published weights were), `auto_map` (code from a repository) and `use_cache` (training
+needs no key-value cache). Overrides replace fields before the config is made, so that what transformers
+derives from a field follows it.
 
-A model whose classes come from its own hub repository: the one place where code from elsewhere is imported.
-
-Reached only with `model.trust_remote_code` and a commit, so that what runs is what was looked at. transformers imports the
-files that `auto_map` in the config names from the snapshot of that commit; from there on the model is one like any other.
+`repository_factory` is the one place where code from a hub repository is imported. It is reached only with
+`model.trust_remote_code` and a commit, so that the code that runs is the code that was reviewed. transformers
+imports the files that `auto_map` names from the snapshot of that commit.
 """
 
 import copy
@@ -31,28 +31,30 @@ from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics,
 def repository_factory(
     folder: Path, raw: Mapping[str, Any], auto_map: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> Callable[[], nn.Module]:
-    """The function that constructs the model of the config `raw` from the classes in `folder` that `auto_map` names.
+    """The function that constructs the model of `raw`, from classes in `folder` that `auto_map` names.
 
-    Raises PlanError when the code cannot be imported, lacks the architecture, or refuses the config.
+    Raises PlanError if the code cannot be imported, lacks the architecture, or refuses the config.
     """
-    named = {
+    references = {
         str(reference).rpartition(".")[2]: str(reference)
         for reference in auto_map.values()
         if isinstance(reference, str)
     }
     architecture = next(iter(raw.get("architectures") or ()), "")
-    if architecture not in named:
-        text = f"auto_map names {', '.join(named) or 'no class'}, and the architecture is '{architecture}'"
+    if architecture not in references:
+        text = (
+            f"auto_map names {', '.join(references) or 'no class'}, and the architecture is '{architecture}'"
+        )
         raise PlanError(text, fix="name in architectures a class that auto_map has", location=CONFIG_KEY)
-    fetched = import_module("transformers.dynamic_module_utils").get_class_from_dynamic_module
+    get_class = import_module("transformers.dynamic_module_utils").get_class_from_dynamic_module
     try:
         if "AutoConfig" in auto_map:
-            config_class: Any = fetched(auto_map["AutoConfig"], str(folder))
+            config_class: Any = get_class(auto_map["AutoConfig"], str(folder))
         else:
             config_class = transformers.CONFIG_MAPPING[raw["model_type"]]
-        model_class: Any = fetched(named[architecture], str(folder))
+        model_class: Any = get_class(references[architecture], str(folder))
         config = config_class.from_dict({**raw, **overrides, "auto_map": dict(auto_map)})
-    except Exception as error:  # the code is of others, and so are its errors
+    except Exception as error:  # third-party code may raise anything
         text = f"the code of the repository in {folder} fails: {type(error).__name__}: {error}"
         raise PlanError(
             text, fix="install what it needs, or choose another commit: model.revision", location=CONFIG_KEY
@@ -69,7 +71,7 @@ PER_LAYER_FIELDS = ("layer_types", "mlp_layer_types")
 
 @dataclass(frozen=True)
 class TextLimits:
-    """The number of tokens in the vocabulary and the longest sample; None where the model does not say."""
+    """The vocabulary size and the longest sequence of a model; None if the model does not declare it."""
 
     vocab_size: int | None = None
     max_positions: int | None = None
@@ -78,19 +80,19 @@ class TextLimits:
 def config_factory(
     source: str, overrides: Mapping[str, Any], *, trust_remote_code: bool = False
 ) -> Callable[[], nn.Module]:
-    """The function that constructs the model of the config at `source`, a .json file or a folder with config.json.
+    """The function that constructs the model of the config at `source`, a .json file or its folder.
 
-    The class is the one that `architectures` names first; without that field, the causal language model of the type.
-    Classes from the folder itself (`auto_map`) are used only when it is `trusted`.
+    The class is the first of `architectures`; without that field, the causal language model of the model
+    type. Classes from the folder itself (`auto_map`) are used only with `trust_remote_code`.
 
-    Raises PlanError for a file that is missing, unreadable or of no known model type, for an unknown architecture, and
-    for overrides that the config does not have or refuses.
+    Raises PlanError for a file that is missing, unreadable or of no known model type, for an unknown
+    architecture, and for overrides that the config does not have or refuses.
     """
     raw = _read_json(Path(source))
-    foreign = raw.pop("auto_map", None)
-    if trust_remote_code and isinstance(foreign, dict):
-        return repository_factory(Path(source), raw, foreign, overrides)
-    config = _build_config(source, raw, foreign, overrides)
+    auto_map = raw.pop("auto_map", None)
+    if trust_remote_code and isinstance(auto_map, dict):
+        return repository_factory(Path(source), raw, auto_map, overrides)
+    config = _build_config(source, raw, auto_map, overrides)
     for part in (config, config.get_text_config()):
         if "use_cache" in part.to_dict():
             part.use_cache = False
@@ -104,20 +106,20 @@ def config_factory(
 
 
 def read_config(source: str) -> Any:
-    """The config at `source`, of which no model is made, nor code from its folder run. Raises PlanError as `config_factory`."""
+    """The config at `source`; makes no model and runs no code. Raises PlanError as `config_factory` does."""
     raw = _read_json(Path(source))
     return _build_config(source, raw, raw.pop("auto_map", None), {})
 
 
 def text_limits(module: nn.Module) -> TextLimits:
-    """What the config of a transformers model says about the text that it takes; nothing for other modules."""
+    """The text limits in the config of a transformers model; empty for other modules."""
     config = config_of(module)
     if config is None:
         return TextLimits()
     config = config.get_text_config()
-    said = config.to_dict()
+    fields = config.to_dict()
     sizes = [
-        said.get(config.attribute_map.get(name, name)) for name in ("vocab_size", "max_position_embeddings")
+        fields.get(config.attribute_map.get(name, name)) for name in ("vocab_size", "max_position_embeddings")
     ]
     return TextLimits(*(size if isinstance(size, int) and size > 0 else None for size in sizes))
 
@@ -144,8 +146,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return {name: value for name, value in raw.items() if name not in ("dtype", "torch_dtype")}
 
 
-def _build_config(source: str, raw: dict[str, Any], foreign: object, overrides: Mapping[str, Any]) -> Any:
-    """The config that `raw` and `overrides` say; `foreign` is the code that its repository brings."""
+def _build_config(source: str, raw: dict[str, Any], auto_map: object, overrides: Mapping[str, Any]) -> Any:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise PlanError(
@@ -153,9 +154,15 @@ def _build_config(source: str, raw: dict[str, Any], foreign: object, overrides: 
             fix='add the field model_type, for example "llama"',
             location=CONFIG_KEY,
         )
-    if model_type not in transformers.CONFIG_MAPPING and foreign:
-        text = f"the model type '{model_type}' is not known to transformers; its repository brings code for it, which is not run"
-        fix = "look at it, then set model.trust_remote_code = true and model.revision to its commit, or use file.py:factory"
+    if model_type not in transformers.CONFIG_MAPPING and auto_map:
+        text = (
+            f"the model type '{model_type}' is not known to transformers; its repository brings code for it, "
+            "which is not run"
+        )
+        fix = (
+            "look at it, then set model.trust_remote_code = true and model.revision to its commit, or use "
+            "file.py:factory"
+        )
         raise PlanError(text, fix=fix, location=CONFIG_KEY)
     if model_type not in transformers.CONFIG_MAPPING:
         fix = suggest_name(model_type, transformers.CONFIG_MAPPING)
@@ -168,33 +175,33 @@ def _build_config(source: str, raw: dict[str, Any], foreign: object, overrides: 
 
 
 def _check_overrides(overrides: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    known = (set(config.to_dict()) | set(config.attribute_map)).difference(FIXED_FIELDS)
+    fields = (set(config.to_dict()) | set(config.attribute_map)).difference(FIXED_FIELDS)
     raise_diagnostics(
         Diagnostic(
             f"a {config.model_type} config has no field '{name}' to override",
-            suggest_name(name, known),
+            suggest_name(name, fields),
             f"model.overrides.{name}",
         )
         for name in overrides
-        if name not in known
+        if name not in fields
     )
     return {config.attribute_map.get(name, name): value for name, value in overrides.items()}
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Whether the config of a transformers model says that its published weights are packed into fewer bits."""
+    """Whether the config of a transformers model says that its published weights are quantized."""
     config = config_of(module)
     return config is not None and config.to_dict().get("quantization_config") is not None
 
 
 def use_eager_experts(module: nn.Module) -> None:
-    """Have a transformers mixture of experts loop over its experts: the grouped product has no float64 kernel."""
+    """Makes a transformers MoE model loop over experts: the grouped product has no float64 kernel."""
     if config_of(module) is not None:
         cast(Any, module).set_experts_implementation("eager")
 
 
 def use_batched_experts(module: nn.Module) -> None:
-    """Have a transformers mixture of experts gather weights by token: no value is looked at, so fake tensors can pass."""
+    """Makes a transformers mixture of experts gather weights by token, which works on fake tensors."""
     if config_of(module) is not None:
         cast(Any, module).set_experts_implementation("batched_mm")
 
@@ -203,16 +210,19 @@ def _make_config(config_class: Any, raw: dict[str, Any], overrides: dict[str, An
     aliases = [alias for alias, field in config_class.attribute_map.items() if field in overrides]
     fields = {name: value for name, value in raw.items() if name not in aliases} | overrides
     depth = overrides.get(config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
-    for name in PER_LAYER_FIELDS:  # a list with one word per layer must follow the number of layers
+    for name in PER_LAYER_FIELDS:  # a list with one item per layer must follow the number of layers
         if isinstance(depth, int) and name not in overrides and isinstance(fields.get(name), list):
-            words = fields.pop(name)
-            fields |= {name: words[:depth]} if depth <= len(words) else {}
+            items = fields.pop(name)
+            fields |= {name: items[:depth]} if depth <= len(items) else {}
     try:
         with _silence_special_tokens():
             return config_class.from_dict(fields)
     except Exception as error:  # transformers raises a dozen kinds for values it refuses
         given = f" with {overrides}" if overrides else ""
-        fix = "change the field that the message names; overrides must fit each other (heads divide the width...)"
+        fix = (
+            "change the field that the message names; overrides must fit each other (heads divide the "
+            "width...)"
+        )
         raise PlanError(
             f"transformers refuses the config{given}: {error}",
             fix=fix,
@@ -222,29 +232,29 @@ def _make_config(config_class: Any, raw: dict[str, Any], overrides: dict[str, An
 
 @contextmanager
 def _silence_special_tokens() -> Iterator[None]:
-    """Keep transformers from warning that bos or eos lie outside of the vocabulary: they act in generation, not in training."""
+    # transformers warns that bos or eos lie outside the vocabulary; they matter in generation only
     logger = logging.getLogger(transformers.configuration_utils.__name__)
 
-    def other(record: logging.LogRecord) -> bool:
+    def is_other_message(record: logging.LogRecord) -> bool:
         return "_token_id" not in record.getMessage()
 
-    logger.addFilter(other)
+    logger.addFilter(is_other_message)
     try:
         yield
     finally:
-        logger.removeFilter(other)
+        logger.removeFilter(is_other_message)
 
 
 def _find_architecture(name: str, model_type: str) -> type[nn.Module]:
     stem = model_type.replace("_", "").replace("-", "")
-    kin = {
-        word
-        for word in dir(transformers)
-        if word.lower().startswith(stem) and ("For" in word or word.endswith("Model"))
+    candidates = {
+        candidate
+        for candidate in dir(transformers)
+        if candidate.lower().startswith(stem) and ("For" in candidate or candidate.endswith("Model"))
     }
     if name not in dir(transformers):
         fix = (
-            suggest_name(name, kin)
+            suggest_name(name, candidates)
             + " (only classes of transformers itself are built; code from a repository is not run)"
         )
         raise PlanError(

@@ -1,11 +1,11 @@
-"""From a hub id to a folder on this machine, at a commit that stays.
+"""Resolves a hub id to a folder on this machine, and pins it to a commit.
 
-`ORG/NAME` is a repository of the Hugging Face hub, unless something of that path exists here. Its config, its safetensors
-and its tokenizer are fetched by huggingface_hub, which keeps them in its own cache and obeys its own settings (HF_HOME,
+`ORG/NAME` is a repository of the Hugging Face hub, unless a local path of that name exists. huggingface_hub
+fetches its config, safetensors and tokenizer into its own cache and obeys its own settings (HF_HOME,
 HF_HUB_OFFLINE, a token); pickles and code are not fetched. Without weights only the small files are.
 
-A branch moves, so `pinned` replaces it by the commit that it names now; a plan file says that commit, and every rank takes
-it from the cache without asking the network.
+A branch moves, so `pin_revision` replaces it by its current commit; a plan file contains that commit, and
+every rank reads it from the cache without network access.
 """
 
 import re
@@ -38,13 +38,13 @@ def is_hub_id(name: str) -> bool:
 
 
 def resolve_path(name: str, source: ModelConfig, where: str) -> Path:
-    """The path `name`, or the folder of its snapshot when it is a hub id.
+    """The path `name`, or the folder of its snapshot if it is a hub id.
 
-    Raises PlanError when the hub does not give it and the cache does not have it.
+    Raises PlanError if the hub does not have it and the cache does not either.
     """
     if not is_hub_id(name):
         return Path(name)
-    wanted = [
+    patterns = [
         *CONFIG_PATTERNS,
         *(WEIGHT_PATTERNS if name == source.weights else ()),
         *(CODE_PATTERNS if source.trust_remote_code else ()),
@@ -53,42 +53,53 @@ def resolve_path(name: str, source: ModelConfig, where: str) -> Path:
         folder = snapshot_download(
             name,
             revision=source.revision or None,
-            allow_patterns=wanted,
+            allow_patterns=patterns,
             ignore_patterns=["*/*"],
             library_name="meshwright",
         )
     except (OSError, ValueError, HfHubHTTPError) as error:
-        at = f" at '{source.revision}'" if source.revision else ""
+        revision = f" at '{source.revision}'" if source.revision else ""
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        text = f"there is no path '{name}' here, and as a hub id{at} it cannot be fetched: {reason}"
-        fix = "check the path or the id; private repositories need `hf auth login`; offline, set HF_HOME to a cache that holds it"
+        text = f"there is no path '{name}' here, and as a hub id{revision} it cannot be fetched: {reason}"
+        fix = (
+            "check the path or the id; private repositories need `hf auth login`; offline, set HF_HOME to a "
+            "cache that holds it"
+        )
         raise PlanError(text, fix=fix, location=where) from error
     return Path(folder)
 
 
 def pin_revision(source: ModelConfig) -> ModelConfig:
-    """`source` with the commit as its revision, where it names a hub id; otherwise as it is.
+    """`source` with the commit as its revision, if it names a hub id; otherwise unchanged.
 
-    Raises PlanError for a revision of nothing, for two repositories under one revision, for code that is no hub id's, and
-    when the hub cannot be asked.
+    Raises PlanError for a revision without a hub id, for two repositories under one revision, for
+    trust_remote_code without a hub id, and if the hub cannot be reached.
     """
     ids = list(dict.fromkeys(name for name in (source.weights, source.source) if is_hub_id(name)))
     if not ids:
         if source.trust_remote_code:
-            text = f"trust_remote_code with '{source.source}', which is no hub id: a folder has no commit to hold its code still"
+            text = (
+                f"trust_remote_code with '{source.source}', which is not a hub id: a folder has no commit "
+                "that fixes its code"
+            )
             fix = "name the hub id, or build the model in a file of your own: model.source = file.py:factory"
             raise PlanError(text, fix=fix, location="model.trust_remote_code")
         if source.revision:
-            text = f"the revision '{source.revision}', and neither model.source nor model.weights is a hub id (ORG/NAME)"
+            text = (
+                f"the revision '{source.revision}', and neither model.source nor model.weights is a hub id "
+                "(ORG/NAME)"
+            )
             raise PlanError(
                 text,
-                fix="remove model.revision, or name a hub id that is no path here",
+                fix="remove model.revision, or name a hub id that is not a local path",
                 location="model.revision",
             )
         return source
     if len(ids) > 1:
         text = f"two repositories, {ids[1]} and {ids[0]}, under one revision"
-        raise PlanError(text, fix="leave out model.source: it is then model.weights", location="model.source")
+        raise PlanError(
+            text, fix="remove model.source: it defaults to model.weights", location="model.source"
+        )
     if COMMIT_HASH.fullmatch(source.revision):
         return source
     folder = resolve_path(ids[0], source, "model.weights" if ids[0] == source.weights else "model.source")

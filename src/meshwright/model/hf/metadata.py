@@ -1,7 +1,7 @@
-"""What a transformers model says about itself: how its weights may be split, its head, how it attends.
+"""Reads what a transformers model declares about itself: tensor-parallel plan, output head, attention.
 
-Nothing here is needed to train a model; a module from elsewhere declares nothing. Classes are known by their names,
-because importing the module that defines them takes two seconds.
+Nothing here is needed to train a model; a module from elsewhere declares nothing. Classes are recognized by
+their names, because importing the module that defines them takes two seconds.
 """
 
 from collections.abc import Mapping
@@ -11,18 +11,18 @@ from torch import nn
 
 from meshwright.model.hf.peft import is_adapted
 
-# transformers' words for a split, and the roles that they are here; a word of a later version is shown as it is
+# transformers' tensor-parallel styles -> our layer roles; an unknown style is shown unchanged
 TP_STYLE_ROLES = {
-    "colwise": "columns",
-    "colwise_gather_output": "columns",
-    "colwise_rep": "columns",
-    "rowwise": "rows",
-    "rowwise_rep": "rows",
-    "rowwise_split_input": "rows",
-    "packed_colwise": "packed columns",
-    "packed_rowwise": "packed rows",
-    "embedding_rowwise": "vocabulary",
-    "embedding_colwise": "columns",
+    "colwise": "colwise",
+    "colwise_gather_output": "colwise",
+    "colwise_rep": "colwise",
+    "rowwise": "rowwise",
+    "rowwise_rep": "rowwise",
+    "rowwise_split_input": "rowwise",
+    "packed_colwise": "packed_colwise",
+    "packed_rowwise": "packed_rowwise",
+    "embedding_rowwise": "vocab",
+    "embedding_colwise": "colwise",
     "mla_kv_a_proj": "latent",
     "replicated_with_grad_allreduce": "replicated",
     "moe_tp_experts": "experts",
@@ -38,7 +38,7 @@ def is_transformers_model(module: nn.Module) -> bool:
 
 
 def config_of(module: nn.Module) -> Any:
-    """The transformers config that `module`, or its base if it is adapted, carries; None for other modules."""
+    """The transformers config of `module`, or of its base if it is adapted; None for other modules."""
     config = vars(_unwrap_adapters(module)).get("config")
     return config if "PreTrainedConfig" in {kind.__name__ for kind in type(config).__mro__} else None
 
@@ -46,7 +46,7 @@ def config_of(module: nn.Module) -> Any:
 def declared_roles(module: nn.Module) -> dict[str, str]:
     """The roles that the models inside `module` declare, by pattern of full names; outer models come first.
 
-    A pattern of a config belongs to the base model; on the model with a head round it, it names nothing and does no harm.
+    A pattern in a config belongs to the base model; on the model with a head around it, it matches nothing.
     """
     found: dict[str, str] = {}
     for name, inner in module.named_modules():
@@ -64,13 +64,13 @@ def declared_roles(module: nn.Module) -> dict[str, str]:
 
 
 def output_head(module: nn.Module) -> nn.Module | None:
-    """The module that makes logits, if the model says which one it is."""
+    """The module that computes logits, if the model declares it."""
     bare: Any = _unwrap_adapters(module)
     return bare.get_output_embeddings() if is_transformers_model(bare) else None
 
 
 def attention_implementation(module: nn.Module) -> str:
-    """How the model attends: the name of transformers' implementation, if it can be exchanged there; else ""."""
+    """The name of transformers' attention implementation if it can be exchanged; else ""."""
     config = config_of(module)
     kinds = {type(inner) for inner in module.modules() if is_transformers_model(inner)}
     exchanged = any(kind._supports_attention_backend for kind in cast(Any, kinds))
@@ -78,7 +78,7 @@ def attention_implementation(module: nn.Module) -> str:
 
 
 def sdpa_advice(module: nn.Module, module_name: str) -> str:
-    """How the part `name` of `module`, which multiplies queries with keys itself, would come to attend by torch's function."""
+    """How to make the part `module_name`, which computes attention scores itself, use torch's attention."""
     inner = [
         each
         for at, each in module.named_modules()
@@ -90,12 +90,11 @@ def sdpa_advice(module: nn.Module, module_name: str) -> str:
     if not kind._supports_sdpa:
         return f"transformers' {kind.__name__} has no other way to attend"
     if config_of(inner[-1])._attn_implementation == "sdpa":
-        return "it does so beside F.scaled_dot_product_attention, or where that cannot do it"
+        return "it does so in addition to F.scaled_dot_product_attention, or where that is not possible"
     return "set attn_implementation = 'sdpa' in its config"
 
 
 def _unwrap_adapters(module: nn.Module) -> nn.Module:
-    """The model inside the wrapper that holds adapters."""
     return cast(Any, module).get_base_model() if is_adapted(module) else module
 
 

@@ -1,18 +1,19 @@
-"""Tensors that transformers captures inside a block: they leave it by a side channel, and count as its outputs.
+"""Tensors that transformers captures inside a block: they leave by a side channel and count as outputs.
 
-A model that is asked for router logits (or attentions) does not hand them from layer to layer. A hook on the router puts
-them into a list that belongs to the forward, and the model reads the list at its end:
+A model that is asked for router logits (or attentions) does not pass them from layer to layer. A hook on the
+router appends them to a list that belongs to the forward, and the model reads the list at its end:
 
-    block      hidden ---> router ---> experts ---> hidden'            returned: cut at the border as ever
+    block      hidden ---> router ---> experts ---> hidden'       returned: the graph is cut at the boundary
                              |
-    collector  {"router_logits": [layer 0, layer 1, ...]}              captured: put in the list, behind the block's back
+    collector  {"router_logits": [layer 0, layer 1, ...]}         captured: appended to the list in the block
 
-An auxiliary loss computed from the list would reach into every block after its border was closed. So the drive looks at
-the collector before and after each block, and what a block added becomes an output of it: a leaf stands in the list, and
-the block's backward starts from both gradients.
+An auxiliary loss computed from the list would reach into every block after its graph was cut. So the driver
+compares the collector before and after each block, and what a block appended becomes an output of it: the
+list gets a leaf, and the block's backward starts from both gradients.
 
-The collector is found by name in the module of transformers that holds it, if that was imported; another tensor that
-leaves a block behind its outputs (a hook of one's own, an attribute) is refused by name in `model.paths`.
+The collector is found by name in the module of transformers that holds it, if that was imported. Any other
+tensor that leaves a block without being returned (a custom hook, an attribute) is refused by name in
+`model.blocks.graph_check`.
 """
 
 import sys
@@ -27,7 +28,7 @@ CAPTURE_MODULE, COLLECTOR_NAME = "transformers.utils.output_capturing", "_active
 
 @dataclass(frozen=True, slots=True)
 class CaptureMark:
-    """A list that is being filled: its channel ("router_logits"), the list, and how long it was."""
+    """A list that is being filled: its channel ("router_logits"), the list, and its length at the mark."""
 
     channel: str
     captured: list[Any]
@@ -35,22 +36,22 @@ class CaptureMark:
 
     @property
     def added_tensors(self) -> list[Any]:
-        """What was added since, in a list of its own."""
+        """The items appended since the mark, as a new list."""
         return self.captured[self.length :]
 
     def replace(self, tensors: list[Any]) -> None:
-        """Put `added` where what was added stands."""
+        """Replaces the items appended since the mark by `tensors`."""
         self.captured[self.length :] = tensors
 
 
 def capture_marks() -> tuple[CaptureMark, ...]:
-    """A mark in every list that transformers is filling on this thread; none when nothing is captured."""
+    """A mark in every list that transformers is filling on this thread; none if nothing is captured."""
     lists = _active_lists()
     return tuple(_list_marks(lists)) if lists else ()
 
 
 def empty_capture_lists() -> CaptureLists | None:
-    """What transformers is filling on this thread, with lists as long that hold nothing; None when nothing is captured."""
+    """Lists like those that transformers is filling, as long, holding None; None if nothing is captured."""
     lists = _active_lists()
     if not lists:
         return None
@@ -61,21 +62,21 @@ def empty_capture_lists() -> CaptureLists | None:
 
 @contextmanager
 def capture_into(lists: CaptureLists | None) -> Iterator[tuple[CaptureMark, ...]]:
-    """Have transformers fill `into` meanwhile, and nothing else; None: it captures nothing. Marks tell what was added."""
+    """Context manager: transformers fills `lists` instead (None: captures nothing). Yields marks in them."""
     collector = _collector()
     if collector is None:
         yield ()
         return
-    before = collector.set(lists)
+    token = collector.set(lists)
     try:
         yield tuple(_list_marks(lists or {}))
     finally:
-        collector.reset(before)
+        collector.reset(token)
 
 
 def _collector() -> Any:
-    home = sys.modules.get(CAPTURE_MODULE)
-    return None if home is None else vars(home).get(COLLECTOR_NAME)
+    module = sys.modules.get(CAPTURE_MODULE)
+    return None if module is None else vars(module).get(COLLECTOR_NAME)
 
 
 def _active_lists() -> dict[str, Any] | None:
@@ -85,5 +86,5 @@ def _active_lists() -> dict[str, Any] | None:
 
 def _list_marks(lists: dict[str, Any]) -> Iterator[CaptureMark]:
     for channel, found in lists.items():
-        if isinstance(found, list):  # the collector also holds which layers were asked for
+        if isinstance(found, list):  # the collector also holds the requested layers
             yield CaptureMark(channel, found, len(found))

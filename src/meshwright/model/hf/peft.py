@@ -1,14 +1,15 @@
-"""Adapters: a model of `peft` as what it is, a base model that stays as it was published and small trained parts inside it.
+"""Models of `peft`: maps between an adapted model and its base, which stays as published.
 
     in the adapted model                                                 in its base
     base_model.model.layers.0.q_proj.base_layer.weight         frozen    layers.0.q_proj.weight
     base_model.model.layers.0.q_proj.lora_A.default.weight     trained   --
     base_model.model.layers.0.q_proj.lora_B.default.weight     trained   --
     base_model.model.lm_head.original_module.weight            frozen    lm_head.weight
-    base_model.model.lm_head.modules_to_save.default.weight    trained   lm_head.weight, which it starts from
+    base_model.model.lm_head.modules_to_save.default.weight    trained   lm_head.weight, its initial value
 
-The names are not taken apart: peft itself takes the adapters off a copy without values, and what is then the same tensor has
-two names. Classes are known by their names, because `peft` is optional: it is here when somebody has made such a model.
+Names are not parsed: peft itself removes the adapters from a copy without values, and a tensor that is in
+both has two names. Classes are recognized by their names, because `peft` is optional: it is installed if
+somebody made such a model.
 """
 
 from collections.abc import Iterator
@@ -30,15 +31,15 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def is_adapter_layer(module: nn.Module) -> bool:
-    """Whether `module` is a layer with its adapter, or with a trained copy of it: a whole, though it holds dicts of modules."""
+    """Whether `module` is a layer with its adapter, or with a trained copy of it."""
     return not WRAPPER_CLASSES.isdisjoint(kind.__name__ for kind in type(module).__mro__)
 
 
 def unload_adapters(module: nn.Module) -> tuple[nn.Module, dict[str, str]]:
-    """The base of an adapted `module`, which is used up, and the name in it of every parameter and buffer that it has.
+    """The base of an adapted `module` (which is consumed), and the base name of every parameter and buffer.
 
-    Names are those of the adapted model, all of a tie; the name in the base is the first one there. A trained copy of a part
-    has the name of that part. `module` needs no values.
+    Keys are all tied names in the adapted model; the name in the base is the first one there. A trained copy
+    of a module has the name of that module. `module` needs no values.
     """
     adapted: Any = module
     names: dict[int, list[str]] = {}
@@ -47,18 +48,18 @@ def unload_adapters(module: nn.Module) -> tuple[nn.Module, dict[str, str]]:
     copies = list(_copies(module))
     base = adapted.get_base_model() if adapted.active_peft_config.is_prompt_learning else adapted.unload()
     found: dict[str, str] = {}
-    for own, tensor in _tensors(base):
+    for base_name, tensor in _tensors(base):
         for name in names.get(id(tensor), ()):
-            found.setdefault(name, own)
-    for name, other in copies:  # peft leaves one of the two in the base
-        if name in found or other in found:
-            own = found.get(name, found.get(other, ""))
-            found |= {name: own, other: own}
+            found.setdefault(name, base_name)
+    for name, original in copies:  # peft leaves one of the two in the base
+        if name in found or original in found:
+            base_name = found.get(name, found.get(original, ""))
+            found |= {name: base_name, original: base_name}
     return base, found
 
 
 def import_peft() -> Any:
-    """The package peft. Raises PlanError, which names the extra, where it is not installed."""
+    """The package peft. Raises PlanError, which names the extra to install, if it is missing."""
     try:
         return import_module(PACKAGE)
     except ImportError as error:
@@ -68,9 +69,9 @@ def import_peft() -> Any:
 
 
 def suggest_fix(error: BaseException, default: str) -> str:
-    """How to repair what a user's own code raised: by installing peft, if that is what it lacks, else `otherwise`."""
-    lacks = isinstance(error, ModuleNotFoundError) and error.name == PACKAGE
-    return INSTALL_PEFT if lacks else default
+    """The fix for an error in a user's code: installing peft if that is missing, else `default`."""
+    is_missing = isinstance(error, ModuleNotFoundError) and error.name == PACKAGE
+    return INSTALL_PEFT if is_missing else default
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -79,7 +80,6 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _copies(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """The name of each tensor of a part that is kept aside, with that of its trained copy."""
     for path, part in module.named_modules():
         copies = part._modules.get("modules_to_save") if is_adapter_layer(part) else None
         if copies is not None:

@@ -1,19 +1,19 @@
-"""Runs a constructor so that its parameters take no memory, and writes down how it filled them.
+"""Runs a constructor so that its parameters take no memory, and records how it fills them.
 
     constructor                            here
-    nn.Parameter(torch.empty(50, 8))       registered: the Parameter object itself becomes a meta tensor, blank
-    nn.Parameter(torch.ones(8))            registered: meta, and the value it had is kept (a constant as one number)
+    nn.Parameter(torch.empty(50, 8))       registered: the Parameter object itself becomes a meta tensor
+    nn.Parameter(torch.ones(8))            registered: meta, and its value is kept (a constant as one number)
     weight.normal_(); weight[0].zero_()    caught by a dispatch mode and appended to the tape
-    register_buffer(...)                   untouched: buffers have true values
+    register_buffer(...)                   unchanged: buffers have real values
 
-The constructor must not notice, because it branches: torch.nn.init silently does nothing to meta tensors. So parameters
-say that they are on the CPU, and the one initialiser that loops on drawn values, the truncated normal, is replaced.
-Both the registration hook and that replacement belong to the whole process; they are installed under a lock, act only
-on the thread that installed them, and are removed whatever happens. The constructor draws from a copy of torch's
-generator seeded by the job, so values computed before registration are the same in every process.
+The constructor must not notice, because it branches: torch.nn.init silently skips meta tensors. So parameters
+report the device CPU, and the one initializer that loops on drawn values, the truncated normal, is replaced.
+The registration hook and that replacement affect the whole process; they are installed under a lock, act only
+on the thread that installed them, and are always removed. The constructor draws from a copy of torch's
+generator seeded by the job, so values that are computed before registration are the same in every process.
 
-Refused, by name: reading a parameter's value, random operations that cannot be replayed, writes into a tensor whose
-values were taken over, uninitialised lazy parameters.
+Refused, by name: reading a parameter's value, random operations that cannot be replayed, writes into a tensor
+whose values became a parameter, uninitialized lazy parameters.
 """
 
 import mmap
@@ -53,8 +53,8 @@ UNINITIALIZED_OPS = (
     aten.new_empty_strided,
     aten.empty_permuted,
 )
-LARGE_NBYTES = 1 << 28  # bytes; below, an allocation is no trouble
-MAP_NORESERVE = 0x4000  # Linux' MAP_NORESERVE, which Python names from 3.13 on
+LARGE_NBYTES = 1 << 28  # bytes; smaller allocations are left to torch
+MAP_NORESERVE = 0x4000  # Linux's flag, which Python names from 3.13 on
 _INSTALLING = (
     threading.RLock()
 )  # guards what is process-global: the hook, the replaced initialiser, torch's generator
@@ -62,7 +62,7 @@ _INSTALLING = (
 
 @contextmanager
 def record_init(seed: int) -> Iterator[InitTape]:
-    """Yield a tape; until the end of the block, constructors on this thread make meta parameters and write on it."""
+    """Yields a tape; inside the context, constructors on this thread make meta parameters and record them."""
     recorder = InitRecorder(threading.get_ident())
     with _INSTALLING, ExitStack() as installed:
         hook = register_module_parameter_registration_hook(recorder.on_register_parameter)
@@ -77,20 +77,18 @@ def record_init(seed: int) -> Iterator[InitTape]:
 
 
 class InitRecorder(TorchDispatchMode):
-    """Turns parameters into meta tensors as they are registered, and appends what is done to them to `tape`."""
+    """Turns parameters into meta tensors as they are registered; records operations on them on `tape`."""
 
     def __init__(self, thread: int) -> None:
         super().__init__()
         self.tape = InitTape()
         self._thread = thread
-        self._labels: dict[int, str] = {}  # "Linear.weight": the name in the model is not known yet
-        self._blank: dict[
-            int, StorageWeakRef
-        ] = {}  # a weak reference keeps the number from being given again
+        self._labels: dict[int, str] = {}  # "Linear.weight"; the name in the model is not known yet
+        self._blank: dict[int, StorageWeakRef] = {}  # a weak reference keeps the id from being reused
         self._taken_over: dict[int, tuple[StorageWeakRef, str]] = {}
 
     def on_register_parameter(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
-        """Make `param` a meta tensor, the same object; called by torch as `param` is registered."""
+        """Makes `param` a meta tensor, keeping the object; torch calls it as `param` is registered."""
         if threading.get_ident() != self._thread:
             return
         label = f"{type(module).__name__}.{name}"
@@ -104,7 +102,10 @@ class InitRecorder(TorchDispatchMode):
     def _take_over(self, label: str, param: nn.Parameter) -> None:
         value = param.data
         if is_meta(value) or value.layout != torch.strided:
-            what = f"the parameter is {'a meta tensor made elsewhere' if is_meta(value) else f'of layout {value.layout}'}"
+            what = (
+                "the parameter is "
+                f"{'a meta tensor made elsewhere' if is_meta(value) else f'of layout {value.layout}'}"
+            )
             raise PlanError(
                 what, fix="make the parameter in the constructor, as an ordinary dense tensor", location=label
             )
@@ -121,11 +122,13 @@ class InitRecorder(TorchDispatchMode):
         except RuntimeError as error:
             fix = "register the parameter before taking views or weak references of it"
             raise PlanError(
-                "something else already refers to the parameter as it is registered", fix=fix, location=label
+                "another object already refers to the parameter when it is registered",
+                fix=fix,
+                location=label,
             ) from error
 
     def recorded_trunc_normal(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """The initialiser that writes on the tape for its parameters and does as `original` for all other tensors."""
+        """An initializer that records on the tape for its parameters; other tensors go to `original`."""
 
         def trunc_normal(
             tensor: torch.Tensor,
@@ -182,7 +185,7 @@ class InitRecorder(TorchDispatchMode):
             kwargs = {
                 **kwargs,
                 "device": META,
-            }  # `model.to(device)` in a factory: where it lives is not decided here
+            }  # `model.to(device)` in a factory: the device is not decided here
         indexing = func.overloadpacket in (aten.index_put_, aten.index_put, aten.index, aten.copy_)
 
         def on_meta(leaf: object) -> object:
@@ -215,12 +218,18 @@ class InitRecorder(TorchDispatchMode):
             self._labels[storage_id(t)] for t in tensors if is_meta(t) and storage_id(t) in self._labels
         )
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
-            what = f"the constructor reads the value of a parameter ({func}), and parameters have no values while it runs"
+            what = (
+                f"the constructor reads the value of a parameter ({func}), and parameters have no values "
+                "during construction"
+            )
             fix = "compute what you need from shapes and settings, or from a tensor that is not a parameter"
             raise PlanError(what, fix=fix, location=where)
         draws = torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket is aten.random_
         if draws and func not in RANDOM_OPS:
-            fix = "use normal_, uniform_ or torch.nn.init.trunc_normal_, or draw into an ordinary tensor and copy_ that"
+            fix = (
+                "use normal_, uniform_ or torch.nn.init.trunc_normal_, or draw into an ordinary tensor and "
+                "copy_ that"
+            )
             raise PlanError(f"{func} on a parameter cannot be replayed", fix=fix, location=where)
         if not all(map(is_meta, written)):
             what = (
@@ -260,10 +269,11 @@ class _PretendCPU(TorchFunctionMode):
 
 
 def _allocate_lazily(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """What `func`, an uninitialised allocation, returns; a large one on memory that exists when it is written to.
+    """The result of `func`, an uninitialized allocation; a large one on pages that exist once written to.
 
-    The experts of one layer of a 670 B model are a tensor of 30 GB, which is a parameter, and so meta, an instant later.
-    torch's own allocator asks for all of it at once, and a system with less memory says no.
+    The experts of one layer of a 670 B model are a tensor of 30 GB, which becomes a parameter, and so meta,
+    immediately afterwards. torch's own allocator asks for all of it at once, and a system with less memory
+    refuses.
     """
     shape = func(*args, **{**kwargs, "device": META, "pin_memory": False})
     nbytes = shape.untyped_storage().nbytes()
@@ -278,12 +288,12 @@ def _allocate_lazily(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _tensor_getter(attribute: str) -> Any:
-    """What a function mode is called with when `attribute` of a tensor is read."""
+    """The function that a mode receives when `attribute` of a tensor is read."""
     return vars(torch._C.TensorBase)[attribute].__get__
 
 
 def is_meta(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` has no storage; asks the storage, because the tensor pretends."""
+    """Whether `tensor` has no storage; asks the storage, because a recorded tensor reports the device CPU."""
     return tensor.layout == torch.strided and tensor.untyped_storage().device == META
 
 
@@ -301,7 +311,7 @@ def _freeze_argument(leaf: object) -> object:
 
 
 def _compress_constant(value: torch.Tensor) -> torch.Tensor:
-    """`value`, or the one number that all its elements are: torch.ones(10**9) is kept in four bytes."""
+    """`value`, or one number if all its elements are equal: torch.ones(10**9) is kept in four bytes."""
     if value.numel() > 1:
         first = value[(0,) * value.dim()]
         if bool((value == first).all()):

@@ -1,31 +1,31 @@
-"""What a model's constructor did to its parameters, written down so that it can be done again, for one parameter alone.
+"""The recorded initialization of a model's parameters, replayed for one parameter or some of its rows.
 
-During construction parameters are *meta* tensors: shapes without storage. Every operation on them is an `Entry` of the
-tape. Tensors in an entry are `Window`s: which storage, and which elements of it (size, stride, offset). So views need
-no entries of their own: `weight[padding_idx].zero_()` is zero_ on a window of one row.
+During construction parameters are *meta* tensors: shapes without storage. Every operation on them is a
+`TapeEntry`. Tensors in an entry are `StorageWindow`s: a storage, and which of its elements (size, stride,
+offset). So views need no entries of their own: `weight[padding_idx].zero_()` is zero_ on a window of one row.
 
-To fill a parameter, walk back from its storage to the entries that still matter (a storage overwritten as a whole
-forgets what was before), then play those on real storages:
+To fill a parameter, `required_entries` walks back from its storage to the entries that still matter (an
+overwrite of the whole storage makes earlier ones irrelevant), and `replay` runs those on real storages:
 
-    tape                                   recipe of `lm_head.weight`, storage 3
+    tape                                   required for `lm_head.weight`, storage 3
     0  uniform_  3[0:50]                   (dropped: overwritten by entry 2)
     1  uniform_  4[0:10]
     2  normal_   3[0:50]          ->       normal_  3[0:50]   key = (seed, "lm_head.weight", 0)
     3  zero_     3[10:20]                  zero_    3[10:20]
 
-Random entries are not replayed by torch's generator but by `model.random`, keyed by the seed, the name of the first
-parameter that needs the entry, and its ordinal among that parameter's random entries. All else is replayed as it was,
-in the dtype in which the constructor did it.
+Random entries are not replayed by torch's generator but by `model.tensors.counter_rng`, keyed by the seed,
+the name of the first parameter that needs the entry, and its ordinal among that parameter's random entries.
+Other entries are replayed as recorded, in the dtype that the constructor used.
 
-Cost: a parameter in its own dtype while it is filled, plus temporaries that its constructor itself would have made.
+`replay_rows` makes some rows of a parameter without the rest, so a rank with a slice of an embedding never
+holds all of it. That works if each required entry changes every element by itself, in place, in contiguous
+memory. Drawn values depend on the element's index alone, so drawing can begin in the middle:
 
-Some rows of an initial value, made without the rest: a rank that has a slice of a table never holds all of it.
-
-A recipe (model/tape.py) is played on some rows when each of its operations changes every element by itself, in place, in memory
-without gaps. Drawn values depend on the element's index alone, so drawing begins in the middle.
-
-    recipe                                        normal_  3[0:50]                   zero_  3[10:20]
+    required                                      normal_  3[0:50]                   zero_  3[10:20]
     rows 2 and 3 of 10 elements, 3[20:40]         normal_  3[20:40], from 20 on      (nothing here)
+
+Cost: one parameter in its own dtype while it is filled, plus the temporaries that its constructor itself
+would make.
 """
 
 from collections import defaultdict
@@ -44,14 +44,14 @@ from meshwright.model.tensors.counter_rng import (
 )
 from meshwright.model.tensors.pytree import storage_id
 
-rows_aten = torch.ops.aten
+aten = torch.ops.aten
 OVERWRITING_OPS = (
-    rows_aten.normal_.default,
-    rows_aten.uniform_.default,
-    rows_aten.zero_.default,
-    rows_aten.fill_.Scalar,
-    rows_aten.fill_.Tensor,
-    rows_aten.copy_.default,
+    aten.normal_.default,
+    aten.uniform_.default,
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.copy_.default,
 )
 
 
@@ -66,13 +66,13 @@ class StorageWindow:
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> "StorageWindow":
-        """Where the elements of `tensor` lie."""
+        """The window of the elements of `tensor`."""
         return cls(storage_id(tensor), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 @dataclass(frozen=True)
 class StorageOrigin:
-    """A storage before its first entry: blank (undefined), or `value`, which broadcasts to the shape of `window`."""
+    """A storage before its first entry: undefined, or `value`, which broadcasts to the shape of `window`."""
 
     numel: int
     dtype: torch.dtype
@@ -82,7 +82,7 @@ class StorageOrigin:
 
 @dataclass(frozen=True)
 class TapeEntry:
-    """One operation: its arguments with tensors as windows, and the windows of the tensors that it made."""
+    """One operation: its arguments with tensors as windows, and the windows of the tensors it returned."""
 
     op: Callable[..., object]
     args: tuple[object, ...]
@@ -90,25 +90,25 @@ class TapeEntry:
     reads: frozenset[int]
     writes: frozenset[int]
     results: tuple[StorageWindow | None, ...] = ()
-    overwritten_storage: int | None = None  # the storage that is overwritten as a whole
+    overwritten_storage: int | None = None  # the storage that it overwrites completely
 
 
 class InitTape:
-    """Entries in order, and the storages that they are about."""
+    """Entries in order, and the storages that they work on."""
 
     def __init__(self) -> None:
         self.origins: dict[int, StorageOrigin] = {}
         self.entries: list[TapeEntry] = []
         self._writers: dict[int, list[int]] = defaultdict(list)
         self._keys: dict[int, tuple[str, int]] = {}
-        self._alive: list[torch.Tensor] = []  # a freed storage would give its number to the next one
+        self._alive: list[torch.Tensor] = []  # a freed storage would give its id to the next one
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies on a storage of this tape."""
+        """Whether `tensor` lies in a storage of this tape."""
         return tensor.layout == torch.strided and storage_id(tensor) in self.origins
 
     def add_storage(self, tensor: torch.Tensor, value: torch.Tensor | None = None) -> StorageWindow:
-        """Take the storage of the meta `tensor` onto the tape, blank or with a value; return where `tensor` lies on it."""
+        """Adds the storage of the meta `tensor`, undefined or with a value; returns the window of it."""
         window = StorageWindow.from_tensor(tensor)
         numel = tensor.untyped_storage().nbytes() // tensor.element_size()
         self.origins[window.storage] = StorageOrigin(numel, tensor.dtype, window, value)
@@ -116,26 +116,26 @@ class InitTape:
         return window
 
     def append(self, entry: TapeEntry) -> None:
-        """Write down one operation."""
+        """Records one operation."""
         for storage in entry.writes:
             self._writers[storage].append(len(self.entries))
         self.entries.append(entry)
 
     def required_entries(self, storage: int) -> list[int]:
-        """The numbers of the entries that the final content of `storage` depends on, in order."""
+        """The numbers of the entries on which the final content of `storage` depends, in order."""
         found: set[int] = set()
         seen: set[tuple[int, int]] = set()
         todo = [(storage, len(self.entries))]
         while todo:
-            wanted, before = todo.pop()
-            if (wanted, before) in seen:
+            storage_id, before = todo.pop()
+            if (storage_id, before) in seen:
                 continue
-            seen.add((wanted, before))
-            for number in reversed([number for number in self._writers[wanted] if number < before]):
+            seen.add((storage_id, before))
+            for number in reversed([number for number in self._writers[storage_id] if number < before]):
                 entry = self.entries[number]
                 found.add(number)
-                todo += [(other, number) for other in entry.reads | entry.writes if other != wanted]
-                if entry.overwritten_storage == wanted:
+                todo += [(other, number) for other in entry.reads | entry.writes if other != storage_id]
+                if entry.overwritten_storage == storage_id:
                     break
         return sorted(found)
 
@@ -144,23 +144,23 @@ class InitTape:
         return self.origins[storage].value is None and not self._writers[storage]
 
     def name_random_entries(self, storages: Iterable[tuple[str, int]]) -> None:
-        """Give every random entry its key words: the first of the (name, storage) pairs that needs it, and an ordinal."""
+        """Sets the key labels of each random entry: the first name that needs it, and an ordinal."""
         for name, storage in storages:
-            mine = [
+            random_entries = [
                 n
                 for n in self.required_entries(storage)
                 if self.entries[n].op in RANDOM_OPS and n not in self._keys
             ]
-            self._keys.update({number: (name, ordinal) for ordinal, number in enumerate(mine)})
+            self._keys.update({number: (name, ordinal) for ordinal, number in enumerate(random_entries)})
 
     def random_key(self, number: int, seed: int) -> int:
-        """The key by which the random entry of that number is drawn."""
+        """The key with which the random entry of that number draws."""
         return derive_key(seed, "initial", *self._keys[number])
 
     def replay(self, window: StorageWindow, seed: int, device: torch.device) -> torch.Tensor:
-        """A real tensor with the content that the constructor gave to `window`; contiguous, on `device`.
+        """A real, contiguous tensor on `device` with the content that the constructor gave to `window`.
 
-        A floating element that nothing ever wrote is NaN.
+        Floating-point elements that were never written are NaN.
         """
         flats: dict[int, torch.Tensor] = {}
         with torch.no_grad():
@@ -191,9 +191,7 @@ class InitTape:
             return
         results = [leaf for leaf in tree_leaves(entry.op(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
         for window, result in zip(entry.results, results, strict=False):
-            if (
-                window is not None
-            ):  # a meta result and a real one may differ in stride: what counts is the window
+            if window is not None:  # a meta result and a real one may differ in stride: the window decides
                 self._real_tensor(window, flats, device).copy_(result)
 
     def _real_tensor(
@@ -212,9 +210,9 @@ class InitTape:
 
 
 def truncated_normal_(tensor: torch.Tensor, mean: float, std: float, low: float, high: float) -> torch.Tensor:
-    """Stands on a tape for torch.nn.init.trunc_normal_; never called, because `RANDOM` names its replay."""
+    """Represents torch.nn.init.trunc_normal_ on a tape; never called, `RANDOM_OPS` gives its replay."""
     raise NotImplementedError(
-        "a truncated normal entry is played by Tape.replay; it cannot be called by itself"
+        "a truncated normal entry is replayed by InitTape.replay; it cannot be called by itself"
     )
 
 
@@ -230,23 +228,23 @@ def _replay_uniform(
     fill_uniform_(target, key, low, high, start=start)
 
 
-# what may stand on a tape as a random entry, and how it is played; keyword arguments are a generator, dtype, device...
+# operations that may be random entries, and their replay; keyword arguments are a generator, dtype, device...
 RANDOM_OPS: dict[Callable[..., object], Callable[..., None]] = {
-    rows_aten.normal_.default: _replay_normal,
-    rows_aten.uniform_.default: _replay_uniform,
-    rows_aten.rand_like.default: _replay_uniform,
-    rows_aten.randn_like.default: _replay_normal,
+    aten.normal_.default: _replay_normal,
+    aten.uniform_.default: _replay_uniform,
+    aten.rand_like.default: _replay_uniform,
+    aten.randn_like.default: _replay_normal,
     truncated_normal_: fill_truncated_normal_,
 }
 
 
-FILL_OPS = (rows_aten.zero_.default, rows_aten.fill_.Scalar)
+FILL_OPS = (aten.zero_.default, aten.fill_.Scalar)
 
 
 def replay_rows(
     tape: InitTape, window: StorageWindow, seed: int, device: torch.device, rows: range
 ) -> torch.Tensor | None:
-    """The `rows` along dim 0 of what `tape.replay` gives, contiguous; None where they cannot be made without the rest."""
+    """The `rows` along dim 0 of what `tape.replay` returns, contiguous; None if they need the other rows."""
     origin, recipe = tape.origins[window.storage], tape.required_entries(window.storage)
     if not _is_contiguous(window) or not all(
         _is_elementwise_in_place(tape.entries[number], window.storage) for number in recipe
@@ -279,31 +277,30 @@ def replay_rows(
 
 
 def _target_window(entry: TapeEntry) -> StorageWindow:
-    """The window that an operation in place writes."""
     if not entry.args or not isinstance(entry.args[0], StorageWindow):
-        raise TypeError(f"{entry.op} writes no window; it cannot be played on some rows: use Tape.replay")
+        raise TypeError(
+            f"{entry.op} writes no window; it cannot be replayed for some rows: use InitTape.replay"
+        )
     return entry.args[0]
 
 
 def _is_elementwise_in_place(entry: TapeEntry, storage: int) -> bool:
-    """Whether `entry` changes each element of one dense window of `storage` by itself, in place, and looks at nothing else."""
-    op, others = entry.op, (*entry.args[1:], *entry.kwargs.values())
-    by_itself = op in RANDOM_OPS or op in FILL_OPS
+    op, other_arguments = entry.op, (*entry.args[1:], *entry.kwargs.values())
+    elementwise = op in RANDOM_OPS or op in FILL_OPS
     if isinstance(op, torch._ops.OpOverload):
-        by_itself |= torch.Tag.pointwise in op.tags and op._schema.name.endswith("_")
-    plain = not any(
+        elementwise |= torch.Tag.pointwise in op.tags and op._schema.name.endswith("_")
+    constant_arguments = not any(
         isinstance(other, StorageWindow) or (isinstance(other, torch.Tensor) and other.dim())
-        for other in others
+        for other in other_arguments
     )
     written = entry.args[0] if entry.args else None
-    dense = isinstance(written, StorageWindow) and _is_contiguous(written) and written.storage == storage
-    return by_itself and plain and dense and not any(entry.results)
+    contiguous = isinstance(written, StorageWindow) and _is_contiguous(written) and written.storage == storage
+    return elementwise and constant_arguments and contiguous and not any(entry.results)
 
 
 def _initial_elements(
     origin: StorageOrigin, first: int, end: int, device: torch.device
 ) -> torch.Tensor | None:
-    """The elements from `first` to `end` of a storage before its first entry."""
     blank = torch.nan if origin.dtype.is_floating_point or origin.dtype.is_complex else 0
     flat = torch.full((end - first,), blank, dtype=origin.dtype, device=device)
     if origin.value is not None:
@@ -320,7 +317,6 @@ def _initial_elements(
 
 
 def _is_contiguous(window: StorageWindow) -> bool:
-    """Whether its elements lie one behind the other, in order."""
     step = 1
     for size, stride in zip(reversed(window.size), reversed(window.stride), strict=True):
         if size != 1 and stride != step:

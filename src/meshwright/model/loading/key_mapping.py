@@ -1,18 +1,20 @@
-"""Under which names weights stand in files: what transformers does between a file and a module, asked of transformers.
+r"""Converts between the state_dict keys of a module and the names of tensors in published files.
 
-The names in a published folder are often not those of the module: a prefix is there or not, a module was renamed since,
-and tensors are joined or split on the way.
+The names in a published folder are often not those of the module: a prefix is missing or added, a module was
+renamed since, and tensors are concatenated or split.
 
     in the file                                      in the module
-    layers.0.mlp.experts.0.w1.weight   [I, D]  \\
+    layers.0.mlp.experts.0.w1.weight   [I, D]  \
     layers.0.mlp.experts.1.w1.weight   [I, D]   >    layers.0.mlp.experts.gate_up_proj   [E, 2I, D]
     layers.0.mlp.experts.0.w3.weight   [I, D]  /
 
-transformers keeps a table of these transforms per model. `loading` and `saving` ask it, and answer with *conversions*:
-a group of tensors that is turned into another as a whole. A conversion is a pure function, so it is first applied to
-tensors without values, which tells names and shapes before anything is read, and later to one group of values at a time.
+transformers keeps a table of these transforms per model. `load_conversions` and `save_conversions` query it
+and return *conversions*: a group of tensors that is turned into another as a whole. A conversion is a pure
+function, so it is first applied to tensors without values, which gives names and shapes before anything is
+read, and later to one group of values at a time.
 
-A module that is not of transformers has the same names on both sides. Legend: E experts, I inner width, D width.
+A module that is not from transformers has the same names on both sides. Legend: E experts, I inner width, D
+width.
 """
 
 import copy
@@ -35,9 +37,10 @@ LEGACY_BUFFERS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids"
 
 @dataclass(frozen=True)
 class KeyConversion:
-    """Tensors that are turned into others together: `sources`, in order, each with the pattern that it matched.
+    """Tensors that are converted together: `sources`, in order, each a (pattern, name) pair that matched.
 
-    Without a `converter` the one source is renamed to `first`. `renamings` apply to the names of the results.
+    Without a `converter` the one source is renamed to `target`. `renamings` apply to the names of the
+    results.
     """
 
     target: str
@@ -52,20 +55,20 @@ class KeyConversion:
 
     @property
     def stacks_rows(self) -> bool:
-        """Whether row i of the result is made of the i-th source of each pattern, so that rows can be had alone."""
+        """Whether row i of the result is made of the i-th source of each pattern: rows can be made alone."""
         if self.converter is None or len(self.converter.target_patterns) > 1:
             return False
-        words = _transformers_loading()
+        conversions = _transformers_loading()
         head, *tail = self.converter.operations
-        within = all(
-            (isinstance(op, words.Concatenate) and op.dim > 0)
-            or (isinstance(op, words.Transpose) and min(op.dim0, op.dim1) > 0)
+        keeps_rows = all(
+            (isinstance(op, conversions.Concatenate) and op.dim > 0)
+            or (isinstance(op, conversions.Transpose) and min(op.dim0, op.dim1) > 0)
             for op in tail
         )
-        return isinstance(head, words.MergeModulelist) and head.dim == 0 and within
+        return isinstance(head, conversions.MergeModulelist) and head.dim == 0 and keeps_rows
 
     def select_rows(self, rows: range) -> "KeyConversion":
-        """This conversion of only those sources that `rows` of its result are made of; see `stacks`."""
+        """This conversion with only those sources that the `rows` of its result need; see `stacks_rows`."""
         by_pattern: dict[str, list[str]] = {}
         for pattern, name in self.sources:
             by_pattern.setdefault(pattern, []).append(name)
@@ -75,22 +78,25 @@ class KeyConversion:
         return KeyConversion(self.target, kept, self.converter, self.renamings)
 
     def apply(self, module: nn.Module, read_tensor: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The results by name, made of `tensor(name)` for each source. `module` is asked for its config and shapes."""
+        """The results by name, made of `read_tensor(name)` for each source.
+
+        `module` supplies its config and shapes.
+        """
         if self.converter is None:
             return {self.target: read_tensor(self.sources[0][1])}
         converter: Any = copy.deepcopy(self.converter)
         for pattern, name in self.sources:
             converter.add_tensor(self.target, name, pattern, read_tensor(name))
-        made = converter.convert(self.target, model=module, config=module.config)
-        whole = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        converted = converter.convert(self.target, model=module, config=module.config)
+        tensors = {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
         return {
             _transformers_loading().apply_renamings(name, list(self.renamings)): value
-            for name, value in whole.items()
+            for name, value in tensors.items()
         }
 
 
 def load_conversions(module: nn.Module, stored_names: Iterable[str]) -> tuple[list[KeyConversion], list[str]]:
-    """The conversions from `stored` names to names of `module`'s state, and the stored names that lead nowhere."""
+    """The conversions from `stored_names` to names in `module`, and the stored names without a target."""
     if not is_transformers_model(module):
         expected = module.state_dict()
         names = list(stored_names)
@@ -98,45 +104,48 @@ def load_conversions(module: nn.Module, stored_names: Iterable[str]) -> tuple[li
         return plain, [name for name in names if name not in expected]
     pretrained: Any = module
     expected, prefix = pretrained.state_dict(), pretrained.base_model_prefix
-    transforms, words = _conversion_mapping(pretrained), _transformers_loading()
-    renamings = [each for each in transforms if isinstance(each, words.WeightRenaming)]
-    converters = [each for each in transforms if isinstance(each, words.WeightConverter)]
+    transforms, conversions = _conversion_mapping(pretrained), _transformers_loading()
+    renamings = [each for each in transforms if isinstance(each, conversions.WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, conversions.WeightConverter)]
     groups, unknown = _ConversionGroups(converters), []
-    for name in sorted(stored_names, key=words.dot_natural_key):
-        target, pattern = words.rename_source_key(name, renamings, converters, prefix, expected)
+    for name in sorted(stored_names, key=conversions.dot_natural_key):
+        target, pattern = conversions.rename_source_key(name, renamings, converters, prefix, expected)
         if target not in expected and name in expected:
-            target, pattern = words.rename_source_key(name, [], [], prefix, expected)
+            target, pattern = conversions.rename_source_key(name, [], [], prefix, expected)
         if target not in expected or not groups.add(target, name, pattern):
             unknown.append(name)
     return groups.conversions(()), unknown
 
 
 def save_conversions(module: nn.Module, names: Iterable[str]) -> list[KeyConversion]:
-    """The conversions from `names` of `module`'s state to the names under which transformers stores them."""
+    """The conversions from `names` in `module`'s state to the names under which transformers stores them."""
     if not is_transformers_model(module):
         return [KeyConversion(name, ((name, name),)) for name in names]
     pretrained: Any = module
-    words = _transformers_loading()
+    conversions = _transformers_loading()
     transforms = _conversion_mapping(pretrained, add_legacy=False)
-    # A prefix that was dropped on loading is not put back: nobody knows whether it was there.
+    # A prefix that was dropped on loading is not put back: it may not have been there.
     backward = [
-        each.reverse_transform() for each in reversed(transforms) if not isinstance(each, words.PrefixChange)
+        each.reverse_transform()
+        for each in reversed(transforms)
+        if not isinstance(each, conversions.PrefixChange)
     ]
-    renamings = [each for each in backward if isinstance(each, words.WeightRenaming)]
-    converters = [each for each in backward if isinstance(each, words.WeightConverter)]
+    renamings = [each for each in backward if isinstance(each, conversions.WeightRenaming)]
+    converters = [each for each in backward if isinstance(each, conversions.WeightConverter)]
     groups = _ConversionGroups(converters)
-    for name in sorted(names, key=words.dot_natural_key):
-        target, pattern = words.apply_converters(name, converters)
+    for name in sorted(names, key=conversions.dot_natural_key):
+        target, pattern = conversions.apply_converters(name, converters)
         if pattern is None:
-            target = words.apply_renamings(name, renamings)
+            target = conversions.apply_renamings(name, renamings)
         groups.add(target, name, pattern)
     return groups.conversions(tuple(renamings))
 
 
 def ignored_patterns(module: nn.Module) -> tuple[re.Pattern[str] | None, re.Pattern[str] | None]:
-    """Which names transformers lets a file leave out, and which it lets a file hold without a use; None: no such name.
+    """Patterns of names that transformers lets a file omit, and of those that it lets a file hold unused.
 
-    A buffer that is computed (a rotary table, a causal mask) was stored by older versions; it is not read.
+    None stands for no such name. A buffer that is computed (a rotary table, a causal mask) was stored by
+    older versions; it is not read.
     """
     computed = {name for name, _ in module.named_buffers()} - module.state_dict().keys()
     patterns = {rf"(^|\.){re.escape(name)}$" for name in computed}
@@ -154,8 +163,6 @@ def ignored_patterns(module: nn.Module) -> tuple[re.Pattern[str] | None, re.Patt
 
 
 class _ConversionGroups:
-    """Sources gathered by the first name of what they become."""
-
     def __init__(self, converters: "list[WeightConverter]") -> None:
         self._by_pattern = {
             pattern: converter for converter in converters for pattern in converter.source_patterns
@@ -163,7 +170,7 @@ class _ConversionGroups:
         self._groups: dict[str, tuple[WeightConverter | None, list[tuple[str, str]]]] = {}
 
     def add(self, target: str, name: str, pattern: str | None) -> bool:
-        """Put `name` into the group of `target`; False when that one is taken by another plain tensor."""
+        """Adds `name` to the group of `target`; False if that is already taken by another plain tensor."""
         converter = None if pattern is None else self._by_pattern[pattern]
         known, sources = self._groups.setdefault(target, (converter, []))
         if sources and (known is None or converter is None):
@@ -179,12 +186,11 @@ class _ConversionGroups:
 
 
 def _transformers_loading() -> Any:
-    """The part of transformers that renames and converts; imported on first use, which takes a second."""
-    return import_module("transformers.core_model_loading")
+    return import_module("transformers.core_model_loading")  # takes a second
 
 
-def _conversion_mapping(module: Any, **how: bool) -> list[Any]:
-    return import_module("transformers.conversion_mapping").get_model_conversion_mapping(module, **how)
+def _conversion_mapping(module: Any, **options: bool) -> list[Any]:
+    return import_module("transformers.conversion_mapping").get_model_conversion_mapping(module, **options)
 
 
 def _any_pattern(patterns: Iterable[str]) -> re.Pattern[str] | None:

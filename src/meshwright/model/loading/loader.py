@@ -1,11 +1,12 @@
-"""From the words of a job to a model: a transformers config, or a Python file with a factory.
+"""Loads the model that a job names: a transformers config, a hub id, or a Python file with a factory.
 
-    model.source = "configs/llama"           a folder with config.json, or a .json file: see `model.configs`
-    model.source = "org/name"                a repository of the hub: see `model.hub`
-    model.source = "train.py:build"          build() returns an nn.Module, or a `Model` with what goes along with it
+    model.source = "configs/llama"           a folder with config.json, or a .json file: see `model.hf.config`
+    model.source = "org/name"                a repository of the hub: see `model.hf.hub`
+    model.source = "train.py:build"          build() returns an nn.Module, or a `Model` with more information
 
-The file is imported from its path under a private name, with its folder on the import path as when it is run. The
-factory is called once, inside the blueprint, so that even a model larger than this machine can be loaded.
+The file is imported from its path under a private name, with its folder on the import path as when it is run.
+The factory is called once, with deferred initialization, so that even a model larger than this machine can be
+loaded.
 """
 
 import importlib.util
@@ -39,11 +40,12 @@ SOURCE_KEY = "model.source"
 
 @dataclass(frozen=True)
 class Model:
-    """What a factory may return: the module, and what cannot be seen from it.
+    """The return value of a factory: the module, and what cannot be seen from it.
 
-    `example` is one batch as keyword arguments of the forward, samples along dim 0. `blocks` are the names of the
-    submodules that form the chain, where the search would find others. `loss` is a `Loss`, a sum and a count; whoever
-    plays the model checks it. `sockets` says how weights may be split: {"layers.*.up": "columns"}; see `model.sockets`.
+    `example` is one batch as keyword arguments of the forward, samples along dim 0. `blocks` are the names of
+    the submodules that form the chain, if the search would find others. `loss` is a `Loss`, a sum and a
+    count; the trainer checks it. `layer_roles` says how weights may be sharded: {"layers.*.up": "colwise"};
+    see `model.tensor_parallel.layer_roles`.
     """
 
     module: nn.Module
@@ -56,7 +58,7 @@ class Model:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to be planned: its blueprint, and what its factory said about it."""
+    """A model that is ready to be planned: its deferred initialization, and what its factory declares."""
 
     name: str
     deferred_init: DeferredInit
@@ -68,10 +70,11 @@ class LoadedModel:
 
 
 def load_model(source: ModelConfig, seed: int) -> LoadedModel:
-    """The model that `source` names, built without holding it, with the initial values of its weights or of `seed`.
+    """The model that `source` names, not materialized; initial values are pretrained or drawn from `seed`.
 
-    Raises PlanError for a source that is missing or cannot be read, a factory that is missing, raises (its own error
-    is the cause) or returns something else, a model whose construction cannot be recorded, and weights that do not fit.
+    Raises PlanError for a source that is missing or cannot be read, a factory that is missing, raises (its
+    own error is the cause) or returns something else, a model whose construction cannot be recorded, and
+    weights that do not fit.
     """
     loaded = _load_architecture(source, seed)
     if not source.weights:
@@ -80,7 +83,7 @@ def load_model(source: ModelConfig, seed: int) -> LoadedModel:
 
 
 def read_source_config(source: ModelConfig) -> Any:
-    """The transformers config that `source` names, of which no model is made: a quick look; None for a file with a factory.
+    """The transformers config that `source` names, without making a model; None for a file with a factory.
 
     Raises PlanError for one that is missing or cannot be read.
     """
@@ -90,23 +93,23 @@ def read_source_config(source: ModelConfig) -> Any:
 
 
 def with_weights(loaded: LoadedModel, path: Path, skip: Sequence[str] = ()) -> LoadedModel:
-    """`loaded` with the weights in `path`, a folder or a safetensors file, as its initial values; of an adapted model, its base.
+    """`loaded` with the weights in `path`, a folder or a safetensors file, as initial values.
 
-    Names that match a pattern of `skip` are not loaded. Raises PlanError when the weights, or the tokenizer that lies
-    beside them, do not fit the model.
+    The weights of an adapted model are those of its base. Names that match a pattern of `skip` are not
+    loaded. Raises PlanError if the weights, or the tokenizer in the same folder, do not fit the model.
     """
-    module, names = loaded.deferred_init.instantiate(), None
+    module, base_names = loaded.deferred_init.instantiate(), None
     if is_adapted(module):
-        module, names = unload_adapters(module)
+        module, base_names = unload_adapters(module)
     if is_quantised(module):
-        text = f"the config of '{loaded.name}' says that its weights are quantised (quantization_config)"
+        text = f"the config of '{loaded.name}' says that its weights are quantized (quantization_config)"
         raise PlanError(
             text,
             fix="give weights in floating point, and a config without that field",
             location="model.weights",
         )
     weights = find_weights(path, module, logical_names(module), skip)
-    weights = weights if names is None else weights.rename(names)
+    weights = weights if base_names is None else weights.rename(base_names)
     check_tokenizer(path, text_limits(module).vocab_size)
     return replace(loaded, deferred_init=loaded.deferred_init.with_weights(weights))
 
@@ -115,7 +118,10 @@ def _load_architecture(source: ModelConfig, seed: int) -> LoadedModel:
     path, separator, function = source.source.rpartition(":")
     if separator and path.endswith(".py"):
         if source.overrides:
-            what = f"overrides ({', '.join(source.overrides)}) with a factory; they replace fields of a transformers config"
+            what = (
+                f"overrides ({', '.join(source.overrides)}) with a factory; they replace fields of a "
+                "transformers config"
+            )
             raise PlanError(
                 what,
                 fix="set these values in the factory, and remove model.overrides",
@@ -137,9 +143,9 @@ def _load_architecture(source: ModelConfig, seed: int) -> LoadedModel:
 def load_factory(
     factory: Callable[[], nn.Module | Model], seed: int, name: str, frozen: Sequence[str] = ()
 ) -> LoadedModel:
-    """The model that `factory` returns when it is called inside the blueprint, with the initial values of `seed`.
+    """The model that `factory` returns, with deferred initialization and the initial values of `seed`.
 
-    Parameters whose name, or tied name, matches a pattern of `frozen` are not trained.
+    Parameters with a name, or tied name, that matches a pattern of `frozen` are not trained.
     """
     returned: list[Model] = []
 
@@ -148,20 +154,20 @@ def load_factory(
         freeze(returned[0].module, frozen)
         return returned[0].module
 
-    drawn = defer_init(build, seed)
+    deferred_init = defer_init(build, seed)
     model = returned[0]
     example = None if model.example is None else dict(model.example)
     blocks = None if model.blocks is None else tuple(model.blocks)
     sockets = None if model.layer_roles is None else dict(model.layer_roles)
     if sockets:
-        find_layer_roles(drawn.instantiate(), sockets)  # refuses patterns that name nothing
-    return LoadedModel(name, drawn, example, blocks, model.loss, sockets, tuple(model.callbacks))
+        find_layer_roles(deferred_init.instantiate(), sockets)  # refuses patterns without a match
+    return LoadedModel(name, deferred_init, example, blocks, model.loss, sockets, tuple(model.callbacks))
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
-    """Clear requires_grad of the parameters whose name matches one of `patterns` (fnmatch); a tied one has several names.
+    """Clears requires_grad of parameters with a name, or tied name, that matches one of `patterns` (fnmatch).
 
-    Raises PlanError, with a fault for each, for patterns that match nothing.
+    Raises PlanError, with a diagnostic for each, for patterns that match nothing.
     """
     named = dict(module.named_parameters(remove_duplicate=False))
     unused = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in named)]
@@ -176,11 +182,13 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def _nearest_name(pattern: str, names: Iterable[str]) -> str:
-    """A phrase for a repair; of many names, the like of `pattern` and a few others."""
     names = list(names)
-    close = get_close_matches(pattern.replace("*", ""), names, n=1, cutoff=0.5)
-    meant = f"did you mean '{close[0]}'? " if close else ""
-    return f"{meant}a name here is '{names[0] if names else ''}'; 'part.*' matches all below a part"
+    similar = get_close_matches(pattern.replace("*", ""), names, n=1, cutoff=0.5)
+    suggestion = f"did you mean '{similar[0]}'? " if similar else ""
+    return (
+        f"{suggestion}a name here is '{names[0] if names else ''}'; 'module.*' matches all parameters of a "
+        "module"
+    )
 
 
 def _call_factory(factory: Callable[[], nn.Module | Model], name: str) -> object:
@@ -190,7 +198,7 @@ def _call_factory(factory: Callable[[], nn.Module | Model], name: str) -> object
         raise
     except Exception as error:
         fix = suggest_fix(
-            error, "repair the construction (the traceback above is its own); it must work without arguments"
+            error, "correct the construction (the traceback above is its own); it must work without arguments"
         )
         raise PlanError(
             f"constructing '{name}' raised {type(error).__name__}: {error}", fix=fix, location=SOURCE_KEY
@@ -240,14 +248,14 @@ def _import_factory(path: Path, function: str) -> Callable[[], nn.Module | Model
     with _folder_on_path(path):
         module = _import_file(path)
     if not callable(vars(module).get(function)):
-        own = [
+        functions = [
             name
             for name, value in vars(module).items()
             if isfunction(value) and value.__module__ == module.__name__
         ]
         fix = (
-            suggest_name(function, own)
-            if own
+            suggest_name(function, functions)
+            if functions
             else "define a function without arguments that returns the model"
         )
         raise PlanError(f"{path} has no function '{function}'", fix=fix, location=SOURCE_KEY)
@@ -275,7 +283,7 @@ def _import_file(path: Path) -> ModuleType:
     except Exception as error:
         del sys.modules[name]
         fix = suggest_fix(
-            error, "repair the file (the traceback above is its own); it must import without side effects"
+            error, "correct the file (the traceback above is its own); it must import without side effects"
         )
         raise PlanError(
             f"importing {path} raised {type(error).__name__}: {error}", fix=fix, location=SOURCE_KEY
@@ -285,7 +293,6 @@ def _import_file(path: Path) -> ModuleType:
 
 @contextmanager
 def _folder_on_path(path: Path) -> Iterator[None]:
-    """The file's folder leads the import path, as when the file is run."""
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
     try:

@@ -1,23 +1,27 @@
-"""A user's model built once without holding it, and for every logical parameter the recipe that fills it.
+"""Deferred initialization: a module on the meta device, with the initial value of any parameter on demand.
 
-A model of 70 billion parameters takes 280 GB merely to be constructed, and each rank needs a piece of it. A blueprint
-is built in the memory of the buffers: the constructor runs on parameters without storage while a tape notes what it
-does to them (`model.recorder`, `model.tape`). Afterwards any parameter can be made alone, anywhere.
+A model of 70 billion parameters takes 280 GB merely to be constructed, and each rank needs a shard of it.
+`defer_init` runs the constructor with parameters that have no storage, while a tape records what it does to
+them (`model.loading.init_recorder`, `model.loading.init_tape`). Afterwards any parameter can be made alone,
+on any rank.
 
-    print_ = blueprint(lambda: Net(), seed=0)
-    module = print_.instance()                                  a copy without values, one per rank
-    print_.materialize(module, ["layers.3"], device=..., dtype=...)
+    deferred = defer_init(lambda: Net(), seed=0)
+    module = deferred.instantiate()                             a copy on the meta device, one per rank
+    deferred.materialize(module, ["layers.3"], device=..., dtype=...)
 
-Initial values depend on the seed, the parameter's name and the element's index, and on nothing else. They are rounded
-to float32 and then cast, so that a float64 run and a bfloat16 run of one job start from the same numbers. A frozen parameter
-that was made in another dtype than the trained ones, and whatever is not floating, keeps its dtype. The values
-differ from those that torch's generator would have given; their distributions and their constants do not.
+Initial values depend on the seed, the parameter's name and the element's index, and on nothing else. They are
+rounded to float32 and then cast, so that a float64 run and a bfloat16 run of one job start from the same
+numbers. A frozen parameter that was made in another dtype than the trained ones, and one that is not
+floating-point, keeps its dtype. The values differ from those of torch's generator; their distributions and
+their constants do not.
 
-*Logical parameter*: names that share one `nn.Parameter` are one, under the first name that `named_parameters` gives;
-the others are aliases, and stay tied.
+*Logical parameter*: names that share one `nn.Parameter` are one parameter, under the first name that
+`named_parameters` gives; the others are aliases, and stay tied.
 
-Limits: values drawn from `random` or `numpy` before registration are whatever those give. A parameter that is computed
-before it is registered (`nn.Parameter(torch.randn(3) * 0.02)`) keeps its value, in memory, in the blueprint.
+Cost: memory for the buffers only.
+
+Limits: values drawn from `random` or `numpy` before registration are whatever those give. A parameter that is
+computed before it is registered (`nn.Parameter(torch.randn(3) * 0.02)`) keeps its value in memory.
 """
 
 import copy
@@ -41,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LogicalParam:
-    """A logical parameter: shape and dtype as the constructor made it, whether it is trained, and its tied names."""
+    """A logical parameter: shape and dtype from the constructor, requires_grad, and its tied names."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,16 +54,17 @@ class LogicalParam:
 
 
 def defer_init(build: Callable[[], nn.Module], seed: int) -> "DeferredInit":
-    """The blueprint of the model that `build` constructs; `build` is called once.
+    """The deferred initialization of the model that `build` constructs; `build` is called once.
 
-    Raises PlanError, naming every parameter concerned, when a parameter is never initialised, is filled in a way that
-    cannot be replayed, or shares memory with another without being the same object, when a buffer is computed from a
-    parameter, and for a module compiled by TorchScript. What `build` itself raises passes through.
+    Raises PlanError, naming every parameter concerned, if a parameter is never initialized, is filled in a
+    way that cannot be replayed, or shares memory with another without being the same object, if a buffer is
+    computed from a parameter, and for a module compiled by TorchScript. Errors of `build` itself pass
+    through.
     """
     with record_init(seed) as tape:
         module = build()
         raise_diagnostics(_script_diagnostics(module))
-        for owner in module.modules():  # those that were put in place without registration
+        for owner in module.modules():  # parameters that were assigned without registration
             for name, param in owner._parameters.items():
                 if param is not None and not tape.holds(param):
                     owner.register_parameter(name, param)
@@ -81,7 +86,7 @@ def defer_init(build: Callable[[], nn.Module], seed: int) -> "DeferredInit":
 
 
 class DeferredInit:
-    """What `blueprint` returns: `logical` parameters by name, copies of the module, and initial values on demand."""
+    """The result of `defer_init`: `logical_params` by name, copies of the module, values on demand."""
 
     def __init__(
         self,
@@ -104,14 +109,15 @@ class DeferredInit:
         self._trained_dtypes = {entry.dtype for entry in logical_params.values() if entry.requires_grad}
 
     @property
-    def weights_origin(self) -> PretrainedSource | None:
-        """Where initial values are stored; None when all are drawn from the seed."""
-        return None if self._weights is None else self._weights.origin
+    def pretrained_source(self) -> PretrainedSource | None:
+        """The source of stored initial values; None if all are drawn from the seed."""
+        return None if self._weights is None else self._weights.pretrained_source
 
     def with_weights(self, weights: "PretrainedWeights") -> "DeferredInit":
-        """This blueprint with the stored values of `weights` as initial values, as far as they go.
+        """This deferred initialization with the stored `weights` as initial values of their parameters.
 
-        Raises PlanError for parameters that are not stored and were computed from others that are: from values now replaced.
+        Raises PlanError for parameters that are not stored and were computed from parameters that are: from
+        values now replaced.
         """
         raise_diagnostics(self._stale_diagnostics(weights))
         module = self.instantiate()
@@ -123,29 +129,33 @@ class DeferredInit:
         return DeferredInit(module, self.logical_params, self._windows, self._tape, self._seed, weights)
 
     def keeps_dtype(self, name: str) -> bool:
-        """Whether the parameter `name` has the dtype that its constructor gave it, whatever that of the job.
+        """Whether the parameter `name` keeps the dtype of its constructor, whatever the dtype of the job.
 
-        So has one that is not floating, and a frozen one in another dtype than all that are trained: it was made so on purpose.
+        So does one that is not floating-point, and a frozen one in another dtype than all trained ones: that
+        is on purpose.
         """
         entry = self.logical_params[self._first_name(name)]
-        apart = (
+        frozen_in_other_dtype = (
             not entry.requires_grad and bool(self._trained_dtypes) and entry.dtype not in self._trained_dtypes
         )
-        return apart or not entry.dtype.is_floating_point
+        return frozen_in_other_dtype or not entry.dtype.is_floating_point
 
     def init_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """What the parameter `name` is made in by a job of `dtype`; in float64, a comparison, all floats are that."""
-        own = self.logical_params[self._first_name(name)].dtype
-        widened = dtype == torch.float64 and own.is_floating_point
-        return own if self.keeps_dtype(name) and not widened else dtype
+        """The dtype of the initial value of `name` in a job of `dtype`; in float64 all floats have it."""
+        made_in = self.logical_params[self._first_name(name)].dtype
+        widened = dtype == torch.float64 and made_in.is_floating_point
+        return made_in if self.keeps_dtype(name) and not widened else dtype
 
     def instantiate(self) -> nn.Module:
-        """A fresh copy of the module: meta parameters, ties kept, buffers of its own with their values."""
+        """A fresh copy of the module: meta parameters, ties kept, its own buffers with their values."""
         try:
             return copy.deepcopy(self._module)
         except (TypeError, RuntimeError) as error:
             what = f"a {type(self._module).__name__} cannot be copied ({error}), and every rank needs a copy"
-            fix = "keep open files, locks and computed tensors out of the module's attributes, or define __deepcopy__"
+            fix = (
+                "keep open files, locks and computed tensors out of the module's attributes, or define "
+                "__deepcopy__"
+            )
             raise PlanError(what, fix=fix, location="model") from error
 
     def initial_value(
@@ -155,12 +165,13 @@ class DeferredInit:
         device: torch.device | str = "cpu",
         rows: range | None = None,
     ) -> torch.Tensor:
-        """The initial value of the parameter `name` (or of its alias), whole or its `rows` along dim 0, on `device`.
+        """The initial value of the parameter (or alias) `name`, whole or its `rows` along dim 0, on `device`.
 
-        Rows are made alone where the recipe allows it (model/rows.py), else cut out of the whole. It is in the dtype that
-        `made_in` tells; one that is drawn is cast to it by way of float32.
+        Rows are made alone if the recorded initialization allows it, else cut out of the whole. The dtype is
+        that of `init_dtype`; drawn values are cast to it by way of float32.
 
-        Raises PlanError when the recipe leaves a NaN: an element that was never written, or a faulty initialisation.
+        Raises PlanError if the value has a NaN: an element that was never written, or a faulty
+        initialization.
         """
         first, dtype = self._first_name(name), self.init_dtype(name, dtype)
         if self._weights is not None and first in self._weights:
@@ -171,7 +182,7 @@ class DeferredInit:
         value = value.to(torch.float32)
         if value.numel() and bool(
             value.min().isnan()
-        ):  # the minimum carries a NaN on, without a mask as large as the weight
+        ):  # a NaN shows in the minimum, without a mask as large as the weight
             fix = "initialise every element, for example with torch.nn.init"
             raise PlanError(
                 "the initial value holds NaN: elements that were never written, or 0/0",
@@ -182,11 +193,11 @@ class DeferredInit:
 
     def _draw(self, first: str, device: torch.device, rows: range | None) -> torch.Tensor:
         window = self._windows[first]
-        some = None if rows is None else replay_rows(self._tape, window, self._seed, device, rows)
-        if some is not None:
-            return some
-        whole = self._tape.replay(window, self._seed, device)
-        return whole if rows is None else whole[rows.start : rows.stop].clone()
+        partial = None if rows is None else replay_rows(self._tape, window, self._seed, device, rows)
+        if partial is not None:
+            return partial
+        full = self._tape.replay(window, self._seed, device)
+        return full if rows is None else full[rows.start : rows.stop].clone()
 
     def materialize(
         self,
@@ -197,12 +208,13 @@ class DeferredInit:
         device: torch.device | str = "cpu",
         without_values: Container[str] = (),
     ) -> None:
-        """Replace meta parameters of `module` (an instance) by real ones with their initial values, one at a time.
+        """Replaces meta parameters of `module` (an instance) by real ones with initial values, one at a time.
 
-        `names` are parameters, aliases, or submodules, whose parameters and buffers are all meant; None means the
-        whole module. A tied parameter is replaced under all its names. Buffers move to `device`; floating ones become
-        float64 when `dtype` is float64 and otherwise keep their dtype, because rounded position tables are wrong ones.
-        Parameters whose first name is in `blank` have shape, dtype and device, one element of memory, and no value.
+        `names` are parameters, aliases, or submodules, which stand for all their parameters and buffers; None
+        means the whole module. A tied parameter is replaced under all its names. Buffers move to `device`;
+        floating-point ones become float64 if `dtype` is float64 and otherwise keep their dtype, because
+        rounded position tables are wrong ones. Parameters whose first name is in `without_values` get shape,
+        dtype and device, one element of memory, and no value.
 
         Raises PlanError for a name that is neither a parameter nor a submodule.
         """
@@ -223,8 +235,8 @@ class DeferredInit:
         for owner in owners:
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
-                    wide = dtype == torch.float64 and buffer.is_floating_point()
-                    owner._buffers[name] = buffer.to(device, torch.float64 if wide else buffer.dtype)
+                    widen = dtype == torch.float64 and buffer.is_floating_point()
+                    owner._buffers[name] = buffer.to(device, torch.float64 if widen else buffer.dtype)
 
     def _resolve(self, module: nn.Module, names: Iterable[str] | None) -> tuple[list[str], list[nn.Module]]:
         if names is None:
@@ -252,8 +264,14 @@ class DeferredInit:
                 }
                 sources = sorted(names[storage] for storage in read if names.get(storage, name) in weights)
                 if sources:
-                    text = f"its initial value is computed from {sources[0]}, which is loaded from weights afterwards"
-                    fix = "initialise it without looking at others (no DoRA, no PiSSA), or store it with them: model.weights"
+                    text = (
+                        f"its initial value is computed from {sources[0]}, which is loaded from weights "
+                        "afterwards"
+                    )
+                    fix = (
+                        "initialise it without looking at others (no DoRA, no PiSSA), or store it with "
+                        "them: model.weights"
+                    )
                     yield Diagnostic(text, fix, name)
 
     def _first_name(self, name: str) -> str:
@@ -265,7 +283,7 @@ class DeferredInit:
 
 
 def logical_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """The first name of every parameter of `module`, and its tied names."""
+    """The first name of every parameter of `module`, with its tied names."""
     by_object: dict[int, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         by_object.setdefault(id(param), []).append(name)
@@ -277,7 +295,10 @@ def _script_diagnostics(module: nn.Module) -> Iterator[Diagnostic]:
     for name, inner in module.named_modules():
         if isinstance(inner, torch.jit.ScriptModule) and id(inner) not in inside:
             inside.update(id(part) for part in inner.modules())
-            text = f"the module is compiled by TorchScript ({inner.original_name}): its parameters and its forward are out of reach"
+            text = (
+                f"the module is compiled by TorchScript ({inner.original_name}): its parameters and forward "
+                "cannot be accessed"
+            )
             yield Diagnostic(
                 text, "use the module itself, without torch.jit.script or torch.jit.trace", name or "model"
             )
@@ -293,11 +314,14 @@ def _init_diagnostics(
             fix = f"tie them as one object: module.{name} = module.{other}"
             yield Diagnostic(f"shares its memory with {other} but is another nn.Parameter", fix, name)
         if tape.is_blank(storage_id(param)) and param.numel():
-            text = f"the parameter of shape {tuple(param.shape)} is never initialised: it would hold whatever memory holds"
+            text = (
+                f"the parameter of shape {tuple(param.shape)} is never initialised: it would be "
+                "uninitialized memory"
+            )
             yield Diagnostic(text, "fill it in the constructor, for example with torch.nn.init.normal_", name)
     for name, buffer in module.named_buffers():
         if is_meta(buffer):
             text = "the buffer is computed from a parameter, which has no value during construction"
             yield Diagnostic(
-                text, "compute it in the first forward, or make it a parameter that is not trained", name
+                text, "compute it in the first forward, or make it a parameter with requires_grad=False", name
             )

@@ -1,13 +1,13 @@
-"""Tensors in safetensors files: where each one lies, and its bytes by offset.
+"""Reads tensors from safetensors files: finds each tensor from the headers, and reads its bytes by offset.
 
-    8 bytes: length of the header | header: JSON {name: {dtype, shape, data_offsets}} | the bytes of all tensors
+    8 bytes: length of the header | header: JSON {name: {dtype, shape, data_offsets}} | bytes of all tensors
 
-Looking reads headers only, so a model of 100 GB is looked through in milliseconds. A header is read as if a stranger had
-written it: nothing in it is believed before it fits the size of its file. Reading goes piece by piece into the tensor that
-is asked for, in its dtype and on its device; nothing is mapped, and no more than one piece is held besides the result.
+`list_tensors` reads headers only, so a model of 100 GB takes milliseconds. A header is untrusted input: every
+number is checked against the size of its file. `read_tensor` reads chunk by chunk into the result, in its
+dtype and on its device; nothing is memory-mapped, and at most one chunk is held besides the result.
 
-A folder is read as transformers reads it: model.safetensors, or the files that model.safetensors.index.json names.
-Format: https://github.com/huggingface/safetensors (little-endian, row-major).
+A folder is read as transformers reads it: model.safetensors, or the files that model.safetensors.index.json
+names. Format: https://github.com/huggingface/safetensors (little-endian, row-major).
 """
 
 import json
@@ -26,7 +26,9 @@ from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 WEIGHTS_KEY = "model.weights"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 SHARD_FILE = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
-PLAIN_FILE_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,199}")  # no separator, drive, ".." or hidden file fits
+PLAIN_FILE_NAME = re.compile(
+    r"[A-Za-z0-9][\w.-]{0,199}"
+)  # excludes separators, drives, ".." and hidden files
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
 READ_NBYTES = 1 << 24  # bytes read at a time
 DIGEST_NBYTES = 64  # bytes of each tensor that go into the digest
@@ -54,9 +56,9 @@ class StoredTensor:
 
 
 def list_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor in `path` (a safetensors file, or a folder with such), by the name that it is stored under.
+    """Every tensor in `path` (a safetensors file, or a folder of them), by its stored name.
 
-    Raises PlanError, for all files at once, when one is missing, damaged, or holds a name that another holds too.
+    Raises PlanError, for all files at once, if one is missing, damaged, or has a name that another has too.
     """
     files, listed = _find_files(path)
     found: dict[str, StoredTensor] = {}
@@ -69,21 +71,19 @@ def list_tensors(path: Path) -> dict[str, StoredTensor]:
             continue
         twice = sorted(found.keys() & tensors)
         if twice:
-            text = (
-                f"{file.name} holds {len(twice)} tensors that another file holds too: {format_names(twice)}"
-            )
+            text = f"{file.name} has {len(twice)} tensors that another file has too: {format_names(twice)}"
             faults.append(Diagnostic(text, "keep one of the files", WEIGHTS_KEY))
         found |= tensors
     absent = sorted(name for name, file in listed.items() if file in files and name not in found)
     if absent and not faults:
-        text = f"{INDEX_FILE} names {len(absent)} tensors that its files do not hold: {format_names(absent)}"
+        text = f"{INDEX_FILE} names {len(absent)} tensors that its files do not have: {format_names(absent)}"
         faults.append(Diagnostic(text, "download the index and the files of one version", WEIGHTS_KEY))
     raise_diagnostics(faults)
     return found
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors that the header of `file` names. Raises PlanError for a file that is not what the format says."""
+    """The tensors in the header of `file`. Raises PlanError for a file that violates the format."""
     try:
         nbytes = file.stat().st_size
         with file.open("rb") as opened:
@@ -99,7 +99,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         raise PlanError(f"{file} is a pointer of git-lfs, not the file", fix=fix, location=WEIGHTS_KEY)
     if not isinstance(header, dict):
         raise PlanError(
-            f"{file} is no safetensors file, or ends early", fix=DOWNLOAD_FIX, location=WEIGHTS_KEY
+            f"{file} is not a safetensors file, or ends early", fix=DOWNLOAD_FIX, location=WEIGHTS_KEY
         )
     begin = 8 + length
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
@@ -109,26 +109,26 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 def read_tensor(
     stored: StoredTensor, dtype: torch.dtype, device: torch.device | str = "cpu", rows: range | None = None
 ) -> torch.Tensor:
-    """The tensor of `stored`, or only its `rows` along dim 0, in `dtype` on `device`; PIECE bytes are held besides it.
+    """The tensor of `stored`, or only its `rows` along dim 0, in `dtype` on `device`.
 
-    Raises PlanError when the file ends before the tensor does.
+    READ_NBYTES bytes are held besides it. Raises PlanError if the file ends before the tensor does.
     """
     rows = range(stored.shape[0]) if rows is None and stored.shape else rows
     shape = stored.shape if rows is None else (len(rows), *stored.shape[1:])
-    whole = torch.empty(shape, dtype=dtype, device=device)
-    flat, width = whole.view(-1), stored.dtype.itemsize
+    result = torch.empty(shape, dtype=dtype, device=device)
+    flat, width = result.view(-1), stored.dtype.itemsize
     first = 0 if rows is None else rows.start * prod(stored.shape[1:])
     done = 0
     with stored.file.open("rb", buffering=0) as file:
-        for piece in _read_pieces(file, stored.begin_byte + first * width, flat.numel() * width, stored.file):
-            part = torch.frombuffer(piece, dtype=stored.dtype)
+        for chunk in _read_pieces(file, stored.begin_byte + first * width, flat.numel() * width, stored.file):
+            part = torch.frombuffer(chunk, dtype=stored.dtype)
             flat[done : done + len(part)].copy_(part)
             done += len(part)
-    return whole
+    return result
 
 
 def equal_tensors(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two stored tensors are equal to the last bit."""
+    """Whether two stored tensors are bitwise equal."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     with one.file.open("rb", buffering=0) as a, other.file.open("rb", buffering=0) as b:
@@ -141,23 +141,24 @@ def equal_tensors(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def weights_digest(tensors: Mapping[str, StoredTensor]) -> str:
-    """64 hex digits that name the contents: names, dtypes, shapes, and SAMPLE bytes from the middle of each tensor.
+    """64 hex digits that identify the contents: names, dtypes, shapes, and a sample of each tensor.
 
-    Two models of one architecture differ in these bytes; hashing all of them would take as long as loading.
+    The sample is DIGEST_NBYTES bytes from its middle. Two models of one architecture differ there; hashing
+    all bytes would take as long as loading.
     """
-    said = sha256()
+    hasher = sha256()
     for name in sorted(tensors, key=lambda name: (str(tensors[name].file), tensors[name].begin_byte, name)):
         stored = tensors[name]
-        said.update(f"{name} {stored.dtype} {stored.shape}\n".encode())
+        hasher.update(f"{name} {stored.dtype} {stored.shape}\n".encode())
         middle = stored.nbytes // 2
         with stored.file.open("rb", buffering=0) as file:
             file.seek(stored.begin_byte + middle)
-            said.update(file.read(min(DIGEST_NBYTES, stored.nbytes - middle)))
-    return said.hexdigest()
+            hasher.update(file.read(min(DIGEST_NBYTES, stored.nbytes - middle)))
+    return hasher.hexdigest()
 
 
 def format_names(names: Iterable[str], max_names: int = 8) -> str:
-    """`names` in words, cut after `most`."""
+    """`names` as text, cut after `max_names`."""
     names = list(names)
     more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
     return ", ".join(names[:max_names]) + more
@@ -165,17 +166,17 @@ def format_names(names: Iterable[str], max_names: int = 8) -> str:
 
 def _read_pieces(file: BinaryIO, start: int, nbytes: int, path: Path) -> Iterator[bytearray]:
     file.seek(start)
-    piece = bytearray(min(READ_NBYTES, nbytes))
+    chunk = bytearray(min(READ_NBYTES, nbytes))
     for begin in range(0, nbytes, READ_NBYTES):
-        if nbytes - begin < len(piece):
-            piece = bytearray(nbytes - begin)
-        done, view = 0, memoryview(piece)
-        while done < len(piece):
+        if nbytes - begin < len(chunk):
+            chunk = bytearray(nbytes - begin)
+        done, view = 0, memoryview(chunk)
+        while done < len(chunk):
             count = file.readinto(view[done:])  # type: ignore[attr-defined]
             if not count:
                 raise PlanError(f"{path} ends early", fix=DOWNLOAD_FIX, location=WEIGHTS_KEY)
             done += count
-        yield piece
+        yield chunk
 
 
 def _parse_entry(file: Path, name: str, entry: Any, begin: int, available: int) -> StoredTensor:
@@ -186,7 +187,7 @@ def _parse_entry(file: Path, name: str, entry: Any, begin: int, available: int) 
         raise refuse("has no dtype, shape and offsets")
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _is_size_list(shape) or not _is_size_list(offsets) or len(offsets) != 2:
-        raise refuse("has a shape or offsets that are no whole numbers")
+        raise refuse("has a shape or offsets that are not integers")
     if entry["dtype"] not in DTYPES:
         fix = f"store it as one of {', '.join(DTYPES)}; packed and quantised weights must be unpacked first"
         raise PlanError(
@@ -205,7 +206,7 @@ def _is_size_list(value: object) -> bool:
 
 
 def _find_files(path: Path) -> tuple[list[Path], dict[str, Path]]:
-    """The files to look into, and, where there is an index, the file in which it says that each tensor is."""
+    """The files to read, and, with an index, the file in which the index says each tensor is."""
     if path.is_file():
         if path.suffix == ".safetensors":
             return [path], {}
@@ -261,7 +262,10 @@ def _refuse_absent(absent: list[str], path: Path) -> None:
 
 def _no_weights_error(path: Path, pickles: list[str]) -> PlanError:
     if pickles:
-        text = f"{path} holds no safetensors, but {format_names(pickles)}: a pickle, which can run code when it is read"
+        text = (
+            f"{path} holds no safetensors, but {format_names(pickles)}: a pickle, which can run code when it "
+            "is read"
+        )
         return PlanError(
             text,
             fix=f"convert it first: meshwright convert {pickles[0]} model.safetensors",

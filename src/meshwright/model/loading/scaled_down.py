@@ -1,8 +1,8 @@
-"""A scaled-down copy of a transformers model: the same architecture, so the same code, at a size that verifies in seconds.
+"""Scales a transformers model down: the same architecture and code, at a size that verifies in seconds.
 
-Sizes are known by the names that transformers gives them. Counts shrink to the least that still shows a fault (two
-layers, four heads), widths follow from them, and what divides another size still does. The vocabulary stays: the data
-belongs to it.
+Sizes are found by transformers' field names. Counts shrink to the least that still shows an error (two
+layers, four heads), widths follow from them, and what divides another size still does. The vocabulary stays,
+because the data is tokenized with it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job
 
 NUM_LAYERS, NUM_HEADS, HEAD_WIDTH, NUM_EXPERTS, SEQUENCE_LENGTH = 2, 4, 16, 4, 48
-# Each size under all its names; transformers' own aliases (n_layer, d_model...) come on top.
+# Each size with all its field names; transformers' own aliases (n_layer, d_model...) are added.
 SIZE_FIELDS = {
     "layers": ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"),
     "heads": ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads"),
@@ -32,40 +32,47 @@ SIZE_FIELDS = {
 
 
 def scale_down(job: Job) -> Job:
-    """`job` with a model of 2 layers, at most 4 heads of width 16, on samples of at most 48 tokens; the rest stays, and so
-    does the length of conversations.
+    """`job` with a model of 2 layers, at most 4 heads of width 16, and samples of at most 48 tokens.
 
-    Raises PlanError for a model that comes from a factory (only its author knows its sizes), and for a config that is
-    made of several others.
+    Everything else is unchanged, and so is the length of conversations. Raises PlanError for a model from a
+    factory (only its author knows its sizes), and for a config that is composed of several others.
     """
     if ".py" in job.model.source:
         fix = "write a second factory with smaller sizes, and verify that"
         raise PlanError("a model from a factory cannot be scaled down", fix=fix, location="--shrink")
     config: Any = load_model(job.model, job.train.seed).deferred_init.instantiate().config
     fields = config.to_dict()
-    now = fields | {alias: fields.get(name) for alias, name in config.attribute_map.items()}
-    sizes = dict(_sizes(now))
-    known = {
-        name: sizes[size] for size, names in SIZE_FIELDS.items() for name in names if _is_size(now.get(name))
+    current = fields | {alias: fields.get(name) for alias, name in config.attribute_map.items()}
+    sizes = dict(_sizes(current))
+    scaled_fields = {
+        name: sizes[size]
+        for size, names in SIZE_FIELDS.items()
+        for name in names
+        if _is_size(current.get(name))
     }
-    if "hidden_size" not in known or "num_hidden_layers" not in known:
-        text = f"a {config.model_type} config does not hold its sizes under the names that scaling down knows"
+    if "hidden_size" not in scaled_fields or "num_hidden_layers" not in scaled_fields:
+        text = f"the fields for sizes in a {config.model_type} config are unknown"
         raise PlanError(text, fix="write a smaller config, and verify that", location="--shrink")
-    talks = [
+    conversations = [
         part.chat for part in (job.data, *job.data.mixture) if part.chat
-    ]  # cut short, they would hold no answer
-    data = job.data if talks else replace(job.data, sequence=min(job.data.sequence, SEQUENCE_LENGTH))
-    small = replace(
-        job.model, overrides={**job.model.overrides, **known}, weights="", skip=()
-    )  # whose weights fit no more
-    return replace(job, model=small, data=data)
+    ]  # truncated, they would hold no answer
+    data = job.data if conversations else replace(job.data, sequence=min(job.data.sequence, SEQUENCE_LENGTH))
+    model = replace(
+        job.model, overrides={**job.model.overrides, **scaled_fields}, weights="", skip=()
+    )  # the weights no longer fit
+    return replace(job, model=model, data=data)
 
 
-def _sizes(now: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    num_heads = next((now[name] for name in SIZE_FIELDS["heads"] if _is_size(now.get(name))), NUM_HEADS)
-    num_kv_heads = next((now[name] for name in SIZE_FIELDS["kv_heads"] if _is_size(now.get(name))), num_heads)
+def _sizes(config_fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    num_heads = next(
+        (config_fields[name] for name in SIZE_FIELDS["heads"] if _is_size(config_fields.get(name))), NUM_HEADS
+    )
+    num_kv_heads = next(
+        (config_fields[name] for name in SIZE_FIELDS["kv_heads"] if _is_size(config_fields.get(name))),
+        num_heads,
+    )
     heads = min(NUM_HEADS, num_heads)
-    head_width = _head_width(now, num_heads)
+    head_width = _head_width(config_fields, num_heads)
     width = heads * head_width
     yield "layers", NUM_LAYERS
     yield "heads", heads
@@ -77,17 +84,20 @@ def _sizes(now: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     yield "rotary", head_width // 2
     yield "rank", head_width
     yield "experts", NUM_EXPERTS
-    yield "chosen", 1 if now.get("num_experts_per_tok") == 1 or "n_group" in now else 2
-    yield "projected", width if now.get("word_embed_proj_dim") == now.get("hidden_size") else width // 2
+    yield "chosen", 1 if config_fields.get("num_experts_per_tok") == 1 or "n_group" in config_fields else 2
+    yield (
+        "projected",
+        width if config_fields.get("word_embed_proj_dim") == config_fields.get("hidden_size") else width // 2,
+    )
 
 
-def _head_width(now: Mapping[str, Any], num_heads: int) -> int:
-    """The width of a head; the present one where the config lists a factor for every frequency of it (long context)."""
-    rope = now.get("rope_parameters") or {}
+def _head_width(config_fields: Mapping[str, Any], num_heads: int) -> int:
+    # a config that lists a factor for every rotary frequency (long context) keeps its head width
+    rope = config_fields.get("rope_parameters") or {}
     if not any(isinstance(value, list) for value in rope.values()):
         return HEAD_WIDTH
-    width = now.get("hidden_size")
-    return now.get("head_dim") or (width // num_heads if isinstance(width, int) else HEAD_WIDTH)
+    width = config_fields.get("hidden_size")
+    return config_fields.get("head_dim") or (width // num_heads if isinstance(width, int) else HEAD_WIDTH)
 
 
 def _is_size(value: object) -> bool:

@@ -1,19 +1,22 @@
-"""Dropout whose masks are the same under every plan: a mode in which torch's dropout asks the dice.
+"""Function mode in which torch's dropout draws stateless masks, which are the same under every plan.
 
-While `StatelessDropout` is active on a thread, these draw from `Dice`, and nothing else may draw at all:
+While `StatelessDropout` is active on a thread, these functions draw from a `StatelessRNG`, and nothing else
+may draw:
 
     F.dropout, torch.dropout               y = x * keep / (1 - p)
-    F.scaled_dot_product_attention         y = (softmax(q k' * scale + mask) * keep / (1 - p)) v,   if dropout_p > 0
-    F.multi_head_attention_forward         its own code, with the mode still on inside
-    torch.rand, torch.rand_like            numbers of the site: stochastic depth draws one per sample, layer drop one
-    torch.bernoulli, bernoulli_, uniform_  the same numbers, compared with p or stretched
+    F.scaled_dot_product_attention         (softmax(q k' * scale + mask) * keep / (1 - p)) v, if dropout_p > 0
+    F.multi_head_attention_forward         its own code, with the mode on inside
+    torch.rand, torch.rand_like            numbers of the site: stochastic depth and layer drop
+    torch.bernoulli, bernoulli_, uniform_  the same numbers, compared with p or scaled
 
-With p = 0, or outside training, the ordinary functions run. All other sources of randomness are refused with their name
-and the repair: a mask that depends on the plan would make two plans train two models. During a trial a second, slower
-mode looks below all of torch's Python, so that randomness inside a C++ function (an LSTM's dropout) is found too.
+With p = 0, or outside training, the ordinary functions run. Every other source of randomness is refused, with
+its name and a fix: a mask that depends on the plan would make two plans train two models. During a trial a
+dispatch mode, which is slower, also looks below torch's Python functions, so that randomness inside a C++
+function (an LSTM's dropout) is found.
 
-Cost: attention with dropout holds its probabilities, (B, heads, T, S), which fused kernels avoid; set the attention
-dropout to 0 where that is too much. The mode costs about a microsecond per torch call; without dropout, leave it off.
+Cost: attention with dropout keeps its probabilities, (B, heads, T, S), which fused kernels avoid; set the
+attention dropout to 0 where that is too much. The mode costs about a microsecond per torch call; it is off
+without dropout.
 """
 
 import math
@@ -27,14 +30,17 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.model.blocks.user_checkpointing import CHECKPOINT_MODULE, in_user_checkpoint
-from meshwright.model.blocks.user_checkpointing import USER_CHECKPOINT_FIX as REDRAWN
+from meshwright.model.blocks.user_checkpointing import (
+    CHECKPOINT_MODULE,
+    USER_CHECKPOINT_FIX,
+    in_user_checkpoint,
+)
 from meshwright.model.rng.sharded_draws import DrawRegion
 from meshwright.model.rng.sites import StatelessRNG
 from meshwright.model.sequence_parallel.attention_call import SDPAArguments
 from meshwright.plan.job.errors import PlanError
 
-RANDOM_FIX = "use F.dropout or torch.rand, which draw by sample, or draw when the data is made"
+RANDOM_FIX = "use F.dropout or torch.rand, which draw by sample, or draw when the data is prepared"
 _UNSUPPORTED_FIX = "use F.dropout, or set its probability to 0"
 REFUSED_FUNCTIONS: dict[Any, str] = {
     F.dropout1d: _UNSUPPORTED_FIX,
@@ -69,9 +75,9 @@ INACTIVE_IN_EVAL = (
 
 
 def keep_mask(like: torch.Tensor, region: DrawRegion, p: float) -> torch.Tensor:
-    """What dropout with probability `p` keeps of `part`, a bool mask on the device of `like`; False with probability `p`.
+    """A bool mask for `region`, on the device of `like`; False with probability `p`.
 
-    While `StatelessDropout` is active, it is that part of what one device draws at once.
+    While `StatelessDropout` is active, it is that region of what one device draws at once.
     """
     if has_torch_function_unary(like):
         return handle_torch_function(keep_mask, (like,), like, region, p)
@@ -80,9 +86,10 @@ def keep_mask(like: torch.Tensor, region: DrawRegion, p: float) -> torch.Tensor:
 
 @contextmanager
 def record_draw_sites(rng: StatelessRNG, batch: int) -> Iterator[None]:
-    """Learn the sites of the forward that runs inside on `batch` samples, in training mode; dropout keeps everything.
+    """Records the draw sites of the forward that runs inside, on `batch` samples in training mode.
 
-    Raises PlanError (from the forward) for every source of randomness that has no stateless form.
+    Dropout keeps every element meanwhile. Raises PlanError (from the forward) for every source of randomness
+    that has no stateless form.
     """
     rng.begin_trial(batch)
     try:
@@ -93,7 +100,7 @@ def record_draw_sites(rng: StatelessRNG, batch: int) -> Iterator[None]:
 
 
 class StatelessDropout(TorchFunctionMode):
-    """While active (`with`), random functions of torch on this thread draw from `dice`, or are refused."""
+    """While active (`with`), random functions of torch on this thread draw from `rng`, or are refused."""
 
     def __init__(self, rng: StatelessRNG) -> None:
         super().__init__()
@@ -120,9 +127,7 @@ class StatelessDropout(TorchFunctionMode):
         if func in self._replacements:
             return self._replacements[func](*args, **kwargs)
         if func in REFUSED_FUNCTIONS and not _is_inactive(func, args, kwargs):
-            what = (
-                f"{func.__name__} draws random numbers in training, and its numbers would depend on the plan"
-            )
+            what = f"{func.__name__} draws random numbers in training, and they would depend on the plan"
             raise PlanError(what, fix=REFUSED_FUNCTIONS[func], location=self._rng.location)
         return func(*args, **kwargs)
 
@@ -131,21 +136,25 @@ class StatelessDropout(TorchFunctionMode):
     ) -> torch.Tensor:
         if not 0 <= p <= 1:
             raise ValueError(
-                f"a dropout probability of {p}; needed is a number from 0 to 1; repair the module's p"
+                f"the dropout probability is {p}; it must be between 0 and 1; change the module's p"
             )
         if not training or p == 0:
             return input
         self._refuse_checkpointed()
-        gone = ~self._rng.keep_mask(input.shape, p, input.device)
+        dropped = ~self._rng.keep_mask(input.shape, p, input.device)
         scale = 1 / (1 - p) if p < 1 else 0.0
         # masked_fill keeps the bool mask for the backward; a product would keep a mask of the input's dtype
-        return input.masked_fill_(gone, 0).mul_(scale) if inplace else input.masked_fill(gone, 0) * scale
+        return (
+            input.masked_fill_(dropped, 0).mul_(scale) if inplace else input.masked_fill(dropped, 0) * scale
+        )
 
     def _refuse_checkpointed(self) -> None:
-        """Raise PlanError, in a trial, where what draws runs again in backward."""
         if self._rng.in_trial and in_user_checkpoint():
-            text = f"random numbers are drawn within {CHECKPOINT_MODULE}, and would be drawn anew when backward runs that again"
-            raise PlanError(text, fix=REDRAWN, location=self._rng.location)
+            text = (
+                f"random numbers are drawn inside {CHECKPOINT_MODULE}, and would be drawn again in its "
+                "recomputation"
+            )
+            raise PlanError(text, fix=USER_CHECKPOINT_FIX, location=self._rng.location)
 
     def _torch_dropout(self, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         return self._dropout(input, p, train)
@@ -195,33 +204,33 @@ class StatelessDropout(TorchFunctionMode):
         return input.copy_(self._rng.uniform(input.shape, input.dtype, input.device) * (high - low) + low)
 
     def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        given = SDPAArguments(*args, **kwargs)
-        if given.dropout_p == 0:
+        arguments = SDPAArguments(*args, **kwargs)
+        if arguments.dropout_p == 0:
             return F.scaled_dot_product_attention(*args, **kwargs)
-        key, value = given.key, given.value
-        if given.enable_gqa:
-            key = key.repeat_interleave(given.query.size(-3) // key.size(-3), -3)
-            value = value.repeat_interleave(given.query.size(-3) // value.size(-3), -3)
-        scores = given.query @ key.transpose(-2, -1) * given.score_scale
-        probabilities = _softmax(scores, _bias(scores, given.attn_mask, given.is_causal))
-        return (self._dropout(probabilities, given.dropout_p) @ value).to(value.dtype)
+        key, value = arguments.key, arguments.value
+        if arguments.enable_gqa:
+            key = key.repeat_interleave(arguments.query.size(-3) // key.size(-3), -3)
+            value = value.repeat_interleave(arguments.query.size(-3) // value.size(-3), -3)
+        scores = arguments.query @ key.transpose(-2, -1) * arguments.score_scale
+        probabilities = _softmax(scores, _bias(scores, arguments.attn_mask, arguments.is_causal))
+        return (self._dropout(probabilities, arguments.dropout_p) @ value).to(value.dtype)
 
     def _with_mode(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """`func` with this mode on for the calls that it makes itself; torch turns the mode off for those otherwise."""
-        within = {**func.__globals__, "has_torch_function": lambda tensors: False}
-        opened = FunctionType(func.__code__, within, func.__name__, func.__defaults__, func.__closure__)
-        opened.__kwdefaults__ = func.__kwdefaults__
+        # torch turns the mode off for the calls that a function makes itself; here it stays on
+        function_globals = {**func.__globals__, "has_torch_function": lambda tensors: False}
+        function = FunctionType(
+            func.__code__, function_globals, func.__name__, func.__defaults__, func.__closure__
+        )
+        function.__kwdefaults__ = func.__kwdefaults__
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with self:
-                return opened(*args, **kwargs)
+                return function(*args, **kwargs)
 
         return call
 
 
 class _RefuseOtherDraws(TorchDispatchMode):
-    """Refuses every random operation that reaches torch's dispatcher, however it was called."""
-
     def __init__(self, dice: StatelessRNG) -> None:
         super().__init__()
         self._rng = dice
@@ -238,7 +247,7 @@ class _RefuseOtherDraws(TorchDispatchMode):
             and _argument(func, "dropout_p", args, kwargs) != 0
             and _argument(func, "training", args, kwargs) is not False
         ):
-            what = f"{func} draws random numbers in training, and its numbers would depend on the plan"
+            what = f"{func} draws random numbers in training, and they would depend on the plan"
             raise PlanError(
                 what, fix=f"set the dropout of the layer to 0, or {RANDOM_FIX}", location=self._rng.location
             )
@@ -253,23 +262,22 @@ def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _is_inactive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function of `MAY_BE_OFF` was called outside training, or with a probability of 0."""
     if func not in INACTIVE_IN_EVAL:
         return False
     names = (
         ("input", "lower", "upper", "training") if "rrelu" in func.__name__ else ("input", "p", "training")
     )
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     default = func in (F.dropout1d, F.dropout2d, F.dropout3d)
-    return not given.get("training", default) or given.get("p", 0.5) == 0
+    return not arguments.get("training", default) or arguments.get("p", 0.5) == 0
 
 
 def _bias(scores: torch.Tensor, mask: torch.Tensor | None, is_causal: bool) -> torch.Tensor | None:
-    """What is added to the scores: -inf where attention is not allowed."""
     if is_causal:
         if mask is not None:
             raise ValueError(
-                "both attn_mask and is_causal=True were given; needed is one of them; drop is_causal and mask the future"
+                "both attn_mask and is_causal=True were given; only one is allowed; drop is_causal and mask "
+                "the future"
             )
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is None or mask.dtype != torch.bool:
@@ -278,8 +286,8 @@ def _bias(scores: torch.Tensor, mask: torch.Tensor | None, is_causal: bool) -> t
 
 
 def _softmax(scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Probabilities; a row in which nothing is allowed is 0, as in torch, and gives no NaN to the backward."""
     if bias is None:
         return scores.softmax(-1)
+    # a query without any allowed key gets 0, as in torch, and no NaN in the backward
     empty = (bias == -math.inf).all(-1, keepdim=True)
     return (scores + bias.masked_fill(empty, 0)).softmax(-1).masked_fill(empty, 0)

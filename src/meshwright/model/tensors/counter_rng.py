@@ -1,22 +1,26 @@
-"""Random numbers without a state: the number at a logical index is a hash of (key, index), nothing else.
+"""Counter-based random numbers: the number at a logical index is a hash of (key, index), and nothing else.
 
-A stateful generator gives the n-th number to whoever asks n-th, so its numbers depend on the order in which devices
-ask. Here element i of a tensor is a function of a key (made of words: seed, name, step...) and of i, its place in the
-C-order of the *logical* tensor. Any slice can be made alone, in any order, on any rank, with the same result.
+A stateful generator gives its n-th number to the n-th call, so its numbers depend on the order in which
+devices draw. Here element i of a tensor is a function of a key (made of labels: seed, name, step...) and of
+i, the index in the C-order of the *logical* tensor. Any slice can be made alone, in any order, on any rank,
+with the same result.
 
-    key    = blake2b(words) -> 64 bits
+    key    = blake2b(labels) -> 64 bits
     z      = key + (i + 1) * 0x9E3779B97F4A7C15                  splitmix64 in counter form, modulo 2^64
     z      = (z ^ z >> 30) * 0xBF58476D1CE4E5B9
     z      = (z ^ z >> 27) * 0x94D049BB133111EB
     bits   = z ^ z >> 31
     u      = (bits >> 11) / 2^53                                 in [0, 1)
-    normal = sqrt(2) * erfinv((2 k + 1) / 2^53 - 1)              k = bits >> 11: never 0 or 1, so |normal| < 8.3
+    normal = sqrt(2) * erfinv((2 k + 1) / 2^53 - 1)           k = bits >> 11: never 0 or 1, so |normal| < 8.3
 
-Integers wrap in int64 as they do in uint64, so the bits are the same on every device. Floating values are computed in
-float64 and rounded once to the dtype asked for. Cost: about ten integer operations per number; temporary memory is a
-few chunks of 8 x CHUNK bytes, whatever the size of the tensor.
+Integers wrap in int64 as they do in uint64, so the bits are the same on every device. Floating values are
+computed in float64 and rounded once to the requested dtype.
 
-Limits: erfinv is the device's own, so a normal number may differ in its last float64 bit between a CPU and a GPU.
+Cost: about ten integer operations per number; temporary memory of a few chunks of 8 x CHUNK_NUMEL bytes, for
+a tensor of any size.
+
+Limits: erfinv is implemented by the device, so a normal number may differ in its last float64 bit between a
+CPU and a GPU.
 
 Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 """
@@ -35,16 +39,16 @@ TWO_POW_63 = 1 << 63
 
 
 def derive_key(seed: int, *labels: int | str) -> int:
-    """A 64-bit key; different words, or the same words divided differently, give unrelated keys."""
+    """A 64-bit key; different labels, or the same labels divided differently, give unrelated keys."""
     digest = blake2b(digest_size=8)
-    for word in (seed, *labels):
-        text = f"{type(word).__name__}:{word}".encode()
+    for label in (seed, *labels):
+        text = f"{type(label).__name__}:{label}".encode()
         digest.update(len(text).to_bytes(4, "little") + text)
     return int.from_bytes(digest.digest(), "little")
 
 
 def random_bits(key: int | torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """64 random bits (int64) for every element of `index` (int64); a key of int64 elements broadcasts against it."""
+    """64 random bits (int64) for every element of `index` (int64); `key` may be an int64 tensor."""
     start = _signed(key) if isinstance(key, int) else key
     z = (index + 1).mul_(_signed(GOLDEN_GAMMA)) + start
     z = _shifted_xor(z, 30).mul_(_signed(0xBF58476D1CE4E5B9))
@@ -53,7 +57,7 @@ def random_bits(key: int | torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def top53(bits: torch.Tensor) -> torch.Tensor:
-    """The upper 53 bits as integers from 0 up to, not including, 2^53."""
+    """The upper 53 bits, as integers in [0, 2^53)."""
     return (bits >> 11) & ((1 << 53) - 1)
 
 
@@ -78,10 +82,11 @@ def normal(
 def fill_uniform_(
     tensor: torch.Tensor, key: int, low: float = 0.0, high: float = 1.0, *, start: int = 0
 ) -> None:
-    """Fill `tensor` with numbers in [low, high), by logical index.
+    """Fills `tensor` with numbers in [low, high), by logical index.
 
-    `start` is the logical index of the first element. Rows r, r + 1, ... of a larger tensor are made alone with
-    start = r * (elements of one row). `tensor` may be strided; its elements are counted in C-order of its shape.
+    `start` is the logical index of the first element. To make rows r, r + 1, ... of a larger tensor alone,
+    pass start = r * (elements of one row). `tensor` may be strided; its elements are counted in the C-order
+    of its shape.
     """
     below = _largest_below(high, low, tensor.dtype)
 
@@ -95,7 +100,7 @@ def fill_uniform_(
 def fill_normal_(
     tensor: torch.Tensor, key: int, mean: float = 0.0, std: float = 1.0, *, start: int = 0
 ) -> None:
-    """Fill `tensor` with normal numbers, by logical index; `start` as in `fill_uniform_`."""
+    """Fills `tensor` with normal numbers, by logical index; `start` as in `fill_uniform_`."""
 
     def values(first: int, count: int) -> torch.Tensor:
         # in integers, because 2 k + 1 has 54 bits and only the centred number fits a float64 exactly
@@ -115,10 +120,11 @@ def fill_truncated_normal_(
     *,
     start: int = 0,
 ) -> None:
-    """Fill `tensor` with normal numbers cut to [low, high] (absolute, not in units of std), by logical index.
+    """Fills `tensor` with normal numbers truncated to [low, high], by logical index.
 
-    The inverse of the distribution function maps one uniform number to one value, so nothing is rejected and the
-    index stays the place. Bounds further than 8 std from the mean do not cut.
+    The bounds are absolute, not in units of std. The inverse of the distribution function maps one uniform
+    number to one value, so nothing is rejected and the logical index is enough. Bounds further than 8 std
+    from the mean do not truncate.
     """
     from_p, to_p = (_normal_cdf((bound - mean) / std) for bound in (low, high))
 
@@ -162,7 +168,8 @@ def _normal_cdf(x: float) -> float:
 
 
 def _largest_below(high: float, low: float, dtype: torch.dtype) -> float:
-    """What [low, high) may not exceed: a float64 just under `high` would round up to it in a narrower dtype."""
+    # a float64 just under `high` would round up to it in a narrower dtype
+    # a float64 just under `high` would round up to it in a narrower dtype
     if low >= high:
         return high
     if dtype == torch.float64:

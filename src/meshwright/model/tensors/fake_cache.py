@@ -1,10 +1,10 @@
-"""What a model's code remembers beside the model, in a functools.lru_cache: a trial on fake tensors must leave none there.
+"""Clears functools caches in which a model's code keeps fake tensors after a trial.
 
     @staticmethod
-    @lru_cache(maxsize=10)                        in transformers, of several models of images: tables of relative positions
-    def generate_index(size): ...                 asked in the trial, it remembers a fake tensor, and hands it to every later run
+    @lru_cache(maxsize=10)               in transformers' vision models: tables of relative positions
+    def generate_index(size): ...        called in the trial, it caches a fake tensor for every later run
 
-A cache may be emptied whenever one likes; so those that hold fakes are.
+A cache may be cleared at any time, so those that hold fake tensors are cleared.
 """
 
 import functools
@@ -23,12 +23,15 @@ LRUCache = functools._lru_cache_wrapper
 
 
 def clear_fake_caches(module: nn.Module) -> None:
-    """Empty the caches of the code of `module` that hold fake tensors."""
+    """Clears the caches in the code of `module` that hold fake tensors."""
     clear_caches_with_fakes(lru_caches(module))
 
 
 def lru_caches(module: nn.Module) -> tuple[LRUCache, ...]:
-    """Those of the classes of `module`, and of the files where these are written: for who forgets often."""
+    """The caches of the classes of `module` and of the files that define them.
+
+    A caller that clears often keeps the result and passes it to `clear_caches_with_fakes`.
+    """
     found = {
         id(cache): cache
         for kind in {type(each) for each in module.modules()}
@@ -38,14 +41,14 @@ def lru_caches(module: nn.Module) -> tuple[LRUCache, ...]:
 
 
 def clear_caches_with_fakes(caches: Iterable[LRUCache]) -> None:
-    """Empty those of the caches that hold fake tensors."""
+    """Clears those of `caches` that hold fake tensors."""
     for cache in caches:
         if any(isinstance(tensor, FakeTensor) for tensor in tree_tensors(_cached_values(cache))):
             cache.cache_clear()
 
 
 def _cached_values(cache: LRUCache) -> list[Any]:
-    """What `cache` has given out and keeps: one without a limit has it in a dict."""
+    # a cache without a limit keeps its results in a dict
     found = gc.get_referents(cache)
     return [*found, *(value for each in found if type(each) is dict for value in each.values())]
 
@@ -64,7 +67,7 @@ def _class_caches(kind: type) -> tuple[LRUCache, ...]:
 
 
 def _unwrap_caches(value: Any) -> Iterator[LRUCache]:
-    """The cache that `value` is, or that a function of such a cache holds: bare, as a method, or wrapped once more."""
+    """The cache that `value` is, or that it wraps: bare, as a method, or wrapped once more."""
     if isinstance(value, (staticmethod, classmethod)):
         value = value.__func__
     if isinstance(value, functools._lru_cache_wrapper):

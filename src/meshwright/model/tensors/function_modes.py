@@ -1,4 +1,4 @@
-"""What can be said of one operation of glue, before and after it runs: its title, whether it reads a number, where it stands."""
+"""Function and dispatch modes over glue (code between blocks), and helpers that describe one operation."""
 
 import sys
 from collections.abc import Callable
@@ -33,7 +33,10 @@ SHAPE_ONLY_FACTORIES = frozenset(
         "new_tensor",
     )
 )
-RANDOM_GLUE_FIX = "set the layer drop to 0 where it is one (in transformers' configs: layerdrop, encoder_layerdrop, decoder_layerdrop)"
+RANDOM_GLUE_FIX = (
+    "set the layer drop to 0 where it is one (in transformers' configs: layerdrop, encoder_layerdrop, "
+    "decoder_layerdrop)"
+)
 RANDOM_GLUE_FIX += ", or draw them in front of the first block, or inside one"
 SHAPE_FROM_SECOND_ARG = frozenset(
     ("expand_as", "view_as", "reshape_as")
@@ -41,12 +44,12 @@ SHAPE_FROM_SECOND_ARG = frozenset(
 
 
 def function_title(func: Any) -> str:
-    """The name of a function of torch as a mode is told it; of a property of tensors, that of the property."""
+    """The name of a torch function as a mode receives it; for a property getter, the property and " of"."""
     return f"{func.__self__.__name__} of" if func.__name__ == "__get__" else func.__name__
 
 
 def caller_line() -> str:
-    """The line of the model's code that calls, as file:line."""
+    """The line of the model's code that makes the current call, as "file:line"."""
     frame = sys._getframe(1)
     while frame is not None and (
         "/torch/" in frame.f_code.co_filename or "/meshwright/model/" in frame.f_code.co_filename
@@ -56,19 +59,19 @@ def caller_line() -> str:
 
 
 def is_constant(leaf: Any) -> bool:
-    """Whether a leaf is no tensor and no object: it is the same in every run."""
+    """Whether a leaf of the arguments is the same in every run: neither a tensor nor an arbitrary object."""
     return leaf is None or isinstance(
         leaf, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
     )
 
 
 def call_unchanged(func: Any, args: Any, kwargs: Any) -> Any:
-    """What `func` gives."""
+    """The result of `func(*args, **kwargs)`."""
     return func(*args, **kwargs)
 
 
 class InterceptMode(TorchFunctionMode):
-    """While active, and not `quiet`, what is called is what `hear(func, args, kwargs)` makes of it."""
+    """While active and not `paused`, the result of each torch call is `intercept(func, args, kwargs)`."""
 
     def __init__(self, intercept: Callable[[Any, Any, Any], Any]) -> None:
         super().__init__()
@@ -81,7 +84,7 @@ class InterceptMode(TorchFunctionMode):
 
 
 class ValueReadMode(TorchDispatchMode):
-    """Notes whether an operation reads a number, or makes a tensor whose shape depends on one."""
+    """Notes whether an operation reads a value, or makes a tensor whose shape depends on values."""
 
     reads_values = False
 

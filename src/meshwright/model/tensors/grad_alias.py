@@ -1,4 +1,4 @@
-"""A tensor that stands for a leaf where somebody may write into it in place, which autograd refuses for leaves."""
+"""Non-leaf alias of a leaf: the model may write into it in place, which autograd refuses for leaves."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 
 
 class GradAlias(torch.autograd.Function):
-    """`values` as a tensor that is no leaf, whose gradient is that of `leaf`: glue or a block may then write into it in place."""
+    """`values` as a non-leaf tensor whose gradient is that of `leaf`; it may be written in place."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -18,13 +18,13 @@ class GradAlias(torch.autograd.Function):
 
 
 def make_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, known by an identity of its own."""
+    """A tensor with the same values and its own identity."""
     with torch._C.DisableTorchFunction():
         return GradAlias.apply(tensor, tensor) if tensor.requires_grad else tensor.detach()
 
 
 def aliased_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """The leaf that `tensor` stands for; a tensor that is no alias, itself."""
+    """The leaf of which `tensor` is an alias; `tensor` itself if it is no alias."""
     node: Any = tensor.grad_fn
     if node is None or node.name() != "AliasBackward":
         return tensor

@@ -1,6 +1,7 @@
-"""Tensors by name that are made when they are asked for, each anew, and kept by nobody: one at a time is in memory.
+"""Mapping of named tensors that are made on each access and not kept: one at a time is in memory.
 
-So a rank that needs a share of every tensor, of a checkpoint or of a fresh model, never holds the whole.
+A rank that needs a shard of every tensor of a checkpoint, or of a freshly initialized model, never holds the
+whole.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -9,9 +10,10 @@ import torch
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
-    """The tensors that `make(name)` gives for each of `names`.
+    """The tensors that `make(name)` returns for each of `names`.
 
-    `some(name, rows)`, if given, makes rows without the rest, and `shape(name)` tells of a tensor that is not made.
+    Optional: `make_rows(name, rows)` makes some rows without the rest, and `shape_of(name)` gives a shape
+    without making the tensor.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 
 
 def strip_prefix(prefix: str, tensors: Mapping[str, torch.Tensor]) -> LazyTensors:
-    """What `tensors` has under `prefix`, by the rest of its name."""
+    """The entries of `tensors` whose name starts with `prefix`, by the rest of their name."""
     names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
     return LazyTensors(
         names,
@@ -69,7 +71,7 @@ def strip_prefix(prefix: str, tensors: Mapping[str, torch.Tensor]) -> LazyTensor
 
 
 def read_rows(tensors: Mapping[str, torch.Tensor], name: str, rows: range) -> torch.Tensor:
-    """The `rows` along dim 0 of the tensor `name` in `tensors`; the others are not made where that can be avoided."""
+    """The `rows` along dim 0 of the tensor `name`; the other rows are not made if that can be avoided."""
     return (
         tensors.rows(name, rows)
         if isinstance(tensors, LazyTensors)
@@ -78,5 +80,5 @@ def read_rows(tensors: Mapping[str, torch.Tensor], name: str, rows: range) -> to
 
 
 def tensor_shape(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[int, ...]:
-    """The shape of the tensor `name` in `tensors`; it is not made where that can be avoided."""
+    """The shape of the tensor `name` in `tensors`; the tensor is not made if that can be avoided."""
     return tensors.shape(name) if isinstance(tensors, LazyTensors) else tuple(tensors[name].shape)

@@ -1,15 +1,13 @@
-"""Torch's operations by what they do to dims, for who follows one dim through a block. Names are less underscores.
+"""Tables of torch operations by what they do to dims; names are torch's, without underscores.
 
-elementwise    each element by itself, or beside those at its place        views    the same elements in another form
-moves          dims change places, come or go                              over     they say which dims they go over
+    elementwise   each output element depends on the input elements at its position
+    reshapes      the same elements in another shape
+    dim moves     dims change places, are added or removed
+    dim argument  operations with an argument that names the dims they work on
 
-Operations that treat each token of a stream by itself: what of them holds for all tokens holds for a slice.
-
-    element by element    arithmetic with what has no tokens of its own, or with the stream itself
-    over the last dim     means, norms
-    none of these         whatever moves, joins or reads: it may be harmless, and nobody knows
-
-The stream is [rows, tokens, ...]. Operations go by torch's names, less underscores.
+A second, smaller set holds the operations that treat each token of the residual stream [samples, tokens, ...]
+by itself: elementwise arithmetic, and reductions over the last dim. For these, a property that holds for all
+tokens holds for a slice of them. Any other operation is assumed to mix tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +18,10 @@ import torch
 from meshwright.model.tensors.pytree import storage_id
 
 _TOKENWISE_NAMES = """
-    add radd iadd sub rsub isub mul rmul imul div rdiv truediv rtruediv itruediv pow rpow lerp addcmul where maximum minimum
-    square sqrt rsqrt reciprocal neg abs exp log tanh sigmoid relu gelu silu softplus clamp clip erf dropout mish elu sin cos
-    masked_fill to float double half bfloat16 type type_as contiguous clone detach
+    add radd iadd sub rsub isub mul rmul imul div rdiv truediv rtruediv itruediv pow rpow lerp addcmul where
+    maximum minimum square sqrt rsqrt reciprocal neg abs exp log tanh sigmoid relu gelu silu softplus clamp
+    clip erf dropout mish elu sin cos masked_fill to float double half bfloat16 type type_as contiguous
+    clone detach
 """
 TOKENWISE_OPS = frozenset(_TOKENWISE_NAMES.split())
 _LAST_DIM_REDUCTIONS = frozenset(
@@ -32,7 +31,7 @@ _VALUE_READS = frozenset(("item", "tolist", "bool", "int", "float", "equal", "al
 
 
 def reads_values(name: str) -> bool:
-    """Whether the operation `name`, which gives no tensor, looks at values."""
+    """Whether the operation `name`, which returns no tensor, reads values."""
     return name in _VALUE_READS
 
 
@@ -44,9 +43,10 @@ def tokenwise_problem(
     stream_tensors: Sequence[torch.Tensor],
     result: torch.Tensor,
 ) -> str:
-    """Why the operation `name` does not treat each token by itself; empty: it does.
+    """The reason why the operation `name` does not treat each token by itself; "" if it does.
 
-    Of its `operands`, those that are `carried` are the stream, or made of it; it has `made` a tensor.
+    `stream_tensors` are those of its `operands` that are the residual stream or computed from it; `result` is
+    the tensor that it returns.
     """
     dims = stream_tensors[0].ndim
     if name in _LAST_DIM_REDUCTIONS and operands[0] is stream_tensors[0] and len(stream_tensors) == 1:
@@ -64,7 +64,7 @@ def tokenwise_problem(
     if name not in TOKENWISE_OPS:
         return f"computes '{name}' with it"
     if any(tensor.ndim != result.ndim for tensor in stream_tensors):
-        return f"computes '{name}' of tensors of several forms"
+        return f"computes '{name}' of tensors of different shapes"
     others = [tensor for tensor in operands if not any(tensor is each for each in stream_tensors)]
     if any(tensor.ndim >= result.ndim - 1 and tensor.shape[1 - result.ndim] != 1 for tensor in others):
         return f"computes '{name}' of it and of a tensor of all tokens"
@@ -72,13 +72,13 @@ def tokenwise_problem(
 
 
 def is_full_view(view: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether `view` is `tensor`, all of it and in its form."""
+    """Whether `view` has the same storage, shape and strides as `tensor`."""
     same = storage_id(view) == storage_id(tensor) and view.storage_offset() == tensor.storage_offset()
     return same and view.shape == tensor.shape and view.stride() == tensor.stride()
 
 
-def _name_set(words: str) -> frozenset[str]:
-    return frozenset(words.split())
+def _name_set(names: str) -> frozenset[str]:
+    return frozenset(names.split())
 
 
 CONSTANT_LIKE = _name_set(
@@ -94,26 +94,27 @@ _BITWISE = _name_set(
 )
 _ROUNDING = _name_set("floor ceil round trunc fmod remainder mod floordiv rfloordiv int long bool short byte")
 _CURVES = _name_set("""
-    exp2 expm1 log1p log2 log10 logit erfc tan sinh cosh atan atan2 hardtanh relu6 leaky_relu prelu celu selu hardswish
-    hardsigmoid logsigmoid hardshrink softsign threshold
+    exp2 expm1 log1p log2 log10 logit erfc tan sinh cosh atan atan2 hardtanh relu6 leaky_relu prelu celu
+    selu hardswish hardsigmoid logsigmoid hardshrink softsign threshold
 """)
 _OTHER_ELEMENTWISE = _name_set("""
-    masked_fill addcdiv nan_to_num float_power positive pos true_divide divide multiply subtract negative absolute copy
-    requires_grad data real imag conj rand_like bucketize polar
+    masked_fill addcdiv nan_to_num float_power positive pos true_divide divide multiply subtract negative
+    absolute copy requires_grad data real imag conj rand_like bucketize polar
 """)
 ELEMENTWISE = (
     TOKENWISE_OPS | CONSTANT_LIKE | _COMPARISONS | _BITWISE | _ROUNDING | _CURVES | _OTHER_ELEMENTWISE
 )
 ARITHMETIC = _name_set("""
-    add radd iadd sub rsub isub mul rmul imul div rdiv truediv rtruediv itruediv floordiv pow rpow true_divide divide multiply
-    subtract
+    add radd iadd sub rsub isub mul rmul imul div rdiv truediv rtruediv itruediv floordiv pow rpow
+    true_divide divide multiply subtract
 """)
 RESHAPES = _name_set("view reshape flatten unflatten view_as reshape_as ravel")
 DIM_MOVES = BROADCAST | _name_set(
-    "transpose permute swapaxes swapdims movedim moveaxis t T mT unsqueeze squeeze view_as_complex view_as_real"
+    "transpose permute swapaxes swapdims movedim moveaxis t T mT unsqueeze squeeze view_as_complex"
+    " view_as_real"
 )
 _ALL_DIMS: Any = None
-# The place of `dim` among what is given, and what it is where nothing is said; None: all dims.
+# Position of the argument `dim`, and its default; None: all dims.
 DIM_ARGUMENT: dict[str, tuple[int, Any]] = {
     **dict.fromkeys(_name_set("softmax log_softmax softmin glu sort argsort"), (1, -1)),
     **dict.fromkeys(
@@ -143,7 +144,7 @@ SPLITS = _name_set("chunk split split_with_sizes tensor_split unbind select narr
 LOOKUPS = _name_set("gather index_select take_along_dim")
 IDEMPOTENT_REDUCTIONS = _name_set(
     "mean amax amin max min median mode any all"
-)  # of what is the same for every token, the same for any number
+)  # of equal values, they give that value for any number of tokens
 NORMS = _name_set("batch_norm instance_norm group_norm")
 RECURRENT = _name_set("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell")
 CONVOLUTIONS = _name_set(

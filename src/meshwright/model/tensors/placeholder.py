@@ -1,10 +1,10 @@
-"""A tensor that another part of the model makes: its shape, dtype and device, and a name instead of numbers.
+"""Placeholder tensor for a value of another pipeline stage: shape, dtype, device and a name, without values.
 
-hidden = model.embed(ids)          of another part: a Foreign, made by a stub
+hidden = model.embed(ids)          of another stage: a placeholder, made by a stub
 hidden.shape, hidden.device        as they would be
-torch.zeros_like(hidden)           real: nothing but its shape is looked at
-hidden * 8                         a Foreign again, whose name and shape the course of the forward tells
-hidden.sum().item()                a fault that names it
+torch.zeros_like(hidden)           a real tensor: only the shape is needed
+hidden * 8                         another placeholder; the recorded forward gives its name and shape
+hidden.sum().item()                an error that names the value
 """
 
 from typing import Any, Protocol
@@ -15,17 +15,17 @@ from meshwright.model.tensors.pytree import tree_tensors
 
 
 class PlaceholderHandler(Protocol):
-    """A run of a part: what is to be done where somebody computes with a Foreign of it."""
+    """The run of one stage: computes with placeholders, and reports those whose values are needed."""
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The outcome of `func` on arguments among which there is a Foreign."""
+        """The result of `func` on arguments that contain a placeholder."""
 
     def missing_value_error(self, computation: str, name: str) -> Exception:
-        """The error for `what`, a computation that needs the numbers of the value `name`."""
+        """The error for `computation`, which needs the values of the tensor `name`."""
 
 
 class PlaceholderTensor(torch.Tensor):
-    """The value of that name in a forward, which `run` runs a part of, without its numbers."""
+    """The value `value_name` of a stage that runs on another rank; it has no storage."""
 
     value_name: str
     handler: PlaceholderHandler
@@ -33,7 +33,7 @@ class PlaceholderTensor(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """Whether the value needs a gradient: autograd itself knows nothing of it."""
+        """Whether the value needs a gradient; autograd itself does not track a placeholder."""
         return self.needs_grad
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -67,18 +67,18 @@ def make_placeholder(
     *,
     needs_grad: bool,
 ) -> PlaceholderTensor:
-    """A Foreign of this shape, dtype and device; `needed` says whether the value needs a gradient."""
+    """A placeholder of this shape, dtype and device; `needs_grad` says whether the value needs a gradient."""
     made: Any = torch.Tensor._make_wrapper_subclass(PlaceholderTensor, shape, dtype=dtype, device=device)
     made.value, made.run, made.needed = name, handler, needs_grad
     return made
 
 
 def find_placeholders(value: Any) -> list[PlaceholderTensor]:
-    """Those among the tensors in `value`."""
+    """The placeholders among the tensors in `value`."""
     return [tensor for tensor in tree_tensors(value) if type(tensor) is PlaceholderTensor]
 
 
 def call_without_override(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch says of a Foreign itself: shape, dtype, device; whatever needs its numbers fails."""
+    """The result of `func` on the wrapper itself: shape, dtype, device; what needs values fails."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)

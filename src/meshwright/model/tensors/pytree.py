@@ -1,6 +1,8 @@
-"""Tensors inside what a module takes and gives: tuples, lists, dicts, dataclasses, transformers' ModelOutput.
+"""Finds, replaces and copies tensors in what a module takes and returns.
 
-A tensor in any other object is not seen. It keeps its graph, and passes borders between blocks uncut.
+Containers are tuples, lists, dicts, dataclasses and transformers' ModelOutput. A tensor inside any other
+object is not found: it keeps its graph and crosses block boundaries uncut. These walkers run for every block
+call of every step, so they are written out instead of using torch.utils._pytree, which flattens and rebuilds.
 """
 
 from collections import OrderedDict
@@ -27,7 +29,7 @@ def tree_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def named_tensors(value: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
-    """The tensors in `value`, in the same order, each with where it stands: "1.mask.0"."""
+    """The tensors in `value` in the order of `tree_tensors`, each with its path: "1.mask.0"."""
     if isinstance(value, torch.Tensor):
         return [(name, value)]
     if isinstance(value, (tuple, list)):
@@ -62,17 +64,17 @@ def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """The number of the storage under `tensor`: its views have the same one."""
+    """An id of the storage of `tensor`, which its views share."""
     return (
         tensor.untyped_storage()._cdata
     )  # meta storages have no address; this is what torch's own weak references use
 
 
 def replace_tensors(value: Any, replacements: Mapping[int, torch.Tensor]) -> Any:
-    """`value` with each tensor whose id is in `new` replaced.
+    """`value` with each tensor whose id is a key of `replacements` replaced.
 
-    Lists, dicts and dataclasses are changed in place, because others may hold the same object and write into it (a
-    list of skips, a cache). Tuples are made anew where something in them changes.
+    Lists, dicts and dataclasses are changed in place, because others may hold the same object and write into
+    it (a list of skip connections, a cache). A tuple is rebuilt if something in it changes.
     """
     if isinstance(value, torch.Tensor):
         return replacements.get(id(value), value)
@@ -99,12 +101,12 @@ def replace_tensors(value: Any, replacements: Mapping[int, torch.Tensor]) -> Any
 
 
 def copy_containers(value: Any) -> Any:
-    """`value` with new lists, dicts and dataclasses, and the same tensors in them: who writes into one leaves the other."""
+    """`value` with new lists, dicts and dataclasses that hold the same tensors."""
     return map_leaves(value, lambda leaf: leaf)
 
 
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """`value` with new lists, dicts and dataclasses, and `leaf(item)` for whatever is none of these, tuples apart."""
+    """`value` with new containers, and `function(item)` in place of every item that is not a container."""
     if type(value) in _PLAIN and not isinstance(value, tuple):
         return function(value)
     if isinstance(value, (list, dict)):
@@ -123,7 +125,6 @@ def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _empty_container(value: Any) -> Any:
-    """A new list or dict like `value`, whose items are put in anew."""
     if not (isinstance(value, OrderedDict) and is_dataclass_instance(value)):
         return copy(value)
     kind: type[Any] = type(value)
@@ -135,7 +136,7 @@ def _empty_container(value: Any) -> Any:
 
 
 def value_leaves(value: Any) -> list[Any]:
-    """Everything in `value` that is no list, dict, tuple or dataclass, in order."""
+    """All items in `value` that are not a list, dict, tuple or dataclass, in order."""
     return (
         [leaf for item in _contents(value) for leaf in value_leaves(item)]
         if _is_container(value)
@@ -144,7 +145,7 @@ def value_leaves(value: Any) -> list[Any]:
 
 
 def opaque_tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in other objects inside `value`, such as a cache of keys: those that `tensors` does not see."""
+    """The tensors inside other objects in `value` (a key-value cache), which `tree_tensors` does not find."""
     found: list[torch.Tensor] = []
     known: set[int] = set()
     todo = [(value, False)]
@@ -183,13 +184,12 @@ def _swap_tuple(value: tuple[Any, ...], new: Mapping[int, torch.Tensor]) -> tupl
 
 
 def _rebuild_tuple(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    """A tuple of the kind of `value` with other items."""
     is_named = "_fields" in dir(value)  # a namedtuple takes its items one by one
     return type(value)(*items) if is_named else type(value)(items)
 
 
 def is_dataclass_instance(value: Any) -> bool:
-    """Whether it is an object of a dataclass."""
+    """Whether `value` is an instance of a dataclass."""
     return _is_dataclass(type(value)) and not isinstance(value, type)
 
 
@@ -199,7 +199,6 @@ def _is_dataclass(kind: type) -> bool:
 
 
 def _items(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass that have a value."""
     found = {}
     for field in fields(value):
         with suppress(AttributeError):  # one with init=False may have none yet

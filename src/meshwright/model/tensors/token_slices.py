@@ -1,4 +1,4 @@
-"""Positions of tokens that lie in spans, one by one."""
+"""Selects ranges of token positions along a dim of a tensor."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ def span_positions(spans: Sequence[TokenRange]) -> np.ndarray:
 
 
 def select_spans(tensor: torch.Tensor, dim: int, spans: Sequence[TokenRange]) -> torch.Tensor:
-    """What `tensor` has in `spans` along `dim`; differentiable."""
+    """The slices of `tensor` in `spans` along `dim`, concatenated; differentiable."""
     if len(spans) > MAX_NARROW_SPANS:
         return tensor.index_select(dim, torch.tensor(span_positions(spans), device=tensor.device))
     parts = [tensor.narrow(dim, begin, end - begin) for begin, end in spans or ((0, 0),)]

@@ -1,13 +1,14 @@
-"""Why a weight stays whole on every rank, whoever divides matrices: in words, for `plan --explain-model` and for refusals.
+"""Decides which layers of a model can be sharded, how, and why the others cannot.
 
-of its kind         a convolution, a router: nobody knows how to divide it
-of its role         nobody declares one, or one that keeps it whole
-of its place        no layer of its block takes in what it gives out, or the widths of the two do not agree
+Roles come from the user first, then from the feature flow that the trial shows
+(model/tensor_parallel/slice_plan.py). A plan that the model declares counts only where the trial agrees: it
+does not say whether everything between a colwise and a rowwise layer works on a shard.
 
-What a trial run shows of a model's layers: which can be divided, how, and why the others stay whole.
+A weight is not shardable for a reason of one of three sorts, which `inspect` and error messages print:
 
-Roles come from the user; else what the flow of features shows counts (model/proposed.py), and what the model declares only where
-that agrees: a declared plan does not say of all that stands between columns and rows how it bears being divided.
+    kind        a convolution, a router: no way to shard it is known
+    role        no role is declared, or one that replicates it
+    position    no layer of its block takes its outputs as inputs, or the widths of the two do not agree
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -37,14 +38,14 @@ from meshwright.model.trial.trial import PROBE_BATCH, TrialFindings
 from meshwright.plan.model_spec.layer_calls import LayerCall, LogitsSpec, PerHeadInput, SizeAttribute
 
 KIND_REASONS = {
-    "convolution": "a convolution: only linear layers and embeddings can be divided",
-    "attention": "torch computes with all of it at once; attention made of linear layers can be divided",
-    "experts": "weights of many experts, which are divided by expert: no strategy does that yet",
-    "router": "a router: all ranks choose the experts of a token alike",
+    "convolution": "a convolution: only linear layers and embeddings can be sharded",
+    "attention": "torch computes with all of it at once; attention made of linear layers can be sharded",
+    "experts": "weights of many experts, which are sharded by expert: no strategy does that yet",
+    "router": "a router: all ranks must choose the same experts for a token",
 }
 NO_ROLE_REASON = "no role is declared for it, nor could one be proposed"
-PAIRED_ROLES = ("columns", "rows", "packed columns", "packed rows")
-UNTRACED_REASON = "the trial run could not follow its features between columns and rows"
+PAIRED_ROLES = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
+UNTRACED_REASON = "the trial run could not follow its features from colwise to rowwise"
 
 
 def unsharded_reasons(
@@ -54,70 +55,72 @@ def unsharded_reasons(
     shardable_layers: Collection[LayerRole],
     divisible: Collection[str],
 ) -> dict[str, str]:
-    """Of every weight of `module` that is not `known` to be divisible, by its name there: why it stays whole.
+    """The reason why it is not sharded, for every weight of `module` that is not `divisible`, by name.
 
-    `seen` is what the trial saw of the layers that have one of `roles`.
+    `layer_uses` are the uses that the trial saw of the layers with one of `roles`.
     """
-    failed = {
+    failed_pairs = {
         use.name: pair
         for pair in find_layer_pairs(layer_uses, roles)
         for use in (*pair.colwise, pair.rowwise)
     }
     called = {use.name for use in layer_uses.uses}
     found: dict[str, str] = {}
-    for socket in shardable_layers:
-        owner = module.get_submodule(socket.name)
-        left = [name for name in _weights(socket, owner) if name not in divisible]
-        if left:
-            why = (
-                _kind_reason(socket, owner)
-                or _role_reason(socket, roles)
-                or _position_reason(module, socket, roles, called, failed)
+    for layer in shardable_layers:
+        owner = module.get_submodule(layer.name)
+        unsharded_names = [name for name in _weights(layer, owner) if name not in divisible]
+        if unsharded_names:
+            reason = (
+                _kind_reason(layer, owner)
+                or _role_reason(layer, roles)
+                or _position_reason(module, layer, roles, called, failed_pairs)
             )
-            found |= dict.fromkeys(left, why)
+            found |= dict.fromkeys(unsharded_names, reason)
     return found
 
 
-def _kind_reason(socket: LayerRole, owner: nn.Module) -> str:
-    if socket.kind == "weights":
-        return f"{type(owner).__name__} computes with it in a way of its own"
-    return KIND_REASONS.get(socket.kind, "")
+def _kind_reason(layer: LayerRole, owner: nn.Module) -> str:
+    if layer.kind == "weights":
+        return f"{type(owner).__name__} computes with it in a way that is not known"
+    return KIND_REASONS.get(layer.kind, "")
 
 
-def _role_reason(socket: LayerRole, roles: Mapping[str, str]) -> str:
-    if roles.get(socket.name):
+def _role_reason(layer: LayerRole, roles: Mapping[str, str]) -> str:
+    if roles.get(layer.name):
         return ""
-    if socket.role in ("columns", "rows"):
+    if layer.role in ("colwise", "rowwise"):
         return (
-            f"{socket.role}, {socket.source}; but its features do not go from columns to rows in whole units"
+            f"{layer.role}, {layer.source}; but its features do not go from colwise to rowwise in whole units"
         )
-    said = f"{socket.role}, {socket.source}"
-    if socket.role in PAIRED_ROLES:
-        return f"{said}: {UNTRACED_REASON}"
-    return said if socket.role else NO_ROLE_REASON
+    declaration = f"{layer.role}, {layer.source}"
+    if layer.role in PAIRED_ROLES:
+        return f"{declaration}: {UNTRACED_REASON}"
+    return declaration if layer.role else NO_ROLE_REASON
 
 
 def _position_reason(
     module: nn.Module,
-    socket: LayerRole,
+    layer: LayerRole,
     roles: Mapping[str, str],
     called: Collection[str],
-    failed: Mapping[str, LayerPair],
+    failed_pairs: Mapping[str, LayerPair],
 ) -> str:
-    if socket.name not in called:
+    if layer.name not in called:
         return "the trial run does not call it inside a block"
-    if socket.name in failed:
-        return _width_mismatch(module, failed[socket.name])
-    if roles[socket.name] == "rows":
-        return "no columns layer of its block gives out what it takes in"
-    return "no rows layer of its block takes in what it gives out"
+    if layer.name in failed_pairs:
+        return _width_mismatch(module, failed_pairs[layer.name])
+    if roles[layer.name] == "rowwise":
+        return "no colwise layer of its block produces its input"
+    return "no rowwise layer of its block takes its output"
 
 
 def _width_mismatch(module: nn.Module, pair: LayerPair) -> str:
-    """Why the layers of `pair` have no units in common."""
-    given = " and ".join(f"{_leaf(use.name)} {_width(module, use.name, 'out')}" for use in pair.colwise)
+    widths = " and ".join(f"{_leaf(use.name)} {_width(module, use.name, 'out')}" for use in pair.colwise)
     heads = f", in heads of {pair.head_dim}" if pair.head_dim else ""
-    return f"{_leaf(pair.rowwise.name)} takes in {_width(module, pair.rowwise.name, 'in')} features, and what comes is {given}{heads}"
+    return (
+        f"{_leaf(pair.rowwise.name)} takes {_width(module, pair.rowwise.name, 'in')} features, and its input "
+        f"comes from {widths}{heads}"
+    )
 
 
 def _width(module: nn.Module, name: str, side: str) -> int:
@@ -130,55 +133,56 @@ def _leaf(name: str) -> str:
 
 
 def user_declared_roles(module: nn.Module, shardable_layers: Iterable[LayerRole]) -> dict[str, str]:
-    """The roles that the user has declared, by the names of the weights that they are for."""
-    asked = [socket for socket in shardable_layers if socket.source == DECLARED_BY_USER]
+    """The roles that the user has declared, by the names of the weights they apply to."""
+    declared = [layer for layer in shardable_layers if layer.source == DECLARED_BY_USER]
     return {
-        name: socket.role for socket in asked for name in _weights(socket, module.get_submodule(socket.name))
+        name: layer.role for layer in declared for name in _weights(layer, module.get_submodule(layer.name))
     }
 
 
 def suggest_roles(layers: Iterable[str], tables: Iterable[str] = ()) -> str:
-    """The two lines that declare roles for the linear `layers` (names or patterns, in order) and for embeddings.
+    """The lines of code that declare roles for linear `layers` (names or patterns, in order) and embeddings.
 
-    Of linear layers side by side in one module the last is likely to be the rows layer, which takes in what the others give out.
+    Of several linear layers in one module the last is likely to be the rowwise layer, which takes the outputs
+    of the others.
     """
-    together: dict[str, list[str]] = {}
+    by_parent: dict[str, list[str]] = {}
     for name in layers:
-        together.setdefault(name.rpartition(".")[0], []).append(name)
-    several = [names for names in together.values() if len(names) > 1] or list(together.values())
+        by_parent.setdefault(name.rpartition(".")[0], []).append(name)
+    groups = [names for names in by_parent.values() if len(names) > 1] or list(by_parent.values())
     roles = {
-        name: "rows" if name == names[-1] and len(names) > 1 else "columns"
-        for names in several[:1]
+        name: "rowwise" if name == names[-1] and len(names) > 1 else "colwise"
+        for names in groups[:1]
         for name in names
     }
-    return suggest_declaration(f"sockets={roles or dict.fromkeys(tables, 'vocabulary')}")
+    return suggest_declaration(f"layer_roles={roles or dict.fromkeys(tables, 'vocab')}")
 
 
 def suggest_declaration(argument: str) -> str:
-    """The two lines of a factory that declares `argument`."""
+    """The lines of a factory that declares `argument`."""
     lines = ("def build():", f"    return meshwright.Model(make_it(), {argument})")
     return "\n    ".join(('model.source = "file.py:build", and in file.py', *lines))
 
 
-def _weights(socket: LayerRole, owner: nn.Module) -> Iterator[str]:
-    """The names of the weights that `owner`, the module of `socket`, holds itself."""
+def _weights(layer: LayerRole, owner: nn.Module) -> Iterator[str]:
     for leaf, weight in owner._parameters.items():
         if weight is not None:
-            yield f"{socket.name}.{leaf}" if socket.name else leaf
+            yield f"{layer.name}.{leaf}" if layer.name else leaf
 
 
-TRACED_KINDS = ("linear", "norm", "weights")  # kinds of layers of which every use is noted
+TRACED_KINDS = ("linear", "norm", "weights")  # kinds of layers whose every use is recorded
 ProposeSplits = Callable[[frozenset[str]], SplitProposal]
 TrySplits = Callable[
     [ProposeSplits], tuple[SplitProposal, tuple[SizeAttribute, ...], tuple[str, ...]]
-]  # what runs of it, on slices
+]  # returns the part of the proposal that runs on slices
 
 
 @dataclass(frozen=True)
 class DivisibleLayers:
-    """The `calls` of layers that can be divided, what is known of weights (`parts`), by name, and why others are `whole`.
+    """The `calls` of shardable layers, how their weights split, and why other weights are not shardable.
 
-    `asked` are the roles that the user has declared, by weight. The rest is what an `Anatomy` holds.
+    `user_roles` are the roles that the user has declared, by weight. The other fields are those of a
+    `ModelSpec`.
     """
 
     calls: tuple[LayerCall, ...]
@@ -186,18 +190,21 @@ class DivisibleLayers:
     unsharded_reasons: Mapping[str, str]
     user_roles: Mapping[str, str]
     logits: LogitsSpec | None
-    local_numbers: tuple[SizeAttribute, ...]
-    input_portions: tuple[PerHeadInput, ...]
+    size_attributes: tuple[SizeAttribute, ...]
+    per_head_inputs: tuple[PerHeadInput, ...]
     notes: tuple[str, ...]
 
 
 def traced_roles(
     module: nn.Module, shardable_layers: Sequence[LayerRole], declared: Mapping[str, str] | None
 ) -> dict[str, str]:
-    """The layers of `module` of which a trial notes every use, with the roles known before it; `declared` are the user's."""
-    return {
-        socket.name: "" for socket in shardable_layers if socket.kind in TRACED_KINDS
-    } | find_traced_roles(module, declared)
+    """The layers of `module` whose uses the trial records, with the roles known before it.
+
+    `declared` are the user's roles.
+    """
+    return {layer.name: "" for layer in shardable_layers if layer.kind in TRACED_KINDS} | find_traced_roles(
+        module, declared
+    )
 
 
 def find_divisible_layers(
@@ -208,47 +215,51 @@ def find_divisible_layers(
     loss_spec: LossSpec,
     try_splits: TrySplits,
 ) -> DivisibleLayers:
-    """What the trial of `module`, which has `seen` uses of layers with these `roles`, shows; `tried` runs it on slices."""
+    """The shardable layers of `module` according to `findings`; `try_splits` runs a proposal on slices."""
     declared = {
-        socket.name: socket.role
-        for socket in shardable_layers
-        if socket.role and socket.source != KNOWN_BY_KIND
+        layer.name: layer.role for layer in shardable_layers if layer.role and layer.source != KNOWN_BY_KIND
     }
     uses = [use.name for use in findings.layer_uses.uses]
     proposal, numbers, notes = try_splits(
         lambda without: propose_splits(module, findings.feature_flow, declared, uses, without)
     )
     unproven = {
-        socket.name
-        for socket in shardable_layers
-        if socket.source == DECLARED_BY_MODEL and roles.get(socket.name) in ("columns", "rows")
+        layer.name
+        for layer in shardable_layers
+        if layer.source == DECLARED_BY_MODEL and roles.get(layer.name) in ("colwise", "rowwise")
     }
-    mine = {name: "" if name in unproven else role for name, role in roles.items()} | dict(proposal.roles)
-    words = find_vocab_splits(module, mine, loss_spec, findings.vocab_flow, uses, findings.outputs)
-    lone = {
-        socket.name
-        for socket in shardable_layers
-        if socket.source == DECLARED_BY_USER and socket.role == "columns"
+    proposed_roles = {name: "" if name in unproven else role for name, role in roles.items()} | dict(
+        proposal.roles
+    )
+    vocab_splits = find_vocab_splits(
+        module, proposed_roles, loss_spec, findings.vocab_flow, uses, findings.outputs
+    )
+    single_layers = {
+        layer.name
+        for layer in shardable_layers
+        if layer.source == DECLARED_BY_USER and layer.role == "colwise"
     }
-    calls, parts = find_shardable_calls(
-        module, findings.layer_uses, words.roles, PROBE_BATCH, proposal.dim_splits, lone
+    calls, weight_parts = find_shardable_calls(
+        module, findings.layer_uses, vocab_splits.roles, PROBE_BATCH, proposal.dim_splits, single_layers
     )
     calls = findings.layer_ranges.add_costs(
         calls, findings.layer_uses.uses, findings.saved_storages, PROBE_BATCH
     )
-    first = {id(parameter): name for name, parameter in module.named_parameters()}
-    aliases = {name: first[id(each)] for name, each in module.named_parameters(remove_duplicate=False)}
-    parts = {aliases[name]: part for name, part in parts.items() if name in aliases} | parts
-    whole = (
-        unsharded_reasons(module, findings.layer_uses, words.roles, shardable_layers, parts)
-        | words.not_shardable
+    first_names = {id(parameter): name for name, parameter in module.named_parameters()}
+    aliases = {name: first_names[id(each)] for name, each in module.named_parameters(remove_duplicate=False)}
+    weight_parts = {
+        aliases[name]: part for name, part in weight_parts.items() if name in aliases
+    } | weight_parts
+    reasons = (
+        unsharded_reasons(module, findings.layer_uses, vocab_splits.roles, shardable_layers, weight_parts)
+        | vocab_splits.not_shardable
     )
     return DivisibleLayers(
         calls,
-        parts,
-        whole,
+        weight_parts,
+        reasons,
         user_declared_roles(module, shardable_layers),
-        words.logits,
+        vocab_splits.logits,
         numbers,
         proposal.per_head_inputs,
         notes,

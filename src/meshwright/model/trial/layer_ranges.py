@@ -1,10 +1,11 @@
-"""How much of a visit is done by layers that can be divided: operations, and what is kept of them for backward.
+"""Flops and saved activations of each shardable layer call, from a trial.
 
-    norm   [ q k v -> attend -> o ]   add   norm   [ gate up -> act, times -> down ]   add
-    whole    a pair: shared out       whole         a pair                            whole
+    norm   [ q k v -> attention -> o ]   add   norm   [ gate up -> act, times -> down ]   add
+    full     a pair: sharded             full           a pair                           full
 
-Of a pair that is all between the first of its columns layers and the end of its rows layer, but for what goes in; of any other
-layer what it does itself. The call of the rows layer has what does not belong to one of the columns layers.
+A pair counts everything from the first of its colwise layers to the end of its rowwise layer, except its
+inputs; any other layer counts only itself. The rowwise layer's call carries what does not belong to one of
+the colwise layers.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,12 +21,12 @@ from meshwright.model.tensor_parallel.layer_pairs import LayerUse
 from meshwright.model.tensors.pytree import storage_id
 from meshwright.plan.model_spec.layer_calls import LayerCall
 
-SavedStorage = tuple[int, int, float]  # when, in which storage, how many elements
+SavedStorage = tuple[int, int, float]  # (clock, storage id, number of elements)
 
 
 @dataclass(frozen=True)
 class LayerRange:
-    """One call of a layer: from when to when, operations until either, and the storage that it took in."""
+    """One call of a layer: its begin and end on the clock, total flops at either, and its input's storage."""
 
     name: str
     begin: int
@@ -36,7 +37,7 @@ class LayerRange:
 
 
 class LayerRangeRecorder:
-    """Notes when layers run; `flops()` tells the operations so far, `count()` how many uses of layers have been noted."""
+    """Records when layers run; `total_flops()` and `num_uses()` count flops and layer uses so far."""
 
     def __init__(self, total_flops: Callable[[], int], num_uses: Callable[[], int]) -> None:
         self.clock = 0
@@ -45,7 +46,7 @@ class LayerRangeRecorder:
         self._ranges: dict[int, LayerRange] = {}
 
     def attach_hooks(self, module: nn.Module, layers: Iterable[str]) -> list[RemovableHandle]:
-        """Watch `layers` of `module` until the handles are removed."""
+        """Adds hooks to `layers` of `module`; recording ends when the returned handles are removed."""
         handles = []
         for name in layers:
             layer = module.get_submodule(name)
@@ -56,48 +57,60 @@ class LayerRangeRecorder:
     def add_costs(
         self, calls: Sequence[LayerCall], uses: Sequence[LayerUse], saved: Iterable[SavedStorage], batch: int
     ) -> tuple[LayerCall, ...]:
-        """`calls`, some of `uses` in their order, with operations and what is kept per sample; `batch` samples were run."""
-        left, found = iter(enumerate(uses)), []
+        """`calls`, some of `uses` in order, with flops and saved elements per sample of `batch` samples."""
+        remaining_uses, ranged_calls = iter(enumerate(uses)), []
         for call in calls:
             number = next(
-                (i for i, use in left if (use.name, use.block_call) == (call.name, call.block_call)), -1
+                (
+                    i
+                    for i, use in remaining_uses
+                    if (use.name, use.block_call) == (call.name, call.block_call)
+                ),
+                -1,
             )
-            found.append((call, self._ranges.get(number)))
-        given = {stretch.given for call, stretch in found if stretch is not None and call.role != "rows"}
-        own = [each for each in saved if each[1] not in given]
-        shares: list[LayerCall] = []
-        waiting: list[LayerRange] = []
-        for call, stretch in found:
-            if stretch is None or call.role == "inside":  # what stands between others counts as theirs
-                shares.append(call)
+            ranged_calls.append((call, self._ranges.get(number)))
+        input_storages = {
+            layer_range.input_storage
+            for call, layer_range in ranged_calls
+            if layer_range is not None and call.role != "rowwise"
+        }
+        saved_inside = [each for each in saved if each[1] not in input_storages]
+        costed_calls: list[LayerCall] = []
+        colwise_ranges: list[LayerRange] = []
+        for call, layer_range in ranged_calls:
+            if layer_range is None or call.role == "between_pair":  # its cost is part of the pair around it
+                costed_calls.append(call)
                 continue
-            begin, flops = stretch.begin, stretch.num_after - stretch.before
-            if call.role == "columns":
-                waiting = (
-                    [*waiting, stretch] if not shares or shares[-1].block_call == call.visit else [stretch]
+            begin, flops = layer_range.begin, layer_range.flops_after - layer_range.flops_before
+            if call.role == "colwise":
+                colwise_ranges = (
+                    [*colwise_ranges, layer_range]
+                    if not costed_calls or costed_calls[-1].block_call == call.block_call
+                    else [layer_range]
                 )
-                shares.append(replace(call, flops=flops // batch))
+                costed_calls.append(replace(call, flops=flops // batch))
                 continue
-            if call.role == "rows" and waiting:
-                begin = waiting[0].begin
+            if call.role == "rowwise" and colwise_ranges:
+                begin = colwise_ranges[0].begin
                 flops = (
-                    stretch.num_after
-                    - waiting[0].flops_before
-                    - sum(each.flops_after - each.flops_before for each in waiting)
+                    layer_range.flops_after
+                    - colwise_ranges[0].flops_before
+                    - sum(each.flops_after - each.flops_before for each in colwise_ranges)
                 )
-                waiting = []
-            inside = sum(numel for when, _, numel in own if begin <= when <= stretch.end)
-            shares.append(replace(call, flops=flops // batch, inside=round(inside) // batch))
-        return tuple(shares)
+                colwise_ranges = []
+            saved_numel = sum(numel for clock, _, numel in saved_inside if begin <= clock <= layer_range.end)
+            costed_calls.append(replace(call, flops=flops // batch, saved_numel=round(saved_numel) // batch))
+        return tuple(costed_calls)
 
     def _begin(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         self.clock += 1
         self._open.append((self.clock, self._total_flops()))
 
     def _end(self, name: str, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        begin, before = self._open.pop()
-        given = storage_id(args[0]) if args and isinstance(args[0], torch.Tensor) else 0
+        begin, flops_before = self._open.pop()
+        input_storage = storage_id(args[0]) if args and isinstance(args[0], torch.Tensor) else 0
+        # a use that is not recorded gives its number to the next one
         self._ranges[self._num_uses()] = LayerRange(
-            name, begin, self.clock, before, self._total_flops(), given
-        )  # an unnoted use leaves its place
+            name, begin, self.clock, flops_before, self._total_flops(), input_storage
+        )
         self.clock += 1

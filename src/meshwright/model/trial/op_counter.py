@@ -1,13 +1,13 @@
-"""What a model's operations are, noted while they run on a trial: products by their sizes, attention, and bytes of the rest.
+"""Counts a trial's operations: flops, sizes of matrix products and attention, bytes of the others.
 
-The number of rows of the trial divides nothing else, so a size that it divides grows with the rows, and any other does not. The
-notes go into the section that is open: the forward of a visit, its backward, glue, the loss. Views of memory count as operations
-without bytes: they cost a call.
+`FlopCounter` uses the formulas of torch.utils.flop_counter. torch's own mode also tracks modules, by hooks
+that every thread of the process would see and that forbid `torch.autograd.grad` in a forward; this mode only
+counts.
 
-Counting the floating-point operations of matrix products, convolutions and attention, also on fake tensors.
-
-torch.utils.flop_counter has the formulas; its own mode also tracks modules, by hooks that every thread of the process
-would see and that forbid `torch.autograd.grad` in a forward. This mode only counts.
+`OpCounter` records sizes. The trial's number of samples is a prime that divides no other size, so a size that
+it divides grows with the number of samples and any other size does not. Counts go to the open section: the
+forward of a block call, its backward, glue, or the loss. Views count as operations without bytes: they cost a
+call.
 """
 
 from collections import Counter
@@ -31,11 +31,11 @@ from meshwright.plan.model_spec.op_costs import (
     OpCounts,
 )
 
-Section = tuple[str, str]  # "forward", "backward", "glue" or "loss"; the visit, where it is one
-Size = tuple[int, bool]  # a number, and whether it is one for each row
+Section = tuple[str, str]  # ("forward" | "backward" | "glue" | "loss", block call or "")
+Size = tuple[int, bool]  # (a number, whether it is per sample)
 MeasureSize = Callable[[int], Size]
 aten = torch.ops.aten
-NO_COST_OPS = frozenset(  # they have memory, or none, and do nothing with it
+NO_COST_OPS = frozenset(  # they allocate or view memory, and do not touch it
     (
         aten.empty,
         aten.empty_like,
@@ -47,7 +47,7 @@ NO_COST_OPS = frozenset(  # they have memory, or none, and do nothing with it
     )
 )
 LOOKUP_OPS = frozenset((aten.embedding, aten.index_select, aten.index, aten.gather))
-CAUSAL_ARGUMENTS = MappingProxyType(  # of each kernel, where `is_causal` stands, and how many arguments stand before the query
+CAUSAL_ARGUMENTS = MappingProxyType(  # by kernel: the index of `is_causal`, and that of the query
     {
         aten._scaled_dot_product_flash_attention_for_cpu: (4, 0),
         aten._scaled_dot_product_flash_attention_for_cpu_backward: (7, 1),
@@ -56,7 +56,7 @@ CAUSAL_ARGUMENTS = MappingProxyType(  # of each kernel, where `is_causal` stands
 
 
 class OpCounter(TorchDispatchMode):
-    """While active, notes what runs in the section that is open, in a trial of so many `rows`."""
+    """While active, counts what runs in the open section, in a trial of `num_samples` samples."""
 
     def __init__(self, num_samples: int) -> None:
         super().__init__()
@@ -73,16 +73,16 @@ class OpCounter(TorchDispatchMode):
         return out
 
     def open_section(self, kind: str, block_call: str = "") -> None:
-        """Open this section; what runs from now on is noted there."""
+        """Opens this section: what runs from now on is counted there."""
         self._open = self._counts.setdefault((kind, block_call), Counter())
 
     def close_section(self) -> None:
-        """Close the section: what runs from now on is not noted."""
+        """Closes the section: what runs from now on is not counted."""
         self._open = None
 
     @contextmanager
     def section(self, kind: str, block_call: str = "") -> Iterator[None]:
-        """Have this section open meanwhile, and none afterwards."""
+        """Context manager: opens this section on entry, and closes it on exit."""
         self.open_section(kind, block_call)
         try:
             yield
@@ -90,54 +90,54 @@ class OpCounter(TorchDispatchMode):
             self.close_section()
 
     def section_work(self, kind: str, block_call: str = "") -> OpCounts:
-        """What was noted in this section."""
-        found = self._counts.get((kind, block_call), {})
-        products = (_product(self._line, key, count) for key, count in found.items() if key[0] == "product")
+        """The operations counted in this section."""
+        counts = self._counts.get((kind, block_call), {})
+        matmuls = (_product(self._line, key, count) for key, count in counts.items() if key[0] == "matmul")
         attention = (
-            _attention(self._line, key, count) for key, count in found.items() if key[0] == "attention"
+            _attention(self._line, key, count) for key, count in counts.items() if key[0] == "attention"
         )
-        passed = (_memory_pass(key, count) for key, count in found.items() if key[0] == "passed")
-        return OpCounts(tuple(products), tuple(attention), tuple(passed))
+        memory_ops = (_memory_pass(key, count) for key, count in counts.items() if key[0] == "memory")
+        return OpCounts(tuple(matmuls), tuple(attention), tuple(memory_ops))
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, out: Any) -> None:
-        kind, found = func._overloadpacket, self._open
-        if found is None:
+        kind, counts = func._overloadpacket, self._open
+        if counts is None:
             return
-        known = MATMUL_SHAPES.get(kind)
-        if known is not None:
-            for sizes in known(args, out):
-                found["product", tuple(map(self._sized, sizes)), _dtype(args)] += 1
+        matmul_shapes = MATMUL_SHAPES.get(kind)
+        if matmul_shapes is not None:
+            for sizes in matmul_shapes(args, out):
+                counts["matmul", tuple(map(self._sized, sizes)), _dtype(args)] += 1
         elif kind in CAUSAL_ARGUMENTS:
-            found[self._attention_key(kind, args)] += 1
+            counts[self._attention_key(kind, args)] += 1
         elif func.is_view or kind in NO_COST_OPS:
-            found["passed", (0, 0.0), "", (0, 0.0)] += 1
+            counts["memory", (0, 0.0), "", (0, 0.0)] += 1
         elif any(
             isinstance(each, torch.Tensor) for each in tree_leaves(out)
-        ):  # others ask what a tensor is, where it lies
-            rich = _rich_op_name(func, kwargs)
-            made = next(each for each in tree_leaves(out) if isinstance(each, torch.Tensor))
-            numbers = self._numel(made) if rich else (0, 0.0)
-            passed = (
+        ):  # other operations only query metadata
+            op_name = _rich_op_name(func, kwargs)
+            result = next(each for each in tree_leaves(out) if isinstance(each, torch.Tensor))
+            numel = self._numel(result) if op_name else (0, 0.0)
+            touched = (
                 (args[1:], out, out) if kind in LOOKUP_OPS else (args, kwargs, out)
-            )  # of a table it reads what it gives out
-            found["passed", self._bytes(tree_leaves(passed)), rich, numbers] += 1
+            )  # a lookup reads of the table only what it returns
+            counts["memory", self._bytes(tree_leaves(touched)), op_name, numel] += 1
 
     def _attention_key(self, kind: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-        at, first = CAUSAL_ARGUMENTS[kind]
-        query, key = args[first], args[first + 1]
-        causal = bool(args[at]) if len(args) > at else False
-        rows, heads, queries, width = query.shape
+        causal_arg, query_arg = CAUSAL_ARGUMENTS[kind]
+        query, key = args[query_arg], args[query_arg + 1]
+        causal = bool(args[causal_arg]) if len(args) > causal_arg else False
+        batch, heads, queries, width = query.shape
         return (
             "attention",
-            self._sized(rows),
+            self._sized(batch),
             (heads, queries, key.shape[-2], width),
             _dtype(args),
-            bool(first),
+            bool(query_arg),
             causal,
         )
 
     def _bytes(self, values: Sequence[Any]) -> tuple[int, float]:
-        """The bytes of all tensors among `values`: those that are there whatever the rows are, and those for each row."""
+        """The bytes of all tensors among `values`: batch-independent ones, and those per sample."""
         fixed, each = 0, 0
         for value in values:
             if isinstance(value, torch.Tensor):
@@ -148,9 +148,9 @@ class OpCounter(TorchDispatchMode):
                     each += nbytes
         return fixed, each / self._num_samples
 
-    def _numel(self, made: torch.Tensor) -> tuple[int, float]:
-        """The numbers in `made`: those that are there whatever the rows are, and those for each row."""
-        count = made.numel()
+    def _numel(self, result: torch.Tensor) -> tuple[int, float]:
+        """The elements of `result`: batch-independent ones, and those per sample."""
+        count = result.numel()
         return (count, 0.0) if count % self._num_samples else (0, count / self._num_samples)
 
     def _sized(self, number: int) -> Size:
@@ -179,7 +179,6 @@ def _memory_pass(key: Any, count: int) -> MemoryOp:
 
 
 def _rich_op_name(func: Any, kwargs: Mapping[str, Any] | None) -> str:
-    """The name in RICH of an operation, "" where it is none of them. GELU comes in two kinds."""
     name = func._overloadpacket.__name__
     if (kwargs or {}).get("approximate") == "tanh":
         name = name.replace("gelu", "gelu_tanh")
@@ -187,9 +186,9 @@ def _rich_op_name(func: Any, kwargs: Mapping[str, Any] | None) -> str:
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor in memory: one that is expanded lies there once."""
     if tensor.layout != torch.strided:
         return tensor.numel() * tensor.itemsize
+    # an expanded tensor is in memory once
     return (
         prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or size < 2)
         * tensor.itemsize
@@ -208,7 +207,6 @@ def _matmul_shapes(first: torch.Tensor, second: torch.Tensor) -> Iterator[tuple[
 def _convolution_shapes(
     into: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int, made: Sequence[bool]
 ) -> Any:
-    """The products that a convolution is, or that two of its gradients are: what comes out, goes in, and learns."""
     places, kernel = out.shape[0] * prod(out.shape[2:]), prod(weight.shape[1:])
     channels = out.shape[1] // groups
     forth, back, learns = made
@@ -234,7 +232,7 @@ MATMUL_SHAPES = MappingProxyType(
 
 
 class FlopCounter(TorchDispatchMode):
-    """While active, adds the operations of what this thread runs to `total`; a multiply-add counts as two."""
+    """While active, adds the flops of what this thread runs to `total_flops`; a multiply-add is two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,5 +251,4 @@ class FlopCounter(TorchDispatchMode):
 
 
 def _sdpa_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> int:
-    """Two products, query with key and weights with value, counted as torch counts its other kernels: no mask saves any."""
     return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])

@@ -1,10 +1,12 @@
-"""Whether a model runs on slices: what was proposed is tried on fake tensors, as the first of two ranks would hold it.
+"""Checks a proposed split: runs the model on slices of fake weights, as the first of two ranks has them.
 
-Every layer gets weights of the size of a slice, modules the numbers of it, blocks their portions of what they are given. What
-does not run is given up, block after block, and said: the layers of those blocks stay whole.
+Every layer gets weights of the size of a slice, modules get the local values of their size attributes, and
+blocks their part of per-head inputs. What does not run is given up, block after block, with a note: the
+layers of those blocks are not sharded.
 
-A forward that writes its number of heads down may run all the same, and make other heads of the features that it finds. So
-features are followed here too, and the units of a slice must be those of the whole, as many as the rank has.
+A forward that hard-codes its number of heads may run all the same, and split the features into other heads.
+So the feature flow is traced here too, and the units of a slice must be those of the full tensor, as many as
+the rank has.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,9 +32,7 @@ from meshwright.plan.model_spec.layer_calls import PerHeadInput, SizeAttribute
 TRIAL_RANKS = 2
 """The smallest number of ranks: what runs on the larger half runs on smaller slices."""
 
-_Failure = tuple[
-    str, str, BaseException | None
-]  # the block that does not run, how, and the error if there is one
+_Failure = tuple[str, str, BaseException | None]  # (the block that fails, how, the error if there is one)
 MakeModule = Callable[[], nn.Module]
 PrepareForward = Callable[[nn.Module], AbstractContextManager[Callable[[], object]]]
 ProposeSplits = Callable[[frozenset[str]], SplitProposal]
@@ -41,10 +41,10 @@ ProposeSplits = Callable[[frozenset[str]], SplitProposal]
 def try_on_slices(
     propose: ProposeSplits, make_module: MakeModule, prepare: PrepareForward, blocks: Sequence[str]
 ) -> tuple[SplitProposal, tuple[SizeAttribute, ...], tuple[str, ...]]:
-    """The proposal that runs, the numbers with which it does, and what was given up, in words.
+    """The proposal that runs, the size attributes with which it does, and notes on what was given up.
 
-    `propose` makes a proposal without some layers, `make` a module on fake tensors, and `ready` what runs its forward,
-    once all is ready for that.
+    `propose` makes a proposal without some layers, `make_module` a module on fake tensors, and `prepare`
+    returns the function that runs its forward, once everything is ready for that.
     """
     without: frozenset[str] = frozenset()
     notes: list[str] = []
@@ -52,22 +52,22 @@ def try_on_slices(
         proposal = propose(without)
         if not proposal.roles:
             return proposal, (), tuple(notes)
-        faults: list[_Failure] = []
+        failures: list[_Failure] = []
         for attempt in range(NUM_ATTEMPTS):
             module = make_module()
             numbers = proposal.size_attributes(module, attempt)
-            fault = _find_failure(module, proposal, numbers, prepare, blocks)
-            if fault is None:
+            failure = _find_failure(module, proposal, numbers, prepare, blocks)
+            if failure is None:
                 return proposal, numbers, tuple(notes)
-            faults.append(fault)
-        block, why, error = faults[0]
-        given_up = frozenset(_layers_of_block(proposal, block))
-        if (error is not None and depends_on_values(error)) or not given_up:
-            notes.append(f"that layers run on slices could not be tried: {why}")
+            failures.append(failure)
+        block, reason, error = failures[0]
+        removed_layers = frozenset(_layers_of_block(proposal, block))
+        if (error is not None and depends_on_values(error)) or not removed_layers:
+            notes.append(f"whether layers run on slices could not be checked: {reason}")
             return proposal, proposal.size_attributes(make_module(), 0), tuple(notes)
-        without |= given_up
+        without |= removed_layers
         pattern = LAYER_NUMBER.sub("*", block)
-        notes.append(f"layers of {pattern} stay whole, for it does not run on slices: {why}")
+        notes.append(f"layers of {pattern} are not sharded, because it does not run on slices: {reason}")
 
 
 def _find_failure(
@@ -77,22 +77,22 @@ def _find_failure(
     ready: PrepareForward,
     blocks: Sequence[str],
 ) -> _Failure | None:
-    """What does not run; None if all does."""
-    flow, reached = FeatureFlow(), [""]
+    """The first thing that does not run; None if everything runs."""
+    flow, entered_blocks = FeatureFlow(), [""]
     shrink_to_slice(module, proposal)
     for name in dict.fromkeys(number.module for number in numbers):
-        holder = module.get_submodule(name)
-        vars(holder).update(
-            local_size_attributes(holder, [each for each in numbers if each.module == name], 0, TRIAL_RANKS)
+        owner = module.get_submodule(name)
+        vars(owner).update(
+            local_size_attributes(owner, [each for each in numbers if each.module == name], 0, TRIAL_RANKS)
         )
     for portion in proposal.per_head_inputs:
         block = module.get_submodule(portion.block)
         block.register_forward_pre_hook(partial(_take_portion, portion), with_kwargs=True)
-    held, depth = {name: module.get_submodule(name) for name in blocks}, [0]
+    block_modules, depth = {name: module.get_submodule(name) for name in blocks}, [0]
 
     def enter(name: str, block: nn.Module, args: tuple[Any, ...]) -> None:
         depth[0] += 1
-        reached.append(name)
+        entered_blocks.append(name)
         flow.begin_block_call(name)
 
     def leave(block: nn.Module, args: tuple[Any, ...], out: object) -> None:
@@ -100,68 +100,77 @@ def _find_failure(
 
     try:
         following = flow.follow_forward(
-            module, held, traced_layer_kinds(module), lambda: bool(blocks) and not depth[0]
+            module, block_modules, traced_layer_kinds(module), lambda: bool(blocks) and not depth[0]
         )
         with (
             silence_fake_errors(),
             ready(module) as forward,
             following,
-        ):  # the flow meets dropout before its numbers are drawn
-            for name, block in held.items():  # inside of what the flow notes where a block begins and ends
+        ):  # the flow must see dropout before its mask is drawn
+            for (
+                name,
+                block,
+            ) in (
+                block_modules.items()
+            ):  # inside the hooks with which the flow notes where a block begins and ends
                 block.register_forward_pre_hook(partial(enter, name))
                 block.register_forward_hook(leave, prepend=True)
             forward()
-    except Exception as error:  # whatever it is, it is told
-        return reached[-1], f"{type(error).__name__}: {_first_line(error)}", error
+    except Exception as error:  # any failure is a result, reported in a note
+        return entered_blocks[-1], f"{type(error).__name__}: {_first_line(error)}", error
     return _unit_mismatch(flow, proposal)
 
 
 def _unit_mismatch(flow: FeatureFlow, proposal: SplitProposal) -> _Failure | None:
-    """A layer of which a slice has other units than the whole says."""
+    """A layer whose slice has other units than the proposal says."""
     roles = {
         node.name: proposal.roles.get(node.name, "replicated") for node in flow.nodes if node.kind == "linear"
     }
-    shown = {}
+    traced_splits = {}
     for group in find_layer_groups(flow, roles):
-        shown |= {node.name: cut for node, cut in (*group.sources.items(), *group.rowwise.items())}
+        traced_splits |= {node.name: cut for node, cut in (*group.sources.items(), *group.rowwise.items())}
     for node in flow.nodes:
-        whole, mine = proposal.dim_splits.get(node.name), shown.get(node.name)
-        if whole is None or node.kind == "argument":
+        proposed, traced = proposal.dim_splits.get(node.name), traced_splits.get(node.name)
+        if proposed is None or node.kind == "argument":
             continue
-        wanted = _local_split(whole)
-        if mine != wanted and (mine is not None or wanted.max_ranks > 1):
-            units = "none" if mine is None else str(mine.most)
+        expected = _local_split(proposed)
+        if traced != expected and (traced is not None or expected.max_ranks > 1):
+            units = "none" if traced is None else str(traced.largest_category)
             return (
                 node.block_call,
-                f"of {wanted.max_ranks} heads or features of {node.name} in a slice it makes {units}",
+                f"of {expected.max_ranks} heads or features of {node.name} in a slice it makes {units}",
                 None,
             )
     return None
 
 
 def _local_split(cut: DimSplit) -> DimSplit:
-    """How the first of the ranks' slices of what `cut` divides is divided itself."""
+    """How the slice of the first rank is itself divided into units."""
     first, end = cut.units_of(0, TRIAL_RANKS)
     sections = tuple(part.size(0, TRIAL_RANKS) for part in cut.section_splits)
     if cut.num_units >= TRIAL_RANKS or not cut.num_heads:
-        units, heads, own = end - first, (end - first) * (cut.num_heads // cut.num_units), cut.per_head_numel
+        units, heads, per_head_numel = (
+            end - first,
+            (end - first) * (cut.num_heads // cut.num_units),
+            cut.per_head_numel,
+        )
     else:
         units, heads = 1, end - first
-        own = tuple(each // cut.num_heads * cut.num_units * heads for each in cut.per_head_numel)
-    if units == 1:  # where one section ends and another begins does not show
-        sections, own = (sum(sections),), own[:1]
+        per_head_numel = tuple(each // cut.num_heads * cut.num_units * heads for each in cut.per_head_numel)
+    if units == 1:  # where one section ends and the next begins cannot be seen
+        sections, per_head_numel = (sum(sections),), per_head_numel[:1]
     return replace(
         cut,
         num_units=units,
         sections=sections,
         num_heads=0 if heads == units else heads,
-        per_head_numel=() if heads == units else own,
+        per_head_numel=() if heads == units else per_head_numel,
     )
 
 
 @contextmanager
 def silence_fake_errors() -> Iterator[None]:
-    """Meanwhile torch does not write on the terminal that a fake operation failed: here that is an answer."""
+    """Context manager: torch does not print that a fake operation failed; here a failure is a result."""
     log = getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -171,7 +180,7 @@ def silence_fake_errors() -> Iterator[None]:
 
 
 def shrink_to_slice(module: nn.Module, proposal: SplitProposal) -> None:
-    """Leave the layers of `module`, in place, the shapes of a slice, and have them compute with that."""
+    """Gives the layers of `module`, in place, weights of the size of a slice, and a forward for them."""
     done: dict[int, nn.Parameter] = {}
     for name, role in proposal.roles.items():
         layer = module.get_submodule(name)
@@ -185,7 +194,7 @@ def shrink_to_slice(module: nn.Module, proposal: SplitProposal) -> None:
             if id(parameter) not in done:
                 done[id(parameter)] = nn.Parameter(parameter.new_empty(shape), parameter.requires_grad)
             layer._parameters[leaf] = done[id(parameter)]
-        if role in ("columns", "rows"):
+        if role in ("colwise", "rowwise"):
             layer.forward = partial(_product, layer)
 
 
@@ -201,7 +210,7 @@ def _take_portion(
 
 
 def _layers_of_block(proposal: SplitProposal, block: str) -> Iterator[str]:
-    """The layers of all blocks like `block`: those with heads, or all where none have."""
+    """The layers of all blocks like `block`: those with heads, or all if none have."""
     pattern = LAYER_NUMBER.sub("*", block)
     inside = [
         name

@@ -1,10 +1,10 @@
-"""One forward on fake tensors: what cannot be read off the module tree is learnt from a run that computes nothing.
+"""The trial: one forward on fake tensors, which shows what the module tree does not say.
 
-The trial finds the order in which blocks are visited, what each hands on, the operations it costs, which parameters each
-visit and the glue use, whether a block is called twice, whether the model writes in place, which buffers it writes, and
-where it draws random numbers. It runs the model's own forward, on a batch of `PROBE_BATCH` samples (a prime, so that a
-batch dim is told apart from others), under FakeTensorMode; a model whose forward depends on values is run once on real
-ones.
+The trial finds the order of block calls, the outputs and flops of each, which parameters each block call and
+the glue use, whether a block is called twice, whether the model writes in place, which buffers it writes, and
+where it draws random numbers. It runs the model's own forward, on a batch of `PROBE_BATCH` samples (a prime,
+so that the batch dim can be told from others), under FakeTensorMode; a model whose forward depends on values
+is run once on real tensors.
 """
 
 from collections import Counter
@@ -50,20 +50,23 @@ NEEDS_VALUES = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-# What torch says of fake tensors elsewhere; the last is the fake kernel of grouped_mm, stricter than the real one.
+# Other messages of torch about fake tensors; the last is of grouped_mm, whose fake kernel is stricter.
 FAKE_TENSOR_LIMITS = ("tensor subclass", "not allocated", "fake impl", "Expected inputs of BF16 type")
 
 
 @dataclass
 class TrialFindings:
-    """What one forward showed, per visit in order.
+    """What one forward shows, per block call in order.
 
-    `users` are, per parameter by name, the visits that use it (ROOT for glue); `stateful` the buffers that are written;
-    `outputs` is what it returned; `attends` the visits that call torch's attention; `captured` how many tensors left blocks
-    by each side channel; `drawn`, for each use of a layer, the draws of its visit before it; `followed` what became of the
-    weights and outputs of tables and heads; `stretches` when layers ran, and `saved` what was kept meanwhile. `reruns` are the
-    visits that the model itself runs again in backward, `tables` those of embeddings that look at all rows of a batch, and
-    `unseen` the lines of code in which glue writes with nobody told. `elsewhere`: numpy's own generator was drawn from meanwhile.
+    `param_users` are, per parameter name, the block calls that use it (ROOT for glue); `written_buffers` the
+    buffers that it writes; `outputs` its return value; `attention_calls` the block calls that call torch's
+    attention; `num_captured` the number of tensors that left blocks by each side channel; `num_draws`, for
+    each use of a layer, the draws of its block call before it; `vocab_flow` follows the weights and outputs
+    of embeddings and heads; `layer_ranges` say when layers ran, and `saved_storages` what autograd saved
+    meanwhile. `user_checkpointed_calls` are the block calls that the model itself recomputes in backward,
+    `table_uses` the embeddings that couple the samples of a batch, and `untracked_write_lines` the lines of
+    code in which glue writes without a version change. `draws_from_numpy`: the forward drew from numpy's
+    global generator.
     """
 
     block_calls: list[str] = field(default_factory=list)
@@ -83,7 +86,7 @@ class TrialFindings:
     vocab_flow: VocabFlow = field(default_factory=lambda: VocabFlow(nn.Module(), {}))
     layer_ranges: LayerRangeRecorder = field(default_factory=lambda: LayerRangeRecorder(lambda: 0, lambda: 0))
     saved_storages: list[SavedStorage] = field(default_factory=list)
-    user_checkpointed: list[str] = field(default_factory=list)
+    user_checkpointed_calls: list[str] = field(default_factory=list)
     table_uses: list[TableUse] = field(default_factory=list)
     untracked_write_lines: list[str] = field(default_factory=list)
 
@@ -96,12 +99,14 @@ def run_trial(
     layers: Mapping[str, str] | None = None,
     count_draws: Callable[[], int] = lambda: 0,
 ) -> TrialFindings:
-    """What one training forward of `module` shows; `call()` runs it on PROBE_BATCH samples, `enter` hears of each visit.
+    """The findings of one training forward of `module`.
 
-    The uses of `layers`, by name and role, are seen one by one; `drawn` counts the draws of the visit so far.
+    `run_forward()` runs it on PROBE_BATCH samples, and `on_block_call` is called with the name of each block
+    call. The uses of `layers` (name -> role) are recorded one by one; `count_draws` returns the draws of the
+    block call so far.
 
-    Raises PlanError for a tensor that goes round the border of a block, and for gradients taken between blocks; what the
-    forward itself raises passes through.
+    Raises PlanError for a tensor that bypasses the outputs of a block, and for gradients taken between
+    blocks; errors of the forward itself pass through.
     """
     try:
         return _run_trial(
@@ -118,9 +123,9 @@ def run_trial(
 def make_fake(
     module: nn.Module, mode: FakeTensorMode, dtype_of: Callable[[str], torch.dtype] | None = None
 ) -> None:
-    """Give `module` fake CPU parameters and buffers, in place, ties kept: the shapes of everything, the storage of nothing.
+    """Gives `module` fake CPU parameters and buffers, in place; tied parameters stay tied.
 
-    A parameter becomes `dtype_of` its first name; None leaves each its own dtype.
+    A parameter gets the dtype `dtype_of(first name)`; without `dtype_of` each keeps its own.
     """
     clear_fake_caches(module)
     with mode:
@@ -143,99 +148,102 @@ def _empty_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Paramete
 
 
 def depends_on_values(error: BaseException) -> bool:
-    """Whether `error`, or what led to it, says that the forward needs what fake tensors lack: values, memory, a kernel."""
+    """Whether `error`, or its cause, says that the forward needs values or kernels that fake tensors lack."""
     if isinstance(error, NEEDS_VALUES) or any(phrase in str(error) for phrase in FAKE_TENSOR_LIMITS):
         return True
-    before = error.__cause__ or error.__context__
-    return before is not None and depends_on_values(before)
+    cause = error.__cause__ or error.__context__
+    return cause is not None and depends_on_values(cause)
 
 
 def _run_trial(
     module: nn.Module,
     blocks: Mapping[str, nn.Module],
-    enter: Callable[[str], None],
-    call: Callable[[], Any],
+    on_block_call: Callable[[str], None],
+    run_forward: Callable[[], Any],
     layers: Mapping[str, str],
-    drawn: Callable[[], int],
+    count_draws: Callable[[], int],
     *,
     in_place: bool,
 ) -> TrialFindings:
-    found, counter = TrialFindings(writes_in_place=in_place), FlopCounter()
+    findings, counter = TrialFindings(writes_in_place=in_place), FlopCounter()
     totals: list[int] = []
 
-    def reach(visit: str) -> None:
+    def before_block(block_call: str) -> None:
         totals.append(counter.total_flops)
-        found.block_calls.append(visit)
-        found.feature_flow.begin_block_call(visit)
-        enter(visit)
+        findings.block_calls.append(block_call)
+        findings.feature_flow.begin_block_call(block_call)
+        on_block_call(block_call)
 
-    drive = ForwardDriver(blocks, in_place=in_place)
-    here = lambda: "" if drive.in_glue or not found.block_calls else found.block_calls[-1]  # noqa: E731  what a name would say twice
-    stretches = LayerRangeRecorder(lambda: counter.total_flops, lambda: len(found.layer_uses.uses))
-    inside = SavedActivations(here, lambda: stretches.clock)
-    watched, before = _TrialObserver(drive, found), _buffer_versions(module)
-    given = partial(_hear_inputs, (inside.exclude, watched.untracked_writes.add_block_inputs))
-    seeing = [block.register_forward_pre_hook(given, with_kwargs=True) for block in blocks.values()]
-    seeing += stretches.attach_hooks(module, layers)  # before the use is noted
-    found.vocab_flow = followed = VocabFlow(module, layers)
+    driver = ForwardDriver(blocks, in_place=in_place)
+    current_call = lambda: "" if driver.in_glue or not findings.block_calls else findings.block_calls[-1]  # noqa: E731
+    layer_ranges = LayerRangeRecorder(lambda: counter.total_flops, lambda: len(findings.layer_uses.uses))
+    saved_activations = SavedActivations(current_call, lambda: layer_ranges.clock)
+    observer, versions_before = _TrialObserver(driver, findings), _buffer_versions(module)
+    hear_inputs = partial(
+        _hear_inputs, (saved_activations.exclude, observer.untracked_writes.add_block_inputs)
+    )
+    handles = [block.register_forward_pre_hook(hear_inputs, with_kwargs=True) for block in blocks.values()]
+    handles += layer_ranges.attach_hooks(module, layers)  # before the use is recorded
+    findings.vocab_flow = vocab_flow = VocabFlow(module, layers)
     for name in layers:
         layer = module.get_submodule(name)
-        seeing.append(layer.register_forward_pre_hook(partial(_enter_layer, followed, name)))
-        seeing.append(layer.register_forward_hook(partial(_record_use, drive, found, drawn, name)))
+        handles.append(layer.register_forward_pre_hook(partial(_enter_layer, vocab_flow, name)))
+        handles.append(layer.register_forward_hook(partial(_record_use, driver, findings, count_draws, name)))
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    tables = TableUseMode(dict(module.named_parameters()), here)
-    enter("")
+    tables = TableUseMode(dict(module.named_parameters()), current_call)
+    on_block_call("")
     try:
-        flow = found.feature_flow.follow_forward(
-            module, blocks, traced_layer_kinds(module), lambda: drive.in_glue
+        flow = findings.feature_flow.follow_forward(
+            module, blocks, traced_layer_kinds(module), lambda: driver.in_glue
         )
-        with counter, tables, watched, inside.recording(), followed, flow:
-            outputs, closing, passed = drive.forward(reach, call)
+        with counter, tables, observer, saved_activations.recording(), vocab_flow, flow:
+            outputs, final_call, forward_pass = driver.forward(before_block, run_forward)
             totals.append(counter.total_flops)
     finally:
-        drive.detach()
-        found.layer_uses.live_inputs.clear()
-        for handle in seeing:
+        driver.detach()
+        findings.layer_uses.live_inputs.clear()
+        for handle in handles:
             handle.remove()
-    found.outputs, found.table_uses, found.untracked_write_lines = (
+    findings.outputs, findings.table_uses, findings.untracked_write_lines = (
         outputs,
         tables.uses,
-        watched.untracked_writes.lines,
+        observer.untracked_writes.lines,
     )
-    found.written_buffers = [
-        name for name, now in _buffer_versions(module).items() if now != before.get(name)
+    findings.written_buffers = [
+        name for name, now in _buffer_versions(module).items() if now != versions_before.get(name)
     ]
-    found.flops = [(end - start) // PROBE_BATCH for start, end in pairwise(totals)]
-    found.output_numel = [
-        sum(leaf.numel() for _, leaf in visit.outputs) // PROBE_BATCH for visit in passed.block_calls.values()
+    findings.flops = [(end - start) // PROBE_BATCH for start, end in pairwise(totals)]
+    findings.output_numel = [
+        sum(leaf.numel() for _, leaf in block_call.outputs) // PROBE_BATCH
+        for block_call in forward_pass.block_calls.values()
     ]
-    inside.exclude([*module.parameters(), *module.buffers()])
-    inside.exclude(leaf for visit in passed.block_calls.values() for _, leaf in visit.outputs)
-    found.saved_numel = [numel // PROBE_BATCH for numel in inside.numel(found.block_calls)]
-    found.layer_ranges, found.saved_storages = stretches, inside.saved_storages()
-    found.num_captured = dict(Counter(passed.side_channels.values()))
-    users = split_graph(passed, closing).users
-    found.param_users = {name: set(users.get(key, ())) for key, name in names.items()}
+    saved_activations.exclude([*module.parameters(), *module.buffers()])
+    saved_activations.exclude(
+        leaf for block_call in forward_pass.block_calls.values() for _, leaf in block_call.outputs
+    )
+    findings.saved_numel = [numel // PROBE_BATCH for numel in saved_activations.numel(findings.block_calls)]
+    findings.layer_ranges, findings.saved_storages = layer_ranges, saved_activations.saved_storages()
+    findings.num_captured = dict(Counter(forward_pass.side_channels.values()))
+    leaf_users = split_graph(forward_pass, final_call).users
+    findings.param_users = {name: set(leaf_users.get(key, ())) for key, name in names.items()}
     for tensor in tree_tensors(
         outputs
     ):  # a parameter among the outputs takes its gradient straight from the loss
         if id(tensor) in names:
-            found.param_users[names[id(tensor)]].add(ROOT)
-    return found
+            findings.param_users[names[id(tensor)]].add(ROOT)
+    return findings
 
 
 def param_block_calls(blocks: Sequence[str], users: set[str], block_calls: Sequence[str]) -> tuple[str, ...]:
-    """The visits, in order, that may use a parameter: those of the `blocks` that hold it, and those among its `users`.
+    """The block calls, in order, that may use a parameter: those of the `blocks` with it, and its `users`.
 
-    ROOT comes last, when glue uses it, or when no visit does.
+    ROOT comes last, if glue uses it or if no block call does.
     """
     used = tuple(visit for visit in block_calls if block_of(visit) in blocks or visit in users)
     return (*used, ROOT) if ROOT in users or not used else used
 
 
 class _TrialObserver(TorchFunctionMode):
-    """Notes who attends, and refuses a gradient taken between blocks: the graph ends at the last border before it."""
-
     def __init__(self, drive: ForwardDriver, found: TrialFindings) -> None:
         super().__init__()
         self._drive, self._found = drive, found
@@ -254,10 +262,10 @@ class _TrialObserver(TorchFunctionMode):
             raise PlanError(text, fix=f"take them inside one block, or {LARGER_BLOCK_FIX}", location="model")
         if (
             not self._drive.in_glue
-            and self._found.block_calls[-1:] != self._found.user_checkpointed[-1:]
+            and self._found.block_calls[-1:] != self._found.user_checkpointed_calls[-1:]
             and in_user_checkpoint()
         ):
-            self._found.user_checkpointed += self._found.block_calls[-1:]
+            self._found.user_checkpointed_calls += self._found.block_calls[-1:]
         if func in ATTENTION_FUNCTIONS and not self._drive.in_glue:
             self._found.attention_calls.append(self._found.block_calls[-1])
             if func is F.scaled_dot_product_attention:
@@ -270,40 +278,49 @@ class _TrialObserver(TorchFunctionMode):
         return result
 
 
-def _enter_layer(followed: VocabFlow, name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
-    followed.enter_layer(name)
+def _enter_layer(vocab_flow: VocabFlow, name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
+    vocab_flow.enter_layer(name)
 
 
 def _record_use(
-    drive: ForwardDriver,
-    found: TrialFindings,
-    drawn: Callable[[], int],
+    driver: ForwardDriver,
+    findings: TrialFindings,
+    count_draws: Callable[[], int],
     name: str,
     layer: nn.Module,
     args: tuple[Any, ...],
     output: Any,
 ) -> None:
-    found.vocab_flow.leave_layer(name, output)
-    inside = not drive.in_glue or drive.is_block(name)
-    given = args[0] if args else None  # a table of positions may be called with a shape
-    if inside and found.block_calls and isinstance(given, torch.Tensor) and isinstance(output, torch.Tensor):
-        found.layer_uses.live_inputs.append(given)
-        found.num_draws.append(drawn())
-        found.layer_uses.uses.append(
+    findings.vocab_flow.leave_layer(name, output)
+    in_block = not driver.in_glue or driver.is_block(name)
+    layer_input = args[0] if args else None  # a position embedding may be called with a shape
+    if (
+        in_block
+        and findings.block_calls
+        and isinstance(layer_input, torch.Tensor)
+        and isinstance(output, torch.Tensor)
+    ):
+        findings.layer_uses.live_inputs.append(layer_input)
+        findings.num_draws.append(count_draws())
+        findings.layer_uses.uses.append(
             LayerUse(
-                name, found.block_calls[-1], id(given), given.numel(), given.requires_grad, output.numel()
+                name,
+                findings.block_calls[-1],
+                id(layer_input),
+                layer_input.numel(),
+                layer_input.requires_grad,
+                output.numel(),
             )
         )
 
 
 def _hear_inputs(
-    hear: Sequence[Callable[[list[torch.Tensor]], None]], block: nn.Module, args: Any, kwargs: Any
+    listeners: Sequence[Callable[[list[torch.Tensor]], None]], block: nn.Module, args: Any, kwargs: Any
 ) -> None:
-    found = tree_tensors((args, kwargs))
-    for each in hear:
-        each(found)
+    inputs = tree_tensors((args, kwargs))
+    for listener in listeners:
+        listener(inputs)
 
 
 def _buffer_versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """What changes when a buffer is written or replaced, by name."""
     return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}

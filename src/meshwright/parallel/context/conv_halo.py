@@ -51,7 +51,8 @@ MAX_KERNEL_REACH = 256  # a kernel that reaches over no more tokens is taken wit
 
 def convolve_with_halo(runtime: Runtime, axis: str, call: ShardedConv1dCall) -> torch.Tensor:
     """The convolution of the tokens that this rank runs, [.., channels, tokens]; their neighbours are on ranks of `axis`."""
-    space, known, share = runtime.plan.sharding, call.conv_spec, call.token_shard
+    space = runtime.plan.sharding
+    known, share = call.conv_spec, call.token_shard
     edges = _edges(call.local_input, share.spans, known, space.sequence_sharding.chunks)
     dim, spans = edges.ndim - 1, with_padding(share.spans)
     met = F.pad(

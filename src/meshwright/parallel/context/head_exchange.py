@@ -111,7 +111,7 @@ class HeadExchange:
                 else tensor
             )
 
-        space = runtime.plan.sharding
+        space: ShardingPlan = runtime.plan.sharding
         return cls(sequence_sharding, dict(space.coordinate)[axis], move, has_masks_by_query(space))
 
     def gather_inputs(
@@ -226,7 +226,7 @@ class HeadExchange:
 
 def has_masks_by_query(sharding: ShardingPlan) -> bool:
     """Whether any mask that is sent has a row for each query: all are sent as if they had."""
-    tokens = (sharding.all_ranks or sharding).model_spec.sequence_info
+    tokens = sharding.global_plan.model_spec.sequence_info
     masks = [each.mask for each in (tokens.attention_calls if tokens else ()) if each.mask is not None]
     return any(mask.per_query and not mask.is_replicated for mask in masks)
 
@@ -295,7 +295,7 @@ def check_heads(
 
     `where` is the key that says how many ranks these are, and could as well say one of `sizes`.
     """
-    tokens, found = (sharding.all_ranks or sharding).model_spec.sequence_info, dict[int, dict[str, None]]()
+    tokens, found = sharding.global_plan.model_spec.sequence_info, dict[int, dict[str, None]]()
     ends = {
         (("tp_depth", depth), ("tp", place))
         for depth in _end_ranks(sharding, "tp_depth")

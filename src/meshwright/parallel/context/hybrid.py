@@ -72,7 +72,7 @@ from meshwright.plan.strategy import Handler, Runtime
 class HybridContextParallel(ContextParallel):
     """Tokens of each sample dealt along `axis`: `inner` neighbours exchange them for heads, whose keys travel round the rest."""
 
-    name: ClassVar[str] = "hybrid"
+    name: ClassVar[str] = "hybrid_context_parallel"
     ulysses_degree: int = 2
     load_balance: Literal["zigzag", "contiguous", "striped"] = "zigzag"
     comm_dtype: Literal["", "bfloat16"] = ""
@@ -90,14 +90,14 @@ class HybridContextParallel(ContextParallel):
         if self.axis == CP_AXIS and not self._is_divisible(sharding):
             ranks = sharding.mesh.size(CP_AXIS)
             sizes = " or ".join(map(str, divisors(ranks)))
-            text = f"inner = {self.ulysses_degree}, and {CP_AXIS} has {ranks} ranks, which are to be groups of so many neighbours"
-            yield Diagnostic(text, f"set inner to {sizes}", f"strategies.{self.name}.inner")
+            text = f"ulysses_degree = {self.ulysses_degree}, and {CP_AXIS} has {ranks} ranks, which are to be groups of so many neighbours"
+            yield Diagnostic(text, f"set ulysses_degree to {sizes}", f"strategies.{self.name}.ulysses_degree")
         yield from check_ring(self.name, self.load_balance, self.comm_dtype)
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         if self.axis == CP_AXIS and self._is_divisible(sharding):
             yield from check_heads(
-                sharding, self.name, self.ulysses_degree, "inner", divisors(sharding.mesh.size(CP_AXIS))
+                sharding, self.name, self.ulysses_degree, "ulysses_degree", divisors(sharding.mesh.size(CP_AXIS))
             )
 
     def sequence_sharding(self, num_ranks: int) -> SequenceSharding:

@@ -8,7 +8,7 @@ What is on top counts from what is there at that moment, when most of what a blo
 fullest moment of a backward may well be another.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from meshwright.parallel.context.head_exchange import KVHeadAssignment
@@ -18,7 +18,7 @@ from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.model_spec.sequence_info import AttentionSpec, SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, with_extra_memory
-from meshwright.plan.step.activation_memory import activation_memory
+from meshwright.plan.step.activation_memory import ActivationMemory, activation_memory
 from meshwright.plan.step.single_device import (
     FORWARD_KINDS,
     INPUT_GRAD_KINDS,
@@ -86,7 +86,7 @@ def add_attention_memory(
     memory_of: Callable[[AttentionSpec, int], AttentionMemory] = lambda attend, rows: AttentionMemory(),
 ) -> Program:
     """`program` with this memory: `of` a call of attention on so many rows, and what is `travelling` in a backward."""
-    tokens = (sharding.all_ranks or sharding).model_spec.sequence_info
+    tokens = sharding.global_plan.model_spec.sequence_info
 
     def roomy(actions: list[Action]) -> list[Action]:
         rows = samples_per_microbatch(actions, sharding, job)
@@ -104,7 +104,10 @@ def add_attention_memory(
 
 
 def _with_memory(
-    action: Action, room: AttentionMemory | None, known: dict, travelling: Callable[[Action], int]
+    action: Action,
+    room: AttentionMemory | None,
+    known: Mapping[str, ActivationMemory],
+    travelling: Callable[[Action], int],
 ) -> Action:
     if room is None:
         return action
@@ -115,6 +118,6 @@ def _with_memory(
     held = next((hold.nbytes for hold in action.allocations if hold.name == SCRATCH), None)
     if action.kind not in INPUT_GRAD_KINDS or held is None:
         return action
-    late = known[action.subject].attending if action.subject in known else None
+    late = known[action.subject].attention_backward_nbytes if action.subject in known else None
     on_top = room.backward_nbytes + travelling(action)
     return with_extra_memory(action, SCRATCH, on_top if late is None else max(0, late + on_top - held))

@@ -172,22 +172,22 @@ def check_ring(name: str, load_balance: str, comm_dtype: str) -> Iterator[Diagno
     """What is wrong with what the technique `name` is told of its ring."""
     if load_balance not in LOAD_BALANCES:
         yield Diagnostic(
-            f"balance = '{load_balance}'",
+            f"load_balance = '{load_balance}'",
             suggest_name(load_balance, LOAD_BALANCES),
-            f"strategies.{name}.balance",
+            f"strategies.{name}.load_balance",
         )
     if comm_dtype not in COMM_DTYPES:
         text = f"keys and values cannot travel in '{comm_dtype}'"
         yield Diagnostic(
             text,
-            'write wire = "bfloat16", or leave it out: they travel as they are',
-            f"strategies.{name}.wire",
+            'write comm_dtype = "bfloat16", or leave it out: they travel as they are',
+            f"strategies.{name}.comm_dtype",
         )
 
 
 def comm_rounding(sharding: ShardingPlan, comm_dtype: str) -> float:
     """How far off what a model computes may be where keys and values travel in `wire` (see above)."""
-    tokens = (sharding.all_ranks or sharding).model_spec.sequence_info
+    tokens = sharding.global_plan.model_spec.sequence_info
     return 4 * 2.0**-9 * len(tokens.attention_calls) if comm_dtype and tokens is not None else 0.0
 
 

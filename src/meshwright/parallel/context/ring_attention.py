@@ -102,7 +102,7 @@ def _forward(
                 "causal": pair.kind == "causal",
                 "scale": circle.scale,
             }
-            said |= {"thin": _block_dropout(circle, rank, pair, keep), "above": view.row_offset(pair.queries)}
+            said |= {"dropout": _block_dropout(circle, rank, pair, keep), "row_offset": view.row_offset(pair.queries)}
             more = attention(query[mine], keys[theirs], values[theirs], **said)
             out[mine], lse[mine] = merge_outputs(out[mine], lse[mine], *more)
     return out, lse
@@ -139,11 +139,11 @@ def _backward(
                 "mask": cut,
                 "causal": pair.kind == "causal",
                 "scale": circle.scale,
-                "of_mask": into,
+                "mask_grad": into,
             }
             said |= {
-                "thin": _block_dropout(circle, rank, pair, keep),
-                "above": None if rounds else view.row_offset(pair.queries),
+                "dropout": _block_dropout(circle, rank, pair, keep),
+                "row_offset": None if rounds else view.row_offset(pair.queries),
             }
             found = attention_backward(*given, **said)
             for all_of, more in zip((of_query[mine], of_keys[theirs], of_values[theirs]), found, strict=True):

@@ -52,7 +52,7 @@ END_OF_CALL = 1e9  # behind all that a visit itself moves
 
 def add_glue_gathers(program: Program, sharding: ShardingPlan, job: Job, axis: str) -> Program:
     """`program` with what glue brings together of the tokens that are dealt along `axis`."""
-    tokens = (sharding.all_ranks or sharding).model_spec.sequence_info
+    tokens = sharding.global_plan.model_spec.sequence_info
     if tokens is None or not tokens.gathers:
         return program
 
@@ -76,7 +76,7 @@ class _GlueTransfers:
     @classmethod
     def for_rank(cls, space: ShardingPlan, job: Job, axis: str, rows: int) -> "_GlueTransfers":
         """Those of the visits that the rank runs that sees `space`, on micro-batches of so many rows."""
-        tokens = (space.all_ranks or space).model_spec.sequence_info
+        tokens = space.global_plan.model_spec.sequence_info
         before, forth, first, last = (defaultdict[str, list[Transfer]](list) for _ in range(4))
         more = defaultdict[str, int](int)
         for each in tokens.gathers if tokens is not None else ():
@@ -195,7 +195,7 @@ def add_attention_comm(
 
     Where backwards come in halves, that is the one for what went in, unless nobody asks for that. So with convolutions.
     """
-    borders = (sharding.all_ranks or sharding).model_spec.stage_boundaries
+    borders = sharding.global_plan.model_spec.stage_boundaries
 
     def moved(each: AttentionSpec | ConvSpec, rows: int, *, forward: bool) -> Sequence[Transfer]:
         if isinstance(each, ConvSpec):
@@ -245,7 +245,7 @@ def local_heads(sharding: ShardingPlan, attend: AttentionSpec) -> tuple[int, int
     Of keys and values that several ranks need it has those of its own heads of queries, as strategies that divide heads have it;
     where the model repeats them for attention, all of these.
     """
-    for _, side in _head_sides(sharding, attend.block_call, "columns", attend):
+    for _, side in _head_sides(sharding, attend.block_call, "colwise", attend):
         (first, end), units = side.dim_split.units_of(side.index, side.num_ranks), side.dim_split.num_units
         if side.num_ranks <= units or not side.dim_split.num_heads:
             return (end - first) * attend.num_heads // units, (end - first) * attend.num_kv_heads // units
@@ -310,7 +310,7 @@ def _attention_positions(space: ShardingPlan, visit: str) -> Iterator[tuple[floa
 
     Attention stands before the rows layer that ends it, a convolution behind the last layer that was called before.
     """
-    tokens = (space.all_ranks or space).model_spec.sequence_info
+    tokens = space.global_plan.model_spec.sequence_info
     mine = (
         [attend for attend in tokens.attention_calls if attend.block_call == visit]
         if tokens is not None
@@ -332,7 +332,7 @@ def _attention_positions(space: ShardingPlan, visit: str) -> Iterator[tuple[floa
             last = max([last, *(at + 0.5 for at, name in calls if name in each.prior_layers)])
             yield last, each
         if number < len(mine):
-            ends = [at for at, _ in _head_sides(space, visit, "rows", mine[number])]
+            ends = [at for at, _ in _head_sides(space, visit, "rowwise", mine[number])]
             last = ends[number] - 0.5 if number < len(ends) else last
             yield last, mine[number]
 
@@ -362,5 +362,5 @@ def _has_heads(weight: ParamSpec, attend: AttentionSpec) -> bool:
 
 
 def _is_head_dim(call: LayerCall, weight: ParamSpec, dim: int) -> bool:
-    cut = weight.split_of_side("out" if call.role == "columns" else "in")
+    cut = weight.split_of_side("out" if call.role == "colwise" else "in")
     return cut is not None and cut.dim == dim

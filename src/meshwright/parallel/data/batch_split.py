@@ -44,7 +44,7 @@ GRAD_SUM_AXES = (*DATA_AXES, "cp")  # where ranks may have other samples, or oth
 class BatchSplit(Strategy):
     """Splits the samples of the global batch along `axis`."""
 
-    name: ClassVar[str] = "batch"
+    name: ClassVar[str] = "batch_split"
     phase: ClassVar[StrategyPhase] = "shard"
     axis: str = "dp_replicate"
 
@@ -53,7 +53,7 @@ class BatchSplit(Strategy):
             yield Diagnostic(
                 f"samples cannot be split along '{self.axis}'",
                 suggest_name(self.axis, DATA_AXES),
-                "strategies.batch.axis",
+                "strategies.batch_split.axis",
             )
         if sharding.model_spec.needs_global_batch:
             for column in (
@@ -93,7 +93,7 @@ class BatchSplit(Strategy):
             Action(
                 "GATHER",
                 name,
-                stream="wire",
+                stream="comm",
                 waits=(forward,),
                 transfer=Transfer("all_gather", (), nbytes, dtype="uint8"),
             )
@@ -112,6 +112,6 @@ def same_data_diagnostic(what: str, axis: str, where: str) -> Diagnostic:
     """What is wrong with summing gradients along `axis`, for `what` there, where nothing divides samples or tokens."""
     if axis in DATA_AXES:
         text = f"the {what} along {axis} would all see the same samples: nothing splits the batch there"
-        return Diagnostic(text, f'add [[strategies]] name = "batch", axis = "{axis}"', where)
+        return Diagnostic(text, f'add [[strategies]] name = "batch_split", axis = "{axis}"', where)
     text = f"the {what} along {axis} would all see the same tokens: nothing deals those of a sample out there"
     return Diagnostic(text, f'add [[strategies]] name = "ring", axis = "{axis}"', where)

@@ -46,8 +46,8 @@ from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 class DataParallelMaster(Strategy):
     """Whole copies of the weights along `axis`, of which that of the rank at index 0 is stepped and handed out."""
 
-    name: ClassVar[str] = "master"
-    phase: ClassVar[StrategyPhase] = "store"
+    name: ClassVar[str] = "data_parallel_master"
+    phase: ClassVar[StrategyPhase] = "storage"
     axis: str = "dp_replicate"
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
@@ -56,14 +56,14 @@ class DataParallelMaster(Strategy):
         others = [axis for axis in AXES if axis != self.axis and sharding.mesh.size(axis) > 1]
         if others:
             text = f"the ranks along {' and '.join(others)} would each have a master of their own"
-            yield Diagnostic(text, f'set mesh.{others[0]} = 1, or use the strategy "replicate"', where)
+            yield Diagnostic(text, f'set mesh.{others[0]} = 1, or use the strategy "ddp"', where)
         shared = [
             column for column in sharding.model_spec.outputs if column.used_by_loss and not column.per_sample
         ]
         if shared:
             one = shared[0]
             text = f"the loss takes {one.name} of shape {list(one.shape)}, which is not per row: it would be that of the master"
-            yield Diagnostic(text, 'use the strategy "replicate"', where)
+            yield Diagnostic(text, 'use the strategy "ddp"', where)
         for column in (
             *sharding.model_spec.inputs,
             *(column for column in sharding.model_spec.outputs if column.used_by_loss),
@@ -71,9 +71,7 @@ class DataParallelMaster(Strategy):
             yield from column.diagnostics(where)
         if job.precision.reduce != job.precision.parameters:
             text = f"gradients travel in {job.precision.parameters} here, and precision.reduce is {job.precision.reduce}"
-            yield Diagnostic(
-                text, 'use the strategy "replicate", or make the two dtypes equal', "precision.reduce"
-            )
+            yield Diagnostic(text, 'use the strategy "ddp", or make the two dtypes equal', "precision.reduce")
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         led = replace(sharding, primary_rank_axes=(*sharding.primary_rank_axes, self.axis))
@@ -110,7 +108,7 @@ class DataParallelMaster(Strategy):
             for c in space.model_spec.inputs
         ]
         met = [
-            Action("GATHER", c.name, stream="wire", waits=(forward,), transfer=moved("gather", c))
+            Action("GATHER", c.name, stream="comm", waits=(forward,), transfer=moved("gather", c))
             for c in used
         ]
         back = [
@@ -129,17 +127,17 @@ class DataParallelMaster(Strategy):
         dtype, last = job.precision.parameters, (last_backward(actions).name,)
         norm = Transfer("broadcast", (self.axis,), 8, dtype="float64")
         reduces: list[Action] = []
-        copies = [Action("BROADCAST", GRAD_NORM, stream="wire", waits=("CLIP()",), transfer=norm)]
+        copies = [Action("BROADCAST", GRAD_NORM, stream="comm", waits=("CLIP()",), transfer=norm)]
         for weight in space.model_spec.trainable:
             names = (weight.name,)
             sums = Transfer("reduce", (self.axis,), weight.numel * FLOAT_NBYTES[dtype], dtype=dtype)
             reduces.append(
-                Action("REDUCE", weight.name, stream="wire", waits=last, tensors=names, transfer=sums)
+                Action("REDUCE", weight.name, stream="comm", waits=last, tensors=names, transfer=sums)
             )
             out = replace(sums, collective="broadcast")
             copies.append(
                 Action(
-                    "BROADCAST", weight.name, stream="wire", waits=("STEP()",), tensors=names, transfer=out
+                    "BROADCAST", weight.name, stream="comm", waits=("STEP()",), tensors=names, transfer=out
                 )
             )
         waiting = with_waits(actions[clip], [reduce.name for reduce in reduces])

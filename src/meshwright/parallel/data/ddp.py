@@ -27,8 +27,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import ClassVar
 
-from meshwright.comm.algorithms.size_rule import Rule
-from meshwright.comm.algorithms.size_rule import faults as algorithm_faults
+from meshwright.comm.algorithms.size_rule import SizeRule
+from meshwright.comm.algorithms.size_rule import rule_diagnostics as algorithm_faults
 from meshwright.parallel.data.batch_split import DATA_AXES, GRAD_SUM_AXES, same_data_diagnostic
 from meshwright.plan.job.errors import Diagnostic, suggest_name
 from meshwright.plan.job.job import Job
@@ -55,8 +55,8 @@ class DDP(Strategy):
     as "doubling <= 64 KiB, else ring".
     """
 
-    name: ClassVar[str] = "replicate"
-    phase: ClassVar[StrategyPhase] = "store"
+    name: ClassVar[str] = "ddp"
+    phase: ClassVar[StrategyPhase] = "storage"
     axis: str = "dp_replicate"
     bucket_mb: float = 25.0
     algorithm: str = "backend"
@@ -65,9 +65,7 @@ class DDP(Strategy):
         yield from check_replicas(self.name, self.axis, self.algorithm, sharding)
         if not 0 < self.bucket_mb < inf:
             text = f"buckets of {self.bucket_mb} MiB"
-            yield Diagnostic(
-                text, "write a size above 0; 25 is a good start", "strategies.replicate.bucket_mb"
-            )
+            yield Diagnostic(text, "write a size above 0; 25 is a good start", "strategies.ddp.bucket_mb")
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         axes = sharding.with_token_axes(self.axis)
@@ -141,9 +139,9 @@ class DDP(Strategy):
             behind.setdefault(at, []).append(pack)
         last = max(own[-1] for own in places)
         waits = tuple(dict.fromkeys((*(pack.name for pack in packs), actions[last].name)))
-        algorithm = Rule.parse(self.algorithm).pick(held.nbytes)
+        algorithm = SizeRule.parse(self.algorithm).algorithm_for(held.nbytes)
         transfer = Transfer("all_reduce", axes, held.nbytes, algorithm, job.precision.reduce)
-        reduce = Action("REDUCE", name, micro, stream="wire", waits=waits, tensors=tensors, transfer=transfer)
+        reduce = Action("REDUCE", name, micro, stream="comm", waits=waits, tensors=tensors, transfer=transfer)
         behind.setdefault(last, []).append(reduce)
         if not casts:
             return _BucketEnd(reduce, held.name, tuple(map(grad_name, bucket)))
@@ -185,7 +183,7 @@ def check_replicas(
     elif any(home.flat_shard_axes for home in sharding.param_shardings):
         text = f"{name} keeps whole copies along {axis}, and zero cuts the weights into shards"
         cut = any(axis in home.flat_shard_axes for home in sharding.param_shardings)
-        more = "" if cut else f', and write across = "{axis}" in the strategy zero'
+        more = "" if cut else f', and write replicate_axis = "{axis}" in the strategy zero'
         yield Diagnostic(text, f"remove {name}{more}", f"strategies.{name}")
     else:
         yield from _check_single_axis(name, axis, sharding)

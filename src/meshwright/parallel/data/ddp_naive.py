@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from meshwright.comm.algorithms.size_rule import Rule
+from meshwright.comm.algorithms.size_rule import SizeRule
 from meshwright.parallel.data.ddp import check_replicas
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
@@ -41,8 +41,8 @@ class NaiveDDP(Strategy):
     `algorithm` says how each is summed: a name of comm/algorithms, or a rule by the size of the message.
     """
 
-    name: ClassVar[str] = "naive"
-    phase: ClassVar[StrategyPhase] = "store"
+    name: ClassVar[str] = "naive_ddp"
+    phase: ClassVar[StrategyPhase] = "storage"
     axis: str = "dp_replicate"
     algorithm: str = "backend"
 
@@ -50,9 +50,7 @@ class NaiveDDP(Strategy):
         yield from check_replicas(self.name, self.axis, self.algorithm, sharding)
         if job.precision.reduce != job.precision.parameters:
             text = f"gradients travel in {job.precision.parameters} here, and precision.reduce is {job.precision.reduce}"
-            yield Diagnostic(
-                text, 'use the strategy "replicate", or make the two dtypes equal', "precision.reduce"
-            )
+            yield Diagnostic(text, 'use the strategy "ddp", or make the two dtypes equal', "precision.reduce")
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         axes = sharding.with_token_axes(self.axis)
@@ -78,14 +76,14 @@ class NaiveDDP(Strategy):
     ) -> list[Action]:
         end = first_grad_reader(actions, micro)
         reduces = []
-        rule = Rule.parse(self.algorithm)
+        rule = SizeRule.parse(self.algorithm)
         for weight in (home.param for home in space.param_shardings if home.param.trainable):
             nbytes = weight.numel * FLOAT_NBYTES[job.precision.parameters]
             transfer = Transfer(
                 "all_reduce",
                 space.with_token_axes(self.axis),
                 nbytes,
-                rule.pick(nbytes),
+                rule.algorithm_for(nbytes),
                 job.precision.parameters,
             )
             waits = (last_backward(actions[:end]).name,)
@@ -95,7 +93,7 @@ class NaiveDDP(Strategy):
                     "REDUCE",
                     weight.name,
                     micro,
-                    stream="wire",
+                    stream="comm",
                     waits=waits,
                     tensors=tensors,
                     transfer=transfer,

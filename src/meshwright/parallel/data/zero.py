@@ -20,7 +20,7 @@ the bytes of one all-reduce. Storage is split, not work: every rank still comput
     WAIT     wait for what glue uses at any time, or for what is summed next
     RESHARD   let go of the whole weights; the buffer is the next bundle's
 
-`gather` says how long stage 3 keeps weights: for one "use" (forward, and again backward), for a "micro"-batch, for the "step";
+`gather` says how long stage 3 keeps weights: for one "use" (forward, and again backward), for a "microbatch", for the "step";
 `keep_mb` keeps as many more as fit. They are gathered `ahead` uses early into a fixed number of buffers. Stage 2 and 3 reduce
 after every backward, through two buffers, so no whole gradient outlives its block. With `across`, shards are replicated over a
 second axis (hybrid): reduce-scatter inside, all-reduce of the shard across. Ranks that have other tokens of the same samples are
@@ -51,7 +51,7 @@ from meshwright.plan.step.unshard_windows import JoinScope, ParamUse, assign_buf
 from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 STAGES = (1, 2, 3)
-GATHER_CHOICES = ("use", "micro", "step")
+GATHER_CHOICES = ("use", "microbatch", "step")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ZeRO(Strategy):
     """
 
     name: ClassVar[str] = "zero"
-    phase: ClassVar[StrategyPhase] = "store"
+    phase: ClassVar[StrategyPhase] = "storage"
     axis: str = "dp_shard"
     stage: int = 3
     replicate_axis: str = ""
@@ -83,9 +83,9 @@ class ZeRO(Strategy):
                 f"gather = '{self.gather}'", suggest_name(self.gather, GATHER_CHOICES), f"{where}.gather"
             )
         if not 0 <= self.keep_mb < inf or self.prefetch < 0:
-            text = f"keep_mb = {self.keep_mb}, ahead = {self.prefetch}"
-            yield Diagnostic(text, "write numbers from 0 up; ahead = 1 is a good start", where)
-        for key, axis in (("axis", self.axis), ("across", self.replicate_axis)):
+            text = f"keep_mb = {self.keep_mb}, prefetch = {self.prefetch}"
+            yield Diagnostic(text, "write numbers from 0 up; prefetch = 1 is a good start", where)
+        for key, axis in (("axis", self.axis), ("replicate_axis", self.replicate_axis)):
             if axis and axis not in GRAD_SUM_AXES:
                 yield Diagnostic(
                     f"{key} = '{axis}' is no axis of data parallelism",
@@ -96,7 +96,7 @@ class ZeRO(Strategy):
                 yield same_data_diagnostic("shards", axis, where)
         unused = [
             key
-            for key, usual in (("gather", "use"), ("keep_mb", 0.0), ("ahead", 1))
+            for key, usual in (("gather", "use"), ("keep_mb", 0.0), ("prefetch", 1))
             if vars(self)[key] != usual
         ]
         if unused and self.stage in (1, 2):
@@ -110,11 +110,11 @@ class ZeRO(Strategy):
                 where,
             )
         elif self.replicate_axis in sharding.token_axes:
-            text = f"across = '{self.replicate_axis}', where ranks have other tokens of a sample: shards are cut along {self.axis} and it"
+            text = f"replicate_axis = '{self.replicate_axis}', where ranks have other tokens of a sample: shards are cut along {self.axis} and it"
             yield Diagnostic(
                 text,
                 'remove across, or write the other axis of samples there: "dp_replicate"',
-                f"{where}.across",
+                f"{where}.replicate_axis",
             )
         yield from self._check_single_owner(sharding)
 
@@ -130,11 +130,11 @@ class ZeRO(Strategy):
         ]:
             text = f"another strategy stores the weights along {' and '.join(taken)} already"
             other = [axis for axis in stored if axis in space.data_axes and axis != self.axis]
-            more = f'; zero replicates by itself: across = "{other[0]}"' if other else ""
+            more = f'; zero replicates by itself: replicate_axis = "{other[0]}"' if other else ""
             yield Diagnostic(text, f"keep one of them{more}", "strategies.zero")
         elif cut := sorted({axis for home in space.param_shardings for axis in home.flat_shard_axes}):
             text = f"the weights are cut into shards along {' and '.join(cut)} already, and now along {self.axis} too"
-            fix = f'keep one of them, along one axis; zero replicates by itself: across = "{cut[0]}"'
+            fix = f'keep one of them, along one axis; zero replicates by itself: replicate_axis = "{cut[0]}"'
             yield Diagnostic(text, fix, "strategies.zero")
 
     def _check_dtypes(self, space: ShardingPlan) -> Iterator[Diagnostic]:
@@ -196,7 +196,7 @@ class ZeRO(Strategy):
         dtype, nbytes = first.dtype_for(parameters), arena.shard_numel * first.itemsize(parameters)
         transfer = Transfer("all_gather", arena.axes, nbytes, dtype=dtype)
         return Action(
-            "UNSHARD", f"{bundle.name}{what}", micro, "wire", tensors=bundle.names, transfer=transfer
+            "UNSHARD", f"{bundle.name}{what}", micro, "comm", tensors=bundle.names, transfer=transfer
         )
 
     def _insert_step_gathers(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:

@@ -62,13 +62,13 @@ class ActivationCheckpointing(Strategy):
     `keep_mb` MiB of what they compute within are kept all the same; 0: nothing.
     """
 
-    name: ClassVar[str] = "recompute"
+    name: ClassVar[str] = "activation_checkpointing"
     phase: ClassVar[StrategyPhase] = "memory"
     blocks: tuple[str, ...] = ()
     keep_mb: float = 0.0
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        visits, where = sharding.model_spec.block_calls, "strategies.recompute"
+        visits, where = sharding.model_spec.block_calls, "strategies.activation_checkpointing"
         for pattern in self.blocks:
             if not any(_matches(visit, pattern) for visit in visits):
                 text = f"'{pattern}' is no block of {sharding.model_spec.name}"

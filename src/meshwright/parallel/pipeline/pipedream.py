@@ -58,7 +58,7 @@ class PipeDream(Strategy):
     """Puts runs of layers on the ranks along `axis`, which begin with `cuts`; every micro-batch is an update of its own."""
 
     name: ClassVar[str] = "pipedream"
-    phase: ClassVar[StrategyPhase] = "order"
+    phase: ClassVar[StrategyPhase] = "schedule"
     exact: ClassVar[bool] = False
     axis: str = "pp"
     split_points: tuple[str, ...] = ()
@@ -117,9 +117,7 @@ class PipeDream(Strategy):
                 else f"stepped by one rank along {sharding.primary_rank_axes[0]}"
             )
             text = f"weights are {what}, which nobody does for single micro-batches"
-            yield Diagnostic(
-                text, 'use the strategy "replicate" beside it, or "pipeline" in its place', where
-            )
+            yield Diagnostic(text, 'use the strategy "ddp" beside it, or "pipeline" in its place', where)
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         return self._pipeline.place(sharding)

@@ -115,7 +115,7 @@ class Pipeline(Strategy):
     """
 
     name: ClassVar[str] = "pipeline"
-    phase: ClassVar[StrategyPhase] = "order"
+    phase: ClassVar[StrategyPhase] = "schedule"
     axis: str = "pp"
     schedule: str = "1f1b"
     virtual_stages: int = 0
@@ -159,7 +159,7 @@ class Pipeline(Strategy):
             several = (
                 f"{schedule.num_virtual_stages} parts" if schedule.num_virtual_stages > 1 else "one part"
             )
-            text = f"chunks = {self.virtual_stages}" + (
+            text = f"virtual_stages = {self.virtual_stages}" + (
                 f", and {self.schedule} has {several} per rank" if schedule.num_virtual_stages else ""
             )
             free = " or ".join(f'"{name}"' for name, each in SCHEDULES.items() if not each.num_virtual_stages)
@@ -270,7 +270,7 @@ class Pipeline(Strategy):
         return made
 
     def _request(self, space: ShardingPlan, micros: int) -> "_ScheduleRequest":
-        anatomy, known = (space.all_ranks or space).model_spec, self._stages(space)
+        anatomy, known = space.global_plan.model_spec, self._stages(space)
         forward, weights = (
             _sum_per_stage(anatomy.block_calls, flops, known)
             for flops in (anatomy.flops, weight_grad_flops(anatomy))
@@ -317,7 +317,7 @@ class Pipeline(Strategy):
 
     def _find_stages(self, space: ShardingPlan) -> tuple[StageSpec, ...] | None:
         """The parts; None where they cannot be made, which `check` tells."""
-        anatomy = (space.all_ranks or space).model_spec
+        anatomy = space.global_plan.model_spec
         borders, count = anatomy.stage_boundaries, self._num_stages(space)
         if borders is None or count < 2 or count > len(borders.open_boundaries()) + 1:
             return None
@@ -368,9 +368,7 @@ class _ScheduleRequest(NamedTuple):
 def _declare_blocks_fix(space: ShardingPlan) -> str:
     """How a model that is one block is told of more: the modules that hold its weights."""
     holders = list(
-        dict.fromkeys(
-            weight.name.rpartition(".")[0] for weight in (space.all_ranks or space).model_spec.params
-        )
+        dict.fromkeys(weight.name.rpartition(".")[0] for weight in space.global_plan.model_spec.params)
     )
     return f"; or declare blocks: Model(..., blocks={[name for name in holders if name][:4]})"
 

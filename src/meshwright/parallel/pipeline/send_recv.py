@@ -103,7 +103,7 @@ class TransferRoutes:
     def order_receives(self, actions: Iterable[Action], pp_rank: int) -> list[Action]:
         """`actions` of the rank `mine`, with what it receives of each other rank in the order in which that sends it."""
         actions = list(actions)
-        receives = {action.name: action for action in actions if action.stream == "receive"}
+        receives = {action.name: action for action in actions if action.stream == "recv"}
         left = {
             peer: deque(self._receive_names.get((peer, pp_rank), ()))
             for peer in range(self._order.num_ranks)
@@ -221,7 +221,7 @@ class SendRecvInsertion:
                 action.kind == "RECV_GRAD" and action.microbatch == micro
             ):  # that run adds up gradients of the same values
                 before = 0  # and what comes behind it stays behind it
-            if action.stream == "receive" and before:
+            if action.stream == "recv" and before:
                 done.insert(before + coming, action)
                 coming += 1
                 continue
@@ -236,21 +236,21 @@ class SendRecvInsertion:
             return action
         axes = action.transfer.axes if action.transfer else ()
         move = Transfer("all_reduce", (*axes, self._axis), SCALAR_NBYTES[action.kind], dtype="float64")
-        return replace(action, stream="wire", transfer=move)
+        return replace(action, stream="comm", transfer=move)
 
     def _receives(self, part: int, action: Action, rows: int, *, back: bool) -> Iterator[Action]:
         kind, sent, join = ("RECV_GRAD", "SEND_GRAD", "CONCAT_GRAD") if back else ("RECV", "SEND", "CONCAT")
         for hop, peer in self._transfers_with_peers(part, action, to=not back, back=back):
-            name, transfer = hop.subject(backward=back), self._transfer("receive", hop, peer, rows)
+            name, transfer = hop.subject(backward=back), self._transfer("recv", hop, peer, rows)
             waits = (f"{role_of({'pp': peer})}/{sent}({name}, {action.microbatch})",)
-            received = Action(kind, name, action.microbatch, "receive", waits, (hop.value.name,), transfer)
+            received = Action(kind, name, action.microbatch, "recv", waits, (hop.value.name,), transfer)
             yield replace(received, allocations=(Allocation(received.name, transfer.nbytes),))
             if transfer.replica_axes:
                 together = Transfer(
                     "all_gather", transfer.replica_axes, transfer.nbytes, dtype=transfer.dtype
                 )
                 joined = Action(
-                    join, name, action.microbatch, "wire", (received.name,), (hop.value.name,), together
+                    join, name, action.microbatch, "comm", (received.name,), (hop.value.name,), together
                 )
                 whole = Allocation(
                     joined.name, transfer.nbytes * self._space.mesh.group_size(transfer.replica_axes)

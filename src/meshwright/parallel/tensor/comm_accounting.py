@@ -112,7 +112,7 @@ def _block_call_comm(
     leaves, learning, borders = (
         params_by_layer(space.param_shardings),
         _trainable_layers(space),
-        (space.all_ranks or space).model_spec.stage_boundaries,
+        space.global_plan.model_spec.stage_boundaries,
     )
 
     def sent(taken: Iterable[PlannedMove]) -> tuple[Transfer, ...]:

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from meshwright.comm.collectives.redistribute import Later
+from meshwright.comm.collectives.redistribute import DeferredCalls
 from meshwright.plan.sharding.placement import Placement
 
 OverlapFn = Callable[[], None] | None
@@ -45,7 +45,7 @@ SendFn = Callable[[torch.Tensor, OverlapFn], torch.Tensor]
 
 
 def linear_deferring_weight_grad(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, deferred: Later, *, transposed: bool
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, deferred: DeferredCalls, *, transposed: bool
 ) -> torch.Tensor:
     """The product x W^T + b, whose backward leaves the gradient of W to `later`; with `transposed`, W has a row per input."""
     kind = x.device.type
@@ -96,7 +96,7 @@ class _DeferredWeightGradLinear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         transposed: bool,
-        later: Later,
+        later: DeferredCalls,
     ) -> torch.Tensor:
         ctx.save_for_backward(x.flatten(0, -2), weight)
         ctx.leaf, ctx.transposed, ctx.later = weight if weight.is_leaf else None, transposed, later

@@ -14,7 +14,7 @@ is summed: X along the axis of the features of Y, W along that of the samples, Y
     (each of X, W, Y: gathered or scattered once, its gradient the other way, q-1 of the q blocks of 1/q^3 each)
     stream, weights, gradients, moments: 1/q^3 of one device's; gathered blocks, kept for backward: 1/q^2
 
-Weights count so where they are gathered once for forward and backward: `gather = "micro"` of the strategy that stores them; with
+Weights count so where they are gathered once for forward and backward: `gather = "microbatch"` of the strategy that stores them; with
 "use" they count 3 for 2. Layers that take in the same tensor share its gathering. The paper lets the axes b and c swap from layer
 to layer; here b is the inner one for good, and a residual stream needs no swaps. Norms over the divided width take statistics
 along both axes; tables lie in width along both; bias and norm likewise. The head sums logits along tp_depth, where all need
@@ -71,19 +71,20 @@ from meshwright.plan.step.action import Program
 from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 DEPTH_AXIS = "tp_depth"  # the axis along which the inputs of a matrix lie
-MATMUL_ROLES = ("columns", "rows")
+MATMUL_ROLES = ("colwise", "rowwise")
 
 
 @dataclass(frozen=True)
 class TensorParallel3D(Strategy):
     """Matrices divided on either side, along `axis` and tp_depth, and the stream along both, in a cube with dp_shard."""
 
-    name: ClassVar[str] = "cube"
+    name: ClassVar[str] = "tensor_parallel"
+    mode: ClassVar[str] = "3d"
     phase: ClassVar[StrategyPhase] = "shard"
     axis: str = "tp"
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        where = "strategies.cube"
+        where = "strategies.tensor_parallel"
         if self.axis != "tp":
             yield wrong_axis_diagnostic(self.axis, "the outputs of matrices", where)
             return
@@ -93,10 +94,10 @@ class TensorParallel3D(Strategy):
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         yield from check_even_units(self._sharded_sides(sharding), sharding.mesh.size(self.axis))
-        yield from check_weight_shards(sharding, "strategies.cube")
+        yield from check_weight_shards(sharding, "strategies.tensor_parallel")
         if vocab_sharded_layers(sharding, self.axis):
             text = "another strategy divides table or head by words along tp, and here they are divided along tp_depth too"
-            yield Diagnostic(text, 'remove name = "vocabulary"', "strategies.cube")
+            yield Diagnostic(text, 'remove name = "vocab_parallel"', "strategies.tensor_parallel")
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
         """How layers compute, by role; norms, packed matrices and what is tied by name."""
@@ -113,15 +114,17 @@ class TensorParallel3D(Strategy):
                 layer: replace(product, compute=partial(_regrouped_linear, *parts))
                 for layer, parts in self._packed_layers(sharding)
             },
-            "inside": LayerSharding({c: "out", b: "out"}, shared_param_axes=(c, b), compute=module_forward),
-            "table": looked_up,
-            "lookup": looked_up,
-            "head": replace(
+            "between_pair": LayerSharding(
+                {c: "out", b: "out"}, shared_param_axes=(c, b), compute=module_forward
+            ),
+            "embedding": looked_up,
+            "embedding_unsharded": looked_up,
+            "lm_head": replace(
                 product,
                 output_redistribution=Redistribution(b, WIDTH_SHARD, I),
                 **with_redistributions((), linear, (Redistribution(c, P, I, (b,)),)),
             ),
-            "logits": LayerSharding(
+            "lm_head_unsharded": LayerSharding(
                 {},
                 **with_redistributions(
                     (Redistribution(b, WIDTH_SHARD, I, (c,)), Redistribution(c, WIDTH_SHARD, I)),
@@ -130,7 +133,7 @@ class TensorParallel3D(Strategy):
             ),
             **norm_shardings(sharding, (c, b)),
         }
-        for weight, table, head, divisible in tied_embeddings((sharding.all_ranks or sharding).model_spec):
+        for weight, table, head, divisible in tied_embeddings(sharding.global_plan.model_spec):
             summed = LayerSharding(
                 {c: "in", b: "in"},
                 **with_redistributions((), linear, (Redistribution(b, P, I), Redistribution(c, P, I))),
@@ -143,7 +146,7 @@ class TensorParallel3D(Strategy):
                     (Redistribution(c, I, WIDTH_SHARD), Redistribution(b, I, WIDTH_SHARD, (c,))),
                 ),
             )
-            ways[head], ways[table] = (summed, looked_up) if divisible else (ways["logits"], whole)
+            ways[head], ways[table] = (summed, looked_up) if divisible else (ways["lm_head_unsharded"], whole)
             ways[weight.layers[0]] = ways[
                 table if weight.role in EMBEDDING_ROLES else head
             ]  # its sides are those of its role

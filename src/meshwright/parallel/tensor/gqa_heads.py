@@ -46,13 +46,13 @@ def shared_kv_shardings(
         layer
         for weight in (home.param for home in sharding.param_shardings)
         for layer in weight.layers
-        if weight.role == "columns"
+        if weight.role == "colwise"
         and (cut := weight.split_of_side("out")) is not None
         and cut.overlaps(ranks)
     )
     return {
         name: replace(
-            layer_shardings.get(name, layer_shardings["columns"]), weight_sides={}, shared_param_axes=(axis,)
+            layer_shardings.get(name, layer_shardings["colwise"]), weight_sides={}, shared_param_axes=(axis,)
         )
         for name in layers
     }
@@ -68,7 +68,7 @@ def with_kv_row_selection(
     for name, weight in named.items():
         layer, _, leaf = name.rpartition(".")
         cut = weight.split_of_side("out")
-        if layer in layer_shardings and weight.role == "columns" and cut is not None and cut.overlaps(ranks):
+        if layer in layer_shardings and weight.role == "colwise" and cut is not None and cut.overlaps(ranks):
             spans.setdefault(layer, {})[leaf] = cut.dim_ranges(index, ranks)
     return {
         **layer_shardings,
@@ -83,10 +83,10 @@ def with_kv_row_selection(
 
 def bind_local_heads(runtime: Runtime, *axes: str) -> None:
     """Have modules hold this rank's numbers, and blocks be given its portions, while they compute; heads lie along `axes`."""
-    space = runtime.plan.sharding
+    space: ShardingPlan = runtime.plan.sharding
     index, ranks = space.mesh.index(dict(space.coordinate), axes), space.mesh.group_size(axes)
     numbers: dict[str, list[SizeAttribute]] = {}
-    for number in space.model_spec.numbers:
+    for number in space.model_spec.size_attributes:
         numbers.setdefault(number.module, []).append(number)
     for name, each in numbers.items():
         runtime.replace_forward(name, partial(_forward_with_local_numbers, each, index, ranks, {}))

@@ -24,7 +24,7 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.comm.collectives.redistribute import later
+from meshwright.comm.collectives.redistribute import deferred_backward_calls
 from meshwright.model.tensor_parallel.layer_pairs import is_weight_transposed
 from meshwright.parallel.tensor.comm_overlap import (
     JointSumMember,
@@ -179,10 +179,11 @@ def shard_param(param_sharding: ParamSharding, layer_shardings: LayerShardings) 
 
 def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
     """Have every layer of a role compute in its way."""
-    space, came = runtime.plan.sharding, WeakIdKeyDictionary()
+    space: ShardingPlan = runtime.plan.sharding
+    came: InputOrigins = WeakIdKeyDictionary()
     parameters, gates = params_by_layer(space.param_shardings), dict[str, dict[int | str, Redistribution]]()
-    turns = joint_sum_members(joint_sums(space.model_spec.calls, layer_shardings))
-    for call in {(call.name, call.role): call for call in space.model_spec.calls}.values():
+    turns = joint_sum_members(joint_sums(space.model_spec.layer_calls, layer_shardings))
+    for call in {(call.name, call.role): call for call in space.model_spec.layer_calls}.values():
         way = find_layer_sharding(layer_shardings, call.name, call.role)
         if way is not None:
             leaves = tuple(
@@ -195,11 +196,11 @@ def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
             )
             if (
                 way.input_redistribution is not None
-                and call.visit in space.sequence_sliced_calls
+                and call.block_call in space.sequence_sliced_calls
                 and call.outer_module
             ):
                 gates.setdefault(call.outer_module, {}).update(
-                    dict.fromkeys(call.slots, way.input_redistribution)
+                    dict.fromkeys(call.outer_args, way.input_redistribution)
                 )
     for gate, moves in gates.items():
         runtime.wrap_forward(gate, partial(_gate_with_redistributions, runtime, moves, came))
@@ -208,7 +209,7 @@ def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
 def linear(runtime: Runtime, module: nn.Module, params: ParamTensors, x: torch.Tensor) -> torch.Tensor:
     """The product with, and the bias of, the slice of the weight that a linear layer holds."""
     weight, bias, transposed = params["weight"], params.get("bias"), is_weight_transposed(module)
-    if (waits := later(x)) is None:
+    if (waits := deferred_backward_calls(x)) is None:
         return F.linear(x, weight.t() if transposed else weight, bias)
     return linear_deferring_weight_grad(x, weight, bias, waits, transposed=transposed)
 

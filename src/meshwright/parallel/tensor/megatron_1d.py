@@ -69,19 +69,20 @@ class TensorParallel(Strategy):
     Rows layers compute and send what they give out in `chunks` of samples, each while the one before is under way.
     """
 
-    name: ClassVar[str] = "line"
+    name: ClassVar[str] = "tensor_parallel"
+    mode: ClassVar[str] = "1d"
     phase: ClassVar[StrategyPhase] = "shard"
     axis: str = "tp"
     num_overlap_chunks: int = 1
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        where = "strategies.line"
+        where = "strategies.tensor_parallel"
         if self.axis != "tp":
             yield wrong_axis_diagnostic(self.axis, "matrices", where)
             return
         if self.num_overlap_chunks < 1:
             fix = "write a number from 1 up; with 1, rows layers send what they give out whole"
-            yield Diagnostic(f"chunks = {self.num_overlap_chunks}", fix, f"{where}.chunks")
+            yield Diagnostic(f"num_overlap_chunks = {self.num_overlap_chunks}", fix, f"{where}.num_overlap_chunks")
         yield from check_sharded_once(sharding, self.axis, where)
         yield from check_layer_pairs(sharding.model_spec, where)
         yield from check_units(sharding, self.layer_shardings(sharding))
@@ -106,17 +107,17 @@ class TensorParallel(Strategy):
         apart = (
             call
             for call in sharding.model_spec.layer_calls
-            if call.role == "columns" and sharding.residual_placement([call], self.axis) != stream
+            if call.role == "colwise" and sharding.residual_placement([call], self.axis) != stream
         )
         inside = LayerSharding({self.axis: "out"}, shared_param_axes=(self.axis,), compute=module_forward)
         gathered = replace(
             columns, output_redistribution=Redistribution(self.axis, WIDTH_SHARD, stream)
         )  # columns without rows: the user asked for them
         ways = {
-            "columns": columns,
-            "rows": rows,
-            "inside": inside,
-            "gathered": gathered,
+            "colwise": columns,
+            "rowwise": rows,
+            "between_pair": inside,
+            "colwise_gather_output": gathered,
             **{call.name: whole for call in apart},
         }
         return ways | shared_kv_shardings(sharding, self.axis, ways)
@@ -135,7 +136,7 @@ class TensorParallel(Strategy):
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        space = runtime.plan.sharding
+        space: ShardingPlan = runtime.plan.sharding
         bind_layers(runtime, with_kv_row_selection(space, self.axis, self.layer_shardings(space)))
         bind_local_heads(runtime, self.axis)
         return {}

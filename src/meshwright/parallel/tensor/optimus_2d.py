@@ -65,8 +65,8 @@ from meshwright.plan.step.action import Program
 from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 ROW_AXIS = "dp_shard"  # the axis of the grid along which samples lie
-EMBEDDING_ROLES, LM_HEAD_ROLES = ("table", "lookup"), ("head", "logits")
-SHARDABLE_ROLES = ("columns", "rows", "inside", *EMBEDDING_ROLES, *LM_HEAD_ROLES, "norm")
+EMBEDDING_ROLES, LM_HEAD_ROLES = ("embedding", "embedding_unsharded"), ("lm_head", "lm_head_unsharded")
+SHARDABLE_ROLES = ("colwise", "rowwise", "between_pair", *EMBEDDING_ROLES, *LM_HEAD_ROLES, "norm")
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,14 @@ class TensorParallel2D(Strategy):
     With `again`, what a layer takes in is gathered once more for backward, and not kept.
     """
 
-    name: ClassVar[str] = "grid"
+    name: ClassVar[str] = "tensor_parallel"
+    mode: ClassVar[str] = "2d"
     phase: ClassVar[StrategyPhase] = "shard"
     axis: str = "tp"
     regather: bool = True
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        where = "strategies.grid"
+        where = "strategies.tensor_parallel"
         if self.axis != "tp":
             yield wrong_axis_diagnostic(self.axis, "matrices", where)
             return
@@ -94,7 +95,7 @@ class TensorParallel2D(Strategy):
         yield from check_even_units(
             sharded_sides(sharding, self.layer_shardings(sharding)), sharding.mesh.size(self.axis)
         )
-        yield from check_weight_shards(sharding, "strategies.grid")
+        yield from check_weight_shards(sharding, "strategies.tensor_parallel")
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
         """How layers compute, by role, norms and what is tied by name; not those that another strategy divides by words."""
@@ -105,24 +106,24 @@ class TensorParallel2D(Strategy):
         )
         looked_up = LayerSharding({self.axis: "out"}, compute=module_forward)
         ways = {
-            "columns": product,
-            "rows": product,
-            "inside": LayerSharding(
+            "colwise": product,
+            "rowwise": product,
+            "between_pair": LayerSharding(
                 {self.axis: "out"}, shared_param_axes=(self.axis,), compute=module_forward
             ),
-            "table": looked_up,
-            "lookup": looked_up,
-            "head": replace(product, output_redistribution=Redistribution(self.axis, WIDTH_SHARD, I)),
-            "logits": LayerSharding(
+            "embedding": looked_up,
+            "embedding_unsharded": looked_up,
+            "lm_head": replace(product, output_redistribution=Redistribution(self.axis, WIDTH_SHARD, I)),
+            "lm_head_unsharded": LayerSharding(
                 {}, input_redistribution=Redistribution(self.axis, WIDTH_SHARD, I), compute=module_forward
             ),
             **norm_shardings(sharding, (self.axis,)),
         }
-        for weight, table, head, divisible in tied_embeddings((sharding.all_ranks or sharding).model_spec):
+        for weight, table, head, divisible in tied_embeddings(sharding.global_plan.model_spec):
             ways[head] = (
                 LayerSharding({self.axis: "in"}, output_redistribution=Redistribution(self.axis, P, I))
                 if divisible
-                else ways["logits"]
+                else ways["lm_head_unsharded"]
             )
             ways[table] = (
                 looked_up
@@ -203,16 +204,18 @@ def tied_embeddings(model_spec: ModelSpec) -> Iterator[tuple[ParamSpec, str, str
             [each for each in weight.layers if roles.get(each) in pair]
             for pair in (EMBEDDING_ROLES, LM_HEAD_ROLES)
         )
-        yield from ((weight, table, head, roles[head] == "head") for table in tables for head in heads)
+        yield from ((weight, table, head, roles[head] == "lm_head") for table in tables for head in heads)
 
 
 def vocab_sharded_layers(sharding: ShardingPlan, axis: str) -> set[str]:
     """The roles, and the layers by name, that another strategy divides by words along `axis`."""
     roles, found = {call.name: call.role for call in sharding.model_spec.layer_calls}, set()
     for home in sharding.param_shardings:
-        words = home.param.split_of_side({"table": "in", "head": "out"}.get(home.param.role, ""))
+        words = home.param.split_of_side({"embedding": "in", "lm_head": "out"}.get(home.param.role, ""))
         divided = words is not None and home.sliced_dims.get(axis) == words.dim
-        if divided and (home.param.role == "table" or sharding.logits_layout.placement(axis) == WIDTH_SHARD):
+        if divided and (
+            home.param.role == "embedding" or sharding.logits_layout.placement(axis) == WIDTH_SHARD
+        ):
             layers = home.param.layers
             found |= {*layers, *(roles[layer] for layer in layers if layer in roles)}
     return found
@@ -224,9 +227,11 @@ def check_roles(sharding: ShardingPlan, where: str) -> Iterator[Diagnostic]:
     if left:
         why = f": {left[0].not_shardable_reason}" if left[0].not_shardable_reason else ""
         text = f"no rank has all of a token, and {len(left)} parameters compute with all of it ({left[0].name}{why})"
-        fix = 'declare the layers that can be divided: meshwright.Model(..., sockets={"layers.*.up": "columns", '
+        fix = 'declare the layers that can be divided: meshwright.Model(..., layer_roles={"layers.*.up": "colwise", '
         yield Diagnostic(
-            text, f'{fix}"layers.*.down": "rows"}}), or divide pairs of matrices alone: name = "line"', where
+            text,
+            f'{fix}"layers.*.down": "rowwise"}}), or divide pairs of matrices alone: name = "tensor_parallel"',
+            where,
         )
 
 
@@ -280,7 +285,9 @@ def check_even_units(sides: Iterable[ShardedSide], ranks_per_axis: int) -> Itera
         near = " or ".join(
             str(size) for size in (units - units % ranks, units - units % ranks + ranks) if size
         )
-        words = '; words may be divided unevenly: name = "vocabulary"' if weights[0].role == "head" else ""
+        words = (
+            '; words may be divided unevenly: name = "vocab_parallel"' if weights[0].role == "lm_head" else ""
+        )
         yield Diagnostic(text, f"{all_fit}; or make it {near} units{words}", "mesh")
 
 
@@ -288,7 +295,7 @@ def check_weight_shards(sharding: ShardingPlan, where: str, replicate_axis: str 
     """The rows of the grid share the storage of their slices; along `across`, if given, they are copied."""
     if sharding.token_axes:
         text = f"ranks along {' and '.join(sharding.token_axes)} have some of the tokens of a sample each, and a grid wants all of them"
-        yield Diagnostic(text, 'use the strategy "line", or set mesh.cp = 1', where)
+        yield Diagnostic(text, 'use the strategy "tensor_parallel", or set mesh.cp = 1', where)
     axes = (ROW_AXIS, replicate_axis) if replicate_axis else (ROW_AXIS,)
     whole = [
         home
@@ -307,8 +314,8 @@ def check_weight_shards(sharding: ShardingPlan, where: str, replicate_axis: str 
             if whole or ROW_AXIS not in sharding.data_axes
             else f"nothing splits samples and copies shards along {replicate_axis}"
         )
-        more = f', across = "{replicate_axis}"' if replicate_axis else ""
-        lists = " and ".join(f'[[strategies]] name = "batch", axis = "{axis}"' for axis in axes)
+        more = f', replicate_axis = "{replicate_axis}"' if replicate_axis else ""
+        lists = " and ".join(f'[[strategies]] name = "batch_split", axis = "{axis}"' for axis in axes)
         yield Diagnostic(
             text,
             f'add {lists}, and [[strategies]] name = "zero", axis = "{ROW_AXIS}", stage = 3{more}',

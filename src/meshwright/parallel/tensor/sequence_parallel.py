@@ -56,13 +56,13 @@ TOKEN_SHARD = S(1)  # the place of a stream [rows, tokens, width] of which each 
 class SequenceParallel(Strategy):
     """The stream between pairs divided by tokens along `axis`. With `again`, gathered inputs are not kept for backward."""
 
-    name: ClassVar[str] = "sequence"
+    name: ClassVar[str] = "sequence_parallel"
     phase: ClassVar[StrategyPhase] = "shard"
     axis: str = "tp"
     regather: bool = False
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        where = "strategies.sequence"
+        where = "strategies.sequence_parallel"
         if self.axis != "tp":
             yield wrong_axis_diagnostic(self.axis, "tokens", where)
             return
@@ -91,12 +91,14 @@ class SequenceParallel(Strategy):
         rows = [
             (home.sliced_dims.get(self.axis), home.param.split_of_side("in"))
             for home in sharding.param_shardings
-            if home.param.role == "rows"
+            if home.param.role == "rowwise"
         ]
         if not any(side is not None and dim == side.dim for dim, side in rows):
             text = f"tokens are divided between pairs of matrices; no strategy divides those by columns and rows along {self.axis}"
             yield Diagnostic(
-                text, 'write [[strategies]] name = "line" beside it, or leave it out', "strategies.sequence"
+                text,
+                'write [[strategies]] name = "tensor_parallel" beside it, or leave it out',
+                "strategies.sequence_parallel",
             )
 
     def _check_with_context_parallel(self, space: ShardingPlan) -> Iterator[Diagnostic]:
@@ -140,7 +142,7 @@ class SequenceParallel(Strategy):
         return program.edit(lambda actions: self._insert_stream_comm(actions, sharding, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        space = runtime.plan.sharding
+        space: ShardingPlan = runtime.plan.sharding
         bind_layers(runtime, self.layer_shardings(space))
         for passage, first, last in self._stream_borders(space):
             runtime.wrap_forward(
@@ -231,7 +233,7 @@ def _sequence_parallel_calls(anatomy: ModelSpec) -> tuple[str, ...]:
         for each in anatomy.residual_flows
         if not each.not_sequence_parallel and "#" not in each.block_call
     }
-    pairs = {call.block_call for call in anatomy.layer_calls if call.role == "rows"}
+    pairs = {call.block_call for call in anatomy.layer_calls if call.role == "rowwise"}
     found = {visit for visit in known if visit in pairs}
     todo = list(found)
     while todo:
@@ -247,13 +249,13 @@ def _check_single_use(space: ShardingPlan, where: str) -> Iterator[Diagnostic]:
     """Layers that take in slices in one call, and whole tensors in another."""
     taken: dict[str, set[bool]] = {}
     for call in space.model_spec.layer_calls:
-        if call.role in ("columns", "norm"):
+        if call.role in ("colwise", "norm"):
             taken.setdefault(call.name, set()).add(space.takes_sequence_slices(call))
     both = [name for name, kinds in taken.items() if len(kinds) > 1]
     if both:
         text = f"{both[0]} is called on the stream between pairs and on something else, and its ranks would add up unlike gradients"
         yield Diagnostic(
-            text, 'leave name = "sequence" out, or give each of the two a layer of its own', where
+            text, 'leave name = "sequence_parallel" out, or give each of the two a layer of its own', where
         )
 
 
@@ -261,7 +263,7 @@ def _check_token_wise(anatomy: ModelSpec, where: str) -> Iterator[Diagnostic]:
     """Blocks with pairs that cannot run on a slice of the tokens: one fault per reason."""
     known = {each.block_call: each for each in anatomy.residual_flows}
     reasons: dict[str, tuple[str, str]] = {}
-    for visit in dict.fromkeys(call.block_call for call in anatomy.layer_calls if call.role == "rows"):
+    for visit in dict.fromkeys(call.block_call for call in anatomy.layer_calls if call.role == "rowwise"):
         why = "what it gives out has another shape than what it takes in, or is not made of it token by token"
         if visit in known:
             why = known[visit].not_sequence_parallel
@@ -271,5 +273,5 @@ def _check_token_wise(anatomy: ModelSpec, where: str) -> Iterator[Diagnostic]:
     for visit, why in reasons.values():
         text = f"the block '{visit}' cannot run on a slice of the tokens: {why}"
         yield Diagnostic(
-            text, 'leave name = "sequence" out, or declare the parts of the block as blocks', where
+            text, 'leave name = "sequence_parallel" out, or declare the parts of the block as blocks', where
         )

@@ -49,13 +49,14 @@ class TensorParallel25D(Strategy):
     With `again`, what a layer takes in is gathered once more for backward, and not kept.
     """
 
-    name: ClassVar[str] = "grid25"
+    name: ClassVar[str] = "tensor_parallel"
+    mode: ClassVar[str] = "2.5d"
     phase: ClassVar[StrategyPhase] = "shard"
     axis: str = "tp"
     regather: bool = True
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        where = "strategies.grid25"
+        where = "strategies.tensor_parallel"
         if self.axis != "tp":
             yield wrong_axis_diagnostic(self.axis, "matrices", where)
             return
@@ -66,7 +67,7 @@ class TensorParallel25D(Strategy):
             text = f"there is one square, {sharding.mesh}; needed are several, along {DEPTH_AXIS}"
             yield Diagnostic(
                 text,
-                f'set mesh.{DEPTH_AXIS} to at least 2, or name = "grid" for a single square',
+                f'set mesh.{DEPTH_AXIS} to at least 2, or name = "tensor_parallel", mode = "2d" for a single square',
                 f"mesh.{DEPTH_AXIS}",
             )
 
@@ -74,7 +75,7 @@ class TensorParallel25D(Strategy):
         yield from check_even_units(
             sharded_sides(sharding, self._square_2d.layer_shardings(sharding)), sharding.mesh.size(self.axis)
         )
-        yield from check_weight_shards(sharding, "strategies.grid25", replicate_axis=DEPTH_AXIS)
+        yield from check_weight_shards(sharding, "strategies.tensor_parallel", replicate_axis=DEPTH_AXIS)
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         return self._square_2d.place(sharding)

@@ -19,7 +19,7 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 
 MAX_REPORTED = 4  # reasons in a message
 UNSHARDED_DECLARATIONS = ("", "replicated")
-SHARDED_ROLES = ("columns", "rows", "gathered")
+SHARDED_ROLES = ("colwise", "rowwise", "colwise_gather_output")
 
 
 def wrong_axis_diagnostic(axis: str, what: str, where: str) -> Diagnostic:
@@ -52,10 +52,10 @@ def check_layer_pairs(model_spec: ModelSpec, where: str) -> Iterator[Diagnostic]
         text = f"{pattern} is declared as {weights[0].declared_role}, and that cannot be: {why}"
         yield Diagnostic(
             text,
-            "correct the roles of sockets=..., or leave it out: it then stays whole on every rank",
-            "model.sockets",
+            "correct the roles of layer_roles=..., or leave it out: it then stays whole on every rank",
+            "model.layer_roles",
         )
-    if any(call.role in ("rows", "gathered") for call in model_spec.layer_calls) or wishes:
+    if any(call.role in ("rowwise", "colwise_gather_output") for call in model_spec.layer_calls) or wishes:
         return
     matrices = [weight for weight in model_spec.params if len(weight.shape) > 1 and not weight.role]
     found = _group_by_reason(matrices)
@@ -70,7 +70,7 @@ def check_layer_pairs(model_spec: ModelSpec, where: str) -> Iterator[Diagnostic]
         )
     )
     fix = f"declare them: {suggest_roles(layers or ['layers.*.up', 'layers.*.down'])}"
-    yield Diagnostic(text, f"{fix}\n  see it all with `meshwright plan CONFIG.toml --explain-model`", where)
+    yield Diagnostic(text, f"{fix}\n  see it all with `meshwright inspect CONFIG.toml`", where)
 
 
 def check_units(sharding: ShardingPlan, layer_shardings: LayerShardings) -> Iterator[Diagnostic]:
@@ -99,7 +99,7 @@ def check_gathered_layers(sharding: ShardingPlan, axis: str) -> Iterator[Diagnos
     for weight in (
         home.param
         for home in sharding.param_shardings
-        if home.param.role == "gathered" and len(home.param.shape) > 1
+        if home.param.role == "colwise_gather_output" and len(home.param.shape) > 1
     ):
         cut = weight.split_of_side("out")
         if cut is not None and cut.num_units % ranks:
@@ -112,8 +112,8 @@ def check_gathered_layers(sharding: ShardingPlan, axis: str) -> Iterator[Diagnos
             near = f"set mesh.{axis} to {' or '.join(map(str, sizes))}, or " if sizes else ""
             yield Diagnostic(
                 text,
-                f"{near}leave the layer out of sockets=..., or declare a rows layer behind it",
-                "model.sockets",
+                f"{near}leave the layer out of layer_roles=..., or declare a rows layer behind it",
+                "model.layer_roles",
             )
 
 

@@ -16,7 +16,7 @@ Cost, per micro-batch of b samples of s tokens, on t ranks: one all_reduce of b 
 backward, for the head; two numbers of 4 bytes per token from each rank to each. Table, head, their gradients and moments, and the
 logits: 1/t.
 Limits: what looks at all words of a token between head and loss, a loss that cannot be taken in parts, or a table that somebody
-else reads leave table or head whole (`meshwright plan --explain-model` says which, and why). An optimizer that looks at whole
+else reads leave table or head whole (`meshwright inspect` says which, and why). An optimizer that looks at whole
 matrices steps each on one rank, which then has it whole; AdamW, SGD and Lion do not.
 Paper: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053 (section 3: the parallel embedding and cross-entropy).
 """
@@ -53,19 +53,19 @@ from meshwright.plan.step.chunked_loss import chunk_sizes, num_local_logit_token
 from meshwright.plan.step.single_device import samples_per_microbatch
 from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
-VOCAB_ROLES = ("table", "head")
+VOCAB_ROLES = ("embedding", "lm_head")
 
 
 @dataclass(frozen=True)
 class VocabParallel(Strategy):
     """Tables and heads divided by words along `axis`."""
 
-    name: ClassVar[str] = "vocabulary"
+    name: ClassVar[str] = "vocab_parallel"
     phase: ClassVar[StrategyPhase] = "shard"
     axis: str = "tp"
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        where = "strategies.vocabulary"
+        where = "strategies.vocab_parallel"
         if self.axis != "tp":
             yield wrong_axis_diagnostic(self.axis, "words", where)
             return
@@ -85,7 +85,7 @@ class VocabParallel(Strategy):
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
         """How layers compute, by role; the stream lies where the space says."""
         calls, compute = (
-            (sharding.all_ranks or sharding).model_spec.layer_calls,
+            sharding.global_plan.model_spec.layer_calls,
             linear if sharding.num_loss_chunks == 1 else _linear_without_comm,
         )
         stream = {
@@ -93,13 +93,13 @@ class VocabParallel(Strategy):
             for role in VOCAB_ROLES
         }
         return {
-            "table": LayerSharding(
+            "embedding": LayerSharding(
                 {self.axis: "in"},
-                output_redistribution=Redistribution(self.axis, P, stream["table"], in_param_dtype=True),
+                output_redistribution=Redistribution(self.axis, P, stream["embedding"], in_param_dtype=True),
             ),
-            "head": LayerSharding(
+            "lm_head": LayerSharding(
                 {self.axis: "out"},
-                input_redistribution=Redistribution(self.axis, stream["head"], R),
+                input_redistribution=Redistribution(self.axis, stream["lm_head"], R),
                 compute=compute,
             ),
         }
@@ -121,17 +121,19 @@ class VocabParallel(Strategy):
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        space = runtime.plan.sharding
+        space: ShardingPlan = runtime.plan.sharding
         ways = dict(self.layer_shardings(space))
-        whole = [home.weight for home in (space.whole or space).param_shardings]
+        whole = [home.param for home in space.global_plan.param_shardings]
         named = {name: weight for weight in whole for name in weight.names}
-        for layer in dict.fromkeys(call.name for call in space.model_spec.calls if call.role == "table"):
+        for layer in dict.fromkeys(
+            call.name for call in space.model_spec.layer_calls if call.role == "embedding"
+        ):
             weight = named[f"{layer}.weight"]
             words = (
                 range(*space.slice_range(weight.name, self.axis)),
-                weight.cut(0).units,
+                weight.dim_split(0).num_units,
             )  # rows, whatever the head calls them
-            ways[layer] = replace(ways["table"], compute=partial(_embed_local_rows, *words))
+            ways[layer] = replace(ways["embedding"], compute=partial(_embed_local_rows, *words))
         bind_layers(runtime, ways)
         return {}
 
@@ -158,7 +160,7 @@ class VocabParallel(Strategy):
 def can_shard_vocab(model_spec: ModelSpec, num_ranks: int) -> bool:
     """Whether the model has a table or a head that can be divided by words among so many ranks."""
     words = [
-        weight.split_of_side("in" if weight.role == "table" else "out")
+        weight.split_of_side("in" if weight.role == "embedding" else "out")
         for weight in model_spec.params
         if weight.role in VOCAB_ROLES
     ]
@@ -170,10 +172,10 @@ def unsharded_vocab_notes(model_spec: ModelSpec) -> Iterator[str]:
     kept = [
         weight
         for weight in model_spec.params
-        if weight.role in ("logits", "lookup") and len(weight.shape) > 1
+        if weight.role in ("lm_head_unsharded", "embedding_unsharded") and len(weight.shape) > 1
     ]
     for weight in kept:
-        if weight.role == "logits" or weight.aliases:
+        if weight.role == "lm_head_unsharded" or weight.aliases:
             yield f"{weight.name} stays whole on every rank: {weight.not_shardable_reason}"
 
 

@@ -1,13 +1,14 @@
-"""Seconds between points that were measured: a sum of causes, and how far what lies near was from it.
+"""Fits the time of an operation as a sum of features with nonnegative costs, corrected by nearby
+measurements.
 
-    seconds = sum over causes  cost of one x how many,     no cost below 0,      times a correction by what was measured near by
+    seconds = sum over features  cost x amount,    no cost below 0,   times a correction from nearby samples
 
-A product of [m, k] by [k, n], for one, takes seconds per call, per multiplication (m n k), and per number that goes in and out
-(m k, k n, m n). Such a law goes on where nothing was measured; a table does not. Where something was, the law is brought to it:
-the logarithms of measured over law are averaged with weights that fall off within a doubling of every size, and fade away
-further off.
+The features of a product of [m, k] by [k, n] are one call, m n k multiplications, and the elements of its
+operands and its result. Unlike a table, the model extrapolates. Near measurements it is corrected: the
+logarithms of measured over modelled time are averaged with a Gaussian kernel over log2 of the sizes, which
+fades with distance.
 
-Method: least squares of the relative errors under costs >= 0, by descent along one cost after the other.
+Method: least squares of the relative errors with costs >= 0, by coordinate descent.
 """
 
 from collections.abc import Sequence
@@ -16,14 +17,14 @@ from functools import cached_property
 from math import exp, log, log2
 from statistics import median
 
-KERNEL_WIDTH_OCTAVES = 1.0  # how far apart, in doublings, two sizes still speak for each other
-PRIOR_WEIGHT = 0.05  # the weight at which a neighbour's word and the law's own count alike
+KERNEL_WIDTH_OCTAVES = 1.0  # width of the kernel over sizes, in doublings
+PRIOR_WEIGHT = 0.05  # weight of the linear model against nearby samples
 MAX_SWEEPS = 4000
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement: its `sizes`, how often each cause occurs in it, and what it took."""
+    """One measurement: its `sizes`, the amount of each feature, and its time."""
 
     sizes: tuple[float, ...]
     features: tuple[float, ...]
@@ -32,43 +33,48 @@ class Sample:
 
 @dataclass(frozen=True)
 class CostFit:
-    """The law through `seen` (at least one, all with as many sizes and causes)."""
+    """The model fitted to `samples` (at least one, all with the same numbers of sizes and features)."""
 
     samples: tuple[Sample, ...]
 
     @cached_property
     def coefficients(self) -> tuple[float, ...]:
-        """Seconds per occurrence of each cause."""
-        rows = [[amount / each.seconds for amount in each.features] for each in self.samples]
+        """Seconds per unit of each feature."""
+        rows = [[amount / sample.seconds for amount in sample.features] for sample in self.samples]
         return nonnegative_least_squares(rows)
 
     def seconds(self, sizes: Sequence[float], features: Sequence[float]) -> float:
-        """What `causes` take at `sizes`."""
-        weight, total, here = PRIOR_WEIGHT, 0.0, [log2(size) for size in sizes]
-        for places, off in self._off:
-            apart = sum((mine - theirs) ** 2 for mine, theirs in zip(here, places, strict=True))
-            near = exp(-0.5 * apart / KERNEL_WIDTH_OCTAVES**2)
-            weight += near
-            total += near * off
-        return self._plain(features) * exp(total / weight)
+        """The predicted seconds for `features` at `sizes`."""
+        weight, total, log_sizes = PRIOR_WEIGHT, 0.0, [log2(size) for size in sizes]
+        for sample_log_sizes, log_ratio in self._residuals:
+            distance = sum(
+                (own_size - sample_size) ** 2
+                for own_size, sample_size in zip(log_sizes, sample_log_sizes, strict=True)
+            )
+            kernel_weight = exp(-0.5 * distance / KERNEL_WIDTH_OCTAVES**2)
+            weight += kernel_weight
+            total += kernel_weight * log_ratio
+        return self._linear(features) * exp(total / weight)
 
     @cached_property
-    def _off(self) -> tuple[tuple[tuple[float, ...], float], ...]:
-        """Where each measurement lies, in doublings, and the logarithm of what it took over what the law says."""
+    def _residuals(self) -> tuple[tuple[tuple[float, ...], float], ...]:
         return tuple(
-            (tuple(map(log2, each.sizes)), log(each.seconds / self._plain(each.features)))
-            for each in self.samples
+            (tuple(map(log2, sample.sizes)), log(sample.seconds / self._linear(sample.features)))
+            for sample in self.samples
         )
 
-    def _plain(self, features: Sequence[float]) -> float:
+    def _linear(self, features: Sequence[float]) -> float:
         return sum(cost * amount for cost, amount in zip(self.coefficients, features, strict=True))
 
 
 def holdout_error(law: CostFit) -> float:
-    """The median relative error at every second measurement, of a law through the others. 0 where there is one alone."""
-    half = CostFit(law.samples[::2])
-    off = [abs(half.seconds(each.sizes, each.features) / each.seconds - 1) for each in law.samples[1::2]]
-    return median(off) if off else 0.0
+    """The median relative error at every second sample of a fit to the others; 0 for a single sample."""
+    half_fit = CostFit(law.samples[::2])
+    log_ratio = [
+        abs(half_fit.seconds(sample.sizes, sample.features) / sample.seconds - 1)
+        for sample in law.samples[1::2]
+    ]
+    return median(log_ratio) if log_ratio else 0.0
 
 
 def nonnegative_least_squares(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
@@ -79,16 +85,16 @@ def nonnegative_least_squares(rows: Sequence[Sequence[float]]) -> tuple[float, .
     scaled = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in rows]
     columns = list(zip(*scaled, strict=True))
     gram = [[sum(a * b for a, b in zip(one, other, strict=True)) for other in columns] for one in columns]
-    wanted = [sum(column) for column in columns]
-    found = [0.0] * len(columns)
+    target = [sum(column) for column in columns]
+    solution = [0.0] * len(columns)
     for _ in range(MAX_SWEEPS):
-        moved = 0.0
-        for place, line in enumerate(gram):
-            if line[place] == 0:
+        change = 0.0
+        for i, line in enumerate(gram):
+            if line[i] == 0:
                 continue
-            slope = sum(a * x for a, x in zip(line, found, strict=True)) - wanted[place]
-            value = max(0.0, found[place] - slope / line[place])
-            moved, found[place] = max(moved, abs(value - found[place])), value
-        if moved < 1e-10:
+            slope = sum(a * x for a, x in zip(line, solution, strict=True)) - target[i]
+            value = max(0.0, solution[i] - slope / line[i])
+            change, solution[i] = max(change, abs(value - solution[i])), value
+        if change < 1e-10:
             break
-    return tuple(value / scale for value, scale in zip(found, scales, strict=True))
+    return tuple(value / scale for value, scale in zip(solution, scales, strict=True))

@@ -1,8 +1,10 @@
-"""What known devices are and can do at most: facts of their makers, in devices.csv, each line with its source.
+"""Lists known devices and their peak performance: manufacturer data in devices.csv, each line with its
+source.
 
-A speed can then be said as a share of the peak (mfu, model FLOPs utilisation), and a plan be priced before any device is rented.
-A device that is not in the table, every CPU among them, has no peak here: then a speed is shown as it is, in FLOP/s, and no share
-is made up. Rates of links are in one direction and per device: `link_rate` to the devices of its own host, `nic_rate` out of it.
+With it a speed can be given as a fraction of the peak (MFU, model FLOPs utilization), and a plan can be
+priced before any device is rented. A device that is not in the table, every CPU among them, has no peak: then
+a speed is shown in FLOP/s only. Link rates are per device and direction: `link_rate` to the devices of its
+own host, `nic_rate` out of it.
 """
 
 import csv
@@ -19,9 +21,10 @@ DTYPES = ("float16", "bfloat16", "float8", "float4", "float32")
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A kind of device: its `memory` in bytes, FLOP/s by dtype of the operands, bytes/s, its hosts, and how many `units` compute.
+    """A kind of device: `memory` in bytes, FLOP/s by operand dtype, rates in bytes/s, and its number of
+    compute units.
 
-    `pattern` is what its driver, or a table of results, calls it.
+    `pattern` matches the name that its driver, or a results table, uses.
     """
 
     name: str
@@ -36,47 +39,49 @@ class DeviceSpec:
     source: str
 
     def peak(self, dtype: str) -> float | None:
-        """The most floating-point operations per second on operands of `dtype`; None where it has none for it."""
+        """The peak FLOP/s on operands of `dtype`; None if the device does not support it."""
         return self.flops.get(dtype)
 
 
 @cache
 def known_devices() -> tuple[DeviceSpec, ...]:
-    """All that are known, in the order in which a name is looked up."""
+    """All known devices, in the order in which names are looked up."""
     with (files("meshwright.plan.hardware") / "devices.csv").open(encoding="utf-8") as file:
-        return tuple(_device(line) for line in csv.DictReader(file))
+        return tuple(_device(row) for row in csv.DictReader(file))
 
 
 def find_device(name: str) -> DeviceSpec | None:
-    """The device that its driver (or a person) calls so; None when it is unknown.
+    """The device with this name; None if it is unknown.
 
-    A slice of a device (MIG) can do less than the whole, so it is unknown.
+    A slice of a device (MIG) is slower than the full device, so it is unknown.
     """
-    words = name if "MIG" not in name else ""
-    return next((each for each in known_devices() if re.search(each.pattern, words, re.IGNORECASE)), None)
+    query = name if "MIG" not in name else ""
+    return next(
+        (device for device in known_devices() if re.search(device.pattern, query, re.IGNORECASE)), None
+    )
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
-    """The most floating-point operations per second of the device that its driver calls `device`; None when unknown."""
+    """The peak FLOP/s of the device that its driver calls `device`; None if unknown."""
     found = find_device(device)
     return None if found is None else found.peak(dtype)
 
 
 def available_cores() -> int:
-    """The cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def _device(line: Mapping[str, str]) -> DeviceSpec:
+def _device(row: Mapping[str, str]) -> DeviceSpec:
     return DeviceSpec(
-        name=line["name"],
-        pattern=line["pattern"],
-        flops={dtype: float(line[dtype]) * 1e12 for dtype in DTYPES if line[dtype]},
-        memory=float(line["memory_gb"]) * 2**30,  # makers count memory in GiB
-        memory_rate=float(line["memory_gb_s"]) * 1e9,
-        link_rate=float(line["link_gb_s"]) * 1e9,
-        nic_rate=float(line["nic_gb_s"]) * 1e9,
-        devices_per_host=int(line["per_host"]),
-        num_compute_units=int(line["units"]),
-        source=line["source"],
+        name=row["name"],
+        pattern=row["pattern"],
+        flops={dtype: float(row[dtype]) * 1e12 for dtype in DTYPES if row[dtype]},
+        memory=float(row["memory_gb"]) * 2**30,  # makers count memory in GiB
+        memory_rate=float(row["memory_gb_s"]) * 1e9,
+        link_rate=float(row["link_gb_s"]) * 1e9,
+        nic_rate=float(row["nic_gb_s"]) * 1e9,
+        devices_per_host=int(row["per_host"]),
+        num_compute_units=int(row["units"]),
+        source=row["source"],
     )

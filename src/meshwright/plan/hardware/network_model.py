@@ -1,21 +1,22 @@
-"""What messages cost on a network, band by band of their size, and what ranks that share a host cost each other.
+"""Models the cost of messages on a network, in bands of message size, and stores what was measured of a
+cluster.
 
-Two parameters for all sizes are not enough. A short message goes out in one piece, a middling one fits the caches, a long one
-is cut, pipelined, or sent by another protocol altogether; each has its own latency and its own rate. A *band* is a stretch of
-sizes in which one pair of figures holds.
+Two parameters (latency and bandwidth) for all sizes are not enough: a short message is sent in one piece, a
+medium one fits into caches, a long one is split, pipelined, or sent by another protocol, each with its own
+latency and bandwidth. A *band* is a range of sizes with one latency and one bandwidth.
 
     seconds
-       |                   ./       band 3   long messages: the rate decides
+       |                   ./       band 3   long messages: the bandwidth decides
        |          .-----'           band 2
        |_________'                  band 1   short messages: the latency decides
        +----------+--------+------> bytes of one message
 
-Between two bands the cost may jump, because a protocol switches there; it never falls: a longer message is never cheaper.
+Between two bands the cost may jump, where a protocol switches; it never falls: a longer message is never
+cheaper.
 
-What is known of a cluster's links: where and when it was measured, what an all-reduce took, and the model fitted to it.
-
-It stands in a file, cluster.toml (run/cluster.py), which a person can read and the planner does: `algorithm = "auto"` becomes a
-rule by message size, made from these figures once, when the plan is made.
+A `Cluster` records when and where links were measured, the times of all-reduces, and the model fitted to
+them. It is stored in cluster.toml (`run/measure/network_profile.py`), which the planner reads: `algorithm =
+"auto"` becomes a rule by message size, computed once, when the plan is made.
 """
 
 from collections.abc import Iterator
@@ -24,37 +25,39 @@ from math import inf
 
 from meshwright.plan.job.errors import Diagnostic
 
+VERSION = 1
+
 
 @dataclass(frozen=True)
 class SizeBand:
-    """Messages of at most `max_nbytes` bytes (0: of any size): `latency_s` seconds, and bytes at `bytes_per_s`."""
+    """Messages of at most `max_nbytes` bytes (0: any size): `latency_s` seconds, and `bytes_per_s`."""
 
     max_nbytes: int
     latency_s: float
     bytes_per_s: float
 
     def seconds(self, nbytes: float) -> float:
-        """The time of `nbytes` at the figures of this band."""
+        """The time of `nbytes` in this band."""
         return self.latency_s + nbytes / self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class LinkCost:
-    """What one message costs, by bands of its size in rising order. The last band is open: `max_nbytes` 0."""
+    """The cost of one message, by bands of rising size. The last band is open: `max_nbytes` 0."""
 
     bands: tuple[SizeBand, ...]
 
     def seconds(self, nbytes: float) -> float:
-        """The time of one message of `nbytes` bytes, at least that of the longest message of the band below."""
-        least = 0.0
+        """The time of a message of `nbytes` bytes, at least that of the longest message of the band below."""
+        lower_bound = 0.0
         for band in self.bands:
             if nbytes <= (band.max_nbytes or inf):
-                return max(least, band.seconds(nbytes))
-            least = max(least, band.seconds(band.max_nbytes))
-        return least
+                return max(lower_bound, band.seconds(nbytes))
+            lower_bound = max(lower_bound, band.seconds(band.max_nbytes))
+        return lower_bound
 
     def diagnostics(self, location: str) -> Iterator[Diagnostic]:
-        """Everything that is wrong with its bands; `where` names the table."""
+        """Yields every error in its bands; `location` names the table."""
         bounds = [band.max_nbytes for band in self.bands]
         rising = bounds[:-1] == sorted(set(bounds[:-1])) and all(bound > 0 for bound in bounds[:-1])
         if not bounds or bounds[-1] != 0 or not rising:
@@ -65,22 +68,24 @@ class LinkCost:
                 location,
             )
         for number, band in enumerate(self.bands):
-            place = f"{location}.bands.{number}"
+            entry = f"{location}.bands.{number}"
             if not 0 <= band.latency_s < inf:
                 yield Diagnostic(
-                    f"a latency of {band.latency_s} s", "write seconds, 0 or more", f"{place}.latency_s"
+                    f"a latency of {band.latency_s} s", "write seconds, 0 or more", f"{entry}.latency_s"
                 )
             if not 0 < band.bytes_per_s < inf:
                 yield Diagnostic(
                     f"a rate of {band.bytes_per_s} bytes per second",
                     "write a number above 0",
-                    f"{place}.bytes_per_s",
+                    f"{entry}.bytes_per_s",
                 )
 
 
 @dataclass(frozen=True)
 class RoundOverhead:
-    """What a round costs, whatever its bytes, in which `receiving` ranks of a host receive: they wait, and share its cores."""
+    """The fixed cost of a round in which `num_receivers` ranks of a host receive: they wait, and share its
+    cores.
+    """
 
     num_receivers: int
     seconds: float
@@ -88,12 +93,13 @@ class RoundOverhead:
 
 @dataclass(frozen=True)
 class NetworkModel:
-    """What a round of messages costs.
+    """The cost of a round of messages.
 
-    Inside a host: the crowd of those who receive, every message at the price of `host` (cores and memory that all share), and
-    those of the busiest rank at that of `rank` on top. Between hosts: the bytes through the busiest host's network card, at
-    the price of `between`, all of a round as one message. Whatever is added to a rank's own piece: the price of `added`.
-    `host`, `rank` and `added` are None where all messages leave their host, `between` where none does.
+    Inside a host: the overhead of the receivers, every message at the cost `intra_host` (shared cores and
+    memory), and the messages of the busiest rank at `busiest_rank` on top. Between hosts: the bytes through
+    the busiest host's network card, at the cost `inter_host`, as one message per round. Local summation costs
+    `local_sum`. `intra_host`, `busiest_rank` and `local_sum` are None if all messages leave their host,
+    `inter_host` if none does.
     """
 
     round_overheads: tuple[RoundOverhead, ...] = ()
@@ -103,9 +109,9 @@ class NetworkModel:
     inter_host: LinkCost | None = None
 
     def round_overhead_s(self, num_receivers: int) -> float:
-        """The fixed cost of a round in which `receiving` ranks of a host receive.
+        """The fixed cost of a round in which `num_receivers` ranks of a host receive.
 
-        Between two crowds that were measured it lies between theirs; beyond, it goes on as it did on average.
+        It is interpolated between measured numbers, and extrapolated beyond them with the average slope.
         """
         if not self.round_overheads or not num_receivers:
             return 0.0
@@ -114,21 +120,21 @@ class NetworkModel:
             slope = (last.seconds - first.seconds) / max(1, last.num_receivers - first.num_receivers)
             return last.seconds + max(0.0, slope) * (num_receivers - last.num_receivers)
         below = max(
-            (each for each in self.round_overheads if each.num_receivers <= num_receivers),
-            key=lambda each: each.num_receivers,
+            (overhead for overhead in self.round_overheads if overhead.num_receivers <= num_receivers),
+            key=lambda overhead: overhead.num_receivers,
             default=first,
         )
         above = min(
-            (each for each in self.round_overheads if each.num_receivers >= num_receivers),
-            key=lambda each: each.num_receivers,
+            (overhead for overhead in self.round_overheads if overhead.num_receivers >= num_receivers),
+            key=lambda overhead: overhead.num_receivers,
         )
         if below.num_receivers == above.num_receivers or num_receivers < first.num_receivers:
             return above.seconds
-        part = (num_receivers - below.num_receivers) / (above.num_receivers - below.num_receivers)
-        return below.seconds + part * (above.seconds - below.seconds)
+        fraction = (num_receivers - below.num_receivers) / (above.num_receivers - below.num_receivers)
+        return below.seconds + fraction * (above.seconds - below.seconds)
 
     def diagnostics(self, location: str) -> Iterator[Diagnostic]:
-        """Everything that is wrong with its figures."""
+        """Yields every error in its numbers."""
         for name, link in (
             ("intra_host", self.intra_host),
             ("busiest_rank", self.busiest_rank),
@@ -143,30 +149,27 @@ class NetworkModel:
                 "measure: meshwright bench network",
                 location,
             )
-        counts = [crowd.num_receivers for crowd in self.round_overheads]
+        counts = [overhead.num_receivers for overhead in self.round_overheads]
         if counts != sorted(set(counts)) or any(count < 1 for count in counts):
             yield Diagnostic(
                 f"round overheads of {counts} ranks",
                 "write each number once, rising from 1",
                 f"{location}.round_overheads",
             )
-        for number, crowd in enumerate(self.round_overheads):
-            if not 0 <= crowd.seconds < inf:
-                text, place = (
-                    f"a round overhead of {crowd.seconds} s",
+        for number, overhead in enumerate(self.round_overheads):
+            if not 0 <= overhead.seconds < inf:
+                text, entry = (
+                    f"a round overhead of {overhead.seconds} s",
                     f"{location}.round_overheads.{number}.seconds",
                 )
-                yield Diagnostic(text, "write seconds, 0 or more", place)
-
-
-VERSION = 1
+                yield Diagnostic(text, "write seconds, 0 or more", entry)
 
 
 @dataclass(frozen=True)
 class AllReduceTiming:
-    """One measured cell: what an all-reduce of `nbytes` by `algorithm` took `ranks` ranks, in seconds.
+    """One measurement: the seconds of an all-reduce of `nbytes` by `algorithm` over `ranks` ranks.
 
-    `seconds` is the median of its `samples`, `spread` the distance of their quartiles as a share of it.
+    `seconds` is the median of `samples`, `spread` the distance of their quartiles as a fraction of it.
     """
 
     algorithm: str
@@ -179,7 +182,9 @@ class AllReduceTiming:
 
 @dataclass(frozen=True)
 class AllReduceSeries:
-    """The cells of one algorithm among `ranks` ranks, in rising order of size: bytes, seconds and spread of each."""
+    """The measurements of one algorithm over `ranks` ranks, in rising order of size: bytes, seconds and
+    spread of each.
+    """
 
     algorithm: str
     ranks: int
@@ -190,7 +195,9 @@ class AllReduceSeries:
 
 @dataclass(frozen=True)
 class FitError:
-    """How well sizes that were not fitted are predicted: the median relative error of the model, and with its correction."""
+    """The median relative error at sizes that were not fitted: of the model, and with the correction by
+    measurements.
+    """
 
     model: float
     corrected: float
@@ -198,7 +205,7 @@ class FitError:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A measured cluster: `per_host` ranks on each host (0: all on one), what was measured, and the model of its network."""
+    """A measured cluster: ranks per host (0: all on one), the measurements, and the model of its network."""
 
     version: int
     date: str
@@ -212,27 +219,31 @@ class Cluster:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The numbers of ranks that were measured, rising."""
+        """The measured numbers of ranks, rising."""
         return tuple(sorted({series.ranks for series in self.measurements}))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes that were measured, in bytes, rising."""
+        """The measured sizes in bytes, rising."""
         return tuple(sorted({nbytes for series in self.measurements for nbytes in series.nbytes}))
 
     def series(self, algorithm: str, num_ranks: int) -> AllReduceSeries | None:
-        """What was measured of `algorithm` among `ranks` ranks; None when nothing was."""
+        """The measurements of `algorithm` over `ranks` ranks; None if there are none."""
         return next(
-            (each for each in self.measurements if (each.algorithm, each.ranks) == (algorithm, num_ranks)),
+            (
+                overhead
+                for overhead in self.measurements
+                if (overhead.algorithm, overhead.ranks) == (algorithm, num_ranks)
+            ),
             None,
         )
 
     def without_measurements(self) -> "Cluster":
-        """The same model alone, without the correction by what was measured."""
+        """The same model without the correction by measurements."""
         return replace(self, measurements=())
 
     def diagnostics(self) -> Iterator[Diagnostic]:
-        """Everything that is wrong with its figures."""
+        """Yields every error in its numbers."""
         if self.version != VERSION:
             yield Diagnostic(
                 f"version {self.version}; this meshwright reads {VERSION}",
@@ -253,7 +264,7 @@ class Cluster:
         keys = [(series.algorithm, series.ranks) for series in self.measurements]
         for name, ranks in sorted({key for key in keys if keys.count(key) > 1}):
             yield Diagnostic(
-                f"{name} among {ranks} ranks stands there twice", "keep one of the tables", "measurements"
+                f"{name} among {ranks} ranks is listed twice", "keep one of the tables", "measurements"
             )
 
 
@@ -268,12 +279,12 @@ def _series_faults(series: AllReduceSeries, location: str) -> Iterator[Diagnosti
     if not len(sizes) == len(series.seconds) == len(series.spread):
         text = f"{len(sizes)} sizes, {len(series.seconds)} times, {len(series.spread)} spreads"
         yield Diagnostic(text, "write one of each per size", location)
-    for key, least, figures in (
+    for key, lower_bound, figures in (
         ("seconds", "above 0", series.seconds),
         ("spread", "0 or more", series.spread),
     ):
         bad = [figure for figure in figures if not (0 <= figure < inf) or (key == "seconds" and figure == 0)]
         if bad:
             yield Diagnostic(
-                f"{key} of {', '.join(map(str, bad))}", f"write numbers, {least}", f"{location}.{key}"
+                f"{key} of {', '.join(map(str, bad))}", f"write numbers, {lower_bound}", f"{location}.{key}"
             )

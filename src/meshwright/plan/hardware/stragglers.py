@@ -1,14 +1,15 @@
-"""How evenly a device goes: one of several that meet is always the last, and the others wait for it.
+"""Models stragglers: of several devices that synchronize, one is always the last, and the others wait for it.
 
-    rank 0  [======]..|[=======]|[====]...|        each stretch of work takes now a little less, now a little more;
-    rank 1  [========]|[=====]..|[=======]|        what a step takes is the sum of the longest, not the longest of the sums
+    rank 0  [======]..|[=======]|[====]...|     work takes sometimes less, sometimes more; a step
+    rank 1  [========]|[=====]..|[=======]|     takes the sum of the longest, not the longest of the sums
 
-A stretch was timed many times over. `behind` is how far the later of two is behind their mean, as a share of it: half the mean
-distance of two stretches. Of n ranks the last is further behind, by the expected largest of n draws from a normal distribution
-over that of 2. Disturbances last, so that long stretches differ less than short ones, but more than if each part of them were
-drawn anew: the share is measured by length.
+Pieces of work were timed many times. `lag` is how far the later of two devices is behind their mean, as a
+fraction of it: half the mean difference of two timings. Of n ranks the last is further behind, by the ratio
+of the expected maxima of n and of 2 normal variables. Disturbances last for some time, so long pieces of work
+differ less than short ones, but more than independent parts would: the lag is measured by length.
 
-Paper: H. A. David and H. N. Nagaraja 2003, Order Statistics, 3rd edition, sections 3.1 and 9.4, doi:10.1002/0471722162.
+Paper: H. A. David and H. N. Nagaraja 2003, Order Statistics, 3rd edition, sections 3.1 and 9.4,
+doi:10.1002/0471722162.
 """
 
 from collections.abc import Sequence
@@ -18,12 +19,12 @@ from itertools import pairwise
 from math import log, sqrt
 from statistics import NormalDist
 
-NUM_INTEGRATION_STEPS = 2000  # steps of the sum that an expected value is
+NUM_INTEGRATION_STEPS = 2000  # of the sum that approximates the expected value
 
 
 @dataclass(frozen=True)
 class LagSample:
-    """Work that takes so many `seconds`: how far the later of two is behind, as a share of them."""
+    """Work of `seconds`: how far the later of two devices is behind their mean, as a fraction of the work."""
 
     seconds: float
     lag: float
@@ -31,20 +32,23 @@ class LagSample:
 
 @cache
 def expected_maximum(num_ranks: int) -> float:
-    """The expected largest of so many draws from a normal distribution, in standard deviations."""
-    normal, places = (
+    """The expected maximum of `num_ranks` standard normal variables."""
+    distribution, quantiles = (
         NormalDist(),
         [(each + 0.5) / NUM_INTEGRATION_STEPS for each in range(NUM_INTEGRATION_STEPS)],
     )
     return (
-        sum(normal.inv_cdf(place ** (1 / num_ranks)) for place in places) / NUM_INTEGRATION_STEPS
+        sum(distribution.inv_cdf(quantile ** (1 / num_ranks)) for quantile in quantiles)
+        / NUM_INTEGRATION_STEPS
         if num_ranks > 1
         else 0.0
     )
 
 
 def straggler_delay(stretches: Sequence[LagSample], seconds: float, num_ranks: int) -> float:
-    """Seconds that the last of `ranks` is behind their mean, after work of so many `seconds`; 0 where nothing was measured."""
+    """Seconds that the last of `num_ranks` is behind their mean, after work of `seconds`; 0 without
+    measurements.
+    """
     if num_ranks < 2 or seconds <= 0 or not stretches:
         return 0.0
     return seconds * _lag_fraction(stretches, seconds) * expected_maximum(num_ranks) / expected_maximum(2)
@@ -55,6 +59,6 @@ def _lag_fraction(stretches: Sequence[LagSample], seconds: float) -> float:
         return stretches[0].lag
     for low, high in pairwise(stretches):
         if seconds <= high.seconds:
-            part = log(seconds / low.seconds) / log(high.seconds / low.seconds)
-            return low.lag + part * (high.lag - low.lag)
+            fraction = log(seconds / low.seconds) / log(high.seconds / low.seconds)
+            return low.lag + fraction * (high.lag - low.lag)
     return stretches[-1].lag * sqrt(stretches[-1].seconds / seconds)

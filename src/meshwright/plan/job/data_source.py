@@ -1,4 +1,4 @@
-"""Where a job's model and data come from."""
+"""Configures where a job's model and data come from."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -13,15 +13,18 @@ DataFormat = Literal["auto", "text", "jsonl", "datasets"]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model: a transformers config (a folder, a .json file, a hub id), or `file.py:factory` that returns an `nn.Module`.
+    """The model: a transformers config (a folder, a .json file, a hub id), or `file.py:factory` that returns
+    an `nn.Module`.
 
-    `weights` are its initial values: a folder with safetensors, one such file, or a hub id; "" draws them from the seed.
-    With weights, `source` may be left out: it is then the same. Names that match a pattern of `skip` are not loaded; those
-    of the model start from the seed. `revision` is the branch, tag or commit of a hub id; a plan holds the commit. Code
-    from a hub repository runs only with `trust_remote_code`, and only that of a commit.
+    `weights` are its initial values: a folder with safetensors, one such file, or a hub id; "" draws them
+    from the seed. With weights, `source` may be left out: it is then the same. Parameters that match a
+    pattern of `skip` are not loaded and start from the seed. `revision` is the branch, tag or commit of a hub
+    id; a plan holds the commit. Code from a hub repository runs only with `trust_remote_code`, and only that
+    of a commit.
 
-    `overrides` replaces fields of a transformers config, for example {num_hidden_layers = 2}. Parameters whose logical
-    name matches a pattern of `frozen` (fnmatch), for example "model.embed_tokens.*", are not trained.
+    `overrides` replaces fields of a transformers config, for example {num_hidden_layers = 2}. Parameters
+    whose logical name matches a pattern of `frozen` (fnmatch), for example "model.embed_tokens.*", are not
+    trained.
     """
 
     source: str = ""
@@ -33,15 +36,18 @@ class ModelConfig:
     trust_remote_code: bool = False
 
     def diagnostics(self) -> Iterator[Diagnostic]:
+        """Yields every error in the model source by itself."""
         if not self.source:
-            fix = "set model.source to a transformers config (folder, .json file or hub id) or to file.py:factory"
+            fix = (
+                "set model.source to a transformers config (folder, .json file, hub id) or to file.py:factory"
+            )
             yield Diagnostic("no model is named", fix, "model.source")
         if self.skip and not self.weights:
             text = f"skip = {list(self.skip)} without weights: every value is drawn from the seed"
             yield Diagnostic(text, "set model.weights, or remove model.skip", "model.skip")
         if self.trust_remote_code and not fullmatch("[0-9a-f]{40}", self.revision):
-            given = f"the revision '{self.revision}', which can change" if self.revision else "no revision"
-            text = f"trust_remote_code with {given}; needed is the commit whose code was looked at"
+            revision = f"the revision '{self.revision}', which can change" if self.revision else "no revision"
+            text = f"trust_remote_code with {revision}; needed is the commit whose code was looked at"
             yield Diagnostic(
                 text, "set model.revision to its 40 hexadecimal digits", "model.trust_remote_code"
             )
@@ -49,9 +55,10 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class MixturePart:
-    """One source of a mixture: `weight` is its share of the samples, relative to the other parts.
+    """One source of a mixture: `weight` is its fraction of the samples, relative to the other parts.
 
-    The other fields are those of `DataSource`; the tokenizer, the sequence length and the epochs are the mixture's.
+    The other fields are those of `DataConfig`; tokenizer, sequence length and epochs are those of the
+    mixture.
     """
 
     source: str
@@ -66,19 +73,21 @@ class MixturePart:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The data to train on: a file, a folder, or a data set of Hugging Face; "example" repeats a model factory's example batch.
+    """The training data: a file, a folder, or a Hugging Face data set; "example" repeats a model factory's
+    example batch.
 
-    `format` "auto" takes *.jsonl (also .gz) as one JSON object per line; *.parquet, *.csv, *.json, *.arrow and what
-    `save_to_disk` wrote as "datasets"; anything else as plain text. A data set of the hub needs format = "datasets", and
-    its source may name a configuration: "name:configuration". `split` is the part of it that is read; `streaming` reads it
-    as it comes, without a copy on disk, in its own order.
+    `format` "auto" reads *.jsonl (also .gz) as one JSON object per line; *.parquet, *.csv, *.json, *.arrow
+    and the output of `save_to_disk` as "datasets"; anything else as plain text. A data set of the hub needs
+    format = "datasets", and its source may name a configuration: "name:configuration". `split` is the split
+    that is read; `streaming` reads it in its own order without a copy on disk.
 
-    `column` names the text of a row. `chat`, when set, names a column of conversations instead, lists of {role, content},
-    of which only the assistant's words are learnt. `tokenizer` is a folder or a name on the hub; "" takes bytes as tokens.
+    `column` names the column with the text. `chat`, if set, names a column of conversations instead, lists of
+    {role, content}, of which only the assistant's tokens are trained on. `tokenizer` is a folder or a hub id;
+    "" uses bytes as tokens.
 
-    In a folder, files whose path matches a pattern of `include` (empty: what suits the format) and none of `exclude` are
-    read in sorted order. A sample is `sequence` tokens; `epochs` = 0 repeats the data for as long as the steps last.
-    `mixture` lists several sources in place of one.
+    In a folder, files whose path matches a pattern of `include` (empty: those of the format) and none of
+    `exclude` are read in sorted order. A sample has `sequence` tokens; `epochs` = 0 repeats the data until
+    the last step. `mixture` lists several sources instead of one.
     """
 
     source: str = ""
@@ -95,7 +104,7 @@ class DataConfig:
     mixture: tuple[MixturePart, ...] = ()
 
     def diagnostics(self) -> Iterator[Diagnostic]:
-        """Everything that is wrong with the source by itself, the parts of a mixture included."""
+        """Yields every error in the data source by itself, the parts of a mixture included."""
         if not self.source and not self.mixture:
             yield Diagnostic("no data is named", "set data.source to a text file or a folder", "data.source")
         if self.sequence < 1:
@@ -125,7 +134,7 @@ class DataConfig:
             yield from self._mixture_faults()
 
     def part_configs(self) -> tuple["DataConfig", ...]:
-        """The sources of the mixture, each as a `DataSource` of its own."""
+        """The parts of the mixture, each as a `DataConfig` of its own."""
         return tuple(
             DataConfig(
                 source=part.source,
@@ -168,8 +177,8 @@ class DataConfig:
                     "name a file, a folder or a data set",
                     f"data.mixture.{i}.source",
                 )
-        for i, each in enumerate(self.part_configs()):
-            for fault in each.diagnostics():
+        for i, part_config in enumerate(self.part_configs()):
+            for fault in part_config.diagnostics():
                 if fault.location == "data.tokenizer":
                     yield fault
                 elif fault.location not in ("data.sequence", "data.epochs"):

@@ -1,10 +1,9 @@
-"""What is wrong with a request, and how to repair it.
+"""Reports what is wrong with a request, and how to repair it.
 
-A fault has three parts: what was given (with values), what is needed, and the repair. The repair is a required
-argument, so no message can leave it out. Checks collect faults and raise them together: a user who made three
-mistakes reads three messages, once, before any process starts.
-
-Bytes as people read them.
+A diagnostic has three parts: what was given (with values), what is needed, and the repair. The repair is a
+required argument, so no message can leave it out. Checks collect diagnostics and raise them together: a user
+with three mistakes reads three messages, once, before any process starts. `format_nbytes` writes sizes for
+all messages.
 """
 
 import re
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TypeVar
 
-PEER_LOST_PATTERN = re.compile(  # what gloo says in a plain RuntimeError when a peer is gone
+PEER_LOST_PATTERN = re.compile(  # gloo reports a lost peer as a plain RuntimeError with one of these texts
     r"connection (closed|reset|refused)|closed by peer|socket closed|broken pipe|timed out|timeout",
     re.IGNORECASE,
 )
@@ -23,19 +22,23 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One thing that is wrong: `where` (a key, an axis, a file), `what` was given and is needed, and the `fix`."""
+    """One error: its `location` (a key, an axis, a file), the `problem` (what was given and is needed), and
+    the `fix`.
+    """
 
     problem: str
     fix: str
     location: str = ""
 
     def __str__(self) -> str:
-        place = f"{self.location}: " if self.location else ""
-        return f"{place}{self.problem}\n  repair: {self.fix}"
+        prefix = f"{self.location}: " if self.location else ""
+        return f"{prefix}{self.problem}\n  repair: {self.fix}"
 
 
 class PlanError(Exception):
-    """A request that cannot work, said before any process starts. Carries every fault found, not the first."""
+    """A request that cannot work, raised before any process starts. Carries every diagnostic found, not only
+    the first.
+    """
 
     def __init__(
         self, problem: str, *, fix: str, location: str = "", more: Iterable[Diagnostic] = ()
@@ -45,7 +48,7 @@ class PlanError(Exception):
 
     @classmethod
     def from_diagnostics(cls, diagnostics: Iterable[Diagnostic]) -> "PlanError":
-        """The error that reports all of `faults` (at least one)."""
+        """The error that reports all `diagnostics` (at least one)."""
         first, *others = diagnostics
         return cls(first.problem, fix=first.fix, location=first.location, more=others)
 
@@ -53,8 +56,8 @@ class PlanError(Exception):
 class CollectiveError(RuntimeError):
     """A collective that did not complete: which rank called what, for which action, and where to look.
 
-    `report` says who is to blame, in words that are the same on every rank ("": nobody could find out). Of the ranks that
-    have the same report one `speaks`; the others need not repeat it on a terminal that they share.
+    `report` names the culprit in text that is equal on every rank ("": unknown). Of the ranks with the same
+    report one `is_reporter`; the others need not repeat it on a shared terminal.
     """
 
     def __init__(self, text: str, *, report: str = "", is_reporter: bool = True) -> None:
@@ -63,7 +66,7 @@ class CollectiveError(RuntimeError):
 
 
 def raise_diagnostics(diagnostics: Iterable[Diagnostic]) -> None:
-    """Raise one `PlanError` holding all `faults`; return silently when there are none."""
+    """Raise one `PlanError` with all `diagnostics`; return if there are none."""
     found = tuple(diagnostics)
     if found:
         raise PlanError.from_diagnostics(found)
@@ -72,7 +75,9 @@ def raise_diagnostics(diagnostics: Iterable[Diagnostic]) -> None:
 def collect_diagnostics(
     diagnostics: list[Diagnostic], function: Callable[..., Result], *args: object
 ) -> Result | None:
-    """What `make` makes of `args`; None where it refuses them with a `PlanError`, whose faults are added to `faults`."""
+    """The result of `function(*args)`; None if it raises a `PlanError`, whose diagnostics are added to
+    `diagnostics`.
+    """
     try:
         return function(*args)
     except PlanError as error:
@@ -81,7 +86,7 @@ def collect_diagnostics(
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
-    """A phrase for a repair: the known word most like `given`, or the list of known words."""
+    """The text of a repair: the known name most similar to `name`, or all known names."""
     known = sorted(known)
     match = get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean '{match[0]}'?" if match else f"choose one of: {', '.join(known)}"

@@ -1,7 +1,8 @@
-"""What is trained: global sizes only, no parallelism.
+"""Defines what is trained: global sizes only, no parallelism.
 
-Everything here means the same on one device and on a thousand: `batch` is the samples of one optimizer step over all
-ranks, `steps` are global steps, and the seed fixes initial values, data order and dropout whatever the plan.
+Everything here means the same on one device and on a thousand: `batch` is the samples of one optimizer step
+over all ranks, `steps` are global steps, and the seed fixes initial values, data order and dropout whatever
+the plan.
 """
 
 from collections.abc import Iterator
@@ -18,14 +19,16 @@ MOMENTUM_OPTIMIZERS = ("sgd", "muon")
 BFLOAT16_STATE_OPTIMIZERS = (
     "adamw_bf16",
     "lion_bf16",
-)  # their moments lose a change below half of bfloat16's last digit
+)  # their states lose a change below half of bfloat16's last digit
 
 
 @dataclass(frozen=True)
 class ParamGroupConfig:
-    """Parameters whose logical name matches `pattern` (fnmatch) take this learning-rate factor and weight decay.
+    """Parameters whose logical name matches `pattern` (fnmatch) use this learning-rate factor and weight
+    decay.
 
-    With a `name`, another optimizer than the job's steps them; `momentum` is for one whose name here is "sgd" or "muon".
+    With a `name`, another optimizer than the job's updates them; `momentum` applies if `name` is "sgd" or
+    "muon".
     """
 
     pattern: str
@@ -35,11 +38,12 @@ class ParamGroupConfig:
     momentum: float = 0.0
 
     def diagnostics(self) -> Iterator[Diagnostic]:
+        """Yields every error in this group."""
         where = f"optimizer.groups '{self.pattern}'"
         if not 0 <= self.lr_factor < inf:
             yield Diagnostic(
                 f"a learning-rate factor of {self.lr_factor}",
-                "write a number from 0 up; 0 holds them still",
+                "write a number from 0 up; 0 does not train them",
                 where,
             )
         if self.weight_decay is not None and not 0 <= self.weight_decay < inf:
@@ -61,10 +65,12 @@ class ParamGroupConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The rule that steps the weights. The first of `groups` that matches wins; then norms and biases (1-D) take no decay.
+    """The optimizer. The first of `groups` that matches a parameter wins; other norms and biases (1-D) have
+    no weight decay.
 
-    `betas` are those of adamw and lion, also with moments of 16 and 8 bits, `eps` that of adamw; `momentum` is for sgd and muon.
-    muon steps hidden matrices, and leaves embeddings, heads, norms and biases to adamw. See core/rules.py, engine/rules.
+    `betas` apply to adamw and lion, also with optimizer states of 16 and 8 bits, `eps` to adamw, `momentum`
+    to sgd and muon. muon updates hidden matrices, and leaves embeddings, heads, norms and biases to adamw.
+    See `plan/optimizer_spec.py` and `engine/optim`.
     """
 
     name: OptimizerName = "adamw"
@@ -76,6 +82,7 @@ class OptimizerConfig:
     groups: tuple[ParamGroupConfig, ...] = ()
 
     def diagnostics(self) -> Iterator[Diagnostic]:
+        """Yields every error in these options."""
         if not 0 < self.lr < inf:
             yield Diagnostic(f"a learning rate of {self.lr}", "write a number above 0", "optimizer.lr")
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -96,15 +103,18 @@ class OptimizerConfig:
             yield Diagnostic(text, 'remove it, or set name = "sgd"', "optimizer.momentum")
         elif self.name == "muon" and not self.momentum:
             yield Diagnostic("muon without momentum", "write momentum = 0.95", "optimizer.momentum")
-        halved = [
+        bfloat16_state = [
             name
             for name in (self.name, *(group.name for group in self.groups))
             if name in BFLOAT16_STATE_OPTIMIZERS
         ]
-        if halved and 1 - 2**-8 < max(self.betas) < 1:
-            text = f"betas of {self.betas} with {halved[0]}: rounding to bfloat16 undoes a step below 1/256 of the moment"
+        if bfloat16_state and 1 - 2**-8 < max(self.betas) < 1:
+            text = f"betas of {self.betas} with {bfloat16_state[0]}"
+            text += ": rounding to bfloat16 undoes a change below 1/256 of the state"
             yield Diagnostic(
-                text, "write betas of at most 0.99, or take moments of 32 or 8 bits", "optimizer.betas"
+                text,
+                "write betas of at most 0.99, or use optimizer states of 32 or 8 bits",
+                "optimizer.betas",
             )
         if not 0 <= self.weight_decay < inf:
             text = f"a weight decay of {self.weight_decay}"
@@ -121,8 +131,8 @@ class OptimizerConfig:
 class ScheduleConfig:
     """The learning rate as a factor of `optimizer.lr`, in global steps.
 
-    constant: 1 after the warm-up. cosine: half a cosine from 1 to `floor` at the last step. wsd (warm-up, stable,
-    decay): 1, then linear to `floor` over the last `decay` steps.
+    constant: 1 after the warm-up. cosine: half a cosine from 1 to `floor` at the last step. wsd (warm-up,
+    stable, decay): 1, then linear to `floor` over the last `decay` steps.
     """
 
     name: Literal["constant", "cosine", "wsd"] = "constant"
@@ -131,12 +141,13 @@ class ScheduleConfig:
     floor: float = 0.0
 
     def diagnostics(self, steps: int) -> Iterator[Diagnostic]:
+        """Yields every error in this schedule of `steps` steps."""
         if self.warmup < 0 or self.decay < 0 or self.warmup + self.decay > steps:
             text = f"{self.warmup} warm-up and {self.decay} decay steps do not fit into {steps} steps"
             yield Diagnostic(text, "shorten them, or raise train.steps", "schedule")
         if not 0 <= self.floor <= 1:
             yield Diagnostic(
-                f"a floor of {self.floor}; it is a share of optimizer.lr",
+                f"a floor of {self.floor}; it is a fraction of optimizer.lr",
                 "write a number from 0 to 1",
                 "schedule.floor",
             )
@@ -150,9 +161,11 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How much is trained: global steps of `batch` samples each, clipped to a gradient norm of `clip` (0: never).
+    """The length of training: global steps of `batch` samples each, clipped to a gradient norm of `clip` (0:
+    never).
 
-    With `noise_scale`, metrics tell the gradient noise scale, in samples: the batch size up to which more samples still pay.
+    With `noise_scale`, metrics include the gradient noise scale, in samples: the batch size up to which more
+    samples still help.
     """
 
     steps: int = 1000
@@ -162,6 +175,7 @@ class TrainConfig:
     noise_scale: bool = False
 
     def diagnostics(self) -> Iterator[Diagnostic]:
+        """Yields every error in these options."""
         if self.steps < 1:
             yield Diagnostic(f"{self.steps} steps", "write at least 1", "train.steps")
         if self.batch < 1:
@@ -174,11 +188,13 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """The loss on samples that are not trained on, every `every` steps (0: only at the end) and after the last one.
+    """Evaluates the loss on samples that are not trained on, every `every` steps (0: only at the end) and
+    after the last one.
 
-    The samples are those of `source` or of another `split` of a data set, read as [data] says, or the last `hold_out`
-    ones of the training data, which are then never trained on; at most `samples` of them (0: all). The run ends early
-    after `patience` evaluations (0: never) whose loss is not below that of the last gain by more than `min_delta`.
+    The samples are those of `source` or of another `split` of a data set, read as [data] says, or the last
+    `hold_out` ones of the training data, which are then never trained on; at most `samples` of them (0: all).
+    The run ends early after `patience` evaluations (0: never) whose loss is not below the best one by more
+    than `min_delta`.
     """
 
     source: str = ""
@@ -195,13 +211,17 @@ class EvalConfig:
         return bool(self.source or self.split or self.hold_out)
 
     def diagnostics(self) -> Iterator[Diagnostic]:
-        for key in ("hold_out", "every", "samples", "patience"):
-            number = vars(self)[key]
+        """Yields every error in these options."""
+        for field_name in ("hold_out", "every", "samples", "patience"):
+            number = vars(self)[field_name]
             if number < 0:
-                yield Diagnostic(f"{key} = {number}", "write a whole number from 0 up", f"evaluate.{key}")
+                yield Diagnostic(
+                    f"{field_name} = {number}", "write a whole number from 0 up", f"evaluate.{field_name}"
+                )
         if (self.source or self.split) and self.hold_out:
-            given = f"'{self.source}'" if self.source else f"the split '{self.split}'"
-            text = f"the samples of {given} and the last {self.hold_out} of the training data; needed is one of them"
+            samples_of = f"'{self.source}'" if self.source else f"the split '{self.split}'"
+            text = f"the samples of {samples_of} and the last {self.hold_out} of the training data"
+            text += "; needed is one of them"
             yield Diagnostic(
                 text, "remove evaluate.hold_out, or evaluate.source and evaluate.split", "evaluate"
             )
@@ -220,10 +240,11 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class LossGuard:
-    """What becomes of a step whose loss or gradient norm is not finite, or far above what is usual.
+    """Handles a step whose loss or gradient norm is not finite, or far above the usual value.
 
-    Far above: more than `factor` (0: only what is not finite) times its median over the last `window` good steps, once
-    there were so many. "skip" leaves the parameters as they are and goes on, "stop" ends the run, "off" lets it happen.
+    Far above: more than `factor` (0: only what is not finite) times its median over the last `window` good
+    steps, once there were so many. "skip" leaves the parameters unchanged and continues, "stop" ends the run,
+    "off" does nothing.
     """
 
     action: Literal["off", "skip", "stop"] = "off"
@@ -231,6 +252,7 @@ class LossGuard:
     window: int = 50
 
     def diagnostics(self) -> Iterator[Diagnostic]:
+        """Yields every error in these options."""
         if self.factor != 0 and not 1 < self.factor < inf:
             text = f"a factor of {self.factor} on the median"
             yield Diagnostic(
@@ -244,7 +266,7 @@ class LossGuard:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, whatever it is trained on."""
+    """What is trained, on any number of devices."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -256,7 +278,7 @@ class Job:
     guard: LossGuard = field(default_factory=LossGuard)
 
     def diagnostics(self) -> Iterator[Diagnostic]:
-        """Everything that is wrong with the job by itself."""
+        """Yields every error in the job by itself."""
         yield from self.model.diagnostics()
         yield from self.data.diagnostics()
         yield from self.train.diagnostics()

@@ -1,11 +1,15 @@
-"""A dtype per role: what a step keeps, computes in and sends. What each role is for stands in `engine/precision.py`.
+"""Configures a dtype per role: what a step keeps, computes in and sends (`engine/runtime/mixed_precision.py`
+uses them).
 
-    parameters   what blocks compute with and UNSHARD sends         master   what the optimizer steps; "" is the parameters' dtype
-    gradients    the sum that the optimizer reads; "" likewise      moments  what it keeps per element; "" is the master's dtype
-    compute      the operands of matrix products                    reduce   what gradients travel in
+    parameters        what blocks compute with and UNSHARD sends
+    master            what the optimizer updates; "" is the dtype of parameters
+    gradients         the sum that the optimizer reads; "" is the dtype of parameters
+    optimizer_states  what the optimizer keeps per element; "" is the dtype of the master
+    compute           the operands of matrix products
+    reduce            the dtype in which gradients are sent
 
-Some combinations lose training without a word: float16 without a master, a master narrower than what it stands for. They are
-refused here, before anything is built.
+Some combinations break training silently: float16 without a master, a master narrower than its parameters.
+They are refused before anything is built.
 """
 
 from collections.abc import Iterator
@@ -26,10 +30,10 @@ DEFAULT_LOSS_SCALE, DEFAULT_LOSS_SCALE_WINDOW = 65536.0, 2000
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """A dtype per role; "" is explained at the top of the file.
+    """A dtype per role; the module docstring explains "".
 
-    Where something is float16, the loss is multiplied by a scale that begins with `loss_scale`, doubles after
-    `loss_scale_window` steps without an overflow, and is halved by one.
+    If something is float16, the loss is multiplied by a scale that begins with `loss_scale`, doubles after
+    `loss_scale_window` steps without an overflow, and is halved by an overflow.
     """
 
     parameters: FloatDtype = "float32"
@@ -43,7 +47,7 @@ class PrecisionConfig:
 
     @property
     def effective(self) -> "PrecisionConfig":
-        """The same with no role left open."""
+        """The same with every "" replaced by its default."""
         master = self.master or self.parameters
         return replace(
             self,
@@ -54,9 +58,9 @@ class PrecisionConfig:
 
     @property
     def roles(self) -> dict[str, str]:
-        """The dtype of each role, none left open, in the order of ROLES."""
-        said = self.effective
-        return {role: vars(said)[role] for role in ROLES}
+        """The dtype of each role, none empty, in the order of ROLES."""
+        effective = self.effective
+        return {role: vars(effective)[role] for role in ROLES}
 
     @property
     def scales_loss(self) -> bool:
@@ -64,22 +68,24 @@ class PrecisionConfig:
         return "float16" in (self.parameters, self.compute)
 
     def diagnostics(self) -> Iterator[Diagnostic]:
-        """Every combination that cannot train."""
-        yield from self._compute_faults()
-        yield from self._master_faults()
-        yield from self._gradient_faults()
+        """Yields every combination that cannot train."""
+        yield from self._compute_diagnostics()
+        yield from self._master_diagnostics()
+        yield from self._gradient_diagnostics()
         if self.optimizer_states not in ("", self.effective.master):
-            text = f"optimizer_states in {self.optimizer_states}; the optimizer keeps them in the dtype of what it steps, {self.effective.master}"
+            text = f"optimizer_states in {self.optimizer_states}"
+            text += f"; the optimizer keeps them in the dtype of what it updates, {self.effective.master}"
             yield Diagnostic(
                 text,
                 f'remove it, or set precision.master = "{self.optimizer_states}"',
                 "precision.optimizer_states",
             )
-        yield from self._scale_faults()
+        yield from self._scale_diagnostics()
 
-    def _compute_faults(self) -> Iterator[Diagnostic]:
+    def _compute_diagnostics(self) -> Iterator[Diagnostic]:
         if self.compute == "float8":
-            text = "compute in float8; there are no float8 products here, and most devices have none (needed: H100, RTX 40, MI300)"
+            text = "compute in float8; there are no float8 products here"
+            text += ", and most devices have none (needed: H100, RTX 40, MI300)"
             yield Diagnostic(text, 'use compute = "bfloat16"', "precision.compute")
             return
         if self.parameters in HALF_DTYPES and self.compute != self.parameters:
@@ -97,10 +103,11 @@ class PrecisionConfig:
             text = f"float64 compute with {self.parameters} parameters"
             yield Diagnostic(text, 'use parameters = "float64"', "precision.parameters")
 
-    def _master_faults(self) -> Iterator[Diagnostic]:
+    def _master_diagnostics(self) -> Iterator[Diagnostic]:
         master = self.effective.master
         if master != self.parameters and (self.parameters not in HALF_DTYPES or master != "float32"):
-            text = f"a {master} master of {self.parameters} parameters; a master is float32 beside bfloat16 or float16 parameters"
+            text = f"a {master} master of {self.parameters} parameters"
+            text += "; a master is float32, for bfloat16 or float16 parameters"
             fix = (
                 'set master = "float32"'
                 if self.parameters in HALF_DTYPES
@@ -108,10 +115,11 @@ class PrecisionConfig:
             )
             yield Diagnostic(text, fix, "precision.master")
         elif master == "float16":
-            text = "float16 parameters without a master: steps below 6e-8 vanish, and so does the optimizer's eps of 1e-8"
+            text = "float16 parameters without a master"
+            text += ": updates below 6e-8 vanish, and so does the optimizer's eps of 1e-8"
             yield Diagnostic(text, 'set master = "float32"', "precision.master")
 
-    def _gradient_faults(self) -> Iterator[Diagnostic]:
+    def _gradient_diagnostics(self) -> Iterator[Diagnostic]:
         for role, dtype in (("gradients", self.effective.gradients), ("reduce", self.reduce)):
             if role == "gradients" and (dtype == "float64") != (self.parameters == "float64"):
                 text = f"{dtype} gradients of {self.parameters} parameters"
@@ -126,9 +134,10 @@ class PrecisionConfig:
                     text, f'set {role} = "bfloat16", or compute = "float16"', f"precision.{role}"
                 )
 
-    def _scale_faults(self) -> Iterator[Diagnostic]:
+    def _scale_diagnostics(self) -> Iterator[Diagnostic]:
         if not 1 <= self.loss_scale <= 2.0**100 or frexp(self.loss_scale)[0] != 0.5:
-            text = f"a loss scale of {self.loss_scale:g}; needed is a power of two from 1 up, so that scaling rounds nothing"
+            text = f"a loss scale of {self.loss_scale:g}"
+            text += "; needed is a power of two from 1 up, so that scaling rounds nothing"
             yield Diagnostic(text, "write 65536.0", "precision.loss_scale")
         if self.loss_scale_window < 1:
             text = f"a window of {self.loss_scale_window} steps"

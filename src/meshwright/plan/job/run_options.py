@@ -1,10 +1,9 @@
-"""What surrounds the training and changes no number.
+"""Defines the options of a run that change no result, and the limits of waiting for other ranks.
 
-How long one wait for another rank may last, by what the run is doing.
-
-A limit holds for ONE wait, not for a phase: a step that takes an hour of computing on every rank waits for nobody. What it
-must cover is how far apart ranks may drift: a slow file system at the start, the compilation of a first step, a callback on
-rank 0 for which all others wait in the next step, the slowest writer of a checkpoint.
+A limit holds for ONE wait, not for a phase: a step that takes an hour of computing on every rank waits for
+nobody. It must cover how far ranks may drift apart: a slow file system at the start, the compilation of a
+first step, a callback on rank 0 for which all others wait in the next step, the slowest writer of a
+checkpoint.
 """
 
 from collections.abc import Iterator
@@ -19,10 +18,12 @@ RunPhase = Literal["init", "first_step", "step", "evaluate", "save"]
 
 @dataclass(frozen=True)
 class WaitLimits:
-    """The seconds that one wait for another rank may last; then the rank that did not come is reported, and the run ends.
+    """The seconds that one wait for another rank may last; then the missing rank is reported, and the run
+    ends.
 
-    `init_s` holds outside the loop (starting, resuming, leaving), `first_step_s` in the first step of a process, `step_s` in
-    every later one, callbacks included, `evaluate_s` in an evaluation, `save_s` while a checkpoint is saved.
+    `init_s` holds outside the loop (start, resume, exit), `first_step_s` in the first step of a process,
+    `step_s` in every later one with its callbacks, `evaluate_s` in an evaluation, `save_s` while a checkpoint
+    is saved.
     """
 
     init_s: float = 600.0
@@ -38,7 +39,7 @@ class WaitLimits:
 
     @property
     def longest_s(self) -> float:
-        """The longest of them."""
+        """The longest limit."""
         return max(self.init_s, self.first_step_s, self.step_s, self.evaluate_s, self.save_s)
 
     def for_phase(self, phase: RunPhase) -> float:
@@ -56,9 +57,9 @@ class WaitLimits:
                 return self.save_s
 
     def diagnostics(self) -> Iterator[Diagnostic]:
-        """Everything that is wrong with them."""
-        said = {"init": self.init_s, "first_step": self.first_step_s, "step": self.step_s}
-        for name, seconds in {**said, "evaluate": self.evaluate_s, "save": self.save_s}.items():
+        """Yields every error in the limits."""
+        limits = {"init": self.init_s, "first_step": self.first_step_s, "step": self.step_s}
+        for name, seconds in {**limits, "evaluate": self.evaluate_s, "save": self.save_s}.items():
             if not (isfinite(seconds) and seconds > 0):
                 fix = (
                     "name a number of seconds above 0, such as 300; one wait for a slow rank must fit into it"
@@ -73,25 +74,28 @@ TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What surrounds the training and changes no number: where it writes, how often it saves, what it shows.
+    """Options that change no result: where the run writes, how often it saves, what it shows.
 
-    A checkpoint is saved every `save_every` steps (0: only at the end) and the newest `keep` stay. With `keep_best`, one
-    more is saved after each evaluation that is the best so far, and stays until a better one is saved. After the last
-    step, `sample_tokens` tokens are generated from `sample_prompt`.
+    A checkpoint is saved every `save_every` steps (0: only at the end), and the newest `keep` are kept. With
+    `keep_best`, one more is saved after each evaluation that is the best so far, and kept until a better one
+    is saved. After the last step, `sample_tokens` tokens are generated from `sample_prompt`.
 
-    `trackers` are told every line of metrics, under the name of the folder in `tracker_project`: tensorboard, wandb, trackio,
-    mlflow. `workers` threads make the batches of coming steps ahead of their use (0: each is made when its step begins), and
-    tokens are kept in the folder `cache` ("": `folder`/cache), where other runs find them. `trace_steps` steps, from the
-    second on, are timed act by act on every rank, into the folder's `trace`.
+    `trackers` (tensorboard, wandb, trackio, mlflow) receive every line of metrics, under the folder's name in
+    `tracker_project`. `workers` threads prepare the batches of coming steps (0: each batch is made when its
+    step begins), and tokens are cached in the folder `cache` ("": `folder`/cache), where other runs find
+    them. `trace_steps` steps, from the second on, are timed action by action on every rank, into the folder's
+    `trace`.
 
-    `limits` bound every wait for another rank (docs/hangs.md). Before each collective of the first step the ranks compare what
-    they are about to issue; with `check_collectives` always, for finding out why they do not meet: two collectives for one.
+    `limits` bound every wait for another rank (docs/hangs.md). In the first step, ranks compare each
+    collective before they issue it; with `check_collectives` in every step, which finds mismatched
+    collectives and doubles their number.
 
-    What a step takes is predicted where `hardware` names a device: a kind, or a file of `bench device`; of links, `cluster` names
-    one of `bench network`. The report holds it against what was measured.
+    `hardware` names a device (a kind, or a file of `bench device`) and `cluster` a file of `bench network`:
+    then the time of a step is predicted, and the report compares it with the measurement.
 
-    With `shared_memory`, CPU ranks of one host exchange through memory instead of sockets, where a C compiler is. Turn it off to
-    repeat a run that had none bit by bit: beyond two ranks gloo adds in another order. On a GPU it means nothing.
+    With `shared_memory`, CPU ranks of one host communicate through memory instead of sockets, if a C compiler
+    is available. Turn it off to repeat, bit by bit, a run without it: beyond two ranks gloo adds in another
+    order. It has no effect on GPUs.
     """
 
     folder: str = "runs/default"
@@ -112,7 +116,7 @@ class RunConfig:
     cluster: str = ""
 
     def diagnostics(self) -> Iterator[Diagnostic]:
-        """Everything that is wrong with it."""
+        """Yields every error in these options."""
         if self.save_every < 0:
             yield Diagnostic(
                 f"save_every = {self.save_every}",

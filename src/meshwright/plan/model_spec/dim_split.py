@@ -12,8 +12,8 @@ number of units, so a rank gets the same units of each.
 With more ranks than units, single heads are distributed, and every rank needs the keys and values of its
 heads:
 
-    q, 3 heads a unit, 3 ranks             | h0 h1 | h2 : h3 | h4 h5 |        a rank may have heads of two units
-    k, one head a unit                     | k0 | k0 k1 | k1 |                these overlap: k stays replicated
+    q, 3 heads a unit, 3 ranks             | h0 h1 | h2 : h3 | h4 h5 |       a rank may have two units
+    k, one head a unit                     | k0 | k0 k1 | k1 |                overlap: k stays replicated
 
 A parameter has two sides: "out", one index per feature that the layer returns (also of its bias), and "in",
 one index per feature that it takes (per vocabulary entry, for an embedding).

@@ -23,7 +23,8 @@ from meshwright.plan.model_spec.op_costs import ModelMemory
 from meshwright.plan.model_spec.sequence_info import SequenceInfo
 from meshwright.plan.model_spec.stage_boundaries import StageBoundaries
 
-ROOT = "(root)"  # block call of parameters that glue uses directly: their gradients are complete after the last backward
+# The block call of parameters that glue uses directly: their gradients are complete after the last backward.
+ROOT = "(root)"
 FLOAT_NBYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 INTEGER_NBYTES = {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 PARAM_DTYPE_NBYTES = {

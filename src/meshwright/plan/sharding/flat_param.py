@@ -95,9 +95,9 @@ class FlatParamSpec:
         shard_begin, shard_end = index * self.shard_numel, (index + 1) * self.shard_numel
         found = []
         for name, numel, offset in self.params:
-            begin, offset = max(offset, shard_begin), min(offset + numel, shard_end)
-            if begin < offset:
-                found.append(ParamShard(name, begin - offset, offset - offset, begin - shard_begin))
+            begin, end = max(offset, shard_begin), min(offset + numel, shard_end)
+            if begin < end:
+                found.append(ParamShard(name, begin - offset, end - offset, begin - shard_begin))
         return tuple(found)
 
 

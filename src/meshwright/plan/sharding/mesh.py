@@ -37,7 +37,7 @@ class Mesh:
         raise_diagnostics(
             Diagnostic(
                 f"the axis has {self.size(axis)!r} ranks; needed is a whole number of at least 1",
-                "write a positive number; -1 (infer one axis) is resolved by Mesh.infer, given the number of ranks",
+                "write a positive number; Mesh.infer resolves -1 (infer one axis), given the number of ranks",
                 f"mesh.{axis}",
             )
             for axis in AXES
@@ -136,7 +136,8 @@ class Mesh:
         """The index of `rank` along every axis. Raises ValueError for a rank that the mesh does not have."""
         if not 0 <= rank < self.world_size:
             raise ValueError(
-                f"there is no rank {rank} in {self}: it has {self.world_size}. Count ranks from 0 to {self.world_size - 1}"
+                f"there is no rank {rank} in {self}: it has {self.world_size}."
+                f" Count ranks from 0 to {self.world_size - 1}"
             )
         index = {}
         for axis in reversed(AXES):

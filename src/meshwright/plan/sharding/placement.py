@@ -1,7 +1,7 @@
 """Defines the placements of a tensor along a mesh axis, and the table of redistributions between them.
 
     R  replicated   every rank holds the value and uses it differently, so its *gradients* must be summed
-    I  invariant    every rank holds the value and does the same with it, so its gradient is the same everywhere
+    I  invariant    every rank holds the value and uses it alike, so its gradient is the same everywhere
     S  sharded      rank i holds the i-th slice along a dim
     P  partial      every rank holds a summand; the value is their sum
 
@@ -62,7 +62,8 @@ class Placement:
     def __post_init__(self) -> None:
         if (self.letter == "S") != (self.dim is not None):
             raise ValueError(
-                f"{self.letter} came with dim {self.dim}; S needs a dim, the others have none; write S(dim), R, I or P"
+                f"{self.letter} came with dim {self.dim}; S needs a dim, the others have none;"
+                " write S(dim), R, I or P"
             )
 
     @property

@@ -1,9 +1,9 @@
 """Computes the fraction of work and memory of one rank: operations, saved activations and outputs of each
 block call.
 
-    sharded with a layer         the rank's fraction of the layer's weight          q k v -> attention -> o, gate up -> down
-    the rest of the block call   all; a slice if the residual stream is sharded     norms, residuals, layers not sharded
-    logits of a head             as the head, if they reach the loss unchanged      of the rank's own vocabulary
+    sharded with a layer         the rank's fraction of the layer's weight       q k v -> o, gate up -> down
+    the rest of the block call   all; a slice if the residual stream is sharded  norms, residuals
+    logits of a head             as the head, if they reach the loss unchanged   the local vocabulary
 
 Fractions follow the rank's own sizes: of three groups of heads on two ranks, the first has two thirds. With
 sequence sharding they are multiplied by the rank's fraction of the tokens.

@@ -2,7 +2,7 @@
 
     the residual stream, sharded along tokens        outputs of the block calls that pass slices on
     the residual stream, sharded along hidden        every value as wide as the stream
-    per-head tensors, 4-dim                          the rank's heads, if a block call with local heads made them
+    per-head tensors, 4-dim                          the local heads, if the producer has local heads
     everything else                                  replicated on all ranks that have slices of parameters
     sequence sharding                                the rank's own tokens, and of those the slice, if any
 

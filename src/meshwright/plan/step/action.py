@@ -1,16 +1,16 @@
-"""When each act happens: a step as a list of actions.
+"""Represents a training step as a list of actions per role, with a JSON form.
 
-An action names its kind (F forward, B backward, REDUCE, STEP...), the block or bucket it acts on, the micro-batch, and
-the lane on which it runs: `compute` acts run one after another, `wire` acts start in order and run beside them, and so do
-those on `send` and `receive`, which one other rank alone takes part in. It says what it waits for, what it moves, how many
-operations it costs and which memory it takes and frees. The same list is priced, checked, drawn and played.
+An action names its kind (F forward, B backward, REDUCE, STEP...), its subject (a block call or a bucket), the
+micro-batch, and the stream on which it runs. Actions on `compute` run one after another; actions on `comm`
+start in order and run beside them, and so do those on `send` and `recv`, which involve one other rank only.
+An action states what it waits for, what it communicates, how many operations it costs, and which memory it
+allocates and frees. The same list is priced, checked, drawn and executed.
 
-Programs are keyed by *role* (a pipeline stage, a server), not by rank: ranks with the same role play the same list, so
-a hundred thousand ranks are as cheap as one. In `waits`, `role/name` points to an action of another role.
+Programs are keyed by *role* (a rank along pp), not by rank: ranks with the same role execute the same list,
+so a hundred thousand ranks cost as little as one. In `waits`, `role/name` refers to an action of another
+role.
 
-A program as plain values (dict, list, str, int), for a file, and back again.
-
-The names of the parameters that an action concerns are left out: they are many, and the plan has them.
+The JSON form leaves out the names of the parameters of an action: they are many, and the plan has them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,12 +33,14 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What an action moves: which collective over which axes, by which algorithm, and the bytes each rank puts in.
+    """The communication of an action: the collective, its axes and algorithm, and the bytes that each rank
+    puts in.
 
-    Of those within an action, `at` says their order. `peer` is, of a send, the index along the axis of the rank that receives,
-    and of a receive that of the one that sends. Ranks along the axes `over` have the same to send, and send a piece of it each.
-    Of the ranks along the axes those at the indices `among` take part; empty: all. With `near`, they meet in groups of so many
-    neighbours. What moves `between` blocks is not moved again where a block is run again.
+    `position` orders the transfers within one action. `peer` is, for a send, the index along the axis of the
+    receiver, and for a receive that of the sender. Ranks along `replica_axes` would send the same data, so
+    each sends a piece of it. Only the ranks at `member_indices` along the axes take part (empty: all). With
+    `num_neighbours`, groups are that many neighbours. A transfer `in_glue` is not repeated when a block is
+    recomputed.
     """
 
     collective: str
@@ -54,11 +56,11 @@ class Transfer:
     in_glue: bool = field(default=False, compare=False)
 
     def num_ranks(self, mesh: Mesh) -> int:
-        """How many ranks of `mesh` meet in it."""
+        """The number of ranks of `mesh` in one group of this transfer."""
         return self.num_neighbours or len(self.member_indices) or mesh.group_size(self.axes)
 
     def member_groups(self, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-        """The indices along the axes of the ranks that meet, for each group of them; one that is empty: all that there are."""
+        """The indices along the axes of the members of each group; an empty group means all ranks."""
         if not self.num_neighbours:
             return (self.member_indices,)
         return tuple(
@@ -68,16 +70,20 @@ class Transfer:
 
 
 def neighbour_indices(index: int, num_neighbours: int) -> tuple[int, ...]:
-    """The indices along an axis of the `near` ranks that the one at `index` meets; 0: of all, which is written ()."""
+    """The indices along an axis of the group of `num_neighbours` ranks that contains `index`; () for 0: all
+    ranks.
+    """
     first = index - index % num_neighbours if num_neighbours else 0
     return tuple(range(first, first + num_neighbours))
 
 
 @dataclass(frozen=True)
 class Action:
-    """One act of the step. `tensors` are the logical parameters it concerns; `waits` are names of earlier actions.
+    """One action of the step. `tensors` are the logical parameters it concerns, `waits` names of earlier
+    actions.
 
-    `inner` are the collectives within it: a block whose matrices are divided meets the other ranks while it runs.
+    `inner_transfers` are collectives inside the action: a block with sharded matrices communicates while it
+    runs.
     """
 
     kind: str
@@ -94,21 +100,21 @@ class Action:
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """All that it moves: its own transfer, or those within."""
+        """All transfers: its own, and those inside."""
         return self.inner_transfers if self.transfer is None else (self.transfer, *self.inner_transfers)
 
     @cached_property
     def name(self) -> str:
-        """What others wait for: unique within a role's list."""
-        inside = [
-            part for part in (self.subject, "" if self.microbatch is None else str(self.microbatch)) if part
+        """The name that others wait for, unique within a role's list."""
+        words = [
+            word for word in (self.subject, "" if self.microbatch is None else str(self.microbatch)) if word
         ]
-        return f"{self.kind}({', '.join(inside)})"
+        return f"{self.kind}({', '.join(words)})"
 
 
 @dataclass(frozen=True)
 class Program:
-    """A list of actions per role; frozen, edited by functions that return a new one."""
+    """A list of actions per role; immutable, edited by functions that return a new program."""
 
     roles: tuple[tuple[str, tuple[Action, ...]], ...]
 
@@ -118,7 +124,7 @@ class Program:
         return cls(tuple((role, tuple(actions)) for role, actions in roles.items()))
 
     def actions(self, role: str) -> tuple[Action, ...]:
-        """The list that ranks of `role` play."""
+        """The list that ranks of `role` execute."""
         return dict(self.roles)[role]
 
     @property
@@ -127,25 +133,31 @@ class Program:
         return frozenset(action.kind for _, actions in self.roles for action in actions)
 
     def edit(self, change: Callable[[list[Action]], list[Action]]) -> "Program":
-        """This program with every role's list changed by `change`."""
+        """This program with `change` applied to the list of every role."""
         return Program(tuple((role, tuple(change(list(actions)))) for role, actions in self.roles))
 
 
 def drop_single_rank_transfers(program: Program, mesh: Mesh) -> Program:
-    """`program` without what moves within actions along axes of one rank: that is nothing, and nobody sends it."""
+    """`program` without inner transfers over axes of one rank, which send nothing."""
 
-    def met(action: Action) -> Action:
-        inner = tuple(move for move in action.inner_transfers if move.num_ranks(mesh) > 1)
-        return action if len(inner) == len(action.inner_transfers) else replace(action, inner_transfers=inner)
+    def drop(action: Action) -> Action:
+        transfers = tuple(transfer for transfer in action.inner_transfers if transfer.num_ranks(mesh) > 1)
+        return (
+            action
+            if len(transfers) == len(action.inner_transfers)
+            else replace(action, inner_transfers=transfers)
+        )
 
-    return program.edit(lambda actions: [met(action) for action in actions])
+    return program.edit(lambda actions: [drop(action) for action in actions])
 
 
 def index_of_last(actions: Iterable[Action], kind: str, subjects: Iterable[str] | None = None) -> int | None:
-    """Where the last action of `kind` (on one of `subjects`, when given) stands; None when there is none."""
-    wanted = None if subjects is None else set(subjects)
+    """The index of the last action of `kind` (on one of `subjects`, if given); None if there is none."""
+    wanted_subjects = None if subjects is None else set(subjects)
     found = [
-        i for i, act in enumerate(actions) if act.kind == kind and (wanted is None or act.subject in wanted)
+        i
+        for i, action in enumerate(actions)
+        if action.kind == kind and (wanted_subjects is None or action.subject in wanted_subjects)
     ]
     return found[-1] if found else None
 
@@ -156,66 +168,66 @@ def with_waits(action: Action, names: Iterable[str]) -> Action:
 
 
 def with_extra_memory(action: Action, name: str, nbytes: int) -> Action:
-    """`action`, with `nbytes` more in what it takes by that name."""
+    """`action` with `nbytes` more in the allocation `name`."""
     takes = (
-        replace(hold, nbytes=hold.nbytes + nbytes) if hold.name == name else hold
-        for hold in action.allocations
+        replace(allocation, nbytes=allocation.nbytes + nbytes) if allocation.name == name else allocation
+        for allocation in action.allocations
     )
     return replace(action, allocations=tuple(takes))
 
 
 def transitive_waits(actions: Sequence[Action], action: Action) -> set[str]:
-    """The names of all of `actions` that `action`, one of them, waits for, directly or through others."""
-    by_name, known, todo = {other.name: other for other in actions}, set[str](), [action]
-    while todo:
-        for wait in todo.pop().waits:
-            if wait in by_name and wait not in known:
-                known.add(wait)
-                todo.append(by_name[wait])
-    return known
+    """The names of all `actions` that `action` waits for, directly or through others."""
+    by_name, found, pending = {other.name: other for other in actions}, set[str](), [action]
+    while pending:
+        for wait in pending.pop().waits:
+            if wait in by_name and wait not in found:
+                found.add(wait)
+                pending.append(by_name[wait])
+    return found
 
 
 def program_to_dict(program: Program) -> dict[str, list[dict[str, Any]]]:
-    """The actions of every role, with what differs from the defaults."""
+    """The actions of every role as plain values (dict, list, str, int), without fields at their defaults."""
     return {role: [_action_to_dict(action) for action in actions] for role, actions in program.roles}
 
 
 def program_from_dict(roles: Mapping[str, list[Mapping[str, Any]]]) -> Program:
-    """The program that `written` wrote. Raises KeyError or TypeError for values that it did not write."""
+    """The program that `program_to_dict` wrote. Raises KeyError or TypeError for other values."""
     return Program.from_dict(
-        {role: [_action_from_dict(plain) for plain in actions] for role, actions in roles.items()}
+        {role: [_action_from_dict(fields) for fields in actions] for role, actions in roles.items()}
     )
 
 
 def _action_to_dict(action: Action) -> dict[str, Any]:
-    move = action.transfer
-    said: dict[str, Any] = {
+    transfer = action.transfer
+    fields: dict[str, Any] = {
         "kind": action.kind,
         "subject": action.subject,
         "microbatch": action.microbatch,
         "stream": action.stream,
         "waits": list(action.waits),
         "flops": action.flops,
-        "allocations": [[hold.name, hold.nbytes] for hold in action.allocations],
+        "allocations": [[allocation.name, allocation.nbytes] for allocation in action.allocations],
         "frees": list(action.frees),
-        "transfer": None if move is None else _transfer_to_list(move),
+        "transfer": None if transfer is None else _transfer_to_list(transfer),
     }
     return {
         key: value
-        for key, value in said.items()
+        for key, value in fields.items()
         if value not in ("", None, [], 0) or (key == "microbatch" and value is not None)
     }
 
 
-def _transfer_to_list(move: Transfer) -> list[Any]:
+def _transfer_to_list(transfer: Transfer) -> list[Any]:
     return [
-        move.collective,
-        list(move.axes),
-        move.nbytes,
-        move.algorithm,
-        move.dtype,
-        *([] if move.peer is None else [move.peer]),
-        *([None, list(move.member_indices)] if move.member_indices else []),
+        transfer.collective,
+        list(transfer.axes),
+        transfer.nbytes,
+        transfer.algorithm,
+        transfer.dtype,
+        *([] if transfer.peer is None else [transfer.peer]),
+        *([None, list(transfer.member_indices)] if transfer.member_indices else []),
     ]
 
 
@@ -226,21 +238,23 @@ def _transfer_from_list(
     algorithm: str,
     dtype: str,
     peer: int | None = None,
-    among: Sequence[int] = (),
+    member_indices: Sequence[int] = (),
 ) -> Transfer:
-    return Transfer(collective, tuple(axes), nbytes, algorithm, dtype, peer=peer, member_indices=tuple(among))
+    return Transfer(
+        collective, tuple(axes), nbytes, algorithm, dtype, peer=peer, member_indices=tuple(member_indices)
+    )
 
 
-def _action_from_dict(plain: Mapping[str, Any]) -> Action:
-    move = plain.get("transfer")
+def _action_from_dict(fields: Mapping[str, Any]) -> Action:
+    transfer = fields.get("transfer")
     return Action(
-        kind=plain["kind"],
-        subject=plain.get("subject", ""),
-        microbatch=plain.get("microbatch"),
-        stream=plain["stream"],
-        waits=tuple(plain.get("waits", ())),
-        transfer=None if move is None else _transfer_from_list(*move),
-        flops=plain.get("flops", 0),
-        allocations=tuple(Allocation(name, nbytes) for name, nbytes in plain.get("allocations", ())),
-        frees=tuple(plain.get("frees", ())),
+        kind=fields["kind"],
+        subject=fields.get("subject", ""),
+        microbatch=fields.get("microbatch"),
+        stream=fields["stream"],
+        waits=tuple(fields.get("waits", ())),
+        transfer=None if transfer is None else _transfer_from_list(*transfer),
+        flops=fields.get("flops", 0),
+        allocations=tuple(Allocation(name, nbytes) for name, nbytes in fields.get("allocations", ())),
+        frees=tuple(fields.get("frees", ())),
     )

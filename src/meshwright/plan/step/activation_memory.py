@@ -1,11 +1,11 @@
-"""What the visits of a forward hold in memory, weighed on a trial: bytes in the dtypes of a job, by the number of rows.
+"""Computes the activation memory of each block call on one rank, from the bytes measured on a trial.
 
-    F(v)     what it hands on, what it keeps inside                               until its B
-    LOSS     the gradient of what came to it; on top, for itself                  logits in wider floats, their loss, its gradient
-    B(v)     the gradients of its weights; on top, for itself                     gradients of what lies within
+    F(v)     its output and its saved activations            held until its B
+    LOSS     the gradient of the logits; scratch             logits in wider floats, loss, gradient
+    B(v)     the gradients of its parameters; scratch        gradients of saved activations
 
-What comes on top is the most that is there at any moment, which may be the first of a backward, with all of the inside still
-there, or a late one, with the gradients of weights. Scratch memory within one operation is not seen.
+Scratch is the peak of the additional memory, which may occur early in a backward, with all saved activations
+still there, or late, with the gradients of parameters. Scratch memory inside one operation is not visible.
 """
 
 from collections import Counter
@@ -22,9 +22,11 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """Bytes of one visit on one rank: handed on, kept inside, and on top in its backward, weights' gradients apart or not.
+    """Bytes of one block call on one rank: its output, its saved activations, and the scratch of its
+    backward.
 
-    `attending` is on top while attention's own backward runs, may be below 0, and is None where that is not known.
+    `backward_with_grads_nbytes` includes gradients of parameters. `attention_backward_nbytes` is the scratch
+    while the backward of attention runs: it may be negative, and is None if unknown.
     """
 
     output_nbytes: int
@@ -34,7 +36,9 @@ class ActivationMemory:
     attention_backward_nbytes: int | None = None
 
     def scratch_nbytes(self, accumulated: int, new_grads: int) -> int:
-        """What a backward has for itself beside `new` bytes of gradients, if the largest that it adds to others has `added`."""
+        """The scratch of a backward with `new_grads` bytes of gradients, if the largest one that it
+        accumulates has `accumulated`.
+        """
         return max(
             accumulated,
             max(self.backward_nbytes, self.backward_with_grads_nbytes if new_grads else 0) - new_grads,
@@ -42,102 +46,117 @@ class ActivationMemory:
 
 
 def activation_memory(sharding: ShardingPlan, job: Job, num_samples: int) -> dict[str, ActivationMemory]:
-    """What each visit takes on the rank that sees `space`, in micro-batches of so many rows."""
-    anatomy, width, loads = (
+    """The activation memory of every block call on this rank, in micro-batches of `num_samples`."""
+    model_spec, width, loads = (
         sharding.model_spec,
         FLOAT_NBYTES[job.precision.compute],
         block_memories(sharding.model_spec),
     )
-    insides = anatomy.saved_numel or (0,) * len(anatomy.block_calls)
-    known = dict(zip(anatomy.block_calls, zip(insides, anatomy.output_numel, strict=True), strict=True))
-    weights = _local_param_fractions(sharding) if loads else {}
+    saved_numels = model_spec.saved_numel or (0,) * len(model_spec.block_calls)
+    full_numels = dict(
+        zip(model_spec.block_calls, zip(saved_numels, model_spec.output_numel, strict=True), strict=True)
+    )
+    param_fractions = _local_param_fractions(sharding) if loads else {}
     found = {}
-    for visit, share in block_shares(sharding).items():
-        found[visit] = ActivationMemory(
+    for block_call, share in block_shares(sharding).items():
+        found[block_call] = ActivationMemory(
             share.output_numel * num_samples * width, share.saved_numel * num_samples * width
         )
-        if visit in loads:
-            own = local_fraction(sharding, visit), weights.get(visit, Fraction(1))
-            found[visit] = _local_memory(loads[visit], share, known[visit], *own, num_samples)
-            found[visit] = replace(
-                found[visit],
+        if block_call in loads:
+            fractions = local_fraction(sharding, block_call), param_fractions.get(block_call, Fraction(1))
+            found[block_call] = _local_memory(
+                loads[block_call], share, full_numels[block_call], *fractions, num_samples
+            )
+            found[block_call] = replace(
+                found[block_call],
                 saved_nbytes=max(
-                    0, found[visit].saved_nbytes - _mask_numel(sharding, visit, num_samples) * width
+                    0, found[block_call].saved_nbytes - _mask_numel(sharding, block_call, num_samples) * width
                 ),
             )
-    if anatomy.memory is not None and found:
-        first = next(iter(found))  # from its forward to its backward all the others run
+    if model_spec.memory is not None and found:
+        first = next(iter(found))  # glue is held from the first forward to the last backward
         found[first] = replace(
-            found[first], output_nbytes=found[first].output_nbytes + anatomy.memory.glue.total(num_samples)
+            found[first], output_nbytes=found[first].output_nbytes + model_spec.memory.glue.total(num_samples)
         )
     return found
 
 
 def loss_scratch_nbytes(sharding: ShardingPlan, job: Job, saved_numel: int, num_samples: int) -> int:
-    """The bytes that LOSS has for itself; where that was not weighed, those of so many elements that are `kept`."""
-    anatomy = sharding.model_spec
-    if anatomy.memory is None or sharding.logits_layout.axes_with("S"):
+    """The scratch of LOSS; if it was not measured, the bytes of `saved_numel` elements."""
+    model_spec = sharding.model_spec
+    if model_spec.memory is None or sharding.logits_layout.axes_with("S"):
         return saved_numel * max(
             FLOAT_NBYTES[job.precision.compute], FLOAT_NBYTES["float32"]
-        )  # in that at least
-    return round(anatomy.memory.loss.total(num_samples) * local_fraction(sharding, anatomy.block_calls[-1]))
+        )  # float32 at least
+    return round(
+        model_spec.memory.loss.total(num_samples) * local_fraction(sharding, model_spec.block_calls[-1])
+    )
 
 
 def _mask_numel(sharding: ShardingPlan, block_call: str, num_samples: int) -> int:
-    """The elements of masks that a kernel makes of bools and keeps, on one device: where tokens are dealt nobody does."""
-    tokens = (sharding.all_ranks or sharding).model_spec.sequence_info
-    if sharding.sequence_sharding is None or tokens is None:
+    sequence_info = (sharding.all_ranks or sharding).model_spec.sequence_info
+    if sharding.sequence_sharding is None or sequence_info is None:
         return 0
     found = 0
-    for attend in tokens.attention_calls:
-        if attend.block_call == block_call and attend.mask is not None and not attend.mask.is_additive:
-            each = attend.key_len * (attend.query_len if attend.mask.per_query else 1)
+    for call in sequence_info.attention_calls:
+        if call.block_call == block_call and call.mask is not None and not call.mask.is_additive:
+            mask_numel = call.key_len * (call.query_len if call.mask.per_query else 1)
             found += (
-                each
-                * (num_samples if attend.mask.per_sample else 1)
-                * (attend.num_heads if attend.mask.per_head else 1)
+                mask_numel
+                * (num_samples if call.mask.per_sample else 1)
+                * (call.num_heads if call.mask.per_head else 1)
             )
     return round(found * local_fraction(sharding, block_call))
 
 
 def _local_param_fractions(sharding: ShardingPlan) -> dict[str, Fraction]:
-    """The share that the rank has of the elements of the weights that visits use, by visit; what LOSS multiplies with is its."""
-    mine, all_of_them = Counter[str](), Counter[str]()
+    local_numel, full_numel = Counter[str](), Counter[str]()
     head = chunked_head_call(sharding)
-    for home, logical in zip(sharding.param_shardings, sharding.logical_param_shardings, strict=True):
-        for visit in home.param.block_calls:
-            later = head is not None and visit == head.block_call and head.name in home.param.layers
-            mine[visit] += 0 if later else home.param.numel
-            all_of_them[visit] += logical.param.numel
-    return {visit: Fraction(mine[visit], numel) for visit, numel in all_of_them.items() if numel}
+    for param_sharding, logical in zip(
+        sharding.param_shardings, sharding.logical_param_shardings, strict=True
+    ):
+        for block_call in param_sharding.param.block_calls:
+            in_loss = (
+                head is not None
+                and block_call == head.block_call
+                and head.name in param_sharding.param.layers
+            )
+            local_numel[block_call] += 0 if in_loss else param_sharding.param.numel
+            full_numel[block_call] += logical.param.numel
+    return {
+        block_call: Fraction(local_numel[block_call], numel)
+        for block_call, numel in full_numel.items()
+        if numel
+    }
 
 
 def block_memories(model_spec: ModelSpec) -> Mapping[str, BlockMemory]:
-    """What was weighed, by visit."""
+    """The measured memory by block call."""
     return (
-        {} if model_spec.memory is None else {load.block_call: load for load in model_spec.memory.block_calls}
+        {}
+        if model_spec.memory is None
+        else {memory.block_call: memory for memory in model_spec.memory.block_calls}
     )
 
 
 def _local_memory(
-    load: BlockMemory,
+    memory: BlockMemory,
     share: BlockShare,
-    whole: tuple[int, int],
-    own: Fraction,
+    full: tuple[int, int],
+    fractions: Fraction,
     params: Fraction,
     num_samples: int,
 ) -> ActivationMemory:
-    """What falls to a rank of the bytes of a visit: as much as of its elements, and of those of its `weights`."""
-    inside = Fraction(share.saved_numel, whole[0]) if whole[0] else own
-    stream = Fraction(share.output_numel, whole[1]) if whole[1] else own
+    inside = Fraction(share.saved_numel, full[0]) if full[0] else fractions
+    stream = Fraction(share.output_numel, full[1]) if full[1] else fractions
 
-    def part(line: LinearInSamples, of: Fraction) -> int:
-        return line.local_total(num_samples, of, params)
+    def part(quantity: LinearInSamples, fraction: Fraction) -> int:
+        return quantity.local_total(num_samples, fraction, params)
 
-    late = (
+    attention_backward = (
         None
-        if load.attention_backward is None
-        else load.attention_backward.signed_local_total(num_samples, inside, params)
+        if memory.attention_backward is None
+        else memory.attention_backward.signed_local_total(num_samples, inside, params)
     )
-    on_top = part(load.backward, inside), part(load.backward_with_grads, inside), late
-    return ActivationMemory(part(load.output, stream), part(load.saved_activations, inside), *on_top)
+    backward = part(memory.backward, inside), part(memory.backward_with_grads, inside), attention_backward
+    return ActivationMemory(part(memory.output, stream), part(memory.saved_activations, inside), *backward)

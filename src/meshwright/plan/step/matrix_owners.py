@@ -1,23 +1,24 @@
-"""Weights of which ranks have slices, and that are stepped whole: who steps which, and what travels for it.
+"""Assigns owners to sliced matrices whose optimizer needs the full matrix, and adds the communication for it.
 
-Why: some rules look at more than an element: at rows and columns, at 256 elements together, at singular values. A slice that is
-stepped by such a rule alone becomes something else than a part of the stepped whole. So each of these weights has one owner among
-the ranks that have its slices. It gets the summed gradient of all of them, steps the whole weight as one device would, and hands
-the slices back. The largest go first, each to the rank that owns the least: memory and work are divided as evenly as whole
-weights can be.
+Some optimizers read more than one element at a time: rows and columns, 256 elements together, singular
+values. A slice updated by such a rule would differ from a slice of the updated matrix. So each of these
+parameters has one owner among the ranks that hold its slices. The owner gathers the summed gradient, updates
+the full matrix as one device would, and scatters the slices back. The largest parameters are assigned first,
+each to the rank that owns the least, so memory and work are balanced as well as full matrices allow.
 
     rank 0   g0[a] g0[b]            G[a] -> step -> W[a]             w0[a] w0[b]
     rank 1   g1[a] g1[b]   gather   G[b] -> step -> W[b]   scatter   w1[a] w1[b]
 
-    GATHER_GRAD   slices of a bundle's summed gradients to their owners, before CLIP
-    SCATTER_PARAM    to each rank its slices of what the owners have stepped, behind STEP
+    GATHER_GRAD    slices of a group's summed gradients to their owners, before CLIP
+    SCATTER_PARAM  to each rank its slices of the updated parameters, after STEP
 
-Where a bundle lies in shards too, a slice is never cut by them, and all slices of a weight lie in the shards of one index,
-however large they are: their owner is found among the ranks of that index. Where ranks run parts of the model, the owner of a
-weight is one of those that run its part.
+If the group is also sharded flat, a slice is never cut by shards, and all slices of a parameter lie in the
+shards of one index: its owner is one of the ranks with that index. In a pipeline, the owner is one of the
+ranks of its stage.
 
-Cost: per bundle and owner one message each way, as long as the largest rank's slices; per rank and step the slices' bytes twice.
-An owner keeps what it steps: 1/n of these weights, and their moments. Nothing hides the messages: they come when all is summed.
+Cost: per group and owner one message each way, as long as the slices of the largest rank; per rank and step
+the bytes of the slices twice. An owner keeps what it updates: 1/n of these parameters, and their optimizer
+states. The messages are not overlapped: they come when all gradients are summed.
 """
 
 from collections import defaultdict
@@ -33,10 +34,11 @@ from meshwright.plan.step.action import Action, Allocation, Program, Transfer, i
 
 @dataclass(frozen=True)
 class MatrixParcel:
-    """Slices that travel together: of weights of `bundle` that the rank at index `owner` along `axes` steps.
+    """Slices that are sent together: of parameters of `param_group` that the rank at index `owner` along
+    `axes` updates.
 
-    `names` are the weights by the index along the axes `shards`, over which the bundle is cut into shards; ranks at different
-    indices send different ones. `numel` elements are what each of them puts in.
+    `names_by_shard` are the parameters by index along `shard_axes`, over which the group is sharded flat;
+    ranks at different indices send different ones. Each rank puts in `numel` elements.
     """
 
     param_group: str
@@ -48,49 +50,58 @@ class MatrixParcel:
 
 
 def matrix_parcels(sharding: ShardingPlan) -> tuple[MatrixParcel, ...]:
-    """What travels between owners and the ranks that have slices, bundle after bundle; the same on every rank of a part."""
-    logical = _uncut(sharding)
-    arenas, found, loads = logical.flat_param_specs(), [], defaultdict[tuple, int](int)
+    """The parcels between owners and ranks with slices, group by group; equal on every rank of a stage."""
+    logical = _unsliced(sharding)
+    flat_params, parcels, loads = logical.flat_param_specs(), [], defaultdict[tuple, int](int)
     sizes = {
         axes: list(_sizes(sharding, axes))
-        for axes in dict.fromkeys(home.owner_axes for home in logical.param_shardings)
+        for axes in dict.fromkeys(param_sharding.owner_axes for param_sharding in logical.param_shardings)
         if axes
     }
-    for bundle in logical.param_groups():
-        apart = [home for home in bundle.param_shardings if home.owner_axes]
-        arena = arenas.get(bundle.name)
+    for group in logical.param_groups():
+        owned = [param_sharding for param_sharding in group.param_shardings if param_sharding.owner_axes]
+        flat_param = flat_params.get(group.name)
         starts = (
-            {name: start // arena.shard_numel for name, _, start in arena.params} if arena is not None else {}
+            {name: start // flat_param.shard_numel for name, _, start in flat_param.params}
+            if flat_param is not None
+            else {}
         )
-        num_shards = 1 if arena is None else arena.num_ranks
-        given: dict[tuple[tuple[str, ...], int], list[list[str]]] = {}
-        for home in sorted(apart, key=lambda home: -home.param.numel):
-            axes, name = home.owner_axes, home.param.name
-            at = starts.get(name, 0)
+        num_shards = 1 if flat_param is None else flat_param.num_ranks
+        names_by_owner: dict[tuple[tuple[str, ...], int], list[list[str]]] = {}
+        for param_sharding in sorted(owned, key=lambda param_sharding: -param_sharding.param.numel):
+            axes, name = param_sharding.owner_axes, param_sharding.param.name
+            shard_index = starts.get(name, 0)
             owner = min(
                 range(sharding.mesh.group_size(axes)),
-                key=lambda index, at=at, axes=axes: loads[at, axes, index],
+                key=lambda index, shard_index=shard_index, axes=axes: loads[shard_index, axes, index],
             )
-            loads[at, axes, owner] += home.param.numel
-            given.setdefault((axes, owner), [[] for _ in range(num_shards)])[at].append(name)
-        for (axes, owner), names in sorted(given.items()):
-            numel = max(sum(size[name] for name in mine) for mine in names for size in sizes[axes])
-            shards = () if arena is None else arena.axes
-            found.append(MatrixParcel(bundle.name, axes, owner, shards, tuple(map(tuple, names)), numel))
-    return tuple(found)
+            loads[shard_index, axes, owner] += param_sharding.param.numel
+            names_by_owner.setdefault((axes, owner), [[] for _ in range(num_shards)])[shard_index].append(
+                name
+            )
+        for (axes, owner), names in sorted(names_by_owner.items()):
+            numel = max(
+                sum(size[name] for name in group_parcels) for group_parcels in names for size in sizes[axes]
+            )
+            shards = () if flat_param is None else flat_param.axes
+            parcels.append(MatrixParcel(group.name, axes, owner, shards, tuple(map(tuple, names)), numel))
+    return tuple(parcels)
 
 
 def owner_coordinate(sharding: ShardingPlan, axes: tuple[str, ...], index: int) -> dict[str, int]:
-    """Where the rank at `index` along `axes` stands, in the part that `space` is of, and at 0 along all others."""
-    found = {**dict.fromkeys(AXES, 0), "pp": dict(sharding.coordinate).get("pp", 0)}
+    """The coordinate of rank `index` along `axes`, at this plan's pp rank and at 0 along all other axes."""
+    parcels = {**dict.fromkeys(AXES, 0), "pp": dict(sharding.coordinate).get("pp", 0)}
     for axis in reversed([axis for axis in AXES if axis in axes]):
-        index, found[axis] = divmod(index, sharding.mesh.size(axis))
-    return found
+        index, parcels[axis] = divmod(index, sharding.mesh.size(axis))
+    return parcels
 
 
 def owned_params(sharding: ShardingPlan, rank: int) -> Iterator[tuple[str, ParamSpec]]:
-    """The whole weights that `rank` steps of those of which it has slices, each with its bundle."""
-    weights = {home.param.name: home.param for home in (sharding.all_ranks or sharding).param_shardings}
+    """The full parameters that `rank` owns, each with its group."""
+    params = {
+        param_sharding.param.name: param_sharding.param
+        for param_sharding in (sharding.all_ranks or sharding).param_shardings
+    }
     sharding = (
         sharding.at_pp_rank(sharding.mesh.coordinate(rank)["pp"])
         if sharding.block_calls_by_pp_rank
@@ -98,73 +109,94 @@ def owned_params(sharding: ShardingPlan, rank: int) -> Iterator[tuple[str, Param
     )
     for parcel in matrix_parcels(sharding):
         if sharding.mesh.index(sharding.mesh.coordinate(rank), parcel.axes) == parcel.owner:
-            at = sharding.mesh.index(sharding.mesh.coordinate(rank), parcel.shard_axes)
-            yield from ((parcel.param_group, weights[name]) for name in parcel.names_by_shard[at])
+            shard_index = sharding.mesh.index(sharding.mesh.coordinate(rank), parcel.shard_axes)
+            yield from ((parcel.param_group, params[name]) for name in parcel.names_by_shard[shard_index])
 
 
 def add_matrix_owner_actions(program: Program, sharding: ShardingPlan, job: Job) -> Program:
-    """`program` with a GATHER_GRAD and a SCATTER_PARAM for each bundle of which some weights have owners."""
-    found = matrix_parcels(sharding)
-    return program.edit(lambda actions: _with_owners(actions, found, sharding, job)) if found else program
-
-
-def _with_owners(
-    actions: list[Action], found: tuple[MatrixParcel, ...], sharding: ShardingPlan, job: Job
-) -> list[Action]:
-    precision, numels = (
-        job.precision.effective,
-        {home.param.name: home.param.numel for home in (sharding.all_ranks or sharding).param_shardings},
+    """`program` with GATHER_GRAD and SCATTER_PARAM for each group with matrix owners."""
+    parcels = matrix_parcels(sharding)
+    return (
+        program.edit(lambda actions: _insert_owner_actions(actions, parcels, sharding, job))
+        if parcels
+        else program
     )
-    brings, hands = [], []
+
+
+def _insert_owner_actions(
+    actions: list[Action], parcels: tuple[MatrixParcel, ...], sharding: ShardingPlan, job: Job
+) -> list[Action]:
+    dtypes, numels = (
+        job.precision.effective,
+        {
+            param_sharding.param.name: param_sharding.param.numel
+            for param_sharding in (sharding.all_ranks or sharding).param_shardings
+        },
+    )
+    gathers, scatters = list[Action](), list[Action]()
     clip, step = index_of_last(actions, "CLIP") or 0, index_of_last(actions, "STEP") or 0
     square = actions[index_of_last(actions, "LOCAL_NORM") or clip]
-    for bundle in dict.fromkeys(parcel.param_group for parcel in found):
-        mine = [parcel for parcel in found if parcel.param_group == bundle]
-        tensors = tuple(name for parcel in mine for names in parcel.names_by_shard for name in names)
+    for group in dict.fromkeys(parcel.param_group for parcel in parcels):
+        group_parcels = [parcel for parcel in parcels if parcel.param_group == group]
+        tensors = tuple(name for parcel in group_parcels for names in parcel.names_by_shard for name in names)
         largest = max(
-            sum(numels[name] for name in names) for parcel in mine for names in parcel.names_by_shard
+            sum(numels[name] for name in names) for parcel in group_parcels for names in parcel.names_by_shard
         )
-        held = Allocation(f"owned gradient({bundle})", largest * FLOAT_NBYTES[precision.gradients])
-        sent = tuple(_transfer("gather", parcel, precision.gradients) for parcel in mine)
-        brings.append(
+        allocation = Allocation(f"owned gradient({group})", largest * FLOAT_NBYTES[dtypes.gradients])
+        slices = tuple(_transfer("gather", parcel, dtypes.gradients) for parcel in group_parcels)
+        gathers.append(
             Action(
                 "GATHER_GRAD",
-                bundle,
+                group,
                 waits=square.waits,
                 tensors=tensors,
-                allocations=(held,),
-                inner_transfers=sent,
+                allocations=(allocation,),
+                inner_transfers=slices,
             )
         )
-        back = tuple(_transfer("scatter", parcel, precision.parameters) for parcel in mine)
-        hands.append(
+        slices_back = tuple(_transfer("scatter", parcel, dtypes.parameters) for parcel in group_parcels)
+        scatters.append(
             Action(
-                "SCATTER_PARAM", bundle, waits=(actions[step].name,), tensors=tensors, inner_transfers=back
+                "SCATTER_PARAM",
+                group,
+                waits=(actions[step].name,),
+                tensors=tensors,
+                inner_transfers=slices_back,
             )
         )
-    clips = with_waits(actions[clip], [action.name for action in brings])
-    steps = replace(actions[step], frees=(*actions[step].frees, *(action.takes[0].name for action in brings)))
-    return [*actions[:clip], *brings, clips, *actions[clip + 1 : step], steps, *hands, *actions[step + 1 :]]
+    clips = with_waits(actions[clip], [action.name for action in gathers])
+    steps = replace(
+        actions[step], frees=(*actions[step].frees, *(action.allocations[0].name for action in gathers))
+    )
+    return [
+        *actions[:clip],
+        *gathers,
+        clips,
+        *actions[clip + 1 : step],
+        steps,
+        *scatters,
+        *actions[step + 1 :],
+    ]
 
 
 def _transfer(collective: str, parcel: MatrixParcel, dtype: str) -> Transfer:
     return Transfer(collective, parcel.axes, parcel.numel * FLOAT_NBYTES[dtype], dtype=dtype)
 
 
-def _uncut(sharding: ShardingPlan) -> ShardingPlan:
-    """What the ranks of the part that `space` is of hold, before it was cut into slices."""
+def _unsliced(sharding: ShardingPlan) -> ShardingPlan:
     pairs = zip(sharding.param_shardings, sharding.logical_param_shardings, strict=True)
-    homes = tuple(
-        replace(whole, param=replace(whole.param, block_calls=home.param.block_calls))
-        for home, whole in pairs
+    param_shardings = tuple(
+        replace(logical, param=replace(logical.param, block_calls=param_sharding.param.block_calls))
+        for param_sharding, logical in pairs
     )
-    return replace(sharding, param_shardings=homes)
+    return replace(sharding, param_shardings=param_shardings)
 
 
 def _sizes(sharding: ShardingPlan, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
-    """The elements of each weight that a rank has, for every index along `axes`."""
     for index in range(sharding.mesh.group_size(axes)):
         yield {
-            home.param.name: home.param.numel
-            for home in sharding.at_coordinate(owner_coordinate(sharding, axes, index)).param_shardings
+            param_sharding.param.name: param_sharding.param.numel
+            for param_sharding in sharding.at_coordinate(
+                owner_coordinate(sharding, axes, index)
+            ).param_shardings
         }

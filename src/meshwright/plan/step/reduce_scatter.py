@@ -1,15 +1,18 @@
-"""The gradients of each bundle summed into shards: what is added to the list behind backwards where weights are stepped S(flat).
+"""Adds the reduce-scatter of gradients into shards to an action list, for parameters that are updated
+S(flat).
 
-    once per step        B1 PACK(1) ............ B1' ... REDUCE(1)            kept in one buffer of the bundle from the first
-                                                                              backward on; later ones add in place
+
+    once per step        B1 PACK(1) ............ B1' ... REDUCE(1)    kept in one buffer of the group from the
+                                                                      first backward; later ones add in place
     every micro-batch    B1 PACK(1, 0) REDUCE(1, 0) .. B1' PACK(1, 1) REDUCE(1, 1) .. ACCUMULATE(1, 1)
 
-    PACK      gradients into a contiguous buffer, at the places of the arena; where they lay is free again
-    REDUCE    their sum over the ranks, of which each gets its shard (reduce_scatter), over `across` then the sum of shards
-    ACCUMULATE       a shard to what the micro-batches before have left, or from the dtype of the wire to that of the gradients
-    LOCAL_NORM    looks at the sums: it waits for all of them (core/steps.py)
+    PACK         gradients into a contiguous buffer, at the offsets of the flat parameter; frees them
+    REDUCE       reduce-scatter over the ranks; then, along `replicate_axis`, an all-reduce of the shards
+    ACCUMULATE   adds a shard to the sum of earlier micro-batches, or casts it to the dtype of gradients
+    LOCAL_NORM   reads the sums: it waits for all of them
 
-Two buffers serve all bundles in turn: one is packed while the other travels. What was in it has left before it is packed again.
+Two buffers serve all groups in turn: one is packed while the other is sent. A buffer is packed again after
+its reduction has ended.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +36,9 @@ NUM_BUFFERS = 2
 
 @dataclass
 class _Buffer:
-    """One of the buffers that bundles take in turn, and the reduction that it is busy with."""
+    """One of the alternating buffers, the action that uses it last, and an ACCUMULATE that is not yet
+    issued.
+    """
 
     allocation: Allocation
     last_use: Action | None = None
@@ -41,7 +46,9 @@ class _Buffer:
 
 
 class GradReduceScatter:
-    """Sums over `axes` into shards, and of shards over `across`; `every` micro-batch, or once per step."""
+    """Reductions over `axes` into shards, and of shards over `replicate_axis`; for every micro-batch, or once
+    per step.
+    """
 
     def __init__(
         self,
@@ -58,9 +65,13 @@ class GradReduceScatter:
             sharding.flat_param_specs(),
             sharding.model_spec.block_calls,
         )
-        self._using = {
-            visit: [each for each in self.param_groups if visit in contributing_calls(each, self.block_calls)]
-            for visit in self.block_calls
+        self._groups_of = {
+            block_call: [
+                member
+                for member in self.param_groups
+                if block_call in contributing_calls(member, self.block_calls)
+            ]
+            for block_call in self.block_calls
         }
         precision = job.precision.effective
         self.param_dtype, self.grad_dtype, self.reduce_dtype = (
@@ -70,20 +81,19 @@ class GradReduceScatter:
         )
 
     def add_to(self, actions: list[Action]) -> list[Action]:
-        """`actions` with the gradients of every bundle summed before LOCAL_NORM."""
-        done = list(self._once(actions) if self._in_place else self._in_turn(actions))
-        done = self._summed_across(done) if self.replicate_axis else done
+        """`actions` with the gradients of every group reduced before LOCAL_NORM."""
+        edited = list(self._reduce_once(actions) if self._in_place else self._reduce_every_time(actions))
+        edited = self._reduce_over_replicas(edited) if self.replicate_axis else edited
         awaited = {
-            action.tensors: action.name for action in done if action.kind in ("REDUCE", "ACCUMULATE")
+            action.tensors: action.name for action in edited if action.kind in ("REDUCE", "ACCUMULATE")
         }.values()
-        frees = () if self._in_place else self._buffer_names(done)
-        square = index_of_last(done, "LOCAL_NORM") or 0
-        done[square] = replace(with_waits(done[square], awaited), frees=frees)
-        return [self._stepped(action) for action in done]
+        frees = () if self._in_place else self._buffer_names(edited)
+        norm_index = index_of_last(edited, "LOCAL_NORM") or 0
+        edited[norm_index] = replace(with_waits(edited[norm_index], awaited), frees=frees)
+        return [self._free_sums(action) for action in edited]
 
     @property
     def _in_place(self) -> bool:
-        """Whether gradients stay in the buffer that is sent: once per step, in the dtype in which backward makes them."""
         return not self.every_microbatch and self.reduce_dtype == self.grad_dtype == self.param_dtype
 
     def _reduce(self, param_group: ParamGroup, microbatch: int | None, waits: Sequence[str]) -> Action:
@@ -92,167 +102,164 @@ class GradReduceScatter:
             "REDUCE", param_group.name, microbatch, "comm", tuple(waits), param_group.names, transfer
         )
 
-    def _summed_across(self, actions: list[Action]) -> list[Action]:
-        """`actions` with the sum of each bundle's shard over the replicas, once it is complete.
-
-        It is waited for where two more bundles have been packed: it has arrived by then, or their buffer would not be free.
-        """
+    def _reduce_over_replicas(self, actions: list[Action]) -> list[Action]:
+        # A replica reduction is issued after two more groups have been packed: the shard is complete by then,
+        # or its buffer would not be free.
         last = {action.tensors: action for action in actions if action.kind in ("REDUCE", "ACCUMULATE")}
         due: list[tuple[Action, int]] = []
         edited: list[Action] = []
         for action in actions:
-            for complete, packed in due if action.kind in ("PACK", "LOCAL_NORM") else ():
-                if action.kind == "LOCAL_NORM" or packed == NUM_BUFFERS:
-                    edited += self._across(complete)
+            for shard_ready, num_packed in due if action.kind in ("PACK", "LOCAL_NORM") else ():
+                if action.kind == "LOCAL_NORM" or num_packed == NUM_BUFFERS:
+                    edited += self._replica_reduction(shard_ready)
             if action.kind == "PACK":
-                due = [(complete, packed + 1) for complete, packed in due if packed < NUM_BUFFERS]
+                due = [
+                    (shard_ready, num_packed + 1)
+                    for shard_ready, num_packed in due
+                    if num_packed < NUM_BUFFERS
+                ]
             edited.append(action)
             if last.get(action.tensors) == action:
                 due.append((action, 0))
         return edited
 
-    def _across(self, complete: Action) -> list[Action]:
-        """The sum over the replicas of the shard that `complete`, a REDUCE or an ACCUMULATE of a bundle, leaves."""
-        nbytes = self.flat_param_specs[complete.subject].shard_numel * FLOAT_NBYTES[self.grad_dtype]
+    def _replica_reduction(self, shard_ready: Action) -> list[Action]:
+        nbytes = self.flat_param_specs[shard_ready.subject].shard_numel * FLOAT_NBYTES[self.grad_dtype]
         transfer, name = (
             Transfer("all_reduce", (self.replicate_axis,), nbytes, dtype=self.grad_dtype),
-            f"{complete.subject}, replicas",
+            f"{shard_ready.subject}, replicas",
         )
-        ready = Action("WAIT", name, waits=(complete.name,), tensors=complete.tensors)
-        return [ready, Action("REDUCE", name, None, "comm", (ready.name,), complete.tensors, transfer)]
+        wait = Action("WAIT", name, waits=(shard_ready.name,), tensors=shard_ready.tensors)
+        return [wait, Action("REDUCE", name, None, "comm", (wait.name,), shard_ready.tensors, transfer)]
 
-    def _once(self, actions: list[Action]) -> Iterator[Action]:
-        """Each bundle packed behind its first backward and reduced behind its last."""
-        behind: dict[int, list[Action]] = {}
-        for bundle in self.param_groups:
-            places = completing_backwards(actions, bundle, self.block_calls)
-            first, last = places[0], places[-1]
-            held = Allocation(self._sum(bundle), self._nbytes(bundle))
+    def _reduce_once(self, actions: list[Action]) -> Iterator[Action]:
+        actions_after: dict[int, list[Action]] = {}
+        for group in self.param_groups:
+            backwards = completing_backwards(actions, group, self.block_calls)
+            first, last = backwards[0], backwards[-1]
+            allocation = Allocation(self._sum_name(group), self._nbytes(group))
             waits = (actions[first].name,)
             pack = Action(
                 "PACK",
-                bundle.name,
+                group.name,
                 waits=waits,
-                tensors=bundle.names,
-                allocations=(held,),
-                frees=(grad_name(bundle),),
+                tensors=group.names,
+                allocations=(allocation,),
+                frees=(grad_name(group),),
             )
-            behind.setdefault(first, []).append(pack)
-            behind.setdefault(last, []).append(
-                self._reduce(bundle, None, (*dict.fromkeys((pack.name, actions[last].name)),))
+            actions_after.setdefault(first, []).append(pack)
+            actions_after.setdefault(last, []).append(
+                self._reduce(group, None, (*dict.fromkeys((pack.name, actions[last].name)),))
             )
         for i, action in enumerate(actions):
             yield action
-            yield from behind.get(i, ())
+            yield from actions_after.get(i, ())
 
-    def _in_turn(self, actions: list[Action]) -> Iterator[Action]:
-        """Each bundle packed and reduced behind each backward that completes it; those before the last only if `every`."""
-        largest = max(self._nbytes(bundle) for bundle in self.param_groups)
-        turn = [_Buffer(Allocation(f"gradient buffer {number}", largest)) for number in range(NUM_BUFFERS)]
-        packed, due = 0, self._due(actions)
-        held, summed = set[str](), dict[str, str]()
+    def _reduce_every_time(self, actions: list[Action]) -> Iterator[Action]:
+        largest = max(self._nbytes(group) for group in self.param_groups)
+        buffers = [_Buffer(Allocation(f"gradient buffer {number}", largest)) for number in range(NUM_BUFFERS)]
+        num_packed, due = 0, self._groups_completed_at(actions)
+        allocation, summed = set[str](), dict[str, str]()
         for i, action in enumerate(actions):
             if action.kind == "LOCAL_NORM":
-                for number in range(
-                    packed, packed + NUM_BUFFERS
-                ):  # the one that was packed first comes first
-                    yield from self._added(turn[number % NUM_BUFFERS])
-            yield self._holding(action, held)
-            for bundle in due.get(i, ()):
-                buffer = turn[packed % NUM_BUFFERS]
-                packed += 1
-                yield from self._added(buffer)
-                yield from self._packed(bundle, action, buffer, summed)
-                held.discard(bundle.name)
+                for number in range(num_packed, num_packed + NUM_BUFFERS):  # oldest first
+                    yield from self._pop_accumulate(buffers[number % NUM_BUFFERS])
+            yield self._with_gradients(action, allocation)
+            for group in due.get(i, ()):
+                buffer = buffers[num_packed % NUM_BUFFERS]
+                num_packed += 1
+                yield from self._pop_accumulate(buffer)
+                yield from self._pack_and_reduce(group, action, buffer, summed)
+                allocation.discard(group.name)
 
-    def _due(self, actions: Sequence[Action]) -> dict[int, list[ParamGroup]]:
-        """By the place of a backward, the bundles that are packed behind it."""
+    def _groups_completed_at(self, actions: Sequence[Action]) -> dict[int, list[ParamGroup]]:
         found: dict[int, list[ParamGroup]] = {}
-        for bundle in self.param_groups:
-            places = completing_backwards(actions, bundle, self.block_calls)
-            for at in places if self.every_microbatch else places[-1:]:
-                found.setdefault(at, []).append(bundle)
+        for group in self.param_groups:
+            backwards = completing_backwards(actions, group, self.block_calls)
+            for at in backwards if self.every_microbatch else backwards[-1:]:
+                found.setdefault(at, []).append(group)
         return found
 
-    def _packed(
+    def _pack_and_reduce(
         self, param_group: ParamGroup, backward: Action, buffer: _Buffer, summed: dict[str, str]
     ) -> Iterator[Action]:
-        """PACK and REDUCE behind `backward`; the ACCUMULATE that may be due is noted in `buffer`.
+        """PACK and REDUCE after `backward`; an ACCUMULATE that follows is stored in `buffer`.
 
-        `summed` are the actions after which shards hold the sums so far.
+        `summed` maps groups to the last action that changed their sums.
         """
-        micro = backward.microbatch if self.every_microbatch else None
+        microbatch = backward.microbatch if self.every_microbatch else None
         before = () if buffer.last_use is None else (buffer.last_use.name,)
         frees = (grad_name(param_group), *((buffer.allocation.name,) if buffer.last_use else ()))
         waits = (backward.name, *before)
         pack = Action(
             "PACK",
             param_group.name,
-            micro,
+            microbatch,
             waits=waits,
             tensors=param_group.names,
             allocations=(buffer.allocation,),
             frees=frees,
         )
-        reduce = self._reduce(param_group, micro, (pack.name,))
+        reduce = self._reduce(param_group, microbatch, (pack.name,))
         first, casts = param_group.name not in summed, self.reduce_dtype != self.grad_dtype
         shard = Allocation(
-            self._sum(param_group),
+            self._sum_name(param_group),
             self.flat_param_specs[param_group.name].shard_numel * FLOAT_NBYTES[self.grad_dtype],
         )
-        adds = None
+        accumulate = None
         if casts or not first:
             waits = (reduce.name, *(() if first else (summed[param_group.name],)))
-            adds = Action(
+            accumulate = Action(
                 "ACCUMULATE",
                 param_group.name,
-                micro,
+                microbatch,
                 waits=waits,
                 tensors=param_group.names,
                 allocations=(shard,) if first else (),
             )
         reduce = replace(reduce, allocations=(shard,) if first and not casts else ())
-        buffer.last_use, buffer.pending_accumulate = adds or reduce, adds
+        buffer.last_use, buffer.pending_accumulate = accumulate or reduce, accumulate
         summed[param_group.name] = buffer.last_use.name
         yield pack
         yield reduce
 
     @staticmethod
-    def _added(buffer: _Buffer) -> Iterator[Action]:
+    def _pop_accumulate(buffer: _Buffer) -> Iterator[Action]:
         if buffer.pending_accumulate is not None:
             yield buffer.pending_accumulate
             buffer.pending_accumulate = None
 
-    def _holding(self, action: Action, held: set[str]) -> Action:
-        """A backward with the whole gradients that it makes, until they are packed; `held` are those that are there."""
+    def _with_gradients(self, action: Action, allocation: set[str]) -> Action:
         if action.kind not in WEIGHT_GRAD_KINDS or not self.every_microbatch:
             return action
-        made = [bundle for bundle in self._using[action.subject] if bundle.name not in held]
-        held |= {bundle.name for bundle in made}
-        own = tuple(hold for hold in action.allocations if hold.name == SCRATCH)
+        new_groups = [group for group in self._groups_of[action.subject] if group.name not in allocation]
+        allocation |= {group.name for group in new_groups}
+        scratch = tuple(allocated for allocated in action.allocations if allocated.name == SCRATCH)
         return replace(
             action,
             allocations=(
-                *own,
+                *scratch,
                 *(
-                    Allocation(grad_name(bundle), bundle.numel * FLOAT_NBYTES[self.param_dtype])
-                    for bundle in made
+                    Allocation(grad_name(group), group.numel * FLOAT_NBYTES[self.param_dtype])
+                    for group in new_groups
                 ),
             ),
         )
 
-    def _stepped(self, action: Action) -> Action:
-        """STEP, which frees what is kept of the sums."""
+    def _free_sums(self, action: Action) -> Action:
         if action.kind != "STEP":
             return action
-        whole = {grad_name(bundle) for bundle in self.param_groups}
-        frees = tuple(name for name in action.frees if name not in whole)
-        return replace(action, frees=(*frees, *map(self._sum, self.param_groups)))
+        full_grads = {grad_name(group) for group in self.param_groups}
+        frees = tuple(name for name in action.frees if name not in full_grads)
+        return replace(action, frees=(*frees, *map(self._sum_name, self.param_groups)))
 
     def _buffer_names(self, actions: Sequence[Action]) -> tuple[str, ...]:
         return tuple(
             dict.fromkeys(
-                hold.name for action in actions if action.kind == "PACK" for hold in action.allocations
+                allocated.name
+                for action in actions
+                if action.kind == "PACK"
+                for allocated in action.allocations
             )
         )
 
@@ -260,5 +267,5 @@ class GradReduceScatter:
         return self.flat_param_specs[param_group.name].numel * FLOAT_NBYTES[self.reduce_dtype]
 
     @staticmethod
-    def _sum(param_group: ParamGroup) -> str:
+    def _sum_name(param_group: ParamGroup) -> str:
         return f"summed gradient({param_group.name})"

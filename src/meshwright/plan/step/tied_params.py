@@ -1,27 +1,26 @@
-"""Weights that parts on several ranks use: what each of these ranks has of the gradient, summed over them.
+"""Adds the all-reduce of gradients of parameters that several pipeline ranks use, such as tied embeddings.
 
-A tied embedding is looked up in the first part of a model and is the head of the last one; some schedules put every part on two
-ranks, for other micro-batches. Either way it is one weight: each of its ranks has its values, makes a summand of its gradient,
-and must step as the others do. Whoever forgets the sum trains two weights that drift apart.
+A tied embedding is used in the first stage and as the head of the last one; some schedules put every stage on
+two ranks, for different micro-batches. In both cases it is one parameter: each of its ranks holds its values,
+computes a summand of its gradient, and must update it as the others do. Without the sum, the copies would
+drift apart.
 
-    rank 0   B(embed) ... [REDUCE]  WAIT  REDUCE_TIED ----+---->  LOCAL_NORM  GLOBAL_NORM  CLIP  STEP        LOCAL_NORM counts it here
-    rank 2   B(head)  ... [REDUCE]  WAIT  REDUCE_TIED ----+---->  LOCAL_NORM  GLOBAL_NORM  CLIP  STEP        and not here
+    rank 0  B(embed) ... [REDUCE]  WAIT  REDUCE_TIED --+--  LOCAL_NORM  GLOBAL_NORM  CLIP  STEP   counted here
+    rank 2  B(head)  ... [REDUCE]  WAIT  REDUCE_TIED --+--  LOCAL_NORM  GLOBAL_NORM  CLIP  STEP   not here
 
-    WAIT   wait for what glue uses at any time, or for what is summed next: here, what other samples or backwards have added
-    REDUCE_TIED     the gradients of a bundle, summed over the ranks along pp that use it
+    WAIT         wait for the gradients of glue, and for reductions over other samples or micro-batches
+    REDUCE_TIED  all-reduce of the gradients of a group over the ranks along pp that use it
 
-Why in this order: what the ranks with other samples have summed is the same on all of them, or in shards, of which each rank
-sends its own. So weights that are tied alike are a bundle of their own, the same on all of their ranks, whatever else these hold:
-their shards are cut at the same places. All that looks at gradients comes behind: the norm counts the sum once, and every copy is
-stepped by the same bits.
+The order matters: sums over other samples are equal on all their ranks, or in shards, of which each rank
+sends its own. So parameters that are tied alike form a group of their own, equal on all of their ranks, and
+their shards are cut at the same offsets. Everything that reads gradients comes later: the norm counts the sum
+once, and every copy is updated with the same bits. All ranks issue these reductions in one order, that of the
+groups of the whole model, after everything else, so that no two ranks wait for each other.
 
-All ranks go through their ties in one order, that of the bundles of the whole model, when all else has been issued: nobody waits
-for one who waits for him.
+    sent per rank = 2 (k - 1)/k S          k ranks that use a group of S bytes, in the dtype of the reduction;
+                                           S is the shard for a sharded group
 
-    sent per rank = 2 (k - 1)/k S          k ranks that use a bundle of S bytes, in the dtype in which gradients are summed;
-                                           of a bundle in shards, S is a shard
-
-Where gradients are in no buffer yet (nobody else sums them), PACK puts those of a bundle into one, as for any other sum.
+If no other reduction has packed the gradients of a group, PACK puts them into a buffer first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,78 +43,90 @@ REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 
 
 def add_tied_grad_reductions(program: Program, sharding: ShardingPlan, job: Job) -> Program:
-    """`program` with a REDUCE_TIED for each bundle of this rank that other ranks along pp use too."""
-    mine = {bundle.name: bundle for bundle in sharding.param_groups() if bundle.pp_ranks}
+    """`program` with a REDUCE_TIED for each group of this rank that other ranks along pp use too."""
+    groups = {group.name: group for group in sharding.param_groups() if group.pp_ranks}
     order = (
-        [bundle.name for bundle in (sharding.all_ranks or sharding).param_groups() if bundle.name in mine]
-        if mine
+        [group.name for group in (sharding.all_ranks or sharding).param_groups() if group.name in groups]
+        if groups
         else []
     )
-    bundles = [mine[name] for name in order]
-    return program.edit(lambda actions: _with_ties(actions, bundles, sharding, job)) if bundles else program
+    ordered = [groups[name] for name in order]
+    return (
+        program.edit(lambda actions: _insert_reductions(actions, ordered, sharding, job))
+        if ordered
+        else program
+    )
 
 
 def sums_grads(action: Action) -> bool:
-    """Whether `action` adds to gradients what other ranks, or other micro-batches, have of them."""
+    """Whether `action` sums gradients over ranks or micro-batches."""
     return action.kind == "ACCUMULATE" or (
         action.transfer is not None and action.transfer.collective in REDUCTIONS
     )
 
 
-def _with_ties(
+def _insert_reductions(
     actions: list[Action], param_groups: Sequence[ParamGroup], sharding: ShardingPlan, job: Job
 ) -> list[Action]:
     packed = {name for action in actions if action.kind == "PACK" for name in action.tensors}
-    for bundle in param_groups:
-        if bundle.names[0] not in packed:
-            actions = _packed(actions, bundle, sharding, job)
+    for group in param_groups:
+        if group.names[0] not in packed:
+            actions = _pack_group(actions, group, sharding, job)
     end = next((i for i, action in enumerate(actions) if action.kind == "UNPACK"), first_grad_reader(actions))
-    ready = [_ready(actions[:end], bundle, sharding) for bundle in param_groups]
-    ties = [_tie(bundle, each, sharding, job) for bundle, each in zip(param_groups, ready, strict=True)]
-    names = {name: tie.name for tie in ties for name in tie.tensors}
-    rest = with_grad_waits(actions[end:], [tie.name for tie in ties])
+    waits = [_wait_action(actions[:end], group, sharding) for group in param_groups]
+    reductions = [
+        _reduce_tied(group, wait, sharding, job) for group, wait in zip(param_groups, waits, strict=True)
+    ]
+    names = {name: reduction.name for reduction in reductions for name in reduction.tensors}
+    rest = with_grad_waits(actions[end:], [reduction.name for reduction in reductions])
     rest = [
         with_waits(a, [names[n] for n in a.tensors if n in names]) if a.kind == "UNPACK" else a for a in rest
     ]
-    between = (action for both in zip(ready, ties, strict=True) for action in both)
-    return [*actions[:end], *between, *rest]
+    inserted = (action for pair in zip(waits, reductions, strict=True) for action in pair)
+    return [*actions[:end], *inserted, *rest]
 
 
-def _packed(actions: list[Action], param_group: ParamGroup, sharding: ShardingPlan, job: Job) -> list[Action]:
-    """`actions` with the gradients of `bundle` in a buffer of their own: from the first backward on, unless its dtype is another.
-
-    Where each of them has been summed by itself, behind that.
-    """
+def _pack_group(
+    actions: list[Action], param_group: ParamGroup, sharding: ShardingPlan, job: Job
+) -> list[Action]:
+    # Packed after the first backward, so that later ones add in place; after the last one if the dtype
+    # differs, and after the reductions if each gradient has been reduced by itself.
     casts = job.precision.reduce != job.precision.parameters
-    places, summed = (
+    backwards, summed = (
         completing_backwards(actions, param_group, sharding.model_spec.block_calls),
-        list(_summed(actions, param_group)),
+        list(_last_reductions(actions, param_group)),
     )
-    at = places[-1 if casts else 0] + 1
+    position = backwards[-1 if casts else 0] + 1
     if summed:
-        at = first_grad_reader(actions)
-    held = Allocation(f"bucket({param_group.name})", param_group.numel * FLOAT_NBYTES[job.precision.reduce])
-    waits = tuple(action.name for action in summed) or (actions[at - 1].name,)
-    frees = () if casts else (grad_name(param_group),)
-    while not summed and actions[at].kind in ("PACK", "REDUCE"):
-        at += 1
-    pack = Action(
-        "PACK", param_group.name, waits=waits, tensors=param_group.names, allocations=(held,), frees=frees
+        position = first_grad_reader(actions)
+    allocation = Allocation(
+        f"bucket({param_group.name})", param_group.numel * FLOAT_NBYTES[job.precision.reduce]
     )
-    actions = [*actions[:at], pack, *actions[at:]]
+    waits = tuple(action.name for action in summed) or (actions[position - 1].name,)
+    frees = () if casts else (grad_name(param_group),)
+    while not summed and actions[position].kind in ("PACK", "REDUCE"):
+        position += 1
+    pack = Action(
+        "PACK",
+        param_group.name,
+        waits=waits,
+        tensors=param_group.names,
+        allocations=(allocation,),
+        frees=frees,
+    )
+    actions = [*actions[:position], pack, *actions[position:]]
     if casts:
-        unpack = Action("UNPACK", param_group.name, tensors=param_group.names, frees=(held.name,))
+        unpack = Action("UNPACK", param_group.name, tensors=param_group.names, frees=(allocation.name,))
         end = first_grad_reader(actions)
         return [*actions[:end], unpack, *with_grad_waits(actions[end:], (unpack.name,))]
-    kept = grad_name(param_group), held.name
+    names = grad_name(param_group), allocation.name
     return [
-        replace(a, frees=tuple(kept[1] if n == kept[0] else n for n in a.frees)) if a.kind == "STEP" else a
+        replace(a, frees=tuple(names[1] if n == names[0] else n for n in a.frees)) if a.kind == "STEP" else a
         for a in actions
     ]
 
 
-def _summed(actions: Sequence[Action], param_group: ParamGroup) -> Iterator[Action]:
-    """The last actions that have added to the summed gradients of `bundle`."""
+def _last_reductions(actions: Sequence[Action], param_group: ParamGroup) -> Iterator[Action]:
     last: dict[str, Action] = {}
     for action in actions:
         last |= dict.fromkeys(
@@ -124,21 +135,23 @@ def _summed(actions: Sequence[Action], param_group: ParamGroup) -> Iterator[Acti
     yield from dict.fromkeys(last[name] for name in param_group.names if name in last)
 
 
-def _ready(actions: Sequence[Action], param_group: ParamGroup, sharding: ShardingPlan) -> Action:
+def _wait_action(actions: Sequence[Action], param_group: ParamGroup, sharding: ShardingPlan) -> Action:
     last = actions[completing_backwards(actions, param_group, sharding.model_spec.block_calls)[-1]]
     packs = (action for action in actions if action.kind == "PACK" and param_group.names[0] in action.tensors)
-    waits = dict.fromkeys(action.name for action in (*packs, *_summed(actions, param_group), last))
+    waits = dict.fromkeys(action.name for action in (*packs, *_last_reductions(actions, param_group), last))
     return Action("WAIT", f"{param_group.name}, tied", waits=tuple(waits), tensors=param_group.names)
 
 
-def _tie(param_group: ParamGroup, ready: Action, sharding: ShardingPlan, job: Job) -> Action:
-    arena, precision = sharding.flat_param_specs().get(param_group.name), job.precision.effective
-    dtype = precision.reduce if arena is None else precision.gradients
-    numel = param_group.numel if arena is None else arena.shard_numel
-    among = param_group.pp_ranks if len(param_group.pp_ranks) < sharding.mesh.pp else ()
-    move = Transfer("all_reduce", ("pp",), numel * FLOAT_NBYTES[dtype], dtype=dtype, member_indices=among)
-    mine = dict(sharding.coordinate)["pp"]
-    others = (f"{role_of({'pp': index})}/{ready.name}" for index in param_group.pp_ranks if index != mine)
+def _reduce_tied(param_group: ParamGroup, waits: Action, sharding: ShardingPlan, job: Job) -> Action:
+    flat_param, precision = sharding.flat_param_specs().get(param_group.name), job.precision.effective
+    dtype = precision.reduce if flat_param is None else precision.gradients
+    numel = param_group.numel if flat_param is None else flat_param.shard_numel
+    member_indices = param_group.pp_ranks if len(param_group.pp_ranks) < sharding.mesh.pp else ()
+    transfer = Transfer(
+        "all_reduce", ("pp",), numel * FLOAT_NBYTES[dtype], dtype=dtype, member_indices=member_indices
+    )
+    groups = dict(sharding.coordinate)["pp"]
+    others = (f"{role_of({'pp': index})}/{waits.name}" for index in param_group.pp_ranks if index != groups)
     return Action(
-        "REDUCE_TIED", param_group.name, None, "comm", (ready.name, *others), param_group.names, move
+        "REDUCE_TIED", param_group.name, None, "comm", (waits.name, *others), param_group.names, transfer
     )

@@ -1,15 +1,17 @@
-"""When weights that are kept elsewhere are whole in memory: from before their first use to behind their last one.
+"""Plans when sharded parameters are unsharded: from before their first use until after their last one.
 
     uses     F0     F1     F2   B2     B1     B0            b1 is used by F1 and by B1
-    b1      (ahead)[ F1 ]            (ahead)[ B1 ]          two stays: it is fetched twice, and memory holds few at a time
-    b2            (ahead)[ F2   B2 ]                        uses that follow each other are one stay
+    b1    (prefetch)[ F1 ]       (prefetch)[ B1 ]           two windows: gathered twice, little memory
+    b2        (prefetch)[ F2   B2 ]                         consecutive uses share one window
 
-A *stay* lasts from a use to a use. Joining two stays of the same weights saves a fetch and costs memory in between: always where
-nothing lies between, everywhere within a micro-batch or a step if so planned, and else as far as a budget of bytes allows, the
-shortest gaps first. A stay is begun `ahead` uses early, so that the fetch runs beside them.
+An *unshard window* lasts from one use to another. Joining two windows of the same parameters saves a gather
+and costs memory in between. Windows are joined always if no use lies between, within a micro-batch or a step
+if so planned (`scope`), and else as far as a budget of bytes allows, the shortest gaps first. A window begins
+`prefetch` uses early, so that the gather overlaps them.
 
-Memory is a fixed number of buffers: each weight has one buffer for good, and two whose stays overlap never share one. So
-addresses do not change from step to step, and what autograd has saved of a weight is right again once it is back.
+Memory is a fixed number of buffers: each group has one buffer, and two groups with overlapping windows never
+share one. Addresses therefore do not change between steps, and views saved by autograd are valid again after
+the gather.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +24,7 @@ JoinScope = Literal["use", "microbatch", "step"]
 
 @dataclass(frozen=True)
 class ParamUse:
-    """What one action needs whole: it belongs to micro-batch `micro`, and needs `bundles`."""
+    """One action of micro-batch `microbatch` that needs `param_groups` unsharded."""
 
     param_groups: tuple[str, ...]
     microbatch: int
@@ -30,7 +32,9 @@ class ParamUse:
 
 @dataclass(frozen=True)
 class UnshardWindow:
-    """`bundle` is whole from before use `begin` (fetched before use `fetch`) to behind use `end`, all counted from 0."""
+    """`param_group` is unsharded from use `first_use` (gathered before use `fetch_use`) to use `last_use`,
+    counted from 0.
+    """
 
     param_group: str
     fetch_use: int
@@ -45,67 +49,80 @@ def unshard_windows(
     budget: float = 0.0,
     prefetch: int = 1,
 ) -> list[UnshardWindow]:
-    """The stays of every bundle in `uses`, in the order in which they are fetched.
+    """The windows of every parameter group in `uses`, in the order in which they are gathered.
 
-    `nbytes` are the bytes of each bundle when whole; `budget` is how many more than needed may be whole at any time.
+    `nbytes` are the bytes of each unsharded group; `budget` is how many bytes more than needed may be
+    unsharded at a time.
     """
-    spans: dict[str, list[list[int]]] = {}
-    for at, use in enumerate(uses):
-        for bundle in use.param_groups:
-            mine = spans.setdefault(bundle, [])
-            follows = bool(mine) and (at == mine[-1][1] + 1 or _same_scope(uses, mine[-1][1], at, scope))
+    by_group: dict[str, list[list[int]]] = {}
+    for i, use in enumerate(uses):
+        for group in use.param_groups:
+            windows_of_group = by_group.setdefault(group, [])
+            follows = bool(windows_of_group) and (
+                i == windows_of_group[-1][1] + 1 or _same_scope(uses, windows_of_group[-1][1], i, scope)
+            )
             if follows:
-                mine[-1][1] = at
+                windows_of_group[-1][1] = i
             else:
-                mine.append([at, at])
-    _join_gaps(spans, nbytes, budget, len(uses))
-    found = []
-    for bundle, mine in spans.items():
-        free = 0  # the first use before which it may be fetched: what it was fetched for last is over
-        for begin, end in mine:
-            found.append(UnshardWindow(bundle, max(free, begin - prefetch), begin, end))
+                windows_of_group.append([i, i])
+    _join_gaps(by_group, nbytes, budget, len(uses))
+    windows = []
+    for group, windows_of_group in by_group.items():
+        free = 0  # it may be fetched after the last use of its previous window
+        for begin, end in windows_of_group:
+            windows.append(UnshardWindow(group, max(free, begin - prefetch), begin, end))
             free = end + 1
-    return sorted(found, key=lambda stay: (stay.fetch_use, stay.first_use))
+    return sorted(windows, key=lambda window: (window.fetch_use, window.first_use))
 
 
-def _same_scope(uses: Sequence[ParamUse], before: int, after: int, join: JoinScope) -> bool:
-    return join == "step" or (join == "microbatch" and uses[before].microbatch == uses[after].microbatch)
+def _same_scope(uses: Sequence[ParamUse], before: int, after: int, scope: JoinScope) -> bool:
+    return scope == "step" or (scope == "microbatch" and uses[before].microbatch == uses[after].microbatch)
 
 
 def _join_gaps(
-    spans: dict[str, list[list[int]]], nbytes: Mapping[str, int], budget: float, num_uses: int
+    by_group: dict[str, list[list[int]]], nbytes: Mapping[str, int], budget: float, num_uses: int
 ) -> None:
-    """Join stays over the shortest gaps, as long as no use sees more than `budget` bytes in joined gaps."""
-    gaps = [(b[0] - a[1], bundle, a[1], b[0]) for bundle, mine in spans.items() for a, b in pairwise(mine)]
+    gaps = [
+        (b[0] - a[1], group, a[1], b[0])
+        for group, windows_of_group in by_group.items()
+        for a, b in pairwise(windows_of_group)
+    ]
     extra = [0] * num_uses
-    for _, bundle, last, first in sorted(gaps) if budget else ():
+    for _, group, last, first in sorted(gaps) if budget else ():
         inside = range(last + 1, first)
-        if all(extra[at] + nbytes[bundle] <= budget for at in inside):
+        if all(extra[at] + nbytes[group] <= budget for at in inside):
             for at in inside:
-                extra[at] += nbytes[bundle]
-            mine = spans[bundle]
-            index = next(i for i, span in enumerate(mine) if span[1] == last)
-            mine[index : index + 2] = [[mine[index][0], mine[index + 1][1]]]
+                extra[at] += nbytes[group]
+            windows_of_group = by_group[group]
+            index = next(i for i, span in enumerate(windows_of_group) if span[1] == last)
+            windows_of_group[index : index + 2] = [
+                [windows_of_group[index][0], windows_of_group[index + 1][1]]
+            ]
 
 
 def assign_buffers(
     windows: Iterable[UnshardWindow], nbytes: Mapping[str, int]
 ) -> tuple[dict[str, int], tuple[int, ...]]:
-    """The number of each bundle's buffer, and the bytes of every buffer. Large ones choose first, so that sizes pair up."""
-    whole: dict[str, int] = {}  # per bundle, the uses at which it takes memory, as bits
-    for stay in windows:
-        whole[stay.param_group] = (
-            whole.get(stay.param_group, 0)
-            | ((1 << (stay.last_use - stay.fetch_use + 1)) - 1) << stay.fetch_use
+    """The buffer number of each group, and the bytes of every buffer. Large groups choose first, so that
+    sizes match.
+    """
+    used_at: dict[str, int] = {}  # per group, the uses at which it takes memory, as bits
+    for window in windows:
+        used_at[window.param_group] = (
+            used_at.get(window.param_group, 0)
+            | ((1 << (window.last_use - window.fetch_use + 1)) - 1) << window.fetch_use
         )
     number: dict[str, int] = {}
-    taken: list[int] = []
+    occupied: list[int] = []
     sizes: list[int] = []
-    for bundle in sorted(whole, key=lambda name: (-nbytes[name], name)):
-        free = next((i for i, bits in enumerate(taken) if not bits & whole[bundle]), len(taken))
-        if free == len(taken):
-            taken.append(0)
-            sizes.append(nbytes[bundle])
-        taken[free] |= whole[bundle]
-        number[bundle] = free
+    for group in sorted(used_at, key=lambda name: (-nbytes[name], name)):
+        free = next(
+            (i for i, occupied_bits in enumerate(occupied) if not occupied_bits & used_at[group]),
+            len(occupied),
+        )
+        if free == len(occupied):
+            occupied.append(0)
+            sizes.append(nbytes[group])
+        occupied[free] |= used_at[group]
+        number[group] = free
     return number, tuple(sizes)

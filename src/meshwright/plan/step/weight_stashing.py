@@ -1,12 +1,14 @@
-"""Which weights a micro-batch meets where ranks step more than once in a step: those after how many of its steps.
+"""Tracks the weight version that each micro-batch uses if a rank steps more than once per training step
+(PipeDream).
 
-    STASH    keep a copy of the weights as they are, before they are stepped: a backward will need them
-    LOAD_STASHED  have the kept weights in the model, for the backward of a micro-batch whose forward has met them
-    LOAD_LATEST    have the newest ones there again; what nobody needs any more is let go of
+    STASH         keep a copy of the weights before they are updated, for a later backward
+    LOAD_STASHED  put the stashed weights into the model, for the backward of a forward that used them
+    LOAD_LATEST   put the newest weights back; a copy that no later backward needs is freed
 
-    F0  F1  F2  B0  STASH  STEP(0)  F3  LOAD_STASHED  B1  LOAD_LATEST  STASH  STEP(1)      F0, F1, F2, B0 and B1 meet version 0, F3 version 1
+    F0  F1  F2  B0  STASH  STEP(0)  F3  LOAD_STASHED  B1  LOAD_LATEST  STASH  STEP(1)
 
-All of it is read from the list of a rank. A backward that met other weights than its forward would be no gradient of anything.
+Here F0, F1, F2, B0 and B1 use version 0, and F3 version 1. All of it is read from the action list of a rank.
+A backward with other weights than its forward would not compute a gradient.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,62 +19,68 @@ from meshwright.plan.step.single_device import FORWARD_KINDS, PARAM_USE_KINDS, s
 
 
 class ParamVersionUse(NamedTuple):
-    """`action`, which uses weights, meets those that have been stepped `version` times."""
+    """`action` uses weights that have been updated `version` times."""
 
     action: Action
     version: int
 
 
 def param_version_uses(actions: Sequence[Action]) -> Iterator[ParamVersionUse]:
-    """Everything in the list of a rank that uses weights, and which."""
-    newest, kept = 0, dict[str, int]()
-    restored: int | None = None
+    """Every action that uses weights, with the version it uses."""
+    newest, stashed = 0, dict[str, int]()
+    loaded: int | None = None
     for action in actions:
         match action.kind:
             case "STEP":
                 newest += 1
             case "STASH":
-                kept[action.subject] = newest
+                stashed[action.subject] = newest
             case "LOAD_STASHED":
-                restored = kept.get(action.subject, newest)
+                loaded = stashed.get(action.subject, newest)
             case "LOAD_LATEST":
-                restored = None
+                loaded = None
         if action.kind in PARAM_USE_KINDS:
-            yield ParamVersionUse(action, newest if restored is None else restored)
+            yield ParamVersionUse(action, newest if loaded is None else loaded)
 
 
 def forward_versions(actions: Sequence[Action]) -> dict[int, int]:
-    """By micro-batch, which weights its forward meets on a rank that plays `actions`."""
+    """By micro-batch, the weight version of its forward."""
     return {
-        each.action.microbatch or 0: each.version
-        for each in param_version_uses(actions)
-        if each.action.kind in FORWARD_KINDS
+        use.action.microbatch or 0: use.version
+        for use in param_version_uses(actions)
+        if use.action.kind in FORWARD_KINDS
     }
 
 
 def staleness(actions: Sequence[Action]) -> int:
-    """How many steps old the weights are, at most, at which a gradient was taken when it is stepped with."""
-    known = forward_versions(actions)
+    """The largest age, in steps, of the weights for which a gradient was computed when it is applied."""
+    versions = forward_versions(actions)
     return max(
-        (number - known.get(micro, number) for number, micro in enumerate(stepped_microbatches(actions))),
+        (
+            number - versions.get(microbatch, number)
+            for number, microbatch in enumerate(stepped_microbatches(actions))
+        ),
         default=0,
     )
 
 
 def version_conflicts(actions: Sequence[Action]) -> Iterator[str]:
-    """What is wrong with the versions in the list of a rank: a micro-batch that meets several, and steps in between them."""
-    known: dict[int, int] = {}
+    """Yields errors in the versions of a rank's list: a micro-batch with several versions, or a step between
+    them.
+    """
+    versions: dict[int, int] = {}
     for action, version in param_version_uses(actions):
-        first = known.setdefault(action.microbatch or 0, version)
+        first = versions.setdefault(action.microbatch or 0, version)
         if version != first:
-            yield f"{action.name} meets the weights after {version} steps, and the forward of its micro-batch those after {first}"
-    kept: set[str] = set()
-    restored = ""
+            forward = f"the forward of its micro-batch those after {first}"
+            yield f"{action.name} uses the weights after {version} steps, and {forward}"
+    stashed: set[str] = set()
+    loaded = ""
     for action in actions:
         if action.kind == "STASH":
-            kept.add(action.subject)
-        elif action.kind == "LOAD_STASHED" and action.subject not in kept:
-            yield f"{action.name} asks for weights that no STASH has kept"
-        if action.kind in ("STEP", "STASH") and restored:
-            yield f"{action.name} finds the weights of {restored} in the model, and not the newest ones"
-        restored = {"LOAD_STASHED": action.name, "LOAD_LATEST": ""}.get(action.kind, restored)
+            stashed.add(action.subject)
+        elif action.kind == "LOAD_STASHED" and action.subject not in stashed:
+            yield f"{action.name} loads weights that no STASH has kept"
+        if action.kind in ("STEP", "STASH") and loaded:
+            yield f"{action.name} finds the weights of {loaded} in the model, and not the newest ones"
+        loaded = {"LOAD_STASHED": action.name, "LOAD_LATEST": ""}.get(action.kind, loaded)

@@ -1,11 +1,12 @@
-"""Acts that all ranks do together and that fail together.
+"""Tasks of all ranks that succeed or fail together.
 
-A rank that meets an error and leaves would let the others wait for it in the next collective, for ever. So each act ends
-with a vote: every rank tells the others, in a few bytes, whether its part went well and what came of it. One failure is an
-error on every rank: on the one that failed it is caused by its own exception, on the others it says which rank and why.
-Of what is read together the faults themselves travel, and all ranks raise the same error (`judge`).
+If a rank meets an error and leaves, the others wait for it in the next collective forever. So after each
+task the ranks exchange, in a few bytes, whether it succeeded and what it returned. One failure is an error
+on every rank: on the rank that failed it is caused by its own exception, on the others it names the rank and
+the reason. When ranks verify files together, the diagnostics themselves are exchanged, and all ranks raise
+the same error (`gather_or_raise`).
 
-The bytes travel through one all_gather of uint8; nothing is pickled.
+The bytes are exchanged by one all_gather of uint8; nothing is pickled.
 """
 
 import errno
@@ -20,21 +21,22 @@ from meshwright.comm.collectives.group import Group
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.run.checkpoint.manifest import CheckpointError
 
-RECORD_NBYTES = 40  # bytes that a rank tells the others after an act
+RECORD_NBYTES = 40  # bytes that a rank sends after a task
 UNKNOWN_ERROR = -1  # the code of a failure that is no OSError
 RETRY_SAVE_FIX = "save again, into a folder that every rank can see; earlier checkpoints are untouched"
-OK_PREFIX, ERROR_PREFIX = b"+", b"-"  # how a verdict begins
+OK_PREFIX, ERROR_PREFIX = b"+", b"-"  # first byte of the answer of `gather_or_raise`
 
 
 class ConsensusError(CheckpointError):
-    """Ranks that read a checkpoint together came to no verdict: one of them failed at something else."""
+    """The ranks that read a checkpoint together did not finish: one of them failed for another reason."""
 
 
 @dataclass(frozen=True)
 class RankConsensus:
-    """The ranks of `group`, busy with `what`. `device`: where the collectives of the group take their operands.
+    """The ranks of `group`, which work on `purpose`. `device` is the device of the group's collectives.
 
-    `action` is what the ledger calls it; `again` is the repair of a failure whose cause is said elsewhere.
+    `action` is the name in the ledger; `retry_fix` is the repair of a failure whose cause is reported
+    elsewhere.
     """
 
     group: Group
@@ -44,68 +46,71 @@ class RankConsensus:
     retry_fix: str = RETRY_SAVE_FIX
 
     def run(self, task: str, work: Callable[[], bytes]) -> list[bytes]:
-        """Run `work` here; returns what it returned on every rank, each filled up with zeros to RECORD bytes.
+        """Runs `work` here; returns the results of all ranks, each padded with zeros to RECORD_NBYTES bytes.
 
-        Raises CheckpointError on all ranks when `work` raised on any.
+        Raises CheckpointError on all ranks if `work` raised on any.
         """
         cause: Exception | None = None
-        code, record = 0, b""
+        code, result = 0, b""
         try:
-            record = work()
+            result = work()
         except OSError as error:
             cause, code = error, error.errno or UNKNOWN_ERROR
-        except Exception as error:  # told to the others first, raised below
+        except Exception as error:  # sent to the other ranks first, raised below
             cause, code = error, UNKNOWN_ERROR
-        told = self._exchange(code.to_bytes(8, "little", signed=True) + record.ljust(RECORD_NBYTES, b"\0"))
-        codes = [int.from_bytes(line[:8], "little", signed=True) for line in told]
+        received = self._exchange(code.to_bytes(8, "little", signed=True) + result.ljust(RECORD_NBYTES, b"\0"))
+        codes = [int.from_bytes(line[:8], "little", signed=True) for line in received]
         failed = {rank: code for rank, code in zip(self.group.ranks, codes, strict=True) if code}
         if failed:
             self._fail(task, failed, cause)
-        return [line[8:] for line in told]
+        return [line[8:] for line in received]
 
     def gather(self, task: str, work: Callable[[], bytes]) -> list[bytes]:
-        """Run `work` here; returns what it returned on every rank, of any length. Raises CheckpointError as `do` does."""
-        made: list[bytes] = []
+        """Runs `work` here; returns the results of all ranks, of any length. Raises CheckpointError like
+        `run`.
+        """
+        results: list[bytes] = []
 
-        def make() -> bytes:
-            made.append(work())
-            return len(made[0]).to_bytes(8, "little")
+        def run_and_measure() -> bytes:
+            results.append(work())
+            return len(results[0]).to_bytes(8, "little")
 
-        lengths = [int.from_bytes(record[:8], "little") for record in self.run(task, make)]
+        lengths = [int.from_bytes(record[:8], "little") for record in self.run(task, run_and_measure)]
         longest = max(lengths)
-        lines = self._exchange(made[0].ljust(longest, b"\0")) if longest else [b""] * self.group.size
+        lines = self._exchange(results[0].ljust(longest, b"\0")) if longest else [b""] * self.group.size
         return [line[:length] for line, length in zip(lines, lengths, strict=True)]
 
     def gather_or_raise(self, task: str, work: Callable[[], bytes]) -> list[bytes]:
-        """Run `work` here; returns what it returned on every rank, of any length.
+        """Runs `work` here; returns the results of all ranks, of any length.
 
-        Raises the same CheckpointError on all ranks when `work` raised one on any: the faults of all, each once, and by which
-        ranks it was found unless all have found it. Whatever else `work` raised on any rank is Undecided on all of them.
+        Raises the same CheckpointError on all ranks if `work` raised a CheckpointError on any: the
+        diagnostics of all ranks, each once, with the ranks that found it unless all did. Any other exception
+        of `work` is a ConsensusError on all ranks.
         """
 
-        def verdict() -> bytes:
+        def answer() -> bytes:
             try:
                 return OK_PREFIX + work()
             except CheckpointError as error:
                 return ERROR_PREFIX + json.dumps([asdict(fault) for fault in error.diagnostics]).encode()
 
         try:
-            told = self.gather(task, verdict)
+            received = self.gather(task, answer)
         except CheckpointError as error:
             raise ConsensusError.from_diagnostics(error.diagnostics) from error
-        found: dict[Diagnostic, list[int]] = {}
-        for rank, line in zip(self.group.ranks, told, strict=True):
+        ranks_of: dict[Diagnostic, list[int]] = {}
+        for rank, line in zip(self.group.ranks, received, strict=True):
             faults = [Diagnostic(**said) for said in json.loads(line[1:])] if line[:1] == ERROR_PREFIX else []
             for fault in dict.fromkeys(faults):
-                found.setdefault(fault, []).append(rank)
-        if found:
+                ranks_of.setdefault(fault, []).append(rank)
+        if ranks_of:
             raise CheckpointError.from_diagnostics(
-                _found_by(fault, ranks, self.group.size) for fault, ranks in found.items()
+                _with_ranks(fault, ranks, self.group.size) for fault, ranks in ranks_of.items()
             )
-        return [line[1:] for line in told]
+        return [line[1:] for line in received]
 
     def check_equal(self, task: str, work: Callable[[], bytes], *, fix: str) -> None:
-        """Raise CheckpointError on all ranks unless `work` returns the same bytes on each."""
+        """Raises CheckpointError on all ranks unless `work` returns the same bytes on each."""
         records = self.run(task, work)
         others = [
             rank for rank, record in zip(self.group.ranks, records, strict=True) if record != records[0]
@@ -133,8 +138,8 @@ class RankConsensus:
         mine = torch.frombuffer(bytearray(line), dtype=torch.uint8).to(self.device)
         gathered = mine.new_empty(self.group.size * mine.numel())
         self.group.all_gather(gathered, mine, action=self.action).wait()
-        told = bytes(gathered.tolist())
-        return [told[start : start + len(line)] for start in range(0, len(told), len(line))]
+        received = bytes(gathered.tolist())
+        return [received[start : start + len(line)] for start in range(0, len(received), len(line))]
 
 
 def _repair(codes: set[int], again: str) -> str:
@@ -145,8 +150,7 @@ def _repair(codes: set[int], again: str) -> str:
     return f"repair the cause and {again}"
 
 
-def _found_by(diagnostic: Diagnostic, ranks: Sequence[int], size: int) -> Diagnostic:
-    """`fault`, with the ranks that have found it unless all have."""
+def _with_ranks(diagnostic: Diagnostic, ranks: Sequence[int], size: int) -> Diagnostic:
     who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     return (
         diagnostic

@@ -1,12 +1,12 @@
-"""The folders of checkpoints: one per step, and under which names a reader must not take one for a checkpoint.
+"""Folders of checkpoints: one per step, with names that tell finished checkpoints from partial ones.
 
     step-00000100/                     a checkpoint
-    step-00000200.partial-5f3a9c01/    being written, or what a stopped save left behind, or on its way out
-    step-00000300.aside-0c77d1e4/      a checkpoint that a run went back behind; kept, never taken, removed by nobody
+    step-00000200.partial-5f3a9c01/    being written, left behind by a stopped save, or being deleted
+    step-00000300.aside-0c77d1e4/      a later checkpoint of a run that went back; kept, never loaded, never deleted
     best.json                          {"step": 100, "folder": "step-00000100", "loss": 1.5}: the best by its evaluation
 
-A checkpoint comes to be by one rename, and goes by one: it is renamed to a partial one before it is deleted, so that a
-crash in the middle of either leaves nothing half-made under a good name. Links are neither followed nor removed.
+A checkpoint appears by one rename and disappears by one: it is renamed to a partial one before it is
+deleted, so a crash leaves nothing incomplete under a valid name. Links are neither followed nor removed.
 """
 
 import json
@@ -28,17 +28,21 @@ logger = logging.getLogger(__name__)
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` stands inside `folder`."""
+    """Returns the folder of the checkpoint of `step` inside `folder`."""
     return folder / f"step-{step:08d}"
 
 
 def partial_folder(path: Path, token: str) -> Path:
-    """Where the checkpoint that will stand at `place` is written; `token` is hexadecimal and tells attempts apart."""
+    """Returns the folder in which the checkpoint at `path` is written; `token` is hexadecimal and differs
+    per attempt.
+    """
     return path.with_name(f"{path.name}.partial-{token}")
 
 
 def list_step_folders(folder: Path) -> list[tuple[int, Path]]:
-    """The step and path of all step folders in `folder`, newest first, partial ones after whole ones; [] without a folder."""
+    """Returns step and path of all step folders in `folder`, newest first, partial ones after finished ones;
+    [] without a folder.
+    """
     if not folder.is_dir():
         return []
     matches = [(STEP_FOLDER.fullmatch(path.name), path) for path in folder.iterdir()]
@@ -47,7 +51,9 @@ def list_step_folders(folder: Path) -> list[tuple[int, Path]]:
 
 
 def publish_checkpoint(partial: Path, path: Path) -> None:
-    """Rename `partial` to `place`, on disk when this returns; what stood at `place` is renamed to a partial one."""
+    """Renames `partial` to `path`, durably on disk on return; a checkpoint already at `path` becomes a
+    partial one.
+    """
     sync_folder(partial)
     if os.path.lexists(path):
         os.rename(path, partial_folder(path, secrets.token_hex(4)))
@@ -56,9 +62,11 @@ def publish_checkpoint(partial: Path, path: Path) -> None:
 
 
 def prune_checkpoints(final_path: Path, keep: int) -> None:
-    """Remove stopped saves, damaged checkpoints, and all but the newest `keep` good ones; `place` and the best one stay.
+    """Removes stopped saves, damaged checkpoints, and all but the newest `keep` valid ones; `final_path` and
+    the best one stay.
 
-    The checkpoint at `place` is good by now, so what cannot be removed is a line in the log and no error.
+    The checkpoint at `final_path` is valid by now, so a folder that cannot be removed is a log line and no
+    error.
     """
     kept = 0
     best = step_folder(final_path.parent, best_step(final_path.parent))
@@ -74,10 +82,9 @@ def prune_checkpoints(final_path: Path, keep: int) -> None:
 
 
 def mark_best(folder: Path, step: int, loss: float | None) -> None:
-    """Write into `folder` that its checkpoint of `step`, of evaluation loss `loss`, is the best.
+    """Writes into `folder` that its checkpoint of `step`, with evaluation loss `loss`, is the best.
 
-    A reader sees the old file or the new one. When there is no such checkpoint, no file is written, and one that names a
-    checkpoint which is not there is removed. A file that cannot be written is a line in the log.
+    A reader sees the old or the new file. If there is no such checkpoint, the file is removed.
     """
     path = folder / BEST_FILE
     try:
@@ -101,7 +108,7 @@ def mark_best(folder: Path, step: int, loss: float | None) -> None:
 
 
 def best_step(folder: Path) -> int:
-    """The step of the best checkpoint in `folder`, as best.json says; 0 when it says none."""
+    """Returns the step of the best checkpoint in `folder` as best.json names it; 0 if it names none."""
     with suppress(OSError, ValueError):
         said = json.loads((folder / BEST_FILE).read_text(encoding="ascii"))
         if isinstance(said, dict) and isinstance(said.get("step"), int) and said["step"] > 0:
@@ -110,7 +117,9 @@ def best_step(folder: Path) -> int:
 
 
 def retire_later_checkpoints(folder: Path, step: int) -> list[Path]:
-    """Rename the checkpoints in `folder` that are later than `step`, so that no reader takes them; returns their new places."""
+    """Renames the checkpoints in `folder` that are later than `step`, so that no reader uses them; returns
+    their new paths.
+    """
     later = [
         path
         for found, path in list_step_folders(folder)
@@ -122,7 +131,7 @@ def retire_later_checkpoints(folder: Path, step: int) -> list[Path]:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete the step folder `path`, under the name of a partial one; what cannot be deleted is logged."""
+    """Deletes the step folder `path`, after renaming it to a partial one; logs what cannot be deleted."""
     try:
         gone = path
         if ".partial-" not in path.name:
@@ -134,7 +143,9 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` survive a power cut. Windows cannot open folders; its file system journals renames."""
+    """Makes the names in `folder` survive a power failure. Windows cannot open folders; its file system
+    journals renames.
+    """
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)

@@ -1,18 +1,19 @@
-"""A checkpoint that all ranks look through together: each file is read by one of them, and nobody goes on before all agree.
+"""Verifies a checkpoint on all ranks: each file is read by one of them, and no rank continues before all
+agree.
 
-One process alone reads every byte for the checksums (`checkpoint.load`). Of n ranks that take up the same checkpoint each
-reads a share, and believes the others about the rest: S bytes are read, not n S.
+A single process reads every byte for the checksums (`save_load.load_tensors`). Of n ranks that load the same
+checkpoint each reads a share of the files and relies on the others for the rest: S bytes are read, not n S.
 
-    look     every rank   the manifest, whether it fits this run, names and sizes       a few stats
-    tell     every rank   what the manifest says, and which files it sees
-    sum      each rank    its share of the files: the largest first, each to the rank with the fewest bytes so far
-    agree    every rank   the faults of all; with one, all of them raise the same error
+    read     every rank   the manifest, whether it fits this run, names and sizes       a few stats
+    gather   every rank   a digest of the manifest, and the identity of its files
+    check    each rank    checksums of its share: the largest file first, each to the rank with the fewest bytes so far
+    agree    every rank   the diagnostics of all; if there is one, all ranks raise the same error
 
-Who sees other files, such as a copy on its own host, is not believed about them: files are told apart by inode and time
-of change, and dealt out among the ranks that see the same. Where a file system gives every host other inodes, more is read
-than needed, and nothing less.
+Ranks that read other files, such as a copy on their own host, do not rely on each other: files are
+identified by inode and time of change, and shared among the ranks that read the same ones. Where a file
+system gives every host other inodes, more than needed is read, never less.
 
-Where the newest checkpoint is damaged all ranks pass it over, and look through the next one.
+If the newest checkpoint is damaged, all ranks skip it and verify the next one.
 """
 
 import json
@@ -34,52 +35,56 @@ DIGEST_NBYTES = 32  # bytes of a sha256
 
 
 def load_consensus(world: World, purpose: str) -> RankConsensus:
-    """All ranks of `world`, about to take up a checkpoint; `what` says in an error what did not happen."""
+    """Returns all ranks of `world`, about to load a checkpoint; `purpose` is named in errors."""
     return RankConsensus(world.group(AXES), world.device, purpose, action="RESUME", retry_fix=RETRY_FIX)
 
 
 def verify_checkpoint(
     path: Path, consensus: RankConsensus, check: ManifestCheck | None = None, step: int | None = None
 ) -> Manifest:
-    """The manifest of the checkpoint in `path`, that of `step` if one is named, once all `ranks` have found all of it whole.
+    """Returns the manifest of the checkpoint in `path` (that of `step` if given) after all ranks together
+    verified all of it.
 
-    Each checks the sums of its share of the files. `check(manifest, path)` raises CheckpointError for one that does not fit
-    this rank. Raises the same CheckpointError on every rank, with the faults that any of them found.
+    Each rank checks the checksums of its share of the files. `check(manifest, path)` raises CheckpointError
+    for a checkpoint that does not fit this rank. Raises the same CheckpointError on every rank, with the
+    diagnostics of all ranks.
     """
-    looked: list[Manifest] = []
+    manifests: list[Manifest] = []
 
-    def look() -> bytes:
+    def read()  -> bytes:
         manifest = checked_manifest(path, step, check)
         check_sizes(path, manifest.files)
-        looked.append(manifest)
-        return sha256(manifest.dump().encode()).digest() + _seen(path, manifest)
+        manifests.append(manifest)
+        return sha256(manifest.dump().encode()).digest() + _file_identity(path, manifest)
 
-    told = consensus.gather_or_raise("looking at a checkpoint", look)
+    records = consensus.gather_or_raise("reading the manifest of a checkpoint", read)
     others = [
         rank
-        for rank, line in zip(consensus.group.ranks, told, strict=True)
-        if line[:DIGEST_NBYTES] != told[0][:DIGEST_NBYTES]
+        for rank, line in zip(consensus.group.ranks, records, strict=True)
+        if line[:DIGEST_NBYTES] != records[0][:DIGEST_NBYTES]
     ]
     if others:
-        what = f"ranks {others} find another checkpoint there than rank {consensus.group.ranks[0]}"
+        what = f"ranks {others} read another manifest than rank {consensus.group.ranks[0]}"
         raise CheckpointError(
             what, fix="give every rank the same folder, or a copy of it", location=str(path)
         )
-    (manifest,) = looked
-    mine = _share(manifest, told, consensus.group.index)
+    (manifest,) = manifests
+    mine = _share(manifest, records, consensus.group.index)
 
-    def add_up() -> bytes:
+    def check_share() -> bytes:
         check_checksums(path, {name: manifest.files[name] for name in mine})
         return b""
 
-    consensus.gather_or_raise("reading a checkpoint", add_up)
+    consensus.gather_or_raise("checking a checkpoint", check_share)
     return manifest
 
 
 def newest_valid_on_all_ranks(
     folder: Path, consensus: RankConsensus, check: ManifestCheck | None = None
 ) -> NewestCheckpoint:
-    """As `checkpoint.newest_good`, of all `ranks` together: all of them get the same, and all pass over the same."""
+    """Returns what `save_load.newest_valid` returns, for all ranks together: all use, and skip, the same
+    checkpoints.
+    """
 
     def listing() -> bytes:
         if consensus.group.index:
@@ -91,8 +96,7 @@ def newest_valid_on_all_ranks(
     return first_valid(folder, found, lambda path, step: verify_checkpoint(path, consensus, check, step))
 
 
-def _seen(path: Path, manifest: Manifest) -> bytes:
-    """A digest of which files these are: the same on two ranks only if they look at the same ones."""
+def _file_identity(path: Path, manifest: Manifest) -> bytes:
     found = {name: stat_regular_file(path / name) for name in sorted(manifest.files)}
     return sha256(
         repr([(name, status.st_ino, status.st_ctime_ns) for name, status in found.items()]).encode()
@@ -100,7 +104,6 @@ def _seen(path: Path, manifest: Manifest) -> bytes:
 
 
 def _share(manifest: Manifest, run: Sequence[bytes], index: int) -> tuple[str, ...]:
-    """The files that the rank at `index` reads, one of those that have told that they see the same."""
     alike = [each for each, line in enumerate(run) if line == run[index]]
     return balance_by_size({name: shard.nbytes for name, shard in manifest.files.items()}, len(alike))[
         alike.index(index)

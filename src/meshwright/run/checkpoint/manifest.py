@@ -1,5 +1,5 @@
-"""What a checkpoint holds, said in JSON: every tensor by its full name, in which file each slice of it lies, and what the
-files must weigh.
+"""The manifest of a checkpoint, as JSON: every tensor by its full name, the files of its slices, sizes and
+checksums.
 
     {"format": "meshwright checkpoint", "version": 1, "step": 100,
      "entries": {"model/lm_head.weight": {"shape": [64, 8], "dtype": "float32", "slices": [
@@ -7,13 +7,14 @@ files must weigh.
      "files": {"rank-00000.safetensors": {"nbytes": 2136, "sha256": "..."}},
      "meta": {"seed": 0, ...}, "sha256": "..."}
 
-An *entry* is one logical tensor; its name starts with its kind: "model/..." for parameters, "optimizer/exp_avg/..." for
-moments. A *slice* is a box of the entry; the slices of an entry tile it exactly, so a checkpoint does not depend on how
-many ranks wrote it. The JSON is canonical (sorted keys, no spaces, ASCII), and the last field is the sha256 of the rest, so
-one flipped bit is noticed.
+An *entry* is one logical tensor; its name starts with its kind: "model/..." for parameters,
+"optimizer/exp_avg/..." for optimizer states. A *slice* is a box of the entry. The slices of an entry tile it
+exactly, so a checkpoint does not depend on the number of ranks that wrote it. The JSON is canonical (sorted
+keys, no spaces, ASCII), and the last field is the sha256 of the rest, so one flipped bit is detected.
 
-A manifest is read as if a stranger had written it. Nothing in it is believed before it is checked, and file names are plain
-names inside the checkpoint's own folder: a path, a link, a name that differs from another only in case are refused.
+A manifest is read like untrusted input. Everything in it is checked before use, and file names are plain
+names inside the checkpoint's own folder: a path, a link, or a name that differs from another one only in
+case is refused.
 """
 
 import json
@@ -48,12 +49,12 @@ Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | Non
 
 
 class CheckpointError(PlanError):
-    """A checkpoint that cannot be written, or must not be read."""
+    """A checkpoint cannot be written, or must not be read."""
 
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """A box of an entry: from index `start`, of size `shape`; stored in `file` as the tensor `key`."""
+    """A box of a tensor: from index `start`, of size `shape`; stored in `file` as the tensor `key`."""
 
     file: str
     key: str
@@ -63,7 +64,7 @@ class StoredSlice:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One logical tensor: its shape, its dtype as in `ITEMSIZE`, and the slices that tile it."""
+    """A logical tensor: its shape, its dtype (a key of `ITEMSIZE`), and the slices that tile it."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -72,7 +73,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """What a file must weigh, in bytes, and its sha256 in hexadecimal."""
+    """The size of a file in bytes, and its sha256 in hexadecimal."""
 
     nbytes: int
     sha256: str
@@ -115,9 +116,8 @@ class Manifest:
             )
 
     def dump(self) -> str:
-        """The canonical JSON of this manifest, sealed with its own sha256.
-
-        Raises CheckpointError when `meta` is not plain JSON.
+        """Returns the canonical JSON of this manifest, with its own sha256. Raises CheckpointError when
+        `meta` is not plain JSON.
         """
         try:
             return seal_json({"format": FORMAT, "version": VERSION, **asdict(self)})
@@ -130,7 +130,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: str) -> "Manifest":
-        """The manifest that `text` says. Raises CheckpointError for anything that is not exactly one."""
+        """Returns the manifest in `text`. Raises CheckpointError for anything else."""
         try:
             body = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
             found = checksum(body) if isinstance(body, dict) else ""
@@ -165,19 +165,19 @@ class Manifest:
 
 
 def seal_json(body: Mapping[str, Json]) -> str:
-    """The canonical JSON of `body` with the field "sha256" set to the checksum of all other fields."""
+    """Returns the canonical JSON of `body` with the field "sha256" set to the checksum of all other fields."""
     return canonical_json({**body, "sha256": checksum(body)})
 
 
 def checksum(body: Mapping[str, Json]) -> str:
-    """The sha256 of the canonical JSON of all fields of `body` but "sha256"."""
+    """Returns the sha256 of the canonical JSON of all fields of `body` but "sha256"."""
     return sha256(
         canonical_json({key: value for key, value in body.items() if key != "sha256"}).encode()
     ).hexdigest()
 
 
 def canonical_json(value: Mapping[str, Json]) -> str:
-    """The one JSON text of `value`. Raises TypeError or ValueError when it is not plain JSON."""
+    """Returns the one JSON text of `value`. Raises TypeError or ValueError when it is not plain JSON."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
@@ -235,7 +235,6 @@ def _inside(start: int, size: int, whole: int) -> bool:
 
 
 def _disjoint(boxes: Iterable[StoredSlice]) -> bool:
-    """Whether no two boxes share an element: a sweep along the dim with most borders, comparing only boxes in reach."""
     full = [box for box in boxes if prod(box.shape)]
     if len(full) < 2 or not full[0].shape:
         return len(full) < 2

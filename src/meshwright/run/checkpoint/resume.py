@@ -1,6 +1,6 @@
-"""Going on where another run stopped: which checkpoint is taken, and what has changed since it was saved.
+"""Resuming a run: chooses the checkpoint, and reports what changed since it was saved.
 
-All ranks look through the folder together (run/checking.py), so that they take the same checkpoint, and none alone.
+All ranks verify the folder together (`integrity`), so all load the same checkpoint.
 """
 
 import json
@@ -32,12 +32,12 @@ CHECKPOINTS_FOLDER = "checkpoints"
 MODEL_PREFIXES = (
     "model/",
     "buffer/",
-)  # what makes a checkpoint one of this model; the rest may come and go with the plan
+)  # these must match the model; the rest depends on the plan
 
 
 @dataclass(frozen=True)
 class ResumeResult:
-    """Where a run went on: the step (0: from the beginning), what to say about it, and what evaluations had shown."""
+    """Where a run continues: the step (0: from the start), notes for the user, and the evaluation history."""
 
     step: int
     notes: tuple[str, ...] = ()
@@ -47,46 +47,47 @@ class ResumeResult:
 def resume(
     executor: Executor, plan: Plan, world: World, data_digest: str, step: int | None = None
 ) -> ResumeResult:
-    """Take up the newest good checkpoint of the run's folder (or that of `step`) on every rank.
+    """Loads the newest valid checkpoint of the run's folder (or that of `step`) on every rank.
 
-    Damaged checkpoints and those of another model are passed over. When the run goes back to `step` under a plan or with
-    data that changed since, later checkpoints are set aside: they belong to another course of the run.
+    Damaged checkpoints and those of another model are skipped. If the run goes back to `step` under a plan
+    or with data that changed since, later checkpoints are retired: they belong to another course of the run.
 
-    Raises PlanError when `step` is asked for and not there, and when there are checkpoints and none can be used: starting
-    from nothing would in time replace them. On every rank, whichever has found it.
+    Raises PlanError on every rank when `step` is given and missing, and when there are checkpoints and none
+    can be used: starting from step 0 would replace them in time.
     """
     folder = Path(plan.run.folder) / CHECKPOINTS_FOLDER
     notes: list[str] = []
-    ranks = load_consensus(world, "the run does not go on")
+    consensus = load_consensus(world, "the run does not resume")
     manifest = (
-        _newest(folder, executor, ranks, notes) if step is None else _asked_for(folder, executor, ranks, step)
+        _newest(folder, executor, consensus, notes) if step is None else _requested(folder, executor, consensus, step)
     )
     if manifest is None:
         return ResumeResult(0, ("starting from step 0", *notes))
     meta = manifest.meta
-    changes = [*_changes(meta, plan, data_digest), *_other_sums(meta, reduction_transports(plan, world))]
-    so_far = EvalHistory.from_saved(meta.get("eval_history"))
+    changes = [*_changes(meta, plan, data_digest), *_transport_changes(meta, reduction_transports(plan, world))]
+    eval_history = EvalHistory.from_saved(meta.get("eval_history"))
     if world.rank == 0:
         if changes and step is not None:
-            aside = retire_later_checkpoints(folder, step)
+            retired = retire_later_checkpoints(folder, step)
             notes += (
-                [f"later checkpoints were set aside: {', '.join(path.name for path in aside)}"]
-                if aside
+                [f"later checkpoints were retired: {', '.join(path.name for path in retired)}"]
+                if retired
                 else []
             )
-        mark_best(folder, so_far.best_step, so_far.best_loss)
+        mark_best(folder, eval_history.best_step, eval_history.best_loss)
     executor.load_state_dict(
         open_tensors(step_folder(folder, manifest.step), manifest.entries), manifest.step
     )
     return ResumeResult(
-        executor.steps_done, (f"resumed from step {executor.steps_done}", *notes, *changes), so_far
+        executor.steps_done, (f"resumed from step {executor.steps_done}", *notes, *changes), eval_history
     )
 
 
 def check_checkpoints_usable(plan: Plan) -> None:
-    """Raise PlanError, before any rank starts, when the run has checkpoints and none is whole and of this model.
+    """Raises PlanError, before any rank starts, when the run has checkpoints and none is complete and of
+    this model.
 
-    Looks at manifests and sizes only; checksums are for the ranks, which read the files anyway.
+    Checks manifests and sizes only; the ranks verify checksums, as they read the files anyway.
     """
     folder = Path(plan.run.folder) / CHECKPOINTS_FOLDER
     shapes = {f"model/{weight.name}": weight.shape for weight in plan.model_spec.params}
@@ -108,31 +109,30 @@ def check_checkpoints_usable(plan: Plan) -> None:
         _refuse_all(folder, reasons)
 
 
-def _newest(folder: Path, executor: Executor, ranks: RankConsensus, notes: list[str]) -> Manifest | None:
-    """The manifest of the newest checkpoint that can be used, the same on all ranks; None when none was ever finished."""
+def _newest(folder: Path, executor: Executor, consensus: RankConsensus, notes: list[str]) -> Manifest | None:
     path, manifest, rejected = newest_valid_on_all_ranks(
-        folder, ranks, lambda manifest, place: check_model(manifest, executor, place)
+        folder, consensus, lambda manifest, path: check_model(manifest, executor, path)
     )
     notes += [
-        f"passed over {bad.name}: {why.replace(f'{bad}/', '').removeprefix(f'{bad}: ')}"
+        f"skipped {bad.name}: {why.replace(f'{bad}/', '').removeprefix(f'{bad}: ')}"
         for bad, why in rejected
     ]
     finished = [bad for bad, _ in rejected if ".partial-" not in bad.name]
     if path is not None and finished:
-        notes.append(f"{path.name} is the newest good checkpoint")
+        notes.append(f"{path.name} is the newest valid checkpoint")
     if manifest is None and finished:
         _refuse_all(folder, [f"{bad.name}: {why}" for bad, why in rejected if bad in finished])
     return manifest
 
 
 def _refuse_all(folder: Path, reasons: Sequence[str]) -> Never:
-    listing = "".join(f"\n  passed over {reason}" for reason in reasons)
+    listing = "".join(f"\n  skipped {reason}" for reason in reasons)
     text = f"none of the {len(reasons)} checkpoints here can be used:{listing}"
     fix = "train into another run.folder, or restore a checkpoint from a copy; to start from step 0 here, move the folder away"
     raise PlanError(text, fix=fix, location=str(folder))
 
 
-def _asked_for(folder: Path, executor: Executor, ranks: RankConsensus, step: int) -> Manifest:
+def _requested(folder: Path, executor: Executor, consensus: RankConsensus, step: int) -> Manifest:
     path = step_folder(folder, step)
 
     def there() -> bytes:
@@ -141,14 +141,14 @@ def _asked_for(folder: Path, executor: Executor, ranks: RankConsensus, step: int
             raise CheckpointError(f"there is no checkpoint of step {step}", fix=fix, location=str(folder))
         return b""
 
-    ranks.gather_or_raise("looking for a checkpoint", there)
+    consensus.gather_or_raise("looking for a checkpoint", there)
     return verify_checkpoint(
-        path, ranks, lambda manifest, place: check_model(manifest, executor, place), step
+        path, consensus, lambda manifest, path: check_model(manifest, executor, path), step
     )
 
 
 def checkpoint_names(folder: Path) -> str:
-    """The checkpoints in `folder` in words, oldest first."""
+    """Returns the names of the checkpoints in `folder`, oldest first, as text."""
     return (
         ", ".join(
             path.name
@@ -160,7 +160,7 @@ def checkpoint_names(folder: Path) -> str:
 
 
 def check_model(manifest: Manifest, executor: Executor, path: Path) -> None:
-    """Raise CheckpointError unless `manifest`, that of the checkpoint in `path`, is of the model that `player` plays."""
+    """Raises CheckpointError unless `manifest` of the checkpoint in `path` is of the model of `executor`."""
     mine = {f"model/{weight.name}": weight.shape for weight in executor.plan.model_spec.params}
     mine |= {
         name: tuple(tensor.shape)
@@ -189,9 +189,10 @@ def _changes(meta: Mapping[str, Any], plan: Plan, data_digest: str) -> list[str]
 
 
 def reduction_transports(plan: Plan, world: World) -> dict[str, str]:
-    """By axes, what adds up the plan's sums where nobody else says in which order: the transport decides on the last bits.
+    """Returns, by axes, the transport of the plan's sums whose order of addition it decides, and thereby the
+    last bits.
 
-    Two summands have one order. All ranks call this: it may make groups.
+    Sums of two ranks have one order and are left out. All ranks call this: it may create groups.
     """
     moves = [move for action in plan.actions for move in action.transfers]
     sums = {
@@ -204,7 +205,7 @@ def reduction_transports(plan: Plan, world: World) -> dict[str, str]:
     return {name: group.transport for name, group in groups.items() if group.size > 2}
 
 
-def _other_sums(meta: Mapping[str, Any], now: Mapping[str, str]) -> list[str]:
+def _transport_changes(meta: Mapping[str, Any], now: Mapping[str, str]) -> list[str]:
     before = meta.get("reduction_transports", {})
     changed = [
         (axes, before[axes], carrier) for axes, carrier in now.items() if before.get(axes, carrier) != carrier
@@ -216,7 +217,6 @@ def _other_sums(meta: Mapping[str, Any], now: Mapping[str, str]) -> list[str]:
 
 
 def _named(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """`plan` with its strategies by name, and by axis where several have the same."""
     tables = plan.get("strategies", [])
     names = [table["name"] for table in tables]
     by = {

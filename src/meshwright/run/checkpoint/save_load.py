@@ -1,20 +1,24 @@
-"""Checkpoints that are whole or absent: written by all ranks together, published by one rename, checked before use.
+"""Checkpoints that are complete or absent: written by all ranks together, published by one rename, verified
+before use.
 
-Every rank holds the same tensors, or shares of them, and writes its part; nobody gathers anything. Between the acts the
-ranks vote, so that a full disk under one of them is an error on all of them, and nobody waits for a rank that gave up.
+Every rank has the same tensors, or shards of them, and writes its part; no rank gathers anything. After each
+phase the ranks exchange whether it succeeded, so that a full disk under one of them is an error on all of
+them.
 
-    agree      all ranks hold the same names, shapes and dtypes for the same step
+    agree      all ranks have the same names, shapes and dtypes for the same step
     begin      rank 0 makes   step-00000100.partial-5f3a9c01/
     write      each rank      rank-00000.safetensors, rank-00001.safetensors ...     fsync, sha256; sizes and sums exchanged
     publish    rank 0         manifest.json, fsync; rename to  step-00000100/ ; fsync of the folder above
-    prune      rank 0         all but the newest `keep` and the best, and what stopped saves left behind
+    prune      rank 0         removes all but the newest `keep` and the best, and what stopped saves left behind
 
-The rename is the only moment at which a checkpoint comes to be; a crash before it leaves a `.partial-` folder that no
-reader takes for a checkpoint, a crash after it leaves a good one. Old ones go last, after being renamed to `.partial-`
-themselves, so a half-deleted checkpoint is not taken for one either. Memory: at most one tensor is copied at a time.
+The rename is the only moment at which a checkpoint appears. A crash before it leaves a `.partial-` folder,
+which no reader takes for a checkpoint; a crash after it leaves a valid one. Old checkpoints are removed
+last, after being renamed to `.partial-` themselves, so a half-deleted checkpoint is not taken for a valid
+one either. Memory: at most one tensor is copied at a time.
 
-Reading trusts nothing: names and sizes, then checksums, then the contents of the files against the manifest. Ranks that read
-together share the checksums (run/checking.py). There is no pickle in any file, and ranks exchange plain numbers.
+Reading trusts nothing: it checks names and sizes, then checksums, then the contents of the files against the
+manifest. Ranks that read together share the checksums (`integrity`). No file contains a pickle, and ranks
+exchange plain numbers.
 """
 
 import logging
@@ -64,7 +68,7 @@ ExpectedTensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ManifestCheck = Callable[[Manifest, Path], None]  # raises CheckpointError
 NewestCheckpoint = tuple[Path | None, Manifest | None, list[tuple[Path, str]]]
 
-MAX_SHOWN_DIFFERENCES = 5  # differences listed in a message
+MAX_SHOWN_DIFFERENCES = 5  # differences shown in a message
 
 logger = logging.getLogger(__name__)
 
@@ -78,30 +82,31 @@ def save_tensors(
     keep: int,
     device: torch.device | None = None,
 ) -> Path:
-    """Write `tensors`, of which every rank of `group` holds all or a share, as the checkpoint of `step`; returns its folder.
+    """Writes the checkpoint of `step` and returns its folder; every rank of `group` has all or a shard of
+    each tensor.
 
     Args:
-        folder: holds one folder per step; made when missing; all ranks must see the same one.
-        tensors: full name ("model/...", "optimizer/exp_avg/...") -> tensor, any strides; or a `Share` of it, by whoever has one.
+        folder: contains one folder per step; made if missing; the same for all ranks.
+        tensors: full name ("model/...", "optimizer/exp_avg/...") -> tensor, any strides, or a shard of it.
         meta: plain JSON; rank 0's is written.
-        keep: how many of the newest good checkpoints stay, at least 1.
-        device: where the collectives of `group` take their operands; the CPU when None.
+        keep: how many of the newest valid checkpoints stay, at least 1.
+        device: the device of the collectives of `group`; the CPU when None.
 
-    What stands there for the same step is replaced, unless it equals what was written to the last bit; a good checkpoint
-    of another model is not overwritten.
+    A checkpoint of the same step is replaced, unless it is bit-identical; a valid checkpoint of another
+    model is not overwritten.
 
-    Raises CheckpointError on every rank when any rank fails; on that rank the error is caused by its own OSError. The
-    partial folder is gone then and earlier checkpoints are untouched.
+    Raises CheckpointError on every rank when any rank fails; on that rank the error is caused by its own
+    OSError. The partial folder is then removed, and earlier checkpoints are untouched.
     """
     ranks = RankConsensus(group, device or torch.device("cpu"), f"step {step} was not saved")
-    place = step_folder(folder, step)
+    path = step_folder(folder, step)
     fix = "hold the same tensors on every rank before saving"
     ranks.check_equal("the list of tensors", lambda: _state_digest(step, tensors, meta, keep), fix=fix)
     parts = WritePlan.from_ranks(tensors, ranks.gather("listing shares", lambda: list_shards(tensors)))
     token = ranks.run(
-        "making the folder", lambda: _begin(place, step, parts.outline) if group.index == 0 else b""
+        "making the folder", lambda: _begin(path, step, parts.outline) if group.index == 0 else b""
     )[0][:4]
-    partial = partial_folder(place, token.hex())
+    partial = partial_folder(path, token.hex())
     names = [_file_name(index) for index in range(group.size)]
     try:
         records = ranks.run(
@@ -111,7 +116,7 @@ def save_tensors(
         ranks.run(
             "publishing",
             lambda: (
-                _publish(partial, place, Manifest(step, parts.entries(names), files, dict(meta)))
+                _publish(partial, path, Manifest(step, parts.entries(names), files, dict(meta)))
                 if group.index == 0
                 else b""
             ),
@@ -121,18 +126,19 @@ def save_tensors(
             remove_checkpoint(partial)
         raise
     if group.index == 0:
-        prune_checkpoints(place, keep)
-    return place
+        prune_checkpoints(path, keep)
+    return path
 
 
 def load_tensors(
     path: Path, expected: ExpectedTensors | None = None
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Json]]:
-    """The tensors of the checkpoint in folder `path`, on the CPU, and its `meta`.
+    """Returns the tensors of the checkpoint in folder `path`, on the CPU, and its `meta`.
 
-    Checksums are looked at here, and each tensor is read when it is asked for, into memory of its own: who keeps none holds one
-    at a time. `wanted` names the tensors with the shape and dtype each must have; None stands for all. Only files that are
-    needed are read. Raises CheckpointError when a file is damaged, or a wanted tensor is missing or of another shape or dtype.
+    Checksums are verified here. Each tensor is read when it is accessed, into memory of its own, so a caller
+    that keeps none has one in memory at a time. `expected` names the tensors with the shape and dtype of
+    each; None stands for all. Only needed files are read. Raises CheckpointError when a file is damaged, or
+    an expected tensor is missing or has another shape or dtype.
     """
     manifest = read_manifest(path)
     chosen = {name: entry for name, entry in manifest.entries.items() if expected is None or name in expected}
@@ -144,7 +150,9 @@ def load_tensors(
 
 
 def open_tensors(path: Path, entries: Mapping[str, TensorEntry]) -> Mapping[str, torch.Tensor]:
-    """The tensors that the checkpoint in folder `path` has by its `entries`, likewise; checksums are not looked at."""
+    """Returns the tensors `entries` of the checkpoint in folder `path`, read on access; checksums are not
+    verified.
+    """
 
     def read(name: str, rows: range | None = None) -> torch.Tensor:
         return read_entry(path, name, entries[name], rows)
@@ -153,10 +161,11 @@ def open_tensors(path: Path, entries: Mapping[str, TensorEntry]) -> Mapping[str,
 
 
 def newest_valid(folder: Path, check: ManifestCheck | None = None) -> NewestCheckpoint:
-    """The newest checkpoint in `folder` that is whole, its manifest, and the newer ones that were passed over, with reasons.
+    """Returns the newest complete checkpoint in `folder`, its manifest, and the newer ones that were
+    skipped, with reasons.
 
-    `check(manifest, path)` raises CheckpointError for one that must be passed over too, such as that of another model. No
-    good one: (None, None, all that were rejected); a folder that does not exist holds none.
+    `check(manifest, path)` raises CheckpointError for a checkpoint to skip, such as one of another model.
+    Without a valid one: (None, None, all that were skipped).
     """
     return first_valid(folder, list_step_folders(folder), lambda path, step: _whole(path, step, check))
 
@@ -164,7 +173,9 @@ def newest_valid(folder: Path, check: ManifestCheck | None = None) -> NewestChec
 def first_valid(
     folder: Path, candidates: Iterable[tuple[int, Path]], validate: Callable[[Path, int], Manifest]
 ) -> NewestCheckpoint:
-    """Likewise, of `places` in `folder` by step the first; `whole(path, step)` is its manifest, or raises CheckpointError."""
+    """Returns the first valid one of `candidates` (step, path) likewise; `validate(path, step)` returns its
+    manifest or raises.
+    """
     rejected: list[tuple[Path, str]] = []
     for step, path in candidates:
         try:
@@ -183,9 +194,10 @@ def first_valid(
 
 
 def checked_manifest(path: Path, step: int | None = None, check: ManifestCheck | None = None) -> Manifest:
-    """The manifest of the checkpoint in `path`, that of `step` if one is named; its files are not looked at.
+    """Returns the manifest of the checkpoint in `path` (that of `step` if given), without looking at its
+    files.
 
-    Raises CheckpointError for one that is damaged, of another step, or refused by `check`.
+    Raises CheckpointError if it is damaged, of another step, or refused by `check`.
     """
     manifest = read_manifest(path)
     if step is not None and manifest.step != step:
@@ -198,12 +210,16 @@ def checked_manifest(path: Path, step: int | None = None, check: ManifestCheck |
 
 
 def check_state(manifest: Manifest, expected: ExpectedTensors, path: Path) -> None:
-    """Raise CheckpointError, listing the first differences, unless `manifest` holds exactly the tensors of `expected`."""
+    """Raises CheckpointError, with the first differences, unless `manifest` has exactly the tensors of
+    `expected`.
+    """
     _refuse(tensor_differences(manifest.entries, expected), path)
 
 
 def tensor_differences(entries: Mapping[str, TensorEntry], expected: ExpectedTensors) -> list[str]:
-    """One line per tensor that is missing in `entries`, left over, or of another shape or dtype; sorted by name."""
+    """Returns one line per tensor that is missing in `entries`, unexpected, or of another shape or dtype;
+    sorted by name.
+    """
     have = {name: f"{list(entry.shape)} {entry.dtype}" for name, entry in entries.items()}
     need = {name: f"{list(shape)} {dtype_name(dtype)}" for name, (shape, dtype) in expected.items()}
     return [
@@ -214,7 +230,8 @@ def tensor_differences(entries: Mapping[str, TensorEntry], expected: ExpectedTen
 
 
 def compare_checkpoints(a: Path, b: Path) -> list[str]:
-    """The sorted names of the tensors that differ between two checkpoints in presence, shape, dtype or any bit.
+    """Returns the sorted names of the tensors whose presence, shape, dtype or bits differ between two
+    checkpoints.
 
     Raises CheckpointError when one of them is damaged.
     """
@@ -259,7 +276,6 @@ def _state_digest(
 
 
 def _begin(place: Path, step: int, outline: ExpectedTensors) -> bytes:
-    """Make the partial folder and return its token. Raises CheckpointError when `place` holds another model."""
     place.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(place):
         try:
@@ -305,7 +321,6 @@ def _equals(place: Path, manifest: Manifest) -> bool:
 
 
 def _whole(path: Path, step: int | None = None, check: ManifestCheck | None = None) -> Manifest:
-    """The manifest of the checkpoint in `path` after checking all of it. Raises CheckpointError."""
     manifest = checked_manifest(path, step, check)
     check_checksums(path, manifest.files)
     return manifest

@@ -1,17 +1,15 @@
-"""One file of a checkpoint: tensors in the safetensors format, written piece by piece, and read back slice by slice.
+"""One file of a checkpoint: tensors in the safetensors format, written in chunks and read slice by slice.
 
-The library's own writer wants the bytes of a whole file at once, refuses views that share memory, and leaves the checksum
-to a second reading. Weights here are often views into one flat arena, and a state may fill most of the memory. So the file
-is written by hand; the format is small:
+The library's own writer needs the bytes of a whole file at once, refuses views that share memory, and leaves
+the checksum to a second pass. Parameters here are often views into one flat parameter, and a state may fill
+most of the memory. So this module writes the file itself; the format is small:
 
     8 bytes: length of the header | header: JSON {name: {dtype, shape, data_offsets}} | the bytes of all tensors, no gaps
 
-Tensors go out one at a time, wide dtypes first (so that each starts at a multiple of its own item size), in pieces that
-are hashed as they are written. A view is written as its own elements only. Memory: nothing for a contiguous tensor on the
-CPU, one tensor for any other. Reading goes through the library, one slice at a time into a tensor of its own, so nothing
-stays mapped to a file that may be pruned later.
-
-Format: https://github.com/huggingface/safetensors (little-endian, row-major).
+Tensors are written one at a time, wide dtypes first (so that each starts at a multiple of its item size), in
+chunks that are hashed as they are written. Of a view only its own elements are written. Memory: none for a
+contiguous tensor on the CPU, one tensor for any other. Reading goes through the library, one slice at a time
+into a tensor of its own, so nothing stays mapped to a file that may be pruned later.
 """
 
 import json
@@ -56,14 +54,14 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_TAGS
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype as a manifest writes it, such as "float32"."""
+    """Returns the dtype as a manifest writes it, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> ShardFile:
-    """Write `tensors` to the new file `path`, on disk when this returns; returns its size and sha256.
+    """Writes `tensors` to the new file `path`, durably on disk on return; returns its size and sha256.
 
-    Raises OSError when the file exists, the disk is full, or the folder may not be written.
+    Raises OSError when the file exists, the disk is full, or the folder is missing.
     """
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, dict[str, str] | dict[str, str | list[int]]] = {"__metadata__": {"format": "pt"}}
@@ -89,7 +87,7 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> ShardFile:
 
 
 def write_all_bytes(descriptor: int, data: memoryview) -> int:
-    """Write all of `data`, however little the system takes at a time; returns the number of bytes."""
+    """Writes all of `data`, however little the system accepts at a time; returns the number of bytes."""
     done = 0
     while done < len(data):
         done += os.write(descriptor, data[done:])
@@ -107,7 +105,9 @@ def _pieces(data: bytes | torch.Tensor) -> Iterator[memoryview]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint in `folder`. Raises CheckpointError when it has none that can be believed."""
+    """Returns the manifest of the checkpoint in `folder`. Raises CheckpointError when there is none or it is
+    damaged.
+    """
     if not stat.S_ISDIR(_status(folder).st_mode):
         raise CheckpointError(
             "it is no folder, or a link to one; links are not followed", fix=DAMAGED_FIX, location=str(folder)
@@ -125,7 +125,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_sizes(folder: Path, files: Mapping[str, ShardFile]) -> None:
-    """Raise CheckpointError unless every one of `files` is in `folder`, a regular file, of the right size."""
+    """Raises CheckpointError unless every one of `files` is in `folder`, a regular file, and of the right
+    size.
+    """
     for name, shard in files.items():
         nbytes = stat_regular_file(folder / name).st_size
         if nbytes != shard.nbytes:
@@ -136,7 +138,9 @@ def check_sizes(folder: Path, files: Mapping[str, ShardFile]) -> None:
 
 
 def check_checksums(folder: Path, files: Mapping[str, ShardFile]) -> None:
-    """Raise CheckpointError unless every one of `files` has the right size and sha256; reads them whole."""
+    """Raises CheckpointError unless every one of `files` has the right size and sha256; reads the whole
+    files.
+    """
     check_sizes(folder, files)
     for name, shard in files.items():
         digest = sha256()
@@ -157,7 +161,9 @@ def check_checksums(folder: Path, files: Mapping[str, ShardFile]) -> None:
 
 
 def stat_regular_file(path: Path) -> os.stat_result:
-    """What the system says of the regular file `path`. Raises CheckpointError when it is missing, a link, or anything else."""
+    """Returns the `stat` of the regular file `path`. Raises CheckpointError when it is missing, a link, or
+    anything else.
+    """
     status = _status(path)
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(
@@ -176,9 +182,10 @@ def _status(path: Path) -> os.stat_result:
 
 
 def read_entries(folder: Path, entries: Mapping[str, TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each of `entries` with its tensor, on the CPU and in memory of its own, one at a time; checksums are not looked at.
+    """Yields each of `entries` with its tensor, on the CPU and in memory of its own, one at a time;
+    checksums are not verified.
 
-    Raises CheckpointError when a file does not hold what its manifest says.
+    Raises CheckpointError when a file does not match its manifest.
     """
     with ExitStack() as stack:
         files: dict[str, safe_open] = {}
@@ -190,7 +197,9 @@ def read_entries(folder: Path, entries: Mapping[str, TensorEntry]) -> Iterator[t
 
 
 def read_entry(folder: Path, name: str, entry: TensorEntry, rows: range | None = None) -> torch.Tensor:
-    """The tensor `name` of the checkpoint in `folder`, or its `rows` along dim 0 (nothing else is read), likewise."""
+    """Returns the tensor `name` of the checkpoint in `folder`, or its `rows` along dim 0 (nothing else is
+    read), likewise.
+    """
     if rows is None:
         return next(tensor for _, tensor in read_entries(folder, {name: entry}))
     some = torch.empty((len(rows), *entry.shape[1:]), dtype=DTYPES[entry.dtype])

@@ -1,19 +1,18 @@
-"""Which rank writes what into a checkpoint: of what all hold alike a fair part, of what is cut its own share.
+"""The write plan of a checkpoint: which rank writes which part of which tensor.
 
-    held by all      dealt out, the largest first, each to the rank with the fewest bytes so far
-    shares           every rank tells the others which stretches it has; the first that has one writes it
+    replicated tensors    distributed, the largest first, each to the rank with the fewest bytes so far
+    shards                every rank lists the ranges that it has; the first rank that has one writes it
 
-A share that ends in the middle of a row is written as a few boxes (run/stretches.py). Replicas of a shard, and numbers that
-every piece of a weight carries (an optimizer's count of steps), are written once.
-
-A stretch of a flattened tensor as boxes: how a shard that ends in the middle of a row is written into a checkpoint.
+A shard that ends in the middle of a row is written as boxes, at most 2 d - 1 of them for d dims, each
+contiguous in the shard:
 
     elements 3 to 13 of shape (4, 5)      . . . x x     one box to the end of the row
-                                          x x x x x     one of whole rows
-                                          x x x . .     one of what begins the next
+                                          x x x x x     one of full rows
+                                          x x x . .     one of the begin of the next row
                                           . . . . .
 
-At most 2 d - 1 boxes for d dims, each of them contiguous in the stretch.
+Replicas of a shard are written once, and so are values that every piece of a parameter has, such as an
+optimizer's step count.
 """
 
 import json
@@ -34,7 +33,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # from which index, and how large
 
 
 def range_boxes(begin: int, end: int, shape: tuple[int, ...]) -> Iterator[Box]:
-    """The boxes that hold the elements `begin` to `end` of a tensor of `shape`, in the order of the elements."""
+    """Yields (start, size) of the boxes that hold elements `begin` to `end` of a tensor of `shape`, in
+    element order.
+    """
     if begin >= end:
         return
     if not shape:
@@ -58,7 +59,9 @@ TensorOutline = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class ShardRange:
-    """One share as its rank tells of it: elements `begin` to `end` of the flattened tensor `name`, or of its slice (`spans`)."""
+    """A shard as its rank lists it: elements `begin` to `end` of the flattened tensor `name`, or of its
+    slice (`spans`).
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -70,7 +73,7 @@ class ShardRange:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """What each rank of a group writes, by index: names of whole tensors, and stretches of cut ones."""
+    """What each rank of a group writes, by index: names of replicated tensors, and ranges of sharded ones."""
 
     full_tensors: tuple[tuple[str, ...], ...]
     shard_ranges: tuple[tuple[ShardRange, ...], ...]
@@ -78,27 +81,29 @@ class WritePlan:
 
     @classmethod
     def from_ranks(cls, tensors: Mapping[str, SavedTensor], listings: Sequence[bytes]) -> "WritePlan":
-        """The parts of ranks that hold `tensors` as this one does and have `told` of their shares (`shares_of`), in order."""
+        """Returns the plan of ranks that have `tensors` like this one and whose shards are `listings`
+        (`list_shards`), in rank order.
+        """
         whole = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
-        known: set[ShardRange] = set()
+        all_ranges: set[ShardRange] = set()
         cut: list[tuple[ShardRange, ...]] = []
         for line in listings:
             rows = json.loads(line or b"[]")
             mine = [
-                ShardRange(name, tuple(shape), dtype, a, b, _spans(held))
-                for name, shape, dtype, held, a, b in rows
+                ShardRange(name, tuple(shape), dtype, a, b, _parse_spans(spans))
+                for name, shape, dtype, spans, a, b in rows
             ]
-            cut.append(tuple(stretch for stretch in mine if stretch not in known))
-            known.update(mine)
+            cut.append(tuple(stretch for stretch in mine if stretch not in all_ranges))
+            all_ranges.update(mine)
         outline: TensorOutline = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in whole.items()}
         outline |= {
-            each.name: (each.shape, DTYPES[each.dtype]) for each in sorted(known, key=lambda each: each.name)
+            each.name: (each.shape, DTYPES[each.dtype]) for each in sorted(all_ranges, key=lambda each: each.name)
         }
         shares = balance_by_size({name: tensor.nbytes for name, tensor in whole.items()}, len(listings))
         return cls(shares, tuple(cut), outline)
 
     def local_tensors(self, tensors: Mapping[str, SavedTensor], index: int) -> dict[str, torch.Tensor]:
-        """The tensors that the rank at `index` writes, by their key in its file."""
+        """Returns the tensors that the rank at `index` writes, by their key in its file."""
         found = {
             name: tensor
             for name in self.full_tensors[index]
@@ -111,7 +116,7 @@ class WritePlan:
         return found
 
     def entries(self, files: Sequence[str]) -> dict[str, TensorEntry]:
-        """Every entry of the manifest, `files` being those of the ranks."""
+        """Returns every entry of the manifest; `files` are the files of the ranks."""
         slices: dict[str, list[StoredSlice]] = {name: [] for name in self.outline}
         for file, names, cut in zip(files, self.full_tensors, self.shard_ranges, strict=True):
             for name in names:
@@ -127,7 +132,7 @@ class WritePlan:
         }
 
     def writer_indices(self) -> tuple[int, ...]:
-        """The indices of the ranks that write anything."""
+        """Returns the indices of the ranks that write anything."""
         return tuple(
             index
             for index, (names, cut) in enumerate(zip(self.full_tensors, self.shard_ranges, strict=True))
@@ -136,13 +141,13 @@ class WritePlan:
 
 
 def list_shards(tensors: Mapping[str, SavedTensor]) -> bytes:
-    """What this rank tells the others of its shares."""
+    """Returns the list of this rank's shards, as JSON, for the other ranks."""
     rows = [
         [
             name,
             list(share.shape),
             dtype_name(share.dtype),
-            _told(share.spans),
+            _span_lists(share.spans),
             share.start,
             share.start + share.values.numel(),
         ]
@@ -154,9 +159,10 @@ def list_shards(tensors: Mapping[str, SavedTensor]) -> bytes:
 
 @dataclass(frozen=True)
 class _StoredBox:
-    """A box of a tensor that lies in a share: its key in the file, its start and size, and where it is in the values.
+    """A box of a tensor inside a shard: its key in the file, its start and size, and its position in the
+    shard's values.
 
-    There it is a window of the box of size `box` whose first element is `at`.
+    The values contain it as a window of the box of size `box` whose first element is at `at`.
     """
 
     key: str
@@ -167,7 +173,7 @@ class _StoredBox:
     window: tuple[int, ...]
 
     def slice_values(self, values: torch.Tensor) -> torch.Tensor:
-        """The part, of the share's flat `values`."""
+        """Returns the box, cut out of the shard's flat `values`."""
         found = values[self.at : self.at + prod(self.box)].view(self.box)
         for dim, (first, length) in enumerate(zip(self.window, self.size, strict=True)):
             found = found.narrow(dim, first, length)
@@ -175,7 +181,6 @@ class _StoredBox:
 
 
 def _keys(stretch: ShardRange) -> Iterator[_StoredBox]:
-    """The boxes of a stretch."""
     spans, at = {span.dim: span for span in stretch.spans}, 0
     local = tuple(spans[dim].size if dim in spans else n for dim, n in enumerate(stretch.shape))
     for start, size in range_boxes(stretch.begin, stretch.end, local):
@@ -193,7 +198,6 @@ def _keys(stretch: ShardRange) -> Iterator[_StoredBox]:
 
 
 def _windows(first: int, length: int, span: DimRanges | None) -> list[tuple[int, int, int]]:
-    """A stretch along one dim: of each part of it where it is in the stretch, where in the whole tensor, and its length."""
     if span is None:
         return [(0, first, length)]
     found, passed = [], 0
@@ -203,17 +207,18 @@ def _windows(first: int, length: int, span: DimRanges | None) -> list[tuple[int,
     return found
 
 
-def _told(spans: Sequence[DimRanges]) -> list[list[int]]:
-    """Each span as numbers: its dim, then where its ranges begin and end."""
+def _span_lists(spans: Sequence[DimRanges]) -> list[list[int]]:
     return [[span.dim, *chain.from_iterable(span.ranges)] for span in spans]
 
 
-def _spans(run: Sequence[Sequence[int]]) -> tuple[DimRanges, ...]:
-    return tuple(DimRanges(dim, tuple(zip(ends[::2], ends[1::2], strict=True))) for dim, *ends in run)
+def _parse_spans(lists: Sequence[Sequence[int]]) -> tuple[DimRanges, ...]:
+    return tuple(DimRanges(dim, tuple(zip(ends[::2], ends[1::2], strict=True))) for dim, *ends in lists)
 
 
 def balance_by_size(nbytes: Mapping[str, int], size: int) -> tuple[tuple[str, ...], ...]:
-    """The names that each of `size` ranks gets, of things of `nbytes`: largest first, each to the rank with the fewest so far."""
+    """Distributes named things of `nbytes` over `size` ranks: the largest first, each to the rank with the
+    fewest bytes so far.
+    """
     loads = [(0, index) for index in range(size)]
     heapify(loads)
     shares: list[list[str]] = [[] for _ in range(size)]

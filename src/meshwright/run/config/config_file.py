@@ -1,32 +1,36 @@
-"""A config file and a plan file have one schema, so a plan is a config in which nothing is left open.
+"""Reads and writes config files and plan files (TOML). Both have one schema: a plan is a config with nothing
+left to resolve.
 
     micro_batch = 2                      samples per micro-batch and rank; 0: the whole local batch at once
-    cluster = "cluster.toml"             what `bench network` measured: by it algorithm = "auto" chooses, once, for the plan
+    cluster = "cluster.toml"             measured by `bench network`; algorithm = "auto" chooses by it, once, for the plan
 
-    [model] [data] [train] [optimizer] [schedule] [precision] [evaluate] [guard]     together the Job (core/job.py)
-    [run]                                                         what surrounds it
-    [mesh]                               axis = size; -1: whatever makes the product fit the number of ranks
+    [model] [data] [train] [optimizer] [schedule] [precision] [evaluate] [guard]     together the Job
+    [run]                                folder, logging, checkpoints, limits
+    [mesh]                               axis = size; -1: so that the product is the number of ranks
     dp_replicate = -1
 
-    [[strategies]]                       one table per technique: its name and its fields
+    [[strategies]]                       one table per strategy: its name and its fields
     name = "ddp"
 
-A file without `strategies` asks for a choice; `strategies = []` asks for none. A plan file adds `plan_hash` and `version`.
-Every fault of a file and of the overrides is reported at once, with its dotted key and where it stands.
+A file without `strategies` uses the default strategies of its mesh; `strategies = []` uses none. A plan file
+adds `plan_hash` and `version`. All diagnostics of a file and of the overrides are reported at once, with
+dotted key and location.
 
-Paths in cluster, run.hardware, run.cluster, model.source, model.weights, data.source, data.tokenizer, evaluate.source, and those
-of .csv and .py files in a strategy, are relative to the folder of the file (those given as overrides: to the current folder) if
-they exist there. They become absolute on reading, so a plan file can be moved to another folder.
+Paths in cluster, run.hardware, run.cluster, model.source, model.weights, data.source, data.tokenizer,
+evaluate.source, and paths of .csv and .py files in a strategy, are relative to the folder of the file (in
+overrides: to the current folder) if they exist there. They become absolute on reading, so a plan file can be
+moved to another folder.
 
-Keys of a config file, set from the command line.
+The command line overrides keys:
 
-    --train.batch 16          a value, read as TOML (16, true, [1, 2], "text"); what is not TOML is a text
+    --train.batch 16          a value, parsed as TOML (16, true, [1, 2], "text"); anything else is text
     --train.batch=16          the same; needed when the value itself begins with --
-    --strategies.zero.stage 2 one table of a list of tables, by its name ...
-    --optimizer.groups.0.pattern *.bias     ... or by its place
+    --strategies.zero.stage 2 a table of a list of tables, by its name ...
+    --optimizer.groups.0.pattern *.bias     ... or by its index
     --strategies.zero.field   without a value: true
 
-An override changes the document before anything is checked, so the command line obeys the same rules as the file.
+An override changes the document before anything is checked, so the command line obeys the same rules as the
+file.
 """
 
 import json
@@ -55,7 +59,9 @@ from meshwright.run.config.schema import SchemaCheck
 def apply_overrides(
     document: dict[str, Any], args: Sequence[str], diagnostics: list[Diagnostic]
 ) -> tuple[dict[str, Any], frozenset[tuple[str, ...]]]:
-    """A copy of `document` with the overrides in `words`, and the paths that they set; `faults` grows by what is wrong."""
+    """Returns a copy of `document` with the overrides in `args`, and the key paths that they set; appends to
+    `diagnostics`.
+    """
     document = deepcopy(document)
     paths = set()
     for key, text in _pairs(args, diagnostics):
@@ -170,8 +176,10 @@ EXTRA_KEYS = ("plan_hash", "version")  # written by a plan file
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a config or plan file asks for. `mesh` holds the sizes as written; `strategies` is None when none are listed,
-    `cluster` the path of what was measured of the links ("": none is named).
+    """The contents of a config or plan file. `mesh` has the sizes as written; `strategies` is None when the
+    file lists none.
+
+    `cluster` is the path of a cluster.toml for algorithm = "auto", or "".
     """
 
     job: Job = field(default_factory=Job)
@@ -184,10 +192,10 @@ class PlanRequest:
 
 
 def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable) -> PlanRequest:
-    """The request in the TOML file at `path`, changed by `overrides` (run/overrides.py); `strategies` are known by name.
+    """Returns the request in the TOML file at `path`, changed by `overrides`; `strategies` are the known
+    ones by name.
 
-    Values are checked for their types only: whether they make sense together is for Plan.make to say.
-    Raises PlanError with every fault of the file and the overrides.
+    Checks the types of values only. Raises PlanError with all diagnostics.
     """
     faults: list[Diagnostic] = []
     document, said = apply_overrides(_parse(path), overrides, faults)
@@ -226,7 +234,7 @@ def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable
 
 
 def write_request(request: PlanRequest, path: Path) -> None:
-    """Write `request` to `path` as TOML, every default spelled out; a reader sees the old file or the new one, never a part.
+    """Writes `request` to `path` as TOML, with every default; a reader sees the old or the new file.
 
     Raises PlanError when the file cannot be written.
     """
@@ -249,7 +257,7 @@ def write_request(request: PlanRequest, path: Path) -> None:
 
 
 def request_as_dict(request: PlanRequest) -> dict[str, Any]:
-    """`request` as plain values (dict, list, str, int, float, bool), in the schema of the file."""
+    """Returns `request` as plain values (dict, list, str, int, float, bool) in the schema of the file."""
     document: dict[str, Any] = {**request.extra, "micro_batch": request.micro_batch, **_plain(request.job)}
     document |= {"cluster": request.cluster} if request.cluster else {}
     document |= {"run": _plain(request.run), "mesh": dict(request.mesh)}
@@ -259,7 +267,7 @@ def request_as_dict(request: PlanRequest) -> dict[str, Any]:
 
 
 def canonical_hash(document: Mapping[str, Any]) -> str:
-    """64 hex digits (sha256) that are the same for equal plain values, whatever the order of their keys."""
+    """Returns 64 hex digits (sha256), equal for equal plain values in any order of keys."""
     return sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -380,7 +388,6 @@ def _strategies(
 
 
 def _file(value: Any, folders: Sequence[Path]) -> Any:
-    """`value`; the absolute path where it names a file of data or of Python that exists in one of `folders`."""
     return _absolute(value, folders) if isinstance(value, str) and FILE_PATTERN.search(value) else value
 
 
@@ -403,7 +410,6 @@ def _with_absolute_sources(job: Job, folder: Path, said: frozenset[tuple[str, ..
 
 
 def _with_absolute_files(run: RunConfig, folder: Path, said: frozenset[tuple[str, ...]]) -> RunConfig:
-    """`run`, where what names a file of measurements does so from anywhere."""
     places = {
         key: (Path.cwd(), folder) if ("run", key) in said else (folder, Path.cwd())
         for key in ("hardware", "cluster")

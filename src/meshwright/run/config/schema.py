@@ -1,12 +1,12 @@
-"""Values of a TOML document, held against the fields of frozen dataclasses.
+"""Converts the values of a TOML document to frozen dataclasses.
 
-The dataclasses of core are the schema: a field is a key, its annotation is its type, its default is its default. This
-file is the only place that knows pydantic; core stays free of it. pydantic answers "is this value of that type"; what it
-cannot answer stands here: which known key an unknown one resembles, in which table a misplaced key belongs, and what to
-write instead, in the words of the file.
+The dataclasses are the schema: a field is a key, its annotation is its type, its default is its default.
+This module is the only one that imports pydantic. pydantic answers "is this value of that type"; the rest is
+here: which known key resembles an unknown one, to which table a misplaced key belongs, and what to write
+instead, in the words of the file.
 
-Strict means: no text becomes a number and no number a text, but a whole number may stand where a number is wanted.
-TOML has no null, so an empty table `{}` stands for None wherever None is allowed and a table is not.
+Types are strict: text never becomes a number nor a number text, but an integer is accepted where a float is
+needed. TOML has no null, so an empty table `{}` stands for None where None is allowed and a table is not.
 """
 
 import json
@@ -38,10 +38,10 @@ TYPE_DESCRIPTIONS = {
 
 @dataclass
 class SchemaCheck:
-    """Holds values against types and gathers every fault in `faults`.
+    """Converts values to types and collects every diagnostic in `diagnostics`.
 
-    `file` and `overridden` (dotted paths, split) say where a value came from: a fault points to `file: train.batch` or
-    to `--train.batch`. `tables` maps the name of a table to its dataclass, to tell where a misplaced key belongs.
+    `file` and `overridden` (key paths) say where a value came from: a diagnostic names the key of the file
+    or the option.
     """
 
     file: str
@@ -50,7 +50,9 @@ class SchemaCheck:
     diagnostics: list[Diagnostic] = field(default_factory=list)
 
     def convert(self, value: Any, hint: Any, path: KeyPath) -> Any:
-        """`value` as an object of type `hint`; None, with the reasons added to `faults`, when it does not fit."""
+        """Returns `value` as an object of type `hint`; None, with the reasons added to `diagnostics`, if it
+        has another type.
+        """
         known = self._known(value, hint, path)
         try:
             return TypeAdapter(hint).validate_json(json.dumps(known), strict=True)
@@ -61,7 +63,7 @@ class SchemaCheck:
         return None
 
     def add_unknown_key(self, key: str, known: Iterable[str], path: KeyPath) -> None:
-        """Add the fault that `path` ends in `key`, which is not one of `known`."""
+        """Adds the diagnostic that `path` ends in `key`, which is not one of `known`."""
         homes = [f"{table}.{key}" for table, kind in self.tables.items() if key in _field_hints(kind)]
         known = tuple(known)
         if not known:
@@ -73,7 +75,9 @@ class SchemaCheck:
         self.diagnostics.append(Diagnostic(f"there is no key '{key}' here", fix, self.describe_path(path)))
 
     def describe_path(self, path: KeyPath) -> str:
-        """The place of `path` in words: a word of the command line when an override set it, else the file and the key."""
+        """Returns the location of `path` as text: the option if an override set it, else the file and the
+        key.
+        """
         dotted = ".".join(path)
         given = any(path[: len(said)] == said or said[: len(path)] == path for said in self.overridden)
         return f"--{dotted}" if given else f"{self.file}: {dotted}"

@@ -1,30 +1,28 @@
-"""Documents as samples: texts packed into windows, or conversations one by one.
+"""Documents as token samples: texts packed into windows, or one conversation per sample.
 
-    texts           t t t t <end> t t <end> t t t t t t <end>     one row of tokens, every document followed by the end of text;
-                    |-- sample 0 --|-- sample 1 --|-- sample 2    a sample is a window of it, as in run/text.py
-    conversations   u u a a a . .                                 a sample is one conversation, filled up with tokens that have
-                    u a u u a a a|a a                             no label, or cut at the end
+    texts           t t t t <end> t t <end> t t t t t t <end>     one sequence of tokens; every document ends with end-of-text;
+                    |-- sample 0 --|-- sample 1 --|-- sample 2    a sample is a window of it
+    conversations   u u a a a . .                                 a sample is one conversation, padded with tokens that have
+                    u a u u a a a|a a                             no label, or truncated
 
-All documents are read and tokenised once, before anything is trained, so whatever is wrong with one of them is said then,
-with its place: the first `MAX_FAULTS` of all faults. The tokens are kept on disk (run/tokenised.py).
+All documents are read and tokenized once, before training, so errors in them are reported then, with their
+location: the first `MAX_DIAGNOSTICS`. The tokens are kept on disk (`token_cache`).
 
-A conversation as tokens, of which only the assistant's words are learnt.
+Only the assistant's tokens of a conversation have labels. The tokenizer's own chat template formats the
+conversation. The assistant's tokens are found in one of two ways, both exact:
 
-The tokenizer's own chat template decides how a conversation is written. Which tokens are the assistant's is found in one
-of two ways, both exact:
-
-    marks       the template encloses what the assistant says in {% generation %} ... {% endgeneration %}: transformers
+    tags        the template encloses the assistant's messages in {% generation %} ... {% endgeneration %}: transformers
                 reports the tokens between
-    prefixes    before(i) = messages[:i] with the cue to answer, after(i) = messages[:i + 1]. Where before(i) begins
-                after(i), and after(i) begins the whole, what lies between is the assistant's i-th answer, its closing
-                mark included; the tokens that cover it are learnt.
+    prefixes    before(i) = messages[:i] with the generation prompt, after(i) = messages[:i + 1]. If before(i) is a prefix of
+                after(i), and after(i) of the whole text, the difference is the assistant's i-th answer, its closing
+                tag included; the tokens that cover it have labels.
 
         <user>2 + 2?<end><assistant>four<end>
-        `----- before ------------'                 a token that lies across a border counts as the answer's, as
-        `----- after ------------------------'      in transformers' own report
+        `----- before ------------'                 a token across a boundary belongs to the answer, as in
+        `----- after ------------------------'      transformers' own report
 
-A template that rewrites earlier turns (drops their reasoning, say) has no such prefixes, and is refused with the first
-row that shows it: labels would be put on the wrong words.
+A template that rewrites earlier messages (drops their reasoning, say) has no such prefixes. It is refused
+with the first row that shows it: labels would be on the wrong tokens.
 """
 
 import re
@@ -57,7 +55,9 @@ ASSISTANT = "assistant"
 
 
 def get_chat_template(tokenizer: Tokenizer) -> str:
-    """The chat template of `codec`. Raises PlanError when it has none, or cannot say where its tokens lie in a text."""
+    """Returns the chat template of `tokenizer`. Raises PlanError without one, or if the tokenizer cannot map
+    tokens to text offsets.
+    """
     fix = "choose the tokenizer of a chat model, or add chat_template to its tokenizer_config.json"
     if not isinstance(tokenizer, PretrainedTokenizer):
         raise PlanError(
@@ -79,9 +79,10 @@ def get_chat_template(tokenizer: Tokenizer) -> str:
 def encode_conversation(
     tokenizer: PretrainedTokenizer, has_tag: bool, messages: object, where: str
 ) -> EncodedDocument | Diagnostic:
-    """The tokens of `messages`, a list of {role, content}, and which are the assistant's; or what is wrong, at `where`.
+    """Returns the tokens of `messages`, a list of {role, content}, with the mask of the assistant's; or a
+    diagnostic at `where`.
 
-    `marked` says whether the template has generation marks.
+    `has_tag` says whether the template has generation tags.
     """
     fault = next(_form_faults(messages, where), None)
     if fault is not None or not isinstance(messages, list):
@@ -101,7 +102,7 @@ def encode_conversation(
 
 
 def has_generation_tag(template: str) -> bool:
-    """Whether `template` tells by itself which words are the assistant's."""
+    """Returns whether `template` marks the assistant's messages itself."""
     return GENERATION_TAG.search(template) is not None
 
 
@@ -172,10 +173,9 @@ RowEncoder = Callable[[Iterable[LocatedRow]], Iterator[EncodedDocument | Diagnos
 
 
 def make_encoder(source: DataConfig, tokenizer: Tokenizer) -> RowEncoder:
-    """What turns rows of `source` into tokens, one by one: texts with their end, or conversations.
+    """Returns a function that tokenizes rows of `source`: texts with end-of-text, or conversations.
 
-    Faults stand in the place of rows that cannot be used; empty texts are left out. Raises PlanError when the codec cannot
-    be used for it: no end-of-text token, no chat template.
+    Rows that cannot be used become diagnostics; empty texts are left out.
     """
     raise_diagnostics(tokenizer_diagnostics(tokenizer, is_packed=not source.chat))
     if not source.chat:
@@ -189,7 +189,9 @@ def make_encoder(source: DataConfig, tokenizer: Tokenizer) -> RowEncoder:
 
 
 def open_documents(source: DataConfig, reader: RowReader, tokenizer: Tokenizer, cache: Path) -> TokenDataset:
-    """The samples of `rows`, tokenised into `cache`. Raises PlanError holding the first faults of the rows, or for no rows."""
+    """Returns the samples of `reader`, tokenized into `cache`. Raises PlanError with the first diagnostics
+    of the rows, or for no rows.
+    """
     encode = make_encoder(source, tokenizer)
     what = f"chat {source.chat}" if source.chat else f"text {source.column}"
     key = f"{what} {tokenizer.digest} {reader.digest}"
@@ -214,7 +216,7 @@ class PackedTexts(TokenDataset):
 class Conversations(TokenDataset):
     """One conversation per sample, at most `sequence` tokens of it.
 
-    Raises PlanError when no conversation has an answer within these.
+    Raises PlanError when no conversation has an answer within them.
     """
 
     def __init__(self, cache: TokenCache, source: DataConfig, tokenizer: Tokenizer) -> None:

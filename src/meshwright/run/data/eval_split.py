@@ -1,11 +1,12 @@
-"""Which samples are evaluated, which are left to train on, and what evaluations have shown so far.
+"""Evaluation samples: which ones, which samples are left to train on, and the history of results.
 
-    data      0 1 2 3 4 5 6 7 8 9 | 10 11        hold_out = 2: the order shuffles the first ten, the rest is evaluated
-    batch 0   10 11                              dealt to ranks and micro-batches as a step's samples are
+    data      0 1 2 3 4 5 6 7 8 9 | 10 11        hold_out = 2: the first ten are shuffled for training, the rest is evaluated
+    batch 0   10 11                              split over ranks and micro-batches like the samples of a step
 
-Evaluation samples come in their own order, in batches of the size that is trained on. All ranks deal the same list, so
-they have the same number of batches; a rank without rows has None. What is decided from a result (the best checkpoint, an
-early end) follows from numbers that all ranks share, and is saved with each checkpoint.
+Evaluation samples keep their order, in batches of the training batch size. All ranks split the same list, so
+they have the same number of batches; a rank without samples has None. Decisions that follow from a result
+(the best checkpoint, early stopping) depend on numbers that all ranks share, and are saved with each
+checkpoint.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,9 +28,9 @@ from meshwright.run.data.streaming import TokenStream
 
 
 class DataSubset:
-    """`count` samples of `data` from number `first` on, as samples of their own.
+    """`count` samples of `data` from index `first` on, as a data set of their own.
 
-    `digest` names the content of the whole data: which part of it this is follows from the plan.
+    `digest` identifies the content of the whole data; the plan says which part this is.
     """
 
     def __init__(self, data: Dataset, first: int, count: int) -> None:
@@ -45,7 +46,9 @@ class DataSubset:
 
 
 def eval_source(job: Job) -> DataConfig | None:
-    """The source of the evaluation samples, read as the training data is; None when they are held out of that."""
+    """Returns the source of the evaluation samples, read like the training data; None if they are held out
+    of that.
+    """
     spec, data = job.evaluate, job.data
     if not spec.source and not spec.split:
         return None
@@ -60,9 +63,11 @@ def eval_source(job: Job) -> DataConfig | None:
 
 
 def split_held_out(data: Dataset, spec: EvalConfig) -> tuple[Dataset, Dataset | None]:
-    """`data` without its last evaluate.hold_out samples, and those; all of it and None when none are held out.
+    """Returns `data` without its last evaluate.hold_out samples, and those; all of it and None if none are
+    held out.
 
-    Raises PlanError when there are not so many, and for data whose samples are not in one list: a mixture, a stream.
+    Raises PlanError when there are too few, and for data without a fixed list of samples: a mixture, a
+    stream.
     """
     num = spec.hold_out
     if not num:
@@ -82,42 +87,47 @@ def split_held_out(data: Dataset, spec: EvalConfig) -> tuple[Dataset, Dataset | 
 
 @dataclass(frozen=True)
 class EvalSamples:
-    """The samples that the data rank `index` of `plan` evaluates on: its share of `data`, at most evaluate.samples of it."""
+    """The evaluation samples of data rank `data_rank` of `plan`: its part of `dataset`, at most
+    evaluate.samples of it.
+    """
 
     dataset: Dataset
     plan: Plan
     data_rank: int
 
     def batches(self) -> Iterator[dict[str, torch.Tensor] | None]:
-        """This rank's rows of each evaluation batch, micro-batch after micro-batch; None where it has none."""
+        """Yields this rank's samples of each evaluation batch, micro-batch after micro-batch; None where it
+        has none.
+        """
         plan, size, num = self.plan, self.plan.job.train.batch, self.num_samples
         for first in range(0, num, size):
             ids = [i if i < num else ABSENT_SAMPLE for i in range(first, first + size)]
-            mine = [
+            local_ids = [
                 i
-                for micro in range(plan.num_microbatches)
-                for i in rank_sample_ids(ids, micro, plan.num_microbatches, self.data_rank, plan.num_data)
+                for microbatch in range(plan.num_microbatches)
+                for i in rank_sample_ids(ids, microbatch, plan.num_microbatches, self.data_rank, plan.num_data)
             ]
-            yield self.dataset.batch(mine) if any(i != ABSENT_SAMPLE for i in mine) else None
+            yield self.dataset.batch(local_ids) if any(i != ABSENT_SAMPLE for i in local_ids) else None
 
     @property
     def num_samples(self) -> int:
-        """How many samples are evaluated, on all ranks together."""
+        """The number of samples that all ranks together evaluate."""
         return min(len(self.dataset), self.plan.job.evaluate.samples or len(self.dataset))
 
     @property
     def digest(self) -> str:
-        """What names the samples: a result is compared with earlier ones on the same samples only."""
+        """Identifies the samples: results are compared only if they are of the same samples."""
         job = self.plan.job
-        said = f"{self.dataset.digest} {job.evaluate.hold_out} {self.num_samples} {len(self.dataset)}"
-        return sha256(said.encode()).hexdigest()[:16]
+        identity = f"{self.dataset.digest} {job.evaluate.hold_out} {self.num_samples} {len(self.dataset)}"
+        return sha256(identity.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class EvalHistory:
-    """What evaluations on the samples `on` have shown: the best loss and its step, and how many came since the last gain.
+    """The results of evaluations on the samples `digest`: the best loss and its step, and the evaluations
+    since the last improvement.
 
-    `mark` is the loss that an evaluation must undercut to count as a gain: that of the last gain.
+    A loss below `reference_loss` by more than min_delta is an improvement; it is the loss of the last one.
     """
 
     digest: str = ""
@@ -128,7 +138,7 @@ class EvalHistory:
 
     @classmethod
     def from_saved(cls, saved: Any) -> "EvalHistory":
-        """What a checkpoint says (as `as_dict` gave it); nothing, when it says nothing of the kind."""
+        """Returns the history that `as_dict` saved in a checkpoint; an empty one for anything else."""
         known = {
             "digest": str,
             "best_loss": float,
@@ -145,28 +155,28 @@ class EvalHistory:
         return cls(**saved) if fits else cls()
 
     def as_dict(self) -> dict[str, Any]:
-        """This as plain values."""
+        """Returns the history as plain values."""
         return asdict(self)
 
     def for_samples(self, eval_samples: EvalSamples) -> "EvalHistory":
-        """This, or a fresh start when `evaluating` is about other samples."""
+        """Returns this history, or an empty one if `eval_samples` are other samples."""
         return self if self.digest == eval_samples.digest else EvalHistory(eval_samples.digest)
 
     def with_evaluation(self, loss: float, step: int, min_delta: float) -> "EvalHistory":
-        """This, and an evaluation at `step` that gave `loss`; one that is not finite is no gain."""
+        """Returns the history with an evaluation at `step`; a loss that is not finite is no improvement."""
         if not isfinite(loss):
             return replace(self, num_without_gain=self.num_without_gain + 1)
-        found = (
+        updated = (
             replace(self, best_loss=loss, best_step=step)
             if self.best_loss is None or loss < self.best_loss
             else self
         )
         if self.reference_loss is None or loss < self.reference_loss - min_delta:
-            return replace(found, reference_loss=loss, num_without_gain=0)
-        return replace(found, num_without_gain=self.num_without_gain + 1)
+            return replace(updated, reference_loss=loss, num_without_gain=0)
+        return replace(updated, num_without_gain=self.num_without_gain + 1)
 
     def stop_reason(self, spec: EvalConfig) -> str:
-        """Why the run ends early, in words; "" while it goes on."""
+        """Returns why the run stops early, as text; "" while it continues."""
         if not spec.patience or self.num_without_gain < spec.patience:
             return ""
         best = (
@@ -174,4 +184,4 @@ class EvalHistory:
             if self.best_loss is None
             else f"the best was {self.best_loss:.4f} at step {self.best_step}"
         )
-        return f"{self.num_without_gain} evaluations brought no gain above {spec.min_delta:g} ({best}); evaluate.patience = {spec.patience}"
+        return f"{self.num_without_gain} evaluations did not improve by more than {spec.min_delta:g} ({best}); evaluate.patience = {spec.patience}"

@@ -1,7 +1,7 @@
-"""From a global step to the rows that one rank plays: the same samples in the same order under every plan.
+"""From a global step to the samples of one rank: every plan trains on the same samples in the same order.
 
-The order of samples belongs to the job, not to the ranks. A rank takes its share of each micro-batch of the global batch,
-so nothing about the data needs saving but the step.
+The order of samples belongs to the job, not to the ranks. A rank reads its part of each micro-batch of the
+global batch, so the step is the only state of the data that a checkpoint needs.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,9 +25,10 @@ from meshwright.run.data.tokenizer import TokenDataset, Tokenizer, make_tokenize
 
 
 class Dataset(Protocol):
-    """Samples by number: how many, what names their content, and rows for a list of ids (-1: an absent sample).
+    """Samples by index: their number, a digest of their content, and a batch for a list of ids (-1: an
+    absent sample).
 
-    `notes` are what a user should know of them, in sentences.
+    `notes` are sentences for the user.
     """
 
     digest: str
@@ -36,23 +37,25 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
-        """One row per id."""
+        """Returns one sample per id."""
         ...
 
 
 class SampleOrder(Protocol):
-    """Which samples make up each global step; `total` is how many are played in all (None: not known, or without end)."""
+    """The samples of each global step; `num_total` is how many are read in all (None: unknown, or without
+    end).
+    """
 
     @property
     def num_total(self) -> int | None: ...
 
     def ids(self, step: int, batch: int) -> list[int]:
-        """The sample ids of global step `step`; -1 behind the end."""
+        """Returns the sample ids of global step `step`; -1 after the end."""
         ...
 
 
 class ExampleDataset:
-    """The rows of the example batch that a model's factory returned, as a data set: sample i is row i."""
+    """The samples of the example batch that a model's factory returned."""
 
     notes = ()
 
@@ -69,14 +72,14 @@ class ExampleDataset:
         return len(next(iter(self._example.values())))
 
     def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The rows `ids`; absent samples are left out, so the batch may be short or empty."""
+        """Returns the samples `ids`; absent ones are left out, so the batch may be short or empty."""
         rows = torch.tensor([i for i in ids if i != ABSENT_SAMPLE], dtype=torch.long)
         return {key: value[rows] for key, value in self._example.items()}
 
 
 @dataclass(frozen=True)
 class Feed:
-    """The rows of each step that `rank` reads under `plan`."""
+    """The samples of each step that `rank` reads under `plan`."""
 
     dataset: Dataset
     order: SampleOrder
@@ -84,13 +87,15 @@ class Feed:
     rank: int
 
     def batch(self, step: int) -> dict[str, torch.Tensor] | None:
-        """This rank's rows of global step `step` (from 0), micro-batch after micro-batch; None when all are absent."""
+        """Returns this rank's samples of global step `step` (from 0), micro-batch after micro-batch; None
+        when all are absent.
+        """
         ids = self.order.ids(step, self.plan.job.train.batch)
-        mine = [ids[row] for row in self.plan.samples_read(self.rank)]
-        return self.dataset.batch(mine) if any(i != ABSENT_SAMPLE for i in mine) else None
+        local_ids = [ids[row] for row in self.plan.samples_read(self.rank)]
+        return self.dataset.batch(local_ids) if any(i != ABSENT_SAMPLE for i in local_ids) else None
 
     def sample_ids(self, step: int) -> list[list[int]]:
-        """The ids of the samples that each data rank plays in global step `step`."""
+        """Returns the ids of the samples of each data rank in global step `step`."""
         plan = self.plan
         ids = self.order.ids(step, plan.job.train.batch)
         rows = [
@@ -101,20 +106,20 @@ class Feed:
 
     @property
     def num_steps(self) -> int | None:
-        """The global steps that the samples last; None when they are repeated without end, or cannot be counted.
+        """The number of global steps until the samples end; None without end, or if they cannot be counted.
 
-        The last one may be short.
+        The last step may be short.
         """
         total = self.order.num_total
         return None if total is None else -(-total // self.plan.job.train.batch)
 
     @property
     def is_thread_safe(self) -> bool:
-        """Whether several threads may ask for batches, in any order; a stream has one reader."""
+        """Whether several threads may read batches, in any order; a stream has one reader."""
         return not isinstance(self.dataset, TokenStream)
 
     def has_ended(self, step: int) -> bool:
-        """Whether the samples end before global step `step`; a stream is read up to it."""
+        """Returns whether the samples end before global step `step`; reads a stream up to it."""
         if isinstance(self.dataset, TokenStream):
             return not self.dataset.has_sample(step * self.plan.job.train.batch)
         return self.num_steps is not None and step >= self.num_steps
@@ -126,21 +131,21 @@ def open_dataset(
     cache: Path | None = None,
     check_tokenizer: Callable[[Tokenizer], Iterable[Diagnostic]] = lambda codec: (),
 ) -> Dataset:
-    """The samples that `source` names; what has to be tokenised is kept in the folder `cache`.
+    """Returns the samples of `source`; tokens are kept in the folder `cache`.
 
-    Plain text, read as bytes, and streams need none. `fits` is asked what is wrong with the tokenizer before anything is
-    tokenised with it. Raises PlanError for samples that are missing, empty or broken, for a tokenizer that cannot be used,
-    and for a missing example.
+    Text files, read as bytes, and streams need no cache. `check_tokenizer` is called before anything is
+    tokenized. Raises PlanError for samples that are missing, empty or broken, for a tokenizer that cannot be
+    used, and for a missing example.
     """
     if source.source == "example":
         return _example(source, example)
     raise_diagnostics(source.diagnostics())
     codec = make_tokenizer(source.tokenizer)
     faults, parts = list(check_tokenizer(codec)), []
-    unfit = bool(faults)
+    tokenizer_failed = bool(faults)
     for part in source.part_configs() or (source,):
         try:
-            parts += _tokens(part, codec, cache, unfit=unfit)
+            parts += _tokens(part, codec, cache, tokenizer_failed=tokenizer_failed)
         except PlanError as error:
             faults += error.diagnostics
     raise_diagnostics(faults)
@@ -148,14 +153,13 @@ def open_dataset(
 
 
 def _tokens(
-    source: DataConfig, tokenizer: Tokenizer, cache: Path | None, *, unfit: bool
+    source: DataConfig, tokenizer: Tokenizer, cache: Path | None, *, tokenizer_failed: bool
 ) -> list[TokenDataset]:
-    """The samples of one source; none when the codec is `unfit`, and then only what can be seen without it is looked at."""
     raise_diagnostics(unused_field_diagnostics(source))
     if source_format(source) == "text" and not source.tokenizer:
         return [TextDataset(source)]
     rows = open_reader(source)
-    if unfit:
+    if tokenizer_failed:
         return []
     if source.streaming:
         return [TokenStream(source, rows, tokenizer)]
@@ -189,7 +193,7 @@ def _example(source: DataConfig, example: Mapping[str, torch.Tensor] | None) -> 
 
 
 def open_feed(dataset: Dataset, plan: Plan, rank: int) -> Feed:
-    """The feed of `rank` under `plan`."""
+    """Returns the feed of `rank` under `plan`."""
     dataset = dataset.reopen() if isinstance(dataset, TokenStream) else dataset
     return Feed(dataset, _order(dataset, plan), plan, rank)
 

@@ -1,17 +1,18 @@
-"""Several sources as one: which source each sample comes from is computed, not remembered.
+"""Mixes several data sources by weight. The source of each sample is computed, not stored.
 
-Weights are shares of samples. The positions of the global order are given to the sources one after the other by the quota
-method: position k goes, among the sources that have had less than their share of the first k + 1 positions, to the one
-that is furthest behind, the least (count + 1) / weight. Then every source has, of any first k positions, its share of k,
-rounded up or down; it is never a whole sample off.
+Weights are fractions of samples. The quota method assigns the positions of the global order: position k
+goes, among the sources that have had less than their fraction of the first k + 1 positions, to the one with
+the smallest (count + 1) / weight. Then every source has its fraction of any first k positions, rounded up or
+down; it is never off by a whole sample.
 
     weights 5 : 3 : 2       position  0 1 2 3 4 5 6 7 8 9 | 0 1 2 ...
                             source    a b a c a b a b a c | a b a ...     5, 3 and 2 of each 10
 
-The sequence repeats once every source has had its weight in whole numbers (10 positions above), so one such period is
-computed when the mixture is opened, and any position is found by one division: a run resumes anywhere, on any number of
-ranks. Weights that need more than 2^16 positions are rounded to them. Each source is played in an order of its own, as
-often as its share needs; with `epochs` = n the mixture ends before a source would begin for the n + 1st time.
+The sequence repeats after one period (10 positions above). The period is computed when the mixture is
+opened, and any position is found by one division: a run resumes anywhere, on any number of ranks. Weights
+that need a period of more than 2^16 positions are rounded. Each source has a shuffle of its own and repeats
+as often as its fraction needs; with `epochs` = n the mixture ends before a source would begin for the n +
+1st time.
 
 Paper: Balinski and Young, The quota method of apportionment, American Mathematical Monthly 82, 1975.
 """
@@ -33,9 +34,9 @@ MAX_PERIOD = 1 << 16
 
 
 def integer_shares(weights: Sequence[float]) -> list[int]:
-    """Whole numbers in the ratios of `weights`, without a common divisor.
+    """Returns integers in the ratios of `weights`, without a common divisor.
 
-    Where they would need a sum above 2^16 they are rounded to that sum, with at least 1 each.
+    If their sum would exceed 2^16, they are rounded to that sum, with at least 1 each.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     whole = [int(weight * lcm(*(each.denominator for each in exact))) for weight in exact]
@@ -47,7 +48,7 @@ def integer_shares(weights: Sequence[float]) -> list[int]:
 
 
 def interleave(shares: Sequence[int]) -> np.ndarray:
-    """One period: for each of sum(shares) positions the source that it belongs to; source s has shares[s] of them."""
+    """Returns one period: for each of sum(shares) positions its source; source s has shares[s] positions."""
     period, counts, found = sum(shares), [0] * len(shares), []
     least = lcm(*shares)
     behind = [
@@ -63,7 +64,9 @@ def interleave(shares: Sequence[int]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class MixedOrder:
-    """Which samples of a mixture make up each global step; sample i of source s has the id i + the samples before s."""
+    """The samples of each global step of a mixture; sample i of source s has the id i + the samples of the
+    sources before s.
+    """
 
     sizes: tuple[int, ...]
     shares: tuple[int, ...]
@@ -72,7 +75,9 @@ class MixedOrder:
 
     @cached_property
     def _period(self) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each position of a period, and how many of that source's positions come before it."""
+        """Returns the source of each position of a period, and the number of earlier positions of the same
+        source.
+        """
         sources = interleave(self.shares)
         before = np.zeros_like(sources)
         for s, share in enumerate(self.shares):
@@ -87,7 +92,7 @@ class MixedOrder:
 
     @cached_property
     def num_total(self) -> int | None:
-        """The positions until a source would begin once too often; None without end."""
+        """The number of positions until a source would begin once too often; None without end."""
         if not self.epochs:
             return None
         sources, before = self._period
@@ -98,7 +103,7 @@ class MixedOrder:
         return min(ends)
 
     def ids(self, step: int, batch: int) -> list[int]:
-        """The `batch` global sample ids of global step `step`, from 0. Places after the end hold -1, an absent sample."""
+        """Returns the `batch` global sample ids of global step `step`, from 0; -1 (absent) after the end."""
         first = step * batch
         num = batch if self.num_total is None else min(max(self.num_total - first, 0), batch)
         found = np.full(batch, ABSENT_SAMPLE, np.int64)
@@ -115,7 +120,7 @@ class MixedOrder:
 
 
 class Mixture(TokenDataset):
-    """The samples of all `parts`, numbered one part after the other; `weights` are their shares."""
+    """The samples of all `datasets`, numbered one data set after the other; `weights` are their fractions."""
 
     def __init__(self, datasets: Sequence[TokenDataset], weights: Sequence[float]) -> None:
         self.datasets, self.shares = tuple(datasets), tuple(integer_shares(weights))
@@ -129,7 +134,7 @@ class Mixture(TokenDataset):
         return int(self._ends[-1])
 
     def order(self, seed: int, epochs: int) -> MixedOrder:
-        """The order in which the samples are played."""
+        """Returns the order in which the samples are read."""
         return MixedOrder(tuple(len(part) for part in self.datasets), self.shares, seed, epochs)
 
     def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -150,5 +155,4 @@ class Mixture(TokenDataset):
 
 
 def _seed(seed: int, part: int) -> int:
-    """A seed for the order of one part: parts of one size are not played in step."""
     return int.from_bytes(blake2b(f"part {part} of {seed}".encode(), digest_size=8).digest())

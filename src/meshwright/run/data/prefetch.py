@@ -1,16 +1,15 @@
-"""Batches made ahead of their step, so that no rank waits for its data.
+"""Prepares batches in threads, ahead of their step, so that no rank waits for its data.
 
-    step            0    1    2    3         the main thread plays
-    made ahead      1 2  3 4  5 ...          `workers` threads make the rows of coming steps, at most 2 x workers of them
+    step            0    1    2    3         the main thread trains
+    prepared        1 2  3 4  5 ...          `workers` threads prepare the next batches, at most 2 x workers of them
 
-Threads are enough: the rows are cut out of arrays in memory or mapped from disk, numpy and the tokenizers let go of the
-interpreter while they work, and nothing has to be sent between processes, or found again when one of them dies. Which
-rows a step has is decided by its number alone, so the order is the same with any number of workers. A stream has one
-reader, so it takes one thread.
+Threads are enough: samples are slices of arrays in memory or mapped from disk, numpy and the tokenizers
+release the GIL, and nothing has to be sent between processes. The samples of a step depend on its number
+only, so the order is the same with any number of workers. A stream has one reader, so it uses one thread.
 
-An error in a thread is raised by the step that wanted the rows, with the traceback of where it happened. On leaving,
-what has not begun is dropped and what has begun is waited for; when it is an error that leaves, for `FAILURE_S` at most,
-so that a thread that waits for a network does not keep the error from being told.
+An error in a thread is raised by the step that needs the batch, with the traceback of the thread. On exit,
+batches that have not begun are dropped and the others are waited for; after an error, at most
+`FAILURE_WAIT_S` seconds, so that a thread that waits for a network does not delay the error.
 """
 
 from collections import deque
@@ -29,7 +28,7 @@ MaybeBatch = dict[str, torch.Tensor] | None
 
 @dataclass
 class PrefetchedFeed:
-    """A feed whose coming steps are made by the threads of `pool`, at most `depth` of them ahead of use."""
+    """A feed whose next batches are prepared by the threads of `pool`, at most `depth` of them ahead."""
 
     feed: Feed
     pool: ThreadPoolExecutor
@@ -44,27 +43,26 @@ class PrefetchedFeed:
 
     @property
     def num_steps(self) -> int | None:
-        """The global steps that the samples last; None when that is not known, or without end."""
+        """The number of global steps until the samples end; None if unknown or without end."""
         return self.feed.num_steps
 
     def sample_ids(self, step: int) -> list[list[int]]:
-        """The ids of the samples that each data rank plays in global step `step`."""
+        """Returns the ids of the samples of each data rank in global step `step`."""
         return self.feed.sample_ids(step)
 
     def has_ended(self, step: int) -> bool:
-        """Whether the samples end before global step `step`."""
+        """Returns whether the samples end before global step `step`."""
         return self._made(step)[0]
 
     def batch(self, step: int) -> MaybeBatch:
-        """This rank's rows of global step `step` (from 0); None when all are absent."""
+        """Returns this rank's samples of global step `step` (from 0); None when all are absent."""
         return self._made(step)[1]
 
     def wait_idle(self, timeout_s: float) -> None:
-        """Wait until nothing is being made any more, at most `timeout_s` seconds."""
+        """Waits until no batch is being prepared, at most `timeout_s` seconds."""
         wait(self._queue, timeout_s)
 
     def _made(self, step: int) -> tuple[bool, MaybeBatch]:
-        """What was made for `step`; what was made for earlier steps is forgotten."""
         if step < self._first or step > self._first + len(self._queue):
             self._drop(len(self._queue))
             self._first = step
@@ -85,7 +83,9 @@ class PrefetchedFeed:
 
 @contextmanager
 def prefetch(feed: Feed, workers: int) -> Iterator[Feed | PrefetchedFeed]:
-    """`feed`, with its coming steps made by `workers` threads; with 0, `feed` itself. No thread is left on leaving."""
+    """Yields `feed` with its next batches prepared by `workers` threads; with 0, `feed` itself. All threads
+    end on exit.
+    """
     if not workers:
         yield feed
         return

@@ -1,10 +1,10 @@
-"""Documents as they come: the rows of text files, of JSONL files, and of data sets of Hugging Face.
+"""Readers of documents: rows of text files, of JSONL files, and of Hugging Face data sets.
 
-A *row* is a mapping from column to value together with where it stands (`talk.jsonl:7`, `imdb[12]`), so that whatever is
-wrong with it later can be said with its place. A row that cannot be read at all is a Fault in its stead: the reader goes
-on, and whoever reads decides how many faults make a message.
+A *row* is a mapping from column to value with its location (`talk.jsonl:7`, `imdb[12]`), so that later
+errors can name it. A row that cannot be read is a Diagnostic instead; reading continues, and the caller
+decides how many diagnostics to report.
 
-    talk.jsonl    one JSON object per line, UTF-8; empty lines are skipped; .gz is unpacked as it is read
+    talk.jsonl    one JSON object per line, UTF-8; empty lines are skipped; .gz is decompressed while reading
     datasets      a folder of `save_to_disk`, local json / parquet / csv / arrow files, or a name on the hub ("name:config")
 
 The package `datasets` is optional and imported only here.
@@ -50,7 +50,9 @@ READ_NBYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RowReader:
-    """Rows that can be read again and again: `read()` begins anew. `digest` names their content as far as is cheap."""
+    """Rows that can be read repeatedly: `read()` starts again. `digest` identifies their content as far as
+    is cheap.
+    """
 
     format: SourceFormat
     read: Callable[[], Iterator[LocatedRow]]
@@ -58,7 +60,7 @@ class RowReader:
 
 
 def source_format(source: DataConfig) -> SourceFormat:
-    """How `source` is read: as data.format says, or as its name and what lies there suggest."""
+    """Returns the format of `source`: data.format, or what its name and its files suggest."""
     if source.format != "auto":
         return source.format
     path = Path(source.source)
@@ -69,7 +71,9 @@ def source_format(source: DataConfig) -> SourceFormat:
 
 
 def open_reader(source: DataConfig) -> RowReader:
-    """The rows of `source`. Raises PlanError for what is missing or unreadable, and for fields that its kind has no use for."""
+    """Returns the reader of `source`. Raises PlanError for missing or unreadable files, and for fields
+    without effect.
+    """
     kind = source_format(source)
     raise_diagnostics(unused_field_diagnostics(source))
     if kind == "datasets":
@@ -81,7 +85,7 @@ def open_reader(source: DataConfig) -> RowReader:
 
 
 def missing_column_diagnostic(row: Mapping[str, Any], name: str, where: str, key: str) -> Diagnostic | None:
-    """The fault that `row` has no column `name`, which the field `key` asks for; None when it has."""
+    """Returns the diagnostic that `row` has no column `name`, which the field `key` names; None if it has."""
     if name in row:
         return None
     there = ", ".join(row) or "none"
@@ -93,7 +97,7 @@ def missing_column_diagnostic(row: Mapping[str, Any], name: str, where: str, key
 
 
 def unused_field_diagnostics(source: DataConfig) -> Iterator[Diagnostic]:
-    """The fields of `source` that were set and that its kind has no use for."""
+    """Yields the fields of `source` that are set and have no effect for its format."""
     kind = source_format(source)
     words = {"text": "plain text files have", "jsonl": "JSONL files have", "datasets": "data sets have"}
     fields = {"column": "text", "chat": "", "split": "train", "streaming": False}
@@ -158,7 +162,6 @@ def _jsonl_rows(files: Iterable[Path]) -> Iterator[LocatedRow]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not empty, with their numbers from 1."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         yield from ((number, line.strip()) for number, line in enumerate(file, 1) if line.strip())
 
@@ -227,7 +230,6 @@ def _dataset_rows(source: DataConfig) -> RowReader:
 
 
 def _loaded(datasets: Any, source: DataConfig) -> Any:
-    """What the package makes of `source`; every error of its own becomes a PlanError that repeats its words."""
     path, fix = (
         Path(source.source),
         "check data.source and data.split; a name on the hub needs a network, or a filled cache",

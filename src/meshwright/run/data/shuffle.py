@@ -1,14 +1,14 @@
-"""The order in which samples are played: a shuffle that is computed, not stored.
+"""The order of samples: a shuffle that is computed, not stored.
 
-Each epoch is a permutation of all samples, keyed by (seed, epoch). It is a Feistel network: the index is cut into a left
-and a right half, and each round replaces (left, right) by (right, left XOR f(right, key)). Whatever f is, a round can be
-undone, so the network maps the numbers below 4^h one to one onto themselves. Where 4^h is larger than the number of
-samples, an index that falls outside is sent through again until it falls inside ("cycle walking", under 4 times on
-average), and that is one to one too.
+Each epoch is a permutation of all samples, keyed by (seed, epoch). It is a Feistel network: the index is
+split into a left and a right half, and each round replaces (left, right) by (right, left XOR f(right, key)).
+For any f a round can be inverted, so the network is a bijection on the numbers below 4^h. Where 4^h is
+larger than the number of samples, an index that falls outside is sent through again until it falls inside
+("cycle walking", under 4 times on average), which is a bijection too.
 
-So sample number 10^12 of epoch 7 costs as much as the first: microseconds, and no memory. The position in the data is
-step x batch; a checkpoint needs no more than its step, and nothing here knows how many ranks there are. Ranks share a
-step's samples by cutting its list (`share`), after the order is fixed.
+So sample 10^12 of epoch 7 costs as much as the first: microseconds, and no memory. The position in the data
+is step x batch; a checkpoint needs only its step, and the order does not depend on the number of ranks.
+Ranks split a step's list of samples (`rank_sample_ids`) after the order is fixed.
 
 Ciphers with arbitrary finite domains: Black and Rogaway, CT-RSA 2002 (cycle walking).
 """
@@ -28,7 +28,7 @@ MAX_SAMPLES = 1 << 60  # both halves of an index and their products stay inside 
 
 @dataclass(frozen=True)
 class ShuffledOrder:
-    """Which samples make up each global step: every sample once per epoch, `epochs` times (0: without end)."""
+    """The samples of each global step: every sample once per epoch, for `epochs` epochs (0: without end)."""
 
     num_samples: int
     seed: int
@@ -52,9 +52,9 @@ class ShuffledOrder:
             )
 
     def ids(self, step: int, batch: int) -> list[int]:
-        """The `batch` global sample ids of global step `step`, from 0; steps run on over the borders of epochs.
+        """Returns the `batch` global sample ids of global step `step`, from 0; steps continue across epochs.
 
-        Places after the last epoch hold -1, an absent sample. Raises ValueError for a negative step or an empty batch.
+        Positions after the last epoch hold -1, an absent sample.
         """
         if step < 0 or batch < 1:
             raise ValueError(
@@ -63,7 +63,9 @@ class ShuffledOrder:
         return self.ids_at(step * batch, batch)
 
     def ids_at(self, position: int, count: int) -> list[int]:
-        """The `count` sample ids from `position` of the endless list of epochs on; -1 after the last epoch."""
+        """Returns the `count` sample ids from `position` of the sequence of epochs on; -1 after the last
+        epoch.
+        """
         found: list[int] = []
         end = position + count
         last = end if self.num_total is None else min(end, self.num_total)
@@ -76,11 +78,10 @@ class ShuffledOrder:
 
     @property
     def num_total(self) -> int | None:
-        """The samples of all epochs; None without end."""
+        """The number of samples of all epochs; None without end."""
         return self.epochs * self.num_samples or None
 
     def _shuffled(self, epoch: int, index: np.ndarray) -> list[int]:
-        """Where the permutation of `epoch` sends each of `index` (numbers below `num_samples`)."""
         half = max(1, ((self.num_samples - 1).bit_length() + 1) // 2)
         seed = blake2b(f"order {self.seed} {epoch}".encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
         keys = np.frombuffer(seed, dtype="<u8").astype(np.uint64)
@@ -93,12 +94,10 @@ class ShuffledOrder:
 def rank_sample_ids(
     ids: Sequence[int], microbatch: int, num_microbatches: int, data_rank: int, num_data_ranks: int
 ) -> list[int]:
-    """The ids that data rank `index` of `count` plays in micro-batch `micro` of `num_micro`: a contiguous slice of `ids`.
+    """Returns the ids of data rank `data_rank` in micro-batch `microbatch`: a contiguous slice of `ids`.
 
-    With k = len(ids) / (num_micro x count), rounded up, micro m of rank r takes ids[(m x count + r) x k :][:k]. Every share
-    has k ids: where `ids` runs out they are -1, absent samples, so that all ranks do equal work and none waits for ever.
-
-    Raises ValueError for a micro-batch or a rank that does not exist.
+    With k = len(ids) / (num_microbatches x num_data_ranks), rounded up, micro-batch m of rank r is the slice
+    of k ids at (m x num_data_ranks + r) x k.
     """
     if not (0 <= microbatch < num_microbatches and 0 <= data_rank < num_data_ranks):
         raise ValueError(
@@ -112,7 +111,6 @@ def rank_sample_ids(
 
 
 def _network(index: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
-    """`index` (uint64, below 4^half) through all rounds; one to one."""
     mask = np.uint64((1 << half) - 1)
     left, right = index >> np.uint64(half), index & mask
     for r in range(keys.size):

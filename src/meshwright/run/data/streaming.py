@@ -1,12 +1,13 @@
-"""A data set that is read as it comes: nothing is copied to disk, and the order is the stream's own.
+"""A data set that is read as a stream: nothing is copied to disk, and the order is the stream's own.
 
-Sample k of the whole run is element k of the stream: the k-th conversation, or the k-th window of its texts, packed as in
-run/documents.py. Every rank reads the stream for itself and keeps the rows that are its own, so no rank waits for another
-and the samples of a step are the same under every plan. When the stream ends it begins again, `epochs` times.
+Sample k of the whole run is element k of the stream: the k-th conversation, or the k-th window of its texts,
+packed as in `documents`. Every rank reads the stream for itself and keeps its own samples, so no rank waits
+for another and the samples of a step are the same under every plan. When the stream ends it starts again,
+`epochs` times.
 
-Cost: every rank receives, and tokenises, all of it. A resumed run reads from the beginning up to its step: conversations
-are passed over unread, texts must be tokenised again, because how many windows a text makes is not known before. Where
-the data fits on a disk, streaming = false reads and tokenises it once.
+Cost: every rank receives and tokenizes all of it. A resumed run reads from the beginning up to its step: it
+skips conversations unread, but must tokenize texts again, because the number of windows of a text is not
+known before. If the data fits on a disk, streaming = false reads and tokenizes it once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,31 +28,31 @@ ItemT = TypeVar("ItemT")
 
 
 class StreamOrder:
-    """The order of a stream: sample k is element k. How many there are is not known."""
+    """The order of a stream: sample k is element k. The number of samples is unknown."""
 
     num_total = None
 
     def ids(self, step: int, batch: int) -> list[int]:
-        """The `batch` sample ids of global step `step`, from 0."""
+        """Returns the `batch` sample ids of global step `step`, from 0."""
         return list(range(step * batch, (step + 1) * batch))
 
 
 class TokenStream(TokenDataset):
-    """The samples of a stream, by their number. It remembers where it is: take one (`again`) for each reader.
+    """The samples of a stream, by index. It has a position: each reader needs its own (`reopen`).
 
-    Asking for an earlier sample than the last one begins the stream again. Raises PlanError when the first sample cannot
-    be used, and later, on reading, for a row that cannot be.
+    Reading an earlier sample than the last one restarts the stream. Raises PlanError when the first sample
+    cannot be used, and later, while reading, for a row that cannot be.
     """
 
     def __init__(self, source: DataConfig, reader: RowReader, tokenizer: Tokenizer) -> None:
         self.sequence, self.tokenizer, self._source, self._rows = source.sequence, tokenizer, source, reader
         self._encode = make_encoder(source, tokenizer)
-        self._iterator, self._next, self._held = self._items(), 0, dict[int, EncodedDocument | LocatedRow]()
+        self._iterator, self._next, self._buffer = self._items(), 0, dict[int, EncodedDocument | LocatedRow]()
         first = self._sample(0)
         if first is None:
             raise self._empty()
-        said = f"stream {reader.digest} {tokenizer.digest} {source.sequence} {source.column} {source.chat}"
-        self.digest = sha256(said.encode() + first.ids.astype("<i8").tobytes()).hexdigest()
+        identity = f"stream {reader.digest} {tokenizer.digest} {source.sequence} {source.column} {source.chat}"
+        self.digest = sha256(identity.encode() + first.ids.astype("<i8").tobytes()).hexdigest()
         how = "passing over" if source.chat else "tokenising"
         self.notes = (
             f"a stream: every rank reads all of it, and a resumed run reads from its beginning, {how} what was played",
@@ -63,44 +64,43 @@ class TokenStream(TokenDataset):
         )
 
     def reopen(self) -> "TokenStream":
-        """The same stream from its beginning, for another reader."""
+        """Returns the same stream from its beginning, for another reader."""
         return TokenStream(self._source, self._rows, self.tokenizer)
 
     def has_sample(self, i: int) -> bool:
-        """Whether the stream reaches sample `i`; reads up to it."""
+        """Returns whether the stream reaches sample `i`; reads up to it."""
         return self._item(i) is not None
 
     def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The samples `ids`, best in rising order; those behind the end of the stream are absent."""
+        """Returns the samples `ids`, fastest in rising order; those after the end of the stream are absent."""
         wanted = [i for i in ids if i != ABSENT_SAMPLE]
-        self._held = {i: item for i, item in self._held.items() if wanted and i >= min(wanted)}
+        self._buffer = {i: item for i, item in self._buffer.items() if wanted and i >= min(wanted)}
         rows = [None if i == ABSENT_SAMPLE else self._sample(i) for i in ids]
         return pad_documents(rows, self.sequence, self.tokenizer.eos_token_id or 0)
 
     def _sample(self, i: int) -> EncodedDocument | None:
         item = self._item(i)
         if isinstance(item, tuple):
-            return _sound(next(self._encode([item])))
+            return _raise_diagnostic(next(self._encode([item])))
         return item
 
     def _item(self, i: int) -> EncodedDocument | LocatedRow | None:
-        if i not in self._held:
+        if i not in self._buffer:
             if i < self._next:
                 self._iterator, self._next = self._items(), 0
             for item in self._iterator:
                 self._next += 1
                 if self._next > i:
-                    self._held[i] = item
+                    self._buffer[i] = item
                     break
-        return self._held.get(i)
+        return self._buffer.get(i)
 
     def _items(self) -> Iterator[EncodedDocument | LocatedRow]:
-        """Every element in turn: conversations as rows, which are tokenised only by the rank that plays them; windows."""
         return self._passes(self._rows.read) if self._source.chat else self._windows()
 
     def _windows(self) -> Iterator[EncodedDocument]:
         held, num = [], 0
-        for text in self._passes(lambda: map(_sound, self._encode(self._rows.read()))):
+        for text in self._passes(lambda: map(_raise_diagnostic, self._encode(self._rows.read()))):
             held.append(text.ids)
             num += text.ids.size
             if num > self.sequence:
@@ -113,7 +113,6 @@ class TokenStream(TokenDataset):
             yield EncodedDocument(np.concatenate(held))
 
     def _passes(self, read: Callable[[], Iterator[ItemT]]) -> Iterator[ItemT]:
-        """What `read()` gives, again and again for all epochs."""
         epoch = 0
         while not self._source.epochs or epoch < self._source.epochs:
             found = False
@@ -129,7 +128,7 @@ class TokenStream(TokenDataset):
         return PlanError(text, fix="point data.source at data that is not empty", location="data.source")
 
 
-def _sound(each: EncodedDocument | Diagnostic) -> EncodedDocument:
+def _raise_diagnostic(each: EncodedDocument | Diagnostic) -> EncodedDocument:
     if isinstance(each, Diagnostic):
         raise_diagnostics([each])
         raise RuntimeError("a fault was not raised; this is a bug: report the config file")

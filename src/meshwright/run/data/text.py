@@ -1,16 +1,16 @@
-"""Text as training samples: a file or a folder of files becomes one row of bytes, and a sample is a window of it.
+"""Text files as training samples: all files become one sequence of bytes, and a sample is a window of it.
 
-Bytes are the tokens (256 of them), so any language works and there is no vocabulary to fetch. Files are joined in sorted
-order with one zero byte between them: no text holds a zero byte (a file that does is refused), so it marks the border
-without ambiguity, and a model learns from it where a document ends. Empty files add nothing.
+Bytes are the tokens (256 of them), so any language works without a vocabulary. Files are joined in sorted
+order with one zero byte between them. No text contains a zero byte (a file that does is refused), so it
+marks the end of a document without ambiguity, and a model learns it. Empty files add nothing.
 
     tokens    h e l l o 0 w o r l d        T = 4: sample i is tokens[4 i : 4 i + 5]
     sample 0  inputs h e l l   labels e l l o
     sample 1  inputs o 0 w o   labels 0 w o r
     sample 2  inputs r l d .   labels l d . .        . in labels is -100: no token follows, no weight in the loss
 
-Neighbouring samples share the token at their border, so every token but the first is a label exactly once per epoch.
-The tokens are held in memory, one byte each; a window is cut out when it is asked for.
+Neighboring samples share the token at their boundary, so every token but the first is a label exactly once
+per epoch. The tokens are kept in memory, one byte each; a window is cut when it is read.
 """
 
 import logging
@@ -43,11 +43,11 @@ logger = logging.getLogger(__name__)
 
 
 class TextDataset(TokenDataset):
-    """The samples of one `DataSource`. `files` are those that were read, in order; `digest` names their content.
+    """The samples of one data source. `files` are the files that were read, in order.
 
-    `digest` is the sha256 of the sequence length and the tokens: a checkpoint that holds it can tell that the data changed.
+    `digest` is the sha256 of the sequence length and the tokens: a resumed run detects changed data with it.
 
-    Raises PlanError holding every fault found: nothing there, nothing that matches, unreadable or binary files.
+    Raises PlanError with every diagnostic: no file, no match, unreadable or binary files.
     """
 
     def __init__(self, source: DataConfig) -> None:
@@ -66,7 +66,7 @@ class TextDataset(TokenDataset):
         self.digest = sha256(b"bytes, sequence %d\n" % self.sequence + sha256(content).digest()).hexdigest()
 
     def __len__(self) -> int:
-        """The number of samples; the last one may be short."""
+        """Returns the number of samples; the last one may be short."""
         return num_windows(self.tokens, self.sequence)
 
     def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -79,9 +79,10 @@ class TextDataset(TokenDataset):
 
 
 def list_files(source: DataConfig, patterns: Sequence[str]) -> tuple[Path, ...]:
-    """The files that `source` names, in order: itself, or those of the folder that match data.include, or else `patterns`.
+    """Returns the files that `source` names, in order: itself, or those of the folder that match
+    data.include, else `patterns`.
 
-    Raises PlanError when none matches, and for folders that cannot be read.
+    Raises PlanError when none matches, and for what cannot be read.
     """
     root, include = Path(source.source), source.include or tuple(patterns)
     files = tuple(_files(root, include, source.exclude)) if root.is_dir() else (root,)
@@ -100,7 +101,7 @@ def list_files(source: DataConfig, patterns: Sequence[str]) -> tuple[Path, ...]:
 
 
 def read_text(path: Path) -> tuple[bytes, Diagnostic | None]:
-    """The bytes of the text file at `path`, or what is wrong with it: missing, unreadable, or no text in UTF-8."""
+    """Returns the bytes of the text file at `path`, or a diagnostic: missing, unreadable, or not UTF-8."""
     where = printable_path(path)
     text, fault = read_file(path)
     if fault:
@@ -119,7 +120,7 @@ def read_text(path: Path) -> tuple[bytes, Diagnostic | None]:
 
 
 def missing_file_diagnostic(path: Path) -> Diagnostic | None:
-    """The fault that `path` is no file that can be read to its end; None when it is one."""
+    """Returns the diagnostic that `path` is not a readable file; None if it is."""
     if not path.exists():
         fix = 'correct data.source; for a data set of the Hugging Face hub set data.format = "datasets"'
         return Diagnostic("there is no such file or folder", fix, printable_path(path))
@@ -129,7 +130,7 @@ def missing_file_diagnostic(path: Path) -> Diagnostic | None:
 
 
 def read_file(path: Path) -> tuple[bytes, Diagnostic | None]:
-    """The bytes of the file at `path`, or why they cannot be read."""
+    """Returns the bytes of the file at `path`, or why it cannot be read."""
     fault = missing_file_diagnostic(path)
     if fault:
         return b"", fault
@@ -141,12 +142,11 @@ def read_file(path: Path) -> tuple[bytes, Diagnostic | None]:
 
 
 def printable_path(path: Path) -> str:
-    """The path as text that any terminal can print; undecodable bytes of a file name are escaped."""
+    """Returns the path as text that any terminal can print; undecodable bytes of a file name are escaped."""
     return str(path).encode(errors="backslashreplace").decode()
 
 
 def _files(folder: Path, include: Sequence[str], exclude: Sequence[str]) -> Iterator[Path]:
-    """The files below `folder` that the patterns choose, sorted by their path as written with "/"."""
     inside = folder.resolve()
     found: dict[str, Path] = {}
     denied: list[OSError] = []
@@ -179,7 +179,6 @@ def _matches(relative: PurePath, patterns: Sequence[str]) -> bool:
 
 
 def _joined(files: Sequence[Path]) -> bytearray:
-    """The bytes of all `files`, a zero byte between those that are not empty."""
     content, faults = bytearray(), []
     for path in files:
         text, fault = read_text(path)

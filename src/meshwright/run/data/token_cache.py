@@ -1,16 +1,17 @@
-"""Tokens on disk: documents are tokenised once, and every later run and every rank maps the same files into memory.
+"""Tokens on disk: documents are tokenized once, and every later run and every rank maps the same files into
+memory.
 
     cache/
       3f9a...c1/               one per (content, tokenizer, columns); its name is their hash
         tokens.bin             the ids of all documents, one after the other: uint16, or uint32 for large vocabularies
         document_starts.bin    where each document begins, and the end: int64
-        label_mask.bin         conversations only: which tokens are learnt, one byte each
-        meta.json              how many there are, in which type, and the sha256 of what was written
-      3f9a...c1.partial-77/    being written, or what a killed process left
+        label_mask.bin         conversations only: which tokens have labels, one byte each
+        meta.json              the lengths, the dtype of the ids, and the sha256 of the contents
+      3f9a...c1.partial-77/    being written, or left behind by a killed process
 
-A folder comes to be by one rename, so a reader sees all of it or nothing. Of several ranks that start at once one
-tokenises and the others wait for its lock, which the system takes from a process that dies; where a file system has no
-locks each works for itself, and the first one to rename wins. Nothing here is a pickle.
+A folder appears by one rename, so a reader sees all of it or nothing. If several ranks start at once, one
+tokenizes and the others wait for its lock, which the system releases when a process dies. On a file system
+without locks each rank tokenizes, and the first rename wins. No file is a pickle.
 """
 
 import json
@@ -40,9 +41,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TokenCache:
-    """Documents as arrays mapped from disk: `tokens` (N,), `starts` (documents + 1,), `wanted` (N,) or None.
+    """Documents as arrays mapped from disk: `tokens` (N,), `document_starts` (documents + 1,), `label_mask`
+    (N,) or None.
 
-    `digest` is the sha256 of the ids, the borders and what is wanted.
+    `digest` is the sha256 of the ids, the document boundaries and the label mask.
     """
 
     tokens: np.ndarray
@@ -51,7 +53,7 @@ class TokenCache:
     digest: str
 
     def document(self, i: int) -> EncodedDocument:
-        """Document `i`, from 0."""
+        """Returns document `i`, from 0."""
         here = slice(int(self.document_starts[i]), int(self.document_starts[i + 1]))
         return EncodedDocument(self.tokens[here], None if self.label_mask is None else self.label_mask[here])
 
@@ -59,10 +61,10 @@ class TokenCache:
 def open_token_cache(
     cache: Path, key: str, vocab_size: int, documents: Callable[[], Iterable[EncodedDocument]]
 ) -> TokenCache:
-    """The documents of `key` from `cache`; when they are not there, made from `documents()` and kept.
+    """Returns the documents of `key` from `cache`; if they are missing, tokenizes `documents()` and keeps
+    them.
 
-    `size` is that of the vocabulary. What `documents()` raises is raised, and then nothing is kept. Raises PlanError when
-    the cache cannot be written, or there is no token at all.
+    `vocab_size` decides the dtype of the ids. Exceptions of `documents()` propagate, and nothing is kept.
     """
     place = cache / sha256(f"{CACHE_VERSION} {vocab_size} {key}".encode()).hexdigest()[:32]
     try:
@@ -80,7 +82,6 @@ def open_token_cache(
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of `path`, waiting for whoever has it; without a lock where the system has none."""
     with path.open("ab") as file:
         with suppress(ImportError, OSError):
             import fcntl  # not on Windows
@@ -141,7 +142,6 @@ def _write(
 
 
 def _whole(place: Path) -> bool:
-    """Whether the files at `place` are there, in the sizes that they should have."""
     try:
         meta = json.loads((place / META_FILE).read_text(encoding="ascii"))
         sizes = {

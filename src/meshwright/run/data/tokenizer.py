@@ -1,10 +1,11 @@
-"""Text as numbers: how a text becomes tokens, and what every set of token samples has in common.
+"""Tokenizers, and what all data sets of token samples have in common.
 
-A *codec* turns texts into token ids and back. There are two: `Bytes`, where a token is a byte and nothing needs to be
-fetched, and `Pretrained`, a tokenizer of transformers from a folder or from the hub. No code from a repository is run.
+A *tokenizer* turns texts into token ids and back. There are two: `ByteTokenizer`, whose tokens are bytes,
+and `PretrainedTokenizer`, a tokenizer of transformers from a folder or from the hub. No code from a
+repository is executed.
 
-A *sample* is a row of T inputs and T labels; label t is the token that follows input t, or -100 where nothing is to be
-learnt. Whoever trains on tokens sees a `TokenData`, whatever it was made from.
+A *sample* has T inputs and T labels; label t is the token that follows input t, or -100 where there is none.
+Training reads a `TokenDataset`, whatever it was made from.
 """
 
 import json
@@ -26,10 +27,10 @@ WHERE = "data.tokenizer"
 
 
 class Tokenizer(ABC):
-    """Texts to token ids and back.
+    """Turns texts into token ids and back.
 
-    `size` is one more than the largest id, `end` the id that ends a document (None: there is none), `digest` names the
-    codec: two with the same digest give the same ids.
+    `vocab_size` is one more than the largest id, `eos_token_id` the id that ends a document (None: there is
+    none). Two tokenizers with the same `digest` give the same ids.
     """
 
     name: str
@@ -39,15 +40,15 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text (1-D arrays of integers), without special tokens added."""
+        """Returns the ids of each text (1-D integer arrays), without added special tokens."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; what is no text is shown as replacement characters."""
+        """Returns the text of `ids`; invalid text is shown as replacement characters."""
 
 
 class ByteTokenizer(Tokenizer):
-    """The bytes of UTF-8 as tokens; a zero byte, which no text holds, ends a document."""
+    """UTF-8 bytes as tokens; a zero byte, which no text contains, ends a document."""
 
     name, vocab_size, eos_token_id, digest = "bytes", 256, 0, "bytes"
 
@@ -61,7 +62,7 @@ class ByteTokenizer(Tokenizer):
 class PretrainedTokenizer(Tokenizer):
     """The tokenizer that transformers loads from `name`, a folder or a name on the hub.
 
-    Raises PlanError when there is none, when it needs code of its own, and when it has no end-of-text token.
+    Raises PlanError when there is none, when it needs code of its own, or when it has no tokens.
     """
 
     def __init__(self, name: str) -> None:
@@ -112,17 +113,17 @@ class PretrainedTokenizer(Tokenizer):
 
 
 def is_path(name: str) -> bool:
-    """Whether `name` can only be a path, and no name on the hub, which has one slash at most."""
+    """Returns whether `name` can only be a path: a name on the hub has one slash at most."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
 
 
 def make_tokenizer(name: str) -> Tokenizer:
-    """The codec that `data.tokenizer` names; "" is bytes."""
+    """Returns the tokenizer that `data.tokenizer` names; "" is bytes."""
     return PretrainedTokenizer(name) if name else ByteTokenizer()
 
 
 def tokenizer_diagnostics(tokenizer: Tokenizer, *, is_packed: bool) -> Iterator[Diagnostic]:
-    """What keeps `codec` from ending documents, where they are packed one after the other."""
+    """Yields what keeps `tokenizer` from separating packed documents."""
     if is_packed and tokenizer.eos_token_id is None:
         fix = 'set "eos_token" in its tokenizer_config.json, or choose another tokenizer'
         yield Diagnostic(
@@ -133,7 +134,9 @@ def tokenizer_diagnostics(tokenizer: Tokenizer, *, is_packed: bool) -> Iterator[
 
 
 class TokenDataset(ABC):
-    """Samples of `sequence` tokens of `codec`; `digest` names their content, `notes` are what a user should know of them."""
+    """Samples of `sequence` tokens of `tokenizer`; `digest` identifies their content, `notes` are shown to
+    the user.
+    """
 
     sequence: int
     tokenizer: Tokenizer
@@ -142,16 +145,20 @@ class TokenDataset(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """The number of samples."""
+        """Returns the number of samples."""
 
     @abstractmethod
     def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The samples `ids` as {"input_ids": (n, T), "labels": (n, T)}, both int64; an id of -1 has no label at all."""
+        """Returns the samples `ids` as {"input_ids": (n, T), "labels": (n, T)}, both int64; the id -1 has no
+        labels.
+        """
 
 
 @dataclass(frozen=True)
 class EncodedDocument:
-    """The tokens of a document or conversation, and which of them are to be learnt (None: all); both 1-D, equally long."""
+    """The tokens of a document or conversation, and which of them have labels (None: all); both 1-D of one
+    length.
+    """
 
     ids: np.ndarray
     label_mask: np.ndarray | None = None
@@ -160,9 +167,11 @@ class EncodedDocument:
 def cut_windows(
     tokens: np.ndarray, ids: Sequence[int], sequence: int, pad_id: int
 ) -> dict[str, torch.Tensor]:
-    """The windows `ids` of one row of `tokens`, window i being tokens[i T : i T + T + 1], as inputs and labels of (n, T).
+    """Returns the windows `ids` of a sequence of `tokens`, window i being tokens[i T : i T + T + 1], as
+    inputs and labels of (n, T).
 
-    Where no token is, inputs hold `filler` and labels -100. Raises IndexError for a window that does not exist.
+    After the end of the tokens, inputs are `pad_id` and labels -100. Raises IndexError for a window that
+    does not exist.
     """
     rows = check_ids(ids, num_windows(tokens, sequence))
     at = rows[:, None] * sequence + np.arange(sequence + 1)
@@ -176,7 +185,9 @@ def cut_windows(
 def pad_documents(
     documents: Sequence[EncodedDocument | None], sequence: int, pad_id: int
 ) -> dict[str, torch.Tensor]:
-    """One row per document, cut or filled up to T inputs and labels: (n, T) each; None is an absent sample."""
+    """Returns one sample per document, truncated or padded to T inputs and labels: (n, T) each; None is an
+    absent sample.
+    """
     inputs = np.full((len(documents), sequence), pad_id, dtype=np.int64)
     labels = np.full((len(documents), sequence), IGNORE_INDEX, dtype=np.int64)
     for r, row in enumerate(documents):
@@ -193,12 +204,12 @@ def pad_documents(
 
 
 def num_windows(tokens: np.ndarray, sequence: int) -> int:
-    """How many windows `tokens` make; the last one may be short."""
+    """Returns the number of windows of `tokens`; the last one may be short."""
     return -(-(tokens.size - 1) // sequence)
 
 
 def check_ids(ids: Sequence[int], num: int) -> np.ndarray:
-    """`ids` as an int64 array. Raises IndexError for one that is neither a sample nor -1, an absent one."""
+    """Returns `ids` as an int64 array. Raises IndexError for an id that is neither a sample nor -1 (absent)."""
     rows = np.asarray(ids, dtype=np.int64)
     wrong = rows[(rows < -1) | (rows >= num)]
     if wrong.size:

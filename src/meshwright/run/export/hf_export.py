@@ -167,7 +167,7 @@ def _exported(
     module = trained.deferred_init.instantiate()
     value = _first_named(trained)
     if is_adapted(module):
-        origin = trained.deferred_init.weights_origin
+        origin = trained.deferred_init.pretrained_source
         base = trained.adapter_base or ("" if origin is None else origin.source)
         return _ended(folder, partial, *write_adapter(trained.deferred_init, value, partial, dtype, base))
     state = _state(trained.deferred_init, module, value, dtype)

@@ -149,10 +149,10 @@ MEMORY_NBYTES = tuple(
 class DeviceTimings:
     """What was measured of a device; seconds of a call forward and backward, and of slices of work in a row."""
 
-    products: tuple[MatmulTiming, ...]
+    matmuls: tuple[MatmulTiming, ...]
     attention: tuple[AttentionTiming, ...]
-    memory: tuple[MemoryOpTiming, ...]
-    compute_heavy: tuple[ElementwiseTiming, ...]
+    memory_ops: tuple[MemoryOpTiming, ...]
+    elementwise_ops: tuple[ElementwiseTiming, ...]
     slices: tuple[float, ...]
     call_s: float
     call_backward_s: float
@@ -162,7 +162,7 @@ class DeviceTimings:
 class BenchSizes:
     """What is measured: products, attention, and bytes that are read and written."""
 
-    products: tuple[MatmulSize, ...]
+    matmuls: tuple[MatmulSize, ...]
     attention: tuple[AttentionSize, ...]
     memory: tuple[int, ...]
 
@@ -205,7 +205,7 @@ def time_device(
     attention: list[AttentionTiming] = []
     for dtype in (torch.float32, torch.bfloat16):
         products += matmul_points(
-            dtype, time_operations(watch, matmul_operations(device, dtype, sizes.products))
+            dtype, time_operations(watch, matmul_operations(device, dtype, sizes.matmuls))
         )
         forward, both = (
             time_operations(watch, attention_operations(device, dtype, sizes.attention, backward=back))

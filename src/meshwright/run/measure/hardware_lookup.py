@@ -43,26 +43,26 @@ DEVICE_FIX = (
     "write a [device] table (docs/planning.md), or measure: meshwright bench device --out device.toml"
 )
 FRACTION_RATES = (
-    "product",
-    "product_float8",
-    "product_blocks",
-    "product_float4",
+    "matmul",
+    "matmul_float8",
+    "matmul_float8_blocks",
+    "matmul_float4",
     "attention",
     "memory",
     "link",
     "nic",
 )
-FRACTION_RATES += ("tail", "tensor_hidden", "sums_hidden")  # of which none is more than 1
+FRACTION_RATES += ("wave_tail", "tp_overlap", "grad_reduce_overlap")  # of which none is more than 1
 MAX_FACTOR = 1000.0  # times, at most, of a rate that is no share
 RATE_RANGES = {  # of rates that are neither shares nor times, or of which less is known to be wrong
-    "attention_back": (0.01, 5.0, "a share of what attention reaches"),
-    "attention_old": (0.01, 5.0, "a share of what attention reaches"),
-    "attention_new": (0.01, 5.0, "times what attention reaches"),
-    "side": (1.0, 1e5, "the size of an inner dim"),
-    "crowd": (1.0, 1e6, "a number of hosts"),
-    "crowding": (0.1, 20.0, "an exponent"),
-    **dict.fromkeys(("start_s", "launch_s", "latency_s"), (0.0, 1.0, "seconds: 3e-5 are 30 us")),
-    **dict.fromkeys(("turn_s", "fixed_s"), (0.0, 3600.0, "seconds")),
+    "attention_backward": (0.01, 5.0, "a share of what attention reaches"),
+    "attention_flash1": (0.01, 5.0, "a share of what attention reaches"),
+    "attention_flash3": (0.01, 5.0, "times what attention reaches"),
+    "half_rate_dim": (1.0, 1e5, "the size of an inner dim"),
+    "fabric_half_hosts": (1.0, 1e6, "a number of hosts"),
+    "fabric_exponent": (0.1, 20.0, "an exponent"),
+    **dict.fromkeys(("kernel_start_s", "kernel_launch_s", "latency_s"), (0.0, 1.0, "seconds: 3e-5 are 30 us")),
+    **dict.fromkeys(("microbatch_overhead_s", "step_overhead_s"), (0.0, 3600.0, "seconds")),
 }
 MAX_VALUES = {  # beyond which a figure is in another unit
     "memory_gb": (1e4, "GiB: 80 for an H100"),

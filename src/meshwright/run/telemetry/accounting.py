@@ -1,9 +1,11 @@
-"""What a rank used: seconds by phase, memory by category, bytes by action. Cheap enough to be kept on every run.
+"""Records what a rank used: seconds by phase, memory by category, bytes by action. It is cheap enough to be
+always on.
 
-Every rank writes `ranks/rank-N.json` after its first step and at the end, and `trace/` if it was asked to (run/trace.py).
-Phases are data (waiting for rows), step (playing the list) and save. Memory is what the tensors take, and beside it the
-high-water mark of the process, resident on a CPU, allocated on a GPU. Bytes are those of the ledger: what the collectives
-of this rank really sent, by the action they served; `report` holds them against what the program says.
+Every rank writes `ranks/rank-N.json` after its first step and at the end, and a trace if it was requested.
+The phases are data (waiting for samples), step (executing the actions) and save. Memory is the bytes of
+tensors, and the high-water mark of the process: resident on a CPU, allocated on a GPU. Bytes are those of
+the ledger, that is, what the collectives of this rank really sent, by action; `report` compares them with
+the program.
 """
 
 import json
@@ -32,12 +34,12 @@ logger = logging.getLogger(__name__)
 
 
 def accounting_path(folder: Path, rank: int) -> Path:
-    """Where `rank` writes what it used, inside the run's `folder`."""
+    """Returns the file of `rank` inside the run's `folder`."""
     return folder / RANKS_FOLDER / f"rank-{rank}.json"
 
 
 class RankAccounting:
-    """The account of one rank over the steps that are left, up to `last`."""
+    """Accounts for one rank from its current step to step `last`."""
 
     def __init__(self, executor: Executor, plan: Plan, world: World, last: int) -> None:
         self._player, self._plan, self._world = executor, plan, world
@@ -49,16 +51,16 @@ class RankAccounting:
         self._last: dict[str, float] = {}
         self._before = dict(world.ledger.sent_nbytes)
         self._flops = plan.model_spec.train_flops
-        self._peak = _peak(plan, world.device)
+        self._peak = _peak_flops(plan, world.device)
 
     def begin_step(self, step: int) -> StepProfiler | None:
-        """`step` begins; returns what the player shall tell of it, None when it is not traced."""
+        """Marks the begin of `step`; returns the profiler of the step, or None if the step is not traced."""
         self._step = step
         return self._tracer.start_step(step)
 
     @contextmanager
     def timed_phase(self, name: str) -> Iterator[None]:
-        """The body is the phase `name` of the step that was begun last."""
+        """Measures the body as phase `name` of the current step."""
         begin = perf_counter()
         yield
         end = perf_counter()
@@ -67,31 +69,33 @@ class RankAccounting:
         self._tracer.add_phase(self._step, LoopPhase(name, begin, end))
 
     def pop_phase_seconds(self, name: str) -> float:
-        """Seconds of the last phase `name`, told once; 0 when there was none since."""
+        """Returns the seconds of the last phase `name` and forgets them; 0 if there was none."""
         return self._last.pop(name, 0.0)
 
     def throughput(self, samples: int, seconds: float) -> tuple[float | None, float | None]:
-        """FLOP/s of all ranks for a step of `samples`, and its share of their peak; None for what is not known."""
+        """Returns the FLOP/s of all ranks for a step of `samples`, and the fraction of the peak (MFU); None
+        if unknown.
+        """
         if not self._flops:
             return None, None
         flops = self._flops * samples / seconds
         return flops, None if self._peak is None else flops / (self._peak * self._plan.mesh.world_size)
 
     def end_step(self) -> None:
-        """The step is over, saving included."""
+        """Marks the end of the step, checkpoint included."""
         self._steps += 1
         self._tracer.end_step(self._step)
         if self._steps == 1:
             self.write()
 
     def close(self) -> None:
-        """Write what there is, the trace included."""
+        """Writes the accounting and the trace."""
         self._tracer.write()
         if self._steps:
             self.write()
 
     def write(self) -> None:
-        """Write the account. A file that cannot be written is a warning in the log."""
+        """Writes the accounting. If the file cannot be written, logs a warning."""
         try:
             replace_file(self._path, json.dumps(self._as_dict(), indent=1) + "\n")
         except OSError as error:
@@ -112,18 +116,18 @@ class RankAccounting:
 
 
 def device_name(device: torch.device) -> str:
-    """What the driver calls `device`; "cpu" for the host."""
+    """Returns the driver's name of `device`; "cpu" for the host."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process had in use so far: allocated on a GPU, resident on the host."""
+    """Returns the high-water mark of this process in bytes: allocated on a GPU, resident on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _peak(plan: Plan, device: torch.device) -> float | None:
+def _peak_flops(plan: Plan, device: torch.device) -> float | None:
     dtype = plan.job.precision.compute
     if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
         return None  # TF32 is faster than the peak of float32, and the table does not have it

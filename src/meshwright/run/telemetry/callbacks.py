@@ -1,14 +1,14 @@
-"""What others may do around the steps of a run: watch it, write it down elsewhere, ask it to stop.
+"""Callbacks: user functions that run around the steps. They observe the run, log it elsewhere, or stop it.
 
-A callback is a value that holds functions, named as transformers' TrainerCallback names them; each is called on rank 0
-with the `Moment` it is about. One that returns STOP asks for the end of the run: all ranks stop together after the next
-step, with a checkpoint, as after SIGTERM. One that raises ends the run as any other error does.
+A callback is a value that holds functions, named like those of transformers' TrainerCallback. Each is called
+on rank 0 with a `CallbackEvent`. If one returns STOP, all ranks stop together after the next step, with a
+checkpoint, as after SIGTERM. If one raises, the run ends like after any other error.
 
-    def low_enough(moment: Moment) -> Wish:
-        return "stop" if moment.evaluation["loss"] < 2 else None
+    def low_enough(event: CallbackEvent) -> StopRequest:
+        return "stop" if event.evaluation["loss"] < 2 else None
 
-    meshwright.train(engine, data, held_out=others, callbacks=[Callback(on_evaluate=low_enough)])
-    meshwright.Model(module, callbacks=[...])                    from a factory: the command calls them too
+    meshwright.train(trainer, data, eval_data=other_data, callbacks=[Callback(on_evaluate=low_enough)])
+    meshwright.Model(module, callbacks=[...])                    from a factory: `meshwright train` calls them too
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,12 +22,13 @@ STOP: StopRequest = "stop"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What is known after a step: the metrics, how fast it went (all ranks), and this rank's memory in bytes.
+    """The metrics of a step, its speed over all ranks, and the memory of this rank in bytes.
 
-    `seconds` are those of the whole step, `data_s` what of them went into waiting for data, `save_s` what saving took since
-    the line before. `flops_per_s` counts all ranks, `mfu` is its share of their peak; None where that is not known.
-    `noise_scale` is the gradient noise scale in samples, where the job asks for it and it is known. Where something is float16,
-    `loss_scale` is that of the next step, and `overflow` tells that this one was left out because gradients left its range.
+    `seconds` is the time of the whole step, `data_s` the part spent waiting for data, `save_s` the time of
+    saving since the previous record. `flops_per_s` counts all ranks, `mfu` is the fraction of their peak;
+    None if unknown. `noise_scale` is the gradient noise scale in samples, if the job measures it. With
+    float16, `loss_scale` is the scale of the next step, and `overflow` says that this step was skipped
+    because gradients overflowed.
     """
 
     step: int
@@ -50,10 +51,10 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class CallbackEvent:
-    """Where a run is: its step, and what there is to say of it: the line of a step, an evaluation, a checkpoint's folder.
+    """What a callback is called with: the step, and its record, evaluation result or checkpoint folder.
 
-    `evaluation` holds loss and tokens, and perplexity where the loss is one per token; `best` says that it is the best so
-    far. `spike` is why the guard left the step out, in words.
+    `evaluation` holds loss and tokens, and perplexity if the loss is per token; `is_best` says that it is
+    the best so far. `spike` is the reason why the loss guard skipped the step, or "".
     """
 
     step: int
@@ -69,7 +70,9 @@ CallbackFunction = Callable[[CallbackEvent], StopRequest]
 
 @dataclass(frozen=True)
 class Callback:
-    """Functions to call when the training begins, after each step, evaluation and save, and at the end; None: do not."""
+    """Functions to call when training begins, after each step, evaluation and save, and at the end; None: no
+    function.
+    """
 
     on_train_begin: CallbackFunction | None = None
     on_step_end: CallbackFunction | None = None
@@ -79,6 +82,6 @@ class Callback:
 
 
 def call_callbacks(functions: Iterable[CallbackFunction | None], event: CallbackEvent) -> StopRequest:
-    """Call each of `heard` with `moment`; STOP when one of them asks for it."""
-    wishes = [each(event) for each in functions if each is not None]
-    return STOP if STOP in wishes else None
+    """Calls each of `functions` with `event`; returns STOP if one of them does."""
+    requests = [function(event) for function in functions if function is not None]
+    return STOP if STOP in requests else None

@@ -1,12 +1,12 @@
-"""What ranks have to say beside the figures: records in `logs/rank-N.log`, warnings where the user sees them.
+"""Log records of all ranks: in `logs/rank-N.log`, warnings also on the terminal.
 
-Every rank, rank 0 too, appends its records to a file of its own. The rank stands in the record, not in the text:
+Every rank, rank 0 too, appends its records to a file of its own. The record contains the rank:
 
     2026-11-20 18:00:01,123 rank 1 WARNING meshwright.run.telemetry.trackers: ...
 
-A warning of rank 0 is also shown on the terminal, at once; so is one of another rank that has a terminal (under torchrun).
-A rank whose output goes into its log has none: what it warned of, and rank 0 did not, is told by the launching process
-when all have ended, in one line per text (`unheard`).
+A warning of rank 0 is shown on the terminal at once; so is a warning of another rank that has a terminal
+(under torchrun). The output of the other ranks goes into their logs. When all ranks have ended, the
+launching process shows their warnings that rank 0 did not have, one line per text (`unshown_warnings`).
 """
 
 import logging
@@ -17,39 +17,39 @@ from pathlib import Path
 
 FORMAT = "%(asctime)s rank %(rank)d %(levelname)s %(name)s: %(message)s"
 RECORD_PATTERN = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ rank (\d+) (WARNING|ERROR|CRITICAL) [\w.]+: (.*)$")
-MAX_SHOWN_WARNINGS = 5  # warnings told at the end; the others are counted
+MAX_SHOWN_WARNINGS = 5  # warnings shown at the end; the others are counted
 
 logger = logging.getLogger(__name__)
 
 
 def log_path(folder: Path, rank: int) -> Path:
-    """Where `rank` keeps its log, inside the run's `folder`."""
+    """Returns the log file of `rank` inside the run's `folder`."""
     return folder / "logs" / f"rank-{rank}.log"
 
 
 @contextmanager
 def rank_log(folder: Path, rank: int, show: Callable[[str], None] | None = None) -> Iterator[None]:
-    """While inside, records of this process go to the log of `rank`, and warnings, as texts, to `show` too.
+    """Sends the log records of the body to the log of `rank`, and warnings to `show` as text.
 
-    Python's own warnings are recorded as well. A log that cannot be opened is a warning itself; the run goes on.
+    Python's warnings are logged too. If the log cannot be opened, that is a warning; the run continues.
     """
     root, package = logging.getLogger(), logging.getLogger("meshwright")
     before = package.level
     package.setLevel(logging.INFO)
     handlers: list[logging.Handler] = [] if show is None else [_Shown(rank, show)]
-    trouble = ""
+    error_text = ""
     try:
         log_path(folder, rank).parent.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(log_path(folder, rank), encoding="utf-8"))
         handlers[-1].setFormatter(logging.Formatter(FORMAT))
     except OSError as error:
-        trouble = str(error)
+        error_text = str(error)
     for handler in handlers:
         handler.addFilter(lambda record: _with_rank(record, rank))
         root.addHandler(handler)
     logging.captureWarnings(True)
-    if trouble:
-        logger.warning("this rank keeps no log: %s", trouble)
+    if error_text:
+        logger.warning("this rank keeps no log: %s", error_text)
     try:
         yield
     finally:
@@ -61,12 +61,14 @@ def rank_log(folder: Path, rank: int, show: Callable[[str], None] | None = None)
 
 
 def log_sizes(folder: Path) -> dict[Path, int]:
-    """How long every log of the run is by now, in bytes."""
+    """Returns the size in bytes of every log of the run."""
     return {path: path.stat().st_size for path in folder.glob("logs/rank-*.log")}
 
 
 def unshown_warnings(folder: Path, sizes_before: Mapping[Path, int]) -> list[str]:
-    """What ranks other than 0 have warned of since `before` and rank 0 has not, in words, a line for each text."""
+    """Returns the warnings of ranks other than 0 since `sizes_before` that rank 0 did not have, one line per
+    text.
+    """
     first: dict[str, Path] = {}
     ranks: dict[str, set[int]] = {}
     for path in sorted(folder.glob("logs/rank-*.log")):
@@ -76,17 +78,17 @@ def unshown_warnings(folder: Path, sizes_before: Mapping[Path, int]) -> list[str
         for match in filter(None, map(RECORD_PATTERN.match, lines)):
             first.setdefault(match[3], path)
             ranks.setdefault(match[3], set()).add(int(match[1]))
-    alone = [text for text, who in ranks.items() if 0 not in who]
-    said = [
+    unshown = [text for text, who in ranks.items() if 0 not in who]
+    shown = [
         f"rank {', '.join(map(str, sorted(ranks[text])))} warned: {text}  ({first[text]})"
-        for text in alone[:MAX_SHOWN_WARNINGS]
+        for text in unshown[:MAX_SHOWN_WARNINGS]
     ]
     more = (
-        [f"and {len(alone) - MAX_SHOWN_WARNINGS} more warnings, in {folder / 'logs'}"]
-        if len(alone) > MAX_SHOWN_WARNINGS
+        [f"and {len(unshown) - MAX_SHOWN_WARNINGS} more warnings, in {folder / 'logs'}"]
+        if len(unshown) > MAX_SHOWN_WARNINGS
         else []
     )
-    return said + more
+    return shown + more
 
 
 class _Shown(logging.Handler):

@@ -1,16 +1,17 @@
-"""The metrics of a run as JSON lines, and the proof that a resumed run repeats it.
+"""The metrics of a run as JSON lines, and the check that a resumed run repeats them.
 
-A line without `kind` is that of a global step. "evaluation" is a loss on held-out samples after a step, "spike" a step
-that the guard judged harmful, with what each rank's samples did.
+A line without `kind` is a global step. "evaluation" is a loss on held-out samples after a step; "spike" is a
+step that the loss guard judged harmful, with what each rank's samples did.
 
-After a kill, a run goes on from its last checkpoint and plays some steps again. Their lines are in the file already: a
-replayed step must give the same loss and gradient norm to the last bit, an evaluation the same loss, and the journal says
-whether they did. A line cut short by the kill is removed, new lines are appended.
+After a kill, a run resumes from its last checkpoint and repeats some steps whose lines are in the file
+already. A repeated step must give a bit-identical loss and gradient norm, an evaluation the same loss;
+`ReplayCheck` holds the result. A line that the kill cut short is removed, new lines are appended.
 
     step 41 .. 47      then a kill; the last checkpoint is of step 40
-    step 41 .. 47      played again: equal, so nothing is written; 48, 49 ... are appended
+    step 41 .. 47      repeated: identical, so nothing is written; 48, 49 ... are appended
 
-A step that differs (the plan or the data changed) is appended too: of several lines of one kind and step, the last counts.
+A step that differs (the plan or the data changed) is appended too: of several lines of one kind and step,
+the last one counts.
 """
 
 import json
@@ -31,7 +32,7 @@ EXACT_KEYS = {
 
 @dataclass
 class ReplayCheck:
-    """How many steps were played again, and the first line that differed, with both."""
+    """The number of repeated steps, and the first line that differs, as (old, new)."""
 
     num_steps: int = 0
     first_step: int | None = None
@@ -42,19 +43,20 @@ class ReplayCheck:
             return ""
         if self.first_difference is None:
             if self.num_steps == 1:
-                return f"step {self.first_step} was played again and equals its first playing to the last bit"
-            return f"{self.num_steps} steps were played again from step {self.first_step}: each equals its first playing to the last bit"
+                return f"step {self.first_step} was repeated and is bit-identical"
+            return f"{self.num_steps} steps were repeated from step {self.first_step}: all are bit-identical"
         old, new = self.first_difference
         keys = [key for key in _exact(old) if repr(old[key]) != repr(new[key])]
         pairs = ", ".join(f"{key} {old[key]!r} then, {new[key]!r} now" for key in keys)
         what = f"the {old['kind']} at step" if old.get("kind") else "step"
-        return f"{what} {old['step']} was played again and differs: {pairs}"
+        return f"{what} {old['step']} was repeated and differs: {pairs}"
 
 
 class MetricsLog:
-    """`metrics.jsonl` in the run's folder, written by rank 0. `known` are the lines, by kind and step, that it held when opened.
+    """`metrics.jsonl` in the run's folder, written by rank 0. `known_lines` are the lines of an earlier
+    start, by kind and step.
 
-    Raises PlanError when a whole line of the file is not one that a journal writes.
+    Raises PlanError when a complete line of the file is not a line of metrics.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,7 +67,9 @@ class MetricsLog:
         self._file = self.path.open("a", encoding="ascii")
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line; one that was written before is held against the old one, and appended if it differs."""
+        """Appends a line. If the line was written before, compares both, and appends the new one only if it
+        differs.
+        """
         old = self.known_lines.get(_key(line))
         if old is not None:
             if not line.get("kind"):
@@ -78,7 +82,7 @@ class MetricsLog:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         self._file.close()
 
     def _read(self) -> dict[tuple[str, int], dict[str, Any]]:
@@ -112,6 +116,6 @@ def _line(text: bytes, where: str) -> dict[str, Any]:
     if not isinstance(line, dict) or kind not in EXACT_KEYS or not {"step", *EXACT_KEYS[kind]} <= line.keys():
         what = f"this line is not one of metrics: {text[:60].decode(errors='replace')!r}"
         raise PlanError(
-            what, fix="remove the line, or move the file away: the steps are written anew", location=where
+            what, fix="remove the line, or move the file away: the steps are written again", location=where
         )
     return line

@@ -1,12 +1,11 @@
-"""`run_info.json` in the run's folder: what the run is, for those who look at it later without the model or the data.
+"""Writes `run_info.json` into the run's folder: what the run is, for readers without the model or the data.
 
-hash, mesh, world    the plan's name, its mesh in words, the number of ranks
-words                the plan in words, as `meshwright plan` shows it
-program              the actions of every role (core/written.py)
-predicted            what was predicted of it: seconds where hardware was named, bytes held and sent (report/prediction.py)
-held                 bytes that a rank of each role holds all the time, by category
-parts                the visits of each part of the model, in order of the forward
-versions, machine    of Python and the packages; processor, memory and device of rank 0. No host or user name.
+hash, mesh, world    the hash of the plan, its mesh as text, the number of ranks summary              the
+plan as text, as `meshwright plan` shows it program              the actions of every role prediction
+predicted seconds (if hardware was named), and bytes kept and sent resident_memory      bytes that a rank of
+each role keeps all the time, by category stages               the block calls of each pipeline stage, in
+forward order versions, machine    versions of Python and the packages; processor, memory and device of rank
+0. No host or user name.
 """
 
 import json
@@ -38,10 +37,10 @@ def write_run_info(
     device: torch.device,
     prediction: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write what `plan` is into its run's folder; returns the file. Raises OSError."""
-    visits = plan.model_spec.block_calls
-    starts = [0, *(visits.index(cut) for cut in plan.sharding.split_points), len(visits)]
-    said: dict[str, Any] = {
+    """Writes `run_info.json` of `plan` and returns its path. Raises OSError."""
+    block_calls = plan.model_spec.block_calls
+    starts = [0, *(block_calls.index(cut) for cut in plan.sharding.split_points), len(block_calls)]
+    document: dict[str, Any] = {
         "hash": plan.hash,
         "mesh": str(plan.mesh),
         "world": plan.mesh.world_size,
@@ -49,7 +48,7 @@ def write_run_info(
         "summary": dict(summary),
         "resident_memory": {role: dict(each) for role, each in resident_nbytes.items()},
         "prediction": dict(prediction or {}),
-        "stages": [list(visits[begin:end]) for begin, end in pairwise(starts)],
+        "stages": [list(block_calls[begin:end]) for begin, end in pairwise(starts)],
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
@@ -61,14 +60,13 @@ def write_run_info(
         "program": program_to_dict(plan.program),
     }
     path = Path(plan.run.folder) / RUN_INFO_FILE
-    replace_file(path, json.dumps(said) + "\n")
+    replace_file(path, json.dumps(document) + "\n")
     return path
 
 
 def _axes(plan: Plan) -> list[str]:
-    """The axes over which some action moves something."""
-    moves = [move for _, actions in plan.program.roles for action in actions for move in action.transfers]
-    return sorted({axis for move in moves for axis in move.axes})
+    transfers = [move for _, actions in plan.program.roles for action in actions for move in action.transfers]
+    return sorted({axis for move in transfers for axis in move.axes})
 
 
 def _version(name: str) -> str:
@@ -79,10 +77,10 @@ def _version(name: str) -> str:
 
 
 def processor_name() -> str:
-    """The processor as its maker calls it, where that can be found."""
+    """Returns the processor's model name where the system knows it."""
     if sys.platform == "linux":
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-        if named:
-            return named[0]
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        if names:
+            return names[0]
     return platform.processor() or platform.machine()

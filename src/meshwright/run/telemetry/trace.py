@@ -1,19 +1,20 @@
-"""Some steps of a run, act by act, as a file that https://ui.perfetto.dev and chrome://tracing open.
+"""A timeline of some steps, action by action, for https://ui.perfetto.dev and chrome://tracing.
 
-With `run.trace_steps = n`, every rank watches n steps and writes `trace/rank-N.json`. The first step of a run warms caches
-up and is not among them, unless it is the only one.
+With `run.trace_steps = n`, every rank profiles n steps and writes `trace/rank-N.json`. The first step of a
+run warms up caches and is not traced, unless it is the only one.
 
     run       [data][step 2 ..........................................][save]
     compute   [forward(0) [F embed][F layers.0]...][LOSS][B ...][wait REDUCE(0)][CLIP][STEP]
-    wire                                             [REDUCE(1) ...][REDUCE(0) ....]
+    comm                                            [REDUCE(1) ...][REDUCE(0) ....]
 
-Times are microseconds since the epoch, by each rank's own clock: on one host the ranks' files lie on one line, between
-hosts only as well as their clocks agree. A wire event lasts from its issue until its result has come, waiting for slower
-ranks included; those that overlap are drawn on rows of their own. What nothing hides is in the `wait` events of compute.
+Times are microseconds since the epoch by each rank's own clock: the files of one host are aligned, those of
+several hosts only as well as their clocks agree. A comm event lasts from its issue until its result has
+arrived, waiting for slower ranks included; overlapping events are drawn on separate rows. Exposed
+communication is in the `wait` events of compute.
 
-`otherData` holds, per traced step, where its time went. Every moment of the compute lane counts once, for the innermost
-event that covers it: forward (glue included), backward (the loss included), exposed communication, optimizer; what no
-event covers, packing of buckets and issuing of messages is "other".
+`otherData` holds the time of each traced step by part. Every moment of the compute stream counts once, for
+the innermost event that covers it: forward (glue included), backward (loss included), exposed communication,
+optimizer. The rest, such as packing of buckets and issuing of messages, is "other".
 """
 
 import json
@@ -57,14 +58,14 @@ PART_OF_KIND = {
     "LOAD_LATEST": "optimizer",
     "STEP": "optimizer",
 }
-RUN_ROW, COMPUTE_ROW, COMM_ROW = 0, 1, 2  # further rows of the wire follow
+RUN_ROW, COMPUTE_ROW, COMM_ROW = 0, 1, 2  # further rows of communication follow
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class LoopPhase:
-    """A part of the loop round a step: data, step or save; begin and end are readings of perf_counter."""
+    """A phase of the loop around a step (data, step or save); `begin` and `end` are readings of perf_counter."""
 
     name: str
     begin: float
@@ -72,12 +73,12 @@ class LoopPhase:
 
 
 def trace_path(folder: Path, rank: int) -> Path:
-    """Where `rank` writes its trace, inside the run's `folder`."""
+    """Returns the trace of `rank` inside the run's `folder`."""
     return folder / TRACE_FOLDER / f"rank-{rank}.json"
 
 
 class StepTracer:
-    """Watches `num_traced` of the steps after `first` up to `last` on one rank, and writes them when all are seen."""
+    """Profiles `num_traced` of the steps after `first` up to `last` on one rank, and writes them."""
 
     def __init__(
         self, folder: Path, rank: int, device: torch.device, num_traced: int, first: int, last: int
@@ -87,34 +88,34 @@ class StepTracer:
         self._steps = range(begin, min(begin + num_traced, last + 1))
         self._watch: StepProfiler | None = None
         self._phases: list[LoopPhase] = []
-        self._seen: dict[int, tuple[list[ProfilerSpan], list[LoopPhase]]] = {}
+        self._recorded: dict[int, tuple[list[ProfilerSpan], list[LoopPhase]]] = {}
         self._epoch = time.time() - time.perf_counter()
 
     def start_step(self, step: int) -> StepProfiler | None:
-        """What the player shall tell of `step`; None when it is not traced."""
+        """Returns the profiler of `step`; None if the step is not traced."""
         self._watch = StepProfiler(self._device) if step in self._steps else None
         return self._watch
 
     def add_phase(self, step: int, phase: LoopPhase) -> None:
-        """Note a phase of the loop, when it belongs to a traced step."""
+        """Adds a phase of the loop if it belongs to a traced step."""
         if step in self._steps:
             self._phases.append(phase)
 
     def end_step(self, step: int) -> None:
-        """`step` is over, saving included; after the last traced one, the file is written."""
+        """Ends `step`, checkpoint included; after the last traced step, writes the file."""
         if self._watch is None:
             return
-        self._seen[step] = (self._watch.spans(), self._phases)
+        self._recorded[step] = (self._watch.spans(), self._phases)
         self._watch, self._phases = None, []
         if step == self._steps[-1]:
             self.write()
 
     def write(self) -> None:
-        """Write what was seen so far, if anything. A file that cannot be written is a warning in the log."""
-        if not self._seen:
+        """Writes the steps that were traced so far, if any. If the file cannot be written, logs a warning."""
+        if not self._recorded:
             return
-        splits = {str(step): split_by_part(spans, phases) for step, (spans, phases) in self._seen.items()}
-        events = [event for step in self._seen for event in self._events(step)]
+        splits = {str(step): split_by_part(spans, phases) for step, (spans, phases) in self._recorded.items()}
+        events = [event for step in self._recorded for event in self._events(step)]
         document = {
             "displayTimeUnit": "ms",
             "otherData": {"rank": self._rank, "device": str(self._device), "seconds": splits},
@@ -124,20 +125,20 @@ class StepTracer:
             replace_file(self._path, json.dumps(document))
         except OSError as error:
             logger.warning("the trace cannot be written to '%s': %s", self._path, error)
-        self._seen = {}
+        self._recorded = {}
 
     def _names(self, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         names = {RUN_ROW: "run", COMPUTE_ROW: "compute", COMM_ROW: "comm"}
         rows = sorted({event["tid"] for event in events})
-        said = [
+        metadata = [
             {"name": "process_name", "ph": "M", "pid": self._rank, "args": {"name": f"rank {self._rank}"}}
         ]
         for row in rows:
             name = names.get(row, f"wire ({row - COMM_ROW + 1})")
-            said.append(
+            metadata.append(
                 {"name": "thread_name", "ph": "M", "pid": self._rank, "tid": row, "args": {"name": name}}
             )
-            said.append(
+            metadata.append(
                 {
                     "name": "thread_sort_index",
                     "ph": "M",
@@ -146,10 +147,10 @@ class StepTracer:
                     "args": {"sort_index": row},
                 }
             )
-        return said
+        return metadata
 
     def _events(self, step: int) -> list[dict[str, Any]]:
-        spans, phases = self._seen[step]
+        spans, phases = self._recorded[step]
         events = [
             self._event(
                 f"step {step}" if phase.name == "step" else phase.name,
@@ -160,26 +161,28 @@ class StepTracer:
             )
             for phase in phases
         ]
-        ends: list[float] = []  # per row of the wire, when it is free again
+        ends: list[float] = []  # per row of communication, when it is free again
         for span in sorted(spans, key=lambda span: span.begin):
             row = COMPUTE_ROW
             if span.stream != "compute":
                 free = next((i for i, end in enumerate(ends) if end <= span.begin), len(ends))
                 ends[free : free + 1] = [span.end]
                 row = COMM_ROW + free
-            events.append(self._event(span.name, span.kind, row, span, {"step": step, **_said(span)}))
+            events.append(self._event(span.name, span.kind, row, span, {"step": step, **_event_args(span)}))
         return events
 
     def _event(
-        self, name: str, category: str, row: int, times: ProfilerSpan | LoopPhase, said: Mapping[str, Any]
+        self, name: str, category: str, row: int, times: ProfilerSpan | LoopPhase, event_args: Mapping[str, Any]
     ) -> dict[str, Any]:
         begin, length = (times.begin + self._epoch) * 1e6, (times.end - times.begin) * 1e6
         where = {"ph": "X", "pid": self._rank, "tid": row, "ts": round(begin, 3), "dur": round(length, 3)}
-        return {"name": name, "cat": category, **where, "args": dict(said)}
+        return {"name": name, "cat": category, **where, "args": dict(event_args)}
 
 
 def split_by_part(spans: Sequence[ProfilerSpan], phases: Sequence[LoopPhase]) -> dict[str, float]:
-    """Seconds by part of one step (PARTS); all but data, evaluate and save add up to the time of the step."""
+    """Returns the seconds of one step by part (STEP_PARTS); all but data, evaluate and save add up to the
+    time of the step.
+    """
     seconds: dict[str, float] = defaultdict(float)
     for phase in phases:
         seconds["other" if phase.name == "step" else phase.name] += phase.end - phase.begin
@@ -191,7 +194,7 @@ def split_by_part(spans: Sequence[ProfilerSpan], phases: Sequence[LoopPhase]) ->
 
 
 def _own_times(spans: Sequence[ProfilerSpan]) -> list[tuple[ProfilerSpan, float]]:
-    """Each span with its seconds less those of the spans directly inside it; spans of one lane are nested or apart."""
+    """Subtracts from each span the spans directly inside it. Spans of one stream are nested or disjoint."""
     own: list[float] = []
     open_spans: list[int] = []
     ordered = sorted(spans, key=lambda span: (span.begin, -span.end))
@@ -205,12 +208,11 @@ def _own_times(spans: Sequence[ProfilerSpan]) -> list[tuple[ProfilerSpan, float]
     return list(zip(ordered, own, strict=True))
 
 
-def _said(span: ProfilerSpan) -> dict[str, Any]:
-    """What an event says of its action."""
+def _event_args(span: ProfilerSpan) -> dict[str, Any]:
     action = span.action
     if action is None:
         return {}
-    said: dict[str, Any] = {
+    event_args: dict[str, Any] = {
         "action": action.name,
         "subject": action.subject,
         "microbatch": action.microbatch,
@@ -218,7 +220,7 @@ def _said(span: ProfilerSpan) -> dict[str, Any]:
     }
     if action.transfer is not None:
         move = action.transfer
-        said |= {
+        event_args |= {
             "bytes": move.nbytes,
             "collective": move.collective,
             "axes": " x ".join(move.axes),
@@ -226,13 +228,15 @@ def _said(span: ProfilerSpan) -> dict[str, Any]:
         }
     return {
         key: value
-        for key, value in said.items()
+        for key, value in event_args.items()
         if value not in ("", None) and not (key == "flops" and value == 0)
     }
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write `text` to `path`, making its folder; a reader sees the old file or the new one. Raises OSError."""
+    """Writes `text` to `path` atomically and makes its folder: a reader sees the old or the new file. Raises
+    OSError.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     part.write_text(text, encoding="utf-8")

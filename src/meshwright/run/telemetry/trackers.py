@@ -1,24 +1,16 @@
-"""Others who are told the metrics of a run: TensorBoard, Weights & Biases, trackio, MLflow. None of them can stop it.
+"""Trackers: TensorBoard, Weights & Biases, trackio, MLflow. None of them can stop a run.
 
-`metrics.jsonl` is the truth; a tracker is a copy for those who like to look elsewhere. Rank 0 hands each line to a queue
-and goes on; a thread per tracker starts it, takes lines out and tells them (run/adapters.py). So
+`metrics.jsonl` is the record of a run; a tracker gets a copy. Rank 0 puts each line into a queue and
+continues; one thread per tracker starts it, takes lines out of the queue and logs them. So
 
-    a tracker that cannot start, or raises      is said once, with its error, and is off from then on
-    one that hangs (a network that is gone)     fills its queue of 10,000 lines; what does not fit is dropped and counted
-    one that is slow to end                     gets `CLOSE_S` seconds after the last step, then it is left behind
+    a tracker that cannot start, or raises      logs one warning with its error and is off from then on
+    a tracker that hangs (no network)           fills its queue of 10,000 lines; further lines are dropped and counted
+    a tracker that is slow to close             gets `CLOSE_TIMEOUT_S` seconds after the last step, then it is abandoned
 
-The threads are daemons: none keeps the process from ending. Every metric stands at its global step, so steps that are
-played again after a resume stand where they stood before.
-
-The trackers that are known by name, each as a function that starts it (run/trackers.py).
-
-    tensorboard   event files in the run's folder, `tensorboard/`; the config as hyperparameters and as a text
-    wandb         a run of the project; started again, the same run goes on (its id stays in `trackers/wandb`)
-    trackio       a run of the project, goes on likewise
-    mlflow        a run of the experiment that has the project's name, goes on likewise (`trackers/mlflow`)
-
-They read their own environment (WANDB_MODE, WANDB_API_KEY, MLFLOW_TRACKING_URI...) as they do everywhere. Their packages are
-extras: `pip install 'meshwright[wandb]'`.
+The threads are daemons: none keeps the process from ending. Every metric is logged at its global step, so
+repeated steps after a resume replace the earlier ones. TensorBoard writes event files into `tensorboard/` in
+the run's folder; the ids of the other trackers' runs are kept in the folder, so that a resumed run continues
+them.
 """
 
 import logging
@@ -44,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrackerRun:
-    """What a tracker learns of a run: its folder and name, the project, its config as nested tables, the step it starts at."""
+    """What a tracker knows of a run: folder, name, project, config as nested tables, first step."""
 
     folder: Path
     name: str
@@ -54,14 +46,14 @@ class TrackerRun:
 
 
 class Tracker(Protocol):
-    """One tracker that has started. All calls come from one thread."""
+    """A tracker that has started. One thread makes all calls."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the metrics of a global step."""
+        """Logs the metrics of a global step."""
         ...
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flushes and closes the tracker."""
         ...
 
 
@@ -72,7 +64,9 @@ StartTracker = Callable[[TrackerRun], Tracker]
 def open_trackers(
     names: Sequence[str], run: TrackerRun, starters: Mapping[str, StartTracker]
 ) -> Iterator[tuple[Callback, ...]]:
-    """Callbacks that tell the trackers `names`, each started by its function in `known`; on leaving, they are closed."""
+    """Yields callbacks that log to the trackers `names`, each started by its function in `starters`; closes
+    them at the end.
+    """
     desks = [TrackerQueue(name, starters[name], run) for name in dict.fromkeys(names)]
     try:
         yield tuple(Callback(on_step_end=desk.put_step, on_evaluate=desk.put_evaluation) for desk in desks)
@@ -85,7 +79,7 @@ def open_trackers(
 
 @dataclass
 class TrackerQueue:
-    """Where one tracker's lines wait for it."""
+    """The queue and the thread of one tracker."""
 
     name: str
     start: StartTracker
@@ -102,31 +96,31 @@ class TrackerQueue:
         self._thread.start()
 
     def put_step(self, event: CallbackEvent) -> None:
-        """Queue the line of a step."""
+        """Queues the record of a step."""
         if event.step_record is not None:
             self._put(event.step, metrics_by_name(event.step_record))
 
     def put_evaluation(self, event: CallbackEvent) -> None:
-        """Queue an evaluation."""
+        """Queues an evaluation."""
         numbers = {name: value for name, value in event.evaluation.items() if type(value) in (int, float)}
         self._put(event.step, {f"eval/{name}": float(value) for name, value in numbers.items()})
 
     def begin_close(self) -> None:
-        """Take no more lines: the tracker closes once it has told those that wait."""
+        """Accepts no more lines: the tracker closes after it has logged the queued ones."""
         self.closing.set()
         try:
             self._lines.put_nowait(None)  # wakes a thread that waits for a line
         except Full:
-            logger.debug("%s has a full queue and sees by itself that the end has come", self.name)
+            logger.debug("%s has a full queue and closes when the queue is empty", self.name)
 
     def wait_closed(self) -> None:
-        """Wait for the tracker to close, `close_s` at most; say what it did not get."""
+        """Waits for the tracker to close, at most `close_s` seconds; warns about lines that it did not get."""
         self._thread.join(self.close_s)
         if self._thread.is_alive():
-            text = "the tracker %s did not end within %g s and is left behind; all lines are in metrics.jsonl"
+            text = "the tracker %s did not close within %g s and is abandoned; all lines are in metrics.jsonl"
             logger.warning(text, self.name, self.close_s)
         if self.num_dropped:
-            text = "the tracker %s was too slow: %d lines were not told; all are in metrics.jsonl"
+            text = "the tracker %s was too slow: %d lines were dropped; all are in metrics.jsonl"
             logger.warning(text, self.name, self.num_dropped)
 
     def _put(self, step: int, values: dict[str, float]) -> None:
@@ -151,7 +145,6 @@ class TrackerQueue:
             logger.warning(text, self.name, type(error).__name__, " ".join(str(error).split())[:300])
 
     def _next(self) -> tuple[int, dict[str, float]] | None:
-        """The next line; None when there is none and none will come."""
         if not self.closing.is_set():
             line = self._lines.get()
             if line is not None:
@@ -163,17 +156,17 @@ class TrackerQueue:
 
 
 def metrics_by_name(line: StepRecord) -> dict[str, float]:
-    """The metrics of a step by name; those that are not known are left out."""
-    said = {
+    """Returns the known metrics of a step by name."""
+    metrics = {
         key: value
         for key, value in asdict(line).items()
         if key not in ("step", "skipped", "overflow") and value is not None
     }
-    return {f"train/{key}": float(value) for key, value in said.items()}
+    return {f"train/{key}": float(value) for key, value in metrics.items()}
 
 
 class TensorBoardTracker(Tracker):
-    """Event files in the run's folder. Steps of an earlier start that will be played again are hidden."""
+    """Event files in the run's folder. Steps of an earlier start that will be repeated are hidden."""
 
     def __init__(self, run: TrackerRun) -> None:
         _package("tensorboard", "tensorboard")
@@ -242,7 +235,7 @@ class TrackioTracker(Tracker):
 
 
 class MLflowTracker(Tracker):
-    """A run of MLflow, through its client: the module's own functions keep a state per thread."""
+    """A run of MLflow, through its client: the functions of the module keep a state per thread."""
 
     def __init__(self, run: TrackerRun) -> None:
         self._mlflow = _package("mlflow", "mlflow")
@@ -286,7 +279,7 @@ TRACKERS: Mapping[str, StartTracker] = {
 def flatten_config(
     config: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, int | float | bool | str]]:
-    """The values of nested tables by dotted key; lists as text."""
+    """Returns the values of nested tables by dotted key; lists as text."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from flatten_config(value, f"{prefix}{key}.")

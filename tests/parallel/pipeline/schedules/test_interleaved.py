@@ -90,6 +90,6 @@ def test_two_swapped_slots_are_noticed():
 
 def test_chunks_on_one_rank_are_refused_with_their_repair():
     (fault,) = check_interleaved(1, 4, 3)
-    assert fault.problem == "chunks = 3 on one rank, which has no one to take turns with"
-    assert "chunks = 1" in fault.fix
-    assert [fault.location for fault in check_interleaved(2, 4, 0)] == ["strategies.pipeline.chunks"]
+    assert fault.problem == "virtual_stages = 3 on one rank, which has no one to take turns with"
+    assert "virtual_stages = 1" in fault.fix
+    assert [fault.location for fault in check_interleaved(2, 4, 0)] == ["strategies.pipeline.virtual_stages"]

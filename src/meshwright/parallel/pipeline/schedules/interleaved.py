@@ -77,5 +77,5 @@ def check_interleaved(
     """Why these counts cannot work."""
     yield from check_counts(num_ranks, num_microbatches, num_virtual_stages)
     if num_ranks == 1 and num_virtual_stages > 1:
-        text = f"chunks = {num_virtual_stages} on one rank, which has no one to take turns with"
-        yield Diagnostic(text, "write chunks = 1, or give the pipeline more ranks", f"{PIPELINE_KEY}.chunks")
+        text = f"virtual_stages = {num_virtual_stages} on one rank, which has no one to take turns with"
+        yield Diagnostic(text, "write virtual_stages = 1, or give the pipeline more ranks", f"{PIPELINE_KEY}.virtual_stages")

@@ -1,4 +1,4 @@
-"""Tiles while they run: the numbers of one device beside all else, what is refused then, and what a bug looks like."""
+"""Chunked losses and tiled MLPs while they run: parity in combinations, refusals at run time, and planted bugs."""
 
 from dataclasses import replace
 from functools import cache
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.api import alone, analyze, make_plan, parallelize, trace, verify
+from meshwright.api import single_rank_world, analyze, make_plan, parallelize, trace, verify
 from meshwright.engine.losses import chunked
 from meshwright.engine.runtime.loss import Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
@@ -17,9 +17,10 @@ from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
-from meshwright.parallel.memory import tiled_compute
+from meshwright.parallel.memory import tiled_mlp
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
-from meshwright.parallel.memory.tiled_compute import ChunkedLoss
+from meshwright.parallel.memory.chunked_loss import ChunkedLoss
+from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
@@ -48,31 +49,37 @@ def equal(
 
 
 @pytest.mark.parametrize(
-    "tiles",
-    [ChunkedLoss(2), ChunkedLoss(4, 3), ChunkedLoss(9, 9), ChunkedLoss(100, 100), ChunkedLoss(1, 2)],
+    "strategies",
+    [
+        (ChunkedLoss(2),),
+        (ChunkedLoss(4), TiledMLP(3)),
+        (ChunkedLoss(9), TiledMLP(9)),
+        (ChunkedLoss(100), TiledMLP(100)),
+        (TiledMLP(2),),
+    ],
     ids=str,
 )
-def test_any_number_of_tiles_is_one_device(tiles: ChunkedLoss):
-    equal(known(), planned(known(), Mesh(), tiles, micro_batch=2))
+def test_any_number_of_tiles_is_one_device(strategies: tuple[Strategy, ...]):
+    equal(known(), planned(known(), Mesh(), *strategies, micro_batch=2))
 
 
 @pytest.mark.parametrize(
     ("mesh", "strategies"),
     [
-        (Mesh(dp_replicate=2), (BatchSplit(), DDP(), BOTH)),
-        (Mesh(dp_shard=2), (SHARDS, ZeRO(stage=1), BOTH)),
-        (Mesh(dp_shard=4), (SHARDS, ZeRO(stage=2), BOTH)),
-        (Mesh(dp_shard=2), (SHARDS, ZeRO(stage=3), ActivationCheckpointing(blocks=("*",)), BOTH)),
-        (Mesh(cp=3), (RingAttention(), DDP(axis="cp"), BOTH)),
-        (Mesh(dp_shard=2, cp=2), (SHARDS, RingAttention(), ZeRO(), BOTH)),
+        (Mesh(dp_replicate=2), (BatchSplit(), DDP(), *BOTH)),
+        (Mesh(dp_shard=2), (SHARDS, ZeRO(stage=1), *BOTH)),
+        (Mesh(dp_shard=4), (SHARDS, ZeRO(stage=2), *BOTH)),
+        (Mesh(dp_shard=2), (SHARDS, ZeRO(stage=3), ActivationCheckpointing(blocks=("*",)), *BOTH)),
+        (Mesh(cp=3), (RingAttention(), DDP(axis="cp"), *BOTH)),
+        (Mesh(dp_shard=2, cp=2), (SHARDS, RingAttention(), ZeRO(), *BOTH)),
         (Mesh(tp=2), (TensorParallel(), ChunkedLoss(4))),
         (Mesh(tp=3), (TensorParallel(), VocabParallel(), SequenceParallel(), ChunkedLoss(4))),
         (
             Mesh(cp=2, tp=2),
             (TensorParallel(), VocabParallel(), RingAttention(), ZeRO(axis="cp"), ChunkedLoss(3)),
         ),
-        (Mesh(pp=2), (Pipeline(schedule="zb_h1"), BOTH)),
-        (Mesh(dp_shard=2, pp=2), (SHARDS, Pipeline(schedule="interleaved"), ZeRO(stage=3), BOTH)),
+        (Mesh(pp=2), (Pipeline(schedule="zb_h1"), *BOTH)),
+        (Mesh(dp_shard=2, pp=2), (SHARDS, Pipeline(schedule="interleaved"), ZeRO(stage=3), *BOTH)),
     ],
     ids=str,
 )
@@ -83,12 +90,12 @@ def test_beside_all_else(mesh: Mesh, strategies: tuple[Strategy, ...]):
 @pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(dp_shard=2)], ids=str)
 def test_a_head_that_is_tied_to_the_table(mesh: Mesh):
     tied = known(tie_word_embeddings=True)
-    equal(tied, planned(tied, mesh, *((Pipeline(),) if mesh.pp > 1 else (SHARDS, ZeRO())), BOTH))
+    equal(tied, planned(tied, mesh, *((Pipeline(),) if mesh.pp > 1 else (SHARDS, ZeRO())), *BOTH))
 
 
 def test_more_ranks_than_tokens():
     short = known(length=3)
-    plan = planned(short, Mesh(cp=4), RingAttention(), DDP(axis="cp"), BOTH)
+    plan = planned(short, Mesh(cp=4), RingAttention(), DDP(axis="cp"), *BOTH)
     equal(short, plan, data=batches(2, ROWS, 3))
 
 
@@ -118,7 +125,7 @@ def test_a_head_that_is_frozen_gets_no_gradient():
         return model
 
     reading = analyze(frozen(), batches(1, ROWS)[0])
-    equal(reading, planned(reading, Mesh(dp_replicate=2), BatchSplit(), DDP(), BOTH))
+    equal(reading, planned(reading, Mesh(dp_replicate=2), BatchSplit(), DDP(), *BOTH))
 
 
 def test_a_trace_on_fake_tensors_runs_in_tiles():
@@ -129,7 +136,7 @@ def test_a_trace_on_fake_tensors_runs_in_tiles():
         SHARDS,
         RingAttention(),
         ZeRO(),
-        BOTH,
+        *BOTH,
         job=replace(JOB, train=replace(JOB.train, batch=8)),
     )
     found = trace(known(), plan)
@@ -140,7 +147,7 @@ def test_forwards_outside_of_steps_give_out_logits():
     module = llama()
     reading = analyze(module, batches(1, ROWS)[0])
     with (
-        parallelize(reading, planned(reading, Mesh(), BOTH), world=alone(CPU)) as engine,
+        parallelize(reading, planned(reading, Mesh(), *BOTH), world=single_rank_world(CPU)) as engine,
         engine.full_params() as whole,
     ):
         assert whole(input_ids=batches(1, ROWS)[0]["input_ids"]).logits.shape == (
@@ -163,7 +170,7 @@ def test_logits_that_a_forward_changes_after_the_trial_are_refused():
             return logits * 2 if Changing.changes else logits
 
     reading = analyze(Changing, rows(2))
-    player = player_of(reading, make_plan(reading, tiny_job(), Mesh(), (ChunkedLoss(),)), alone(CPU))
+    player = player_of(reading, make_plan(reading, tiny_job(), Mesh(), (ChunkedLoss(),)), single_rank_world(CPU))
     Changing.changes = True
     with pytest.raises(PlanError, match=r"was changed behind the head(?s:.*)leave out the strategy"):
         player.step({key: value[:12] for key, value in rows().items()})
@@ -199,21 +206,21 @@ def test_a_module_that_attends_is_refused_when_it_does():
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return self.head(self.layer(self.embed(input_ids)))
 
-    roles = {"layer.mlp.up": "columns", "layer.mlp.down": "rows"}
+    roles = {"layer.mlp.up": "colwise", "layer.mlp.down": "rowwise"}
     reading = analyze(lambda: Model(Whole(), blocks=["embed", "layer", "head"], layer_roles=roles), rows(2))
-    player = player_of(reading, make_plan(reading, tiny_job(), Mesh(), (ChunkedLoss(1, 2),)), alone(CPU))
+    player = player_of(reading, make_plan(reading, tiny_job(), Mesh(), (TiledMLP(2),)), single_rank_world(CPU))
     with pytest.raises(PlanError, match=r"the module 'layer\.mlp' attends"):
         player.step({key: value[:12] for key, value in rows().items()})
 
 
 def test_a_tile_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(chunked, "sizes", lambda count, number: [count - 1])
+    monkeypatch.setattr(chunked, "chunk_sizes", lambda count, number: [count - 1])
     plan = planned(known(), Mesh(), ChunkedLoss(4))
     assert not verify(known(), plan, batches(2, ROWS)).passed
 
 
 def test_an_mlp_that_keeps_the_gradient_of_one_tile_alone_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    split, whole = torch.Tensor.tensor_split, tiled_compute._Tiled
+    split, whole = torch.Tensor.tensor_split, tiled_mlp._Tiled
 
     class Last(whole):
         @staticmethod
@@ -222,6 +229,6 @@ def test_an_mlp_that_keeps_the_gradient_of_one_tile_alone_is_noticed(monkeypatch
                 patch.setattr(torch.Tensor, "tensor_split", lambda x, *how: split(x, *how)[-1:])
                 return whole.backward(ctx, *grads)
 
-    monkeypatch.setattr(tiled_compute, "_Tiled", Last)
-    plan = planned(known(), Mesh(), ChunkedLoss(1, 3))
+    monkeypatch.setattr(tiled_mlp, "_Tiled", Last)
+    plan = planned(known(), Mesh(), TiledMLP(3))
     assert not verify(known(), plan, batches(2, ROWS)).passed

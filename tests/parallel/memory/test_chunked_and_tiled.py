@@ -1,4 +1,4 @@
-"""Tiles: what the list says of a loss in pieces and of MLPs, and what is refused before anything runs."""
+"""Chunked losses and tiled MLPs: their programs, and what is refused before anything runs."""
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.data_parallel_master import DataParallelMaster
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
-from meshwright.parallel.memory.tiled_compute import ChunkedLoss
+from meshwright.parallel.memory.chunked_loss import ChunkedLoss
+from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
@@ -22,7 +23,7 @@ from meshwright.plan.step.action import Action
 from meshwright.plan.step.chunked_loss import chunk_sizes
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
-from meshwright.planner.program_cost.memory import peak_bytes
+from meshwright.planner.program_cost.memory import peak_nbytes
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.tensor.odd_llama import known
 from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, reading_of, rows, tiny_job
@@ -66,7 +67,7 @@ def test_the_head_hands_on_nothing_and_the_loss_holds_a_tile_three_times():
         VOCABULARY * WIDTH + VOCABULARY,
     )  # two of five tokens
     assert held(tiled, "LOSS") == {
-        "stream gradient": 12 * TOKENS * WIDTH * 8,
+        "output gradient": 12 * TOKENS * WIDTH * 8,
         "scratch": (3 * tile + taken + head) * 8,
     }
 
@@ -114,7 +115,7 @@ def test_ranks_with_some_words_tell_each_other_the_numbers_of_a_tile_at_a_time()
 def test_mlps_keep_nothing_within_and_have_one_tile_in_their_backward():
     plans = [
         make_plan(
-            known(), tiny_job(4), Mesh(), (ChunkedLoss(num_chunks=1, num_tiles=mlp),) if mlp > 1 else ()
+            known(), tiny_job(4), Mesh(), (TiledMLP(num_tiles=mlp),) if mlp > 1 else ()
         )
         for mlp in (1, 3)
     ]
@@ -129,14 +130,14 @@ def test_mlps_keep_nothing_within_and_have_one_tile_in_their_backward():
     assert added[1] - added[0] == between // 3 * 4 * 8
     again = sum(call.flops for call in known().model_spec.layer_calls if ".mlp." in call.name) * 4
     assert flops(plans[1], "B") - flops(plans[0], "B") == again
-    assert peak_bytes(plans[1], 0) < peak_bytes(plans[0], 0)
+    assert peak_nbytes(plans[1], 0) < peak_nbytes(plans[0], 0)
 
 
 def test_a_block_that_is_run_again_has_its_tiles_in_the_second_run_too():
     plan = make_plan(
-        known(), tiny_job(4), Mesh(), (ActivationCheckpointing(), ChunkedLoss(num_chunks=1, num_tiles=3))
+        known(), tiny_job(4), Mesh(), (ActivationCheckpointing(), TiledMLP(num_tiles=3))
     )
-    alone = make_plan(known(), tiny_job(4), Mesh(), (ChunkedLoss(num_chunks=1, num_tiles=3),))
+    alone = make_plan(known(), tiny_job(4), Mesh(), (TiledMLP(num_tiles=3),))
     assert static_checks(plan) == []
     assert held(plan, "RECOMPUTE", "model.layers.1")["inside"] == held(alone, "F", "model.layers.1")["inside"]
 
@@ -169,48 +170,49 @@ class Softened(Scaled):
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (Scaled, r"between the head head and the loss the model changes logits \(mul\)"),
-        (Shorter, r"between the head head and the loss the model changes logits \(slice\)"),
+        (Scaled, r"the model changes the logits between the head head and the loss \(mul\)"),
+        (Shorter, r"the model changes the logits between the head head and the loss \(slice\)"),
         (
             Softened,
-            r"no head whose logits go to the loss as they are \(head.weight: _softmax looks at all words",
+            r"no head whose logits go to the loss unchanged \(head.weight: _softmax looks at all words",
         ),
     ],
 )
 def test_logits_that_the_model_changes_are_refused(model: type[nn.Module], text: str):
-    with pytest.raises(PlanError, match=f"{text}(?s:.*)set loss = 1"):
+    with pytest.raises(PlanError, match=f"{text}(?s:.*)remove the strategy chunked_loss"):
         make_plan(analyze(model(), rows(2)), tiny_job(), Mesh(), (ChunkedLoss(),))
 
 
 def test_a_loss_of_the_whole_batch_is_refused():
     loss = Loss(lambda outputs, batch: outputs.sum(), lambda batch: torch.tensor(1.0), whole_batch=True)
-    with pytest.raises(PlanError, match="the loss compares all rows of a batch"):
+    with pytest.raises(PlanError, match="the loss compares all samples of a batch"):
         make_plan(reading_of(loss=loss), tiny_job(), Mesh(), (ChunkedLoss(),))
 
 
 @pytest.mark.parametrize(
-    ("tiles", "text"),
+    ("strategy", "text"),
     [
-        (ChunkedLoss(num_chunks=1), r"loss = 1 tiles and mlp = 1(?s:.*)leave the strategy out"),
-        (ChunkedLoss(num_chunks=0), r"loss = 0 tiles"),
-        (ChunkedLoss(num_tiles=2), r"no module of its own between columns and rows(?s:.*)set mlp = 1"),
+        (ChunkedLoss(num_chunks=1), r"num_chunks = 1; needed are at least 2(?s:.*)remove the strategy"),
+        (ChunkedLoss(num_chunks=0), r"num_chunks = 0"),
+        (TiledMLP(num_tiles=1), r"num_tiles = 1; needed are at least 2(?s:.*)remove the strategy"),
+        (TiledMLP(num_tiles=2), r"no module between colwise and rowwise(?s:.*)remove the strategy tiled_mlp"),
     ],
 )
-def test_numbers_that_make_no_tiles_are_refused(tiles: ChunkedLoss, text: str):
+def test_numbers_that_make_no_tiles_are_refused(strategy: Strategy, text: str):
     with pytest.raises(PlanError, match=text):
-        planned(tiles)
+        planned(strategy)
 
 
 def test_mlps_that_are_divided_among_ranks_are_refused_and_so_are_heads_in_grids():
-    with pytest.raises(PlanError, match=r"gate_proj\.weight is divided among ranks(?s:.*)set mlp = 1"):
-        make_plan(known(), tiny_job(4), Mesh(tp=2), (TensorParallel(), ChunkedLoss(num_tiles=2)))
-    with pytest.raises(PlanError, match=r"the head lm_head\.weight is cut along (?s:.*)set loss = 1"):
+    with pytest.raises(PlanError, match=r"gate_proj\.weight is sharded(?s:.*)remove the strategy tiled_mlp"):
+        make_plan(known(), tiny_job(4), Mesh(tp=2), (TensorParallel(), TiledMLP(num_tiles=2)))
+    with pytest.raises(PlanError, match=r"the head lm_head\.weight is sharded along (?s:.*)remove the strategy chunked_loss"):
         make_plan(known(), tiny_job(4), Mesh(dp_shard=2, tp=2), (TensorParallel2D(), ChunkedLoss()))
 
 
 def test_a_loss_that_one_rank_takes_for_all_is_refused():
     with pytest.raises(
-        PlanError, match=r"one rank along dp_replicate takes the loss of all(?s:.*)set loss = 1"
+        PlanError, match=r"one rank along dp_replicate takes the loss of all(?s:.*)remove chunked_loss"
     ):
         planned(DataParallelMaster(), BatchSplit(), ChunkedLoss(num_chunks=2), mesh=Mesh(dp_replicate=2))
 
@@ -232,9 +234,9 @@ def test_mlps_of_a_model_that_draws_dropout_are_refused():
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return self.head(self.mlp(self.embed(input_ids)))
 
-    reading = analyze(lambda: Model(Whole(), layer_roles={"mlp.up": "columns", "mlp.down": "rows"}), rows(2))
+    reading = analyze(lambda: Model(Whole(), layer_roles={"mlp.up": "colwise", "mlp.down": "rowwise"}), rows(2))
     with pytest.raises(PlanError, match="the model draws dropout"):
-        make_plan(reading, tiny_job(), Mesh(), (ChunkedLoss(num_tiles=2),))
+        make_plan(reading, tiny_job(), Mesh(), (TiledMLP(num_tiles=2),))
 
 
 def test_nothing_of_a_list_without_tiles_is_another():

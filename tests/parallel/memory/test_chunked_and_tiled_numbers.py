@@ -1,4 +1,4 @@
-"""Tiles in numbers: what is never there at once, evaluations, last bits, and halves."""
+"""Chunked losses and tiled MLPs in numbers: the largest tensor, evaluations, last bits, half precision."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,13 +8,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.api import alone, make_plan, parallelize
+from meshwright.api import single_rank_world, make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
-from meshwright.parallel.memory.tiled_compute import ChunkedLoss
+from meshwright.parallel.memory.chunked_loss import ChunkedLoss
+from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
@@ -22,7 +23,7 @@ from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.parallel.memory.tiled_job import CPU, JOB, ROWS, SHARDS, TOKENS, planned
 from tests.parallel.tensor.odd_llama import SIZES, batches, known
 from tests.tiny_model import player_of, reading_of, rows, tiny_job
@@ -48,16 +49,16 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("tiles", "rows_of_tile"), [(ChunkedLoss(4, 4), 3), (ChunkedLoss(9, 9), 1)], ids=str)
+@pytest.mark.parametrize(("count", "rows_of_tile"), [(4, 3), (9, 1)])
 @pytest.mark.parametrize("width", [SIZES["vocab_size"], SIZES["intermediate_size"]])
 def test_no_more_than_a_tile_is_ever_there_in_a_step_and_in_an_evaluation(
-    tiles: ChunkedLoss, rows_of_tile: int, width: int
+    count: int, rows_of_tile: int, width: int
 ):
     data = batches(1, ROWS)[0]
     found = {}
-    for name, strategies in {"usual": (), "tiled": (tiles,)}.items():
+    for name, strategies in {"usual": (), "tiled": (ChunkedLoss(count), TiledMLP(count))}.items():
         with parallelize(
-            known(), planned(known(), Mesh(), *strategies, micro_batch=2), world=alone(CPU)
+            known(), planned(known(), Mesh(), *strategies, micro_batch=2), world=single_rank_world(CPU)
         ) as engine:
             with Largest(width) as step:
                 engine.step(data)
@@ -89,7 +90,7 @@ def test_an_evaluation_is_that_of_one_device(mesh: Mesh, strategies: tuple[Strat
             with parallelize(known(), plan, world=world) as engine:
                 return engine.evaluate([engine.local_batch(each) for each in data]).loss
 
-        return on_threads(rank, mesh)
+        return run_on_threads(rank, mesh)
 
     (wanted,) = found(Mesh())
     assert found(mesh, *strategies, ChunkedLoss(4)) == pytest.approx([wanted] * mesh.world_size, rel=1e-12)
@@ -101,7 +102,7 @@ def stepped(
     """The loss and the gradients of one step."""
     reading = reading or reading_of()
     job = tiny_job(precision=precision)
-    player = player_of(reading, make_plan(reading, job, Mesh(), tiles), alone(CPU))
+    player = player_of(reading, make_plan(reading, job, Mesh(), tiles), single_rank_world(CPU))
     gradients: dict[str, torch.Tensor] = {}
     clip = player._acts.handlers["CLIP"]
 
