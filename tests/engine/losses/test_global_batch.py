@@ -180,7 +180,7 @@ def test_a_similarity_inside_the_model_is_refused_when_the_model_is_read():
     inside = replace(CONTRASTIVE, total=lambda outputs, batch: outputs[0].sum())
     with pytest.raises(
         PlanError,
-        match=r"(?s)output0 .*\[3, 3\], and \[5, 5\] on more rows: it compares the rows of one rank",
+        match=r"(?s)output0 .*\[3, 3\], and \[5, 5\] for more samples: it compares the samples of one rank",
     ):
         reading_of_towers(inside, inside=True)
     outside = replace(

@@ -57,8 +57,8 @@ def rows() -> dict[str, torch.Tensor]:
     return {key: torch.randint(WORDS, (ROWS, 5), generator=thrown) for key in ("input_ids", "labels")}
 
 
-def reading_of(words: Callable[[], nn.Module], *, tied: bool = False) -> mw.Reading:
-    return mw.read(lambda: Own(words(), tied=tied), rows())
+def reading_of(words: Callable[[], nn.Module], *, tied: bool = False) -> mw.AnalyzedModel:
+    return mw.analyze(lambda: Own(words(), tied=tied), rows())
 
 
 def normed() -> nn.Module:
@@ -200,5 +200,5 @@ def test_statistics_by_torchs_function_are_those_of_all_rows():
     "words", [lambda: nn.Embedding(WORDS, WIDTH, sparse=True), lambda: Bag(sparse=True)], ids=["table", "bag"]
 )
 def test_gradients_that_are_sparse_are_refused(words: Callable[[], nn.Module]):
-    with pytest.raises(PlanError, match=r"is sparse, and no sum of those is made\n.*leave sparse = True out"):
+    with pytest.raises(PlanError, match=r"is sparse, and sparse gradients cannot be reduced\n.*leave sparse = True out"):
         mw.make_plan(reading_of(words), tiny_job())

@@ -159,7 +159,7 @@ def test_glue_that_is_overwritten_after_a_block_took_it():
         after = model.layers[2](glue)
         return before * after, glue
 
-    again = r"an input of the block 'layers\.1' was written into in place after the block ran, which needs it once more"
+    again = r"an input of the block 'layers\.1' was written in place after the block ran, which needs it once more"
     done = driven(glue, lambda block, x: x + block.linear.bias, refused=again)
     assert done.visits == ["layers.0", "layers.1", "layers.2"]
 

@@ -53,7 +53,7 @@ def test_a_side_channel_into_glue_is_refused_by_the_name_of_its_block():
     with pytest.raises(PlanError) as caught:
         reading_of(lambda: Net(torch.square, side_sum), X)
     said = str(caught.value)
-    assert "goes round the border of the block 'layers." in said
+    assert "bypasses the outputs of the block 'layers." in said
     assert "it meets the glue between blocks" in said
     assert (
         "repair: pass that tensor as an argument, return it among the outputs, or declare a larger block"
@@ -138,7 +138,7 @@ def test_a_use_that_the_trial_did_not_show_is_refused():
     model[1].weight = model[0].weight
     _, found = forward_of(model, X["x"])
     with pytest.raises(
-        PlanError, match=r"the block '1' uses the parameter 0\.weight, which it did not in the trial run"
+        PlanError, match=r"the block '1' uses the parameter 0\.weight, which it did not use in the trial run"
     ):
         found.check_param_users(
             dict(model.named_parameters()), {"0.weight": ("0",), "0.bias": ("0",), "1.bias": ("1",)}

@@ -160,7 +160,7 @@ def test_what_nobody_is_told_of_is_refused_where_somebody_keeps_it(
     with pytest.raises(PlanError) as caught:
         planned(reading, mesh, *strategies)
     assert (
-        "glue writes by way of '.data' into a tensor that a block was given before (at test_writing.py:"
+        "glue writes by way of '.data' into an earlier input of a block (at test_writing.py:"
         in str(caught.value)
     )
     assert "make a new tensor there (torch.where, clone), or write into the tensor itself" in str(

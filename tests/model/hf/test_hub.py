@@ -96,7 +96,7 @@ def test_what_the_hub_does_not_give_is_refused(cache: Cache):
     [
         (ModelConfig("here.json", revision="main"), "the revision 'main', and neither"),
         (ModelConfig("org/one", weights="org/two"), "two repositories, org/one and org/two"),
-        (ModelConfig("here.json", revision=COMMIT, trust_remote_code=True), "which is no hub id"),
+        (ModelConfig("here.json", revision=COMMIT, trust_remote_code=True), "which is not a hub id"),
     ],
 )
 def test_words_that_say_nothing_are_refused(source: ModelConfig, words: str):

@@ -308,5 +308,5 @@ def test_another_module_that_is_missing_has_another_repair():
     def build() -> nn.Module:
         raise ModuleNotFoundError("No module named 'other'", name="other")
 
-    with pytest.raises(PlanError, match="repair the construction"):
+    with pytest.raises(PlanError, match="correct the construction"):
         analyze(build, rows(2))

@@ -123,7 +123,7 @@ def test_a_config_is_named_after_its_folder(tmp_path: Path):
     [
         ("nett", "has no function 'nett'", "did you mean 'net'?"),
         ("constant", "has no function 'constant'", "choose one of: bad_blocks"),
-        ("broken", "constructing 'broken' raised ZeroDivisionError: no width", "repair the construction"),
+        ("broken", "constructing 'broken' raised ZeroDivisionError: no width", "correct the construction"),
         (
             "number",
             "the factory 'number' returned a value of type int",

@@ -48,7 +48,7 @@ def test_patterns_that_match_nothing_are_refused_one_by_one(tmp_path):
     assert [fault.location for fault in faults] == ["model.frozen"] * 2
     assert faults[0].problem == "'hed.weight' matches no parameter of the model"
     assert faults[0].fix.startswith("did you mean 'head.weight'?")
-    assert "'part.*' matches all below a part" in faults[1].fix
+    assert "'module.*' matches all parameters of a module" in faults[1].fix
 
 
 def test_a_model_that_is_frozen_whole_is_refused():

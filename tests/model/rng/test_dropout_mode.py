@@ -80,7 +80,7 @@ def test_without_probability_or_training_nothing_is_drawn():
 
 
 def test_a_probability_beyond_one_is_refused():
-    with pytest.raises(ValueError, match=r"a dropout probability of 1\.5"):
+    with pytest.raises(ValueError, match=r"the dropout probability is 1\.5"):
         run(on("/0"), torch.arange(3), lambda: F.dropout(torch.ones(3), 1.5))
 
 

@@ -104,6 +104,6 @@ def test_rows_of_another_length_are_drawn_where_another_dim_says_enough():
 def test_what_is_not_clear_is_refused(whole: tuple[int, ...], local: tuple[int, ...], division: DrawSharding):
     with pytest.raises(
         PlanError,
-        match=r"block/0: .* in the whole model: which is not clear\n.*as long as those of the example",
+        match=r"block/0: .* in the unsharded model: the slice is ambiguous\n.*as long as those of the example",
     ):
         find_slice(whole, local, [division], "block/0")
