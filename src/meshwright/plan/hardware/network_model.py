@@ -247,7 +247,7 @@ class Cluster:
         if self.version != VERSION:
             yield Diagnostic(
                 f"version {self.version}; this meshwright reads {VERSION}",
-                "measure again: bench network",
+                "measure again: meshwright bench network",
                 "version",
             )
         if self.ranks_per_host < 0:

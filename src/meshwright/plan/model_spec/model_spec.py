@@ -27,12 +27,13 @@ from meshwright.plan.model_spec.stage_boundaries import StageBoundaries
 ROOT = "(root)"
 FLOAT_NBYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 INTEGER_NBYTES = {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+# A frozen parameter may keep any of these.
 PARAM_DTYPE_NBYTES = {
     **FLOAT_NBYTES,
     **INTEGER_NBYTES,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
-}  # a frozen parameter may keep any of these
+}
 
 
 def block_of(block_call: str) -> str:

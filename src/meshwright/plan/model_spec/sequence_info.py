@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-TokenRange = tuple[int, int]  # the first position, and the one behind the last
+TokenRange = tuple[int, int]  # the first position, and the end
 PADDING_RANGE: TokenRange = (0, 1)  # padding repeats the first token; its outputs are dropped
 MIN_TOKENS = 2  # a model cannot run on no token, and takes a single one for a step of generation
 

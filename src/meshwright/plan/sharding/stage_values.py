@@ -23,9 +23,8 @@ from meshwright.plan.sharding.placement import Placement
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 
 PER_HEAD_NDIM = 4  # dims of a per-head tensor: samples, heads, queries, keys
-AxesSplits = tuple[
-    tuple[tuple[str, ...], DimSplit], ...
-]  # axes, and the split of a dim over all of them together
+# Axes, and the split of a dim over all of them together.
+AxesSplits = tuple[tuple[tuple[str, ...], DimSplit], ...]
 DimSizes = tuple[tuple[int, int], ...]
 
 
@@ -153,7 +152,7 @@ def _residual_placements(sharding: ShardingPlan) -> Mapping[str, Placement]:
 
 
 def _sliced_outputs(sharding: ShardingPlan) -> Mapping[str, DimSizes]:
-    ends, model_spec = sharding.sequence_slice_ends(), (sharding.all_ranks or sharding).model_spec
+    ends, model_spec = sharding.sequence_slice_ends(), sharding.global_plan.model_spec
     flows = [
         each for each in model_spec.residual_flows if each.block_call in ends and not ends[each.block_call][1]
     ]
@@ -165,13 +164,11 @@ def _is_residual(value: StageValue, sliced_outputs: Mapping[str, DimSizes]) -> b
 
 
 def _widths(sharding: ShardingPlan) -> frozenset[tuple[int, int]]:
-    return frozenset(
-        (each.hidden_size, 0) for each in (sharding.all_ranks or sharding).model_spec.residual_flows
-    )
+    return frozenset((each.hidden_size, 0) for each in sharding.global_plan.model_spec.residual_flows)
 
 
 def _heads(sharding: ShardingPlan) -> Mapping[tuple[str, int], DimSplit]:
-    model_spec, found = (sharding.all_ranks or sharding).model_spec, {}
+    model_spec, found = sharding.global_plan.model_spec, {}
     for attribute in (
         attribute
         for attribute in model_spec.size_attributes

@@ -85,16 +85,15 @@ def loss_scratch_nbytes(sharding: ShardingPlan, job: Job, saved_numel: int, num_
     """The scratch of LOSS; if it was not measured, the bytes of `saved_numel` elements."""
     model_spec = sharding.model_spec
     if model_spec.memory is None or sharding.logits_layout.axes_with("S"):
-        return saved_numel * max(
-            FLOAT_NBYTES[job.precision.compute], FLOAT_NBYTES["float32"]
-        )  # float32 at least
+        # Float32 at least.
+        return saved_numel * max(FLOAT_NBYTES[job.precision.compute], FLOAT_NBYTES["float32"])
     return round(
         model_spec.memory.loss.total(num_samples) * local_fraction(sharding, model_spec.block_calls[-1])
     )
 
 
 def _mask_numel(sharding: ShardingPlan, block_call: str, num_samples: int) -> int:
-    sequence_info = (sharding.all_ranks or sharding).model_spec.sequence_info
+    sequence_info = sharding.global_plan.model_spec.sequence_info
     if sharding.sequence_sharding is None or sequence_info is None:
         return 0
     found = 0

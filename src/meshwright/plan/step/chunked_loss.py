@@ -85,9 +85,8 @@ def chunked_loss_cost(sharding: ShardingPlan, job: Job, num_samples: int) -> Chu
         if sharding.logits_layout.axes_with("S")
         else 3 * chunk_numel * loss_itemsize
     )
-    accumulate_nbytes = (
-        2 * chunk_numel * itemsize + cast_nbytes if param.trainable else 0
-    )  # a product whose dtype differs from the accumulator's
+    # A product whose dtype differs from the accumulator's.
+    accumulate_nbytes = 2 * chunk_numel * itemsize + cast_nbytes if param.trainable else 0
     return ChunkedLossCost(
         output_grad_nbytes=num_tokens * num_samples * (call.in_numel // logits.num_tokens) * itemsize,
         scratch_nbytes=max(loss_nbytes, accumulate_nbytes) + hidden_nbytes + grad_nbytes + cast_nbytes,

@@ -100,7 +100,7 @@ def owned_params(sharding: ShardingPlan, rank: int) -> Iterator[tuple[str, Param
     """The full parameters that `rank` owns, each with its group."""
     params = {
         param_sharding.param.name: param_sharding.param
-        for param_sharding in (sharding.all_ranks or sharding).param_shardings
+        for param_sharding in sharding.global_plan.param_shardings
     }
     sharding = (
         sharding.at_pp_rank(sharding.mesh.coordinate(rank)["pp"])
@@ -130,7 +130,7 @@ def _insert_owner_actions(
         job.precision.effective,
         {
             param_sharding.param.name: param_sharding.param.numel
-            for param_sharding in (sharding.all_ranks or sharding).param_shardings
+            for param_sharding in sharding.global_plan.param_shardings
         },
     )
     gathers, scatters = list[Action](), list[Action]()

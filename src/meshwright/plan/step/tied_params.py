@@ -46,7 +46,7 @@ def add_tied_grad_reductions(program: Program, sharding: ShardingPlan, job: Job)
     """`program` with a REDUCE_TIED for each group of this rank that other ranks along pp use too."""
     groups = {group.name: group for group in sharding.param_groups() if group.pp_ranks}
     order = (
-        [group.name for group in (sharding.all_ranks or sharding).param_groups() if group.name in groups]
+        [group.name for group in sharding.global_plan.param_groups() if group.name in groups]
         if groups
         else []
     )
