@@ -74,7 +74,7 @@ def counted() -> nn.Module:
     [
         (
             normed,
-            "the table 'words.weight' with max_norm is written by the forward, where a part of the global batch",
+            "the table 'words.weight' with max_norm is written by the forward, for the lookups of a part of the global batch",
         ),
         (counted, "the table 'words.weight' with scale_grad_by_freq would divide gradients by how often"),
         (Called, "the table 'words.weight' with scale_grad_by_freq would divide gradients by how often"),
@@ -91,7 +91,7 @@ def test_a_table_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(
         with pytest.raises(PlanError) as caught:
             mw.make_plan(reading, tiny_job(), mesh)
         assert said in str(caught.value)
-        assert "repair: leave it out" in str(caught.value)
+        assert "repair: remove it" in str(caught.value)
         assert "or train on one device with micro_batch = 0" in str(caught.value)
 
 
@@ -115,7 +115,7 @@ def test_micro_batches_divide_counts_and_leave_norms_alone():
 
 def test_what_a_master_would_undo_is_refused():
     halves = PrecisionConfig("bfloat16", "bfloat16", master="float32")
-    with pytest.raises(PlanError, match=r"its master \(float32\) would take its place"):
+    with pytest.raises(PlanError, match=r"its master \(float32\) would overwrite it"):
         mw.make_plan(reading_of(normed), tiny_job(precision=halves))
 
 
@@ -127,7 +127,7 @@ def test_on_one_device_all_of_them_train(words: Callable[[], nn.Module]):
 
 def test_a_table_that_looks_at_one_row_at_a_time_is_split():
     reading = reading_of(lambda: nn.Embedding(WORDS, WIDTH, padding_idx=3))
-    assert reading.tables == ()
+    assert reading.table_uses == ()
     assert mw.verify(reading, mw.make_plan(reading, tiny_job(), mw.Mesh(dp_replicate=2)), [rows()]).passed
 
 
@@ -147,11 +147,11 @@ class Written(nn.Module):
 @pytest.mark.parametrize(
     ("mesh", "changes", "said"),
     [
-        (mw.Mesh(dp_shard=2), {}, "it is brought together for a use, and let go of"),
+        (mw.Mesh(dp_shard=2), {}, "it is gathered for a use, and freed"),
         (
             mw.Mesh(),
             {"precision": PrecisionConfig("bfloat16", "bfloat16", master="float32")},
-            r"its master \(float32\) would take its place",
+            r"its master \(float32\) would overwrite it",
         ),
     ],
     ids=["shards", "master"],
@@ -193,12 +193,12 @@ def test_statistics_by_torchs_function_are_those_of_all_rows():
         ):
             mw.make_plan(reading, tiny_job(), mesh, micro_batch=micro_batch)
     assert mw.make_plan(reading, tiny_job()).num_microbatches == 1
-    assert reading_of(lambda: Scaled(F.instance_norm)).tables == ()  # it sees one row at a time
+    assert reading_of(lambda: Scaled(F.instance_norm)).table_uses == ()  # it sees one row at a time
 
 
 @pytest.mark.parametrize(
     "words", [lambda: nn.Embedding(WORDS, WIDTH, sparse=True), lambda: Bag(sparse=True)], ids=["table", "bag"]
 )
 def test_gradients_that_are_sparse_are_refused(words: Callable[[], nn.Module]):
-    with pytest.raises(PlanError, match=r"is sparse, and sparse gradients cannot be reduced\n.*leave sparse = True out"):
+    with pytest.raises(PlanError, match=r"is sparse, and sparse gradients cannot be reduced\n.*remove sparse = True"):
         mw.make_plan(reading_of(words), tiny_job())

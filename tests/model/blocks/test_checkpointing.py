@@ -82,6 +82,6 @@ def test_statistics_are_kept_though_kernels_write_them_without_a_new_version(mak
 def test_nothing_is_kept_of_what_is_only_read():
     module = nn.Sequential(nn.Linear(2, 2), Writing())
     before = ModuleSnapshot(module)
-    module[1].result.append((0, 0, 0, False))  # into a list of its own: not seen
+    module[1].found.append((0, 0, 0, False))  # into a list of its own: not seen
     before.drop_unwritten()
     assert before._parts == []

@@ -38,7 +38,7 @@ def test_a_backward_without_a_rerun_does_not_pass_silently():
 def test_a_block_that_gives_something_else_is_refused_by_name():
     shapes = iter([6, 5])
     drive, _, passed = forward(lambda block, x: block.linear(x)[:, : next(shapes)])
-    text = r"the block 'a' gives 1 tensors that need gradients when it is recomputed(?s:.*)depend on nothing but its inputs"
+    text = r"the block 'a' returns 1 tensors that need gradients when it is recomputed(?s:.*)depend only on its inputs"
     with pytest.raises(PlanError, match=text):
         drive.recompute(passed.block_calls["a"])
 

@@ -141,7 +141,7 @@ def test_objects_that_hold_tensors_unseen_pass_uncut():
             x = layer(x).x
         return model.head(x)
 
-    again = r"a backward goes through the block 'layers\.2' other than by what it takes and gives"
+    again = r"a backward passes through the block 'layers\.2' by another way than its inputs and outputs"
     done = driven(glue, lambda block, x: Opaque(block.linear(x).tanh()), refused=again)
     assert "layers.1.linear.weight" in done.in_glue
 
@@ -159,7 +159,7 @@ def test_glue_that_is_overwritten_after_a_block_took_it():
         after = model.layers[2](glue)
         return before * after, glue
 
-    again = r"an input of the block 'layers\.1' was written in place after the block ran, which needs it once more"
+    again = r"an input of the block 'layers\.1' was written in place after the block ran, and its recomputation needs it"
     done = driven(glue, lambda block, x: x + block.linear.bias, refused=again)
     assert done.visits == ["layers.0", "layers.1", "layers.2"]
 

@@ -63,7 +63,7 @@ def test_a_side_channel_into_glue_is_refused_by_the_name_of_its_block():
 
 def test_a_side_channel_from_block_to_block_is_refused():
     with pytest.raises(
-        PlanError, match=r"the border of the block 'layers\.0': it meets the block 'layers\.1'"
+        PlanError, match=r"bypasses the outputs of the block 'layers\.0': it reaches the block 'layers\.1'"
     ):
         reading_of(lambda: Net(torch.square, lambda model, x: x, share=True), X)
 
@@ -155,7 +155,7 @@ def test_a_loss_that_reaches_a_parameter_or_a_piece_directly_is_refused():
         PlanError, match=r"^loss: the loss reaches the parameter 0\.weight directly(?s:.*)inside the model"
     ):
         found.check_loss(outputs.sum() + model[0].weight.square().sum(), names)
-    with pytest.raises(PlanError, match="the border of the block '1': it meets the loss"):
+    with pytest.raises(PlanError, match="bypasses the outputs of the block '1': it reaches the loss"):
         found.check_loss(outputs.sum() + kept[0].sum(), {})
     found.check_loss(outputs.detach().sum(), names)
 

@@ -160,7 +160,7 @@ def test_what_nobody_is_told_of_is_refused_where_somebody_keeps_it(
     with pytest.raises(PlanError) as caught:
         planned(reading, mesh, *strategies)
     assert (
-        "glue writes by way of '.data' into an earlier input of a block (at test_writing.py:"
+        "glue writes by way of '.data' into an earlier input of a block (at test_inplace_writes.py:"
         in str(caught.value)
     )
     assert "make a new tensor there (torch.where, clone), or write into the tensor itself" in str(
@@ -204,6 +204,6 @@ def test_of_memory_that_is_handed_out_ranks_keep_nothing(mesh: Mesh, strategy: S
 
 
 def test_a_mask_that_is_kept_all_the_same_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(block_trace, "BEHIND", frozenset())
+    monkeypatch.setattr(block_trace, "UNTRACKED_ACCESS", frozenset())
     reading = handed_out()
     assert not verify(reading, planned(reading, Mesh(cp=3), RingAttention(), COPIES), [rows()]).passed

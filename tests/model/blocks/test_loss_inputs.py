@@ -76,5 +76,5 @@ def test_the_wire_is_as_wide_as_the_parameters_and_knows_its_dtypes():
     )
     assert (half.nbytes("float32"), half.nbytes("bfloat16"), half.nbytes("float64")) == (24, 24, 48)
     assert (mask.nbytes("float64"), mask.comm_dtype("float64")) == (7, "bool")
-    assert "c is of complex64, which does not travel between ranks" in next(odd.diagnostics("here")).problem
+    assert "c has dtype complex64, which cannot be sent between ranks" in next(odd.diagnostics("here")).problem
     assert not [*half.diagnostics(""), *mask.diagnostics("")]

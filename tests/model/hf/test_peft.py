@@ -153,7 +153,7 @@ def test_adapters_that_start_from_values_of_the_base_are_refused_with_stored_wei
 
 def test_weights_of_another_base_are_refused(tmp_path: Path):
     stored_base(tmp_path, hidden_size=32)
-    with pytest.raises(PlanError, match="stored tensors are of another shape than the model's"):
+    with pytest.raises(PlanError, match="stored tensors have another shape than in the model"):
         adapted_reading(weights=tmp_path)
 
 
