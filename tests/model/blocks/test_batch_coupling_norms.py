@@ -1,4 +1,4 @@
-"""Batch norms: refused where they would see a part of the batch, left alone where they cannot."""
+"""Batch norms: refused where they would see a part of the batch, accepted elsewhere."""
 
 from collections.abc import Callable
 
@@ -101,7 +101,7 @@ def test_frozen_statistics_equal_one_device():
     assert verdict.passed, str(verdict)
 
 
-def test_only_norms_that_mix_rows_are_found():
+def test_only_norms_that_mix_samples_are_found():
     model = nn.Sequential(
         nn.LayerNorm(3), nn.BatchNorm1d(3), nn.GroupNorm(1, 3), nn.InstanceNorm1d(3), nn.BatchNorm2d(3)
     )

@@ -1,4 +1,4 @@
-"""Tables that look at all rows of a batch: refused where a part of it would look, left alone where all of it does."""
+"""Embeddings that couple samples: refused where they would see a part of the batch, accepted elsewhere."""
 
 from collections.abc import Callable
 
@@ -74,7 +74,7 @@ def counted() -> nn.Module:
     [
         (
             normed,
-            "the table 'words.weight' with max_norm is written by the forward, for the lookups of a part of the global batch",
+            "the table 'words.weight' with max_norm is written by the forward, for the lookups of a part of",
         ),
         (counted, "the table 'words.weight' with scale_grad_by_freq would divide gradients by how often"),
         (Called, "the table 'words.weight' with scale_grad_by_freq would divide gradients by how often"),
@@ -125,7 +125,7 @@ def test_on_one_device_all_of_them_train(words: Callable[[], nn.Module]):
     assert mw.verify(reading, mw.make_plan(reading, tiny_job()), [rows()]).passed
 
 
-def test_a_table_that_looks_at_one_row_at_a_time_is_split():
+def test_a_table_without_coupled_samples_is_split():
     reading = reading_of(lambda: nn.Embedding(WORDS, WIDTH, padding_idx=3))
     assert reading.table_uses == ()
     assert mw.verify(reading, mw.make_plan(reading, tiny_job(), mw.Mesh(dp_replicate=2)), [rows()]).passed
@@ -185,7 +185,7 @@ def batch_norm(x: torch.Tensor) -> torch.Tensor:
     return F.batch_norm(x, None, None, training=True)
 
 
-def test_statistics_by_torchs_function_are_those_of_all_rows():
+def test_statistics_by_torchs_function_are_those_of_all_samples():
     reading = reading_of(lambda: Scaled(batch_norm))
     for mesh, micro_batch in ((mw.Mesh(dp_replicate=2), 0), (mw.Mesh(), 4)):
         with pytest.raises(
@@ -200,5 +200,7 @@ def test_statistics_by_torchs_function_are_those_of_all_rows():
     "words", [lambda: nn.Embedding(WORDS, WIDTH, sparse=True), lambda: Bag(sparse=True)], ids=["table", "bag"]
 )
 def test_gradients_that_are_sparse_are_refused(words: Callable[[], nn.Module]):
-    with pytest.raises(PlanError, match=r"is sparse, and sparse gradients cannot be reduced\n.*remove sparse = True"):
+    with pytest.raises(
+        PlanError, match=r"is sparse, and sparse gradients cannot be reduced\n.*remove sparse = True"
+    ):
         mw.make_plan(reading_of(words), tiny_job())

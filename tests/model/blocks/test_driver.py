@@ -1,4 +1,4 @@
-"""Plain modules, block by block: gradients are those of one backward, whatever lies between the blocks."""
+"""Plain modules, block by block: gradients equal those of one backward, whatever the glue."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_skips_over_blocks_and_values_that_many_blocks_take():
     assert done.in_glue == ["scale"]  # used by nothing, so complete at the end
 
 
-def test_a_block_called_several_times_has_several_visits():
+def test_a_block_called_several_times_has_several_block_calls():
     def glue(model: Chain, x: torch.Tensor) -> object:
         for _ in range(2):
             x = model.layers[0](model.layers[1](x) + x)
@@ -159,7 +159,9 @@ def test_glue_that_is_overwritten_after_a_block_took_it():
         after = model.layers[2](glue)
         return before * after, glue
 
-    again = r"an input of the block 'layers\.1' was written in place after the block ran, and its recomputation needs it"
+    again = (
+        r"an input of the block 'layers\.1' was written in place after the block ran, and its recomputation"
+    )
     done = driven(glue, lambda block, x: x + block.linear.bias, refused=again)
     assert done.visits == ["layers.0", "layers.1", "layers.2"]
 

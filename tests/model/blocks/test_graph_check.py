@@ -1,4 +1,4 @@
-"""Tensors that go round a border are refused by the name of the block, with the repair."""
+"""Tensors that bypass the outputs of a block are refused by the name of the block, with a fix."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Glue may write into tokens that are apart where each is treated by itself; what would be lost is refused."""
+"""In-place writes in glue: done on sharded tokens where each is treated by itself, else refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -80,7 +80,7 @@ def test_a_table_that_glue_adds_to_gets_all_tokens():
     assert torch.equal(table, WHOLE)
 
 
-def test_an_apart_that_cannot_be_written_says_so():
+def test_a_sharded_tensor_that_cannot_be_written_says_so():
     with pytest.raises(PlanError, match=r"glue writes \('zero_'\).*\n.*torch.where"):
         some().zero_()
 
@@ -153,9 +153,7 @@ COPIES = DDP(axis="cp")
     ],
     ids=str,
 )
-def test_what_nobody_is_told_of_is_refused_where_somebody_keeps_it(
-    mesh: Mesh, strategies: tuple[Strategy, ...]
-):
+def test_an_untracked_write_is_refused_where_the_tensor_is_kept(mesh: Mesh, strategies: tuple[Strategy, ...]):
     reading = analyze(lambda: Masked(lambda mask: mask.data), rows())
     with pytest.raises(PlanError) as caught:
         planned(reading, mesh, *strategies)

@@ -1,4 +1,4 @@
-"""Models that run their blocks again in backward by themselves: exact where nobody needs to hear of it, and refused elsewhere."""
+"""Models that recompute their own blocks: exact where nothing is communicated, refused elsewhere."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Side channels: what transformers captures inside a block is an output of it; every other way past a border is refused."""
+"""What transformers captures inside a block is an output of it; any other side channel is refused."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Models of peft: found through their wrapper, built without memory, exact under every way of storing weights."""
+"""Models of peft: recognized in their wrapper, built without memory, exact with sharded weights."""
 
 import math
 import sys
@@ -283,9 +283,7 @@ def test_a_model_whose_adapters_are_frozen_too_is_refused():
         planned(adapted_reading(inference_mode=True), 2, 3)
 
 
-def test_a_factory_that_finds_no_peft_is_told_which_extra_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_factory_without_peft_names_the_extra_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "peft", None)
 
     def build() -> nn.Module:

@@ -1,4 +1,4 @@
-"""From the words of a job to a blueprint: files with factories, configs, and what is refused."""
+"""Model sources become deferred initializations: files with factories, configs, and refusals."""
 
 import json
 import sys
@@ -74,7 +74,7 @@ def test_a_factory_may_return_what_goes_along_with_the_module(file: str):
     assert loaded.loss == "a loss"
 
 
-def test_a_factory_runs_inside_the_blueprint(file: str):
+def test_a_factory_runs_with_deferred_initialization(file: str):
     assert is_meta(load(f"{file}:net").deferred_init.instantiate().weight)
 
 

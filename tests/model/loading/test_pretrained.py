@@ -1,4 +1,4 @@
-"""Weights in a folder become the initial values of a model: what fits, what is refused, what is held meanwhile."""
+"""Weights in a folder as initial values of a model: matches, refusals, and memory while reading."""
 
 import json
 import re
@@ -204,7 +204,7 @@ def test_rows_of_an_expert_are_read_without_the_other_experts(
     assert torch.equal(weights.read("lm_head.weight", rows=range(30, 40)), theirs.lm_head.weight[30:40])
 
 
-def test_the_origin_says_size_digest_and_what_is_held(tmp_path: Path):
+def test_the_pretrained_source_gives_size_digest_and_read_buffer(tmp_path: Path):
     theirs = published(tmp_path, "mixtral")
     origin = taken_up(tmp_path).deferred_init.pretrained_source
     fused = theirs.model.layers[0].mlp.experts.gate_up_proj

@@ -1,4 +1,4 @@
-"""Safetensors files: what a header says, what of it is believed, and bytes by offset."""
+"""Safetensors files: validation of headers, and reading bytes by offset."""
 
 import json
 import tracemalloc

@@ -1,4 +1,4 @@
-"""Dropout under the mode: exact where torch is exact, divided as the batch is divided, and refused where it cannot be."""
+"""Dropout mode: exact where torch is exact, split as the batch is split, refused where it cannot be."""
 
 import copy
 import math
@@ -177,7 +177,8 @@ def test_a_transformer_of_torch_is_the_same_however_the_batch_is_divided(
 
 
 GPT2 = transformers.GPT2Config(
-    n_embd=16, n_layer=2, n_head=2, vocab_size=40, n_positions=16, bos_token_id=1, eos_token_id=2, use_cache=False,
+    n_embd=16, n_layer=2, n_head=2, vocab_size=40, n_positions=16, bos_token_id=1, eos_token_id=2,
+    use_cache=False,
     embd_pdrop=0.2, resid_pdrop=0.2, attn_pdrop=0.2,
 )  # fmt: skip
 

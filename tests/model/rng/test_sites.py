@@ -1,4 +1,4 @@
-"""Masks belong to samples: however a batch is divided, a sample draws the same numbers at the same site."""
+"""Masks belong to samples: a sample draws the same numbers at a site however the batch is split."""
 
 import math
 

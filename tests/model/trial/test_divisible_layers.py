@@ -1,4 +1,4 @@
-"""Why a weight stays whole, in words, and the lines that declare roles."""
+"""The reasons why a weight is not sharded, and the lines that declare roles."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_layers_whose_widths_do_not_agree_are_named_with_them():
     assert found["layers.0.down.weight"].not_shardable_reason == "replicated, declared by you"
 
 
-def test_what_the_user_declares_is_kept_beside():
+def test_what_the_user_declares_is_kept_separately():
     found = weights(up="colwise", down="rowwise", conv="colwise")
     assert (
         found["layers.0.conv.weight"].declared_role == found["layers.0.up.weight"].declared_role == "colwise"

@@ -1,4 +1,4 @@
-"""Operations noted while they run: which products, of which sizes, and the bytes of all else."""
+"""Counted operations: matrix products with sizes, attention, and bytes of all others."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def noted(run) -> OpCounts:
     return working.section_work("forward", "x")
 
 
-def test_sizes_that_the_rows_divide_grow_with_them():
+def test_sizes_that_the_batch_size_divides_grow_with_it():
     x, weight = torch.ones(ROWS * 3, 4), torch.ones(5, 4)
     found = noted(lambda: F.linear(x, weight))
     assert found.matmuls == (

@@ -68,7 +68,9 @@ def make_placeholder(
     needs_grad: bool,
 ) -> PlaceholderTensor:
     """A placeholder of this shape, dtype and device; `needs_grad` says whether the value needs a gradient."""
-    placeholder: Any = torch.Tensor._make_wrapper_subclass(PlaceholderTensor, shape, dtype=dtype, device=device)
+    placeholder: Any = torch.Tensor._make_wrapper_subclass(
+        PlaceholderTensor, shape, dtype=dtype, device=device
+    )
     placeholder.value_name, placeholder.handler, placeholder.needs_grad = name, handler, needs_grad
     return placeholder
 
