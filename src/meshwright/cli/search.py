@@ -24,9 +24,7 @@ def search(
     context: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(
-            help='A transformers config, or sizes: "175b: layers 96 hidden 12288 heads 96".'
-        ),
+        typer.Argument(help='A transformers config, or sizes: "175b: layers 96 hidden 12288 heads 96".'),
     ],
     devices: Annotated[int, typer.Option(help="The number of devices.", min=0)] = 0,
     hardware: Annotated[

@@ -1,4 +1,4 @@
-"""`bench device`: this device measured, alone or by several processes that share it; device.toml written."""
+"""`bench device`: measures this device, alone or by several processes that share it, and writes device.toml."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +46,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DeviceBenchRequest:
-    """What is to be measured: a device of `kind`, by `ranks` processes at once with `threads` threads each."""
+    """What to measure: a device of `kind`, by `num_ranks` processes at once with `num_threads` threads each."""
 
     kind: str
     num_threads: int
@@ -55,7 +55,7 @@ class DeviceBenchRequest:
 
 
 def parse_request(kind: str, threads: int, ranks: int, *, quick: bool) -> DeviceBenchRequest:
-    """What the words of the command line ask for ("" and 0: the usual). Raises PlanError with all that is wrong."""
+    """Returns what the options ask for; "" and 0 have defaults. Raises PlanError with every diagnostic."""
     faults: list[Diagnostic] = []
     there = torch.cuda.is_available()
     chosen = kind or ("cuda" if there else "cpu")
@@ -96,9 +96,8 @@ def parse_request(kind: str, threads: int, ranks: int, *, quick: bool) -> Device
 def measure_device(
     request: DeviceBenchRequest, out: Path, launcher: LocalLauncher, console: Console
 ) -> DeviceProfile:
-    """Measure what is wished for; returns what is written to `out`.
-
-    Raises RanksFailed when one of several processes did not end well.
+    """Measures; returns the profile that it writes to `out`. Raises RanksFailed when one of several
+    processes failed.
     """
     free, needed = psutil.virtual_memory().available, MIN_FREE_NBYTES * request.num_ranks
     if free < needed:
@@ -140,7 +139,9 @@ def measure_device(
 
 
 def measure_rank(rank_env: RankEnv, request: DeviceBenchRequest, result_folder: Path) -> None:
-    """Measure as one of several processes that share the device; each leaves what it found in `into`."""
+    """Measures as one of several processes that share the device; each writes its result into
+    `result_folder`.
+    """
     world_of = Mesh(dp_replicate=rank_env.world)
     with (
         record_failure(rank_env.rank, result_folder, rank_env.lifeline_fd),
@@ -155,7 +156,7 @@ def measure_rank(rank_env: RankEnv, request: DeviceBenchRequest, result_folder: 
 
 
 def print_profile(profile: DeviceProfile, console: Console) -> None:
-    """The table of what was measured, its spread, and how far the law through it is off."""
+    """Prints the measurements, their spread, and the error of the fitted cost models."""
     console.print(profile_view(profile))
 
 
@@ -171,7 +172,7 @@ def _rated(request: DeviceBenchRequest, barrier: Callable[[], None] = lambda: No
 
 
 def _profile(request: DeviceBenchRequest, found: Sequence[DeviceTimings]) -> DeviceProfile:
-    """The figures of the first of those that measured at once; how evenly they go is asked of all of them."""
+    """Combines the results: the timings of the first process, and the jitter of all."""
     cuda, figures = request.kind == "cuda", dict(vars(found[0]))
     del figures["slices"]
     return DeviceProfile(

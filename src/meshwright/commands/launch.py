@@ -1,4 +1,4 @@
-"""`launch`: the job file of a plan, for the scheduler that will start it."""
+"""`launch`: writes the job file of a plan for a scheduler."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ TIME_PATTERN = re.compile(
 
 @dataclass(frozen=True)
 class JobFileOptions:
-    """What is asked of a job file beside its kind; None and "" where it follows from the plan."""
+    """The options of a job file; None and "" follow from the plan."""
 
     num_hosts: int | None = None
     ranks_per_host: int | None = None
@@ -30,7 +30,9 @@ class JobFileOptions:
 
 
 def make_job_file(config: Path, overrides: Sequence[str], kind: str, options: JobFileOptions) -> str:
-    """The job file of `kind` that trains what `config` asks for; refused when the plan does not fit hosts x ranks per host."""
+    """Returns the job file of `kind` that trains `config`. Raises PlanError if the plan does not fit hosts x
+    ranks per host.
+    """
     name = options.name or _label(f"meshwright-{config.stem}")
     raise_diagnostics(_faults(kind, name, options))
     hosts, per_host = options.num_hosts, options.ranks_per_host
@@ -51,7 +53,7 @@ def make_job_file(config: Path, overrides: Sequence[str], kind: str, options: Jo
 
 
 def write_job_file(text: str, path: Path) -> None:
-    """Write a job file to `path`. Raises PlanError when that cannot be done."""
+    """Writes a job file to `path`. Raises PlanError when it cannot be written."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -82,5 +84,4 @@ def _faults(kind: str, name: str, wanted: JobFileOptions) -> list[Diagnostic]:
 
 
 def _label(text: str) -> str:
-    """`text` as a name that both schedulers and the DNS take."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower())[:50].strip("-") or "meshwright"

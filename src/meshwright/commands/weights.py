@@ -1,4 +1,4 @@
-"""`export`, `import` and `convert`: weights between checkpoints, folders of transformers, and files of others."""
+"""`export`, `import` and `convert`: weights between checkpoints, folders of transformers, and pickles."""
 
 import json
 import subprocess
@@ -38,11 +38,10 @@ CONVERT_SCRIPT = Path(__file__).parents[1] / "run" / "export" / "convert_pickle.
 def export_checkpoint(
     path: Path, out: Path, dtype: str, max_shard_size: str, *, merge: bool = False
 ) -> tuple[Path, ExportResult]:
-    """The checkpoint at `path` (a run's folder: its newest good one) written to `out`, and what was written.
+    """Exports the checkpoint at `path` (of a run's folder: its newest valid one) to `out`; returns its path
+    and the result.
 
-    Of an adapted model, its adapter; with `merge`, the model that it makes of its base.
-
-    Raises PlanError for a path without a checkpoint, one of a model that cannot be built here, and wrong words.
+    Of an adapted model it writes the adapter; with `merge`, the model with the adapter merged.
     """
     if dtype and dtype not in EXPORT_DTYPES:
         raise PlanError(
@@ -58,16 +57,19 @@ def export_checkpoint(
 
 
 def import_weights(source: str, revision: str) -> tuple[ModelConfig, RoundTripResult, int]:
-    """The folder or hub id `source` as the [model] table of a config, how its logits compare, and its parameters."""
+    """Returns the folder or hub id `source` as the [model] table of a config, the comparison of logits, and
+    the parameter count.
+    """
     name = source if is_hub_id(source) else str(Path(source).absolute())
     model = pin_revision(ModelConfig(name, weights=name, revision=revision))
     return model, *check_import(model)
 
 
 def convert(file: Path, out: Path, key: str, environment: Mapping[str, str]) -> int:
-    """Write the tensors of the pickle `file` to the safetensors file `out`, in a child process; returns their number.
+    """Writes the tensors of the pickle `file` to the safetensors file `out` in a child process; returns
+    their number.
 
-    The child has `environment` and no more. Raises PlanError when `file` holds anything but tensors by name.
+    The child has `environment` and nothing else. Raises PlanError for a file that is no pickle of tensors.
     """
     if not file.is_file():
         raise PlanError(
@@ -150,7 +152,6 @@ def _trained(checkpoint: Path, manifest: Manifest) -> ExportableModel:
 
 
 def _source(checkpoint: Path, manifest: Manifest) -> tuple[ModelConfig, int]:
-    """Where the model of a checkpoint came from, and its seed."""
     plan: Any = manifest.meta.get("plan")
     job = plan.get("job", {}) if isinstance(plan, Mapping) else {}
     try:
@@ -173,7 +174,6 @@ def _check_model(loaded: LoadedModel, checkpoint: Path, manifest: Manifest) -> N
 
 
 def _beside(source: ModelConfig) -> Path | None:
-    """The folder with the tokenizer: that of the weights, or else that of the config."""
     small = replace(source, weights="", skip=())
     for name in (source.weights, source.source):
         if name and ".py" not in name:
@@ -185,7 +185,6 @@ def _beside(source: ModelConfig) -> Path | None:
 
 
 def _nbytes(words: str) -> int:
-    """The bytes that "5GB" or "300 MiB" are."""
     number = words.strip().upper().rstrip("KMGIB ")
     unit = words.strip().upper().removeprefix(number).strip()
     if not number.isdecimal() or int(number) == 0 or unit not in SIZE_UNITS:

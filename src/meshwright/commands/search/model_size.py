@@ -1,7 +1,8 @@
-"""The sizes of the MODEL that a plan is chosen for: said in words, or read from a config of transformers.
+"""The sizes of MODEL for a search: given as text, or read from a transformers config.
 
-The model of a config is made without weights, so that they can be counted: what is searched are decoders of equal layers, and a
-model with other weights than its sizes say is told as one. A gated MLP is not in configs; the count of weights tells.
+The model of a config is made without weights, to count its parameters. The search covers decoders of equal
+layers; a model whose parameter count does not match its sizes is reported. Configs do not say whether an MLP
+is gated; the count decides.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 from meshwright.planner.analytic.model_shape import SHAPE_FORMAT, ModelShape, parse_shape
 
-# what configs of transformers call sizes; those of families with other names say which theirs are (attribute_map)
+# names of sizes in transformers configs; families with other names map them (attribute_map)
 HF_CONFIG_KEYS = {
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",
@@ -33,17 +34,20 @@ EXPERT_KEYS = (
     "num_experts",
     "n_routed_experts",
     "moe_num_experts",
-)  # what configs call their number
-MAX_PADDING_ROWS = 2  # rows that some families put before the first position
-PARAM_TOLERANCE = 0.1  # of its weights: a model that has so many more or fewer than its sizes say is no decoder of equal layers
+)  # names of their number in configs
+MAX_PADDING_ROWS = 2  # embedding rows that some families put before the first position
+PARAM_TOLERANCE = (
+    0.1  # relative difference of parameter counts above which a model is no decoder of equal layers
+)
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The sizes of a model; of a config also the weights that it has as `matrices` (0: not known), and how it attends.
+    """The sizes of a model; of a config also the number of parameters in matrices (0: unknown), and its
+    attention.
 
-    `positions` are those it has learnt (0: none), `windowed` of its layers see `window` tokens; `both`: each token sees those
-    behind it too.
+    `max_positions` are learned positions (0: none); `num_windowed_layers` layers attend to
+    `attention_window` tokens; `is_bidirectional`: tokens attend to later ones too.
     """
 
     shape: ModelShape
@@ -55,18 +59,18 @@ class ModelSize:
 
 
 def model_shape(model: str, sequence: int) -> ModelShape:
-    """The sizes of `model`; `sequence` 0: what it says itself."""
+    """Returns the sizes of `model`; `sequence` 0: its own length."""
     return model_size(model, sequence).shape
 
 
 def model_size(model: str, sequence: int) -> ModelSize:
-    """What is known of `model`: its sizes, of a config more; with rows of `sequence` tokens (0: what it says itself)."""
+    """Returns what is known of `model`, with samples of `sequence` tokens (0: its own length)."""
     known = ModelSize(parse_shape(model)) if is_shape_text(model) else _of_config(model, sequence)
     return replace(known, shape=replace(known.shape, sequence=sequence)) if sequence else known
 
 
 def size_warnings(size: ModelSize) -> Iterator[str]:
-    """In what a model differs from the decoder that it is priced as, where it does."""
+    """Yields the differences between a model and the decoder of the cost model."""
     shape, matrices, full = (
         size.shape,
         size.num_matrix_params,
@@ -83,13 +87,13 @@ def size_warnings(size: ModelSize) -> Iterator[str]:
 
 
 def is_shape_text(model: str) -> bool:
-    """Whether it is sizes in words, not a file or a repository."""
+    """Returns whether `model` is sizes as text, not a file or a repository."""
     words = model.replace(":", " ").replace("=", " ").replace(",", " ").lower().split()
     return "layers" in words and len(words) > 1 and not Path(model).exists()
 
 
 def _learnt(module: Any, positions: object) -> int:
-    """The `positions` of a config, where a `module` of transformers has learnt each by itself; 0: it goes on beyond them."""
+    """Returns the number of learned positions of a `module` of transformers; 0 for rotary or other positions."""
     words = module.get_input_embeddings()
     if not isinstance(positions, int):
         return 0
@@ -107,7 +111,6 @@ def _learnt(module: Any, positions: object) -> int:
 
 
 def _of_config(source: str, sequence: int) -> ModelSize:
-    """What is known of the model of a config."""
     raise_diagnostics(_nowhere(source))
     config = read_source_config(ModelConfig(source))
     if config is not None:
@@ -146,7 +149,6 @@ def _of_config(source: str, sequence: int) -> ModelSize:
 
 
 def _windows(said: Mapping[str, Any], layers: int) -> tuple[int, int]:
-    """How many tokens a window of attention has, and how many layers have one."""
     window = said.get("sliding_window")
     if not isinstance(window, int) or window < 1 or said.get("use_sliding_window") is False:
         return 0, 0
@@ -155,13 +157,11 @@ def _windows(said: Mapping[str, Any], layers: int) -> tuple[int, int]:
 
 
 def _both_ways(module: nn.Module, said: Mapping[str, Any]) -> bool:
-    """Whether tokens see those behind them: models that fill in masked words, and those whose attention says so."""
     masked = "ForMaskedLM" in type(module).__name__ or bool(said.get("use_bidirectional_attention"))
     return masked or any(vars(each).get("is_causal") is False for each in module.modules())
 
 
 def _unsearched(source: str, config: Any) -> Iterator[Diagnostic]:
-    """That a config is of a model that is no decoder of equal layers."""
     exists = "a plan that exists is counted from its own program"
     if config.is_encoder_decoder:
         yield Diagnostic(
@@ -176,7 +176,6 @@ def _unsearched(source: str, config: Any) -> Iterator[Diagnostic]:
 
 
 def _unsized(source: str, config: Any, sequence: int) -> Iterator[Diagnostic]:
-    """The sizes that a config does not say, where they are not given."""
     sizes = _sizes(config) | ({"sequence": sequence} if sequence else {})
     lacking = [theirs for ours, theirs in HF_CONFIG_KEYS.items() if not isinstance(sizes[ours], int)]
     text = config.get_text_config()
@@ -203,7 +202,6 @@ def _unsized(source: str, config: Any, sequence: int) -> Iterator[Diagnostic]:
 
 
 def _nowhere(source: str) -> Iterator[Diagnostic]:
-    """That nothing is called `source`: no path, no factory in a file, and no repository."""
     if not Path(source).exists() and ".py" not in source and not is_hub_id(source):
         text = f"there is no file or folder '{source}', and no sizes are said"
         fix = f"say sizes in words: {SHAPE_FORMAT}; or name a folder with config.json, a .json file, file.py:factory"
@@ -211,7 +209,6 @@ def _nowhere(source: str) -> Iterator[Diagnostic]:
 
 
 def _sizes(config: Any) -> dict[str, Any]:
-    """The sizes in our words; None where the config does not say one."""
     said = config.to_dict()
     return {
         ours: said.get(config.attribute_map.get(theirs, theirs)) for ours, theirs in HF_CONFIG_KEYS.items()
@@ -225,6 +222,5 @@ def _beside(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _experts(said: Mapping[str, Any]) -> int:
-    """The most experts that a config, or one that lies in it (text_config, ffn_config), has in a layer."""
     own = [said[name] for name in EXPERT_KEYS if isinstance(said.get(name), int)]
     return max([0, *own, *(_experts(each) for each in said.values() if isinstance(each, dict))])

@@ -1,9 +1,10 @@
-"""`plan MODEL --devices N --hardware KIND --batch B`: the best layouts of a model that nobody has rented a device for.
+"""`search MODEL --devices N --hardware KIND --batch B`: the best plans of a model for a machine that need
+not exist here.
 
-MODEL is a shape in words ("175b: layers 96 hidden 12288 heads 96"), or a transformers config, whose sizes are read and whose
-model is made without weights to count them. Devices may be of several kinds (h100:32,a100:32). With `--fit` a limit is looked
-for: the largest batch, sequence or model, or the fewest devices. The winner is written as a config: mesh and strategies, for
-`verify` and `train` (verbs/winner.py).
+MODEL is sizes as text ("175b: layers 96 hidden 12288 heads 96") or a transformers config, whose model is
+made without weights to count its parameters. Devices may be of several kinds (h100:32,a100:32). `--fit`
+searches a limit: the largest batch, sequence or model, or the fewest devices. The best plan is written as a
+config for `verify` and `train` (`to_config`).
 """
 
 import json
@@ -40,12 +41,13 @@ from meshwright.planner.search.max_fit import FIT_QUANTITIES, MaxFit, find_max_f
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import SearchResult, search
 from meshwright.report.search.max_fit import max_fit_dict, max_fit_view
-from meshwright.report.search.search_result import SearchAlternatives, TrainingBudget, search_dict, search_view as choice_view
+from meshwright.report.search.search_result import SearchAlternatives, TrainingBudget, search_dict
+from meshwright.report.search.search_result import search_view as result_view
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What the command was told: a model, devices, the rows of a step, what is fixed, and the limit that is looked for."""
+    """The options of the command: model, devices, samples of a step, given choices, and the limit to search."""
 
     model: str
     devices: int
@@ -62,9 +64,10 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """What a search was asked, and what it found: of a limit, at it. `beside` is what the winner is compared with.
+    """What a search was asked and what it found (of a limit: at the limit). `comparison` has the
+    alternatives to the best plan.
 
-    `notes` say what of the machine was measured, and learnt.
+    `notes` are the sources of the machine's data, and warnings.
     """
 
     options: SearchOptions
@@ -76,10 +79,10 @@ class SearchOutcome:
 
 
 def run_search(options: SearchOptions) -> SearchOutcome:
-    """The layouts that are best for what was `asked`, or the limit.
+    """Returns the best plans for `options`, or the limit.
 
-    Raises PlanError for a model, a device or an axis that is not understood, and where nothing fits: what is missing, and what
-    comes nearest.
+    Raises PlanError for a model, a device or an axis that is not understood, and where nothing fits: what is
+    missing, and what comes closest.
     """
     faults: list[Diagnostic] = []
     model = collect_diagnostics(faults, model_size, options.model, options.sequence)
@@ -89,7 +92,9 @@ def run_search(options: SearchOptions) -> SearchOutcome:
     if options.max_fit and options.max_fit not in FIT_QUANTITIES:
         faults.append(
             Diagnostic(
-                f"no limit is called '{options.max_fit}'", suggest_name(options.max_fit, FIT_QUANTITIES), "--fit"
+                f"no limit is called '{options.max_fit}'",
+                suggest_name(options.max_fit, FIT_QUANTITIES),
+                "--fit",
             )
         )
     if model is None or not known:  # without a model and devices nothing can contradict itself
@@ -97,12 +102,22 @@ def run_search(options: SearchOptions) -> SearchOutcome:
     notes = (*notes, *size_warnings(model))
     one = kinds[0] if len(kinds) == 1 else weakest_machine(kinds)
     wish = given.apply(
-        SearchRequest(model.shape, one, options.batch, max_positions=model.max_positions, base_config=base_config(one.device.flops))
+        SearchRequest(
+            model.shape,
+            one,
+            options.batch,
+            max_positions=model.max_positions,
+            base_config=base_config(one.device.flops),
+        )
     )
-    raise_diagnostics([*faults, *_free(wish, options.max_fit).diagnostics()])
+    raise_diagnostics([*faults, *_without_limit(wish, options.max_fit).diagnostics()])
     if options.max_fit:
         return replace(_limited(options, wish, kinds), notes=notes)
-    found = search_heterogeneous(wish, kinds, options.num_kept) if len(kinds) > 1 else search(wish, options.num_kept)
+    found = (
+        search_heterogeneous(wish, kinds, options.num_kept)
+        if len(kinds) > 1
+        else search(wish, options.num_kept)
+    )
     if not found.best:
         raise no_result_error(wish, found)
     return SearchOutcome(options, wish, found, _beside(wish, kinds, found), notes=notes)
@@ -111,9 +126,9 @@ def run_search(options: SearchOptions) -> SearchOutcome:
 def find_machines(
     options: SearchOptions, diagnostics: list[Diagnostic]
 ) -> tuple[list[Machine], tuple[str, ...]]:
-    """The devices of each kind, "h100" or "h100:32,a100:32", and what was measured or learnt of them, in words.
+    """Returns the devices of each kind ("h100" or "h100:32,a100:32"), and notes on their data.
 
-    `faults` learns of all that is not known, and of numbers that contradict each other.
+    Appends to `diagnostics` everything unknown, and numbers that contradict each other.
     """
     words = [word.strip().partition(":") for word in options.hardware.split(",")]
     if len(words) == 1 and not words[0][1]:
@@ -136,7 +151,7 @@ def find_machines(
     total = sum(int(count) for _, _, count in words)
     if not lacking and options.devices not in (0, total):
         text = f"--devices {options.devices}, and {options.hardware} are {total}"
-        diagnostics.append(Diagnostic(text, "leave --devices away, or make the two equal", "--devices"))
+        diagnostics.append(Diagnostic(text, "leave --devices out, or make the two equal", "--devices"))
     if options.max_fit and len(words) > 1:
         diagnostics.append(
             Diagnostic(
@@ -150,7 +165,7 @@ def find_machines(
             diagnostics.append(
                 Diagnostic(
                     f"{flag} {file} on several kinds of devices",
-                    "leave it away: it says one machine's figures",
+                    "leave it out: it describes one machine",
                     flag,
                 )
             )
@@ -166,8 +181,8 @@ def find_machines(
 
 
 def search_view(outcome: SearchOutcome) -> RenderableType:
-    """The scenario in words, the ranked layouts, why the first one wins, and what stops the others."""
-    shown = choice_view(outcome.request, outcome.result, outcome.options.budget, outcome.comparison)
+    """Returns the scenario, the ranked plans, why the first one is best, and what limits the others."""
+    shown = result_view(outcome.request, outcome.result, outcome.options.budget, outcome.comparison)
     notes = [Text(line) for line in outcome.notes]
     notes += [
         Text(line, style="yellow") for line in unwritten_notes(outcome.result.best[0], _blocks(outcome))
@@ -176,7 +191,7 @@ def search_view(outcome: SearchOutcome) -> RenderableType:
 
 
 def outcome_as_dict(outcome: SearchOutcome) -> dict[str, Any]:
-    """The same as plain values."""
+    """Returns the same as plain values."""
     said = search_dict(outcome.request, outcome.result, outcome.options.budget, outcome.comparison)
     return (
         said
@@ -186,12 +201,12 @@ def outcome_as_dict(outcome: SearchOutcome) -> dict[str, Any]:
 
 
 def write_config(outcome: SearchOutcome, path: Path) -> None:
-    """Write the winner as a config. Raises PlanError when the file cannot be written."""
+    """Writes the best plan as a config. Raises PlanError when the file cannot be written."""
     _write(path, tomli_w.dumps(winner_config(outcome)), "--out")
 
 
 def write_json(outcome: SearchOutcome, path: Path) -> None:
-    """Write all that is known of the choice as JSON. Raises PlanError when the file cannot be written."""
+    """Writes everything that was found as JSON. Raises PlanError when the file cannot be written."""
     _write(path, json.dumps(outcome_as_dict(outcome), indent=1) + "\n", "--json")
 
 
@@ -204,20 +219,20 @@ def _write(path: Path, text: str, flag: str) -> None:
 
 
 def winner_config(outcome: SearchOutcome) -> dict[str, Any]:
-    """The winner as the tables of a config: [model] where it is one that can be built, [mesh], [[strategies]], [train]."""
-    model = "" if is_shape_text(outcome.options.model) else _wherever(outcome.options.model)
+    """Returns the best plan as the tables of a config: [model] if it can be built, [mesh], [[strategies]],
+    [train].
+    """
+    model = "" if is_shape_text(outcome.options.model) else _absolute_source(outcome.options.model)
     best, wish = outcome.result.best[0], outcome.request
     return config_tables(model, wish.batch, wish.shape.sequence, best, _blocks(outcome))
 
 
-def _wherever(source: str) -> str:
-    """`source` as a config in any folder may say it: the whole path of a file, the name of a repository as it is."""
+def _absolute_source(source: str) -> str:
     path, colon, name = source.partition(":")
     return f"{Path(path).resolve()}{colon}{name}" if Path(path).exists() else source
 
 
-def _free(request: SearchRequest, fit: str) -> SearchRequest:
-    """`wish` without what a limit will say."""
+def _without_limit(request: SearchRequest, fit: str) -> SearchRequest:
     if fit == "batch":
         return replace(request, batch=request.machine.num_devices * request.fixed.get("micro", 1))
     if fit == "devices":
@@ -242,11 +257,15 @@ def _limited(options: SearchOptions, request: SearchRequest, kinds: Sequence[Mac
         text = f"{request.shape.name}: not even {least[options.max_fit]} is enough of {request.machine.device.name} as it is fixed"
         raise PlanError(text, fix="fix less, or take devices with more memory", location="--fit")
     one = [replace(kinds[0], num_devices=found.request.machine.num_devices)]
-    return SearchOutcome(options, found.request, found.result, _beside(found.request, one, found.result), found)
+    return SearchOutcome(
+        options, found.request, found.result, _beside(found.request, one, found.result), found
+    )
 
 
 def _beside(request: SearchRequest, kinds: Sequence[Machine], found: SearchResult) -> SearchAlternatives:
-    """What the winner is compared with: the fastest if memory were no limit, copies inside hosts, each kind of device alone."""
+    """Finds the alternatives: the fastest if memory were no limit, data parallelism inside hosts, each kind
+    of device alone.
+    """
     best = found.best[0]
     endless = replace(request.machine, device=replace(request.machine.device, memory=inf))
     faster = 0.999 * best.seconds
@@ -269,7 +288,6 @@ def _beside(request: SearchRequest, kinds: Sequence[Machine], found: SearchResul
 
 
 def _blocks(outcome: SearchOutcome) -> list[str]:
-    """The names of the model's layers, in order, where they are asked for: by cuts of unequal parts."""
     if not outcome.result.best[0].layer_assignment or is_shape_text(outcome.options.model):
         return []
     model = load_model(ModelConfig(outcome.options.model), seed=0).deferred_init.instantiate()

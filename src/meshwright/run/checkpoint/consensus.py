@@ -58,7 +58,9 @@ class RankConsensus:
             cause, code = error, error.errno or UNKNOWN_ERROR
         except Exception as error:  # sent to the other ranks first, raised below
             cause, code = error, UNKNOWN_ERROR
-        received = self._exchange(code.to_bytes(8, "little", signed=True) + result.ljust(RECORD_NBYTES, b"\0"))
+        received = self._exchange(
+            code.to_bytes(8, "little", signed=True) + result.ljust(RECORD_NBYTES, b"\0")
+        )
         codes = [int.from_bytes(line[:8], "little", signed=True) for line in received]
         failed = {rank: code for rank, code in zip(self.group.ranks, codes, strict=True) if code}
         if failed:

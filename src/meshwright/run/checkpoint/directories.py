@@ -156,7 +156,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def _fits(path: Path) -> bool:
-    """Whether the manifest and all sizes are right; checksums are for the reader, who has to read the files anyway."""
+    """Whether the manifest and all sizes are right; checksums are for the reader, who has to read the files
+    anyway.
+    """
     with suppress(CheckpointError):
         check_sizes(path, read_manifest(path).files)
         return True

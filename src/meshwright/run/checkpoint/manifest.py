@@ -83,7 +83,8 @@ class ShardFile:
 class Manifest:
     """The contents of one checkpoint; an object that exists is consistent.
 
-    Raises CheckpointError for names that are not plain, slices that overlap or leave gaps, sizes beyond reason.
+    Raises CheckpointError for names that are not plain, slices that overlap or leave gaps, sizes beyond
+    reason.
     """
 
     step: int

@@ -423,7 +423,9 @@ def _anchored_cluster(cluster: str, folder: Path, said: frozenset[tuple[str, ...
 
 
 def _absolute(source: str, folders: Sequence[Path]) -> str:
-    """`source` (a path, or path:factory) as seen from the first of `folders` in which it exists; unchanged when in none."""
+    """`source` (a path, or path:factory) as seen from the first of `folders` in which it exists; unchanged
+    when in none.
+    """
     head, colon, factory = source.rpartition(":")
     for folder in folders:
         for name, tail in ((source, ""), (head, colon + factory)):

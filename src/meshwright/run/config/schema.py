@@ -137,7 +137,9 @@ def _item_hints(hint: Any, length: int) -> list[Any]:
 
 
 def _steps_into(value: Any, error: ErrorDetails) -> Iterator[str]:
-    """The parts of an error's location that name keys of `value`; pydantic mixes in the members of unions it tried."""
+    """The parts of an error's location that name keys of `value`; pydantic mixes in the members of unions it
+    tried.
+    """
     *parts, last = error["loc"] or ("",)
     for part in parts:
         if _has(value, part):

@@ -248,7 +248,9 @@ class Conversations(TokenDataset):
 
 
 def _sound(encoded: Iterable[EncodedDocument | Diagnostic], source: DataConfig) -> Iterator[EncodedDocument]:
-    """`encoded` without its faults, which are raised together, at the latest at the end; so is the lack of any document."""
+    """`encoded` without its faults, which are raised together, at the latest at the end; so is the lack of
+    any document.
+    """
     faults, num = [], 0
     for each in encoded:
         if isinstance(each, Diagnostic):

@@ -51,7 +51,9 @@ class TokenStream(TokenDataset):
         first = self._sample(0)
         if first is None:
             raise self._empty()
-        identity = f"stream {reader.digest} {tokenizer.digest} {source.sequence} {source.column} {source.chat}"
+        identity = (
+            f"stream {reader.digest} {tokenizer.digest} {source.sequence} {source.column} {source.chat}"
+        )
         self.digest = sha256(identity.encode() + first.ids.astype("<i8").tobytes()).hexdigest()
         how = "passing over" if source.chat else "tokenising"
         self.notes = (

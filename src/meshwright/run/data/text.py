@@ -70,10 +70,12 @@ class TextDataset(TokenDataset):
         return num_windows(self.tokens, self.sequence)
 
     def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The samples `ids` as {"input_ids": (n, T), "labels": (n, T)}, both int64; labels are already shifted.
+        """The samples `ids` as {"input_ids": (n, T), "labels": (n, T)}, both int64; labels are already
+        shifted.
 
-        labels[:, t] is the token after input_ids[:, t], or -100 where none follows. The id -1 is an absent sample: inputs
-        of 0 and labels of -100, so that it weighs nothing. Raises IndexError for an id that is neither.
+        labels[:, t] is the token after input_ids[:, t], or -100 where none follows. The id -1 is an absent
+        sample: inputs of 0 and labels of -100, so that it weighs nothing. Raises IndexError for an id that is
+        neither.
         """
         return cut_windows(self.tokens, ids, self.sequence, SEPARATOR)
 
@@ -192,7 +194,9 @@ def _joined(files: Sequence[Path]) -> bytearray:
 
 
 def _undecodable(text: bytes) -> int:
-    """The number of bytes that are no part of a UTF-8 character, found in pieces: a large file is not held twice."""
+    """The number of bytes that are no part of a UTF-8 character, found in pieces: a large file is not held
+    twice.
+    """
     decoder = getincrementaldecoder("utf-8")(errors="ignore")
     pieces = (text[i : i + DECODE_NBYTES] for i in range(0, len(text), DECODE_NBYTES))
     return len(text) - sum(len(decoder.decode(piece).encode()) for piece in pieces)

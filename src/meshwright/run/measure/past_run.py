@@ -1,11 +1,12 @@
-"""What a run's folder tells of its machine: seconds of its steps, where they went, what its messages took.
+"""Reads what a run's folder says about its machine: step times, where they were spent, and the time of its
+messages.
 
-    run_info.json            the device
-    metrics.jsonl         seconds of every step; the first of a process warms up and is left out
-    trace/rank-N.json     where steps went, message by message; only of a run with run.trace_steps
+    run_info.json         the device
+    metrics.jsonl         seconds of every step; the first step of a process warms up and is left out
+    trace/rank-N.json     the time of each message; only of a run with run.trace_steps
 
-A message lasts on each rank until its result has come, waiting for slower ranks included. The rank that came last waited for
-nobody, so of all ranks and all traced steps the shortest time of a message counts.
+On each rank a message lasts until its result has arrived, waiting for slower ranks included. The last rank
+waited for none, so the shortest time of a message over all ranks and traced steps counts.
 """
 
 import json
@@ -28,7 +29,7 @@ EQUAL_COLLECTIVES = (
     "all_reduce",
     "all_gather",
     "reduce_scatter",
-)  # in which all send as much: nobody waits for what another computes
+)  # all ranks send as much, so no rank waits for another's result
 COMPUTE_PARTS = ("forward", "backward", "optimizer", "other")
 STEP_KEYS: Mapping[str, type | UnionType] = {
     "seconds": int | float,
@@ -45,7 +46,7 @@ RETRACE_FIX = "trace steps again: --run.trace_steps 3; or remove the folder trac
 
 @dataclass(frozen=True)
 class TimedCollective:
-    """A collective that a run issued, and what it took: `axes` are those along which its ranks lie."""
+    """A collective of a run and its time: `axes` are the mesh axes of its ranks."""
 
     collective: str
     axes: tuple[str, ...]
@@ -54,7 +55,7 @@ class TimedCollective:
 
 
 class CollectiveKey(NamedTuple):
-    """Which message of a step it is: the `number`th of its kind."""
+    """Identifies a collective of a step: the `index`th of its kind."""
 
     collective: str
     axes: str
@@ -64,9 +65,10 @@ class CollectiveKey(NamedTuple):
 
 @dataclass(frozen=True)
 class PreviousRun:
-    """A run that was: the device that computed, and the median of so many steps, in seconds.
+    """A run that ended: its device, and the median step time in seconds over `num_steps` steps.
 
-    Where it was traced, `computed_s` are the seconds that the slowest rank computed in a step, and `messages` what was sent.
+    If it was traced, `compute_s` is the compute time of the slowest rank in a step, and `collectives` are
+    its messages.
     """
 
     folder: Path
@@ -78,7 +80,9 @@ class PreviousRun:
 
 
 def read_previous_run(folder: Path) -> PreviousRun:
-    """What the run in `folder` tells. Raises PlanError when it is no run or has too few steps, or with all that is damaged."""
+    """Reads the run in `folder`. Raises PlanError when it is no run, has too few steps, or with everything
+    that is damaged.
+    """
     where = str(folder)
     if not folder.is_dir():
         raise PlanError(
@@ -98,7 +102,6 @@ def read_previous_run(folder: Path) -> PreviousRun:
 
 
 def _text(path: Path, reason: str, diagnostics: list[Diagnostic]) -> str:
-    """What the file says; "" where it is not there, for this `reason`, or cannot be read: a fault."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -122,7 +125,6 @@ def _json(text: str, path: Path, fix: str, diagnostics: list[Diagnostic]) -> Any
 
 
 def _lacking(said: object, needed: Mapping[str, type | UnionType]) -> str:
-    """Which keys are not there, or are not what is `needed`, in words; "": none of them."""
     if not isinstance(said, dict):
         keys = f" with {', '.join(needed)}" if needed else ""
         return f"{json.dumps(said)[:40]} stands where a table{keys} is needed"
@@ -133,7 +135,6 @@ def _lacking(said: object, needed: Mapping[str, type | UnionType]) -> str:
 
 
 def _device(path: Path, diagnostics: list[Diagnostic]) -> str:
-    """What computed."""
     text = _text(path, "the run has not begun, or is not one of `meshwright train`", diagnostics)
     about = _json(text, path, "name another run", diagnostics) if text else None
     if about is None:
@@ -154,7 +155,6 @@ def _device(path: Path, diagnostics: list[Diagnostic]) -> str:
 
 
 def _steps(path: Path, diagnostics: list[Diagnostic]) -> list[float]:
-    """Seconds of each step but the first and those that were left out, without the wait for data."""
     found = []
     for number, line in enumerate(_text(path, "no step was timed", diagnostics).splitlines(), start=1):
         try:
@@ -178,7 +178,6 @@ def _steps(path: Path, diagnostics: list[Diagnostic]) -> list[float]:
 
 
 def _traced(folder: Path, diagnostics: list[Diagnostic]) -> tuple[float | None, tuple[TimedCollective, ...]]:
-    """Seconds that the slowest rank computed in a traced step, and the shortest time of each message."""
     computed: list[float] = []
     shortest: dict[CollectiveKey, float] = {}
     for path in sorted(folder.glob("rank-*.json")):
@@ -212,7 +211,6 @@ def _traced(folder: Path, diagnostics: list[Diagnostic]) -> tuple[float | None, 
 
 
 def _untraced(said: Any) -> str:
-    """What keeps a document from being a trace, in words; "": nothing."""
     lacking = _lacking(said, {"otherData": dict, "traceEvents": list}) or _lacking(
         said["otherData"], {"seconds": dict}
     )

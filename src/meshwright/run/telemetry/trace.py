@@ -172,7 +172,12 @@ class StepTracer:
         return events
 
     def _event(
-        self, name: str, category: str, row: int, times: ProfilerSpan | LoopPhase, event_args: Mapping[str, Any]
+        self,
+        name: str,
+        category: str,
+        row: int,
+        times: ProfilerSpan | LoopPhase,
+        event_args: Mapping[str, Any],
     ) -> dict[str, Any]:
         begin, length = (times.begin + self._epoch) * 1e6, (times.end - times.begin) * 1e6
         where = {"ph": "X", "pid": self._rank, "tid": row, "ts": round(begin, 3), "dur": round(length, 3)}
