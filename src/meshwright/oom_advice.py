@@ -136,15 +136,15 @@ def plan_changes(analyzed: AnalyzedModel, plan: Plan, rank: int) -> Iterator[Pla
             (mesh, replace(plan.model_spec, sequence_info=analyzed.sequence_info), each)
             for mesh, each in _sequence_sharded(plan)
         ]
-    for mesh, anatomy, (words, strategies, micro_batch) in tried:
+    for mesh, model_spec, (message, strategies, micro_batch) in tried:
         try:
-            other = Plan.make(plan.job, mesh, anatomy, strategies, micro_batch, plan.run)
+            other = Plan.make(plan.job, mesh, model_spec, strategies, micro_batch, plan.run)
             check_plan_for_model(other, analyzed)
         except PlanError:  # this strategy does not work with this model or job
             continue
         nbytes = sum(planned_nbytes(other, rank).values())
         if nbytes < now or other.micro_batch < plan.micro_batch:
-            yield PlanChange(words, other, nbytes)
+            yield PlanChange(message, other, nbytes)
 
 
 def can_shard_sequence(analyzed: AnalyzedModel) -> bool:
@@ -200,9 +200,9 @@ def oom_message(
     `sequence_shardable`: more ranks may share the tokens of each sample.
     """
     planned = planned_nbytes(plan, rank)
-    limit, words = usage.limit, str(error).strip() or type(error).__name__
+    limit, message = usage.limit, str(error).strip() or type(error).__name__
     within = "" if limit is None else f" of {format_nbytes(limit)}"
-    lines = [f"rank {rank} ran out of memory: {words.splitlines()[0]}"]
+    lines = [f"rank {rank} ran out of memory: {message.splitlines()[0]}"]
     lines.append(f"  planned    {_parts(planned)}")
     lines.append(
         f"  live       {_parts(usage.live) or 'nothing yet: the model was being made'}; in all {format_nbytes(usage.used)}{within}"
@@ -210,7 +210,7 @@ def oom_message(
     fits = (
         None
         if limit is None
-        else next((each for each in changes if usage.expected_nbytes(each, plan, words) < limit), None)
+        else next((each for each in changes if usage.expected_nbytes(each, plan, message) < limit), None)
     )
     shown = changes[:MAX_SHOWN_CHANGES]
     for each in (*shown, *([fits] if fits is not None and fits not in shown else [])):
@@ -247,8 +247,8 @@ def process_nbytes(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    said = psutil.Process().memory_info()
-    return said.rss if memory_limit(device) is None else said.vms
+    memory = psutil.Process().memory_info()
+    return memory.rss if memory_limit(device) is None else memory.vms
 
 
 def _parts(nbytes: Mapping[str, int]) -> str:
@@ -305,8 +305,8 @@ def _sequence_sharded(plan: Plan) -> Iterator[tuple[Mesh, CandidateChange]]:
             for old in plan.strategies
             if not (isinstance(old, BatchSplit) and old.axis == axis)
         )
-        words = f'mesh.{CP_AXIS} = {ranks} in the place of mesh.{axis}, and [[strategies]] name = "{RingAttention.name}"'
-        yield mesh, (words, (*others, RingAttention()), plan.micro_batch)
+        message = f'mesh.{CP_AXIS} = {ranks} in the place of mesh.{axis}, and [[strategies]] name = "{RingAttention.name}"'
+        yield mesh, (message, (*others, RingAttention()), plan.micro_batch)
 
 
 def _along(old: Strategy, axis: str) -> Strategy:

@@ -60,8 +60,8 @@ class ResolvedRun:
 
     def eval_samples(self, rank: int) -> EvalSamples | None:
         """Returns the evaluation samples of `rank`; None if nothing is evaluated."""
-        held = self.eval_dataset or split_held_out(self.dataset, self.plan.job.evaluate)[1]
-        return None if held is None else EvalSamples(held, self.plan, self.plan.data_index(rank))
+        kept = self.eval_dataset or split_held_out(self.dataset, self.plan.job.evaluate)[1]
+        return None if kept is None else EvalSamples(kept, self.plan, self.plan.data_index(rank))
 
     def make_trainer(self, world: World) -> Trainer:
         """Returns one rank of the plan."""
@@ -99,7 +99,7 @@ def resolve_request(request: PlanRequest, world: int | None = None) -> ResolvedR
             )
     except PlanError as error:
         diagnostics += error.diagnostics
-    held, more = (
+    kept, more = (
         (None, [])
         if loaded is None or data is None
         else _eval_dataset(job, data, loaded.example, token_cache_folder(request.run))
@@ -112,18 +112,18 @@ def resolve_request(request: PlanRequest, world: int | None = None) -> ResolvedR
     loss = factory_loss(loaded.loss)
     if isinstance(data, ExampleDataset) and not loss.count_weight_and_tokens(data.batch(range(len(data))))[0]:
         raise empty_loss_error(f"of the {len(data)} samples of the example batch")
-    reading = read_model(loaded, loaded.example or data.batch([0]), loss.targets, make_loss_spec(loss))
+    analyzed = read_model(loaded, loaded.example or data.batch([0]), loss.targets, make_loss_spec(loss))
     strategies = (
-        default_strategies(mesh, reading.model_spec) if request.strategies is None else request.strategies
+        default_strategies(mesh, analyzed.model_spec) if request.strategies is None else request.strategies
     )
     strategies, notes = choose_algorithms(strategies, mesh, request.cluster, Path(request.run.folder))
     notes = [
         *notes,
-        *(unsharded_vocab_notes(reading.model_spec) if request.strategies is None and mesh.tp > 1 else ()),
+        *(unsharded_vocab_notes(analyzed.model_spec) if request.strategies is None and mesh.tp > 1 else ()),
     ]
-    plan = make_plan(reading, job, mesh, strategies, request.micro_batch, request.run)
+    plan = make_plan(analyzed, job, mesh, strategies, request.micro_batch, request.run)
     raise_diagnostics(whole_batch_diagnostics(loss) if job.evaluate.is_enabled else ())
-    return ResolvedRun(plan, reading, data, loss, held, factory_callbacks(loaded.callbacks), tuple(notes))
+    return ResolvedRun(plan, analyzed, data, loss, kept, factory_callbacks(loaded.callbacks), tuple(notes))
 
 
 def factory_loss(given: object) -> Loss:
@@ -157,19 +157,19 @@ def _eval_dataset(
     try:
         split_held_out(data, job.evaluate)
         source = eval_source(job)
-        held = None if source is None else open_dataset(source, example, cache)
+        kept = None if source is None else open_dataset(source, example, cache)
     except PlanError as error:
         return None, [
-            replace(fault, location=fault.location.replace("data.", "evaluate.", 1))
-            for fault in error.diagnostics
+            replace(diagnostic, location=diagnostic.location.replace("data.", "evaluate.", 1))
+            for diagnostic in error.diagnostics
         ]
-    if held is None:
+    if kept is None:
         return None, []
-    mine, theirs = list(data.batch([0])), list(held.batch([0]))
+    mine, theirs = list(data.batch([0])), list(kept.batch([0]))
     if mine != theirs:
         text = f"its samples have {', '.join(theirs)}, those that are trained on {', '.join(mine)}"
         return None, [Diagnostic(text, "evaluate on samples of the same form", "evaluate.source")]
-    return held, []
+    return kept, []
 
 
 def token_cache_folder(run: RunConfig) -> Path:

@@ -1,4 +1,6 @@
-"""`bench device`: measures this device, alone or by several processes that share it, and writes device.toml."""
+"""`bench device`: measures this device, alone or by several processes that share it, and
+writes device.toml.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +48,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DeviceBenchRequest:
-    """What to measure: a device of `kind`, by `num_ranks` processes at once with `num_threads` threads each."""
+    """What to measure: a device of `kind`, by `num_ranks` processes at once with
+    `num_threads` threads each.
+    """
 
     kind: str
     num_threads: int
@@ -56,21 +60,21 @@ class DeviceBenchRequest:
 
 def parse_request(kind: str, threads: int, ranks: int, *, quick: bool) -> DeviceBenchRequest:
     """Returns what the options ask for; "" and 0 have defaults. Raises PlanError with every diagnostic."""
-    faults: list[Diagnostic] = []
+    diagnostics: list[Diagnostic] = []
     there = torch.cuda.is_available()
     chosen = kind or ("cuda" if there else "cpu")
     if chosen not in DEVICE_KINDS:
-        faults.append(
+        diagnostics.append(
             Diagnostic(
                 f"there is no device '{kind}' to measure", suggest_name(kind, DEVICE_KINDS), "--device"
             )
         )
     elif chosen == "cuda" and not there:
-        faults.append(
+        diagnostics.append(
             Diagnostic("cuda, and no GPU is visible", "--device cpu, or run it where a GPU is", "--device")
         )
     if chosen == "cuda" and ranks > 1:
-        faults.append(
+        diagnostics.append(
             Diagnostic(
                 f"{ranks} processes on one GPU",
                 "leave --ranks out: every rank has a GPU of its own",
@@ -79,17 +83,17 @@ def parse_request(kind: str, threads: int, ranks: int, *, quick: bool) -> Device
         )
     count = available_cores()
     if ranks < 1 or ranks > 64:
-        faults.append(Diagnostic(f"{ranks} processes", "write a number from 1 to 64", "--ranks"))
+        diagnostics.append(Diagnostic(f"{ranks} processes", "write a number from 1 to 64", "--ranks"))
     elif threads * ranks > max(count, ranks):
         given = f"{threads} threads in each of {ranks} processes" if ranks > 1 else f"{threads} threads"
-        faults.append(
+        diagnostics.append(
             Diagnostic(
                 f"{given}, and this machine has {count} cores",
                 f"--threads {max(1, count // ranks)}",
                 "--threads",
             )
         )
-    raise_diagnostics(faults)
+    raise_diagnostics(diagnostics)
     return DeviceBenchRequest(chosen, threads or max(1, count // ranks), ranks, quick)
 
 
@@ -128,11 +132,11 @@ def measure_device(
             "--result-folder",
             private,
         ]
-        outcome = launcher(
+        result = launcher(
             ["bench", "device", *words, *(["--quick"] if request.quick else [])], request.num_ranks, folder
         )
-        if outcome.exit_code:
-            raise RanksFailed(outcome)
+        if result.exit_code:
+            raise RanksFailed(result)
         left = [(folder / RESULT_FILE.format(rank)).read_bytes() for rank in range(request.num_ranks)]
         found = [TypeAdapter(DeviceTimings).validate_json(each) for each in left]
     return write_profile(_profile(request, found), out)

@@ -62,11 +62,13 @@ class _RankTimings:
 
 
 def parse_request(ranks: str, sizes: str, *, quick: bool) -> NetworkBenchRequest:
-    """Returns what the options ask for; empty options have defaults. Raises PlanError with every diagnostic."""
-    faults: list[Diagnostic] = []
-    counts = _ranks(ranks, faults)
-    found = _sizes(sizes or (QUICK_SIZES if quick else DEFAULT_SIZES), faults)
-    raise_diagnostics(faults)
+    """Returns what the options ask for; empty options have defaults. Raises PlanError
+    with every diagnostic.
+    """
+    diagnostics: list[Diagnostic] = []
+    counts = _ranks(ranks, diagnostics)
+    found = _sizes(sizes or (QUICK_SIZES if quick else DEFAULT_SIZES), diagnostics)
+    raise_diagnostics(diagnostics)
     need, have = max(found) * max(counts) * (max(counts) + 2), psutil.virtual_memory().available
     if need > have and not torch.cuda.is_available():
         text = f"{max(counts)} ranks with messages of {max(found)} bytes need about {need} bytes, and {have} are free"
@@ -75,18 +77,20 @@ def parse_request(ranks: str, sizes: str, *, quick: bool) -> NetworkBenchRequest
 
 
 def check_writable(paths: Iterable[Path]) -> None:
-    """Returns if files can be written at `paths`; raises PlanError otherwise, before a minute of measuring."""
-    faults = []
+    """Returns if files can be written at `paths`; raises PlanError otherwise, before a
+    minute of measuring.
+    """
+    diagnostics = []
     for path in paths:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            faults.append(
+            diagnostics.append(
                 Diagnostic(f"its folder cannot be made: {error.strerror}", "name another file", str(path))
             )
             continue
         if path.is_dir():
-            faults.append(
+            diagnostics.append(
                 Diagnostic(
                     "this is a folder; needed is a file",
                     f"name a file in it: {path / 'cluster.toml'}",
@@ -94,10 +98,10 @@ def check_writable(paths: Iterable[Path]) -> None:
                 )
             )
         elif not os.access(path.parent, os.W_OK):
-            faults.append(
+            diagnostics.append(
                 Diagnostic("its folder cannot be written to", "name a file in another folder", str(path))
             )
-    raise_diagnostics(faults)
+    raise_diagnostics(diagnostics)
 
 
 def bench_local_ranks(
@@ -126,9 +130,9 @@ def bench_local_ranks(
                 "--result-folder",
                 private,
             ]
-            outcome = launcher([*argv, *(["--quick"] if request.quick else [])], ranks, folder)
-            if outcome.exit_code:
-                raise RanksFailed(outcome)
+            result = launcher([*argv, *(["--quick"] if request.quick else [])], ranks, folder)
+            if result.exit_code:
+                raise RanksFailed(result)
             left = TypeAdapter(_RankTimings).validate_json((folder / "timings.json").read_bytes())
         transport = left.transport
         timings += left.timings
@@ -227,8 +231,8 @@ def _ranks(text: str, diagnostics: list[Diagnostic]) -> tuple[int, ...]:
     found = [int(word) for word in words if word.strip().isdecimal()]
     if len(found) < len(words) or not found or not all(1 < each <= MAX_RANKS for each in found):
         given = f"'{text}'" if text else f"{gpus} GPU"
-        fault = f"{given}: needed are numbers of ranks from 2 to {MAX_RANKS}, with commas between"
-        diagnostics.append(Diagnostic(fault, "--ranks 2,3,4", "--ranks"))
+        diagnostic = f"{given}: needed are numbers of ranks from 2 to {MAX_RANKS}, with commas between"
+        diagnostics.append(Diagnostic(diagnostic, "--ranks 2,3,4", "--ranks"))
         return (2,)
     return tuple(sorted(set(found)))
 

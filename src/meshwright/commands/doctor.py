@@ -138,15 +138,15 @@ def report_view(report: HostReport) -> RenderableType:
 def _try_here(launcher: LocalLauncher) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix="meshwright-doctor-") as private:
         folder = Path(private)
-        outcome = launcher(["doctor", "--folder", str(folder)], LOCAL_MESH.world_size, folder)
+        result = launcher(["doctor", "--folder", str(folder)], LOCAL_MESH.world_size, folder)
         answer = folder / "findings.json"
-        if outcome.exit_code == 0 and answer.exists():
+        if result.exit_code == 0 and answer.exists():
             yield from (Finding(**each) for each in json.loads(answer.read_text()))
             return
         text = (
-            outcome.failure.text.strip().splitlines()[-1]
-            if outcome.failure is not None
-            else f"exit code {outcome.exit_code}"
+            result.failure.text.strip().splitlines()[-1]
+            if result.failure is not None
+            else f"exit code {result.exit_code}"
         )
         yield Finding(
             "collective (gloo)",

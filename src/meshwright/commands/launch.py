@@ -64,23 +64,23 @@ def write_job_file(text: str, path: Path) -> None:
 
 
 def _faults(kind: str, name: str, wanted: JobFileOptions) -> list[Diagnostic]:
-    faults = []
+    diagnostics = []
     if kind not in JOB_FILE_KINDS:
-        faults.append(
+        diagnostics.append(
             Diagnostic(f"there is no job file for '{kind}'", suggest_name(kind, JOB_FILE_KINDS), "--print")
         )
     if name != _label(name):
         text = f"'{name}' cannot be the name of a job: lower-case letters, digits and '-' can, at most 50"
-        faults.append(Diagnostic(text, f"--name {_label(name)}", "--name"))
+        diagnostics.append(Diagnostic(text, f"--name {_label(name)}", "--name"))
     if not TIME_PATTERN.fullmatch(wanted.time_limit):
-        faults.append(
+        diagnostics.append(
             Diagnostic(
                 f"'{wanted.time_limit}' is no time limit",
                 "write hours:minutes:seconds: --time 24:00:00",
                 "--time",
             )
         )
-    return faults
+    return diagnostics
 
 
 def _label(text: str) -> str:

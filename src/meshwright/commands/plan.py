@@ -1,4 +1,6 @@
-"""`plan` and `inspect`: resolve a request, predict its step time, describe its model, and write the results."""
+"""`plan` and `inspect`: resolve a request, predict its step time, describe its model, and
+write the results.
+"""
 
 import json
 from collections.abc import Sequence
@@ -154,8 +156,8 @@ def explain_model(config: Path, overrides: Sequence[str]) -> ModelExplanation:
     found = make_model_report(loaded, example, loss.targets, make_loss_spec(loss))
     if found.analyzed is None:
         return ModelExplanation(found, job.precision.parameters, None, False, found.diagnostics)
-    space, asked, faults = _laid(found.analyzed, request)
-    return ModelExplanation(found, job.precision.parameters, space, asked, tuple(faults))
+    space, asked, diagnostics = _laid(found.analyzed, request)
+    return ModelExplanation(found, job.precision.parameters, space, asked, tuple(diagnostics))
 
 
 def _laid(analyzed: AnalyzedModel, request: PlanRequest) -> tuple[ShardingPlan, bool, list[Diagnostic]]:
@@ -175,26 +177,29 @@ def _laid(analyzed: AnalyzedModel, request: PlanRequest) -> tuple[ShardingPlan, 
         mesh = Mesh(tp=2)
         chosen = default_strategies(mesh, analyzed.model_spec)
     try:
-        anatomy, faults = model_spec_for(analyzed, request.job, mesh, chosen), list[Diagnostic]()
+        model_spec, diagnostics = model_spec_for(analyzed, request.job, mesh, chosen), list[Diagnostic]()
     except PlanError as error:  # it cannot be cut into parts
-        anatomy, faults = (
+        model_spec, diagnostics = (
             replace(analyzed.model_spec, sequence_info=analyzed.sequence_info),
             list(error.diagnostics),
         )
-    space = ShardingPlan.one_device(mesh, anatomy)
+    space = ShardingPlan.one_device(mesh, model_spec)
     dividing = [
         strategy
         for strategy in chosen
-        if strategy.phase == "shard" or (strategy.phase == "schedule" and not faults)
+        if strategy.phase == "shard" or (strategy.phase == "schedule" and not diagnostics)
     ]
     dividing = dividing if asked else []
     for strategy in sort_by_phase(chosen):
-        faults += strategy.check(request.job, space) if strategy in dividing else ()
+        diagnostics += strategy.check(request.job, space) if strategy in dividing else ()
         space = strategy.place(space)
     return (
         space,
         asked,
-        [*faults, *(fault for strategy in dividing for fault in strategy.check_combined(space))],
+        [
+            *diagnostics,
+            *(diagnostic for strategy in dividing for diagnostic in strategy.check_combined(space)),
+        ],
     )
 
 

@@ -62,12 +62,21 @@ def _on_cores(profile: DeviceProfile, links: Cluster | None, world: int) -> Exec
     if threads != profile.threads:
         text = f"a rank has {threads} of its host's cores, and was measured with {profile.threads}: its operations take"
         notes.append(f"{text} {profile.threads / threads:.3g} times as long")
-    wire, said = _wire(links, world)
+    wire, link_notes = _wire(links, world)
     slower = profile.threads / threads
     name = f"{profile.device}, {cores} cores"
     hosts = max(1, world // per_host)
     return ExecutionTarget(
-        name, profile, wire, False, cores, threads, slower, hosts, ATTENTION_BLOCK_KEYS, notes=(*notes, *said)
+        name,
+        profile,
+        wire,
+        False,
+        cores,
+        threads,
+        slower,
+        hosts,
+        ATTENTION_BLOCK_KEYS,
+        notes=(*notes, *link_notes),
     )
 
 

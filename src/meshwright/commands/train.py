@@ -66,12 +66,12 @@ def rank0_callbacks(
         )
     except OSError as error:
         logger.warning("what the run is cannot be written, and its report will know less: %s", error)
-    told = TrackerRun(
+    text = TrackerRun(
         folder, folder.resolve().name, plan.run.tracker_project, request_as_dict(request), first_step
     )
     steps = min(plan.job.train.steps, num_available_steps or plan.job.train.steps)
     with (
-        open_trackers(plan.run.trackers, told, TRACKERS) as trackers,
+        open_trackers(plan.run.trackers, text, TRACKERS) as trackers,
         training_view(console, steps, first_step) as show,
     ):
         yield (Callback(on_step_end=partial(_show, show)), *trackers)
@@ -86,7 +86,9 @@ def _priced(plan: Plan) -> StepPrediction | None:
 
 
 def warning_printer(rank_env: RankEnv, console: Console) -> Callable[[str], None] | None:
-    """Returns a function that prints a warning of this rank; None for a rank whose output goes into its log."""
+    """Returns a function that prints a warning of this rank; None for a rank whose output
+    goes into its log.
+    """
     if rank_env.rank and rank_env.launcher_env is None:
         return None
     return partial(console.print, style="yellow", markup=False, soft_wrap=True)
@@ -136,10 +138,10 @@ def train(
         )
     argv = ["train", str(path), *([] if from_step is None else ["--from-step", str(from_step)])]
     before = log_sizes(folder)
-    outcome = launcher(argv, plan.mesh.world_size, folder)
+    result = launcher(argv, plan.mesh.world_size, folder)
     for text in unshown_warnings(folder, before):
         console.print(text, style="yellow", markup=False, soft_wrap=True)
-    return outcome
+    return result
 
 
 def _announce(ready: ResolvedRun, console: Console) -> None:

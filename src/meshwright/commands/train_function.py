@@ -45,14 +45,14 @@ def train(
     plan, world = trainer.plan, trainer.world
     with trainer.oom_advisor:
         everything = _as_data(data)
-        training, held = split_held_out(everything, plan.job.evaluate)
+        training, kept = split_held_out(everything, plan.job.evaluate)
         if eval_data is not None:
-            held = _as_data(eval_data)
-        elif held is None and plan.job.evaluate.is_enabled:
+            kept = _as_data(eval_data)
+        elif kept is None and plan.job.evaluate.is_enabled:
             text = "the plan asks for evaluations, and no samples were passed"
             raise PlanError(text, fix="pass held_out=...", location="held_out")
         resumed = resume(trainer.executor, plan, world, everything.digest)
-        evaluating = None if held is None else EvalSamples(held, plan, plan.data_index(world.rank))
+        evaluating = None if kept is None else EvalSamples(kept, plan, plan.data_index(world.rank))
         with prefetch(open_feed(training, plan, world.rank), plan.run.workers) as feed:
             return play_all(
                 trainer.executor,

@@ -77,9 +77,9 @@ def verify(
             *size,
             *overrides,
         ]
-        outcome = launcher(argv, plan.mesh.world_size, folder)
-        if outcome.exit_code:
-            raise RanksFailed(outcome)
+        result = launcher(argv, plan.mesh.world_size, folder)
+        if result.exit_code:
+            raise RanksFailed(result)
         reports = [_read_report(folder, rank) for rank in range(plan.mesh.world_size)]
     verdict = make_verdict(case, reports, "threads" if launcher is None else "processes", _versions())
     model = (

@@ -95,7 +95,7 @@ def convert(file: Path, out: Path, key: str, environment: Mapping[str, str]) -> 
             Path(private).absolute() / "converted.safetensors",
             Path(private).absolute() / "report.json",
         )
-        words = [
+        text = [
             sys.executable,
             "-I",
             str(CONVERT_SCRIPT),
@@ -105,11 +105,11 @@ def convert(file: Path, out: Path, key: str, environment: Mapping[str, str]) -> 
             *([key] if key else []),
         ]
         ended = subprocess.run(
-            words, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, check=False
+            text, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, check=False
         )
-        said = _said(report, ended)
-        if "tensors" not in said or not part.is_file():
-            raise _refused(file, said, key)
+        output = _said(report, ended)
+        if "tensors" not in output or not part.is_file():
+            raise _refused(file, output, key)
         tensors = read_header(part)
         part.replace(out)
     return len(tensors)
@@ -184,37 +184,37 @@ def _beside(source: ModelConfig) -> Path | None:
     return None
 
 
-def _nbytes(words: str) -> int:
-    number = words.strip().upper().rstrip("KMGIB ")
-    unit = words.strip().upper().removeprefix(number).strip()
+def _nbytes(text: str) -> int:
+    number = text.strip().upper().rstrip("KMGIB ")
+    unit = text.strip().upper().removeprefix(number).strip()
     if not number.isdecimal() or int(number) == 0 or unit not in SIZE_UNITS:
         raise PlanError(
-            f"the size '{words}'", fix="write a number and a unit: 5GB, 300MB", location="--max-shard-size"
+            f"the size '{text}'", fix="write a number and a unit: 5GB, 300MB", location="--max-shard-size"
         )
     return int(number) * SIZE_UNITS[unit]
 
 
 def _said(report: Path, ended: subprocess.CompletedProcess[bytes]) -> dict[str, Any]:
     try:
-        said = json.loads(report.read_text(encoding="utf-8"))
+        output = json.loads(report.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        said = None
+        output = None
     last = ended.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
     return (
-        said
-        if isinstance(said, dict)
+        output
+        if isinstance(output, dict)
         else {"refused": f"the child process ended with code {ended.returncode}: {last[0]}"}
     )
 
 
-def _refused(file: Path, said: Mapping[str, Any], key: str) -> PlanError:
-    entries = list(_words(said.get("entries")))
+def _refused(file: Path, output: Mapping[str, Any], key: str) -> PlanError:
+    entries = list(_words(output.get("entries")))
     fix = "save a dict of tensors only: torch.save(model.state_dict(), ...)"
     if entries and not key:
         fix = f"name the entry that holds the tensors: --key NAME; or {fix}"
-    held = f"; it holds {', '.join(entries)}" if entries else ""
+    kept = f"; it holds {', '.join(entries)}" if entries else ""
     return PlanError(
-        f"{file} was not converted: {said.get('refused', 'no reason')}{held}", fix=fix, location="convert"
+        f"{file} was not converted: {output.get('refused', 'no reason')}{kept}", fix=fix, location="convert"
     )
 
 

@@ -59,27 +59,27 @@ def search_machine(
     `cluster` and `run` are paths of a cluster.toml and of a run, or "". `shape_lookup` returns the sizes of
     a model by its source and sequence length. Raises PlanError for everything unknown or contradictory.
     """
-    faults: list[Diagnostic] = []
-    found = collect_diagnostics(faults, read_machine, hardware, MAX_DEVICES if for_max_fit else count)
-    links = collect_diagnostics(faults, read_cluster, Path(cluster)) if cluster else None
-    was = collect_diagnostics(faults, read_previous_run, Path(run)) if run else None
-    if found is None or faults:
-        raise PlanError.from_diagnostics(faults)
+    diagnostics: list[Diagnostic] = []
+    found = collect_diagnostics(diagnostics, read_machine, hardware, MAX_DEVICES if for_max_fit else count)
+    links = collect_diagnostics(diagnostics, read_cluster, Path(cluster)) if cluster else None
+    previous = collect_diagnostics(diagnostics, read_previous_run, Path(run)) if run else None
+    if found is None or diagnostics:
+        raise PlanError.from_diagnostics(diagnostics)
     notes: list[str] = []
     if links is not None:
-        found, said = with_measured_links(found, links)
-        notes += said
+        found, link_notes = with_measured_links(found, links)
+        notes += link_notes
     found = with_host_links(found, hardware)
     profile = find_profile(hardware)
     if profile is not None and profile.kind == "cpu" and count > 1:
-        beside = (
+        measured_by = (
             f", of which {profile.ranks} were at work at once" if profile.ranks > 1 else ", measured alone"
         )
         notes.append(
-            f"a device is {profile.threads} threads of {profile.device}{beside}: ranks of a host need as many cores each"
+            f"a device is {profile.threads} threads of {profile.device}{measured_by}: ranks of a host need as many cores each"
         )
-    if was is not None:
-        learnt = calibrate_from_run(Path(run), was, found, shape_lookup)
+    if previous is not None:
+        learnt = calibrate_from_run(Path(run), previous, found, shape_lookup)
         notes.append(f"calibrated with {learnt}")
         found = apply_calibration(found, learnt)
         if found.rates.matmul > 1:
@@ -144,7 +144,7 @@ def parallel_config_of(request: PlanRequest, mesh: Mesh) -> ParallelConfig:
     has none.
     """
     fields = {strategy.name: strategy.as_dict() for strategy in request.strategies or ()}
-    faults = [
+    diagnostics = [
         Diagnostic(
             f"the run has '{name}', which `search` does not model",
             "calibrate with a run without it",
@@ -154,14 +154,14 @@ def parallel_config_of(request: PlanRequest, mesh: Mesh) -> ParallelConfig:
         if name not in MODELED_STRATEGIES
     ]
     pipeline, zero = fields.get("pipeline", {}), fields.get("zero", {})
-    order = schedule_costs(pipeline.get("schedule", "1f1b"))
-    if order is None:
+    schedule_profile = schedule_costs(pipeline.get("schedule", "1f1b"))
+    if schedule_profile is None:
         text = f"the run's schedule is '{pipeline['schedule']}', which `search` does not model"
-        faults.append(Diagnostic(text, "calibrate with a run with 1f1b", WHERE))
-    if faults or order is None:
-        raise PlanError.from_diagnostics(faults)
+        diagnostics.append(Diagnostic(text, "calibrate with a run with 1f1b", WHERE))
+    if diagnostics or schedule_profile is None:
+        raise PlanError.from_diagnostics(diagnostics)
     dp, batch = mesh.size("dp_replicate") * mesh.size("dp_shard"), request.job.train.batch
-    rows = request.micro_batch or batch // dp
+    micro_batch = request.micro_batch or batch // dp
     grouped = bool(zero) and mesh.size("dp_replicate") > 1 and mesh.size("dp_shard") > 1
     return ParallelConfig(
         dp=dp,
@@ -173,12 +173,12 @@ def parallel_config_of(request: PlanRequest, mesh: Mesh) -> ParallelConfig:
         ulysses_degree=mesh.size("cp")
         if "ulysses" in fields
         else fields.get("hybrid_context_parallel", {}).get("ulysses_degree", 1),
-        virtual_stages=pipeline.get("virtual_stages") or (2 if order.is_folded else 1),
-        micro_batch=rows,
-        num_microbatches=batch // (dp * rows),
+        virtual_stages=pipeline.get("virtual_stages") or (2 if schedule_profile.is_folded else 1),
+        micro_batch=micro_batch,
+        num_microbatches=batch // (dp * micro_batch),
         recompute="layers" if "activation_checkpointing" in fields else "none",
         sequence_parallel="sequence_parallel" in fields,
-        schedule_profile=order,
+        schedule_profile=schedule_profile,
         dtype=request.job.precision.compute,
     )
 
@@ -196,9 +196,9 @@ def _is(device: DeviceSpec, called: str) -> bool:
     return known == find_device(device.name) if bare else known.pattern == device.pattern
 
 
-def _sending(was: PreviousRun, mesh: Mesh, machine: Machine) -> float | None:
+def _sending(previous: PreviousRun, mesh: Mesh, machine: Machine) -> float | None:
     wire = RatedNetworkTime(machine)
-    found = [(each, mesh.peers(0, each.axes)) for each in was.collectives]
+    found = [(each, mesh.peers(0, each.axes)) for each in previous.collectives]
     large = [(each, ranks) for each, ranks in found if len(ranks) > 1 and each.nbytes >= MIN_MESSAGE_NBYTES]
     planned = sum(wire.seconds(_transfer(each), ranks) for each, ranks in large)
     return sum(each.seconds for each, _ in large) / planned if planned else None

@@ -88,19 +88,21 @@ def size_warnings(size: ModelSize) -> Iterator[str]:
 
 def is_shape_text(model: str) -> bool:
     """Returns whether `model` is sizes as text, not a file or a repository."""
-    words = model.replace(":", " ").replace("=", " ").replace(",", " ").lower().split()
-    return "layers" in words and len(words) > 1 and not Path(model).exists()
+    embeddings = model.replace(":", " ").replace("=", " ").replace(",", " ").lower().split()
+    return "layers" in embeddings and len(embeddings) > 1 and not Path(model).exists()
 
 
 def _learnt(module: Any, positions: object) -> int:
-    """Returns the number of learned positions of a `module` of transformers; 0 for rotary or other positions."""
-    words = module.get_input_embeddings()
+    """Returns the number of learned positions of a `module` of transformers; 0 for rotary
+    or other positions.
+    """
+    embeddings = module.get_input_embeddings()
     if not isinstance(positions, int):
         return 0
     for each in module.modules():
         if (
             isinstance(each, nn.Embedding)
-            and each is not words
+            and each is not embeddings
             and 0 <= each.num_embeddings - positions <= MAX_PADDING_ROWS
         ):
             before = (
@@ -124,7 +126,7 @@ def _of_config(source: str, sequence: int) -> ModelSize:
         text = f"{source} makes a model without a config: its sizes are not known"
         raise PlanError(text, fix=f"say them: {SHAPE_FORMAT}", location="MODEL")
     raise_diagnostics([*_unsearched(source, config), *_unsized(source, config, sequence)])
-    said, sizes = config.to_dict(), _sizes(config)
+    config_values, sizes = config.to_dict(), _sizes(config)
     positions = _learnt(module, sizes["sequence"])
     if 0 < positions < sequence:
         text = f"{source} has learnt {positions} positions, and rows of {sequence} tokens are asked for"
@@ -135,29 +137,31 @@ def _of_config(source: str, sequence: int) -> ModelSize:
     plain = ModelShape(
         Path(source).stem,
         **sizes,
-        **_beside(said),
-        tied=bool(said.get("tie_word_embeddings")),
+        **_beside(config_values),
+        tied=bool(config_values.get("tie_word_embeddings")),
     )
     matrices = sum(
         prod(entry.shape) for entry in loaded.deferred_init.logical_params.values() if len(entry.shape) > 1
     )
-    head = said.get("head_dim") if plain.heads > 0 else 0
+    head = config_values.get("head_dim") if plain.heads > 0 else 0
     wide = [plain, replace(plain, head=head)] if isinstance(head, int) and head != plain.head_dim else [plain]
     both = [replace(each, gated=gated) for each in wide for gated in (False, True)]
     shape = min(both, key=lambda shape: abs(shape.numel - matrices))
-    return ModelSize(shape, matrices, positions, *_windows(said, shape.layers), _both_ways(module, said))
+    return ModelSize(
+        shape, matrices, positions, *_windows(config_values, shape.layers), _both_ways(module, config_values)
+    )
 
 
-def _windows(said: Mapping[str, Any], layers: int) -> tuple[int, int]:
-    window = said.get("sliding_window")
-    if not isinstance(window, int) or window < 1 or said.get("use_sliding_window") is False:
+def _windows(config_values: Mapping[str, Any], layers: int) -> tuple[int, int]:
+    window = config_values.get("sliding_window")
+    if not isinstance(window, int) or window < 1 or config_values.get("use_sliding_window") is False:
         return 0, 0
-    kinds = said.get("layer_types")
+    kinds = config_values.get("layer_types")
     return window, kinds.count("sliding_attention") if kinds else layers
 
 
-def _both_ways(module: nn.Module, said: Mapping[str, Any]) -> bool:
-    masked = "ForMaskedLM" in type(module).__name__ or bool(said.get("use_bidirectional_attention"))
+def _both_ways(module: nn.Module, config_values: Mapping[str, Any]) -> bool:
+    masked = "ForMaskedLM" in type(module).__name__ or bool(config_values.get("use_bidirectional_attention"))
     return masked or any(vars(each).get("is_causal") is False for each in module.modules())
 
 
@@ -183,16 +187,20 @@ def _unsized(source: str, config: Any, sequence: int) -> Iterator[Diagnostic]:
         parts = ", ".join(
             name for name, part in config.to_dict().items() if isinstance(part, dict) and "model_type" in part
         )
-        told = f"{source} is a model of several parts ({parts}), which are not searched yet"
+        problem = f"{source} is a model of several parts ({parts}), which are not searched yet"
         inner = _sizes(text) | _beside(text.to_dict()) | ({"sequence": sequence} if sequence else {})
-        said = " ".join(f"{name} {size}" for name, size in inner.items() if isinstance(size, int) and size)
-        said += " tied" if text.to_dict().get("tie_word_embeddings") else ""
+        config_values = " ".join(
+            f"{name} {size}" for name, size in inner.items() if isinstance(size, int) and size
+        )
+        config_values += " tied" if text.to_dict().get("tie_word_embeddings") else ""
         yield Diagnostic(
-            told, f'plan the one that reads text alone, by its sizes: "{Path(source).stem}: {said}"', "MODEL"
+            problem,
+            f'plan the one that reads text alone, by its sizes: "{Path(source).stem}: {config_values}"',
+            "MODEL",
         )
     elif lacking == [HF_CONFIG_KEYS["sequence"]]:
-        told = f"the config of {source} does not say how long rows are ({lacking[0]})"
-        yield Diagnostic(told, "say it: --sequence 2048", "--sequence")
+        problem = f"the config of {source} does not say how long rows are ({lacking[0]})"
+        yield Diagnostic(problem, "say it: --sequence 2048", "--sequence")
     elif lacking:
         yield Diagnostic(
             f"the config of {source} does not say {', '.join(lacking)}",
@@ -209,18 +217,28 @@ def _nowhere(source: str) -> Iterator[Diagnostic]:
 
 
 def _sizes(config: Any) -> dict[str, Any]:
-    said = config.to_dict()
+    config_values = config.to_dict()
     return {
-        ours: said.get(config.attribute_map.get(theirs, theirs)) for ours, theirs in HF_CONFIG_KEYS.items()
+        ours: config_values.get(config.attribute_map.get(theirs, theirs))
+        for ours, theirs in HF_CONFIG_KEYS.items()
     }
 
 
-def _beside(said: Mapping[str, Any]) -> dict[str, Any]:
+def _beside(config_values: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes that need not be said; 0: the usual."""
-    ffn = said.get("intermediate_size") or said.get("n_inner") or said.get("ffn_dim") or 0
-    return {"kv_heads": said.get("num_key_value_heads") or 0, "ffn": ffn, "head": said.get("head_dim") or 0}
+    ffn = (
+        config_values.get("intermediate_size")
+        or config_values.get("n_inner")
+        or config_values.get("ffn_dim")
+        or 0
+    )
+    return {
+        "kv_heads": config_values.get("num_key_value_heads") or 0,
+        "ffn": ffn,
+        "head": config_values.get("head_dim") or 0,
+    }
 
 
-def _experts(said: Mapping[str, Any]) -> int:
-    own = [said[name] for name in EXPERT_KEYS if isinstance(said.get(name), int)]
-    return max([0, *own, *(_experts(each) for each in said.values() if isinstance(each, dict))])
+def _experts(config_values: Mapping[str, Any]) -> int:
+    own = [config_values[name] for name in EXPERT_KEYS if isinstance(config_values.get(name), int)]
+    return max([0, *own, *(_experts(each) for each in config_values.values() if isinstance(each, dict))])

@@ -19,20 +19,26 @@ def no_result_error(request: SearchRequest, result: SearchResult) -> PlanError:
         text = (
             f"no mesh of {kind.num_devices} devices takes {request.batch} rows of {shape.name} as it is fixed"
         )
-        fault, copies = (
+        diagnostic, copies = (
             empty_search_diagnostic(request),
             sorted({mesh.dp for mesh in candidate_meshes(replace(request, batch=kind.num_devices))}),
         )
-        if fault is None and copies and not any(request.batch % dp == 0 for dp in copies):
+        if diagnostic is None and copies and not any(request.batch % dp == 0 for dp in copies):
             what = f"{request.batch} rows on {' or '.join(map(str, copies))} copies"
-            fault = Diagnostic(
+            diagnostic = Diagnostic(
                 what,
                 f"each copy takes as many: choose a batch of {copies[0] * (request.batch // copies[0] + 1)}",
             )
-        fix = "fix fewer axes, or choose a batch that copies can share" if fault is None else fault.fix
-        return PlanError(text if fault is None else f"{text}: {fault.problem}", fix=fix, location="plan")
-    layout, held = result.nearest_miss
-    text = f"nothing fits: {shape.name} needs {to_gib(held.total):.0f} GiB on the fullest device, and {kind.device.name}"
+        fix = (
+            "fix fewer axes, or choose a batch that copies can share"
+            if diagnostic is None
+            else diagnostic.fix
+        )
+        return PlanError(
+            text if diagnostic is None else f"{text}: {diagnostic.problem}", fix=fix, location="plan"
+        )
+    layout, kept = result.nearest_miss
+    text = f"nothing fits: {shape.name} needs {to_gib(kept.total):.0f} GiB on the fullest device, and {kind.device.name}"
     nearest_axes = ", ".join(axis_texts(layout)) or "one device"
     fix = f"{_repair(request)}; the nearest layout is {nearest_axes}"
     return PlanError(f"{text} has {to_gib(request.usable_memory):.0f} to give", fix=fix, location="plan")

@@ -40,10 +40,12 @@ def write_plot(outcome: SearchOutcome, path: Path) -> None:
 
 def plotted_candidates(outcome: SearchOutcome) -> list[Candidate]:
     """Returns the found candidates, and more that fit in less memory; the fastest first, each once."""
-    wish, found = outcome.request, list(outcome.result.best)
+    request, found = outcome.request, list(outcome.result.best)
     for share in MEMORY_FRACTIONS if not any(each.layer_assignment for each in found) else ():
-        device = replace(wish.machine.device, memory=wish.machine.device.memory * share)
-        found += search(replace(wish, machine=replace(wish.machine, device=device)), MAX_CANDIDATES).best
+        device = replace(request.machine.device, memory=request.machine.device.memory * share)
+        found += search(
+            replace(request, machine=replace(request.machine, device=device)), MAX_CANDIDATES
+        ).best
     seen: dict[tuple[object, ...], Candidate] = {}
     for each in found:
         seen.setdefault((each.config, each.schedule, each.layer_assignment), each)

@@ -47,7 +47,9 @@ from meshwright.report.search.search_result import search_view as result_view
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """The options of the command: model, devices, samples of a step, given choices, and the limit to search."""
+    """The options of the command: model, devices, samples of a step, given choices, and
+    the limit to search.
+    """
 
     model: str
     devices: int
@@ -84,13 +86,13 @@ def run_search(options: SearchOptions) -> SearchOutcome:
     Raises PlanError for a model, a device or an axis that is not understood, and where nothing fits: what is
     missing, and what comes closest.
     """
-    faults: list[Diagnostic] = []
-    model = collect_diagnostics(faults, model_size, options.model, options.sequence)
-    kinds, notes = find_machines(options, faults)
-    known = not faults
-    given = parse_constraints(options.constraints, faults)
+    diagnostics: list[Diagnostic] = []
+    model = collect_diagnostics(diagnostics, model_size, options.model, options.sequence)
+    kinds, notes = find_machines(options, diagnostics)
+    known = not diagnostics
+    given = parse_constraints(options.constraints, diagnostics)
     if options.max_fit and options.max_fit not in FIT_QUANTITIES:
-        faults.append(
+        diagnostics.append(
             Diagnostic(
                 f"no limit is called '{options.max_fit}'",
                 suggest_name(options.max_fit, FIT_QUANTITIES),
@@ -98,10 +100,10 @@ def run_search(options: SearchOptions) -> SearchOutcome:
             )
         )
     if model is None or not known:  # without a model and devices nothing can contradict itself
-        raise PlanError.from_diagnostics(faults)
+        raise PlanError.from_diagnostics(diagnostics)
     notes = (*notes, *size_warnings(model))
     one = kinds[0] if len(kinds) == 1 else weakest_machine(kinds)
-    wish = given.apply(
+    request = given.apply(
         SearchRequest(
             model.shape,
             one,
@@ -110,17 +112,17 @@ def run_search(options: SearchOptions) -> SearchOutcome:
             base_config=base_config(one.device.flops),
         )
     )
-    raise_diagnostics([*faults, *_without_limit(wish, options.max_fit).diagnostics()])
+    raise_diagnostics([*diagnostics, *_without_limit(request, options.max_fit).diagnostics()])
     if options.max_fit:
-        return replace(_limited(options, wish, kinds), notes=notes)
+        return replace(_limited(options, request, kinds), notes=notes)
     found = (
-        search_heterogeneous(wish, kinds, options.num_kept)
+        search_heterogeneous(request, kinds, options.num_kept)
         if len(kinds) > 1
-        else search(wish, options.num_kept)
+        else search(request, options.num_kept)
     )
     if not found.best:
-        raise no_result_error(wish, found)
-    return SearchOutcome(options, wish, found, _beside(wish, kinds, found), notes=notes)
+        raise no_result_error(request, found)
+    return SearchOutcome(options, request, found, _beside(request, kinds, found), notes=notes)
 
 
 def find_machines(
@@ -130,29 +132,29 @@ def find_machines(
 
     Appends to `diagnostics` everything unknown, and numbers that contradict each other.
     """
-    words = [word.strip().partition(":") for word in options.hardware.split(",")]
-    if len(words) == 1 and not words[0][1]:
+    entries = [word.strip().partition(":") for word in options.hardware.split(",")]
+    if len(entries) == 1 and not entries[0][1]:
         make = partial(search_machine, for_max_fit=options.max_fit == "devices")
         one = collect_diagnostics(
             diagnostics,
             make,
-            words[0][0],
+            entries[0][0],
             options.devices or 1,
             options.cluster,
             options.calibration_run,
             model_shape,
         )
         return ([one[0]], tuple(one[1])) if one else ([], ())
-    lacking = [kind for kind, _, count in words if not count.isdecimal() or int(count) < 1]
+    lacking = [kind for kind, _, count in entries if not count.isdecimal() or int(count) < 1]
     if lacking:
         text = f"how many devices are {' and '.join(lacking)}? '{options.hardware}' does not say"
         diagnostics.append(Diagnostic(text, "say it of each kind: --hardware h100:32,a100:32", "--hardware"))
-        words = [(kind, "", "1") for kind, _, _ in words]
-    total = sum(int(count) for _, _, count in words)
+        entries = [(kind, "", "1") for kind, _, _ in entries]
+    total = sum(int(count) for _, _, count in entries)
     if not lacking and options.devices not in (0, total):
         text = f"--devices {options.devices}, and {options.hardware} are {total}"
         diagnostics.append(Diagnostic(text, "leave --devices out, or make the two equal", "--devices"))
-    if options.max_fit and len(words) > 1:
+    if options.max_fit and len(entries) > 1:
         diagnostics.append(
             Diagnostic(
                 f"--fit {options.max_fit} on several kinds of devices",
@@ -161,7 +163,7 @@ def find_machines(
             )
         )
     for flag, file in (("--cluster", options.cluster), ("--calibrate-from", options.calibration_run)):
-        if file and len(words) > 1:
+        if file and len(entries) > 1:
             diagnostics.append(
                 Diagnostic(
                     f"{flag} {file} on several kinds of devices",
@@ -169,12 +171,12 @@ def find_machines(
                     flag,
                 )
             )
-    single = len(words) == 1
+    single = len(entries) == 1
     files = (options.cluster, options.calibration_run) if single else ("", "")
     make = partial(search_machine, for_max_fit=single and options.max_fit == "devices")
     made = [
         collect_diagnostics(diagnostics, make, kind, int(count), *files, model_shape)
-        for kind, _, count in words
+        for kind, _, count in entries
     ]
     found = [each for each in made if each is not None]
     return [each for each, _ in found], tuple(note for _, notes in found for note in notes)
@@ -192,9 +194,9 @@ def search_view(outcome: SearchOutcome) -> RenderableType:
 
 def outcome_as_dict(outcome: SearchOutcome) -> dict[str, Any]:
     """Returns the same as plain values."""
-    said = search_dict(outcome.request, outcome.result, outcome.options.budget, outcome.comparison)
+    values = search_dict(outcome.request, outcome.result, outcome.options.budget, outcome.comparison)
     return (
-        said
+        values
         | {"notes": list(outcome.notes)}
         | ({"limit": max_fit_dict(outcome.max_fit)} if outcome.max_fit else {})
     )
@@ -223,8 +225,8 @@ def winner_config(outcome: SearchOutcome) -> dict[str, Any]:
     [train].
     """
     model = "" if is_shape_text(outcome.options.model) else _absolute_source(outcome.options.model)
-    best, wish = outcome.result.best[0], outcome.request
-    return config_tables(model, wish.batch, wish.shape.sequence, best, _blocks(outcome))
+    best, request = outcome.result.best[0], outcome.request
+    return config_tables(model, request.batch, request.shape.sequence, best, _blocks(outcome))
 
 
 def _absolute_source(source: str) -> str:
@@ -287,14 +289,14 @@ def _beside(request: SearchRequest, kinds: Sequence[Machine], found: SearchResul
     return SearchAlternatives(tuple(kinds), roomy, turned, each)
 
 
-def _blocks(outcome: SearchOutcome) -> list[str]:
-    if not outcome.result.best[0].layer_assignment or is_shape_text(outcome.options.model):
+def _blocks(result: SearchOutcome) -> list[str]:
+    if not result.result.best[0].layer_assignment or is_shape_text(result.options.model):
         return []
-    model = load_model(ModelConfig(outcome.options.model), seed=0).deferred_init.instantiate()
+    model = load_model(ModelConfig(result.options.model), seed=0).deferred_init.instantiate()
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     fitting = [
         name
         for name in lists
-        if len(list(model.get_submodule(name).children())) == outcome.request.shape.layers
+        if len(list(model.get_submodule(name).children())) == result.request.shape.layers
     ]
-    return [f"{fitting[0]}.{number}" for number in range(outcome.request.shape.layers)] if fitting else []
+    return [f"{fitting[0]}.{number}" for number in range(result.request.shape.layers)] if fitting else []

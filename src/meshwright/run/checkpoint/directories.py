@@ -110,9 +110,9 @@ def mark_best(folder: Path, step: int, loss: float | None) -> None:
 def best_step(folder: Path) -> int:
     """Returns the step of the best checkpoint in `folder` as best.json names it; 0 if it names none."""
     with suppress(OSError, ValueError):
-        said = json.loads((folder / BEST_FILE).read_text(encoding="ascii"))
-        if isinstance(said, dict) and isinstance(said.get("step"), int) and said["step"] > 0:
-            return said["step"]
+        document = json.loads((folder / BEST_FILE).read_text(encoding="ascii"))
+        if isinstance(document, dict) and isinstance(document.get("step"), int) and document["step"] > 0:
+            return document["step"]
     return 0
 
 

@@ -79,7 +79,10 @@ class SchemaCheck:
         key.
         """
         dotted = ".".join(path)
-        given = any(path[: len(said)] == said or said[: len(path)] == path for said in self.overridden)
+        given = any(
+            path[: len(value_text)] == value_text or value_text[: len(path)] == path
+            for value_text in self.overridden
+        )
         return f"--{dotted}" if given else f"{self.file}: {dotted}"
 
     def _known(self, value: Any, hint: Any, path: KeyPath) -> Any:

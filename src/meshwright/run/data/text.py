@@ -105,9 +105,9 @@ def list_files(source: DataConfig, patterns: Sequence[str]) -> tuple[Path, ...]:
 def read_text(path: Path) -> tuple[bytes, Diagnostic | None]:
     """Returns the bytes of the text file at `path`, or a diagnostic: missing, unreadable, or not UTF-8."""
     where = printable_path(path)
-    text, fault = read_file(path)
-    if fault:
-        return b"", fault
+    text, diagnostic = read_file(path)
+    if diagnostic:
+        return b"", diagnostic
     fix = "save it as UTF-8 text, or exclude it with data.exclude"
     if zeros := text.count(0):
         return b"", Diagnostic(
@@ -133,9 +133,9 @@ def missing_file_diagnostic(path: Path) -> Diagnostic | None:
 
 def read_file(path: Path) -> tuple[bytes, Diagnostic | None]:
     """Returns the bytes of the file at `path`, or why it cannot be read."""
-    fault = missing_file_diagnostic(path)
-    if fault:
-        return b"", fault
+    diagnostic = missing_file_diagnostic(path)
+    if diagnostic:
+        return b"", diagnostic
     try:
         return path.read_bytes(), None
     except OSError as error:
@@ -181,15 +181,15 @@ def _matches(relative: PurePath, patterns: Sequence[str]) -> bool:
 
 
 def _joined(files: Sequence[Path]) -> bytearray:
-    content, faults = bytearray(), []
+    content, diagnostics = bytearray(), []
     for path in files:
-        text, fault = read_text(path)
-        if fault:
-            faults.append(fault)
+        text, diagnostic = read_text(path)
+        if diagnostic:
+            diagnostics.append(diagnostic)
         elif text:
             content += b"\0" if content else b""
             content += text
-    raise_diagnostics(faults)
+    raise_diagnostics(diagnostics)
     return content
 
 

@@ -24,25 +24,25 @@ def main(file: str, out: str, key: str = "") -> dict[str, Any]:
     parent.
     """
     try:
-        value = _loaded(file)
+        contents = _loaded(file)
     except Exception as error:  # torch raises many kinds for what is no pickle, or more than tensors
         return {"refused": _reason(error)}
     if key:
-        if not isinstance(value, Mapping) or key not in value:
-            return {"refused": f"it has no entry '{key}'", "entries": _entries(value)}
-        value = value[key]
-    if isinstance(value, torch.Tensor):
+        if not isinstance(contents, Mapping) or key not in contents:
+            return {"refused": f"it has no entry '{key}'", "entries": _entries(contents)}
+        contents = contents[key]
+    if isinstance(contents, torch.Tensor):
         return {"refused": "it holds one tensor without a name; needed are tensors by name"}
     others = (
-        [name for name, value in value.items() if not isinstance(value, torch.Tensor)]
-        if isinstance(value, Mapping)
+        [name for name, value in contents.items() if not isinstance(value, torch.Tensor)]
+        if isinstance(contents, Mapping)
         else []
     )
-    if not isinstance(value, Mapping) or others or not all(isinstance(name, str) for name in value):
-        return {"refused": "it holds other things than tensors by name", "entries": _entries(value)}
+    if not isinstance(contents, Mapping) or others or not all(isinstance(name, str) for name in contents):
+        return {"refused": "it holds other things than tensors by name", "entries": _entries(contents)}
     seen: set[int] = set()
     tensors = {}
-    for name, value in value.items():
+    for name, value in contents.items():
         shared = (
             value.untyped_storage().data_ptr() in seen
         )  # the format has no ties: each name gets its own bytes
@@ -68,10 +68,10 @@ def _reason(error: Exception) -> str:
     return f"it is no file that torch.save wrote, or it is damaged ({type(error).__name__})"
 
 
-def _entries(value: Any) -> list[str]:
-    if not isinstance(value, Mapping):
-        return [type(value).__name__]
-    return [f"{str(name)[:60]} ({type(value).__name__})" for name, value in list(value.items())[:12]]
+def _entries(contents: Any) -> list[str]:
+    if not isinstance(contents, Mapping):
+        return [type(contents).__name__]
+    return [f"{str(name)[:60]} ({type(value).__name__})" for name, value in list(contents.items())[:12]]
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def merge_adapter(deferred_init: DeferredInit, read_value: ReadValue) -> tuple[D
     load_values(whole, deferred_init, read_value)
     base = whole.merge_and_unload()
     bare, _ = unload_adapters(deferred_init.instantiate())
-    held = {**dict(base.named_parameters()), **dict(base.named_buffers())}
+    kept = {**dict(base.named_parameters()), **dict(base.named_buffers())}
     entries = {name: base.get_parameter(name) for name in logical_names(bare)}
     logical = {
         name: LogicalParam(
@@ -89,7 +89,7 @@ def merge_adapter(deferred_init: DeferredInit, read_value: ReadValue) -> tuple[D
         )
         for name, aliases in logical_names(bare).items()
     }
-    return DeferredInit(bare, logical, {}, InitTape(), 0), lambda name: held[name].detach()
+    return DeferredInit(bare, logical, {}, InitTape(), 0), lambda name: kept[name].detach()
 
 
 def _checked(model: Any) -> Any:
@@ -128,9 +128,9 @@ def _check(model: nn.Module, names: Mapping[str, str], tensors: Mapping[str, tor
 def _write_config(model: Any, config: Any, folder: Path) -> None:
     """adapter_config.json; without a task, peft finds the class of the base in it."""
     config.inference_mode = True
-    for key, said in vars(config).items():
-        if isinstance(said, set):
-            setattr(config, key, sorted(said))  # the same file every time
+    for key, config_values in vars(config).items():
+        if isinstance(config_values, set):
+            setattr(config, key, sorted(config_values))  # the same file every time
     kind = type(model.get_base_model())
     named = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
     config.save_pretrained(str(folder), auto_mapping_dict=None if config.task_type else named)

@@ -194,7 +194,7 @@ def probe_inputs(module: nn.Module) -> dict[str, torch.Tensor] | None:
     """Returns a small input batch for a transformers model of text or images; None for any other model."""
     model: Any = module
     config = model.config
-    said, text = config.to_dict(), config.get_text_config()
+    config_values, text = config.to_dict(), config.get_text_config()
     vocabulary = text.to_dict().get(text.attribute_map.get("vocab_size", "vocab_size"))
     if model.main_input_name == "input_ids" and isinstance(vocabulary, int) and config is text:
         tokens = (
@@ -205,9 +205,9 @@ def probe_inputs(module: nn.Module) -> dict[str, torch.Tensor] | None:
             .view(NUM_SAMPLES, NUM_TOKENS)
         )
         return {"input_ids": tokens} | (
-            {"decoder_input_ids": tokens.flip(1)} if said.get("is_encoder_decoder") else {}
+            {"decoder_input_ids": tokens.flip(1)} if config_values.get("is_encoder_decoder") else {}
         )
-    size, channels = said.get("image_size"), said.get("num_channels", 3)
+    size, channels = config_values.get("image_size"), config_values.get("num_channels", 3)
     if model.main_input_name == "pixel_values" and isinstance(size, int) and isinstance(channels, int):
         return {
             "pixel_values": torch.linspace(-1, 1, NUM_SAMPLES * channels * size * size).view(

@@ -79,10 +79,10 @@ def gather_findings(world: World, host: str, findings: Sequence[Finding]) -> dic
     group = world.group(AXES)
     letters = mine.new_empty(group.size * MAX_MESSAGE_NBYTES)
     group.all_gather(letters, mine).wait()
-    told = bytes(letters.tolist())
+    gathered = bytes(letters.tolist())
     read = (
-        json.loads(told[start : start + MAX_MESSAGE_NBYTES])
-        for start in range(0, len(told), MAX_MESSAGE_NBYTES)
+        json.loads(gathered[start : start + MAX_MESSAGE_NBYTES])
+        for start in range(0, len(gathered), MAX_MESSAGE_NBYTES)
     )
     return {name: tuple(Finding(**each) for each in found) for name, found in read}
 

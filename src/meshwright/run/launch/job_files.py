@@ -192,15 +192,15 @@ def _pod_command(job: JobFile) -> list[str]:
 def _pod_variables(job: JobFile) -> str:
     if job.ranks_per_host > 1 or job.world == 1:
         return "- {name: PYTHONUNBUFFERED, value: '1'}"
-    said = {
+    text = {
         "RANK": "$(POD_INDEX)",
         "WORLD_SIZE": job.world,
         "LOCAL_RANK": 0,
         "LOCAL_WORLD_SIZE": 1,
         "MASTER_ADDR": _master(job),
     }
-    said |= {"MASTER_PORT": DEFAULT_PORT, "PYTHONUNBUFFERED": 1}
-    return "\n          ".join(f"- {{name: {key}, value: '{value}'}}" for key, value in said.items())
+    text |= {"MASTER_PORT": DEFAULT_PORT, "PYTHONUNBUFFERED": 1}
+    return "\n          ".join(f"- {{name: {key}, value: '{value}'}}" for key, value in text.items())
 
 
 def _master(job: JobFile) -> str:
@@ -208,12 +208,14 @@ def _master(job: JobFile) -> str:
 
 
 def _pod_faults(job: JobFile, claim: str, path: str) -> list[Diagnostic]:
-    faults = []
+    diagnostics = []
     if not job.image:
         text = "a pod needs a container image in which meshwright is installed"
-        faults.append(Diagnostic(text, "name it: --image registry.example/team/meshwright:0.1", "--image"))
+        diagnostics.append(
+            Diagnostic(text, "name it: --image registry.example/team/meshwright:0.1", "--image")
+        )
     if job.volume and not (claim and path.startswith("/")):
-        faults.append(
+        diagnostics.append(
             Diagnostic(
                 f"'{job.volume}' is no volume",
                 "write CLAIM:PATH, as in --volume shared-claim:/work",
@@ -225,8 +227,8 @@ def _pod_faults(job: JobFile, claim: str, path: str) -> list[Diagnostic]:
         fix = (
             "name a claim that all of them can mount (ReadWriteMany), and where: --volume shared-claim:/work"
         )
-        faults.append(Diagnostic(text, fix, "--volume"))
-    return faults
+        diagnostics.append(Diagnostic(text, fix, "--volume"))
+    return diagnostics
 
 
 def _train(job: JobFile) -> str:

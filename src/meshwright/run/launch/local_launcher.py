@@ -46,7 +46,9 @@ PREFIX, LOCK = "meshwright-", "lock"
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Yields a new temporary folder that only this user can read; removes it, and those of killed processes."""
+    """Yields a new temporary folder that only this user can read; removes it, and those
+    of killed processes.
+    """
     _remove_abandoned()
     with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
         lock = Path(name) / LOCK
@@ -190,7 +192,9 @@ def _start(argv: Sequence[str], rank: int, folder: Path, env: Mapping[str, str],
 
 
 def _watch(ranks: Sequence[_Rank], received: Sequence[int], limits: LaunchTimeouts) -> tuple[int, ...]:
-    """Returns the ranks to kill: when all have ended (none), or when the time of those that have not is over."""
+    """Returns the ranks to kill: when all have ended (none), or when the time of those
+    that have not is over.
+    """
     told_s: float | None = None
     while alive := [each for each in ranks if each.alive()]:
         now = time.monotonic()

@@ -90,8 +90,8 @@ def _doubts(cluster: Cluster, path: str) -> Iterator[str]:
         yield f"{path} was measured on another machine ({cluster.machine}; here: {here}): measure where the plan will run"
 
 
-def _axes(said: dict[str, Any]) -> tuple[str, str]:
-    return said.get("axis", "dp_replicate"), "cp"
+def _axes(fields: dict[str, Any]) -> tuple[str, str]:
+    return fields.get("axis", "dp_replicate"), "cp"
 
 
 def _kept(strategy: Strategy, mesh: Mesh, folder: Path) -> str | None:

@@ -132,14 +132,14 @@ def read_machine(hardware: str, count: int) -> Machine:
             fix=DEVICE_FIX,
             location=hardware,
         )
-    faults: list[Diagnostic] = []
-    said = SchemaCheck(str(path), tables={"device": DeviceTable}, diagnostics=faults).convert(
+    diagnostics: list[Diagnostic] = []
+    file = SchemaCheck(str(path), tables={"device": DeviceTable}, diagnostics=diagnostics).convert(
         document, _File, ()
     )
-    if said is None:  # what fits may have faults of its own, which are told with these
+    if file is None:  # what fits may have faults of its own, which are told with these
         document = _fitting(document)
-        said = SchemaCheck(str(path)).convert(document, _File, ())
-    return _described(said, document["device"], path, count, faults)
+        file = SchemaCheck(str(path)).convert(document, _File, ())
+    return _described(file, document["device"], path, count, diagnostics)
 
 
 def with_host_links(machine: Machine, hardware: str) -> Machine:
@@ -149,23 +149,23 @@ def with_host_links(machine: Machine, hardware: str) -> Machine:
     if machine.num_devices == 1:
         return replace(machine, host_size_override=machine.devices_per_host or 1)
     device, host = machine.device, machine.devices_per_host
-    faults = []
+    diagnostics = []
     for key, known in (("link_gb_s", device.link_rate), ("per_host", host)):
         if not known:
-            faults.append(
+            diagnostics.append(
                 Diagnostic(
                     f"{machine.num_devices} devices, and nothing is known of {key}", LINKS_FIX, hardware
                 )
             )
     if host and machine.num_devices > host and not device.nic_rate:
-        faults.append(
+        diagnostics.append(
             Diagnostic(
                 f"{machine.num_devices} devices on hosts of {host}, and nothing is known of nic_gb_s",
                 LINKS_FIX,
                 hardware,
             )
         )
-    raise_diagnostics(faults)
+    raise_diagnostics(diagnostics)
     return replace(
         machine,
         device=replace(device, devices_per_host=device.devices_per_host or host),
@@ -186,8 +186,8 @@ def find_profile(hardware: str) -> DeviceProfile | None:
     if isinstance(document.get("device"), str):
         return parse_measurements(document, DeviceProfile, path)
     table = document.get("device")
-    said = table.get("measured") if isinstance(table, dict) else None
-    return read_profile(path.parent / said) if isinstance(said, str) and said else None
+    file = table.get("measured") if isinstance(table, dict) else None
+    return read_profile(path.parent / file) if isinstance(file, str) and file else None
 
 
 def _fitting(document: dict[str, Any]) -> dict[str, Any]:
@@ -201,30 +201,30 @@ def _fitting(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _described(
-    said: _File, keys: Iterable[str], path: Path, count: int, before: Iterable[Diagnostic]
+    file: _File, keys: Iterable[str], path: Path, count: int, before: Iterable[Diagnostic]
 ) -> Machine:
     """Builds the machine of a [device] table with these `keys`. Values with an earlier diagnostic get no
     second one.
     """
-    table, faults = said.device, list(before)
-    places = [fault.location for fault in faults]
-    for fault in _faults(said, keys):
-        where = f"{path}: {fault.location}"
+    table, diagnostics = file.device, list(before)
+    places = [diagnostic.location for diagnostic in diagnostics]
+    for diagnostic in _faults(file, keys):
+        where = f"{path}: {diagnostic.location}"
         if not any(
             f"{where}.".startswith(f"{each}.") or f"{each}.".startswith(f"{where}.") for each in places
         ):
-            faults.append(replace(fault, location=where))
+            diagnostics.append(replace(diagnostic, location=where))
     profile, base = None, None
     if table.measured:
         try:
             profile = read_profile(path.parent / table.measured)
         except PlanError as error:
-            faults += error.diagnostics
+            diagnostics += error.diagnostics
     if table.like:
         base = find_device(table.like)
         if base is None:
             text = f"'{table.like}' is no device that is known here"
-            faults.append(
+            diagnostics.append(
                 Diagnostic(
                     text,
                     suggest_name(table.like.upper(), [each.name for each in known_devices()]),
@@ -233,13 +233,13 @@ def _described(
             )
     if base is not None and profile is not None and find_device(profile.device) is not base:
         text = f"like = '{table.like}', and {table.measured} was measured on {profile.device}"
-        faults.append(Diagnostic(text, "leave one of the two out", f"{path}: device.measured"))
-    raise_diagnostics(faults)
+        diagnostics.append(Diagnostic(text, "leave one of the two out", f"{path}: device.measured"))
+    raise_diagnostics(diagnostics)
     if base is None:
         base = measured_device(profile) if profile is not None else _bare()
     device = _device(table, base, path)
     rates = load_rates(base.name) if profile is None else measured_rates(profile, device)
-    return Machine(device, count, replace(rates, **said.rates))
+    return Machine(device, count, replace(rates, **file.rates))
 
 
 def _device(table: DeviceTable, base: DeviceSpec, path: Path) -> DeviceSpec:
@@ -265,8 +265,8 @@ def _bare() -> DeviceSpec:
     return DeviceSpec("", "", {}, 0.0, 0.0, 0.0, 0.0, 0, DEFAULT_NUM_UNITS, "")
 
 
-def _faults(said: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
-    table = said.device
+def _faults(file: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
+    table = file.device
     if not table.like and not table.measured:
         lacking = [
             each.name for each in fields(DeviceTable) if each.name not in ("like", "measured", "units")
@@ -288,7 +288,7 @@ def _faults(said: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
         elif value > most:
             yield Diagnostic(f"{key} = {value:g}, more than {most:g}", f"write {unit}", f"device.{key}")
     yield from _peak_faults(table)
-    for name, value in said.rates.items():
+    for name, value in file.rates.items():
         least, most, unit = RATE_RANGES.get(
             name, (0.0, 1.0 if name in FRACTION_RATES else MAX_FACTOR, "a number of times")
         )

@@ -94,8 +94,8 @@ def _lines(cluster: Cluster) -> Iterator[str]:
 
 
 def _bands(link: LinkCost) -> str:
-    said = [
+    lines = [
         f"    {{max_nbytes = {band.max_nbytes}, latency_s = {band.latency_s:.4g}, bytes_per_s = {band.bytes_per_s:.4g}}},"
         for band in link.bands
     ]
-    return "\n".join(["bands = [", *said, "]"])
+    return "\n".join(["bands = [", *lines, "]"])

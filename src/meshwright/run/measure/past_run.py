@@ -90,11 +90,11 @@ def read_previous_run(folder: Path) -> PreviousRun:
             fix="name the folder of a run: run.folder in its config",
             location=where,
         )
-    faults: list[Diagnostic] = []
-    device = _device(folder / ABOUT, faults)
-    seconds = _steps(folder / METRICS_FILE, faults)
-    computed, messages = _traced(folder / TRACES, faults)
-    raise_diagnostics(faults)
+    diagnostics: list[Diagnostic] = []
+    device = _device(folder / ABOUT, diagnostics)
+    seconds = _steps(folder / METRICS_FILE, diagnostics)
+    computed, messages = _traced(folder / TRACES, diagnostics)
+    raise_diagnostics(diagnostics)
     if len(seconds) < MIN_STEPS:
         text = f"{len(seconds)} steps beyond the first were timed; needed are {MIN_STEPS} for a median"
         raise PlanError(text, fix=f"train longer: --train.steps {MIN_STEPS + 2} or more", location=where)
@@ -124,13 +124,13 @@ def _json(text: str, path: Path, fix: str, diagnostics: list[Diagnostic]) -> Any
     return None
 
 
-def _lacking(said: object, needed: Mapping[str, type | UnionType]) -> str:
-    if not isinstance(said, dict):
+def _lacking(document: object, needed: Mapping[str, type | UnionType]) -> str:
+    if not isinstance(document, dict):
         keys = f" with {', '.join(needed)}" if needed else ""
-        return f"{json.dumps(said)[:40]} stands where a table{keys} is needed"
-    bad = [key for key, kind in needed.items() if not isinstance(said.get(key), kind)]
-    given = [f"{key} is {json.dumps(said[key])[:40]}" for key in bad if key in said]
-    missing = [f"there is no {key}" for key in bad if key not in said]
+        return f"{json.dumps(document)[:40]} stands where a table{keys} is needed"
+    bad = [key for key, kind in needed.items() if not isinstance(document.get(key), kind)]
+    given = [f"{key} is {json.dumps(document[key])[:40]}" for key in bad if key in document]
+    missing = [f"there is no {key}" for key in bad if key not in document]
     return ", ".join([*missing, *given])
 
 
@@ -158,13 +158,13 @@ def _steps(path: Path, diagnostics: list[Diagnostic]) -> list[float]:
     found = []
     for number, line in enumerate(_text(path, "no step was timed", diagnostics).splitlines(), start=1):
         try:
-            said = json.loads(line)
+            document = json.loads(line)
         except ValueError:  # the last line of a process that was killed
             continue
-        if isinstance(said, dict) and said.get("kind"):
+        if isinstance(document, dict) and document.get("kind"):
             continue
-        lacking = _lacking(said, STEP_KEYS)
-        took = 1.0 if lacking else said["seconds"] - said["data_s"]
+        lacking = _lacking(document, STEP_KEYS)
+        took = 1.0 if lacking else document["seconds"] - document["data_s"]
         if not 0 < took < inf:
             lacking = f"{took:g} seconds without the wait for data, and needed is a number above 0"
         if lacking:
@@ -172,7 +172,7 @@ def _steps(path: Path, diagnostics: list[Diagnostic]) -> list[float]:
             diagnostics.append(
                 Diagnostic(f"line {number} is no step as `train` writes it: {lacking}", fix, str(path))
             )
-        elif not said["skipped"]:
+        elif not document["skipped"]:
             found.append(took)
     return found[1:]
 
@@ -182,20 +182,21 @@ def _traced(folder: Path, diagnostics: list[Diagnostic]) -> tuple[float | None, 
     shortest: dict[CollectiveKey, float] = {}
     for path in sorted(folder.glob("rank-*.json")):
         before = len(diagnostics)
-        said = _json(_text(path, "", diagnostics), path, RETRACE_FIX, diagnostics)
+        document = _json(_text(path, "", diagnostics), path, RETRACE_FIX, diagnostics)
         if len(diagnostics) > before:
             continue
-        wrong = _untraced(said)
+        wrong = _untraced(document)
         if wrong:
             diagnostics.append(Diagnostic(f"no trace as `train` writes it: {wrong}", RETRACE_FIX, str(path)))
             continue
         computed.append(
             median(
-                sum(parts[name] for name in COMPUTE_PARTS) for parts in said["otherData"]["seconds"].values()
+                sum(parts[name] for name in COMPUTE_PARTS)
+                for parts in document["otherData"]["seconds"].values()
             )
         )
         seen: Counter[tuple[int, str, str, int]] = Counter()
-        for event in said["traceEvents"]:
+        for event in document["traceEvents"]:
             move = event.get("args", {})
             if move.get("collective") in EQUAL_COLLECTIVES:
                 what = move["collective"], move["axes"], move["bytes"]
@@ -210,20 +211,20 @@ def _traced(folder: Path, diagnostics: list[Diagnostic]) -> tuple[float | None, 
     return (max(computed), messages) if computed else (None, ())
 
 
-def _untraced(said: Any) -> str:
-    lacking = _lacking(said, {"otherData": dict, "traceEvents": list}) or _lacking(
-        said["otherData"], {"seconds": dict}
+def _untraced(document: Any) -> str:
+    lacking = _lacking(document, {"otherData": dict, "traceEvents": list}) or _lacking(
+        document["otherData"], {"seconds": dict}
     )
     if lacking:
         return lacking
-    if not said["otherData"]["seconds"]:
+    if not document["otherData"]["seconds"]:
         return "seconds of no step are in it, and needed are those of one"
-    for step, parts in said["otherData"]["seconds"].items():
+    for step, parts in document["otherData"]["seconds"].items():
         if lacking := _lacking(parts, dict.fromkeys(COMPUTE_PARTS, int | float)):
             return f"of step {step} {lacking}"
         if not 0 < sum(parts[name] for name in COMPUTE_PARTS) < inf:
             return f"in step {step} nothing was computed"
-    for number, event in enumerate(said["traceEvents"]):
+    for number, event in enumerate(document["traceEvents"]):
         lacking = _lacking(event, {}) or _lacking(event.get("args", {}), {})
         if not lacking and event.get("args", {}).get("collective") in EQUAL_COLLECTIVES:
             lacking = _lacking(event["args"], TRANSFER_KEYS) or _lacking(event, {"dur": int | float})

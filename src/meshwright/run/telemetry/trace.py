@@ -65,7 +65,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoopPhase:
-    """A phase of the loop around a step (data, step or save); `begin` and `end` are readings of perf_counter."""
+    """A phase of the loop around a step (data, step or save); `begin` and `end` are
+    readings of perf_counter.
+    """
 
     name: str
     begin: float

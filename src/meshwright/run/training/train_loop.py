@@ -134,7 +134,9 @@ def train_loop(
 def save_run_checkpoint(
     executor: Executor, plan: Plan, world: World, data_digest: str, eval_history: EvalHistory | None = None
 ) -> Path:
-    """Saves the executor's state and the evaluation history as a checkpoint of the run; returns its folder."""
+    """Saves the executor's state and the evaluation history as a checkpoint of the run;
+    returns its folder.
+    """
     meta: dict[str, Any] = {
         "plan": plan.as_dict(),
         "plan_hash": plan.hash,
