@@ -158,10 +158,8 @@ class NetworkModel:
             )
         for number, overhead in enumerate(self.round_overheads):
             if not 0 <= overhead.seconds < inf:
-                text, entry = (
-                    f"a round overhead of {overhead.seconds} s",
-                    f"{location}.round_overheads.{number}.seconds",
-                )
+                text = f"a round overhead of {overhead.seconds} s"
+                entry = f"{location}.round_overheads.{number}.seconds"
                 yield Diagnostic(text, "write seconds, 0 or more", entry)
 
 

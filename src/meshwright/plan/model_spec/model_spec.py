@@ -254,10 +254,8 @@ class ModelSpec:
             if not set(self.block_calls_needing(param)).isdisjoint(block_calls)
         }
         calls = tuple(call for call in self.layer_calls if call.block_call in block_calls)
-        blocks, local_blocks = (
-            {block_of(block_call) for block_call in self.block_calls},
-            {block_of(block_call) for block_call in block_calls},
-        )
+        blocks = {block_of(block_call) for block_call in self.block_calls}
+        local_blocks = {block_of(block_call) for block_call in block_calls}
         # A module that two blocks share has its name in the first of them.
         local_blocks |= {_block_with(call.name, blocks) for call in calls}
         remote_blocks = blocks - local_blocks

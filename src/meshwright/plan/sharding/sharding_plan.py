@@ -406,11 +406,11 @@ class ShardingPlan:
         }
         for param_sharding in self.param_shardings:
             if param_sharding.param.trainable != frozen:
-                param, alignment = (
-                    param_sharding.param,
+                param = param_sharding.param
+                alignment = (
                     (param_sharding.shard_alignment, param_sharding.owner_axes)
                     if param_sharding.flat_shard_axes
-                    else (),
+                    else ()
                 )
                 is_own_group, reductions = param.name in uneven_names, param_sharding.grad_reductions()
                 users = (
@@ -442,19 +442,17 @@ class ShardingPlan:
         """The flat parameters by the name of their group: those of groups that are updated or stored
         S(flat).
         """
-        found, logical_shardings = (
-            {},
-            {
-                param_sharding.param.name: param_sharding.param.numel
-                for param_sharding in self.global_plan.param_shardings
-            },
-        )
+        found = {}
+        full_numels = {
+            param_sharding.param.name: param_sharding.param.numel
+            for param_sharding in self.global_plan.param_shardings
+        }
         for group in self.all_param_groups():
             axes = group.param_shardings[0].flat_shard_axes
             if axes:
                 ranks, alignment = self.mesh.group_size(axes), group.param_shardings[0].shard_alignment
                 found[group.name] = FlatParamSpec.build(
-                    group.name, group.params, axes, ranks, alignment, logical_shardings
+                    group.name, group.params, axes, ranks, alignment, full_numels
                 )
         return found
 

@@ -79,10 +79,8 @@ def stage_value_diagnostics(sharding: ShardingPlan, values: Iterable[StageValue]
     placements, location = _residual_placements(sharding), "strategies.pipeline.split_points"
     if not placements:
         return
-    axes, fix = (
-        " and ".join(placements),
-        "choose split points that it does not cross, or remove the strategy that shards the residual stream",
-    )
+    axes = " and ".join(placements)
+    fix = "choose split points that it does not cross, or remove the strategy that shards the residual stream"
     values = list(values)
     if not sharding.sequence_sliced_calls:
         sliced = {name for name, _ in _splits(sharding, values)}
@@ -103,12 +101,10 @@ def stage_value_diagnostics(sharding: ShardingPlan, values: Iterable[StageValue]
 
 
 def _splits(sharding: ShardingPlan, values: Iterable[StageValue]) -> Iterator[tuple[str, AxesSplits]]:
-    placements, sliced_outputs, widths, heads = (
-        _residual_placements(sharding),
-        _sliced_outputs(sharding),
-        _widths(sharding),
-        _heads(sharding),
-    )
+    placements = _residual_placements(sharding)
+    sliced_outputs = _sliced_outputs(sharding)
+    widths = _widths(sharding)
+    heads = _heads(sharding)
     axes = _axes(sharding)
     for value in values:
         head_split = (

@@ -47,11 +47,9 @@ class ActivationMemory:
 
 def activation_memory(sharding: ShardingPlan, job: Job, num_samples: int) -> dict[str, ActivationMemory]:
     """The activation memory of every block call on this rank, in micro-batches of `num_samples`."""
-    model_spec, width, loads = (
-        sharding.model_spec,
-        FLOAT_NBYTES[job.precision.compute],
-        block_memories(sharding.model_spec),
-    )
+    model_spec = sharding.model_spec
+    width = FLOAT_NBYTES[job.precision.compute]
+    loads = block_memories(sharding.model_spec)
     saved_numels = model_spec.saved_numel or (0,) * len(model_spec.block_calls)
     full_numels = dict(
         zip(model_spec.block_calls, zip(saved_numels, model_spec.output_numel, strict=True), strict=True)

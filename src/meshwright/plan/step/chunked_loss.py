@@ -58,10 +58,8 @@ def chunked_loss_cost(sharding: ShardingPlan, job: Job, num_samples: int) -> Chu
     if call is None or logits is None:
         return None
     precision, param_itemsize = job.precision, FLOAT_NBYTES[job.precision.parameters]
-    itemsize, loss_itemsize = (
-        FLOAT_NBYTES[precision.compute],
-        max(FLOAT_NBYTES[precision.compute], FLOAT_NBYTES["float32"]),
-    )
+    itemsize = FLOAT_NBYTES[precision.compute]
+    loss_itemsize = max(FLOAT_NBYTES[precision.compute], FLOAT_NBYTES["float32"])
     by_name = {
         name: param_sharding
         for param_sharding in sharding.param_shardings
@@ -70,10 +68,8 @@ def chunked_loss_cost(sharding: ShardingPlan, job: Job, num_samples: int) -> Chu
     head_params = [by_name[name] for name in (f"{call.name}.weight", f"{call.name}.bias") if name in by_name]
     num_tokens, param = num_local_logit_tokens(sharding), head_params[0].param
     largest_chunk = chunk_sizes(num_tokens, sharding.num_loss_chunks)[0] * num_samples
-    chunk_numel, hidden_nbytes = (
-        largest_chunk * param.shape[0],
-        largest_chunk * (call.in_numel // logits.num_tokens) * itemsize,
-    )
+    chunk_numel = largest_chunk * param.shape[0]
+    hidden_nbytes = largest_chunk * (call.in_numel // logits.num_tokens) * itemsize
     grad_nbytes = sum(
         param_sharding.param.numel * param_itemsize
         for param_sharding in head_params

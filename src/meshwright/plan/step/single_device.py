@@ -216,10 +216,8 @@ class _StageCallActions:
 
     def __init__(self, sharding: ShardingPlan, job: Job, micro_batch: int) -> None:
         self._sharding, self._job, self._micro_batch = sharding, job, micro_batch
-        self._shares, self._chunked_loss = (
-            block_shares(sharding),
-            chunked_loss_cost(sharding, job, micro_batch),
-        )
+        self._shares = block_shares(sharding)
+        self._chunked_loss = chunked_loss_cost(sharding, job, micro_batch)
         self._memory = activation_memory(sharding, job, micro_batch)
         self._groups_of: dict[str, list[ParamGroup]] = {
             block_call: [] for block_call in (*sharding.model_spec.block_calls, ROOT)
@@ -302,11 +300,9 @@ class _StageCallActions:
         )
 
     def _loss(self, microbatch: int) -> Action:
-        sharding, model_spec, itemsize = (
-            self._sharding,
-            self._sharding.model_spec,
-            FLOAT_NBYTES[self._job.precision.compute],
-        )
+        sharding = self._sharding
+        model_spec = self._sharding.model_spec
+        itemsize = FLOAT_NBYTES[self._job.precision.compute]
         last = model_spec.block_calls[-1]
         waits = f"F({last}, {microbatch})", "TOKEN_COUNT()"
         if self._chunked_loss is not None:
@@ -340,11 +336,9 @@ class _StageCallActions:
         return Action("LOSS", microbatch=microbatch, waits=waits, allocations=tuple(allocations), frees=frees)
 
     def _inputs(self, block_call: str, microbatch: int, waits: tuple[str, ...]) -> Action:
-        share, itemsize, num_samples = (
-            self._shares[block_call],
-            FLOAT_NBYTES[self._job.precision.compute],
-            self._micro_batch,
-        )
+        share = self._shares[block_call]
+        itemsize = FLOAT_NBYTES[self._job.precision.compute]
+        num_samples = self._micro_batch
         # Then it is the gradient that LOSS returned.
         last = self._sharding.computes_loss and block_call == self._sharding.model_spec.block_calls[-1]
         allocations = (
