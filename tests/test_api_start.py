@@ -27,7 +27,7 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from tests.tiny_model import tiny_job
 from dataclasses import replace
-from meshwright.plan.job.job import Precision
+from meshwright.plan.job.precision import PrecisionConfig
 
 class Deep(nn.Module):
     def __init__(self):
@@ -43,28 +43,28 @@ class Deep(nn.Module):
 
 torch.set_num_threads(1)
 data = {"input_ids": torch.ones(2, 1000), "labels": torch.zeros(2, 1, dtype=torch.long)}
-reading = read(Deep, data)
-job = replace(tiny_job(batch=16), precision=Precision())
-plan = make_plan(reading, job, Mesh(dp_shard=8), (Batch(axis="dp_shard"), Zero(stage=int(sys.argv[1]))))
-reading.blueprint.value("layers.0.weight")  # what the first initial value sets up
+analyzed = read(Deep, data)
+job = replace(tiny_job(batch=16), precision=PrecisionConfig())
+plan = make_plan(analyzed, job, Mesh(dp_shard=8), (Batch(axis="dp_shard"), Zero(stage=int(sys.argv[1]))))
+analyzed.blueprint.value("layers.0.weight")  # what the first initial value sets up
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-engine = build(reading, plan, world=FakeWorld(plan.mesh, 5))
+trainer = build(analyzed, plan, world=FakeWorld(plan.mesh, 5))
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_each_rank_has_its_share_of_the_values_that_one_device_begins_with(stage: int):
-    reading = reading_of(tied=True, frozen=True, spare=True)
+    analyzed = reading_of(tied=True, frozen=True, spare=True)
     whole = {
-        name: reading.deferred_init.initial_value(name, torch.float64)
-        for name in reading.deferred_init.logical_params
+        name: analyzed.deferred_init.initial_value(name, torch.float64)
+        for name in analyzed.deferred_init.logical_params
     }
-    plan = make_plan(reading, tiny_job(), Mesh(dp_shard=3), (SHARD, ZeRO(stage=stage)))
+    plan = make_plan(analyzed, tiny_job(), Mesh(dp_shard=3), (SHARD, ZeRO(stage=stage)))
 
     def rank(world: World) -> dict[str, torch.Tensor]:
-        with parallelize(reading, plan, world=world) as engine:
-            return {name: value.clone() for name, value in engine.executor.gather_parameters().items()}
+        with parallelize(analyzed, plan, world=world) as trainer:
+            return {name: value.clone() for name, value in trainer.executor.gather_parameters().items()}
 
     for found in run_on_threads(rank, plan.mesh):
         assert {name: value.tolist() for name, value in found.items()} == {

@@ -72,7 +72,7 @@ def test_what_has_masters_is_written_as_exactly_as_they_are(tmp_path: Path, stra
         with mw.parallelize(analyzed, plan, world=world) as trainer:
             trainer.step(trainer.local_batch(batch()))
             trainer.export(tmp_path / "out", torch.float32)
-            return trainer.executor.parameters()
+            return trainer.executor.gather_parameters()
 
     rounded, *_ = run_on_threads(rank, plan.mesh)
     loaded = dict(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())

@@ -1,13 +1,14 @@
-"""What a rank says that runs out of memory: what was planned, what was live, and which changes of the plan take less.
+"""Advice after out-of-memory: what was planned, what was allocated, and which changes of the plan need less.
 
-    planned   states to the byte, buffers, and activations as the trial run has found them
-    live      what this rank held of them when it failed, and the whole process
-    changes   in the order of what they cost in time: shards of moments, and of gradients; a schedule that keeps fewer
-              micro-batches in flight; half the micro-batch; shards of the weights; recompute; the tokens of rows dealt to the
-              ranks that had rows of their own
+    planned   states to the byte, buffers, and activations as the memory trial found them
+    live      what this rank had of them when it failed, and the whole process
+    changes   in order of their cost in time: shards of optimizer states, and of gradients; a schedule with fewer
+              micro-batches in flight; half the micro-batch; shards of the parameters; activation checkpointing; sequence
+              sharding over the data-parallel ranks
 
-The first change that comes below the limit is named, where there is a limit: the memory of the device, or what the system
-grants the process. What the plan does not know of is taken to shrink with the micro-batch, and else to stay.
+The first change below the limit is named, if there is a limit: the memory of the device, or what the system
+grants the process. Memory that the plan does not know is assumed to shrink with the micro-batch, and else to
+stay.
 """
 
 import re
@@ -46,21 +47,21 @@ OOM_PATTERN = re.compile(
 )
 REQUEST_PATTERN = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
 SIZE_UNITS = {"BYTES": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-MAX_SHOWN_CHANGES = 4  # changes in a message
+MAX_SHOWN_CHANGES = 4  # changes shown in a message
 LEANER_SCHEDULES = (
     "1f1b",
     "zb_v_half",
     "zb_v_min",
-)  # schedules, each with less in flight and more bubble than the one before
+)  # schedules, each with fewer micro-batches in flight and a larger bubble than the previous one
 
 
 class OutOfMemory(RuntimeError):
-    """A rank could not allocate: what was planned, what was live, and which changes take less."""
+    """A rank ran out of memory: what was planned, what was allocated, and which changes need less."""
 
 
 @dataclass(frozen=True)
 class PlanChange:
-    """Another plan of the same job, in words, and what it takes of what is planned, in bytes."""
+    """Another plan of the same job, described, and its planned memory in bytes."""
 
     description: str
     plan: Plan
@@ -69,7 +70,9 @@ class PlanChange:
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """Bytes of a rank: of the process before the model was made and when it failed, what it may have, and what was live."""
+    """The memory of a rank in bytes: of the process before the model was made and at the failure, its limit,
+    and the live tensors.
+    """
 
     baseline: int
     used: int
@@ -77,22 +80,24 @@ class MemoryUsage:
     live: Mapping[str, int]
 
     def expected_nbytes(self, change: PlanChange, plan: Plan, message: str) -> float:
-        """What the process would need under `change`: what nobody planned shrinks with the micro-batch."""
+        """Returns the expected memory of the process under `change`: unplanned memory shrinks with the
+        micro-batch.
+        """
         unplanned = max(0, self.used + requested_nbytes(message) - self.baseline - sum(self.live.values()))
         return self.baseline + change.nbytes + unplanned * change.plan.micro_batch / plan.micro_batch
 
 
 def requested_nbytes(message: str) -> int:
-    """The bytes that an allocator says it was asked for; 0 where it does not say."""
+    """Returns the number of bytes that an allocator's message says were requested; 0 if it does not say."""
     found = REQUEST_PATTERN.search(message)
     return 0 if found is None else int(float(found[1]) * SIZE_UNITS[found[2].upper()])
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory was asked for and not given on this rank."""
+    """Returns whether `error` says that an allocation failed on this rank."""
     if isinstance(
         error, (CollectiveError, OutOfMemory)
-    ):  # the one quotes what another rank has said, the other has told all
+    ):  # the first quotes another rank, the second is complete already
         return False
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -100,43 +105,50 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def planned_nbytes(plan: Plan, rank: int) -> dict[str, int]:
-    """What `rank` of `plan` holds by category, when what the program takes beside the states is largest."""
+    """Returns the planned memory of `rank` of `plan` by category, at its peak."""
     states, mine = state_bytes(plan, rank), Program.from_dict({"": plan.for_rank(rank).actions})
     fullest, _ = planned_memory(
-        mine, {"parameters": states.parameters, "master": states.master, "optimizer_states": states.optimizer_states}
+        mine,
+        {
+            "parameters": states.parameters,
+            "master": states.master,
+            "optimizer_states": states.optimizer_states,
+        },
     )
     return fullest
 
 
 def plan_changes(analyzed: AnalyzedModel, plan: Plan, rank: int) -> Iterator[PlanChange]:
-    """The plans of the same job and as many ranks that take less than `plan`, those first that cost least in time."""
+    """Yields the plans of the same job on as many ranks that need less memory than `plan`, the cheapest in
+    time first.
+    """
     now = sum(planned_nbytes(plan, rank).values())
     here = [
         *_shards(plan, (1, 2)),
         *_fewer_in_flight(plan),
         *_smaller(plan),
         *_shards(plan, (3,)),
-        *_again(plan),
+        *_recompute(plan),
     ]
     tried = [(plan.mesh, plan.model_spec, each) for each in here]
     if can_shard_sequence(analyzed):
         tried += [
             (mesh, replace(plan.model_spec, sequence_info=analyzed.sequence_info), each)
-            for mesh, each in _dealt(plan)
+            for mesh, each in _sequence_sharded(plan)
         ]
-    for mesh, anatomy, (words, strategies, micro_batch) in tried:
+    for mesh, model_spec, (message, strategies, micro_batch) in tried:
         try:
-            other = Plan.make(plan.job, mesh, anatomy, strategies, micro_batch, plan.run)
+            other = Plan.make(plan.job, mesh, model_spec, strategies, micro_batch, plan.run)
             check_plan_for_model(other, analyzed)
-        except PlanError:  # that technique does not go with this model or job
+        except PlanError:  # this strategy does not work with this model or job
             continue
         nbytes = sum(planned_nbytes(other, rank).values())
         if nbytes < now or other.micro_batch < plan.micro_batch:
-            yield PlanChange(words, other, nbytes)
+            yield PlanChange(message, other, nbytes)
 
 
 def can_shard_sequence(analyzed: AnalyzedModel) -> bool:
-    """Whether the tokens of a row can be on several ranks."""
+    """Returns whether the tokens of a sample can be on several ranks."""
     tokens = analyzed.sequence_info
     return (
         tokens is not None
@@ -146,9 +158,10 @@ def can_shard_sequence(analyzed: AnalyzedModel) -> bool:
 
 
 class OOMAdvisor:
-    """`with` it, one rank of `plan` raises OutOfMemory where memory was asked for and not given. It may be entered many times.
+    """A context that turns a failed allocation of one rank of `plan` into OutOfMemory. It can be entered
+    many times.
 
-    It is made before the model is; `player` is the rank's, once there is one.
+    It is created before the model; `executor` is the rank's, once it exists.
     """
 
     def __init__(self, analyzed: AnalyzedModel, plan: Plan, rank: int, device: torch.device) -> None:
@@ -182,14 +195,14 @@ def oom_message(
     *,
     sequence_shardable: bool = False,
 ) -> str:
-    """The message: what was asked for, what was planned and what was live by category, and the changes.
+    """Returns the message: the request, the planned and the live memory by category, and the changes.
 
-    `deals`: more ranks may have some of the tokens of each row.
+    `sequence_shardable`: more ranks may share the tokens of each sample.
     """
     planned = planned_nbytes(plan, rank)
-    limit, words = usage.limit, str(error).strip() or type(error).__name__
+    limit, message = usage.limit, str(error).strip() or type(error).__name__
     within = "" if limit is None else f" of {format_nbytes(limit)}"
-    lines = [f"rank {rank} ran out of memory: {words.splitlines()[0]}"]
+    lines = [f"rank {rank} ran out of memory: {message.splitlines()[0]}"]
     lines.append(f"  planned    {_parts(planned)}")
     lines.append(
         f"  live       {_parts(usage.live) or 'nothing yet: the model was being made'}; in all {format_nbytes(usage.used)}{within}"
@@ -197,7 +210,7 @@ def oom_message(
     fits = (
         None
         if limit is None
-        else next((each for each in changes if usage.expected_nbytes(each, plan, words) < limit), None)
+        else next((each for each in changes if usage.expected_nbytes(each, plan, message) < limit), None)
     )
     shown = changes[:MAX_SHOWN_CHANGES]
     for each in (*shown, *([fits] if fits is not None and fits not in shown else [])):
@@ -217,7 +230,9 @@ def oom_message(
 
 
 def memory_limit(device: torch.device) -> int | None:
-    """The bytes that a process can have: those of the device, or what the system grants; None where nothing is said."""
+    """Returns the memory limit of a process in bytes: of the device, or what the system grants; None without
+    one.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if sys.platform == "win32":
@@ -227,11 +242,13 @@ def memory_limit(device: torch.device) -> int | None:
 
 
 def process_nbytes(device: torch.device) -> int:
-    """The bytes that count: allocated on a device, else resident, or where the address space is limited all of that."""
+    """Returns the relevant bytes: allocated on a device; else resident, or with a limited address space all
+    of it.
+    """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    said = psutil.Process().memory_info()
-    return said.rss if memory_limit(device) is None else said.vms
+    memory = psutil.Process().memory_info()
+    return memory.rss if memory_limit(device) is None else memory.vms
 
 
 def _parts(nbytes: Mapping[str, int]) -> str:
@@ -243,7 +260,7 @@ CandidateChange = tuple[str, tuple[Strategy, ...], int]
 
 
 def _shards(plan: Plan, stages: Iterable[int]) -> Iterator[CandidateChange]:
-    """Whole copies turned into shards, shards of one stage into those of the next."""
+    """Replaces DDP by ZeRO, and ZeRO by a higher stage."""
     for stage in stages:
         for old in plan.strategies:
             if isinstance(old, ZeRO) and old.stage < stage:
@@ -261,7 +278,7 @@ def _shards(plan: Plan, stages: Iterable[int]) -> Iterator[CandidateChange]:
 
 
 def _fewer_in_flight(plan: Plan) -> Iterator[CandidateChange]:
-    """Another schedule, for as many parts per rank where the user has said where they begin."""
+    """Replaces the schedule, with the same number of stages if the user gave their split points."""
     for old in plan.strategies:
         if isinstance(old, Pipeline):
             for name in LEANER_SCHEDULES:
@@ -271,14 +288,14 @@ def _fewer_in_flight(plan: Plan) -> Iterator[CandidateChange]:
 
 
 def _smaller(plan: Plan) -> Iterator[CandidateChange]:
-    """The next smaller micro-batch that divides what a rank plays."""
+    """Uses the next smaller micro-batch that divides the local batch."""
     divisors = [n for n in range(1, plan.micro_batch // 2 + 1) if plan.local_batch % n == 0]
     if divisors:
         yield f"micro_batch = {divisors[-1]}", plan.strategies, divisors[-1]
 
 
-def _dealt(plan: Plan) -> Iterator[tuple[Mesh, CandidateChange]]:
-    """Ranks that had rows of their own with some of the tokens of all: a row is no longer whole on any."""
+def _sequence_sharded(plan: Plan) -> Iterator[tuple[Mesh, CandidateChange]]:
+    """Uses the ranks of a data-parallel axis for sequence sharding."""
     split = [strategy.axis for strategy in plan.strategies if isinstance(strategy, BatchSplit)]
     for axis in split if plan.mesh.cp == 1 else ():
         ranks = plan.mesh.size(axis)
@@ -288,12 +305,12 @@ def _dealt(plan: Plan) -> Iterator[tuple[Mesh, CandidateChange]]:
             for old in plan.strategies
             if not (isinstance(old, BatchSplit) and old.axis == axis)
         )
-        words = f'mesh.{CP_AXIS} = {ranks} in the place of mesh.{axis}, and [[strategies]] name = "{RingAttention.name}"'
-        yield mesh, (words, (*others, RingAttention()), plan.micro_batch)
+        message = f'mesh.{CP_AXIS} = {ranks} in the place of mesh.{axis}, and [[strategies]] name = "{RingAttention.name}"'
+        yield mesh, (message, (*others, RingAttention()), plan.micro_batch)
 
 
 def _along(old: Strategy, axis: str) -> Strategy:
-    """A strategy with what it stored along `axis` along that of tokens."""
+    """Moves a strategy from `axis` to the axis of sequence sharding."""
     match old:
         case ZeRO() if old.axis == axis:
             return replace(old, axis=CP_AXIS)
@@ -304,7 +321,11 @@ def _along(old: Strategy, axis: str) -> Strategy:
     return old
 
 
-def _again(plan: Plan) -> Iterator[CandidateChange]:
-    """Activations recomputed in backward, where that is known and not done yet."""
+def _recompute(plan: Plan) -> Iterator[CandidateChange]:
+    """Adds activation checkpointing."""
     if not any(isinstance(strategy, ActivationCheckpointing) for strategy in plan.strategies):
-        yield '[[strategies]] name = "activation_checkpointing"', (*plan.strategies, ActivationCheckpointing()), plan.micro_batch
+        yield (
+            '[[strategies]] name = "activation_checkpointing"',
+            (*plan.strategies, ActivationCheckpointing()),
+            plan.micro_batch,
+        )

@@ -1,7 +1,8 @@
-"""From a config file's request to what a verb needs: a plan, the model behind it, its data and its loss.
+"""Resolves a config: from a request to a plan, its model, data and loss.
 
-Everything that can be refused is refused here, in one go, before a process starts: the job, the mesh, the model, the data,
-and what follows from two of them together (a byte that the vocabulary does not hold, a sample longer than the model takes).
+Everything that can be refused is refused here, at once, before a process starts: the job, the mesh, the
+model, the data, and combinations of them (a token id that the vocabulary does not have, a sample longer than
+the model's positions).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,10 +38,10 @@ from meshwright.run.telemetry.callbacks import Callback
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A request made ready: its plan, the model behind it, its data and its loss.
+    """A resolved request: its plan, the analyzed model, data and loss.
 
-    `held` are the samples of a source of their own to evaluate on, `callbacks` those that the model's factory gave, `notes`
-    what was chosen for the plan, and why.
+    `eval_dataset` are the samples of a separate evaluation source, `callbacks` those of the model's factory,
+    `notes` the choices that were made for the plan, with reasons.
     """
 
     plan: Plan
@@ -52,38 +53,40 @@ class ResolvedRun:
     notes: tuple[str, ...] = ()
 
     def feed(self, plan: Plan, rank: int) -> Feed:
-        """The rows of `rank` under `plan` (this one, or the same job on another mesh), without those held out."""
+        """Returns the samples of `rank` under `plan` (this one, or the same job on another mesh), without
+        the held-out ones.
+        """
         return open_feed(split_held_out(self.dataset, plan.job.evaluate)[0], plan, rank)
 
     def eval_samples(self, rank: int) -> EvalSamples | None:
-        """The rows that `rank` evaluates on; None when nothing is evaluated."""
-        held = self.eval_dataset or split_held_out(self.dataset, self.plan.job.evaluate)[1]
-        return None if held is None else EvalSamples(held, self.plan, self.plan.data_index(rank))
+        """Returns the evaluation samples of `rank`; None if nothing is evaluated."""
+        kept = self.eval_dataset or split_held_out(self.dataset, self.plan.job.evaluate)[1]
+        return None if kept is None else EvalSamples(kept, self.plan, self.plan.data_index(rank))
 
     def make_trainer(self, world: World) -> Trainer:
-        """One rank of the plan."""
+        """Returns one rank of the plan."""
         return parallelize(self.analyzed, self.plan, loss=self.loss, world=world)
 
 
 def resolve_request(request: PlanRequest, world: int | None = None) -> ResolvedRun:
-    """`request` made ready; `world` is the number of ranks if it is known.
+    """Resolves `request`; `world` is the number of ranks if known.
 
-    Raises PlanError: the faults of the job, the mesh, the model and the data together, then those of the plan.
+    Raises PlanError: the diagnostics of job, mesh, model and data together, then those of the plan.
     """
-    faults = [*request.job.diagnostics(), *request.run.diagnostics()]
+    diagnostics = [*request.job.diagnostics(), *request.run.diagnostics()]
     mesh, loaded, data, job = Mesh(), None, None, request.job
     try:
         mesh = Mesh.infer(request.mesh, world if world is not None or -1 in request.mesh.values() else None)
     except PlanError as error:
-        faults += error.diagnostics
+        diagnostics += error.diagnostics
     try:
         if not list(job.model.diagnostics()):
             job = replace(job, model=pin_revision(job.model))
             loaded = load_model(job.model, job.train.seed)
     except PlanError as error:
-        if not faults:
+        if not diagnostics:
             raise  # as it is: its cause may be an error in the user's own file
-        faults += error.diagnostics
+        diagnostics += error.diagnostics
     try:
         source = request.job.data
         if loaded is not None and (source.source or source.mixture) and source.sequence > 0:
@@ -92,16 +95,16 @@ def resolve_request(request: PlanRequest, world: int | None = None) -> ResolvedR
                 source,
                 loaded.example,
                 token_cache_folder(request.run),
-                lambda codec: _text_faults(module, source, codec),
+                lambda codec: _text_diagnostics(module, source, codec),
             )
     except PlanError as error:
-        faults += error.diagnostics
-    held, more = (
+        diagnostics += error.diagnostics
+    kept, more = (
         (None, [])
         if loaded is None or data is None
-        else _held(job, data, loaded.example, token_cache_folder(request.run))
+        else _eval_dataset(job, data, loaded.example, token_cache_folder(request.run))
     )
-    raise_diagnostics(dict.fromkeys([*faults, *more]))
+    raise_diagnostics(dict.fromkeys([*diagnostics, *more]))
     if loaded is None or data is None:
         raise RuntimeError(
             "a model and data were neither found nor refused; this is a bug: report the config file"
@@ -109,22 +112,24 @@ def resolve_request(request: PlanRequest, world: int | None = None) -> ResolvedR
     loss = factory_loss(loaded.loss)
     if isinstance(data, ExampleDataset) and not loss.count_weight_and_tokens(data.batch(range(len(data))))[0]:
         raise empty_loss_error(f"of the {len(data)} samples of the example batch")
-    reading = read_model(loaded, loaded.example or data.batch([0]), loss.targets, make_loss_spec(loss))
+    analyzed = read_model(loaded, loaded.example or data.batch([0]), loss.targets, make_loss_spec(loss))
     strategies = (
-        default_strategies(mesh, reading.model_spec) if request.strategies is None else request.strategies
+        default_strategies(mesh, analyzed.model_spec) if request.strategies is None else request.strategies
     )
     strategies, notes = choose_algorithms(strategies, mesh, request.cluster, Path(request.run.folder))
     notes = [
         *notes,
-        *(unsharded_vocab_notes(reading.model_spec) if request.strategies is None and mesh.tp > 1 else ()),
+        *(unsharded_vocab_notes(analyzed.model_spec) if request.strategies is None and mesh.tp > 1 else ()),
     ]
-    plan = make_plan(reading, job, mesh, strategies, request.micro_batch, request.run)
+    plan = make_plan(analyzed, job, mesh, strategies, request.micro_batch, request.run)
     raise_diagnostics(whole_batch_diagnostics(loss) if job.evaluate.is_enabled else ())
-    return ResolvedRun(plan, reading, data, loss, held, factory_callbacks(loaded.callbacks), tuple(notes))
+    return ResolvedRun(plan, analyzed, data, loss, kept, factory_callbacks(loaded.callbacks), tuple(notes))
 
 
 def factory_loss(given: object) -> Loss:
-    """The loss that a factory gave; cross-entropy over tokens when it gave none. Raises PlanError for anything else."""
+    """Returns the loss of a factory; cross-entropy over tokens if it has none. Raises PlanError for anything
+    else.
+    """
     if given is None:
         return token_cross_entropy()
     if not isinstance(given, Loss):
@@ -134,7 +139,7 @@ def factory_loss(given: object) -> Loss:
 
 
 def factory_callbacks(given: Iterable[object]) -> tuple[Callback, ...]:
-    """The callbacks that a factory gave. Raises PlanError for anything else."""
+    """Returns the callbacks of a factory. Raises PlanError for anything else."""
     found = tuple(callback for callback in given if isinstance(callback, Callback))
     strange = [type(each).__name__ for each in given if not isinstance(each, Callback)]
     if strange:
@@ -145,34 +150,34 @@ def factory_callbacks(given: Iterable[object]) -> tuple[Callback, ...]:
     return found
 
 
-def _held(
+def _eval_dataset(
     job: Job, data: Dataset, example: Mapping[str, torch.Tensor] | None, cache: Path
 ) -> tuple[Dataset | None, Sequence[Diagnostic]]:
-    """The samples of a source of their own to evaluate on (None: there is none), and what is wrong with the evaluation."""
+    """Returns the separate evaluation samples (None: none), and the diagnostics of the evaluation."""
     try:
         split_held_out(data, job.evaluate)
         source = eval_source(job)
-        held = None if source is None else open_dataset(source, example, cache)
+        kept = None if source is None else open_dataset(source, example, cache)
     except PlanError as error:
         return None, [
-            replace(fault, location=fault.location.replace("data.", "evaluate.", 1))
-            for fault in error.diagnostics
+            replace(diagnostic, location=diagnostic.location.replace("data.", "evaluate.", 1))
+            for diagnostic in error.diagnostics
         ]
-    if held is None:
+    if kept is None:
         return None, []
-    mine, theirs = list(data.batch([0])), list(held.batch([0]))
+    mine, theirs = list(data.batch([0])), list(kept.batch([0]))
     if mine != theirs:
         text = f"its samples have {', '.join(theirs)}, those that are trained on {', '.join(mine)}"
         return None, [Diagnostic(text, "evaluate on samples of the same form", "evaluate.source")]
-    return held, []
+    return kept, []
 
 
 def token_cache_folder(run: RunConfig) -> Path:
-    """Where tokens are kept."""
+    """Returns the folder of tokenized data."""
     return Path(run.cache) if run.cache else Path(run.folder) / "cache"
 
 
-def _text_faults(module: nn.Module, source: DataConfig, tokenizer: Tokenizer) -> Iterator[Diagnostic]:
+def _text_diagnostics(module: nn.Module, source: DataConfig, tokenizer: Tokenizer) -> Iterator[Diagnostic]:
     limits = text_limits(module)
     tables = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
     vocabulary = limits.vocab_size or max(

@@ -94,8 +94,8 @@ def test_a_plan_says_where_weights_come_from_and_its_hash_follows_their_values(
 def test_weights_that_do_not_fit_are_refused_before_a_rank_starts(tmp_path: Path, folder: Path, say):
     code, out, err = say("train", config_of(tmp_path, str(folder)), "--model.overrides.hidden_size", "32")
     assert (code, out) == (2, "")
-    assert "stored tensors are of another shape than the model's" in err
-    assert "model.embed_tokens.weight is [256, 16], needed is [256, 32]" in err
+    assert "stored tensors have another shape than in the model" in err
+    assert "model.embed_tokens.weight is [256, 16], the model needs [256, 32]" in err
 
 
 def test_a_scaled_down_copy_is_verified_without_the_weights(tmp_path: Path, folder: Path, say):

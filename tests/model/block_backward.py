@@ -1,4 +1,4 @@
-"""A module driven block by block beside one ordinary backward of the same module, in float64."""
+"""Runs a module block by block beside one ordinary backward of the same module, in float64."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ Forward = Callable[..., Any]
 
 @dataclass
 class Driven:
-    """What came out: the visits that the drive saw, and the gradients by logical name, of the drive and of one backward."""
+    """The block calls of the driver, and gradients by logical name, of the driver and of one backward."""
 
     reading: AnalyzedModel
     visits: list[str]
@@ -30,7 +30,7 @@ class Driven:
 
     @property
     def error(self) -> float:
-        """The largest difference, against the largest magnitude of the whole gradient. A None counts as zeros."""
+        """The largest difference, relative to the largest magnitude of the gradient. None counts as zeros."""
         scale = max(t.abs().max().item() for t in self.truth.values() if t is not None)
         zero = torch.zeros(())
         pairs = [(self.gradients[name], truth) for name, truth in self.truth.items()]
@@ -69,7 +69,7 @@ def both_ways(
 ) -> Driven:
     """Gradients of `total(model(**example))`, both ways; the two losses must be equal to the last bit.
 
-    So must be the gradients of a third way, on which every block is run again before its backward; or it is `refused` so.
+    So must be the gradients of a third run, which recomputes every block before its backward, or is `refused`.
     """
     reading = reading_of(build, example, blocks)
     alone = copy.deepcopy(reading.make_module("cpu", torch.float64)[0])

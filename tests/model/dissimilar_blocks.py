@@ -1,4 +1,4 @@
-"""Blocks whose backwards are alike in nothing, and a model around one of them."""
+"""Blocks with different backwards, and a model around one of them."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name

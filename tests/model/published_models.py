@@ -1,4 +1,4 @@
-"""Small models of several families as transformers writes them into a folder, and what it says of them itself."""
+"""Small models of several families as transformers saves them, and their declared tensor-parallel plans."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A language model of two blocks, whatever they are."""
+"""A language model of any two blocks."""
 
 from collections.abc import Callable
 

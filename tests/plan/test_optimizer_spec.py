@@ -1,4 +1,4 @@
-"""Which rule steps which weight, the grain that follows, the bytes of moments, and what a job may not ask of a rule."""
+"""The optimizer of each parameter, its shard alignment, the bytes of its states, and invalid requests."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, get_args
@@ -30,14 +30,14 @@ CONV = ParamSpec("conv.weight", (4, 3, 2), ("conv",), is_hidden_matrix=True)
 MUON = OptimizerConfig("muon", lr=0.5, weight_decay=0.1, momentum=0.95)
 
 
-def test_every_rule_has_a_grain_and_a_law():
+def test_every_optimizer_has_an_alignment_and_a_size():
     assert set(SHARD_ALIGNMENTS) == set(get_args(OptimizerName))
     assert all(optimizer_state_nbytes(rule, (4, 3)) >= 0 for rule in SHARD_ALIGNMENTS)
 
 
 def test_muon_steps_hidden_matrices_and_adamw_the_rest():
     assert param_optimizer(MUON, HIDDEN) == ParamOptimizer("muon", 0.95, 0.5, 0.1)
-    assert [param_optimizer(MUON, weight) for weight in (EMBED, BIAS, CONV)] == [
+    assert [param_optimizer(MUON, param) for param in (EMBED, BIAS, CONV)] == [
         ParamOptimizer("adamw", 0.0, 0.5, 0.1),
         ParamOptimizer("adamw", 0.0, 0.5, 0.0),
         ParamOptimizer("adamw", 0.0, 0.5, 0.1),
@@ -55,13 +55,13 @@ def test_a_group_that_names_a_rule_decides_but_no_vector_becomes_a_matrix():
     assert param_optimizer(other, EMBED) == ParamOptimizer("adamw", 0.0, 1.0, 0.0)
 
 
-def test_grains_follow_from_rules_weight_by_weight():
-    assert [shard_alignment_of(MUON, weight) for weight in (HIDDEN, EMBED, BIAS)] == [
+def test_alignments_follow_from_the_optimizer_of_each_parameter():
+    assert [shard_alignment_of(MUON, param) for param in (HIDDEN, EMBED, BIAS)] == [
         "matrix",
         "element",
         "element",
     ]
-    assert {shard_alignment_of(OptimizerConfig("adafactor"), weight) for weight in (HIDDEN, EMBED, BIAS)} == {
+    assert {shard_alignment_of(OptimizerConfig("adafactor"), param) for param in (HIDDEN, EMBED, BIAS)} == {
         "matrix"
     }
     assert shard_alignment_of(OptimizerConfig("adamw_8bit"), BIAS) == "block"
@@ -142,10 +142,10 @@ def test_the_bytes_of_other_shapes_and_widths():
     ],
 )
 def test_what_a_rule_cannot_use_is_refused(spec: OptimizerConfig, where: str, said: str):
-    faults = list(spec.diagnostics())
-    assert [fault.location for fault in faults] == [where]
-    assert faults[0].problem.startswith(said)
-    assert faults[0].fix
+    diagnostics = list(spec.diagnostics())
+    assert [diagnostic.location for diagnostic in diagnostics] == [where]
+    assert diagnostics[0].problem.startswith(said)
+    assert diagnostics[0].fix
 
 
 @pytest.mark.parametrize(
@@ -172,19 +172,21 @@ class Rows(Strategy):
     phase: ClassVar[StrategyPhase] = "shard"
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        cut = lambda home: replace(
-            home,
-            layout=home.layout.with_placement("tp", S(0)),
-            grad_layout=home.grad_layout.with_placement("tp", S(0)),
-        )  # noqa: E731
+        def cut(param_sharding: ParamSharding) -> ParamSharding:
+            return replace(
+                param_sharding,
+                layout=param_sharding.layout.with_placement("tp", S(0)),
+                grad_layout=param_sharding.grad_layout.with_placement("tp", S(0)),
+            )
+
         return sharding.map_param_shardings(cut)
 
 
-def test_a_weight_that_is_cut_along_a_dim_is_stepped_whole_by_one_rank():
-    mesh, anatomy = Mesh(tp=2), Paper(layers=1).anatomy
+def test_a_sliced_matrix_is_updated_in_full_by_one_rank():
+    mesh, model_spec = Mesh(tp=2), Paper(layers=1).anatomy
 
     def kinds(rule: OptimizerName) -> set[str]:
-        plan = Plan.make(tiny_job(optimizer=OptimizerConfig(rule)), mesh, anatomy, (Rows(),))
+        plan = Plan.make(tiny_job(optimizer=OptimizerConfig(rule)), mesh, model_spec, (Rows(),))
         return {action.kind for action in plan.program.actions(FIRST_ROLE)}
 
     assert {"GATHER_GRAD", "SCATTER_PARAM"} & kinds("lion") == set()
@@ -193,27 +195,33 @@ def test_a_weight_that_is_cut_along_a_dim_is_stepped_whole_by_one_rank():
 
 
 def test_what_a_weight_is_counts_in_the_hash_where_rules_depend_on_it():
-    anatomy = Paper(layers=1).anatomy
+    model_spec = Paper(layers=1).anatomy
     other = replace(
-        anatomy, params=tuple(replace(weight, is_hidden_matrix=True) for weight in anatomy.params)
+        model_spec, params=tuple(replace(param, is_hidden_matrix=True) for param in model_spec.params)
     )
 
     def hashes(spec: OptimizerConfig) -> set[str]:
-        return {Plan.make(tiny_job(optimizer=spec), Mesh(), each).hash for each in (anatomy, other)}
+        return {Plan.make(tiny_job(optimizer=spec), Mesh(), each).hash for each in (model_spec, other)}
 
     assert len(hashes(MUON)) == 2
     assert len(hashes(OptimizerConfig("adafactor"))) == 1
 
 
-def test_homes_know_their_grain_and_bundles_are_cut_by_it():
-    weights = tuple(
-        replace(weight, shape=(10, 10), is_hidden_matrix=True) for weight in Paper(layers=2).anatomy.params
+def test_param_shardings_know_their_alignment_and_groups_follow_it():
+    params = tuple(
+        replace(param, shape=(10, 10), is_hidden_matrix=True) for param in Paper(layers=2).anatomy.params
     )
-    anatomy = replace(Paper(layers=2).anatomy, params=weights)
-    space = Plan.make(tiny_job(optimizer=MUON), Mesh(), anatomy).sharding
-    assert [home.shard_alignment for home in space.param_shardings] == ["matrix", "matrix"]
+    model_spec = replace(Paper(layers=2).anatomy, params=params)
+    sharding = Plan.make(tiny_job(optimizer=MUON), Mesh(), model_spec).sharding
+    assert [param_sharding.shard_alignment for param_sharding in sharding.param_shardings] == [
+        "matrix",
+        "matrix",
+    ]
     assert (
-        [home.shard_alignment for home in ShardingPlan.one_device(Mesh(), anatomy).param_shardings]
+        [
+            param_sharding.shard_alignment
+            for param_sharding in ShardingPlan.one_device(Mesh(), model_spec).param_shardings
+        ]
         == [ParamSharding(HIDDEN).shard_alignment] * 2
         == ["element"] * 2
     )

@@ -1,4 +1,4 @@
-"""A plan is refused with all its faults, and its hash names every choice that affects numbers and nothing else."""
+"""A plan is refused with all its diagnostics, and its hash covers the choices that affect results."""
 
 import subprocess
 import sys
@@ -106,7 +106,9 @@ class Keep(Strategy):
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         return sharding.map_param_shardings(
-            lambda home: ParamSharding(home.param, home.layout.with_placement("tp", S(0)))
+            lambda param_sharding: ParamSharding(
+                param_sharding.param, param_sharding.layout.with_placement("tp", S(0))
+            )
         )
 
 
@@ -119,7 +121,7 @@ def plan(
 def refused(**changes: object) -> list[str]:
     with pytest.raises(PlanError) as caught:
         plan(**changes)
-    return [str(fault) for fault in caught.value.diagnostics]
+    return [str(diagnostic) for diagnostic in caught.value.diagnostics]
 
 
 def changed(job: Job, key: str, value: object) -> Job:
@@ -158,9 +160,9 @@ def test_the_hash_changes_with_every_other_choice(other: Plan):
     assert other.hash != plan().hash
 
 
-def test_the_hash_sees_who_uses_a_weight_because_that_decides_its_bucket():
-    weights = (replace(MODEL.params[0], block_calls=("layer0", "layer1")), *MODEL.params[1:])
-    assert Plan.make(JOB, Mesh(dp_replicate=3), replace(MODEL, params=weights), PAIR).hash != plan().hash
+def test_the_hash_covers_the_users_of_a_parameter_because_they_decide_its_bucket():
+    params = (replace(MODEL.params[0], block_calls=("layer0", "layer1")), *MODEL.params[1:])
+    assert Plan.make(JOB, Mesh(dp_replicate=3), replace(MODEL, params=params), PAIR).hash != plan().hash
 
 
 def test_equal_plans_have_equal_hashes():
@@ -211,22 +213,23 @@ def test_the_samples_are_shared_over_all_data_axes_and_no_others():
     assert [two.data_index(rank) for rank in range(12)] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
 
 
-def test_a_plan_is_refused_with_every_fault_at_once():
+def test_a_plan_is_refused_with_every_diagnostic_at_once():
     found = refused(
         job=Job(train=TrainConfig(steps=0, batch=13)),
         strategies=(BatchSplit(), DDP("dp_shard"), Order(), Order(1)),
     )
-    heads = [fault.split("\n")[0] for fault in found]
+    heads = [diagnostic.split("\n")[0] for diagnostic in found]
     assert heads == [
         "model.source: no model is named",
         "data.source: no data is named",
         "train.steps: 0 steps",
         "strategies: ordered and ordered both decide the order of the step",
-        "strategies.ddp: the copies along dp_shard would all see the same samples: nothing splits the batch there",
+        "strategies.ddp: the copies along dp_shard would all see the same samples: "
+        "nothing splits the batch there",
         "strategies: the gradients of 3 parameters (layer0.weight...) stay partial sums over dp_replicate",
         "train.batch: a global batch of 13 samples does not divide by 3 data-parallel ranks",
     ]
-    assert all("\n  repair: " in fault for fault in found)
+    assert all("\n  repair: " in diagnostic for diagnostic in found)
 
 
 @pytest.mark.parametrize(
@@ -234,11 +237,13 @@ def test_a_plan_is_refused_with_every_fault_at_once():
     [
         (
             {"strategies": ()},
-            "strategies: no strategy uses the axis dp_replicate: 3 ranks would do the same work\n  repair: give the axis",
+            "strategies: no strategy uses the axis dp_replicate: 3 ranks would do the same work"
+            "\n  repair: give the axis",
         ),
         (
             {"strategies": PAIR, "mesh": Mesh(dp_replicate=3, pp=2)},
-            "no strategy uses the axis pp: 2 ranks would do the same work\n  repair: give the axis a strategy (for runs of",
+            "no strategy uses the axis pp: 2 ranks would do the same work"
+            "\n  repair: give the axis a strategy (for runs of",
         ),
         (
             {"strategies": (BatchSplit(),)},
@@ -250,7 +255,8 @@ def test_a_plan_is_refused_with_every_fault_at_once():
         ),
         (
             {"strategies": (*PAIR, DDP(bucket_mb=1.0))},
-            "ddp and ddp both decide how parameters are stored along dp_replicate\n  repair: keep one of them",
+            "ddp and ddp both decide how parameters are stored along dp_replicate"
+            "\n  repair: keep one of them",
         ),
         (
             {"strategies": (*PAIR, NaiveDDP())},
@@ -262,15 +268,18 @@ def test_a_plan_is_refused_with_every_fault_at_once():
         ),
         (
             {"micro_batch": 3},
-            "a rank (12 over 3 ranks) do not divide by micro_batch = 3\n  repair: choose micro_batch from 1, 2, 4",
+            "a rank (12 over 3 ranks) do not divide by micro_batch = 3"
+            "\n  repair: choose micro_batch from 1, 2, 4",
         ),
         (
             {"job": replace(JOB, train=TrainConfig(batch=2))},
-            "a global batch of 2 samples is too small for 3 data-parallel ranks\n  repair: raise train.batch to at least 3",
+            "a global batch of 2 samples is too small for 3 data-parallel ranks"
+            "\n  repair: raise train.batch to at least 3",
         ),
         (
             {"job": replace(JOB, train=TrainConfig(batch=14))},
-            "does not divide by 3 data-parallel ranks\n  repair: set train.batch to 12 or 15, or change the mesh",
+            "does not divide by 3 data-parallel ranks"
+            "\n  repair: set train.batch to 12 or 15, or change the mesh",
         ),
         (
             {"job": replace(JOB, train=TrainConfig(batch=12, clip=-1.0))},
@@ -278,19 +287,19 @@ def test_a_plan_is_refused_with_every_fault_at_once():
         ),
     ],
 )
-def test_one_fault_is_said_once_with_its_repair(changes: dict[str, object], said: str):
+def test_one_diagnostic_is_reported_once_with_its_repair(changes: dict[str, object], said: str):
     found = refused(**changes)
     assert len(found) == 1
     assert said in found[0]
 
 
-def test_faults_of_the_run_are_reported_too():
+def test_diagnostics_of_the_run_are_reported_too():
     with pytest.raises(PlanError, match=r"run\.keep: keep = 0: no checkpoint would stay"):
         Plan.make(JOB, Mesh(), MODEL, (), 0, RunConfig(keep=0))
 
 
 def test_a_model_in_which_nothing_is_trained_is_refused():
-    frozen = replace(MODEL, params=tuple(replace(weight, trainable=False) for weight in MODEL.params))
+    frozen = replace(MODEL, params=tuple(replace(param, trainable=False) for param in MODEL.params))
     with pytest.raises(PlanError, match="model: none of the 3 parameters of paper is trained"):
         Plan.make(JOB, Mesh(), frozen)
 
@@ -303,7 +312,7 @@ def test_a_hundred_thousand_ranks_are_planned_as_cheaply_as_three():
     assert wide.data_index(77_777) == 77_777
 
 
-def test_core_is_imported_without_torch():
+def test_plan_is_imported_without_torch():
     names = [
         "plan",
         "strategy",
@@ -315,7 +324,8 @@ def test_core_is_imported_without_torch():
         "step.simulator",
         "step.weight_stashing",
     ]
-    code = f"import sys; {'; '.join(f'import meshwright.plan.{name}' for name in names)}; print('torch' in sys.modules)"
+    imports = "; ".join(f"import meshwright.plan.{name}" for name in names)
+    code = f"import sys; {imports}; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, check=True
     )

@@ -44,12 +44,14 @@ def test_within_a_phase_the_written_order_stays():
 
 
 def test_a_strategy_that_overrides_nothing_changes_nothing():
-    space = ShardingPlan.one_device(Mesh(), Paper().anatomy)
-    program = single_device_program(space, Job(), 1, sequential_stage_calls(space.model_spec.block_calls, 1))
+    sharding = ShardingPlan.one_device(Mesh(), Paper().anatomy)
+    program = single_device_program(
+        sharding, Job(), 1, sequential_stage_calls(sharding.model_spec.block_calls, 1)
+    )
     store = Store()
-    assert list(store.check(Job(), space)) == []
-    assert store.place(space) is space
-    assert store.rewrite(program, space, Job()) is program
+    assert list(store.check(Job(), sharding)) == []
+    assert store.place(sharding) is sharding
+    assert store.rewrite(program, sharding, Job()) is program
     assert store.exact
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.api import parity_case, select_local_batch
+from meshwright.api import select_local_batch
 from meshwright.engine.runtime.loss import token_cross_entropy
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.ddp import DDP
@@ -14,8 +14,9 @@ from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import RankReport, compare_rank, make_verdict
+from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import ParityCase, run_reference
 from tests.parallel.tensor.odd_llama import ROWS, TOKENS, batches, llama, planned
 
@@ -35,14 +36,14 @@ def compared(mesh: Mesh, strategies: tuple[Strategy, ...]) -> tuple[ParityCase, 
     steps = [batches(1, ROWS, length)[0] for length in LENGTHS]
     steps[-1] = {key: value[:3] for key, value in steps[-1].items()}
     reading, plan = planned(llama(), mesh, strategies, micro=2)
-    case = parity_case(
+    case = make_parity_case(
         reading,
         plan,
         token_cross_entropy(),
         lambda plan, rank: lambda step: select_local_batch(steps[step], plan, rank),
     )
     reference = run_reference(case, len(steps))
-    return case, on_threads(lambda world: compare_rank(case, world, reference), mesh)
+    return case, run_on_threads(lambda world: compare_rank(case, world, reference), mesh)
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from meshwright.comm.collectives.group import Entry, World
+from meshwright.comm.collectives.group import LedgerEntry, World
 from meshwright.engine.runtime.loss import Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.job.job import (
@@ -22,7 +22,7 @@ from meshwright.plan.job.job import (
     ScheduleConfig,
 )
 from meshwright.plan.step.action import Action, Transfer
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import (
     TOLERANCE,
     RankReport,
@@ -52,14 +52,14 @@ def case(reading: AnalyzedModel) -> ParityCase:
 @pytest.fixture(scope="module")
 def reports(case: ParityCase) -> list[RankReport]:
     reference = run_reference(case, 3)
-    return on_threads(lambda world: compare_rank(case, world, reference), case.plan.mesh)
+    return run_on_threads(lambda world: compare_rank(case, world, reference), case.plan.mesh)
 
 
 def held_against(case: ParityCase, change: Change, steps: int = 2) -> Verdict:
     """The verdict when one device is said to have computed something else."""
     reference = change(run_reference(case, steps))
     return make_verdict(
-        case, on_threads(lambda world: compare_rank(case, world, reference), case.plan.mesh), "threads", {}
+        case, run_on_threads(lambda world: compare_rank(case, world, reference), case.plan.mesh), "threads", {}
     )
 
 
@@ -259,7 +259,7 @@ def test_replicas_that_differ_in_a_bit_do_not_pass(case: ParityCase, reports: li
     ids=["one less", "one more", "bytes", "order", "axes", "algorithm", "collective"],
 )
 def test_messages_that_the_program_does_not_state_do_not_pass(
-    case: ParityCase, reports: list[RankReport], change: Callable[[list[Entry]], list[Entry]], said: str
+    case: ParityCase, reports: list[RankReport], change: Callable[[list[LedgerEntry]], list[LedgerEntry]], said: str
 ):
     verdict = make_verdict(
         case, [*reports[:2], replace(reports[2], sent_entries=change(reports[2].sent_entries))], "threads", {}
@@ -303,7 +303,7 @@ def test_a_report_survives_the_way_from_a_process(reports: list[RankReport], cas
 
 def test_a_failed_report_survives_the_way_from_a_process(case: ParityCase):
     reference = nudged("gradients", "head.bias", nan)(run_reference(case, 2))
-    reports = on_threads(lambda world: compare_rank(case, world, reference), case.plan.mesh)
+    reports = run_on_threads(lambda world: compare_rank(case, world, reference), case.plan.mesh)
     back = [TypeAdapter(RankReport).validate_json(json.dumps(asdict(report))) for report in reports]
     assert repr(back) == repr(reports)
     assert not make_verdict(case, back, "processes", {}).passed
@@ -350,5 +350,5 @@ def test_the_module_has_its_own_forwards_back_after_a_failure(case: ParityCase):
         compare_rank(faulty, world, run_reference(case, 1))
 
     with pytest.raises((ValueError, KeyError)):
-        on_threads(body, case.plan.mesh)
+        run_on_threads(body, case.plan.mesh)
     assert all("forward" not in block.__dict__ for subject in made for block in subject.blocks.values())

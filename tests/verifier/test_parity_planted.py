@@ -1,4 +1,7 @@
-"""Bugs that were met in the field, planted here one by one: the verifier must notice each, name it, and tell its cause."""
+"""Bugs that were met in the field, planted here one by one.
+
+The verifier must notice each, name it, and tell its cause.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,8 +10,8 @@ from functools import partial
 import pytest
 import torch
 
-from meshwright.api import make_trained_module
 from meshwright.comm.collectives.group import World
+from meshwright.engine.runtime.build_module import make_trained_module
 from meshwright.engine.runtime.state import TrainedModule
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
@@ -31,7 +34,7 @@ def reading() -> AnalyzedModel:
 @pytest.fixture(scope="module")
 def plan(reading: AnalyzedModel) -> Plan:
     plan = plan_of(reading, 3, LAYERS, micro_batch=2)
-    reduced = [action.tensors for action in plan.program.actions("stage0") if action.kind == "REDUCE"]
+    reduced = [action.tensors for action in plan.program.actions("pp0") if action.kind == "REDUCE"]
     assert reduced[0] == ("head.weight", "head.bias")
     assert reduced[-1] == ("embed.weight",)
     assert len(reduced) == 5
@@ -56,9 +59,9 @@ def test_the_plan_without_a_bug_passes(reading: AnalyzedModel, plan: Plan):
 
 def test_a_bundle_that_is_never_reduced(reading: AnalyzedModel, plan: Plan):
     faulty = edited(plan, without("REDUCE(2)", "PACK(layers.1)"))
-    pending = [fault.problem.split(":")[0] for fault in static_checks(faulty) if "pending" in fault.problem]
-    assert pending == [
-        f"the gradient of layers.1.{name} stays a pending sum over dp_replicate"
+    partial = [fault.problem.split(":")[0] for fault in static_checks(faulty) if "partial" in fault.problem]
+    assert partial == [
+        f"the gradient of layers.1.{name} stays a partial sum over dp_replicate"
         for name in ("norm.weight", "norm.bias", "linear.weight", "linear.bias")
     ]
     verdict = verdict_of(case_of(reading, faulty))
@@ -67,7 +70,10 @@ def test_a_bundle_that_is_never_reduced(reading: AnalyzedModel, plan: Plan):
 
 
 def test_a_bundle_that_is_reduced_twice(reading: AnalyzedModel, plan: Plan):
-    """All gradients of one bundle are n times too large: that is no loss scale, because the others are right."""
+    """All gradients of one bundle are n times too large.
+
+    That is no loss scale, because the others are right.
+    """
 
     def twice(actions: list[Action]) -> list[Action]:
         place = next(i for i, action in enumerate(actions) if action.name == f"REDUCE({EMBED})")

@@ -18,7 +18,7 @@ from meshwright.plan.job.job import OptimizerConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import (
     case_of,
     edited,
@@ -78,8 +78,8 @@ class Averaging(DDP):
 
     def bind(self, runtime: Any) -> dict[str, Callable[[Action], None]]:
         def reduce(action: Action) -> None:
-            runtime.state.tensor(action.subject).div_(runtime.state.world.mesh.world)
-            runtime.start(action)
+            runtime.state.action_tensor(action.subject).div_(runtime.state.world.mesh.world)
+            runtime.start_collective(action)
 
         return {"REDUCE": reduce}
 
@@ -117,7 +117,7 @@ def test_adam_would_have_hidden_the_scale(reading: AnalyzedModel, plan: Plan):
             player.step(feed(adam, world.rank)(0))
             return player.state.trained_module.parameters["head.weight"].detach()
 
-        after.append(on_threads(body, Mesh(dp_replicate=3))[0])
+        after.append(run_on_threads(body, Mesh(dp_replicate=3))[0])
     torch.testing.assert_close(after[0], after[1], rtol=1e-12, atol=1e-12)
 
 

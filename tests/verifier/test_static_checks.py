@@ -14,13 +14,13 @@ from tests.tiny_model import reading_of, tiny_job
 
 
 def message(kind: str, subject: str, peer: int, *waits: str) -> Action:
-    lane = "send" if kind == "SEND" else "receive"
+    lane = "send" if kind == "SEND" else "recv"
     return Action(kind, subject, stream=lane, waits=waits, transfer=Transfer(lane, ("pp",), 8, peer=peer))
 
 
 def test_two_ranks_that_wait_for_their_sends_before_they_receive_are_noticed():
     def listed(mine: str, theirs: str, peer: int) -> list[Action]:
-        receive = message("RECV", theirs, peer, f"stage{peer}/SEND({theirs})")
+        receive = message("RECV", theirs, peer, f"pp{peer}/SEND({theirs})")
         return [
             message("SEND", mine, peer),
             Action("F", waits=(f"SEND({mine})",)),
@@ -28,10 +28,10 @@ def test_two_ranks_that_wait_for_their_sends_before_they_receive_are_noticed():
             Action("B", waits=(receive.name,)),
         ]
 
-    stuck = Program.from_dict({"stage0": listed("x", "y", 1), "stage1": listed("y", "x", 0)})
+    stuck = Program.from_dict({"pp0": listed("x", "y", 1), "pp1": listed("y", "x", 0)})
     assert [fault.split(",")[0] for fault in find_unbuffered_deadlocks(stuck)] == [
-        "stage0 stands at F() and waits for ever for stage0/SEND(x)",
-        "stage1 stands at F() and waits for ever for stage1/SEND(y)",
+        "pp0 stops at F() and waits for ever for pp0/SEND(x)",
+        "pp1 stops at F() and waits for ever for pp1/SEND(y)",
     ]
     free = stuck.edit(
         lambda actions: [replace(action, waits=()) if action.kind == "F" else action for action in actions]

@@ -18,7 +18,7 @@ from meshwright.verifier.static_checks import static_checks
 from tests.paper_model import Paper
 
 Edit = Callable[[list[Action]], list[Action]]
-STAYS = "the gradient of layer1.weight stays a pending sum over dp_replicate: no all_reduce moves it"
+STAYS = "the gradient of layer1.weight stays a partial sum over dp_replicate: no all_reduce moves it"
 JOB = Job(ModelConfig("model.json"), DataConfig("text.txt"), TrainConfig(batch=6))
 
 
@@ -85,7 +85,7 @@ def test_parameters_of_the_root_are_reduced_after_the_last_backward():
     assert static_checks(plan) == []
     reduce = next(
         action
-        for action in plan.program.actions("stage0")
+        for action in plan.program.actions("pp0")
         if action.kind == "REDUCE" and "scale" in action.tensors
     )
     early = broken(moved(reduce.name, "B(layer0, 1)"), plan)
@@ -94,18 +94,18 @@ def test_parameters_of_the_root_are_reduced_after_the_last_backward():
 
 def test_a_gradient_that_nothing_moves_is_named():
     assert broken(without("REDUCE(1)")) == [
-        "the gradient of layer1.weight stays a pending sum over dp_replicate: no all_reduce moves it"
+        "the gradient of layer1.weight stays a partial sum over dp_replicate: no all_reduce moves it"
     ]
 
 
 def test_a_gradient_that_another_collective_moves_is_named():
-    reduce = next(action for action in plan_of().program.actions("stage0") if action.name == "REDUCE(1)")
+    reduce = next(action for action in plan_of().program.actions("pp0") if action.name == "REDUCE(1)")
     said = broken(changed("REDUCE(1)", transfer=replace(reduce.transfer, collective="broadcast")))
     assert said == [STAYS]
 
 
 def test_a_gradient_that_moves_along_another_axis_is_named():
-    reduce = next(action for action in plan_of().program.actions("stage0") if action.name == "REDUCE(1)")
+    reduce = next(action for action in plan_of().program.actions("pp0") if action.name == "REDUCE(1)")
     said = broken(changed("REDUCE(1)", transfer=replace(reduce.transfer, axes=("tp",))))
     assert said == [STAYS]
 
@@ -129,14 +129,14 @@ def test_a_gradient_that_is_moved_too_early_is_named():
 def test_a_tied_gradient_that_is_moved_between_its_two_users_is_named():
     plan = plan_of(Paper(tied=True))
     tied = next(
-        a.name for a in plan.program.actions("stage0") if a.kind == "REDUCE" and "layer0.weight" in a.tensors
+        a.name for a in plan.program.actions("pp0") if a.kind == "REDUCE" and "layer0.weight" in a.tensors
     )
     said = broken(moved(tied, "B(layer1, 1)"), plan)
     assert said == [f"{tied} moves the gradient of layer0.weight before B(layer0, 1) has added to it"]
 
 
 def test_a_clip_that_does_not_wait_for_a_gradient_is_named():
-    clip = next(action for action in plan_of().program.actions("stage0") if action.kind == "CLIP")
+    clip = next(action for action in plan_of().program.actions("pp0") if action.kind == "CLIP")
     said = broken(changed("CLIP()", waits=tuple(wait for wait in clip.waits if wait != "REDUCE(1)")))
     assert said == ["CLIP does not wait for REDUCE(1), which moves the gradient of layer1.weight"]
 
@@ -173,27 +173,28 @@ def test_a_forward_without_a_backward_is_named():
 
 def test_a_name_that_stands_twice_is_named():
     said = broken(lambda actions: [*actions, actions[0]])
-    assert f"TOKEN_COUNT() stands twice, as actions 0 and {len(plan_of().program.actions('stage0'))}" in said
+    assert f"TOKEN_COUNT() is listed twice, as actions 0 and {len(plan_of().program.actions('pp0'))}" in said
 
 
 def test_a_wait_for_what_nobody_plays_is_named_and_shown():
     said = broken(changed("LOSS_SUM()", waits=("LOSS(9)",)))
-    assert "LOSS_SUM() waits for LOSS(9), which nobody plays" in said
+    assert "LOSS_SUM() waits for LOSS(9), which no rank runs" in said
     assert any(
-        text.startswith("nobody can go on:") and "LOSS_SUM()  <-- waits for LOSS(9)" in text for text in said
+        text.startswith("no role can proceed:") and "LOSS_SUM()  <-- waits for LOSS(9)" in text
+        for text in said
     )
 
 
 @pytest.mark.parametrize("name", ["TOKEN_COUNT()", "F(layer0, 0)"])
 def test_a_wait_for_what_stands_later_is_named_and_shown(name: str):
     said = broken(changed(name, waits=("CLIP()",)))
-    assert f"{name} waits for CLIP(), which stands later in the list" in said
+    assert f"{name} waits for CLIP(), which is later in the list" in said
     assert any(f"{name}  <-- waits for CLIP()" in text for text in said)
 
 
 def test_roles_that_wait_for_each_other_are_shown():
     plan = plan_of()
-    listed = list(plan.program.actions("stage0"))
+    listed = list(plan.program.actions("pp0"))
     first, second = (
         [replace(listed[0], waits=(f"{other}/TOKEN_COUNT()",)), *listed[1:]] for other in ("b", "a")
     )
@@ -208,18 +209,20 @@ def test_roles_that_wait_for_each_other_are_shown():
 
 def test_memory_that_is_not_returned_is_named():
     taken = (Allocation("scratch", 8),)
-    assert broken(changed("CLIP()", takes=taken)) == ["CLIP() takes scratch, and nobody frees it"]
+    assert broken(changed("CLIP()", allocations=taken)) == [
+        "CLIP() allocates scratch, and no action frees it"
+    ]
 
 
 def test_memory_that_is_taken_twice_is_named():
-    actions = plan_of().program.actions("stage0")
+    actions = plan_of().program.actions("pp0")
     again = next(action for action in actions if action.name == "F(layer1, 0)").allocations
-    said = broken(changed("LOSS(0)", takes=again))
-    assert "LOSS(0) takes stream(layer1, 0), which F(layer1, 0) holds already" in said
+    said = broken(changed("LOSS(0)", allocations=again))
+    assert "LOSS(0) allocates output(layer1, 0), which F(layer1, 0) has allocated already" in said
 
 
 def test_memory_that_is_returned_without_being_held_is_named():
-    assert broken(changed("CLIP()", frees=("scratch",))) == ["CLIP() frees scratch, which is not held"]
+    assert broken(changed("CLIP()", frees=("scratch",))) == ["CLIP() frees scratch, which is not allocated"]
 
 
 def test_all_faults_are_reported_at_once():
@@ -238,7 +241,7 @@ def test_a_model_of_a_thousand_weights_is_proved_soon():
         (BatchSplit(), DDP()),
         1,
     )
-    assert len(plan.program.actions("stage0")) > 32_000
+    assert len(plan.program.actions("pp0")) > 32_000
     assert static_checks(plan) == []
 
 

@@ -24,7 +24,7 @@ def plan_of(schedule: str = "1f1b", pp: int = 3) -> Plan:
     return make_plan(reading_of(tied=True), tiny_job(), Mesh(pp=pp, dp_shard=2), strategies, 1)
 
 
-def said(plan: Plan, edit: Edit, role: str = "stage0") -> list[str]:
+def said(plan: Plan, edit: Edit, role: str = "pp0") -> list[str]:
     """What is proved of `plan` when the actions of `role` become what `edit` makes of them."""
     lists = {
         name: [made for action in actions if (made := edit(action) if name == role else action) is not None]
@@ -42,8 +42,8 @@ def test_a_sum_that_nobody_starts_is_named():
     found = said(
         plan_of(), lambda action: replace(action, transfer=None) if action.kind == "REDUCE_TIED" else action
     )
-    assert "the gradient of embed.weight stays a pending sum over pp: no all_reduce moves it" in found
-    assert any(text.startswith("it meets stage2 along pp in unlike sums: nothing and") for text in found)
+    assert "the gradient of embed.weight stays a partial sum over pp: no all_reduce moves it" in found
+    assert any(text.startswith("its sums with pp2 along pp differ: nothing and") for text in found)
 
 
 def test_a_sum_over_other_ranks_than_use_the_weight_is_named():
@@ -56,7 +56,10 @@ def test_a_sum_over_other_ranks_than_use_the_weight_is_named():
         )
 
     found = said(plan_of(), fewer)
-    text = f"REDUCE_TIED({NAME}) adds up what the ranks at 0 and 1 of pp have of the gradient of embed.weight, which those at 0 and 2 use"
+    text = (
+        f"REDUCE_TIED({NAME}) sums the gradient of embed.weight over pp ranks 0 and 1, and pp ranks 0 "
+        "and 2 use it"
+    )
     assert text in found
 
 
@@ -83,7 +86,7 @@ def test_who_reads_gradients_must_wait_for_it():
     assert f"CLIP does not wait for REDUCE_TIED({NAME}), which moves the gradient of embed.weight" in found
 
 
-@pytest.mark.parametrize("role", ["stage0", "stage1"])
+@pytest.mark.parametrize("role", ["pp0", "pp1"])
 def test_ranks_that_come_to_their_sums_in_unlike_orders_are_named(role: str):
     plan = plan_of("dualpipe", 2)
     ties = [action.name for action in plan.program.actions(role) if action.kind == "REDUCE_TIED"]
@@ -97,5 +100,5 @@ def test_ranks_that_come_to_their_sums_in_unlike_orders_are_named(role: str):
         name: swapped(list(actions)) if name == role else actions for name, actions in plan.program.roles
     }
     found = [fault.problem for fault in static_checks(replace(plan, program=Program.from_dict(lists)))]
-    first, second = (ties[1], ties[0]) if role == "stage0" else (ties[0], ties[1])
-    assert f"it meets stage1 along pp in unlike sums: {first} and {second} come at the same place" in found
+    first, second = (ties[1], ties[0]) if role == "pp0" else (ties[0], ties[1])
+    assert f"its sums with pp1 along pp differ: {first} and {second} are at the same place" in found

@@ -1,4 +1,7 @@
-"""What a rank sends against what its program says: bugs planted in handlers and programs, on meshes larger than any machine."""
+"""What a rank sends against what its program says.
+
+Bugs planted in handlers and programs, on meshes larger than any machine.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -23,7 +26,7 @@ BUCKET_MB = 300 / 2**20  # five buckets, REDUCE(0) to REDUCE(4)
 
 
 @pytest.fixture(scope="module")
-def reading() -> mw.Reading:
+def reading() -> mw.AnalyzedModel:
     return reading_of()
 
 
@@ -37,46 +40,48 @@ def odd(act: Callable[..., object]) -> DDP:
     return Odd(bucket_mb=BUCKET_MB)
 
 
-def told(reading: mw.Reading, act: Callable[..., object]) -> list[str]:
+def told(reading: mw.AnalyzedModel, act: Callable[..., object]) -> list[str]:
     """What is wrong with rank 2 of 3 when REDUCE is done by `act`."""
     plan = plan_of(reading, 3, (BatchSplit(), odd(act)), micro_batch=2)
     assert static_checks(plan) == []
     found = mw.trace(reading, plan, [2])
-    assert found.passed == (not found.faults)
-    return [fault.what for fault in found.faults]
+    assert found.passed == (not found.diagnostics)
+    return [fault.problem for fault in found.diagnostics]
 
 
-def broken(reading: mw.Reading, name: str, **changes: object) -> list[str]:
+def broken(reading: mw.AnalyzedModel, name: str, **changes: object) -> list[str]:
     """What is wrong with rank 1 of 3 when the program states something else of action `name` than what is done."""
     plan = plan_of(reading, 3, (BatchSplit(), DDP(bucket_mb=BUCKET_MB)))
 
     def change(actions: list[Action]) -> list[Action]:
         return [replace(a, transfer=replace(a.transfer, **changes)) if a.name == name else a for a in actions]
 
-    return [fault.what for fault in mw.trace(reading, edited(plan, change), [1]).faults]
+    return [fault.problem for fault in mw.trace(reading, edited(plan, change), [1]).diagnostics]
 
 
 @pytest.mark.parametrize("micro_batch", [0, 1])
 @pytest.mark.parametrize("reduce", ["float64", "float32"])
-def test_a_sound_plan_issues_what_it_states(reading: mw.Reading, micro_batch: int, reduce: str):
+def test_a_sound_plan_issues_what_it_states(reading: mw.AnalyzedModel, micro_batch: int, reduce: str):
     job = tiny_job(precision=PrecisionConfig("float64", "float64", reduce))
     plan = plan_of(reading, 3, (BatchSplit(), DDP(bucket_mb=BUCKET_MB)), micro_batch=micro_batch, job=job)
     found = mw.trace(reading, plan)
-    assert (found.passed, found.ranks, found.tensors, found.plan) == (
+    assert (found.passed, found.ranks, found.tensor_kind, found.plan) == (
         True,
         sample_ranks(plan),
         "fake",
         plan.hash,
     )
-    assert found.messages == len(planned_collectives(plan)) > 4
+    assert found.num_messages == len(planned_collectives(plan)) > 4
     numel = plan.model_spec.numel
-    assert found.sent == pytest.approx((numel * {"float64": 8, "float32": 4}[reduce] + 32 + 8) * 2 * 2 / 3)
+    assert found.sent_nbytes == pytest.approx(
+        (numel * {"float64": 8, "float32": 4}[reduce] + 32 + 8) * 2 * 2 / 3
+    )
     assert str(found).endswith(
-        f"issued the {found.messages} collectives that the program states, in each of 2 steps"
+        f"issued the {found.num_messages} collectives that the program states, in each of 2 steps"
     )
 
 
-def test_a_rank_of_a_large_mesh_is_played_alone(reading: mw.Reading):
+def test_a_rank_of_a_large_mesh_is_played_alone(reading: mw.AnalyzedModel):
     plan = plan_of(reading, 1024, job=tiny_job(batch=2048), micro_batch=1)
     found = mw.trace(reading, plan, [777])
     assert str(found).startswith("rank 777 of dp_replicate 1024 issued the 3 collectives")
@@ -96,7 +101,7 @@ def test_a_model_that_no_machine_here_holds_is_traced():
                 x = layer(x)
             return x
 
-    wide = mw.read(Wide, {"x": torch.zeros(1, 5, 1 << 14), "labels": torch.zeros(1, 5, dtype=torch.long)})
+    wide = mw.analyze(Wide, {"x": torch.zeros(1, 5, 1 << 14), "labels": torch.zeros(1, 5, dtype=torch.long)})
     plan = plan_of(wide, 3)
     assert plan.model_spec.numel * 8 > 1.3e11, "bytes of the weights alone"
     assert mw.trace(wide, plan, [1]).passed
@@ -111,30 +116,33 @@ def test_dropout_ties_and_parameters_without_gradients_are_played(options: dict[
 # bugs
 
 
-def test_an_action_that_sends_twice_is_named(reading: mw.Reading):
-    found = told(reading, lambda runtime, action: (runtime.start(action), runtime.start(action)))
+def test_an_action_that_sends_twice_is_named(reading: mw.AnalyzedModel):
+    found = told(
+        reading, lambda runtime, action: (runtime.start_collective(action), runtime.start_collective(action))
+    )
     assert len(found) == 5
     message = "all_reduce of 728 bytes float64 over dp_replicate (3 ranks, backend)"
     twice = f"REDUCE(0) issued 2 collectives ({message}; {message}), not the one stated: {message}"
     assert found[0] == f"{twice}, on rank 2 in step 1"
 
 
-def test_an_action_that_forgets_its_collective_is_named(reading: mw.Reading):
+def test_an_action_that_forgets_its_collective_is_named(reading: mw.AnalyzedModel):
     found = told(
-        reading, lambda runtime, action: runtime.start(action) if action.name != "REDUCE(3)" else None
+        reading,
+        lambda runtime, action: runtime.start_collective(action) if action.name != "REDUCE(3)" else None,
     )
     assert len(found) == 1
     assert found[0].startswith("REDUCE(3) issued nothing, and the program states: all_reduce of")
 
 
-def test_an_action_that_sends_more_is_named(reading: mw.Reading):
+def test_an_action_that_sends_more_is_named(reading: mw.AnalyzedModel):
     def longer(runtime, action: Action) -> None:
         group = runtime.state.world.group(action.transfer.axes)
         group.all_reduce(torch.zeros(92, dtype=torch.float64), action=action.name)
 
     found = told(
         reading,
-        lambda runtime, action: (longer if action.name == "REDUCE(0)" else type(runtime).start)(
+        lambda runtime, action: (longer if action.name == "REDUCE(0)" else type(runtime).start_collective)(
             runtime, action
         ),
     )
@@ -143,24 +151,24 @@ def test_an_action_that_sends_more_is_named(reading: mw.Reading):
     assert "states: all_reduce of 728 bytes float64" in found[0]
 
 
-def test_actions_that_send_in_another_order_are_named(reading: mw.Reading):
+def test_actions_that_send_in_another_order_are_named(reading: mw.AnalyzedModel):
     kept: list[Action] = []
 
     def swapped(runtime, action: Action) -> None:
         if action.name == "REDUCE(0)":
             kept.append(action)
             return
-        runtime.start(action)
+        runtime.start_collective(action)
         if action.name == "REDUCE(1)":
-            runtime.start(kept.pop())
+            runtime.start_collective(kept.pop())
 
     found = told(reading, swapped)
     assert found == ["REDUCE(1) came where the program has REDUCE(0): the order differs, on rank 2 in step 1"]
 
 
-def test_a_collective_that_no_action_states_is_named(reading: mw.Reading):
+def test_a_collective_that_no_action_states_is_named(reading: mw.AnalyzedModel):
     def more(runtime, action: Action) -> None:
-        runtime.start(action)
+        runtime.start_collective(action)
         if action.name == "REDUCE(2)":
             runtime.state.world.group(("dp_replicate",)).all_gather(
                 torch.zeros(6), torch.zeros(2), action="PEEK"
@@ -173,13 +181,13 @@ def test_a_collective_that_no_action_states_is_named(reading: mw.Reading):
     )
 
 
-def test_a_second_step_that_differs_from_the_first_is_named_once(reading: mw.Reading):
+def test_a_second_step_that_differs_from_the_first_is_named_once(reading: mw.AnalyzedModel):
     calls: list[str] = []
 
     def later(runtime, action: Action) -> None:
         calls.append(action.name)
         if not (action.name == "REDUCE(1)" and calls.count(action.name) > 1):
-            runtime.start(action)
+            runtime.start_collective(action)
 
     found = told(reading, later)
     assert len(found) == 1
@@ -196,7 +204,7 @@ def test_a_second_step_that_differs_from_the_first_is_named_once(reading: mw.Rea
     ],
 )
 def test_a_program_that_states_something_else_than_what_is_done_is_named(
-    reading: mw.Reading, changes: dict, word: str
+    reading: mw.AnalyzedModel, changes: dict, word: str
 ):
     found = broken(reading, "REDUCE(0)", **changes)
     assert len(found) == 1
@@ -216,7 +224,7 @@ class Looks(Tiny):
 
 
 def test_a_model_that_looks_at_values_is_played_on_real_tensors_only():
-    reading = mw.read(Looks, rows(2))
+    reading = mw.analyze(Looks, rows(2))
     plan = plan_of(reading, 3)
     with pytest.raises(
         NeedsRealTensorsError, match="the model looks at values, which fake tensors lack"
@@ -224,10 +232,10 @@ def test_a_model_that_looks_at_values_is_played_on_real_tensors_only():
         mw.trace(reading, plan)
     assert "fake=False" in refused.value.diagnostics[0].fix
     found = mw.trace(reading, plan, [1], fake=False)
-    assert (found.passed, found.tensors) == (True, "real")
+    assert (found.passed, found.tensor_kind) == (True, "real")
 
 
-def test_an_error_of_the_model_itself_passes_through(reading: mw.Reading):
+def test_an_error_of_the_model_itself_passes_through(reading: mw.AnalyzedModel):
     def fails(runtime, action: Action) -> None:
         raise ValueError("planted")
 
@@ -236,44 +244,48 @@ def test_an_error_of_the_model_itself_passes_through(reading: mw.Reading):
 
 
 @pytest.mark.parametrize("ranks", [[3], [-1], []])
-def test_a_rank_that_the_mesh_does_not_have_is_refused(reading: mw.Reading, ranks: list[int]):
+def test_a_rank_that_the_mesh_does_not_have_is_refused(reading: mw.AnalyzedModel, ranks: list[int]):
     with pytest.raises(mw.PlanError, match="no rank") as refused:
         mw.trace(reading, plan_of(reading, 3), ranks)
     assert "from 0 to 2" in str(refused.value)
 
 
-def test_the_model_keeps_no_hook(reading: mw.Reading):
+def test_the_model_keeps_no_hook(reading: mw.AnalyzedModel):
     made = []
     read_on = replace(reading)
     plan = plan_of(read_on, 3)
-    original = type(reading).make
+    original = type(reading).make_module
 
     def noted(self, *given):
         made.append(original(self, *given))
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(reading), "make", noted)
+        patch.setattr(type(reading), "make_module", noted)
         mw.trace(read_on, plan, [0])
     module = made[0][0]
     assert not module._forward_hooks
     assert not module._forward_pre_hooks
 
 
-def test_the_verdict_is_written_as_json(reading: mw.Reading, tmp_path: Path):
+def test_the_verdict_is_written_as_json(reading: mw.AnalyzedModel, tmp_path: Path):
     plan = plan_of(reading, 3)
     found: TraceVerdict = mw.trace(reading, plan)
     found.write(tmp_path / "made" / "trace.json")
     written = json.loads((tmp_path / "made" / "trace.json").read_text())
-    assert (written["passed"], written["body"], written["ranks"]) == (True, "trace", list(found.ranks))
-    assert written["bytes_planned"]["TOKEN_COUNT()"] == 32
+    assert (written["passed"], written["rank_backend"], written["ranks"]) == (
+        True,
+        "trace",
+        list(found.ranks),
+    )
+    assert written["planned_nbytes"]["TOKEN_COUNT()"] == 32
     assert written["versions"]["torch"] == torch.__version__
 
 
-def test_many_faults_are_counted_not_listed(reading: mw.Reading):
+def test_many_faults_are_counted_not_listed(reading: mw.AnalyzedModel):
     plan = plan_of(reading, 3, (BatchSplit(), odd(lambda runtime, action: None)))
     found = mw.trace(reading, plan, [0, 1])
-    assert len(found.faults) == 10
+    assert len(found.diagnostics) == 10
     assert str(found).startswith(
         "ranks 0, 1 of dp_replicate 3 did NOT issue what the program states\n  REDUCE(0): "
     )

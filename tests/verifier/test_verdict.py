@@ -55,8 +55,8 @@ def test_the_file_is_json_that_every_reader_takes(tmp_path: Path):
         raise AssertionError(f"{word} is no JSON")
 
     document = json.loads(path.read_text(), parse_constant=refuse)
-    assert document["first"]["error"] == "nan"
-    assert document["worst"] == {"loss": "inf"}
+    assert document["first_difference"]["error"] == "nan"
+    assert document["max_errors"] == {"loss": "inf"}
     assert document["passed"] is False
     assert set(document) == set(asdict(FAILED))
 

@@ -24,9 +24,7 @@ def search(
     context: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(
-            help='A transformers config, or sizes: "175b: layers 96 hidden 12288 heads 96".'
-        ),
+        typer.Argument(help='A transformers config, or sizes: "175b: layers 96 hidden 12288 heads 96".'),
     ],
     devices: Annotated[int, typer.Option(help="The number of devices.", min=0)] = 0,
     hardware: Annotated[
@@ -75,16 +73,16 @@ def search(
             cluster=cluster,
             calibration_run=calibrate_from,
         )
-        outcome = command.run_search(options)
-        console.print(command.search_view(outcome))
+        result = command.run_search(options)
+        console.print(command.search_view(result))
         if out is not None:
-            command.write_config(outcome, out)
+            command.write_config(result, out)
             console.print(f"config written to {out}", soft_wrap=True)
         if plot is not None:
-            import_command("search.plot").write_plot(outcome, plot)
+            import_command("search.plot").write_plot(result, plot)
             console.print(f"plot written to {plot}", soft_wrap=True)
         if as_json is not None:
-            command.write_json(outcome, as_json)
+            command.write_json(result, as_json)
 
 
 def _refuse_extra_args(args: Sequence[str]) -> None:

@@ -1,1 +1,16 @@
-"""What each verb of the command line does, without its words: on this rank, or on all local ones."""
+"""What each command does, without its arguments: on this rank, or on all local ranks.
+
+bench_device      bench device: measures a device, writes device.toml
+bench_network     bench network: measures the links, writes cluster.toml
+doctor            doctor: checks this host and the ranks of a job
+launch            launch: writes the job file of a plan
+local_ranks       starts local ranks for a command
+plan              plan and inspect: resolves a config, predicts, describes the model
+predict           predicts the step time of a plan on named hardware
+report            report: writes the HTML report of a run
+search            search: chooses a plan for a model and a machine
+train             train: starts the local ranks, or trains as one
+train_function    meshwright.train: the training loop for a Trainer
+verify            verify: compares a plan with one device
+weights           export, import, convert
+"""

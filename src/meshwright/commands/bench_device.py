@@ -1,4 +1,6 @@
-"""`bench device`: this device measured, alone or by several processes that share it; device.toml written."""
+"""`bench device`: measures this device, alone or by several processes that share it, and
+writes device.toml.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +48,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DeviceBenchRequest:
-    """What is to be measured: a device of `kind`, by `ranks` processes at once with `threads` threads each."""
+    """What to measure: a device of `kind`, by `num_ranks` processes at once with
+    `num_threads` threads each.
+    """
 
     kind: str
     num_threads: int
@@ -55,22 +59,22 @@ class DeviceBenchRequest:
 
 
 def parse_request(kind: str, threads: int, ranks: int, *, quick: bool) -> DeviceBenchRequest:
-    """What the words of the command line ask for ("" and 0: the usual). Raises PlanError with all that is wrong."""
-    faults: list[Diagnostic] = []
+    """Returns what the options ask for; "" and 0 have defaults. Raises PlanError with every diagnostic."""
+    diagnostics: list[Diagnostic] = []
     there = torch.cuda.is_available()
     chosen = kind or ("cuda" if there else "cpu")
     if chosen not in DEVICE_KINDS:
-        faults.append(
+        diagnostics.append(
             Diagnostic(
                 f"there is no device '{kind}' to measure", suggest_name(kind, DEVICE_KINDS), "--device"
             )
         )
     elif chosen == "cuda" and not there:
-        faults.append(
+        diagnostics.append(
             Diagnostic("cuda, and no GPU is visible", "--device cpu, or run it where a GPU is", "--device")
         )
     if chosen == "cuda" and ranks > 1:
-        faults.append(
+        diagnostics.append(
             Diagnostic(
                 f"{ranks} processes on one GPU",
                 "leave --ranks out: every rank has a GPU of its own",
@@ -79,26 +83,25 @@ def parse_request(kind: str, threads: int, ranks: int, *, quick: bool) -> Device
         )
     count = available_cores()
     if ranks < 1 or ranks > 64:
-        faults.append(Diagnostic(f"{ranks} processes", "write a number from 1 to 64", "--ranks"))
+        diagnostics.append(Diagnostic(f"{ranks} processes", "write a number from 1 to 64", "--ranks"))
     elif threads * ranks > max(count, ranks):
         given = f"{threads} threads in each of {ranks} processes" if ranks > 1 else f"{threads} threads"
-        faults.append(
+        diagnostics.append(
             Diagnostic(
                 f"{given}, and this machine has {count} cores",
                 f"--threads {max(1, count // ranks)}",
                 "--threads",
             )
         )
-    raise_diagnostics(faults)
+    raise_diagnostics(diagnostics)
     return DeviceBenchRequest(chosen, threads or max(1, count // ranks), ranks, quick)
 
 
 def measure_device(
     request: DeviceBenchRequest, out: Path, launcher: LocalLauncher, console: Console
 ) -> DeviceProfile:
-    """Measure what is wished for; returns what is written to `out`.
-
-    Raises RanksFailed when one of several processes did not end well.
+    """Measures; returns the profile that it writes to `out`. Raises RanksFailed when one of several
+    processes failed.
     """
     free, needed = psutil.virtual_memory().available, MIN_FREE_NBYTES * request.num_ranks
     if free < needed:
@@ -129,18 +132,20 @@ def measure_device(
             "--result-folder",
             private,
         ]
-        outcome = launcher(
+        result = launcher(
             ["bench", "device", *words, *(["--quick"] if request.quick else [])], request.num_ranks, folder
         )
-        if outcome.exit_code:
-            raise RanksFailed(outcome)
+        if result.exit_code:
+            raise RanksFailed(result)
         left = [(folder / RESULT_FILE.format(rank)).read_bytes() for rank in range(request.num_ranks)]
         found = [TypeAdapter(DeviceTimings).validate_json(each) for each in left]
     return write_profile(_profile(request, found), out)
 
 
 def measure_rank(rank_env: RankEnv, request: DeviceBenchRequest, result_folder: Path) -> None:
-    """Measure as one of several processes that share the device; each leaves what it found in `into`."""
+    """Measures as one of several processes that share the device; each writes its result into
+    `result_folder`.
+    """
     world_of = Mesh(dp_replicate=rank_env.world)
     with (
         record_failure(rank_env.rank, result_folder, rank_env.lifeline_fd),
@@ -155,7 +160,7 @@ def measure_rank(rank_env: RankEnv, request: DeviceBenchRequest, result_folder: 
 
 
 def print_profile(profile: DeviceProfile, console: Console) -> None:
-    """The table of what was measured, its spread, and how far the law through it is off."""
+    """Prints the measurements, their spread, and the error of the fitted cost models."""
     console.print(profile_view(profile))
 
 
@@ -171,7 +176,7 @@ def _rated(request: DeviceBenchRequest, barrier: Callable[[], None] = lambda: No
 
 
 def _profile(request: DeviceBenchRequest, found: Sequence[DeviceTimings]) -> DeviceProfile:
-    """The figures of the first of those that measured at once; how evenly they go is asked of all of them."""
+    """Combines the results: the timings of the first process, and the jitter of all."""
     cuda, figures = request.kind == "cuda", dict(vars(found[0]))
     del figures["slices"]
     return DeviceProfile(

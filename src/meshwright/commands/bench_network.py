@@ -1,4 +1,6 @@
-"""`bench network`: the links measured by local ranks, or by the ranks of a job; the model fitted; cluster.toml written."""
+"""`bench network`: measures the links with local ranks or the ranks of a job, fits the model, and writes
+cluster.toml.
+"""
 
 import json
 import os
@@ -39,7 +41,7 @@ MAX_RANKS = 64
 
 @dataclass(frozen=True)
 class NetworkBenchRequest:
-    """What is to be measured: numbers of ranks, sizes in bytes, seconds of measuring for each number of ranks."""
+    """What to measure: numbers of ranks, message sizes in bytes, and whether quickly."""
 
     ranks: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -47,7 +49,7 @@ class NetworkBenchRequest:
 
     @property
     def budget_s(self) -> float:
-        """Seconds of measuring for each number of ranks."""
+        """The seconds of measuring for each number of ranks."""
         return QUICK_BUDGET_S if self.quick else BUDGET_S
 
 
@@ -60,11 +62,13 @@ class _RankTimings:
 
 
 def parse_request(ranks: str, sizes: str, *, quick: bool) -> NetworkBenchRequest:
-    """What the words of the command line ask for; without words the usual. Raises PlanError with all that is wrong."""
-    faults: list[Diagnostic] = []
-    counts = _ranks(ranks, faults)
-    found = _sizes(sizes or (QUICK_SIZES if quick else DEFAULT_SIZES), faults)
-    raise_diagnostics(faults)
+    """Returns what the options ask for; empty options have defaults. Raises PlanError
+    with every diagnostic.
+    """
+    diagnostics: list[Diagnostic] = []
+    counts = _ranks(ranks, diagnostics)
+    found = _sizes(sizes or (QUICK_SIZES if quick else DEFAULT_SIZES), diagnostics)
+    raise_diagnostics(diagnostics)
     need, have = max(found) * max(counts) * (max(counts) + 2), psutil.virtual_memory().available
     if need > have and not torch.cuda.is_available():
         text = f"{max(counts)} ranks with messages of {max(found)} bytes need about {need} bytes, and {have} are free"
@@ -73,18 +77,20 @@ def parse_request(ranks: str, sizes: str, *, quick: bool) -> NetworkBenchRequest
 
 
 def check_writable(paths: Iterable[Path]) -> None:
-    """Return when files can be written at `paths`; raises PlanError otherwise, before a minute is spent on measuring."""
-    faults = []
+    """Returns if files can be written at `paths`; raises PlanError otherwise, before a
+    minute of measuring.
+    """
+    diagnostics = []
     for path in paths:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            faults.append(
+            diagnostics.append(
                 Diagnostic(f"its folder cannot be made: {error.strerror}", "name another file", str(path))
             )
             continue
         if path.is_dir():
-            faults.append(
+            diagnostics.append(
                 Diagnostic(
                     "this is a folder; needed is a file",
                     f"name a file in it: {path / 'cluster.toml'}",
@@ -92,18 +98,19 @@ def check_writable(paths: Iterable[Path]) -> None:
                 )
             )
         elif not os.access(path.parent, os.W_OK):
-            faults.append(
+            diagnostics.append(
                 Diagnostic("its folder cannot be written to", "name a file in another folder", str(path))
             )
-    raise_diagnostics(faults)
+    raise_diagnostics(diagnostics)
 
 
 def bench_local_ranks(
     request: NetworkBenchRequest, out: Path, launcher: LocalLauncher, console: Console
 ) -> Cluster:
-    """Measure with local ranks, one number of them after the other; returns what is written to `out`.
+    """Measures with local ranks, one number of them after the other; returns the cluster that it writes to
+    `out`.
 
-    Raises RanksFailed when a rank did not end well.
+    Raises RanksFailed when a rank failed.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else MAX_RANKS
     if max(request.ranks) > gpus:
@@ -115,10 +122,17 @@ def bench_local_ranks(
         console.print(f"measuring with {ranks} ranks ...", markup=False)
         with TemporaryDirectory(prefix="meshwright-bench-") as private:
             folder = Path(private)
-            argv = ["bench", "network", "--sizes", ",".join(map(str, request.sizes)), "--result-folder", private]
-            outcome = launcher([*argv, *(["--quick"] if request.quick else [])], ranks, folder)
-            if outcome.exit_code:
-                raise RanksFailed(outcome)
+            argv = [
+                "bench",
+                "network",
+                "--sizes",
+                ",".join(map(str, request.sizes)),
+                "--result-folder",
+                private,
+            ]
+            result = launcher([*argv, *(["--quick"] if request.quick else [])], ranks, folder)
+            if result.exit_code:
+                raise RanksFailed(result)
             left = TypeAdapter(_RankTimings).validate_json((folder / "timings.json").read_bytes())
         transport = left.transport
         timings += left.timings
@@ -126,7 +140,7 @@ def bench_local_ranks(
 
 
 def bench_rank(rank_env: RankEnv, request: NetworkBenchRequest, result_folder: Path) -> None:
-    """Measure as one of the local ranks; rank 0 leaves the timings in `into`."""
+    """Measures as one of the local ranks; rank 0 writes the timings into `result_folder`."""
     with record_failure(rank_env.rank, result_folder, rank_env.lifeline_fd):
         timings, transport = _measured(rank_env, request, 0)
         if rank_env.rank == 0:
@@ -136,9 +150,10 @@ def bench_rank(rank_env: RankEnv, request: NetworkBenchRequest, result_folder: P
 
 
 def bench_job(rank_env: RankEnv, request: NetworkBenchRequest, out: Path) -> Cluster | None:
-    """Measure as one rank of a job that a launcher started, perhaps on several hosts; rank 0 writes `out` and returns it.
+    """Measures as one rank of a job that a launcher started, perhaps on several hosts; rank 0 writes `out`
+    and returns the cluster.
 
-    Raises PlanError where ranks do not lie host by host, as many on each.
+    Raises PlanError unless consecutive ranks are on one host.
     """
     place = rank_env.launcher_env
     if place is None or rank_env.world < 2:
@@ -158,7 +173,9 @@ def bench_job(rank_env: RankEnv, request: NetworkBenchRequest, out: Path) -> Clu
 
 
 def print_cluster(cluster: Cluster, console: Console, *, lesson: bool) -> None:
-    """The table of what was measured and how far the model is off; the lecture's table when asked for."""
+    """Prints the measurements and the error of the fitted model; with `lesson`, the textbook table of
+    algorithms.
+    """
     console.print(network_view(cluster))
     if lesson:
         console.print()
@@ -166,7 +183,7 @@ def print_cluster(cluster: Cluster, console: Console, *, lesson: bool) -> None:
 
 
 def write_page(cluster: Cluster, path: Path) -> None:
-    """Write the plot of measured against model. Raises PlanError when the file cannot be written."""
+    """Writes the plot of measurements and model. Raises PlanError when the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(network_page(cluster, meshwright.__version__), encoding="utf-8")
@@ -183,9 +200,9 @@ def _measured(
         names.append(str(HierarchicalAllReduce(per_host)))
     with join_world(rank_env, Mesh(dp_replicate=rank_env.world)) as world:
         least = 2 if request.quick else 3
-        return time_all_reduces(world, names, request.sizes, request.budget_s, min_samples=least), world.group(
-            AXES
-        ).transport
+        return time_all_reduces(
+            world, names, request.sizes, request.budget_s, min_samples=least
+        ), world.group(AXES).transport
 
 
 def _cluster(timings: Sequence[AllReduceTiming], transport: str, per_host: int) -> Cluster:
@@ -214,8 +231,8 @@ def _ranks(text: str, diagnostics: list[Diagnostic]) -> tuple[int, ...]:
     found = [int(word) for word in words if word.strip().isdecimal()]
     if len(found) < len(words) or not found or not all(1 < each <= MAX_RANKS for each in found):
         given = f"'{text}'" if text else f"{gpus} GPU"
-        fault = f"{given}: needed are numbers of ranks from 2 to {MAX_RANKS}, with commas between"
-        diagnostics.append(Diagnostic(fault, "--ranks 2,3,4", "--ranks"))
+        diagnostic = f"{given}: needed are numbers of ranks from 2 to {MAX_RANKS}, with commas between"
+        diagnostics.append(Diagnostic(diagnostic, "--ranks 2,3,4", "--ranks"))
         return (2,)
     return tuple(sorted(set(found)))
 

@@ -1,4 +1,4 @@
-"""`doctor`: everything that can be asked of this host, and of the ranks of a job, before it trains."""
+"""`doctor`: checks this host, and the ranks of a job, before training."""
 
 import json
 import socket
@@ -35,7 +35,7 @@ COLORS = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 
 @dataclass(frozen=True)
 class HostReport:
-    """What was found, on this host and (by their names) on others; `seconds` is how long it took."""
+    """The findings on this host and, by name, on others; `duration_s` is the time of the checks."""
 
     host: str
     findings: tuple[Finding, ...]
@@ -49,14 +49,16 @@ class HostReport:
         return any(finding.level == "failure" for finding in every)
 
     def as_dict(self) -> dict[str, object]:
-        """The report as plain values."""
+        """Returns the report as plain values."""
         return {**asdict(self), "failed": self.failed}
 
 
 def examine_host(
     folder: Path, cache: Path, interface: str | None, rank_env: RankEnv | None, launcher: LocalLauncher
 ) -> HostReport:
-    """Ask this host everything; two local processes, or all ranks of the job that `ranked` is one of, try a collective."""
+    """Runs all checks of this host; two local processes, or all ranks of the job of `rank_env`, try a
+    collective.
+    """
     started, host = time.perf_counter(), socket.gethostname()
     place = None if rank_env is None else rank_env.launcher_env
     if interface is None and place is not None and place.master_addr is not None and not place.is_single_host:
@@ -81,7 +83,7 @@ def examine_host(
 
 
 def check_as_rank(rank_env: RankEnv, folder: Path) -> None:
-    """Be one of the local processes that try a collective; rank 0 leaves the findings in `folder`."""
+    """Runs as one of the local processes that try a collective; rank 0 writes the findings into `folder`."""
     device, backends = torch.device("cpu"), ["gloo"]
     if torch.cuda.is_available() and torch.cuda.device_count() >= rank_env.world:
         backends.append("nccl")
@@ -110,7 +112,7 @@ def check_as_rank(rank_env: RankEnv, folder: Path) -> None:
 
 
 def report_view(report: HostReport) -> RenderableType:
-    """The report as lines: the outcome, the question, what was seen; below it the repair."""
+    """Returns the report as lines: level, name, finding; below it the repair."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -136,15 +138,15 @@ def report_view(report: HostReport) -> RenderableType:
 def _try_here(launcher: LocalLauncher) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix="meshwright-doctor-") as private:
         folder = Path(private)
-        outcome = launcher(["doctor", "--folder", str(folder)], LOCAL_MESH.world_size, folder)
+        result = launcher(["doctor", "--folder", str(folder)], LOCAL_MESH.world_size, folder)
         answer = folder / "findings.json"
-        if outcome.exit_code == 0 and answer.exists():
+        if result.exit_code == 0 and answer.exists():
             yield from (Finding(**each) for each in json.loads(answer.read_text()))
             return
         text = (
-            outcome.failure.text.strip().splitlines()[-1]
-            if outcome.failure is not None
-            else f"exit code {outcome.exit_code}"
+            result.failure.text.strip().splitlines()[-1]
+            if result.failure is not None
+            else f"exit code {result.exit_code}"
         )
         yield Finding(
             "collective (gloo)",

@@ -1,4 +1,4 @@
-"""`launch`: the job file of a plan, for the scheduler that will start it."""
+"""`launch`: writes the job file of a plan for a scheduler."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ TIME_PATTERN = re.compile(
 
 @dataclass(frozen=True)
 class JobFileOptions:
-    """What is asked of a job file beside its kind; None and "" where it follows from the plan."""
+    """The options of a job file; None and "" follow from the plan."""
 
     num_hosts: int | None = None
     ranks_per_host: int | None = None
@@ -30,7 +30,9 @@ class JobFileOptions:
 
 
 def make_job_file(config: Path, overrides: Sequence[str], kind: str, options: JobFileOptions) -> str:
-    """The job file of `kind` that trains what `config` asks for; refused when the plan does not fit hosts x ranks per host."""
+    """Returns the job file of `kind` that trains `config`. Raises PlanError if the plan does not fit hosts x
+    ranks per host.
+    """
     name = options.name or _label(f"meshwright-{config.stem}")
     raise_diagnostics(_faults(kind, name, options))
     hosts, per_host = options.num_hosts, options.ranks_per_host
@@ -51,7 +53,7 @@ def make_job_file(config: Path, overrides: Sequence[str], kind: str, options: Jo
 
 
 def write_job_file(text: str, path: Path) -> None:
-    """Write a job file to `path`. Raises PlanError when that cannot be done."""
+    """Writes a job file to `path`. Raises PlanError when it cannot be written."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -62,25 +64,24 @@ def write_job_file(text: str, path: Path) -> None:
 
 
 def _faults(kind: str, name: str, wanted: JobFileOptions) -> list[Diagnostic]:
-    faults = []
+    diagnostics = []
     if kind not in JOB_FILE_KINDS:
-        faults.append(
+        diagnostics.append(
             Diagnostic(f"there is no job file for '{kind}'", suggest_name(kind, JOB_FILE_KINDS), "--print")
         )
     if name != _label(name):
         text = f"'{name}' cannot be the name of a job: lower-case letters, digits and '-' can, at most 50"
-        faults.append(Diagnostic(text, f"--name {_label(name)}", "--name"))
+        diagnostics.append(Diagnostic(text, f"--name {_label(name)}", "--name"))
     if not TIME_PATTERN.fullmatch(wanted.time_limit):
-        faults.append(
+        diagnostics.append(
             Diagnostic(
                 f"'{wanted.time_limit}' is no time limit",
                 "write hours:minutes:seconds: --time 24:00:00",
                 "--time",
             )
         )
-    return faults
+    return diagnostics
 
 
 def _label(text: str) -> str:
-    """`text` as a name that both schedulers and the DNS take."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower())[:50].strip("-") or "meshwright"

@@ -1,4 +1,4 @@
-"""The local ranks behind a verb: how they are started, and what is raised when they did not end well."""
+"""Local ranks of a command: the type of their launcher, and the error when they fail."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ LocalLauncher = Callable[[list[str], int, Path], LaunchResult]
 
 
 class RanksFailed(Exception):
-    """Local ranks did not end as they should; `outcome` says how."""
+    """Local ranks failed; `result` says how."""
 
     def __init__(self, result: LaunchResult) -> None:
         self.result = result

@@ -1,4 +1,6 @@
-"""`plan`: a request resolved, priced, shown and written."""
+"""`plan` and `inspect`: resolve a request, predict its step time, describe its model, and
+write the results.
+"""
 
 import json
 from collections.abc import Sequence
@@ -40,10 +42,11 @@ ResolvedRequest = tuple[PlanRequest, ResolvedRun]
 
 @dataclass(frozen=True)
 class ModelExplanation:
-    """What a model is made of; `width` is the bytes of one parameter element, `parameters` their dtype.
+    """The description of a model; `param_dtype` is the dtype of its parameters.
 
-    `space` is where a plan would lay its weights (None: its forward fails), `asked` whether the config asks for one that divides
-    them, and `faults` are all that keeps such a plan from being made.
+    `sharding` is the placement of the parameters under a plan (None: the forward fails), `is_divided`
+    whether the config asks for a plan that shards them, and `diagnostics` are the reasons why such a plan
+    cannot be made.
     """
 
     report: ModelReport
@@ -59,7 +62,9 @@ class ModelExplanation:
 
 
 def resolve_config(config: Path, overrides: Sequence[str], world: int | None) -> ResolvedRequest:
-    """The request in `config`, resolved, and what it resolves to; refused when its program cannot be proved."""
+    """Returns the resolved request of `config`, and its run. Raises PlanError if the static checks of the
+    program fail.
+    """
     request = read_request(config, overrides, STRATEGIES)
     if request.run.hardware and not request.run.cluster:
         request = replace(request, run=replace(request.run, cluster=request.cluster))
@@ -83,9 +88,11 @@ def resolve_config(config: Path, overrides: Sequence[str], world: int | None) ->
 
 
 def with_hardware(resolved: ResolvedRequest, hardware: str, cluster: str) -> ResolvedRequest:
-    """`resolved`, to be predicted on what these name (files are meant from the current folder); empty: as its config says.
+    """Returns `resolved` with this hardware and cluster for predictions (paths relative to the current
+    folder); "" keeps the config's.
 
-    Of a kind of device the links are known, so those that the config names are another machine's.
+    The links of a known kind of device are known, so the links that the config names, of another machine,
+    are dropped.
     """
     request, ready = resolved
     known = request.run.cluster if not hardware or is_hardware_file(hardware) else ""
@@ -100,7 +107,9 @@ def _absolute(word: str) -> str:
 
 
 def predict_step(resolved: ResolvedRequest) -> StepPrediction | None:
-    """What a step takes; None where no hardware is named. Raises PlanError with all that is wrong with what is."""
+    """Returns the predicted step time; None without hardware. Raises PlanError with every diagnostic of the
+    hardware.
+    """
     plan = resolved[1].plan
     return predict_plan(plan, plan.run.hardware, plan.run.cluster)
 
@@ -108,7 +117,7 @@ def predict_step(resolved: ResolvedRequest) -> StepPrediction | None:
 def resolved_view(
     resolved: ResolvedRequest, prediction: StepPrediction | None, *, all_actions: bool
 ) -> RenderableType:
-    """The plan as a table; below it what it takes, and what was chosen for it, and why."""
+    """Returns the plan as a table, its prediction, and the choices that were made for it."""
     plan, notes = resolved[1].plan, resolved[1].notes
     taken = Text(NOT_PREDICTED) if prediction is None else prediction_view(plan, prediction)
     return Group(
@@ -117,7 +126,9 @@ def resolved_view(
 
 
 def write_prediction(resolved: ResolvedRequest, prediction: StepPrediction | None, path: Path) -> None:
-    """Write what the plan will hold, send and take as JSON. Raises PlanError when the file cannot be written."""
+    """Writes the planned memory, bytes and predicted time as JSON. Raises PlanError when the file cannot be
+    written.
+    """
     plan = resolved[1].plan
     said = {"plan": plan.hash, "mesh": str(plan.mesh), **prediction_dict(plan, prediction)}
     try:
@@ -128,10 +139,11 @@ def write_prediction(resolved: ResolvedRequest, prediction: StepPrediction | Non
 
 
 def explain_model(config: Path, overrides: Sequence[str]) -> ModelExplanation:
-    """What the model of `config` is made of, and where its weights would lie. Data and batch are not looked at.
+    """Returns the description of the model of `config`, and the placement of its parameters; data and batch
+    are not used.
 
-    Raises PlanError for a config that cannot be read, and for a model that cannot be built; a forward that fails, and what keeps
-    weights from being divided, is told in what is returned.
+    Raises PlanError for a config that cannot be read and a model that cannot be built. A forward that fails,
+    and obstacles to sharding, are part of the result.
     """
     request = read_request(config, overrides, STRATEGIES)
     job = request.job
@@ -144,14 +156,15 @@ def explain_model(config: Path, overrides: Sequence[str]) -> ModelExplanation:
     found = make_model_report(loaded, example, loss.targets, make_loss_spec(loss))
     if found.analyzed is None:
         return ModelExplanation(found, job.precision.parameters, None, False, found.diagnostics)
-    space, asked, faults = _laid(found.analyzed, request)
-    return ModelExplanation(found, job.precision.parameters, space, asked, tuple(faults))
+    space, asked, diagnostics = _laid(found.analyzed, request)
+    return ModelExplanation(found, job.precision.parameters, space, asked, tuple(diagnostics))
 
 
 def _laid(analyzed: AnalyzedModel, request: PlanRequest) -> tuple[ShardingPlan, bool, list[Diagnostic]]:
-    """Where the strategies of `request` lay weights, whether any of them divides the model, and what keeps those from it.
+    """Returns the sharding under the strategies of `request`, whether any of them shards the model, and the
+    diagnostics.
 
-    Without one: where tensor parallelism on two ranks would.
+    If none does: the sharding under tensor parallelism on two ranks.
     """
     mesh = Mesh.infer({axis: 1 if size == -1 else size for axis, size in request.mesh.items()})
     chosen = (
@@ -164,31 +177,34 @@ def _laid(analyzed: AnalyzedModel, request: PlanRequest) -> tuple[ShardingPlan, 
         mesh = Mesh(tp=2)
         chosen = default_strategies(mesh, analyzed.model_spec)
     try:
-        anatomy, faults = model_spec_for(analyzed, request.job, mesh, chosen), list[Diagnostic]()
+        model_spec, diagnostics = model_spec_for(analyzed, request.job, mesh, chosen), list[Diagnostic]()
     except PlanError as error:  # it cannot be cut into parts
-        anatomy, faults = (
+        model_spec, diagnostics = (
             replace(analyzed.model_spec, sequence_info=analyzed.sequence_info),
             list(error.diagnostics),
         )
-    space = ShardingPlan.one_device(mesh, anatomy)
+    space = ShardingPlan.one_device(mesh, model_spec)
     dividing = [
         strategy
         for strategy in chosen
-        if strategy.phase == "shard" or (strategy.phase == "schedule" and not faults)
+        if strategy.phase == "shard" or (strategy.phase == "schedule" and not diagnostics)
     ]
     dividing = dividing if asked else []
     for strategy in sort_by_phase(chosen):
-        faults += strategy.check(request.job, space) if strategy in dividing else ()
+        diagnostics += strategy.check(request.job, space) if strategy in dividing else ()
         space = strategy.place(space)
     return (
         space,
         asked,
-        [*faults, *(fault for strategy in dividing for fault in strategy.check_combined(space))],
+        [
+            *diagnostics,
+            *(diagnostic for strategy in dividing for diagnostic in strategy.check_combined(space)),
+        ],
     )
 
 
 def explanation_view(explanation: ModelExplanation) -> RenderableType:
-    """What `explain` found, as tables."""
+    """Returns what `explain_model` found, as tables."""
     view = model_report_view(explanation.report, explanation.param_itemsize)
     if explanation.sharding is None:
         return view
@@ -198,12 +214,10 @@ def explanation_view(explanation: ModelExplanation) -> RenderableType:
 
 
 def write_explanation(explanation: ModelExplanation, path: Path) -> None:
-    """Write what `explain` found as JSON. Raises PlanError when the file cannot be written."""
+    """Writes what `explain_model` found as JSON. Raises PlanError when the file cannot be written."""
     try:
         rows = (
-            []
-            if explanation.sharding is None
-            else param_rows(explanation.sharding, explanation.param_dtype)
+            [] if explanation.sharding is None else param_rows(explanation.sharding, explanation.param_dtype)
         )
         plain = {
             **model_report_dict(explanation.report, explanation.param_itemsize),
@@ -216,5 +230,5 @@ def write_explanation(explanation: ModelExplanation, path: Path) -> None:
 
 
 def write_plan(resolved: ResolvedRequest, path: Path) -> None:
-    """Write the resolved request as a plan file."""
+    """Writes the resolved request as a plan file."""
     write_request(resolved[0], path)

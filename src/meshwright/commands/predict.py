@@ -1,7 +1,9 @@
-"""What a plan that exists will take: its own program, priced on measured or known hardware, and what it will hold and send.
+"""Predicts the step time of a plan: its own program on measured or known hardware, with the memory and bytes
+of the plan.
 
-`--hardware` names a kind of device, or a file of `bench device`; `--cluster` one of `bench network`. Of a device.toml measured on a
-CPU by n processes of t threads, n x t cores are taken to be all that a host has: its ranks share them.
+`--hardware` names a kind of device, or a file of `bench device`; `--cluster` a file of `bench network`. A
+device.toml that n processes of t threads measured on a CPU stands for hosts with n x t cores, which their
+ranks share.
 """
 
 from pathlib import Path
@@ -11,27 +13,37 @@ from meshwright.plan.hardware.network_model import Cluster
 from meshwright.plan.plan import Plan
 from meshwright.planner.machine.from_benchmark import with_measured_links
 from meshwright.planner.machine.machine import Machine
-from meshwright.planner.program_cost.device_time import RatedDeviceTime, ExecutionTarget
-from meshwright.planner.program_cost.network_time import RatedNetworkTime, MeasuredNetworkTime, UnknownNetworkTime, NetworkTime
+from meshwright.planner.program_cost.device_time import ExecutionTarget, RatedDeviceTime
+from meshwright.planner.program_cost.network_time import (
+    MeasuredNetworkTime,
+    NetworkTime,
+    RatedNetworkTime,
+    UnknownNetworkTime,
+)
 from meshwright.planner.program_cost.prediction import StepPrediction, predict_step
 from meshwright.run.measure.hardware_lookup import find_profile, read_machine
 from meshwright.run.measure.network_profile import read_cluster
 
-ATTENTION_BLOCK_KEYS = 512  # keys that torch's kernel on a CPU goes through at once: shorter rows are computed whole, whatever the mask
+ATTENTION_BLOCK_KEYS = (
+    512  # keys per block of torch's CPU kernel: shorter sequences are computed fully, whatever the mask
+)
 NOT_PREDICTED = "seconds      not predicted: measure this machine (meshwright bench device, bench network), then --hardware device.toml"
-UNMEASURED_LINKS = "nothing is known of the links between ranks, so messages cost nothing here: measure them (meshwright bench network)"
+UNMEASURED_LINKS = "the links between ranks are unknown, so messages take no time here: measure them (meshwright bench network)"
 
 
 def predict_plan(plan: Plan, hardware: str, cluster: str) -> StepPrediction | None:
-    """What a step of `plan` takes on what these name; None where no `hardware` is named.
+    """Predicts a step of `plan` on this hardware; None without `hardware`.
 
-    Raises PlanError with all that is wrong with it, for a dtype that nobody measured, and for links of another machine.
+    Raises PlanError with every diagnostic of the hardware, for a dtype that was not measured, and for links
+    of another machine.
     """
-    return predict_step(plan, prediction_hardware(hardware, cluster, plan.mesh.world_size)) if hardware else None
+    return (
+        predict_step(plan, prediction_hardware(hardware, cluster, plan.mesh.world_size)) if hardware else None
+    )
 
 
 def prediction_hardware(hardware: str, cluster: str, world: int) -> ExecutionTarget:
-    """The hardware that these words name, for `world` ranks. Raises PlanError with all that is wrong with it."""
+    """Returns the hardware for `world` ranks. Raises PlanError with every diagnostic."""
     profile = find_profile(hardware)
     links = read_cluster(Path(cluster)) if cluster else None
     if profile is not None and profile.kind == "cpu":
@@ -40,27 +52,36 @@ def prediction_hardware(hardware: str, cluster: str, world: int) -> ExecutionTar
 
 
 def _on_cores(profile: DeviceProfile, links: Cluster | None, world: int) -> ExecutionTarget:
-    """Hosts whose ranks share the cores that were busy while one of them was measured."""
+    """Hosts whose ranks share the cores that were busy during the measurement."""
     cores = profile.ranks * profile.threads
     per_host = min(world, links.ranks_per_host) if links is not None and links.ranks_per_host else world
     threads = max(1, cores // per_host)
     notes = []
     if per_host > cores:
-        notes.append(f"{per_host} ranks share {cores} cores: what they do at once takes as much longer")
+        notes.append(f"{per_host} ranks share {cores} cores: work at the same time slows down accordingly")
     if threads != profile.threads:
         text = f"a rank has {threads} of its host's cores, and was measured with {profile.threads}: its operations take"
         notes.append(f"{text} {profile.threads / threads:.3g} times as long")
-    wire, said = _wire(links, world)
+    wire, link_notes = _wire(links, world)
     slower = profile.threads / threads
     name = f"{profile.device}, {cores} cores"
     hosts = max(1, world // per_host)
     return ExecutionTarget(
-        name, profile, wire, False, cores, threads, slower, hosts, ATTENTION_BLOCK_KEYS, notes=(*notes, *said)
+        name,
+        profile,
+        wire,
+        False,
+        cores,
+        threads,
+        slower,
+        hosts,
+        ATTENTION_BLOCK_KEYS,
+        notes=(*notes, *link_notes),
     )
 
 
 def _on_devices(machine: Machine, profile: DeviceProfile | None, links: Cluster | None) -> ExecutionTarget:
-    """A device for each rank: as it was measured, where it was, or as its kind is."""
+    """One device per rank, as measured or as known of its kind."""
     wire, notes = _wire(links, machine.num_devices)
     if links is not None:
         machine, more = with_measured_links(machine, links)

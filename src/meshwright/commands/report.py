@@ -1,4 +1,4 @@
-"""`report`: what a run, or two, left behind, as one HTML file."""
+"""`report`: writes one HTML file about a run, or a comparison of two."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +15,10 @@ REPORT_FILE = "report.html"
 
 
 def write_report(run: Path, other: Path | None, out: Path | None) -> tuple[Path, RenderableType | None]:
-    """Write the report on `run`, beside `other` if there is one; returns the file, by default in the folder of `run`.
+    """Writes the report on `run`, compared with `other` if given; returns the file, by default in the folder
+    of `run`.
 
-    With it come the figures that were predicted of the runs beside those that were measured, for the terminal; None where there
-    are none.
-
-    Raises PlanError for a folder that is none of a run, and for a file that cannot be written.
+    Returns also the comparison of predicted and measured values; None without a prediction.
     """
     records = [read_run_record(folder) for folder in (run, other) if folder is not None]
     if other is not None and records[0].name == records[1].name:

@@ -1,7 +1,4 @@
-"""`train`: the local ranks started, and one rank's part.
-
-What watches a run from its rank 0: the terminal, the trackers; and what the run says of itself for its report.
-"""
+"""`train`: starts the local ranks, or trains as one of them."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +20,7 @@ from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.prediction import StepPrediction
 from meshwright.report.terminal.memory_table import state_nbytes_by_role
 from meshwright.report.terminal.plan_table import plan_summary
-from meshwright.report.terminal.prediction import prediction_dict, format_seconds
+from meshwright.report.terminal.prediction import format_seconds, prediction_dict
 from meshwright.report.terminal.progress import ProgressMetrics, ShowStep, format_duration, training_view
 from meshwright.resolve import ResolvedRun
 from meshwright.run.checkpoint.directories import step_folder
@@ -57,7 +54,9 @@ def rank0_callbacks(
     device: torch.device,
     console: Console,
 ) -> Iterator[tuple[Callback, ...]]:
-    """Callbacks of rank 0 for a run that goes on after step `first` and has data for `available` steps (None: endless)."""
+    """Yields the callbacks of rank 0 for a run that resumes after step `first_step`; None available steps:
+    endless data.
+    """
     request, ready = resolved
     plan = ready.plan
     folder = Path(plan.run.folder)
@@ -67,19 +66,18 @@ def rank0_callbacks(
         )
     except OSError as error:
         logger.warning("what the run is cannot be written, and its report will know less: %s", error)
-    told = TrackerRun(
+    text = TrackerRun(
         folder, folder.resolve().name, plan.run.tracker_project, request_as_dict(request), first_step
     )
     steps = min(plan.job.train.steps, num_available_steps or plan.job.train.steps)
     with (
-        open_trackers(plan.run.trackers, told, TRACKERS) as trackers,
+        open_trackers(plan.run.trackers, text, TRACKERS) as trackers,
         training_view(console, steps, first_step) as show,
     ):
         yield (Callback(on_step_end=partial(_show, show)), *trackers)
 
 
 def _priced(plan: Plan) -> StepPrediction | None:
-    """What a step is predicted to take; where that cannot be said any more, the run goes on without it."""
     try:
         return predict_plan(plan, plan.run.hardware, plan.run.cluster)
     except PlanError as error:
@@ -88,7 +86,9 @@ def _priced(plan: Plan) -> StepPrediction | None:
 
 
 def warning_printer(rank_env: RankEnv, console: Console) -> Callable[[str], None] | None:
-    """Where `ranked` shows a warning; None for a rank whose output goes into its log."""
+    """Returns a function that prints a warning of this rank; None for a rank whose output
+    goes into its log.
+    """
     if rank_env.rank and rank_env.launcher_env is None:
         return None
     return partial(console.print, style="yellow", markup=False, soft_wrap=True)
@@ -98,7 +98,11 @@ def _show(show: ShowStep, event: CallbackEvent) -> None:
     line = event.step_record
     if line is not None:
         speeds = (line.tokens_per_s, line.flops_per_s, line.mfu)
-        show(ProgressMetrics(line.step, line.loss, line.grad_norm, line.lr, line.memory, *speeds, line.loss_scale))
+        show(
+            ProgressMetrics(
+                line.step, line.loss, line.grad_norm, line.lr, line.memory, *speeds, line.loss_scale
+            )
+        )
 
 
 logger = logging.getLogger(__name__)
@@ -114,7 +118,7 @@ def train(
     launcher: LocalLauncher,
     console: Console,
 ) -> LaunchResult:
-    """Check everything here, then start the local ranks and wait for them."""
+    """Checks everything in this process, then starts the local ranks and waits for them."""
     resolved = resolve_config(config, overrides, world)
     plan = resolved[1].plan
     folder = Path(plan.run.folder)
@@ -128,14 +132,16 @@ def train(
     _announce(resolved[1], console)
     if prediction is not None:
         console.print(
-            f"predicted: {format_seconds(prediction.step_s)} a step on {prediction.target_name}", markup=False, soft_wrap=True
+            f"predicted: {format_seconds(prediction.step_s)} a step on {prediction.target_name}",
+            markup=False,
+            soft_wrap=True,
         )
     argv = ["train", str(path), *([] if from_step is None else ["--from-step", str(from_step)])]
     before = log_sizes(folder)
-    outcome = launcher(argv, plan.mesh.world_size, folder)
+    result = launcher(argv, plan.mesh.world_size, folder)
     for text in unshown_warnings(folder, before):
         console.print(text, style="yellow", markup=False, soft_wrap=True)
-    return outcome
+    return result
 
 
 def _announce(ready: ResolvedRun, console: Console) -> None:
@@ -156,7 +162,9 @@ def train_rank(
     stop_flag: StopFlagContext,
     console: Console,
 ) -> TrainResult:
-    """Train as one rank; rank 0 shows what happens. `hearing` is entered for the steps: it yields whether to stop."""
+    """Trains as one rank; rank 0 prints. `stop_flag` is entered for the steps: it yields a function that
+    says whether to stop.
+    """
     with _guarded(rank_env, config, overrides, console) as (progress, resolved):
         ready, show = resolved[1], rank_env.rank == 0
         plan = ready.plan
@@ -184,21 +192,21 @@ def train_rank(
                 console.print("\n".join(resumed.notes), markup=False, soft_wrap=True)
             logger.info("plan %s on %s; %s", plan.hash, world.device, "; ".join(resumed.notes))
             started = perf_counter()
-            watch = (
+            callbacks_context = (
                 rank0_callbacks(resolved, feed.num_steps, resumed.step, world.device, console)
                 if show
                 else nullcontext(())
             )
-            with stop_flag() as stopping, watch as watchers:
+            with stop_flag() as should_stop, callbacks_context as run_callbacks:
                 mine = (_telling(console), *ready.callbacks) if show else ()
                 evaluating = ready.eval_samples(rank_env.rank)
-                heard = (*watchers, *mine)
+                heard = (*run_callbacks, *mine)
                 ended = train_loop(
                     engine.executor,
                     plan,
                     feed,
                     world,
-                    stopping,
+                    should_stop,
                     heard,
                     progress,
                     evaluating,
@@ -217,7 +225,9 @@ def train_rank(
 def _guarded(
     rank_env: RankEnv, config: Path, overrides: Sequence[str], console: Console
 ) -> Iterator[tuple[RankProgress, ResolvedRequest]]:
-    """The resolved request; a failure is recorded for the launching process, or shown by this one under another launcher."""
+    """Yields the resolved request; a failure is recorded for the launching process, or printed under another
+    launcher.
+    """
     request = read_request(config, overrides, STRATEGIES)
     show = (
         None
@@ -244,8 +254,6 @@ def _write_run_plan(resolved: ResolvedRequest) -> Path:
 
 
 def _telling(console: Console) -> Callback:
-    """Shows evaluations, and steps that were left out."""
-
     def on_evaluate(moment: CallbackEvent) -> None:
         numbers = "".join(
             f", {name} {value:.4f}" for name, value in moment.evaluation.items() if name == "perplexity"
@@ -258,13 +266,13 @@ def _telling(console: Console) -> Callback:
         if moment.step_record is not None and moment.step_record.skipped:
             line = moment.step_record
             lost = (
-                f"its gradients left the range of float16; the loss scale is now {line.loss_scale:g}"
+                f"its gradients overflowed float16; the loss scale is now {line.loss_scale:g}"
                 if line.overflow
                 else ""
             )
             why = moment.spike or lost or "no token of it counts"
             console.print(
-                f"step {moment.step} was left out: {why}", style="yellow", markup=False, soft_wrap=True
+                f"step {moment.step} was skipped: {why}", style="yellow", markup=False, soft_wrap=True
             )
 
     return Callback(on_step_end=on_step_end, on_evaluate=on_evaluate)
@@ -278,7 +286,6 @@ def _conclude(
     seconds: float,
     console: Console,
 ) -> None:
-    """Say how the run ended, and whether steps that were played again came out the same."""
     if str(ended.replay):
         console.print(
             str(ended.replay),
@@ -287,12 +294,14 @@ def _conclude(
         )
     steps = ready.plan.job.train.steps
     if ended.stop_reason:
-        console.print(f"ended early at step {ended.step}: {ended.stop_reason}", markup=False, soft_wrap=True)
+        console.print(
+            f"stopped early at step {ended.step}: {ended.stop_reason}", markup=False, soft_wrap=True
+        )
     if ended.loss is None and ended.stop_reason:
         return
     if ended.loss is None:
         console.print(
-            f"nothing to do: step {ended.step} is reached already (train.steps = {steps})", soft_wrap=True
+            f"nothing to do: step {ended.step} is already reached (train.steps = {steps})", soft_wrap=True
         )
         return
     word = "stopped at" if ended.stopped else "done:"
@@ -302,15 +311,13 @@ def _conclude(
     )
     if ended.num_skipped:
         console.print(
-            f"{ended.num_skipped} of these steps were left out (guard.action = skip)", style="yellow"
+            f"{ended.num_skipped} of these steps were skipped (guard.action = skip)", style="yellow"
         )
     if ended.num_overflows:
-        text = (
-            f"{ended.num_overflows} of these steps were left out because gradients left the range of float16"
-        )
+        text = f"{ended.num_overflows} of these steps were skipped because gradients overflowed float16"
         console.print(text, style="yellow", soft_wrap=True)
     if ended.stopped:
-        console.print("the same command goes on from here")
+        console.print("the same command resumes from here")
     elif available is not None and available < steps and not ended.stop_reason:
         epochs, num = ready.plan.job.data.epochs, len(ready.dataset) - ready.plan.job.evaluate.hold_out
         text = f"the data ended before step {steps}: {epochs} x {num} samples last {available} steps"
@@ -318,7 +325,6 @@ def _conclude(
 
 
 def _sample(ready: ResolvedRun, trainer: Trainer, ended: TrainResult, *, show: bool) -> str:
-    """A text by the trained model, where one is wanted: drawn by the rank that shows it, and by all where a forward needs all."""
     run, job = ready.plan.run, ready.plan.job
     if not run.sample_tokens or not isinstance(ready.dataset, TokenDataset) or ended.stopped:
         return ""

@@ -1,10 +1,11 @@
-"""The loop of the command, for people who have an engine: `meshwright.train(engine, data)` in place of a loop of one's own.
+"""`meshwright.train(trainer, data)`: the loop of `meshwright train` for a Trainer.
 
-    engine = meshwright.parallelize(reading, plan)
-    ended  = meshwright.train(engine, rows, held_out=other_rows, callbacks=[Callback(on_evaluate=...)])
+    trainer = meshwright.parallelize(analyzed, plan)
+    result  = meshwright.train(trainer, data, eval_data=other_data, callbacks=[Callback(on_evaluate=...)])
 
-It does what `meshwright train` does with a config: shuffles, steps, evaluates, saves, writes metrics, and when it is
-called again, goes on from the newest checkpoint. A rank that runs out of memory says what takes less.
+It does what `meshwright train` does with a config: shuffles, steps, evaluates, saves, logs metrics, and
+resumes from the newest checkpoint when it is called again. A rank that runs out of memory names changes of
+the plan that need less.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,30 +33,26 @@ def train(
     callbacks: Sequence[Callback] = (),
     should_stop: Callable[[], bool] = lambda: False,
 ) -> TrainResult:
-    """Play the plan's steps that are left, evaluate and save; returns how it ended. Every rank calls it.
+    """Runs the remaining steps of the plan, evaluates and saves; returns how the run ended. Every rank calls
+    it.
 
     Args:
-        data: all samples, the same on every rank: tensors with one sample per row, or a `Data`. They are shuffled by
-            train.seed and repeated as data.epochs says. Checkpoints and metrics go into run.folder.
-        held_out: the samples that [evaluate] is about; without them, the last evaluate.hold_out of `data`. Given without
-            [evaluate], they are evaluated on every evaluate.every steps.
-        callbacks: called on rank 0 (see run/callbacks.py).
-        stopping: asked before each step; when it says so on one rank, all of them stop, with a checkpoint.
-
-    Raises PlanError for evaluations without samples, Spiked, a PlanError, when the guard ends the run, and OutOfMemory on a
-    rank that asks for memory and is not given it.
+        data: all samples, the same on every rank: tensors with one sample per row of dim 0, or a `Dataset`.
+        eval_data: samples to evaluate on, likewise.
+        callbacks: called on rank 0.
+        should_stop: called before each step; True stops all ranks after it.
     """
     plan, world = trainer.plan, trainer.world
     with trainer.oom_advisor:
         everything = _as_data(data)
-        training, held = split_held_out(everything, plan.job.evaluate)
+        training, kept = split_held_out(everything, plan.job.evaluate)
         if eval_data is not None:
-            held = _as_data(eval_data)
-        elif held is None and plan.job.evaluate.is_enabled:
+            kept = _as_data(eval_data)
+        elif kept is None and plan.job.evaluate.is_enabled:
             text = "the plan asks for evaluations, and no samples were passed"
             raise PlanError(text, fix="pass held_out=...", location="held_out")
         resumed = resume(trainer.executor, plan, world, everything.digest)
-        evaluating = None if held is None else EvalSamples(held, plan, plan.data_index(world.rank))
+        evaluating = None if kept is None else EvalSamples(kept, plan, plan.data_index(world.rank))
         with prefetch(open_feed(training, plan, world.rank), plan.run.workers) as feed:
             return play_all(
                 trainer.executor,

@@ -1,4 +1,6 @@
-"""`verify`: a plan compared with one device, on threads or on processes; or what it sends with what it says, by a trace."""
+"""`verify`: compares a plan with one device, on threads or processes; or the collectives of single ranks
+with the program.
+"""
 
 import json
 from collections.abc import Sequence
@@ -34,7 +36,7 @@ MAX_RANKS = 64  # as threads or processes of one machine: each holds the whole m
 
 
 def verdict_table(verdict: Verdict | TraceVerdict) -> RenderableType:
-    """The verdict as a table."""
+    """Returns the verdict as a table."""
     return trace_view(verdict) if isinstance(verdict, TraceVerdict) else verdict_view(verdict)
 
 
@@ -48,9 +50,9 @@ def verify(
     *,
     shrink: bool,
 ) -> tuple[Verdict, Path]:
-    """Compare the plan with one device, on threads or (with a launcher) on processes; write the verdict.
+    """Compares the plan with one device, on threads or (with a launcher) on processes; writes the verdict.
 
-    The verdict names the hash of the plan as it would be trained. Raises RanksFailed when a process did not end well.
+    The verdict names the hash of the plan as it would be trained.
     """
     request, ready = resolve_config(config, overrides, world)
     plan = ready.plan
@@ -75,9 +77,9 @@ def verify(
             *size,
             *overrides,
         ]
-        outcome = launcher(argv, plan.mesh.world_size, folder)
-        if outcome.exit_code:
-            raise RanksFailed(outcome)
+        result = launcher(argv, plan.mesh.world_size, folder)
+        if result.exit_code:
+            raise RanksFailed(result)
         reports = [_read_report(folder, rank) for rank in range(plan.mesh.world_size)]
     verdict = make_verdict(case, reports, "threads" if launcher is None else "processes", _versions())
     model = (
@@ -101,9 +103,10 @@ def trace(
     *,
     shrink: bool,
 ) -> tuple[TraceVerdict, Path]:
-    """Play `rank` (None: the first, the last and one between) and hold what it sends against the plan; write the verdict.
+    """Runs `rank` (None: the first, the last and one between) and compares its collectives with the plan;
+    writes the verdict.
 
-    A model that fake tensors cannot play is played on real ones, scaled down where that can be done, and the verdict says so.
+    A model that cannot run on fake tensors runs on real ones.
     """
     request, ready = resolve_config(config, overrides, world)
     played = _scaled_down(request, world) if shrink else ready
@@ -145,7 +148,7 @@ def _write(verdict: Verdict | TraceVerdict, path: Path) -> None:
 def verify_rank(
     rank_env: RankEnv, config: Path, overrides: Sequence[str], steps: int, *, shrink: bool
 ) -> None:
-    """Compare as one rank, and leave the report for the process that asked."""
+    """Compares as one rank, and writes the report for the launching process."""
     if rank_env.store_path is None:
         text = "verify was started as one rank by torchrun; it starts its own ranks"
         raise PlanError(text, fix="without torchrun: meshwright verify ... --on processes", location="verify")
@@ -165,7 +168,6 @@ def verify_rank(
 
 
 def _scaled_down(request: PlanRequest, world: int | None) -> ResolvedRun:
-    """What `request` becomes with a small copy of its model."""
     return resolve_request(replace(request, job=scale_down(request.job)), world)
 
 

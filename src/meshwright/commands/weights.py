@@ -1,4 +1,4 @@
-"""`export`, `import` and `convert`: weights between checkpoints, folders of transformers, and files of others."""
+"""`export`, `import` and `convert`: weights between checkpoints, folders of transformers, and pickles."""
 
 import json
 import subprocess
@@ -38,11 +38,10 @@ CONVERT_SCRIPT = Path(__file__).parents[1] / "run" / "export" / "convert_pickle.
 def export_checkpoint(
     path: Path, out: Path, dtype: str, max_shard_size: str, *, merge: bool = False
 ) -> tuple[Path, ExportResult]:
-    """The checkpoint at `path` (a run's folder: its newest good one) written to `out`, and what was written.
+    """Exports the checkpoint at `path` (of a run's folder: its newest valid one) to `out`; returns its path
+    and the result.
 
-    Of an adapted model, its adapter; with `merge`, the model that it makes of its base.
-
-    Raises PlanError for a path without a checkpoint, one of a model that cannot be built here, and wrong words.
+    Of an adapted model it writes the adapter; with `merge`, the model with the adapter merged.
     """
     if dtype and dtype not in EXPORT_DTYPES:
         raise PlanError(
@@ -58,16 +57,19 @@ def export_checkpoint(
 
 
 def import_weights(source: str, revision: str) -> tuple[ModelConfig, RoundTripResult, int]:
-    """The folder or hub id `source` as the [model] table of a config, how its logits compare, and its parameters."""
+    """Returns the folder or hub id `source` as the [model] table of a config, the comparison of logits, and
+    the parameter count.
+    """
     name = source if is_hub_id(source) else str(Path(source).absolute())
     model = pin_revision(ModelConfig(name, weights=name, revision=revision))
     return model, *check_import(model)
 
 
 def convert(file: Path, out: Path, key: str, environment: Mapping[str, str]) -> int:
-    """Write the tensors of the pickle `file` to the safetensors file `out`, in a child process; returns their number.
+    """Writes the tensors of the pickle `file` to the safetensors file `out` in a child process; returns
+    their number.
 
-    The child has `environment` and no more. Raises PlanError when `file` holds anything but tensors by name.
+    The child has `environment` and nothing else. Raises PlanError for a file that is no pickle of tensors.
     """
     if not file.is_file():
         raise PlanError(
@@ -93,7 +95,7 @@ def convert(file: Path, out: Path, key: str, environment: Mapping[str, str]) -> 
             Path(private).absolute() / "converted.safetensors",
             Path(private).absolute() / "report.json",
         )
-        words = [
+        text = [
             sys.executable,
             "-I",
             str(CONVERT_SCRIPT),
@@ -103,11 +105,11 @@ def convert(file: Path, out: Path, key: str, environment: Mapping[str, str]) -> 
             *([key] if key else []),
         ]
         ended = subprocess.run(
-            words, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, check=False
+            text, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, check=False
         )
-        said = _said(report, ended)
-        if "tensors" not in said or not part.is_file():
-            raise _refused(file, said, key)
+        output = _said(report, ended)
+        if "tensors" not in output or not part.is_file():
+            raise _refused(file, output, key)
         tensors = read_header(part)
         part.replace(out)
     return len(tensors)
@@ -150,7 +152,6 @@ def _trained(checkpoint: Path, manifest: Manifest) -> ExportableModel:
 
 
 def _source(checkpoint: Path, manifest: Manifest) -> tuple[ModelConfig, int]:
-    """Where the model of a checkpoint came from, and its seed."""
     plan: Any = manifest.meta.get("plan")
     job = plan.get("job", {}) if isinstance(plan, Mapping) else {}
     try:
@@ -173,7 +174,6 @@ def _check_model(loaded: LoadedModel, checkpoint: Path, manifest: Manifest) -> N
 
 
 def _beside(source: ModelConfig) -> Path | None:
-    """The folder with the tokenizer: that of the weights, or else that of the config."""
     small = replace(source, weights="", skip=())
     for name in (source.weights, source.source):
         if name and ".py" not in name:
@@ -184,38 +184,37 @@ def _beside(source: ModelConfig) -> Path | None:
     return None
 
 
-def _nbytes(words: str) -> int:
-    """The bytes that "5GB" or "300 MiB" are."""
-    number = words.strip().upper().rstrip("KMGIB ")
-    unit = words.strip().upper().removeprefix(number).strip()
+def _nbytes(text: str) -> int:
+    number = text.strip().upper().rstrip("KMGIB ")
+    unit = text.strip().upper().removeprefix(number).strip()
     if not number.isdecimal() or int(number) == 0 or unit not in SIZE_UNITS:
         raise PlanError(
-            f"the size '{words}'", fix="write a number and a unit: 5GB, 300MB", location="--max-shard-size"
+            f"the size '{text}'", fix="write a number and a unit: 5GB, 300MB", location="--max-shard-size"
         )
     return int(number) * SIZE_UNITS[unit]
 
 
 def _said(report: Path, ended: subprocess.CompletedProcess[bytes]) -> dict[str, Any]:
     try:
-        said = json.loads(report.read_text(encoding="utf-8"))
+        output = json.loads(report.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        said = None
+        output = None
     last = ended.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
     return (
-        said
-        if isinstance(said, dict)
+        output
+        if isinstance(output, dict)
         else {"refused": f"the child process ended with code {ended.returncode}: {last[0]}"}
     )
 
 
-def _refused(file: Path, said: Mapping[str, Any], key: str) -> PlanError:
-    entries = list(_words(said.get("entries")))
+def _refused(file: Path, output: Mapping[str, Any], key: str) -> PlanError:
+    entries = list(_words(output.get("entries")))
     fix = "save a dict of tensors only: torch.save(model.state_dict(), ...)"
     if entries and not key:
         fix = f"name the entry that holds the tensors: --key NAME; or {fix}"
-    held = f"; it holds {', '.join(entries)}" if entries else ""
+    kept = f"; it holds {', '.join(entries)}" if entries else ""
     return PlanError(
-        f"{file} was not converted: {said.get('refused', 'no reason')}{held}", fix=fix, location="convert"
+        f"{file} was not converted: {output.get('refused', 'no reason')}{kept}", fix=fix, location="convert"
     )
 
 

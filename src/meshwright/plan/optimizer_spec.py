@@ -34,22 +34,24 @@ SHARD_ALIGNMENTS: dict[OptimizerName, ShardAlignment] = {
     "adafactor": "matrix",
     "muon": "matrix",
 }
+# A layout with one alignment also serves those before it.
 ALIGNMENTS_BY_SIZE: tuple[ShardAlignment, ...] = (
     "element",
     "block",
     "matrix",
-)  # a layout with one alignment also serves those before it
+)
 FALLBACK_OPTIMIZERS: dict[OptimizerName, OptimizerName] = {"muon": "adamw"}
 FULL_WIDTH_STATES = {"adamw": 2, "lion": 1, "muon": 1}  # states with the shape and dtype of the parameter
 BFLOAT16_STATES = {"adamw_bf16": 2, "lion_bf16": 1}  # states in two bytes each
 EIGHT_BIT_STATES = {"adamw_8bit": 2}  # states in one byte each, and a float32 scale per block
+# Temporary elements per element; torch's optimizers have none.
 UPDATE_NUMEL = {
     "adamw_bf16": 4,
     "adamw_8bit": 6,
     "lion": 2,
     "lion_bf16": 3,
     "adafactor": 4,
-}  # temporary elements per element; torch's optimizers have none
+}
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class Plan:
 
     def with_model_spec(self, model_spec: ModelSpec) -> "Plan":
         """This plan with the specification of the same model on samples of another length."""
-        sharding = replace(self.sharding.all_ranks or self.sharding, model_spec=model_spec).at_coordinate(
+        sharding = replace(self.sharding.global_plan, model_spec=model_spec).at_coordinate(
             dict(self.sharding.coordinate)
         )
         return replace(
@@ -158,7 +158,7 @@ class Plan:
     @property
     def model_spec(self) -> ModelSpec:
         """The whole model; `sharding.model_spec` is this rank's part of it."""
-        return (self.sharding.all_ranks or self.sharding).model_spec
+        return self.sharding.global_plan.model_spec
 
     @property
     def num_data(self) -> int:

@@ -74,9 +74,8 @@ def sharding_diagnostics(sharding: ShardingPlan, strategies: tuple[Strategy, ...
         ):  # the strategy that shards them must also replicate the shards
             fix = f'replicate the shards along {axes}: replicate_axis = "{axes}" in their strategy'
         yield Diagnostic(text, fix, "strategies")
-    used_axes = {
-        strategy.as_dict().get("axis", "") for strategy in strategies
-    }  # a strategy that cannot use its axis reports that itself
+    # A strategy that cannot use its axis reports that itself.
+    used_axes = {strategy.as_dict().get("axis", "") for strategy in strategies}
     idle = [
         axis
         for axis in AXES

@@ -1,11 +1,11 @@
 """Running a job: its config, data, processes, checkpoints, measurements, metrics and exports.
 
-    checkpoint    writes, verifies and loads checkpoints; resumes a run
-    config        reads config and plan files
-    data          samples of every step: readers, tokenizers, shuffling, prefetching
-    export        writes models for transformers and peft
-    launch        starts, joins and watches the ranks
-    measure       measured devices and networks; timing
-    telemetry     metrics, traces, logs, callbacks, trackers
-    training      the training loop and the public Trainer
+checkpoint    writes, verifies and loads checkpoints; resumes a run
+config        reads config and plan files
+data          samples of every step: readers, tokenizers, shuffling, prefetching
+export        writes models for transformers and peft
+launch        starts, joins and watches the ranks
+measure       measured devices and networks; timing
+telemetry     metrics, traces, logs, callbacks, trackers
+training      the training loop and the public Trainer
 """

@@ -1,1 +1,10 @@
-"""Proves a plan: on paper (static), and by running it beside one device (parity)."""
+"""Checks that a plan computes what one device computes.
+
+Without running it, by its messages, and by its numbers.
+
+    static_checks   checks of a program without running it: order, waits, memory, transfers, deadlocks
+    trace           the messages of ranks on fake tensors, compared with the program
+    reference       one device: the numbers that every plan must reproduce
+    parity          every rank's numbers and messages, compared with the reference
+    verdict         the outcome of parity, in words and as JSON
+"""

@@ -1,15 +1,14 @@
-"""A plan beside one device: every rank trains, and holds each number against the reference.
+"""Compares a plan with one device: every rank trains, and compares each number with the reference.
 
-The comparison runs in float64 with plain SGD: Adam would hide a gradient that is wrong by a factor. Errors of gradients
-and parameters are measured against the largest magnitude in their block, because a gradient that is truly zero (a key
-bias) holds nothing but rounding noise. Each rank compares its own copy, so a replica that drifts is found. NaN is a
-difference, and so is a collective that the program does not state; what was not compared does not pass. A technique that
-rounds says how far off that may be (Strategy.tolerance): then that is allowed, but for initial values. Gradients are
-read by one more action, put before CLIP: COMPARE (hold every gradient against one device, before it is clipped).
+The comparison runs in float64 with plain SGD: Adam would hide a gradient that is wrong by a factor. Errors of
+gradients and parameters are measured against the largest magnitude in their block, because a gradient that is
+truly zero (a key bias) holds nothing but rounding noise. Each rank compares its own copy, so a replica that
+drifts is found. NaN is a difference, and so is a collective that the program does not state; what was not
+compared does not pass. A technique that rounds declares a tolerance (Strategy.tolerance): that is allowed,
+except for initial values. One more action before CLIP, COMPARE, compares every gradient before it is clipped.
 
-What each rank puts into collectives in one step, as its program states it: also where micro-batches have other rows.
-
-Of other lengths, too: what is sent for such a micro-batch is what the plan of such rows says; for that the model is read on them.
+Messages are compared with the program also where microbatches have other sizes or sequence lengths: what is
+sent for such a microbatch is what the plan for such samples says; for that the model is analyzed on them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from math import inf, isnan, nan
 
 import torch
 
-from meshwright.comm.collectives.group import Entry, World
+from meshwright.comm.collectives.group import LedgerEntry, World
 from meshwright.engine.runtime.microbatches import BatchShapes, microbatch_shapes
 from meshwright.engine.runtime.state import RankState
 from meshwright.engine.step.executor import Executor
@@ -35,57 +34,67 @@ from meshwright.verifier.verdict import COMPARED_QUANTITIES, QUANTITIES, Differe
 
 PlannedMessage = tuple[
     str, str, tuple[str, ...], int, str
-]  # action, collective, axes, bytes that the rank puts in, algorithm
+]  # action, collective, axes, bytes of the operand, algorithm
 
 
 class PlannedMessages:
-    """What the ranks of `case.plan` put into collectives, for micro-batches of any shapes."""
+    """The messages of the ranks of `parity_case.plan`, for microbatches of any shapes."""
 
     def __init__(self, parity_case: ParityCase) -> None:
-        self._case = parity_case
+        self._parity_case = parity_case
         columns = (*parity_case.plan.model_spec.inputs, *parity_case.plan.model_spec.targets)
-        self._known = {column.name for column in columns}
+        self._column_names = {column.name for column in columns}
         self._plans = {
             frozenset((column.name, column.shape) for column in columns): parity_case.plan
-        }  # by the shapes of one row
+        }  # by the shapes of one sample
 
     def messages(
         self, rank: int, step_shapes: Sequence[tuple[BatchShapes, ...]]
     ) -> Iterator[tuple[int, PlannedMessage]]:
-        """Those of `rank`, each with its step: `steps` are the shapes of its micro-batches; none: as planned."""
-        mine, others, known = (
-            self._case.plan.for_rank(rank),
+        """Yields the messages of `rank`, each with its step.
+
+        `step_shapes` are its microbatches, none: as planned.
+        """
+        actual, plans_by_shapes, known_messages = (
+            self._parity_case.plan.for_rank(rank),
             dict[BatchShapes, Plan](),
             dict[tuple[BatchShapes, ...], list[PlannedMessage]](),
         )
-        for step, micros in enumerate(step_shapes):
-            for shapes in set(micros) - others.keys():
-                others[shapes] = self._on(rank, step, shapes)
-            if micros not in known:
-                known[micros] = planned_messages(mine, [others[shapes] for shapes in micros])
-            yield from ((step, message) for message in known[micros])
+        for step, microbatches in enumerate(step_shapes):
+            for shapes in set(microbatches) - plans_by_shapes.keys():
+                plans_by_shapes[shapes] = self._plan_for_shapes(rank, step, shapes)
+            if microbatches not in known_messages:
+                known_messages[microbatches] = planned_messages(
+                    actual, [plans_by_shapes[shapes] for shapes in microbatches]
+                )
+            yield from ((step, message) for message in known_messages[microbatches])
 
-    def _on(self, rank: int, step: int, shapes: BatchShapes) -> Plan:
-        """The plan of micro-batches of these shapes, as `rank` plays it; `step` has such ones."""
-        rows, lengths = (
+    def _plan_for_shapes(self, rank: int, step: int, shapes: BatchShapes) -> Plan:
+        """Returns the plan of microbatches of these shapes, on `rank`; `step` has such ones."""
+        read_batch, lengths = (
             shapes[0][1][0],
-            frozenset((name, shape[1:]) for name, shape in shapes if name in self._known),
+            frozenset((name, shape[1:]) for name, shape in shapes if name in self._column_names),
         )
         if lengths not in self._plans:
-            batch = self._case.batch_reader(self._case.plan, rank)(step)
-            self._plans[lengths] = self._case.plan if batch is None else self._case.plan_for_batch(batch)
-        there = self._plans[lengths].for_rank(rank)
-        return there if rows == there.micro_batch else there.with_micro_batch(rows)
+            batch = self._parity_case.batch_reader(self._parity_case.plan, rank)(step)
+            self._plans[lengths] = (
+                self._parity_case.plan if batch is None else self._parity_case.plan_for_batch(batch)
+            )
+        shape_plan = self._plans[lengths].for_rank(rank)
+        return shape_plan if read_batch == shape_plan.micro_batch else shape_plan.with_micro_batch(read_batch)
 
 
 def planned_messages(plan: Plan, microbatch_plans: Sequence[Plan] = ()) -> list[PlannedMessage]:
-    """What each rank puts into collectives in one step, in the order of the program.
+    """Returns what each rank puts into collectives in one step, in the order of the program.
 
-    `micros` are by micro-batch the plans that say what is sent for it, where its rows may be others than those of `plan`.
+    `microbatch_plans` are by microbatch the plans that say what is sent for it, where its shapes differ from
+    those of `plan`.
     """
-    others = {id(each): {action.name: action for action in each.actions} for each in microbatch_plans}
-    known = [
-        _resized(a, others[id(microbatch_plans[a.microbatch])])
+    plans_by_shapes = {
+        id(each): {action.name: action for action in each.actions} for each in microbatch_plans
+    }
+    known_messages = [
+        _resized(a, plans_by_shapes[id(microbatch_plans[a.microbatch])])
         if microbatch_plans and a.microbatch is not None
         else a
         for a in plan.actions
@@ -98,20 +107,21 @@ def planned_messages(plan: Plan, microbatch_plans: Sequence[Plan] = ()) -> list[
             move.nbytes,
             move.algorithm,
         )
-        for action in known
+        for action in known_messages
         for move in action.transfers
     ]
 
 
-def _resized(action: Action, others: Mapping[str, Action]) -> Action:
-    """`action` with the sizes of `others`, by name.
+def _resized(action: Action, plans_by_shapes: Mapping[str, Action]) -> Action:
+    """Returns `action` with the sizes of `others`, by name.
 
-    Fewer rows may leave room for what a visit computes: then it is not run again there, and moves as much where it is.
+    A smaller microbatch may need no recomputation; then its forward counts as the planned kind and moves as
+    much.
     """
     for kind in (action.kind, *(FORWARD_KINDS if action.kind in (*FORWARD_KINDS, "RECOMPUTE") else ())):
         name = replace(action, kind=kind).name
-        if name in others:
-            return replace(others[name], kind=action.kind)
+        if name in plans_by_shapes:
+            return replace(plans_by_shapes[name], kind=action.kind)
     return action
 
 
@@ -120,21 +130,24 @@ TOLERANCE = 1e-10
 
 @dataclass
 class RankReport:
-    """What one rank found: differences, the worst error per quantity, a digest per parameter, what it sent."""
+    """What one rank found: differences, largest errors, digests of parameters, and what it sent."""
 
     rank: int
     differences: list[Difference] = field(default_factory=list)
     max_errors: dict[str, float] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
-    sent_entries: list[Entry] = field(default_factory=list)
+    sent_entries: list[LedgerEntry] = field(default_factory=list)
     microbatch_shapes: list[tuple[BatchShapes, ...]] = field(
         default_factory=list
-    )  # by step, of each micro-batch; none: as planned
+    )  # by step, of each microbatch; none: as planned
     num_steps: int = 0
 
 
 def parity_job(job: Job) -> Job:
-    """`job` as parity runs it: float64, SGD with its groups and clip, a constant learning rate of 0.1, no step left out."""
+    """Returns `job` as parity runs it.
+
+    Float64, SGD with its groups and clip, a constant learning rate, no loss guard.
+    """
     groups = tuple(replace(group, name=None, momentum=0.0) for group in job.optimizer.groups)
     sgd = OptimizerConfig("sgd", lr=0.1, weight_decay=job.optimizer.weight_decay, momentum=0.5, groups=groups)
     wide = PrecisionConfig("float64", "float64", "float64")
@@ -142,44 +155,46 @@ def parity_job(job: Job) -> Job:
 
 
 def single_device_job(job: Job) -> Job:
-    """`job` as one device plays it, which has no other batch size to compare its own with: it measures no noise."""
+    """Returns `job` for one device, which has no second batch size, so that it measures no noise scale."""
     return replace(job, train=replace(job.train, noise_scale=False))
 
 
 def compare_rank(parity_case: ParityCase, world: World, reference: Reference) -> RankReport:
-    """Train one rank of `case.plan` and compare it with `reference`, step by step."""
+    """Trains one rank of `parity_case.plan` and compares it with `reference`, step by step."""
     report = RankReport(world.rank)
-    watched = _RankComparison(parity_case, reference, report)
+    comparison = _RankComparison(parity_case, reference, report)
     subject = parity_case.make_trained_module()
-    watched.values("initial value", 0, subject.parameters, reference.initial_values)
-    world.ledger.recording = True
+    comparison.values("initial value", 0, subject.parameters, reference.initial_values)
+    world.ledger.is_recording = True
     state = RankState(subject, world, parity_case.loss)
-    player = Executor(
-        _with_probe(parity_case.plan.for_rank(world.rank)),
+    executor = Executor(
+        _with_compare_action(parity_case.plan.for_rank(world.rank)),
         state,
         stateless_rng=parity_case.make_rng(),
-        extra_handlers={"COMPARE": lambda action, state: watched.gradients(action.microbatch)},
+        extra_handlers={"COMPARE": lambda action, state: comparison.gradients(action.microbatch)},
     )
-    watched.player = player
-    rows = parity_case.batch_reader(parity_case.plan, world.rank)
+    comparison.player = executor
+    read_batch = parity_case.batch_reader(parity_case.plan, world.rank)
     try:
         for step, truth in enumerate(reference.steps):
-            watched.step = step
-            batch = rows(step)
-            watched.samples(batch, truth)
+            comparison.step = step
+            batch = read_batch(step)
+            comparison.samples(batch, truth)
             if not parity_case.plan.sharding.primary_rank_axes:
                 report.microbatch_shapes.append(
                     microbatch_shapes(batch, parity_case.plan, subject.dummy_batch)
                 )
-            metrics = player.step(batch)
-            watched.number("loss", metrics.loss, truth.loss)
-            watched.number("grad norm", metrics.grad_norm, truth.grad_norm)
-            parameters = player.gather_parameters()
-            watched.values("parameter", step, parameters, truth.parameters)
+            metrics = executor.step(batch)
+            comparison.number("loss", metrics.loss, truth.loss)
+            comparison.number("grad norm", metrics.grad_norm, truth.grad_norm)
+            parameters = executor.gather_parameters()
+            comparison.values("parameter", step, parameters, truth.parameters)
             report.num_steps += 1
-        report.digests = {name: _digest(parameter) for name, parameter in player.gather_parameters().items()}
+        report.digests = {
+            name: _digest(parameter) for name, parameter in executor.gather_parameters().items()
+        }
     finally:
-        player.close()
+        executor.close()
     report.sent_entries = list(world.ledger.entries)
     return report
 
@@ -187,17 +202,17 @@ def compare_rank(parity_case: ParityCase, world: World, reference: Reference) ->
 def make_verdict(
     parity_case: ParityCase, reports: list[RankReport], rank_backend: str, versions: Mapping[str, str]
 ) -> Verdict:
-    """The verdict over all ranks' reports: equality with one device, replicas alike, and what was sent as planned."""
-    plan, stated = parity_case.plan, PlannedMessages(parity_case)
+    """Returns the verdict over all ranks' reports: numbers, equal replicas, and messages as planned."""
+    plan, expected_messages = parity_case.plan, PlannedMessages(parity_case)
     found = [difference for report in reports for difference in report.differences]
     found += [
         d
         for report in reports
-        for d in (_drift(report, reports[0]), _unplanned(report, stated))
+        for d in (_replica_drift(report, reports[0]), _unplanned_message(report, expected_messages))
         if d is not None
     ]
     found.sort(key=lambda d: (d.step, QUANTITIES.index(d.quantity)))
-    missing = tuple(_missing(plan, reports))
+    missing = tuple(_not_compared(plan, reports))
     return Verdict(
         plan=plan.hash,
         mesh=str(plan.mesh),
@@ -207,7 +222,7 @@ def make_verdict(
         tolerance=max(TOLERANCE, plan.tolerance),
         passed=not found and not missing,
         max_errors={
-            key: _worst(report.max_errors[key] for report in reports if key in report.max_errors)
+            key: _max_error(report.max_errors[key] for report in reports if key in report.max_errors)
             for key in COMPARED_QUANTITIES
         },
         planned_nbytes={name: nbytes for name, _, _, nbytes, _ in planned_messages(plan)},
@@ -223,23 +238,26 @@ def make_verdict(
 
 
 def issued_messages(report: RankReport) -> list[PlannedMessage]:
-    """What a rank did put into collectives, over all its steps, in order."""
+    """Returns what a rank put into collectives, over all its steps, in order."""
     return [
         (entry.action, entry.collective, tuple(entry.axes), entry.nbytes, entry.algorithm)
         for entry in report.sent_entries
     ]
 
 
-def _missing(plan: Plan, reports: list[RankReport]) -> Iterator[str]:
-    """What keeps the reports from being a proof, in sentences."""
-    here = {report.rank for report in reports}
-    for rank in sorted(set(range(plan.mesh.world_size)) - here):
+def _not_compared(plan: Plan, reports: list[RankReport]) -> Iterator[str]:
+    """Yields in sentences what keeps the reports from being a proof."""
+    reporting_ranks = {report.rank for report in reports}
+    for rank in sorted(set(range(plan.mesh.world_size)) - reporting_ranks):
         yield f"rank {rank} did not report"
     for report in reports:
         if not report.num_steps:
             yield f"rank {report.rank} compared no step"
         elif report.num_steps != reports[0].num_steps:
-            yield f"rank {report.rank} compared {report.num_steps} steps and rank {reports[0].rank} {reports[0].num_steps}"
+            yield (
+                f"rank {report.rank} compared {report.num_steps} steps and rank {reports[0].rank} "
+                f"{reports[0].num_steps}"
+            )
         for quantity in COMPARED_QUANTITIES if report.num_steps else ():
             if quantity not in report.max_errors and (
                 quantity != "gradient" or plan.is_primary_rank(report.rank)
@@ -247,8 +265,8 @@ def _missing(plan: Plan, reports: list[RankReport]) -> Iterator[str]:
                 yield f"rank {report.rank} compared no {quantity}"
 
 
-def _drift(report: RankReport, other: RankReport) -> Difference | None:
-    """The first parameter of which two ranks hold different bits; a rounding error that differs grows from step to step."""
+def _replica_drift(report: RankReport, other: RankReport) -> Difference | None:
+    """Returns the first parameter of which two ranks hold different bits, since rounding differences grow."""
     names = [
         name
         for name in {**other.digests, **report.digests}
@@ -261,105 +279,105 @@ def _drift(report: RankReport, other: RankReport) -> Difference | None:
     )
 
 
-def _unplanned(report: RankReport, stated: PlannedMessages) -> Difference | None:
-    """The first collective that is not the one that the program states at this place."""
+def _unplanned_message(report: RankReport, expected_messages: PlannedMessages) -> Difference | None:
+    """Returns the first collective that is not the one that the program states at this place."""
     steps = report.microbatch_shapes or [()] * report.num_steps
-    for found, stands in zip_longest(issued_messages(report), stated.messages(report.rank, steps)):
-        step, theirs = stands or (len(steps), None)
-        if found != theirs:
-            said = f"{found or 'no collective'} where the program states {theirs or 'none'}"
-            return Difference(step, "ledger", said, "", None, report.rank)
+    for found, stands in zip_longest(issued_messages(report), expected_messages.messages(report.rank, steps)):
+        step, planned_message = stands or (len(steps), None)
+        if found != planned_message:
+            description = f"{found or 'no collective'} where the program states {planned_message or 'none'}"
+            return Difference(step, "ledger", description, "", None, report.rank)
     return None
 
 
 class _RankComparison:
-    """Compares as the rank goes, and writes what it finds into the report."""
+    """Compares the numbers of a rank with the reference, and records differences in its report."""
 
-    def __init__(self, case: ParityCase, reference: Reference, report: RankReport) -> None:
-        self._case, self._reference, self._report = case, reference, report
+    def __init__(self, parity_case: ParityCase, reference: Reference, report: RankReport) -> None:
+        self._parity_case, self._reference, self._report = parity_case, reference, report
         self.player: Executor | None = None
         self.step = 0
-        self._allowed = max(TOLERANCE, case.plan.tolerance)
+        self._allowed = max(TOLERANCE, parity_case.plan.tolerance)
 
     def samples(self, batch: Mapping[str, torch.Tensor] | None, truth: ReferenceStep) -> None:
-        """The rows must be those of the reference's global batch that this rank reads."""
-        self._note("samples", 0.0)
-        wanted = self._case.plan.samples_read(self._report.rank)
+        """Compares the rank's samples with those of the reference's global batch."""
+        self._record_error("samples", 0.0)
+        expected = self._parity_case.plan.samples_read(self._report.rank)
         for key, whole in truth.batch.items():
-            rows = whole[[row for row in wanted if row < len(whole)]]
-            mine = rows[:0] if batch is None else batch[key]
-            if mine.shape != rows.shape or not torch.equal(mine, rows):
-                self._add("samples", key, "", None)
+            read_batch = whole[[row for row in expected if row < len(whole)]]
+            actual = read_batch[:0] if batch is None else batch[key]
+            if actual.shape != read_batch.shape or not torch.equal(actual, read_batch):
+                self._add_difference("samples", key, "", None)
 
-    def number(self, quantity: str, mine: float, wanted: float) -> None:
-        error = abs(mine - wanted) / max(abs(wanted), 1e-300)
-        self._note(quantity, error)
+    def number(self, quantity: str, actual: float, expected: float) -> None:
+        error = abs(actual - expected) / max(abs(expected), 1e-300)
+        self._record_error(quantity, error)
         if not error <= self._allowed:
-            self._add(quantity, "", "", error)
+            self._add_difference(quantity, "", "", error)
 
     def values(
         self,
         quantity: str,
         step: int,
-        mine: Mapping[str, torch.Tensor],
-        wanted: TensorsByName,
+        actual: Mapping[str, torch.Tensor],
+        expected: TensorsByName,
         factor: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """Each tensor against the scale of its block, in the order of backward: the last block first.
+        """Compares each tensor at the scale of its block, in the order of backward: the last block first.
 
-        `factor` is asked when the first of them differs: by what all do.
+        `factor` is computed when the first of them differs.
         """
-        self.step, common = step, cache(factor)
-        scales, allowed = self._scales(wanted), TOLERANCE if quantity == "initial value" else self._allowed
-        for name in reversed(list(wanted)):
+        self.step, common_factor = step, cache(factor)
+        scales, allowed = self._scales(expected), TOLERANCE if quantity == "initial value" else self._allowed
+        for name in reversed(list(expected)):
             block = self._reference.block_of[name]
-            error = _distance(mine[name].detach(), wanted[name]) / scales[block]
-            self._note(quantity, error)
+            error = _distance(actual[name].detach(), expected[name]) / scales[block]
+            self._record_error(quantity, error)
             if not error <= allowed:
-                self._add(quantity, name, block, error, common())
+                self._add_difference(quantity, name, block, error, common_factor())
 
-    def gradients(self, micro: int | None) -> None:
-        """The handler of COMPARE: every gradient as the optimizer is about to see it, before clipping; where there is one.
+    def gradients(self, microbatch: int | None) -> None:
+        """Handles COMPARE: compares every gradient as the optimizer is about to see it, before clipping.
 
-        Of a step with one micro-batch, those of this rank's part: others take theirs at other times.
+        With updates per microbatch, only this rank's gradients: other ranks compare theirs at other times.
         """
-        if self.player is None or not self._case.plan.is_primary_rank(self._report.rank):
+        if self.player is None or not self._parity_case.plan.is_primary_rank(self._report.rank):
             return
         truth = self._reference.steps[self.step]
-        found = self.player.gather_gradients(local_only=micro is not None)
-        wanted = (
+        found = self.player.gather_gradients(local_only=microbatch is not None)
+        expected = (
             truth.gradients
-            if micro is None
-            else {name: truth.microbatch_gradients[micro][name] for name in found}
+            if microbatch is None
+            else {name: truth.microbatch_gradients[microbatch][name] for name in found}
         )
-        self.values("gradient", self.step, found, wanted, lambda: self._common_factor(found, wanted))
+        self.values("gradient", self.step, found, expected, lambda: self._common_factor(found, expected))
 
-    def _common_factor(self, mine: TensorsByName, wanted: TensorsByName) -> float | None:
-        """The number f with mine = f * wanted for all gradients at once, when there is one."""
-        norm = sum((tensor * tensor).sum().item() for tensor in wanted.values())
+    def _common_factor(self, actual: TensorsByName, expected: TensorsByName) -> float | None:
+        """Returns the number f with actual = f * expected for all gradients at once, if there is one."""
+        norm = sum((tensor * tensor).sum().item() for tensor in expected.values())
         if not norm > 0:
             return None
-        factor = sum((mine[name] * wanted[name]).sum().item() for name in wanted) / norm
-        scales = self._scales(wanted)
+        factor = sum((actual[name] * expected[name]).sum().item() for name in expected) / norm
+        scales = self._scales(expected)
         errors = [
-            _distance(mine[name], factor * tensor) / scales[self._reference.block_of[name]]
-            for name, tensor in wanted.items()
+            _distance(actual[name], factor * tensor) / scales[self._reference.block_of[name]]
+            for name, tensor in expected.items()
         ]
         return factor if all(error <= 1e-8 * max(1.0, abs(factor)) for error in errors) else None
 
-    def _scales(self, wanted: TensorsByName) -> dict[str, float]:
+    def _scales(self, expected: TensorsByName) -> dict[str, float]:
         scales: dict[str, float] = {}
-        for name, tensor in wanted.items():
+        for name, tensor in expected.items():
             block = self._reference.block_of[name]
-            # whole numbers are compared by themselves: a table of them would make every other error in its block look small
+            # integers are compared exactly: a table of them would hide every other error in its block
             largest = tensor.abs().max().item() if tensor.numel() and tensor.is_floating_point() else 0.0
             scales[block] = max(scales.get(block, 1e-30), largest)
         return scales
 
-    def _note(self, quantity: str, error: float) -> None:
-        self._report.max_errors[quantity] = _worst([self._report.max_errors.get(quantity, 0.0), error])
+    def _record_error(self, quantity: str, error: float) -> None:
+        self._report.max_errors[quantity] = _max_error([self._report.max_errors.get(quantity, 0.0), error])
 
-    def _add(
+    def _add_difference(
         self, quantity: str, name: str, block: str, error: float | None, factor: float | None = None
     ) -> None:
         self._report.differences.append(
@@ -367,8 +385,11 @@ class _RankComparison:
         )
 
 
-def _with_probe(plan: Plan) -> Plan:
-    """`plan` with a COMPARE where CLIP stands: it waits for all that CLIP waits for. Where nobody clips, before each STEP."""
+def _with_compare_action(plan: Plan) -> Plan:
+    """Returns `plan` with COMPARE before CLIP, waiting for all that CLIP waits for.
+
+    Without CLIP, before each STEP.
+    """
 
     def insert(actions: list[Action]) -> list[Action]:
         edited = []
@@ -386,20 +407,23 @@ def _with_probe(plan: Plan) -> Plan:
     return replace(plan, program=program)
 
 
-def _distance(mine: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference of two elements; infinite when the shapes differ, NaN when an element is NaN.
+def _distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Returns the largest difference of two elements; infinite for other shapes, NaN if an element is NaN.
 
-    Of whole numbers, which are exact: infinite when any differs.
+    For integers, which are exact: infinite when any differs.
     """
-    if mine.shape != wanted.shape:
+    if actual.shape != expected.shape:
         return inf
-    if not wanted.is_floating_point():
-        return 0.0 if mine.dtype == wanted.dtype and torch.equal(mine, wanted) else inf
-    return (mine - wanted).abs().max().item() if mine.numel() else 0.0
+    if not expected.is_floating_point():
+        return 0.0 if actual.dtype == expected.dtype and torch.equal(actual, expected) else inf
+    return (actual - expected).abs().max().item() if actual.numel() else 0.0
 
 
-def _worst(errors: Iterable[float]) -> float:
-    """The largest of `errors`; NaN is worse than any number, and having none is NaN too."""
+def _max_error(errors: Iterable[float]) -> float:
+    """Returns the largest of `errors`.
+
+    NaN is larger than any number, and without errors the result is NaN.
+    """
     found = list(errors)
     return nan if not found or any(isnan(error) for error in found) else max(found)
 

@@ -1,11 +1,12 @@
-"""One device, without the engine: an ordinary PyTorch loop that states what every plan must compute.
+"""The reference: one device, in an ordinary PyTorch loop, computes what every plan must compute.
 
-The model's own forward on the whole global batch, one `loss.backward()`, torch's own clipping and optimizer. Nothing here
-cuts a graph, buckets a gradient or knows a mesh. It shares with the engine only what defines the numbers: initial
-values, the order of samples, and the stateless dropout.
+The model's own forward on the whole global batch, one `loss.backward()`, torch's own clipping and optimizer.
+Nothing here cuts a graph, buckets a gradient or knows a mesh. It shares with the engine only what defines the
+numbers: initial values, the order of samples, and the stateless dropout.
 
-A plan in which every micro-batch is an update of its own, at weights that are several updates old, computes something else. Then
-the loop is a replay of the versions that its program states (core/versions.py): still one model, its own forward, one backward.
+A plan in which every microbatch is an update of its own, at weights that are several updates old, computes
+something else. For it the loop replays the weight versions that its program states
+(plan/step/weight_stashing.py): still one model, its own forward, one backward.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,10 +32,11 @@ TensorsByName = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class ParityCase:
-    """What is compared: a plan, and how to make the model, the randomness and the rows that it and one device train on.
+    """What is compared: a plan, and how to make the model, the random numbers and the samples of a run.
 
-    `rows(plan, rank)` gives a function from step to that rank's rows; `alone` is the same job on one device. `on(batch)` is
-    `plan` on rows like those of a batch, which may be of another length.
+    `batch_reader(plan, rank)` returns a function from step to that rank's samples; `single_device_plan` is
+    the same job on one device. `plan_for_batch(batch)` is `plan` for samples like those of a batch, which may
+    have another length.
     """
 
     plan: Plan
@@ -48,9 +50,10 @@ class ParityCase:
 
 @dataclass(frozen=True)
 class ReferenceStep:
-    """One step of one device: the batch, the loss, every gradient before clipping, their norm, the parameters after.
+    """One step of one device: batch, loss, gradients before clipping, their norm, parameters afterwards.
 
-    Where micro-batches are updates of their own, `each` has the gradients by micro-batch, and `gradients` those of the last one.
+    Where microbatches are updates of their own, `microbatch_gradients` holds the gradients by microbatch, and
+    `gradients` those of the last one.
     """
 
     batch: Batch
@@ -71,94 +74,115 @@ class Reference:
 
 
 def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
-    """Train `steps` steps on one device and keep all that is compared; a replay, where the plan asks for one."""
-    subject, dice, plan = (
+    """Trains `num_steps` steps on one device and records all that is compared.
+
+    Replays weight versions if the plan has any.
+    """
+    subject, rng, plan = (
         parity_case.make_trained_module(),
         parity_case.make_rng(),
         parity_case.single_device_plan,
     )
-    replay = _WeightVersionReplay(parity_case, subject, dice) if alone(parity_case.plan.actions) else None
+    replay = _WeightVersionReplay(parity_case, subject, rng) if alone(parity_case.plan.actions) else None
     trainable = subject.trainable_parameters
     block_of = {weight.name: weight.block_calls[0] for weight in plan.model_spec.params}
     reference = Reference(
         {name: p.detach().clone() for name, p in subject.parameters.items()}, block_of=block_of
     )
     optimizer = _plain_sgd(plan.job, subject)
-    bases = [group["lr"] for group in optimizer.param_groups]
-    rows = parity_case.batch_reader(plan, 0)
+    base_lrs = [group["lr"] for group in optimizer.param_groups]
+    samples = parity_case.batch_reader(plan, 0)
     for step in range(num_steps):
-        batch = rows(step)
+        batch = samples(step)
         if batch is None:
             break
-        for group, base in zip(optimizer.param_groups, bases, strict=True):
-            group["lr"] = base * lr_factor(plan.job.schedule, step, plan.job.train.steps)
+        for group, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
+            group["lr"] = base_lr * lr_factor(plan.job.schedule, step, plan.job.train.steps)
         if replay is not None:
             reference.steps.append(replay.step(optimizer, batch, step))
             continue
         optimizer.zero_grad(set_to_none=True)
-        loss = _loss(parity_case, subject, dice, batch, step)
+        loss = _loss(parity_case, subject, rng, batch, step)
         _backward(loss)
         gradients = _gradients(subject)
         clip = plan.job.train.clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(list(trainable.values()), clip)
-        if (
-            parity_case.loss.count(batch) > 0
-        ):  # a step in which nothing counts leaves the parameters as they were
+        if parity_case.loss.count(batch) > 0:  # a step in which nothing counts changes nothing
             optimizer.step()
-        after = {name: p.detach().clone() for name, p in subject.parameters.items()}
-        reference.steps.append(ReferenceStep(batch, loss.item(), norm.item(), gradients, after))
+        parameters_after = {name: p.detach().clone() for name, p in subject.parameters.items()}
+        reference.steps.append(ReferenceStep(batch, loss.item(), norm.item(), gradients, parameters_after))
     return reference
 
 
 class _WeightVersionReplay:
-    """Updates with one micro-batch each: its gradient at the weights that it meets on each rank, with which the newest step."""
+    """Updates with one microbatch each.
 
-    def __init__(self, case: ParityCase, subject: TrainedModule, dice: StatelessRNG | None) -> None:
-        self._case, self._subject, self._dice, self._plan = case, subject, dice, case.plan
-        roles = [actions for _, actions in case.plan.program.roles]
-        (self._order,) = {
+    Its gradient at the weight version of its forward, applied to the latest weights.
+    """
+
+    def __init__(self, parity_case: ParityCase, subject: TrainedModule, rng: StatelessRNG | None) -> None:
+        self._parity_case, self._subject, self._rng, self._plan = parity_case, subject, rng, parity_case.plan
+        roles = [actions for _, actions in parity_case.plan.program.roles]
+        (self._microbatch_order,) = {
             alone(actions) for actions in roles
-        }  # all ranks step with the same micro-batches in the same order
-        met = [forward_versions(actions) for actions in roles]
-        self._met = {
-            weight.name: met[case.plan.sharding.pp_ranks_using(weight)[0]]
-            for weight in case.plan.model_spec.trainable
+        }  # all ranks step with the same microbatches in the same order
+        versions = [forward_versions(actions) for actions in roles]
+        self._version_by_param = {
+            weight.name: versions[parity_case.plan.sharding.pp_ranks_using(weight)[0]]
+            for weight in parity_case.plan.model_spec.trainable
         }
 
     def step(self, optimizer: torch.optim.Optimizer, batch: Batch, step: int) -> ReferenceStep:
-        """One step of the plan, from the newest weights to those after all its updates."""
+        """Runs one step of the plan, from the latest weights to those after all its updates."""
         trainable, num_rows = self._subject.trainable_parameters, self._plan.micro_batch * self._plan.num_data
-        history = [_values(trainable)]  # after so many updates
-        each: dict[int, TensorsByName] = {}
+        weight_history = [_values(trainable)]  # by number of updates
+        gradients_by_microbatch: dict[int, TensorsByName] = {}
         loss, counts = 0.0, list[float]()
-        for micro in self._order:
-            rows = {key: value[micro * num_rows : (micro + 1) * num_rows] for key, value in batch.items()}
-            _set(trainable, {name: history[self._met[name][micro]][name] for name in trainable})
+        for microbatch in self._microbatch_order:
+            samples = {
+                key: value[microbatch * num_rows : (microbatch + 1) * num_rows]
+                for key, value in batch.items()
+            }
+            _set(
+                trainable,
+                {name: weight_history[self._version_by_param[name][microbatch]][name] for name in trainable},
+            )
             optimizer.zero_grad(set_to_none=True)
             counts.append(
-                self._case.loss.count_weight_and_tokens(rows)[0] if len(next(iter(rows.values()))) else 0.0
+                self._parity_case.loss.count_weight_and_tokens(samples)[0]
+                if len(next(iter(samples.values())))
+                else 0.0
             )
             if counts[-1] > 0:
-                taken = _loss(self._case, self._subject, self._dice, rows, step, micro * num_rows)
-                _backward(taken)
-                loss += taken.item() * counts[-1]
-            each[micro] = _gradients(self._subject)
-            _set(trainable, history[-1])
-            if counts[-1] > 0:  # one in which nothing counts leaves the parameters as they were
+                microbatch_loss = _loss(
+                    self._parity_case, self._subject, self._rng, samples, step, microbatch * num_rows
+                )
+                _backward(microbatch_loss)
+                loss += microbatch_loss.item() * counts[-1]
+            gradients_by_microbatch[microbatch] = _gradients(self._subject)
+            _set(trainable, weight_history[-1])
+            if counts[-1] > 0:  # an update in which nothing counts changes nothing
                 optimizer.step()
-            history.append(_values(trainable))
+            weight_history.append(_values(trainable))
         squares = sum(
-            (tensor * tensor).sum().item() for values in each.values() for tensor in values.values()
+            (tensor * tensor).sum().item()
+            for values in gradients_by_microbatch.values()
+            for tensor in values.values()
         )
         norm = (squares / max(1, sum(count > 0 for count in counts))) ** 0.5
         parameters = {name: p.detach().clone() for name, p in self._subject.parameters.items()}
         return ReferenceStep(
-            batch, loss / (sum(counts) or 1.0), norm, each[self._order[-1]], parameters, each
+            batch,
+            loss / (sum(counts) or 1.0),
+            norm,
+            gradients_by_microbatch[self._microbatch_order[-1]],
+            parameters,
+            gradients_by_microbatch,
         )
 
 
 def _backward(loss: torch.Tensor) -> None:
-    """The gradients of `loss`; what the model recomputes on the way is as wide as in its forward."""
+    """Computes the gradients of `loss`; what the model recomputes is as wide as in its forward."""
     with Float64Mode():
         backward_from(loss, 1.0)
 
@@ -174,7 +198,10 @@ def _set(parameters: Mapping[str, torch.nn.Parameter], values: TensorsByName) ->
 
 
 def _gradients(subject: TrainedModule) -> TensorsByName:
-    """A copy of every gradient; a step that does not reach a parameter has one of zero, and still decays it."""
+    """Returns a copy of every gradient.
+
+    Zeros for a parameter that the step does not reach, which still decays.
+    """
     for parameter in subject.trainable_parameters.values():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -182,24 +209,26 @@ def _gradients(subject: TrainedModule) -> TensorsByName:
 
 
 def _loss(
-    case: ParityCase,
+    parity_case: ParityCase,
     subject: TrainedModule,
-    dice: StatelessRNG | None,
+    rng: StatelessRNG | None,
     batch: Batch,
     step: int,
     begin: int = 0,
 ) -> torch.Tensor:
-    """The mean loss of `batch`, the rows from `begin` on of the step's."""
-    inputs = case.loss.model_inputs(batch)
-    if dice is None:
+    """Returns the mean loss of `batch`, the samples from `begin` on of the step's batch."""
+    inputs = parity_case.loss.model_inputs(batch)
+    if rng is None:
         outputs = subject.module(**inputs)
     else:
         num_rows = len(next(iter(batch.values())))
-        first = step * case.single_device_plan.job.train.batch + begin
-        dice.begin_forward(step, torch.arange(first, first + num_rows))
-        with StatelessDropout(dice), _BlockCallHooks(subject, dice.enter_block):
+        first = step * parity_case.single_device_plan.job.train.batch + begin
+        rng.begin_forward(step, torch.arange(first, first + num_rows))
+        with StatelessDropout(rng), _BlockCallHooks(subject, rng.enter_block):
             outputs = subject.module(**inputs)
-    return case.loss.total(outputs, batch) / (case.loss.count_weight_and_tokens(batch)[0] or 1.0)
+    return parity_case.loss.total(outputs, batch) / (
+        parity_case.loss.count_weight_and_tokens(batch)[0] or 1.0
+    )
 
 
 def _plain_sgd(job: Job, subject: TrainedModule) -> torch.optim.Optimizer:
@@ -210,9 +239,10 @@ def _plain_sgd(job: Job, subject: TrainedModule) -> torch.optim.Optimizer:
 
 
 class _BlockCallHooks:
-    """While active, blocks say that they are entered, so that dropout sites have the names they have in the engine.
+    """Announces block calls to the RNG, so that draw sites have the names that they have in the engine.
 
-    As there, a block that another block calls is a part of that one, and a call without gradients is no visit.
+    As there, a block that another block calls is a part of that one, and a call without gradients is not a
+    block call.
     """
 
     def __init__(self, subject: TrainedModule, enter: Callable[[str], None]) -> None:
@@ -220,23 +250,23 @@ class _BlockCallHooks:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def __enter__(self) -> None:
-        calls: dict[str, int] = {}
-        inside: list[str] = []
+        num_calls: dict[str, int] = {}
+        active: list[str] = []
 
-        def announce(name: str) -> None:
-            if inside or not torch.is_grad_enabled():
+        def enter(name: str) -> None:
+            if active or not torch.is_grad_enabled():
                 return
-            inside.append(name)
-            calls[name] = calls.get(name, 0) + 1
-            self._enter(block_call_name(name, calls[name]))
+            active.append(name)
+            num_calls[name] = num_calls.get(name, 0) + 1
+            self._enter(block_call_name(name, num_calls[name]))
 
         def leave(name: str) -> None:
-            if inside == [name]:
-                inside.clear()
+            if active == [name]:
+                active.clear()
 
         for name, block in self._subject.blocks.items():
             self._handles += [
-                block.register_forward_pre_hook(lambda module, args, name=name: announce(name)),
+                block.register_forward_pre_hook(lambda module, args, name=name: enter(name)),
                 block.register_forward_hook(lambda module, args, output, name=name: leave(name)),
             ]
 

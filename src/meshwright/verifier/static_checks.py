@@ -1,22 +1,19 @@
-"""What can be proved of a program without running it.
+"""Checks a program without running it.
 
-Reads the list of every role and reports, all at once: names that are not unique, waits for actions that do not exist or
-come later, lists in which somebody waits for ever, a backward before its forward or its rerun, a gradient that no transfer
-brings to where the optimizer wants it (or too early, or after the clip), a weight that CLIP or STEP leaves out, and memory
-taken and not returned, what one rank sends another and is received in another order, or where nobody begins to receive it.
+The checks read the action list of every role and report, all at once: names that are not unique, waits for
+actions that do not exist or come later, a backward before its forward or its recomputation, a gradient that
+no transfer reduces for the optimizer (or too early, or after the clip), a weight that CLIP or STEP leaves
+out, memory that is not freed, messages that are sent and received in different orders, and deadlocks.
 
-What can be proved of gradients that ranks along pp sum (core/ties.py): who takes part, when, and in which order.
+Deadlocks are checked twice. A backend may buffer what is sent, or have both sides meet: gloo announces,
+NCCL's kernels wait for each other. So a send counts as complete only when its receive has begun:
 
-A sum that leaves out one of the ranks that use a weight, or begins before another one of the same gradients has ended, gives
-numbers that nobody can tell from right ones; ranks that come to their sums in unlike orders wait for ever.
+    pp0   SEND x        F waits for SEND x         ...
+    pp1   ...           B before RECV x            B needs what pp0 sends after that F: both wait for ever
 
-Whether messages between ranks meet when nothing is buffered: a send ends when its receive has begun, and not before.
-
-    stage0   SEND x        F waits for SEND x         ...
-    stage1   ...           B before RECV x         B needs what stage0 sends after that F: nobody goes on
-
-A backend may keep what is sent in memory of its own, or have both sides meet: gloo announces, NCCL's kernels wait for each other.
-A list that holds under the second holds under both. Messages are issued without waiting; only who waits for one stands still.
+Sums of tied gradients along pp are checked too: which ranks take part, when, and in which order. A sum that
+leaves out a user of a weight, or begins before another sum of the same gradients has ended, gives wrong
+numbers without an error; ranks that reach their sums in different orders wait for ever.
 """
 
 from collections import defaultdict
@@ -43,91 +40,100 @@ from meshwright.plan.step.weight_stashing import version_conflicts
 
 
 def check_tied_params(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Every fault of the sums along pp, each with the role that has it."""
+    """Yields every problem of the sums of tied gradients along pp, each with its role."""
     lists = [
         [action for action in actions if action.kind == "REDUCE_TIED"] for _, actions in plan.program.roles
     ]
     if not any(lists):
         return
-    for ties, (role, actions), view in zip(lists, plan.program.roles, plan.role_plans(), strict=True):
+    for tied_sums, (role, actions), view in zip(lists, plan.program.roles, plan.role_plans(), strict=True):
         users = {
-            home.param.name: view.sharding.pp_ranks_using(home.param)
-            for home in view.sharding.logical_param_shardings
+            param_sharding.param.name: view.sharding.pp_ranks_using(param_sharding.param)
+            for param_sharding in view.sharding.logical_param_shardings
         }
-        for tie in ties:
-            yield from ((role, text) for text in _faults(tie, actions, users, plan))
+        for tied_sum in tied_sums:
+            yield from ((role, text) for text in _check_tied_sum(tied_sum, actions, users, plan))
     for one, other in combinations(range(len(lists)), 2):
-        mine, theirs = (list(_met(lists[a], b, plan)) for a, b in ((one, other), (other, one)))
-        for left, right in zip_longest(mine, theirs):
+        own_names, theirs = (
+            list(_tied_sums_with(lists[a], b, plan)) for a, b in ((one, other), (other, one))
+        )
+        for left, right in zip_longest(own_names, theirs):
             if left != right:
-                said = " and ".join(tie[0] if tie else "nothing" for tie in (left, right))
-                text = f"it meets {role_of({'pp': other})} along pp in unlike sums: {said} come at the same place"
+                said = " and ".join(tied_sum[0] if tied_sum else "nothing" for tied_sum in (left, right))
+                text = f"its sums with {role_of({'pp': other})} along pp differ: {said} are at the same place"
                 yield role_of({"pp": one}), text
                 break
 
 
-def _faults(
-    tie: Action, actions: Sequence[Action], users: dict[str, tuple[int, ...]], plan: Plan
+def _check_tied_sum(
+    tied_sum: Action, actions: Sequence[Action], users: dict[str, tuple[int, ...]], plan: Plan
 ) -> Iterator[str]:
-    meeting = _among(tie, plan)
-    wrong = [name for name in tie.tensors if users.get(name) != meeting]
-    if wrong:
-        text = (
-            f"{tie.name} adds up what the ranks at {_said(meeting)} of pp have of the gradient of {wrong[0]}"
-        )
-        yield f"{text}, which those at {_said(users.get(wrong[0], ()))} use"
-    awaited = transitive_waits(actions, tie)
+    members = _member_ranks(tied_sum, plan)
+    wrong_names = [name for name in tied_sum.tensors if users.get(name) != members]
+    if wrong_names:
+        text = f"{tied_sum.name} sums the gradient of {wrong_names[0]} over pp ranks {_as_text(members)}"
+        yield f"{text}, and pp ranks {_as_text(users.get(wrong_names[0], ()))} use it"
+    awaited_names = transitive_waits(actions, tied_sum)
     for other in actions:
         if (
-            other != tie
+            other != tied_sum
             and sums_grads(other)
-            and set(tie.tensors).intersection(other.tensors)
-            and other.name not in awaited
+            and set(tied_sum.tensors).intersection(other.tensors)
+            and other.name not in awaited_names
         ):
-            yield f"{tie.name} does not wait for {other.name}, which changes the gradient of {tie.tensors[0]}"
+            yield (
+                f"{tied_sum.name} does not wait for {other.name}, which changes the gradient of "
+                f"{tied_sum.tensors[0]}"
+            )
 
 
-def _met(ties: Sequence[Action], other: int, plan: Plan) -> Iterator[tuple[str, int, str]]:
-    """Of the sums `ties` those in which the rank at `other` takes part: what must be the same on both."""
-    for tie in ties:
-        if tie.transfer is not None and other in _among(tie, plan):
-            yield tie.name, tie.transfer.nbytes, tie.transfer.dtype
+def _tied_sums_with(tied_sums: Sequence[Action], other: int, plan: Plan) -> Iterator[tuple[str, int, str]]:
+    """Yields name, bytes and dtype of the sums in which the rank at `other` takes part.
+
+    They must be equal on both.
+    """
+    for tied_sum in tied_sums:
+        if tied_sum.transfer is not None and other in _member_ranks(tied_sum, plan):
+            yield tied_sum.name, tied_sum.transfer.nbytes, tied_sum.transfer.dtype
 
 
-def _among(tie: Action, plan: Plan) -> tuple[int, ...]:
-    return () if tie.transfer is None else tie.transfer.member_indices or tuple(range(plan.mesh.pp))
+def _member_ranks(tied_sum: Action, plan: Plan) -> tuple[int, ...]:
+    return () if tied_sum.transfer is None else tied_sum.transfer.member_indices or tuple(range(plan.mesh.pp))
 
 
-def _said(indices: Sequence[int]) -> str:
-    return " and ".join(map(str, indices)) or "no place"
+def _as_text(indices: Sequence[int]) -> str:
+    return " and ".join(map(str, indices)) or "none"
 
 
 def find_unbuffered_deadlocks(program: Program) -> Iterator[str]:
-    """Who waits for ever for a message where a send ends only when its receive has begun; nothing where nobody does."""
-    lists, partner = dict(program.roles), _partners(program)
+    """Yields the ranks that wait for ever if a send completes only when its receive has begun."""
+    lists, partners = dict(program.roles), _message_partners(program)
     cursors, issued = dict.fromkeys(lists, 0), set[str]()
-    moved = bool(partner)
+    moved = bool(partners)
     while moved:
         before = sum(cursors.values())
         for role, actions in lists.items():
-            while cursors[role] < len(actions) and not _missing(
-                role, actions[cursors[role]], partner, issued
+            while cursors[role] < len(actions) and not _missing_messages(
+                role, actions[cursors[role]], partners, issued
             ):
                 issued.add(qualified_name(role, actions[cursors[role]].name))
                 cursors[role] += 1
         moved = sum(cursors.values()) > before
-    for role, actions in lists.items() if partner else ():
+    for role, actions in lists.items() if partners else ():
         if cursors[role] < len(actions):
             at = actions[cursors[role]]
-            lost = ", ".join(_missing(role, at, partner, issued))
-            yield f"{role} stands at {at.name} and waits for ever for {lost}, whose other side does not begin"
+            missing_messages = ", ".join(_missing_messages(role, at, partners, issued))
+            yield (
+                f"{role} stops at {at.name} and waits for ever for {missing_messages}, whose other side "
+                "does not begin"
+            )
 
 
-def _partners(program: Program) -> Mapping[str, str]:
-    """The receive of each send, and the send of each receive, by full names."""
+def _message_partners(program: Program) -> Mapping[str, str]:
+    """Returns the receive of each send, and the send of each receive, by full names."""
     found: dict[str, str] = {}
     for role, actions in program.roles:
-        for action in (action for action in actions if action.stream == "receive"):
+        for action in (action for action in actions if action.stream == "recv"):
             for wait in action.waits:
                 found[wait], found[qualified_name(role, action.name)] = (
                     qualified_name(role, action.name),
@@ -136,57 +142,65 @@ def _partners(program: Program) -> Mapping[str, str]:
     return found
 
 
-def _missing(role: str, action: Action, partner: Mapping[str, str], issued: set[str]) -> Sequence[str]:
-    """The messages that `action` waits for of which a side has not begun; issuing one waits for no other rank."""
-    waits = () if action.stream == "receive" else action.waits
+def _missing_messages(
+    role: str, action: Action, partners: Mapping[str, str], issued: set[str]
+) -> Sequence[str]:
+    """Returns the messages that `action` waits for and of which one side has not begun."""
+    waits = () if action.stream == "recv" else action.waits
     names = (qualified_name(role, wait) for wait in waits if "/" not in wait.split("(")[0])
-    return [name for name in names if name in partner and not {name, partner[name]} <= issued]
+    return [name for name in names if name in partners and not {name, partners[name]} <= issued]
 
 
-_FIX = "a strategy's rewrite broke the list: run `meshwright plan` without one strategy after the other to find which"
+_FIX = (
+    "a strategy's rewrite broke the list: run `meshwright plan` without one strategy after the other to "
+    "find which"
+)
 
 
 def static_checks(plan: Plan) -> list[Diagnostic]:
-    """Every fault of the plan's program; an empty list is the proof."""
-    faults: list[Diagnostic] = []
+    """Returns every diagnostic of the plan's program; an empty list is the proof."""
+    diagnostics: list[Diagnostic] = []
     for (role, actions), view in zip(plan.program.roles, plan.role_plans(), strict=True):
-        faults += [
-            Diagnostic(text, _FIX, f"program.{role}") for text in _order_faults(plan.program, role, actions)
+        diagnostics += [
+            Diagnostic(text, _FIX, f"program.{role}") for text in _check_order(plan.program, role, actions)
         ]
-        faults += [Diagnostic(text, _FIX, f"program.{role}") for text in _memory_faults(actions)]
-        faults += [Diagnostic(text, _FIX, f"program.{role}") for text in _update_faults(view, actions)]
-        faults += [Diagnostic(text, _FIX, f"program.{role}") for text in _gradient_faults(view, actions)]
-        faults += [Diagnostic(text, _FIX, f"program.{role}") for text in _copy_faults(view, actions)]
-        faults += [Diagnostic(text, _FIX, f"program.{role}") for text in _use_faults(view, actions)]
-        faults += [Diagnostic(text, _FIX, f"program.{role}") for text in _whole_faults(view, actions)]
-        faults += [
-            Diagnostic(text, _FIX, f"program.{role}") for text in _line_faults(plan.program, role, actions)
+        diagnostics += [Diagnostic(text, _FIX, f"program.{role}") for text in _check_memory(actions)]
+        diagnostics += [Diagnostic(text, _FIX, f"program.{role}") for text in _check_updates(view, actions)]
+        diagnostics += [Diagnostic(text, _FIX, f"program.{role}") for text in _check_gradients(view, actions)]
+        diagnostics += [Diagnostic(text, _FIX, f"program.{role}") for text in _check_copies(view, actions)]
+        diagnostics += [Diagnostic(text, _FIX, f"program.{role}") for text in _check_uses(view, actions)]
+        diagnostics += [
+            Diagnostic(text, _FIX, f"program.{role}") for text in _check_whole_batch(view, actions)
         ]
-    faults += [Diagnostic(text, _FIX, f"program.{role}") for role, text in check_tied_params(plan)]
-    faults += [Diagnostic(text, _FIX, "program") for text in find_unbuffered_deadlocks(plan.program)]
+        diagnostics += [
+            Diagnostic(text, _FIX, f"program.{role}")
+            for text in _check_message_order(plan.program, role, actions)
+        ]
+    diagnostics += [Diagnostic(text, _FIX, f"program.{role}") for role, text in check_tied_params(plan)]
+    diagnostics += [Diagnostic(text, _FIX, "program") for text in find_unbuffered_deadlocks(plan.program)]
     try:
         simulate(plan.program)
     except SimulationDeadlock as stuck:
-        faults.append(Diagnostic(str(stuck), _FIX, "program"))
-    return faults
+        diagnostics.append(Diagnostic(str(stuck), _FIX, "program"))
+    return diagnostics
 
 
-def _order_faults(program: Program, role: str, actions: Sequence[Action]) -> Iterator[str]:
+def _check_order(program: Program, role: str, actions: Sequence[Action]) -> Iterator[str]:
     everywhere = {qualified_name(other, action.name) for other, listed in program.roles for action in listed}
-    mine = {qualified_name(role, action.name) for action in actions}
+    own_names = {qualified_name(role, action.name) for action in actions}
     at: dict[str, int] = {}
-    passed: set[str] = set()
+    passed_names: set[str] = set()
     for index, action in enumerate(actions):
         if action.name in at:
-            yield f"{action.name} stands twice, as actions {at[action.name]} and {index}"
+            yield f"{action.name} is listed twice, as actions {at[action.name]} and {index}"
         at[action.name] = index
         for wait in action.waits:
             name = qualified_name(role, wait)
             if name not in everywhere:
-                yield f"{action.name} waits for {wait}, which nobody plays"
-            elif name in mine and name not in passed:
-                yield f"{action.name} waits for {wait}, which stands later in the list"
-        passed.add(qualified_name(role, action.name))
+                yield f"{action.name} waits for {wait}, which no rank runs"
+            elif name in own_names and name not in passed_names:
+                yield f"{action.name} waits for {wait}, which is later in the list"
+        passed_names.add(qualified_name(role, action.name))
     for action in actions:
         where = f"({action.subject}, {action.microbatch})"
         if (
@@ -196,46 +210,55 @@ def _order_faults(program: Program, role: str, actions: Sequence[Action]) -> Ite
             yield f"{action.name} comes before its forward, or without one"
         if action.kind in FORWARD_KINDS and not any(f"{kind}{where}" in at for kind in INPUT_GRAD_KINDS):
             yield f"{action.name} has no backward"
-        yield from _halves_faults(action, at, where)
-        behind = max(at.get(f"{kind}{where}", -1) for kind in INPUT_GRAD_KINDS)
+        yield from _check_split_backward(action, at, where)
+        last_backward = max(at.get(f"{kind}{where}", -1) for kind in INPUT_GRAD_KINDS)
         if (
             action.kind == CHECKPOINTED_FORWARD
-            and not at[action.name] < at.get(f"RECOMPUTE{where}", -1) < behind
+            and not at[action.name] < at.get(f"RECOMPUTE{where}", -1) < last_backward
         ):
-            yield f"{action.name} keeps only what it took in, and no RECOMPUTE stands between it and its backward"
+            yield (f"{action.name} is checkpointed, and no RECOMPUTE is between it and its backward")
         if action.kind == "RECOMPUTE" and f"{CHECKPOINTED_FORWARD}{where}" not in at:
-            yield f"{action.name} runs a forward again that has kept all it computed, or that there is none of"
+            yield (f"{action.name} recomputes a forward that is not checkpointed, or that does not exist")
 
 
-def _halves_faults(action: Action, at: Mapping[str, int], where: str) -> Iterator[str]:
-    """A backward comes whole, or as I and then W; `where` names its visit and micro-batch."""
-    whole, first, second = (f"{kind}{where}" for kind in ("B", "I", "W"))
+def _check_split_backward(action: Action, at: Mapping[str, int], where: str) -> Iterator[str]:
+    """Yields problems of a backward that is neither whole, nor I followed by W.
+
+    `where` names block call and microbatch.
+    """
+    full_backward, first, second = (f"{kind}{where}" for kind in ("B", "I", "W"))
     if action.name == first and second not in at:
         yield f"{first} leaves the gradients of weights to {second}, and there is none"
     if action.name == second and at.get(first, len(at)) > at[second]:
         yield f"{second} comes before {first}, or without it"
-    if action.name == whole and (first in at or second in at):
-        yield f"{whole} is a whole backward, and halves of it stand beside it"
+    if action.name == full_backward and (first in at or second in at):
+        yield f"{full_backward} is a full backward, and a half of it is listed too"
 
 
-def _memory_faults(actions: Sequence[Action]) -> Iterator[str]:
-    held: dict[str, str] = {}
+def _check_memory(actions: Sequence[Action]) -> Iterator[str]:
+    holders: dict[str, str] = {}
     for action in actions:
         for name in action.frees:
-            if held.pop(name, None) is None:
-                yield f"{action.name} frees {name}, which is not held"
-        for hold in action.allocations:
-            if hold.name in held:
-                yield f"{action.name} takes {hold.name}, which {held[hold.name]} holds already"
-            held[hold.name] = action.name
-    for name, taker in held.items():
-        yield f"{taker} takes {name}, and nobody frees it"
+            if holders.pop(name, None) is None:
+                yield f"{action.name} frees {name}, which is not allocated"
+        for allocation in action.allocations:
+            if allocation.name in holders:
+                yield (
+                    f"{action.name} allocates {allocation.name}, which {holders[allocation.name]} has "
+                    "allocated already"
+                )
+            holders[allocation.name] = action.name
+    for name, taker in holders.items():
+        yield f"{taker} allocates {name}, and no action frees it"
 
 
-def _update_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
-    """CLIP must see every gradient, STEP every weight, and STEP what CLIP left; a STEP with one micro-batch has no CLIP."""
+def _check_updates(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+    """Yields problems of CLIP and STEP.
+
+    CLIP needs every gradient, STEP every weight, and STEP waits for CLIP.
+    """
     if stepped_microbatches(actions):
-        yield from _alone_faults(plan, actions)
+        yield from _check_microbatch_updates(plan, actions)
         return
     found = {action.kind: action for action in actions if action.kind in ("CLIP", "STEP")}
     if len(found) < 2:
@@ -254,23 +277,29 @@ def _update_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
         ]
         if left_out:
             yield f"{kind} leaves out {len(left_out)} weights ({left_out[0]}...)"
-    awaited = transitive_waits(actions, found["STEP"])
-    if found["CLIP"].name not in awaited:
+    awaited_names = transitive_waits(actions, found["STEP"])
+    if found["CLIP"].name not in awaited_names:
         yield "STEP does not wait for CLIP"
-    elif "TOKEN_COUNT()" not in awaited:
+    elif "TOKEN_COUNT()" not in awaited_names:
         yield "STEP does not wait for TOKEN_COUNT"
 
 
-def _alone_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
-    """Each micro-batch must be stepped with once, behind its backwards and before those of another; see also core/versions.py."""
+def _check_microbatch_updates(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+    """Yields problems of updates per microbatch.
+
+    One STEP each, after its backwards and before those of another.
+    """
     yield from version_conflicts(actions)
-    there: int | None = None  # whose gradients these are
-    done: set[int | None] = set()
+    pending_microbatch: int | None = None  # the microbatch whose gradients are pending
+    stepped: set[int | None] = set()
     for action in actions:
         if action.kind in WEIGHT_GRAD_KINDS:
-            if there not in (None, action.microbatch):
-                yield f"{action.name} adds to the gradients of micro-batch {there}, and no STEP stands between them"
-            there = action.microbatch
+            if pending_microbatch not in (None, action.microbatch):
+                yield (
+                    f"{action.name} adds to the gradients of microbatch {pending_microbatch}, and no "
+                    "STEP stands between them"
+                )
+            pending_microbatch = action.microbatch
         elif action.kind == "STEP":
             left_out = [
                 weight.name
@@ -279,22 +308,25 @@ def _alone_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
             ]
             if left_out:
                 yield f"{action.name} leaves out {len(left_out)} weights ({left_out[0]}...)"
-            if action.microbatch != there:
-                yield f"{action.name} finds the gradients of {'nobody' if there is None else f'micro-batch {there}'}"
-            if action.microbatch in done:
-                yield f"{action.name} comes before the last backward of its micro-batch"
+            if action.microbatch != pending_microbatch:
+                yield (
+                    f"{action.name} finds the gradients of "
+                    f"{'no microbatch' if pending_microbatch is None else f'microbatch {pending_microbatch}'}"
+                )
+            if action.microbatch in stepped:
+                yield f"{action.name} comes before the last backward of its microbatch"
             if "TOKEN_COUNT()" not in action.waits:
                 yield f"{action.name} does not wait for TOKEN_COUNT"
-            done.add(action.microbatch)
-            there = None
+            stepped.add(action.microbatch)
+            pending_microbatch = None
     yield from (
-        f"micro-batch {micro} is never stepped with"
-        for micro in {a.microbatch for a in actions if a.kind == "F"} - done
+        f"microbatch {microbatch} has no STEP"
+        for microbatch in {a.microbatch for a in actions if a.kind == "F"} - stepped
     )
 
 
-def _gradient_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
-    """A gradient that backward leaves as a summand must be moved after its last backward, and before CLIP starts."""
+def _check_gradients(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+    """Yields gradients that are not reduced after their last backward and before CLIP starts."""
     movers: dict[str, list[Action]] = defaultdict(list)
     last: dict[str, int] = {}
     for i, action in enumerate(actions):
@@ -308,41 +340,58 @@ def _gradient_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
         name for action in actions if action.kind == "CLIP" for name in transitive_waits(actions, action)
     }
     unpacked = {action.name: action.waits for action in actions if action.kind == "UNPACK"}
-    alone = [action for action in actions if action.kind == "LOCAL_NORM" and action.microbatch is not None]
+    microbatch_norms = [
+        action for action in actions if action.kind == "LOCAL_NORM" and action.microbatch is not None
+    ]
     before_clip |= {
-        name for action in alone for wait in action.waits for name in (wait, *unpacked.get(wait, ()))
+        name
+        for action in microbatch_norms
+        for wait in action.waits
+        for name in (wait, *unpacked.get(wait, ()))
     }
-    for home in plan.sharding.param_shardings:
-        weight = home.param
-        complete = max((last[visit] for visit in weight.block_calls if visit in last), default=-1)
-        for axis, act in home.grad_reductions().items() if weight.trainable else ():
-            act = (
-                "reduce" if axis in plan.sharding.primary_rank_axes else act
-            )  # one rank takes the sum, and steps for all
-            doing = [mover for mover in movers[weight.name] if _does(mover, act, axis)]
-            found = [mover.name for mover in doing]
-            if len(doing) > 1 and all(mover.microbatch is not None for mover in doing):
-                yield from _each_faults(actions, weight.name, weight.block_calls, doing)
-                found, complete = (
-                    [name for name in found if alone and name not in before_clip][:1] or found[-1:],
+    for param_sharding in plan.sharding.param_shardings:
+        weight = param_sharding.param
+        last_completion = max(
+            (last[block_call] for block_call in weight.block_calls if block_call in last), default=-1
+        )
+        for axis, collective in param_sharding.grad_reductions().items() if weight.trainable else ():
+            collective = (
+                "reduce" if axis in plan.sharding.primary_rank_axes else collective
+            )  # one rank receives the sum, and steps for all
+            transfers = [mover for mover in movers[weight.name] if _has_transfer(mover, collective, axis)]
+            found = [mover.name for mover in transfers]
+            if len(transfers) > 1 and all(mover.microbatch is not None for mover in transfers):
+                yield from _check_microbatch_transfers(actions, weight.name, weight.block_calls, transfers)
+                found, last_completion = (
+                    [name for name in found if microbatch_norms and name not in before_clip][:1]
+                    or found[-1:],
                     -1,
                 )
             if not found:
-                yield f"the gradient of {weight.name} stays a pending sum over {axis}: no {act} moves it"
+                yield (
+                    f"the gradient of {weight.name} stays a partial sum over {axis}: no {collective} moves it"
+                )
             elif len(found) > 1:
-                yield f"the gradient of {weight.name} is moved {len(found)} times over {axis}: {', '.join(found)}"
-            elif index[found[0]] < complete:
-                yield f"{found[0]} moves the gradient of {weight.name} before {actions[complete].name} has added to it"
+                yield (
+                    f"the gradient of {weight.name} is moved {len(found)} times over {axis}: "
+                    f"{', '.join(found)}"
+                )
+            elif index[found[0]] < last_completion:
+                yield (
+                    f"{found[0]} moves the gradient of {weight.name} before "
+                    f"{actions[last_completion].name} has added to it"
+                )
             elif found[0] not in before_clip:
                 yield f"CLIP does not wait for {found[0]}, which moves the gradient of {weight.name}"
 
 
-def _each_faults(
-    actions: Sequence[Action], weight: str, visits: Sequence[str], movers: Sequence[Action]
+def _check_microbatch_transfers(
+    actions: Sequence[Action], weight: str, block_calls: Sequence[str], movers: Sequence[Action]
 ) -> Iterator[str]:
-    """A gradient that is moved after every micro-batch: once for each, after all its backwards and before the next one's.
+    """Yields problems of a gradient that is reduced after every microbatch.
 
-    Where several visits add to it, one may have begun with the next micro-batch by then: what is there too early is moved too.
+    Once each, before the next one's backwards. Where several block calls add to it, one may have begun with
+    the next microbatch by then: that part is reduced too.
     """
     index = {action.name: i for i, action in enumerate(actions)}
     backwards: dict[int, list[int]] = defaultdict(list)
@@ -350,85 +399,105 @@ def _each_faults(
         if (
             action.kind in WEIGHT_GRAD_KINDS
             and action.microbatch is not None
-            and (action.subject in visits or ROOT in visits)
+            and (action.subject in block_calls or ROOT in block_calls)
         ):
             backwards[action.microbatch].append(i)
     if sorted(mover.microbatch or 0 for mover in movers) != sorted(backwards):
-        yield f"the gradient of {weight} is moved after {len(movers)} micro-batches, and there are {len(backwards)}"
+        yield (
+            f"the gradient of {weight} is moved after {len(movers)} microbatches, and there are "
+            f"{len(backwards)}"
+        )
         return
     for mover in movers:
-        at, micro = index[mover.name], mover.microbatch or 0
-        if at < max(backwards[micro]):
-            yield f"{mover.name} moves the gradient of {weight} before {actions[max(backwards[micro])].name} has added to it"
-        later = [place for places in backwards.values() for place in places if place > max(backwards[micro])]
-        if later and at > min(later) and len(visits) == 1 and ROOT not in visits:
-            yield f"{mover.name} moves the gradient of {weight} after {actions[min(later)].name} has added that of the next"
+        at, microbatch = index[mover.name], mover.microbatch or 0
+        if at < max(backwards[microbatch]):
+            yield (
+                f"{mover.name} moves the gradient of {weight} before "
+                f"{actions[max(backwards[microbatch])].name} has added to it"
+            )
+        later = [
+            place for places in backwards.values() for place in places if place > max(backwards[microbatch])
+        ]
+        if later and at > min(later) and len(block_calls) == 1 and ROOT not in block_calls:
+            yield (
+                f"{mover.name} moves the gradient of {weight} after {actions[min(later)].name} has added "
+                "that of the next"
+            )
 
 
-def _use_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
-    """What is stepped or stored in shards must be gathered before a block uses it, and not be let go of before."""
-    cut = {home.param.name: home for home in plan.sharding.param_shardings if home.flat_shard_axes}
+def _check_uses(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+    """Yields sharded weights that are not gathered before a block uses them, or are freed before."""
+    sharded = {
+        param_sharding.param.name: param_sharding
+        for param_sharding in plan.sharding.param_shardings
+        if param_sharding.flat_shard_axes
+    }
     users: dict[str, list[str]] = defaultdict(list)
-    for name, home in cut.items():
-        for visit in home.param.block_calls:
-            users[visit].append(name)
-    whole: dict[str, str] = {}
+    for name, param_sharding in sharded.items():
+        for block_call in param_sharding.param.block_calls:
+            users[block_call].append(name)
+    unsharded: dict[str, str] = {}
     for action in actions:
         if action.kind == "UNSHARD":
-            whole |= dict.fromkeys(action.tensors, action.name)
+            unsharded |= dict.fromkeys(action.tensors, action.name)
         elif action.kind == "RESHARD":
             for name in action.tensors:
-                whole.pop(name, None)
+                unsharded.pop(name, None)
         elif action.kind in PARAM_USE_KINDS:
-            waited = set(action.waits)
+            waited_names = set(action.waits)
             for name in (*users[action.subject], *users[ROOT]):
-                if name not in whole:
-                    yield f"{action.name} uses {name}, which no UNSHARD has brought together"
-                elif whole[name] not in waited and name not in users[ROOT]:
-                    yield f"{action.name} uses {name} and does not wait for {whole[name]}"
+                if name not in unsharded:
+                    yield f"{action.name} uses {name}, which no UNSHARD has gathered"
+                elif unsharded[name] not in waited_names and name not in users[ROOT]:
+                    yield f"{action.name} uses {name} and does not wait for {unsharded[name]}"
 
 
-def _copy_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
-    """Where one rank steps for others, each weight must be handed out afterwards, and so must the gradient norm."""
+def _check_copies(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+    """Yields weights that are not broadcast after one rank has stepped for all."""
     for axis in plan.sharding.primary_rank_axes:
-        given = [
+        broadcasts = [
             action
             for action in actions
-            if _does(action, "broadcast", axis) and "STEP()" in transitive_waits(actions, action)
+            if _has_transfer(action, "broadcast", axis) and "STEP()" in transitive_waits(actions, action)
         ]
-        held = {name for action in given for name in action.tensors}
-        left_out = [weight.name for weight in plan.sharding.model_spec.trainable if weight.name not in held]
+        holders = {name for action in broadcasts for name in action.tensors}
+        left_out = [
+            weight.name for weight in plan.sharding.model_spec.trainable if weight.name not in holders
+        ]
         if left_out:
-            yield f"{len(left_out)} weights ({left_out[0]}...) are not broadcast over {axis} after STEP: one rank alone has them"
+            yield (
+                f"{len(left_out)} weights ({left_out[0]}...) are not broadcast over {axis} after STEP: "
+                "one rank alone has them"
+            )
 
 
-def _whole_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
-    """A loss of the whole batch must wait for all rows of all that it takes."""
+def _check_whole_batch(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+    """Yields a loss of the whole batch that does not wait for all samples."""
     anatomy = plan.model_spec
     if plan.num_data == 1 or not (anatomy.needs_global_batch or plan.sharding.primary_rank_axes):
         return
-    needed = [column.name for column in anatomy.outputs if column.used_by_loss and column.per_sample]
-    needed += (
+    needed_names = [column.name for column in anatomy.outputs if column.used_by_loss and column.per_sample]
+    needed_names += (
         [] if plan.sharding.primary_rank_axes else [column.name for column in anatomy.targets]
-    )  # a rank that reads for all has those
+    )  # a rank that reads for all has them
     for loss in (action for action in actions if action.kind == "LOSS"):
-        waited = transitive_waits(actions, loss)
+        waited_names = transitive_waits(actions, loss)
         arrived = {
             action.subject
             for action in actions
-            if action.kind == "GATHER" and action.transfer and action.name in waited
+            if action.kind == "GATHER" and action.transfer and action.name in waited_names
         }
-        missing = [name for name in needed if name not in arrived]
+        missing = [name for name in needed_names if name not in arrived]
         if missing:
-            yield f"{loss.name} needs all rows of {', '.join(missing)} and waits for no GATHER of them"
+            yield f"{loss.name} needs all samples of {', '.join(missing)} and waits for no GATHER of them"
 
 
-def _line_faults(program: Program, role: str, actions: Sequence[Action]) -> Iterator[str]:
-    """What one rank sends another arrives in that order, and must be received in it, each once."""
+def _check_message_order(program: Program, role: str, actions: Sequence[Action]) -> Iterator[str]:
+    """Yields messages of one rank to another that are not received in the order of sending, each once."""
     received = [
         wait
         for action in actions
-        if action.stream == "receive"
+        if action.stream == "recv"
         for wait in action.waits
         if "/" in wait.split("(")[0]
     ]
@@ -436,16 +505,19 @@ def _line_faults(program: Program, role: str, actions: Sequence[Action]) -> Iter
         sent = [
             qualified_name(sender, action.name)
             for action in listed
-            if action.stream == "send" and _goes_to(action, role)
+            if action.stream == "send" and _sends_to(action, role)
         ]
-        taken = [wait for wait in received if wait.startswith(f"{sender}/")]
-        if sent != taken:
-            pairs = list(zip_longest(sent, taken, fillvalue="nothing"))
+        received_here = [wait for wait in received if wait.startswith(f"{sender}/")]
+        if sent != received_here:
+            pairs = list(zip_longest(sent, received_here, fillvalue="nothing"))
             at = next(number for number, (one, other) in enumerate(pairs) if one != other)
-            yield f"what {sender} sends {role} is received in another order: {pairs[at][0]} meets the receive for {pairs[at][1]}"
+            yield (
+                f"what {sender} sends {role} is received in another order: {pairs[at][0]} meets the "
+                f"receive for {pairs[at][1]}"
+            )
 
 
-def _goes_to(action: Action, role: str) -> bool:
+def _sends_to(action: Action, role: str) -> bool:
     return (
         action.transfer is not None
         and action.transfer.peer is not None
@@ -453,5 +525,9 @@ def _goes_to(action: Action, role: str) -> bool:
     )
 
 
-def _does(action: Action, act: str, axis: str) -> bool:
-    return action.transfer is not None and action.transfer.collective == act and axis in action.transfer.axes
+def _has_transfer(action: Action, collective: str, axis: str) -> bool:
+    return (
+        action.transfer is not None
+        and action.transfer.collective == collective
+        and axis in action.transfer.axes
+    )

@@ -1,17 +1,18 @@
-"""What a rank of a plan really sends, held against what its program says, without the other ranks and without memory.
+"""Compares the messages of a rank with its program, without the other ranks and without memory.
 
-The engine plays steps as rank r of the plan's own mesh, with its optimizer and dtypes, on the fake world (comm/fake.py):
-nothing leaves the process, and a ledger notes every collective. Each action must issue exactly the one that the program
-states: the same collective, axes, ranks, bytes, dtype and algorithm, in the same order, in every step.
+The engine runs steps as rank r of the plan's own mesh, with its optimizer and dtypes, on the fake world
+(comm/backends/fake.py): nothing leaves the process, and a ledger records every collective. Each action must
+issue exactly the one that the program states: the same collective, axes, ranks, bytes, dtype and algorithm,
+in the same order, every step.
 
-    parameters   fake tensors: shapes without memory, so that rank 777 of 1,024 of a 7 B model fits into half a GiB
-    rows         real: the engine looks at what is counted in them
+    parameters   fake tensors: shapes without memory; rank 777 of 1,024 of a 7 B model fits into half a GiB
+    samples      real: the engine reads the loss weights in them
     loss, norm   numbers that the engine reads off a fake tensor; each is 1
     dropout      keeps everything
 
-So a mesh of any size is traced on any machine. What a trace cannot see are values: whether the sums are right is for
-parity. A model whose forward looks at values that come from parameters cannot be played on fake tensors (`NeedsValues`);
-it can on real ones, whole or scaled down.
+So a mesh of any size is traced on any machine. A trace cannot check values: whether the sums are right is for
+parity. A model whose forward depends on values of parameters cannot run on fake tensors
+(`NeedsRealTensorsError`); it can on real ones, whole or scaled down.
 """
 
 import json
@@ -40,21 +41,22 @@ from meshwright.plan.job.job import LossGuard
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
 
-DEFAULT_NUM_STEPS = (
-    2  # by default: what a first step sets up (buckets, moments) must not change what the next one sends
+DEFAULT_NUM_STEPS = 2  # the setup of a first step (buckets, states) must not change what the next sends
+MAX_SHOWN = 5  # diagnostics in the text of a verdict
+TRACE_FIX = (
+    "the strategy that adds the action states in `rewrite` what its handler from `bind` sends: "
+    "make them agree"
 )
-MAX_SHOWN = 5  # faults in the words of a verdict
-TRACE_FIX = "the strategy that adds the action states in `rewrite` what its handler from `bind` sends: make them agree"
 
 MakeTrainedModule = Callable[[FakeTensorMode | None], TrainedModule]
 
 
 class NeedsRealTensorsError(PlanError):
-    """The model looks at values that fake tensors do not have."""
+    """The model depends on values that fake tensors do not have."""
 
 
 class TracedMessage(NamedTuple):
-    """One collective: for which action, what, over which axes and how many ranks, the operand's bytes and dtype, and how."""
+    """One collective: action, kind, axes, number of ranks, the operand's bytes and dtype, algorithm."""
 
     action: str
     collective: str
@@ -71,7 +73,7 @@ class TracedMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank issued: the messages of each step, in order, and the bytes that left it in the last one."""
+    """What one rank issued: the messages of each step, and the bytes that left it in the last one."""
 
     rank: int
     steps: tuple[tuple[TracedMessage, ...], ...]
@@ -80,10 +82,10 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class TraceVerdict:
-    """The outcome: `passed` when every rank in `ranks` issued what the program states, in each of `steps` steps.
+    """The outcome: `passed` when every rank in `ranks` issued what the program states, in each step.
 
-    `messages` and `sent` are the collectives, and the bytes that leave a rank, in one step; `tensors` says whether the
-    parameters were fake or real.
+    `num_messages` and `sent_nbytes` are the collectives, and the bytes that leave a rank, in one step;
+    `tensor_kind` says whether the parameters were fake or real.
     """
 
     plan: str
@@ -106,23 +108,26 @@ class TraceVerdict:
             raise PlanError.from_diagnostics(self.diagnostics)
 
     def write(self, path: Path) -> None:
-        """Write the verdict as JSON."""
+        """Writes the verdict as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=2, allow_nan=False) + "\n")
 
     def __str__(self) -> str:
         ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))} of {self.mesh}"
         if self.passed:
-            return f"{ranks} issued the {self.num_messages} collectives that the program states, in each of {self.num_steps} steps"
-        told = "".join(f"\n  {fault}" for fault in self.diagnostics[:MAX_SHOWN])
-        more = (
+            return (
+                f"{ranks} issued the {self.num_messages} collectives that the program states, in each "
+                f"of {self.num_steps} steps"
+            )
+        listing = "".join(f"\n  {fault}" for fault in self.diagnostics[:MAX_SHOWN])
+        others = (
             f"\n  and {len(self.diagnostics) - MAX_SHOWN} more" if len(self.diagnostics) > MAX_SHOWN else ""
         )
-        return f"{ranks} did NOT issue what the program states{told}{more}"
+        return f"{ranks} did NOT issue what the program states{listing}{others}"
 
 
 def sample_ranks(plan: Plan) -> tuple[int, ...]:
-    """The first rank, the last one, and one between them that the job's seed chooses."""
+    """Returns the first rank, the last one, and one between them that the job's seed chooses."""
     world = plan.mesh.world_size
     return tuple(sorted({0, Random(plan.job.train.seed).randrange(world), world - 1}))
 
@@ -136,21 +141,22 @@ def trace(
     *,
     fake: bool = True,
 ) -> TraceVerdict:
-    """The verdict on `ranks` of `plan`, played one after the other; `make_subject` makes the model, of fake tensors or real.
+    """Returns the verdict on `ranks` of `plan`, run one after the other, on fake tensors or real ones.
 
-    Raises PlanError for a rank that the mesh does not have, and NeedsValues when `fake` tensors cannot play the model.
+    Raises PlanError for a rank that the mesh does not have, and NeedsRealTensorsError when `fake` tensors
+    cannot run the model.
     """
     ranks = tuple(dict.fromkeys(ranks))
     missing = [rank for rank in ranks if not 0 <= rank < plan.mesh.world_size]
     if missing or not ranks:
         text = f"there is no rank {missing[0]} in {plan.mesh}" if missing else "no rank is named"
         raise PlanError(text, fix=f"choose from 0 to {plan.mesh.world_size - 1}", location="trace")
-    wanted = planned_collectives(plan)
+    planned = planned_collectives(plan)
     played = [trace_rank(plan, rank, loss, make_trained_module, num_steps, fake=fake) for rank in ranks]
     faults = [
         fault
-        for each in played
-        for fault in compare_trace(planned_collectives(plan.for_rank(each.rank)), each)
+        for rank_trace in played
+        for fault in compare_trace(planned_collectives(plan.for_rank(rank_trace.rank)), rank_trace)
     ]
     return TraceVerdict(
         plan=plan.hash,
@@ -159,22 +165,22 @@ def trace(
         ranks=ranks,
         num_steps=num_steps,
         passed=not faults,
-        num_messages=len(wanted),
-        sent_nbytes=max(each.sent_nbytes for each in played),
+        num_messages=len(planned),
+        sent_nbytes=max(rank_trace.sent_nbytes for rank_trace in played),
         tensor_kind="fake" if fake else "real",
-        planned_nbytes={message.action: message.nbytes for message in wanted},
+        planned_nbytes={message.action: message.nbytes for message in planned},
         diagnostics=tuple(faults),
     )
 
 
 def planned_collectives(plan: Plan) -> tuple[TracedMessage, ...]:
-    """What each rank issues in one step, in the order of the program."""
-    found = ((action.name, move) for action in plan.actions for move in action.transfers)
+    """Returns what each rank issues in one step, in the order of the program."""
+    issued_by_action = ((action.name, move) for action in plan.actions for move in action.transfers)
     return tuple(
         TracedMessage(
             name, move.collective, axes, move.num_ranks(plan.mesh), move.nbytes, move.dtype, move.algorithm
         )
-        for name, move in found
+        for name, move in issued_by_action
         for axes in [tuple(axis for axis in AXES if axis in move.axes)]
     )
 
@@ -188,28 +194,33 @@ def trace_rank(
     *,
     fake: bool = True,
 ) -> RankTrace:
-    """What `rank` issues in `steps` steps. Raises NeedsValues when `fake` tensors cannot play the model."""
+    """Returns what `rank` issues in `num_steps` steps.
+
+    Raises NeedsRealTensorsError when `fake` tensors do not suffice.
+    """
     world = FakeWorld(plan.mesh, rank)
     world.ledger.is_recording = True
     subject = make_trained_module(FakeTensorMode(allow_non_fake_inputs=True) if fake else None)
     issued = []
     try:
-        with ExitStack() as opened:
+        with ExitStack() as stack:
             if fake:
-                opened.enter_context(_ones(subject.module))
+                stack.enter_context(_answer_reads(subject.module))
             works: dict[str, Work] = defaultdict(
                 CompletedWork
-            )  # who waits for a collective that was forgotten goes on: it is named below
-            good = replace(
+            )  # waits for a missing collective return at once: it is reported below
+            unguarded_plan = replace(
                 plan, job=replace(plan.job, guard=LossGuard())
-            )  # what fake numbers are is not judged
+            )  # fake numbers are not checked
             player = Executor(
-                good, RankState(subject, world, loss, works=works), stateless_rng=_open_dice(plan)
+                unguarded_plan,
+                RankState(subject, world, loss, works=works),
+                stateless_rng=_keep_all_rng(plan),
             )
-            opened.callback(player.close)
+            stack.callback(player.close)
             for _ in range(num_steps):
                 world.ledger.entries.clear()
-                player.step(_rows(subject.dummy_batch, len(plan.samples_read(rank))))
+                player.step(_repeat_samples(subject.dummy_batch, len(plan.samples_read(rank))))
                 issued.append(tuple(map(_message, world.ledger.entries)))
     except Exception as error:
         if not fake or isinstance(error, PlanError) or not depends_on_values(error):
@@ -222,49 +233,57 @@ def trace_rank(
 
 
 def compare_trace(planned: Sequence[TracedMessage], rank_trace: RankTrace) -> Iterator[Diagnostic]:
-    """Every difference between what a rank issued and what is `wanted` in each step; one that repeats is said once."""
-    known: set[str] = set()
+    """Yields every difference between what a rank issued and what is `planned` in each step.
+
+    Each only once.
+    """
+    reported: set[str] = set()
     for number, issued in enumerate(rank_trace.steps, start=1):
         for action, text in _differences(planned, issued):
-            if text not in known:
-                known.add(text)
+            if text not in reported:
+                reported.add(text)
                 yield Diagnostic(f"{text}, on rank {rank_trace.rank} in step {number}", TRACE_FIX, action)
 
 
 def _differences(
-    wanted: Sequence[TracedMessage], issued: Sequence[TracedMessage]
+    planned: Sequence[TracedMessage], issued: Sequence[TracedMessage]
 ) -> Iterator[tuple[str, str]]:
-    """The action, and what is wrong with it."""
-    found: Mapping[str, list[TracedMessage]] = defaultdict(list)
+    """Yields the action, and what is wrong with it."""
+    issued_by_action: Mapping[str, list[TracedMessage]] = defaultdict(list)
     for message in issued:
-        found[message.action].append(message)
+        issued_by_action[message.action].append(message)
     stated: Mapping[str, list[TracedMessage]] = defaultdict(list)
-    for message in wanted:
+    for message in planned:
         stated[message.action].append(message)
-    alike = len(wanted) == len(issued)
+    same_order = len(planned) == len(issued)
     for action, messages in stated.items():
-        mine = found.get(action, [])
+        mine = issued_by_action.get(action, [])
         if mine == messages:
             continue
-        alike = False
-        said = "; ".join(map(str, messages))
+        same_order = False
+        stated_text = "; ".join(map(str, messages))
         if not mine:
-            yield action, f"{action} issued nothing, and the program states: {said}"
+            yield action, f"{action} issued nothing, and the program states: {stated_text}"
         elif len(mine) > len(messages):
-            these = "the one" if len(messages) == 1 else f"the {len(messages)}"
+            expected = "the one" if len(messages) == 1 else f"the {len(messages)}"
             yield (
                 action,
-                f"{action} issued {len(mine)} collectives ({'; '.join(map(str, mine))}), not {these} stated: {said}",
+                f"{action} issued {len(mine)} collectives ({'; '.join(map(str, mine))}), not {expected} "
+                f"stated: {stated_text}",
             )
         else:
-            yield action, f"{action} issued: {'; '.join(map(str, mine))}, and the program states: {said}"
-    for action in [action for action in found if action not in stated]:
-        alike = False
+            yield (
+                action,
+                f"{action} issued: {'; '.join(map(str, mine))}, and the program states: {stated_text}",
+            )
+    for action in [action for action in issued_by_action if action not in stated]:
+        same_order = False
         yield (
             action,
-            f"{action or 'no action'} issued: {found[action][0]}, and the program states no collective for it",
+            f"{action or 'no action'} issued: {issued_by_action[action][0]}, and the program states no "
+            "collective for it",
         )
-    for mine, message in zip(issued, wanted, strict=False) if alike else ():
+    for mine, message in zip(issued, planned, strict=False) if same_order else ():
         if mine != message:
             yield mine.action, f"{mine.action} came where the program has {message.action}: the order differs"
             return
@@ -272,68 +291,76 @@ def _differences(
 
 def _message(entry: LedgerEntry) -> TracedMessage:
     return TracedMessage(
-        entry.action, entry.collective, entry.axes, entry.group_size, entry.nbytes, entry.dtype, entry.algorithm
+        entry.action,
+        entry.collective,
+        entry.axes,
+        entry.group_size,
+        entry.nbytes,
+        entry.dtype,
+        entry.algorithm,
     )
 
 
-def _rows(row: Batch, count: int) -> Batch:
+def _repeat_samples(row: Batch, count: int) -> Batch:
     return {key: value.repeat(count, *[1] * (value.ndim - 1)) for key, value in row.items()}
 
 
-def _open_dice(plan: Plan) -> StatelessRNG | None:
-    """Dropout that keeps everything: masks change no collective, and hashing those of a large model takes minutes."""
+def _keep_all_rng(plan: Plan) -> StatelessRNG | None:
+    """Returns an RNG that keeps everything: masks change no collective, and hashing them takes minutes."""
     if not plan.model_spec.has_dropout:
         return None
-    dice = StatelessRNG(plan.job.train.seed, DrawSites())
-    dice.begin_trial(plan.micro_batch)
-    return dice
+    rng = StatelessRNG(plan.job.train.seed, DrawSites())
+    rng.begin_trial(plan.micro_batch)
+    return rng
 
 
 @contextmanager
-def _ones(module: nn.Module) -> Iterator[None]:
-    """Have numbers read off fake tensors be 1, but for those that `module` reads in its forward: there, it looks at values."""
-    mode, own, forward = _Ones(), module.__dict__.get("forward"), module.forward
+def _answer_reads(module: nn.Module) -> Iterator[None]:
+    """Makes numbers that are read off fake tensors 1, except inside the forward of `module`."""
+    mode, original_forward, forward = _AnswerReads(), module.__dict__.get("forward"), module.forward
 
-    def marked(*args: Any, **kwargs: Any) -> Any:
+    def marked_forward(*args: Any, **kwargs: Any) -> Any:
         mode.mark(inside=True)
         try:
             return forward(*args, **kwargs)
-        finally:  # a part leaves it by what is no Exception: hooks of torch do not hear of that
+        finally:  # a stage leaves it by a BaseException, after which torch calls no hooks
             mode.mark(inside=False)
 
-    module.forward = marked
+    module.forward = marked_forward
     try:
         with mode:
             yield
     finally:
         module.__dict__.pop("forward")
-        if own is not None:
-            module.__dict__["forward"] = own
+        if original_forward is not None:
+            module.__dict__["forward"] = original_forward
 
 
-class _Ones(TorchDispatchMode):
-    """Answers what fake tensors cannot, while the model's forward is not under way.
+class _AnswerReads(TorchDispatchMode):
+    """Answers what fake tensors cannot, outside of the model's forward.
 
-    Operations on lists of fake tensors that return nothing (fused optimizers) change values only and are left out: torch has
-    no fake kernel for some, and would run the real one on zeros of full size.
+    Operations on lists of fake tensors that return nothing (fused optimizers) change values only and are
+    skipped: torch has no fake kernel for some, and would run the real one on zeros of full size.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._inside = False
+        self._in_forward = False
 
     def mark(self, *, inside: bool) -> None:
-        """Say whether the model's forward is under way."""
-        self._inside = inside
+        """Records whether the model's forward is under way."""
+        self._in_forward = inside
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         reads = func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor)
-        if reads and not self._inside:
+        if reads and not self._in_forward:
             dtype = args[0].dtype
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-        if not func._schema.returns and any(isinstance(each, FakeTensor) for each in _listed(args)):
+        if not func._schema.returns and any(
+            isinstance(rank_trace, FakeTensor) for rank_trace in _listed(args)
+        ):
             return None
         return func(*args, **(kwargs or {}))
 

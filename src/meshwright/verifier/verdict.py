@@ -1,8 +1,9 @@
-"""What a comparison with one device found, in words and as JSON.
+"""The outcome of a comparison with one device, in words and as JSON.
 
-Four causes look alike on a loss curve and are told apart here, in this order: the initial values differ (`init`), the
-samples differ (`data order`), all gradients differ by one factor (`loss scale`), or the technique computes something
-else (`technique`). A comparison that left something out proves nothing: it fails as `incomplete`.
+Four causes look alike on a loss curve and are distinguished here, in this order: the initial values differ
+(`init`), the samples differ (`data order`), all gradients differ by one factor (`loss scale`), or the
+technique computes something else (`technique`). A comparison that left something out proves nothing: it fails
+as `incomplete`.
 """
 
 import json
@@ -30,10 +31,10 @@ QUANTITIES = (
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that differs beyond the tolerance.
+    """One quantity that differs beyond the tolerance.
 
-    `error` is relative to the largest magnitude in the block; None where a difference has no size (samples, bytes).
-    `factor` is the number by which all gradients of this step on this rank differ, if there is one.
+    `error` is relative to the largest magnitude in the block; None where a difference has no size (samples,
+    bytes). `factor` is the number by which all gradients of this step on this rank differ, if there is one.
     """
 
     step: int
@@ -45,20 +46,23 @@ class Difference:
     factor: float | None = None
 
     def __str__(self) -> str:
-        where = (f" of {self.name}" if self.name else "") + (f" in block {self.block}" if self.block else "")
-        size = (
+        location = (f" of {self.name}" if self.name else "") + (
+            f" in block {self.block}" if self.block else ""
+        )
+        amount = (
             ""
             if self.error is None
             else f" by {self.error:.3g}" + (" of the block's scale" if self.block else "")
         )
-        return f"step {self.step}: the {self.quantity}{where} differs{size} on rank {self.rank}"
+        return f"step {self.step}: the {self.quantity}{location} differs{amount} on rank {self.rank}"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome: `passed` when all was compared and nothing differs beyond `tolerance`.
+    """The outcome: `passed` when everything was compared and nothing differs beyond `tolerance`.
 
-    `worst` is the largest error per quantity, `missing` says in sentences what was not compared, `beside` with what all was.
+    `max_errors` is the largest error per quantity; `not_compared` lists in sentences what was left out;
+    `reference` says what the plan was compared with; `rank_backend` where the ranks ran.
     """
 
     plan: str
@@ -84,38 +88,46 @@ class Verdict:
             raise PlanError(str(self), fix=fix, location="verify")
 
     def write(self, path: Path) -> None:
-        """Write the verdict as JSON; an error that is no finite number becomes the text "nan" or "inf"."""
+        """Writes the verdict as JSON; an error that is not finite becomes the text "nan" or "inf"."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(_plain(asdict(self)), indent=2, allow_nan=False) + "\n")
 
     def __str__(self) -> str:
         errors = ", ".join(f"{quantity} {error:.2g}" for quantity, error in self.max_errors.items())
         if self.passed:
-            seen = f"largest relative errors: {errors}; allowed {self.tolerance:g}"
-            return f"{self.mesh} equals {self.reference} after {self.num_steps} steps ({seen})"
+            errors_text = f"largest relative errors: {errors}; allowed {self.tolerance:g}"
+            return f"{self.mesh} equals {self.reference} after {self.num_steps} steps ({errors_text})"
         if self.first_difference is None:
             return f"{self.mesh} was NOT compared with {self.reference}: {'; '.join(self.not_compared)}"
-        more = f"\n  and {self.num_other_differences} more differences" if self.num_other_differences else ""
-        return f"{self.mesh} does NOT equal {self.reference} (allowed {self.tolerance:g}; cause: {self.cause})\n  {self.first_difference}{more}"
+        others = (
+            f"\n  and {self.num_other_differences} more differences" if self.num_other_differences else ""
+        )
+        return (
+            f"{self.mesh} does NOT equal {self.reference} (allowed {self.tolerance:g}; cause: "
+            f"{self.cause})\n  {self.first_difference}{others}"
+        )
 
 
 def diagnose_cause(differences: list[Difference]) -> str:
-    """The cause of the earliest differences, one of `init`, `data order`, `loss scale`, `technique`; "" without any."""
+    """Returns the cause of the earliest differences: `init`, `data order`, `loss scale`, `technique`.
+
+    "" without any.
+    """
     if not differences:
         return ""
     start = min(difference.step for difference in differences)
-    early = [difference for difference in differences if difference.step == start]
-    seen = {difference.quantity for difference in early}
-    if "initial value" in seen:
+    earliest = [difference for difference in differences if difference.step == start]
+    errors_text = {difference.quantity for difference in earliest}
+    if "initial value" in errors_text:
         return "init"
-    if "samples" in seen:
+    if "samples" in errors_text:
         return "data order"
-    factors = [difference.factor for difference in early if difference.quantity == "gradient"]
-    known = [factor for factor in factors if factor is not None]
+    factors = [difference.factor for difference in earliest if difference.quantity == "gradient"]
+    factors_found = [factor for factor in factors if factor is not None]
     uniform = (
-        bool(known)
-        and len(known) == len(factors)
-        and max(known) - min(known) <= 1e-6 * abs(max(known, key=abs))
+        bool(factors_found)
+        and len(factors_found) == len(factors)
+        and max(factors_found) - min(factors_found) <= 1e-6 * abs(max(factors_found, key=abs))
     )
     return "loss scale" if uniform else "technique"
 

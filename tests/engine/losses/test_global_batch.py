@@ -1,4 +1,7 @@
-"""Rows of several ranks meet: a contrastive loss on 2, 3 and 4 ranks is that of one device, to the last message."""
+"""Rows of several ranks meet.
+
+A contrastive loss on 2, 3 and 4 ranks is that of one device, to the last message.
+"""
 
 from dataclasses import replace
 
@@ -48,7 +51,10 @@ def passed(verdict: Verdict) -> None:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("count", [24, 13, 17])
 def test_a_contrastive_loss_equals_one_device_also_where_the_last_batch_is_short(mesh: Mesh, count: int):
-    """Of 13 rows the second batch has 1, so all ranks but one stand in; of 17 it has 5, which no mesh divides."""
+    """Of 13 rows the second batch has 1, so all ranks but one stand in.
+
+    Of 17 it has 5, which no mesh divides.
+    """
     plan = towers_plan(READING, mesh, strategies_on(mesh))
     assert static_checks(plan) == []
     passed(verify(READING, plan, global_batches(count), loss=CONTRASTIVE))
@@ -79,7 +85,10 @@ def test_processes_meet_as_threads_do(process_pool: ProcessPool):
 
 
 def test_every_row_that_the_loss_takes_is_stated_to_the_byte():
-    """3 ranks of 4 rows: a fact and a checksum, labels of 8 bytes, embeddings of 4 floats; in float32 half of it."""
+    """3 ranks of 4 rows: a fact and a checksum, labels of 8 bytes, embeddings of 4 floats.
+
+    In float32 half of it.
+    """
     for parameters, width in (("float64", 8), ("float32", 4)):
         job = tiny_job(precision=PrecisionConfig(parameters, parameters, parameters))
         plan = towers_plan(READING, Mesh(dp_replicate=3), job=job)
@@ -88,7 +97,12 @@ def test_every_row_that_the_loss_takes_is_stated_to_the_byte():
             for a in plan.program.actions(FIRST_ROLE)
             if a.kind == "GATHER" and a.transfer
         }
-        assert gathers == {"batch_info": 16, "kind": 4 * 8, "output0": 4 * 4 * width, "output1": 4 * 4 * width}
+        assert gathers == {
+            "batch_info": 16,
+            "kind": 4 * 8,
+            "output0": 4 * 4 * width,
+            "output1": 4 * 4 * width,
+        }
     assert trace(READING, plan, [0, 1, 2], loss=CONTRASTIVE).passed
     assert trace(READING, plan, [1], loss=CONTRASTIVE, fake=False).passed
 
@@ -132,17 +146,17 @@ def test_a_planted_bug_is_noticed(monkeypatch: pytest.MonkeyPatch, planted: str)
     if planted == "loss added by every rank":
         monkeypatch.setattr(GlobalBatchLoss, "reports_loss", True)
     elif planted == "rows of the next rank":
-        monkeypatch.setattr(GlobalBatchLoss, "_rows_of_ranks", lambda self: [4, 3, 5])
+        monkeypatch.setattr(GlobalBatchLoss, "_samples_per_rank", lambda self: [4, 3, 5])
     else:
         kept = GlobalBatchLoss.backward_to_local_samples
 
-        def give_back(self: GlobalBatchLoss) -> None:
-            for place, leaf in enumerate(self._leaves.values()):
+        def triple_shared(self: GlobalBatchLoss) -> None:
+            for place, leaf in enumerate(self._full_leaves.values()):
                 if place == 2 and leaf.grad is not None:
                     leaf.grad *= 3
             kept(self)
 
-        monkeypatch.setattr(GlobalBatchLoss, "backward_to_local_samples", give_back)
+        monkeypatch.setattr(GlobalBatchLoss, "backward_to_local_samples", triple_shared)
     verdict = verify(
         READING, towers_plan(READING, Mesh(dp_replicate=3)), global_batches(24), loss=CONTRASTIVE
     )
@@ -156,7 +170,7 @@ def test_a_loss_that_waits_for_no_gather_is_no_proof():
         return [replace(a, waits=("TOKEN_COUNT()",)) if a.kind == "LOSS" else a for a in actions]
 
     said = [fault.problem for fault in static_checks(edited(plan, hasty))]
-    assert "LOSS(0) needs all rows of output0, output1, kind and waits for no GATHER of them" in said
+    assert "LOSS(0) needs all samples of output0, output1, kind and waits for no GATHER of them" in said
 
 
 class Pooling(Towers):
@@ -180,7 +194,7 @@ def test_a_similarity_inside_the_model_is_refused_when_the_model_is_read():
     inside = replace(CONTRASTIVE, total=lambda outputs, batch: outputs[0].sum())
     with pytest.raises(
         PlanError,
-        match=r"(?s)output0 .*\[3, 3\], and \[5, 5\] on more rows: it compares the rows of one rank",
+        match=r"(?s)output0 .*\[3, 3\], and \[5, 5\] for more samples: it compares the samples of one rank",
     ):
         reading_of_towers(inside, inside=True)
     outside = replace(

@@ -89,7 +89,9 @@ def test_a_smoothing_that_is_none_is_refused(smoothing: float):
 def test_half_precision_is_summed_in_float32_and_its_gradient_is_half():
     loss, half = token_cross_entropy(), LOGITS.bfloat16()
     whole = loss.total(half, {"labels": LABELS})
-    for total, gradient in run_on_threads(lambda world: taken(world, loss, {"labels": LABELS}, half), Mesh(tp=2)):
+    for total, gradient in run_on_threads(
+        lambda world: taken(world, loss, {"labels": LABELS}, half), Mesh(tp=2)
+    ):
         assert total.dtype == torch.float32
         assert torch.allclose(total, whole, rtol=1e-6)
         assert gradient.dtype == torch.bfloat16
@@ -129,8 +131,10 @@ def test_huge_logits_do_not_overflow():
 def test_a_label_that_is_no_word_is_refused(label: int):
     labels = LABELS.clone()
     labels[0, 0] = label
-    with pytest.raises(PlanError, match=r"labels from .* the model has 67 words, numbered from 0"):
-        run_on_threads(lambda world: taken(world, token_cross_entropy(), {"labels": labels}, LOGITS), Mesh(tp=2))
+    with pytest.raises(PlanError, match=r"labels from .* the model has 67 tokens, numbered from 0"):
+        run_on_threads(
+            lambda world: taken(world, token_cross_entropy(), {"labels": labels}, LOGITS), Mesh(tp=2)
+        )
 
 
 class Largest(TorchDispatchMode):

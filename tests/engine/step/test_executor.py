@@ -103,8 +103,8 @@ def test_blocks_in_another_order_than_the_plan_knows_are_refused_with_the_order(
     with pytest.raises(PlanError) as caught:
         pair(lambda: build(chain)).player.step(BATCH)
     assert (
-        "the model reached block 'layers.1' out of the order that the plan knows: embed layers.0 layers.1 layers.2 head"
-        in str(caught.value)
+        "the model reached block 'layers.1' out of the order that the plan knows: embed layers.0 layers.1 "
+        "layers.2 head" in str(caught.value)
     )
     assert "repair: a forward may leave blocks out; let it call them in the order of the trial run" in str(
         caught.value
@@ -137,7 +137,7 @@ def test_an_action_that_nobody_plays_is_refused():
         single_rank_world(torch.device("cpu")),
         token_cross_entropy(),
     )
-    with pytest.raises(PlanError, match=r"^program: nobody plays EVICT, FETCH(?s:.*)`bind`"):
+    with pytest.raises(PlanError, match=r"^program: no handler for EVICT, FETCH(?s:.*)`bind`"):
         Executor(strange, state)
 
 
@@ -209,7 +209,8 @@ def test_going_back_to_the_beginning_forgets_the_moments():
 def live() -> tuple[int, int]:
     """How many plain tensors there are, and the bytes of their storages.
 
-    Other tests leave readings, and tensors of a rank that failed: subclasses, which answer a question by a collective.
+    Other tests leave readings, and tensors of a rank that failed: subclasses, which answer a question by a
+    collective.
     """
     gc.collect()
     tensors = [item for item in gc.get_objects() if type(item) in (torch.Tensor, nn.Parameter)]

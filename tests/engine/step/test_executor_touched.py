@@ -1,4 +1,7 @@
-"""What a strategy may touch of a rank: a tensor that is shifted within a block, forwards and backwards, is booked so."""
+"""What a strategy may touch of a rank.
+
+A tensor that is shifted within a block, forwards and backwards, is booked so.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -87,4 +90,6 @@ def test_what_is_shifted_within_a_block_is_booked_under_its_action():
 def test_one_shift_more_or_less_than_the_program_says_is_named(booked: int):
     found = mw.trace(reading_of(), plan_with(Travel(booked)), [1])
     assert not found.passed
-    assert any("layers.1" in fault.what and "shift of" in fault.what for fault in found.diagnostics), found
+    assert any("layers.1" in fault.problem and "shift of" in fault.problem for fault in found.diagnostics), (
+        found
+    )

@@ -1,4 +1,7 @@
-"""The gradient noise scale where layers lie on several ranks: by hand from the gradient of each part of the batch."""
+"""The gradient noise scale where layers lie on several ranks.
+
+By hand from the gradient of each part of the batch.
+"""
 
 import pytest
 
@@ -84,9 +87,7 @@ def test_slices_of_parts_add_up_what_all_of_them_have_once():
 
 
 def test_weights_that_several_parts_use_are_refused():
-    with pytest.raises(
-        PlanError, match="used by several parts of the model, and no rank has the gradient of one part"
-    ):
+    with pytest.raises(PlanError, match="used by several stages, and no rank has the gradient of one part"):
         make_plan(reading_of(tied=True), noisy(tiny_job()), Mesh(pp=2), (Pipeline(),), 2)
 
 
@@ -96,7 +97,7 @@ def test_a_part_that_does_not_tell_its_squares_is_noticed(monkeypatch):
     monkeypatch.setattr(
         GradientNoiseScale,
         "compute_grad_sqnorm",
-        lambda self, action: None if self._tells else measure(self, action),
+        lambda self, action: None if self._reports_weights else measure(self, action),
     )
     found, _ = played(*BESIDE["copies"])
     assert found[0][-1].noise_scale != pytest.approx(truth[0][-1].noise_scale, rel=1e-3)

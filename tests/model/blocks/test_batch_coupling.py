@@ -1,4 +1,4 @@
-"""Buffers that a forward writes: a block's own are its part's; those of glue, or of several blocks, are refused by name."""
+"""Buffers that a forward writes: a block's own belong to its stage; those of glue are refused by name."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Batch norms: refused where they would see a part of the batch, left alone where they cannot."""
+"""Batch norms: refused where they would see a part of the batch, accepted elsewhere."""
 
 from collections.abc import Callable
 
@@ -43,8 +43,8 @@ def frozen(norm: nn.Module) -> Normed:
     return model
 
 
-def reading_of(build: Callable[[], nn.Module]) -> mw.Reading:
-    return mw.read(build, rows(4), loss=LOSS)
+def reading_of(build: Callable[[], nn.Module]) -> mw.AnalyzedModel:
+    return mw.analyze(build, rows(4), loss=LOSS)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def reading_of(build: Callable[[], nn.Module]) -> mw.Reading:
     [
         (lambda: Normed(nn.BatchNorm1d(6)), "then norm.eval()"),
         (lambda: Normed(nn.BatchNorm1d(6)).eval(), "then norm.eval()"),
-        (lambda: Normed(nn.SyncBatchNorm(6)), "SyncBatchNorm joins ranks behind the plan's back"),
+        (lambda: Normed(nn.SyncBatchNorm(6)), "SyncBatchNorm communicates outside the plan"),
         (
             lambda: Normed(nn.BatchNorm1d(6, track_running_stats=False)),
             "without running statistics they cannot be frozen",
@@ -101,7 +101,7 @@ def test_frozen_statistics_equal_one_device():
     assert verdict.passed, str(verdict)
 
 
-def test_only_norms_that_mix_rows_are_found():
+def test_only_norms_that_mix_samples_are_found():
     model = nn.Sequential(
         nn.LayerNorm(3), nn.BatchNorm1d(3), nn.GroupNorm(1, 3), nn.InstanceNorm1d(3), nn.BatchNorm2d(3)
     )
@@ -113,9 +113,9 @@ def test_only_norms_that_mix_rows_are_found():
     "spectral", [parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["new", "old"]
 )
 def test_a_spectral_norm_goes_on_once_in_a_step(spectral: Callable[[nn.Module], nn.Module]):
-    reading = mw.read(Normed(spectral(nn.Linear(6, 6))), rows(4), loss=LOSS)
+    reading = mw.analyze(Normed(spectral(nn.Linear(6, 6))), rows(4), loss=LOSS)
     with pytest.raises(
-        PlanError, match=r"1 spectral norms \(norm.*\) go on in every forward: 3 micro-batches"
+        PlanError, match=r"1 spectral norms \(norm.*\) iterate in every forward: 3 micro-batches"
     ):
         mw.make_plan(reading, tiny_job(), micro_batch=4)
     verdict = mw.verify(
@@ -125,6 +125,6 @@ def test_a_spectral_norm_goes_on_once_in_a_step(spectral: Callable[[nn.Module], 
 
 
 def test_a_spectral_norm_of_the_old_kind_has_no_shards():
-    reading = mw.read(Normed(nn.utils.spectral_norm(nn.Linear(6, 6))), rows(4), loss=LOSS)
+    reading = mw.analyze(Normed(nn.utils.spectral_norm(nn.Linear(6, 6))), rows(4), loss=LOSS)
     with pytest.raises(PlanError, match=r"use torch.nn.utils.parametrizations.spectral_norm"):
         mw.make_plan(reading, tiny_job(), mw.Mesh(dp_shard=2))

@@ -1,4 +1,4 @@
-"""Tables that look at all rows of a batch: refused where a part of it would look, left alone where all of it does."""
+"""Embeddings that couple samples: refused where they would see a part of the batch, accepted elsewhere."""
 
 from collections.abc import Callable
 
@@ -57,8 +57,8 @@ def rows() -> dict[str, torch.Tensor]:
     return {key: torch.randint(WORDS, (ROWS, 5), generator=thrown) for key in ("input_ids", "labels")}
 
 
-def reading_of(words: Callable[[], nn.Module], *, tied: bool = False) -> mw.Reading:
-    return mw.read(lambda: Own(words(), tied=tied), rows())
+def reading_of(words: Callable[[], nn.Module], *, tied: bool = False) -> mw.AnalyzedModel:
+    return mw.analyze(lambda: Own(words(), tied=tied), rows())
 
 
 def normed() -> nn.Module:
@@ -74,7 +74,7 @@ def counted() -> nn.Module:
     [
         (
             normed,
-            "the table 'words.weight' with max_norm is written by the forward, where a part of the global batch",
+            "the table 'words.weight' with max_norm is written by the forward, for the lookups of a part of",
         ),
         (counted, "the table 'words.weight' with scale_grad_by_freq would divide gradients by how often"),
         (Called, "the table 'words.weight' with scale_grad_by_freq would divide gradients by how often"),
@@ -91,7 +91,7 @@ def test_a_table_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(
         with pytest.raises(PlanError) as caught:
             mw.make_plan(reading, tiny_job(), mesh)
         assert said in str(caught.value)
-        assert "repair: leave it out" in str(caught.value)
+        assert "repair: remove it" in str(caught.value)
         assert "or train on one device with micro_batch = 0" in str(caught.value)
 
 
@@ -115,7 +115,7 @@ def test_micro_batches_divide_counts_and_leave_norms_alone():
 
 def test_what_a_master_would_undo_is_refused():
     halves = PrecisionConfig("bfloat16", "bfloat16", master="float32")
-    with pytest.raises(PlanError, match=r"its master \(float32\) would take its place"):
+    with pytest.raises(PlanError, match=r"its master \(float32\) would overwrite it"):
         mw.make_plan(reading_of(normed), tiny_job(precision=halves))
 
 
@@ -125,9 +125,9 @@ def test_on_one_device_all_of_them_train(words: Callable[[], nn.Module]):
     assert mw.verify(reading, mw.make_plan(reading, tiny_job()), [rows()]).passed
 
 
-def test_a_table_that_looks_at_one_row_at_a_time_is_split():
+def test_a_table_without_coupled_samples_is_split():
     reading = reading_of(lambda: nn.Embedding(WORDS, WIDTH, padding_idx=3))
-    assert reading.tables == ()
+    assert reading.table_uses == ()
     assert mw.verify(reading, mw.make_plan(reading, tiny_job(), mw.Mesh(dp_replicate=2)), [rows()]).passed
 
 
@@ -147,11 +147,11 @@ class Written(nn.Module):
 @pytest.mark.parametrize(
     ("mesh", "changes", "said"),
     [
-        (mw.Mesh(dp_shard=2), {}, "it is brought together for a use, and let go of"),
+        (mw.Mesh(dp_shard=2), {}, "it is gathered for a use, and freed"),
         (
             mw.Mesh(),
             {"precision": PrecisionConfig("bfloat16", "bfloat16", master="float32")},
-            r"its master \(float32\) would take its place",
+            r"its master \(float32\) would overwrite it",
         ),
     ],
     ids=["shards", "master"],
@@ -185,7 +185,7 @@ def batch_norm(x: torch.Tensor) -> torch.Tensor:
     return F.batch_norm(x, None, None, training=True)
 
 
-def test_statistics_by_torchs_function_are_those_of_all_rows():
+def test_statistics_by_torchs_function_are_those_of_all_samples():
     reading = reading_of(lambda: Scaled(batch_norm))
     for mesh, micro_batch in ((mw.Mesh(dp_replicate=2), 0), (mw.Mesh(), 4)):
         with pytest.raises(
@@ -193,12 +193,14 @@ def test_statistics_by_torchs_function_are_those_of_all_rows():
         ):
             mw.make_plan(reading, tiny_job(), mesh, micro_batch=micro_batch)
     assert mw.make_plan(reading, tiny_job()).num_microbatches == 1
-    assert reading_of(lambda: Scaled(F.instance_norm)).tables == ()  # it sees one row at a time
+    assert reading_of(lambda: Scaled(F.instance_norm)).table_uses == ()  # it sees one row at a time
 
 
 @pytest.mark.parametrize(
     "words", [lambda: nn.Embedding(WORDS, WIDTH, sparse=True), lambda: Bag(sparse=True)], ids=["table", "bag"]
 )
 def test_gradients_that_are_sparse_are_refused(words: Callable[[], nn.Module]):
-    with pytest.raises(PlanError, match=r"is sparse, and no sum of those is made\n.*leave sparse = True out"):
+    with pytest.raises(
+        PlanError, match=r"is sparse, and sparse gradients cannot be reduced\n.*remove sparse = True"
+    ):
         mw.make_plan(reading_of(words), tiny_job())

@@ -1,4 +1,4 @@
-"""What modules hold before a run is what a second run finds, and what the second run writes is gone."""
+"""A module snapshot: a second run finds what the first found, and its writes are dropped."""
 
 import pytest
 import torch

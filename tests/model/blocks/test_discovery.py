@@ -1,4 +1,4 @@
-"""Where the blocks of an unmarked model are, and who holds which parameter."""
+"""The blocks of a model without annotations, and the blocks that contain each parameter."""
 
 from collections.abc import Callable
 
@@ -91,8 +91,10 @@ def test_declared_blocks_that_cannot_be_are_all_refused_at_once():
     said = [str(fault) for fault in caught.value.diagnostics]
     assert said == [
         "model.blocks: the model has no module 'body.layer.1'\n  repair: did you mean 'body.layers.1'?",
-        "model.blocks: 'body.norm' lies inside 'body', and both are declared as blocks\n  repair: declare one of the two",
-        "model.blocks: 'alias' is the same module as 'head', and both are declared as blocks\n  repair: declare one of the two",
+        "model.blocks: 'body.norm' is inside 'body', and both are declared as blocks\n"
+        "  repair: declare one of the two",
+        "model.blocks: 'alias' is the same module as 'head', and both are declared as blocks\n"
+        "  repair: declare one of the two",
     ]
 
 

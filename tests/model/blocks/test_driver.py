@@ -1,4 +1,4 @@
-"""Plain modules, block by block: gradients are those of one backward, whatever lies between the blocks."""
+"""Plain modules, block by block: gradients equal those of one backward, whatever the glue."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_skips_over_blocks_and_values_that_many_blocks_take():
     assert done.in_glue == ["scale"]  # used by nothing, so complete at the end
 
 
-def test_a_block_called_several_times_has_several_visits():
+def test_a_block_called_several_times_has_several_block_calls():
     def glue(model: Chain, x: torch.Tensor) -> object:
         for _ in range(2):
             x = model.layers[0](model.layers[1](x) + x)
@@ -141,7 +141,7 @@ def test_objects_that_hold_tensors_unseen_pass_uncut():
             x = layer(x).x
         return model.head(x)
 
-    again = r"a backward goes through the block 'layers\.2' other than by what it takes and gives"
+    again = r"a backward passes through the block 'layers\.2' by another way than its inputs and outputs"
     done = driven(glue, lambda block, x: Opaque(block.linear(x).tanh()), refused=again)
     assert "layers.1.linear.weight" in done.in_glue
 
@@ -159,7 +159,9 @@ def test_glue_that_is_overwritten_after_a_block_took_it():
         after = model.layers[2](glue)
         return before * after, glue
 
-    again = r"an input of the block 'layers\.1' was written into in place after the block ran, which needs it once more"
+    again = (
+        r"an input of the block 'layers\.1' was written in place after the block ran, and its recomputation"
+    )
     done = driven(glue, lambda block, x: x + block.linear.bias, refused=again)
     assert done.visits == ["layers.0", "layers.1", "layers.2"]
 

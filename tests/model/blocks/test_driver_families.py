@@ -1,4 +1,4 @@
-"""Unmodified transformers models: gradients block by block are those of one backward."""
+"""Unmodified transformers models: gradients block by block equal those of one backward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +53,7 @@ def test_gradients_of_a_causal_language_model_are_those_of_one_backward(name: st
     assert driven.reading.model_spec.notes == ()
 
 
-def test_a_tied_head_is_one_parameter_of_two_visits():
+def test_a_tied_head_is_one_parameter_of_two_block_calls():
     sizes = {
         "vocab_size": 61,
         "n_embd": 16,
@@ -91,7 +91,7 @@ def test_vit_with_a_class_head():
     assert len([visit for visit in driven.visits if visit.split(".")[-1].isdigit()]) == 2
 
 
-def test_t5_uses_its_shared_embedding_in_three_visits():
+def test_t5_uses_its_shared_embedding_in_three_block_calls():
     sizes = {
         "vocab_size": 61,
         "d_model": 16,

@@ -1,4 +1,4 @@
-"""Tensors that go round a border are refused by the name of the block, with the repair."""
+"""Tensors that bypass the outputs of a block are refused by the name of the block, with a fix."""
 
 from collections.abc import Callable
 
@@ -53,7 +53,7 @@ def test_a_side_channel_into_glue_is_refused_by_the_name_of_its_block():
     with pytest.raises(PlanError) as caught:
         reading_of(lambda: Net(torch.square, side_sum), X)
     said = str(caught.value)
-    assert "goes round the border of the block 'layers." in said
+    assert "bypasses the outputs of the block 'layers." in said
     assert "it meets the glue between blocks" in said
     assert (
         "repair: pass that tensor as an argument, return it among the outputs, or declare a larger block"
@@ -63,7 +63,7 @@ def test_a_side_channel_into_glue_is_refused_by_the_name_of_its_block():
 
 def test_a_side_channel_from_block_to_block_is_refused():
     with pytest.raises(
-        PlanError, match=r"the border of the block 'layers\.0': it meets the block 'layers\.1'"
+        PlanError, match=r"bypasses the outputs of the block 'layers\.0': it reaches the block 'layers\.1'"
     ):
         reading_of(lambda: Net(torch.square, lambda model, x: x, share=True), X)
 
@@ -138,7 +138,7 @@ def test_a_use_that_the_trial_did_not_show_is_refused():
     model[1].weight = model[0].weight
     _, found = forward_of(model, X["x"])
     with pytest.raises(
-        PlanError, match=r"the block '1' uses the parameter 0\.weight, which it did not in the trial run"
+        PlanError, match=r"the block '1' uses the parameter 0\.weight, which it did not use in the trial run"
     ):
         found.check_param_users(
             dict(model.named_parameters()), {"0.weight": ("0",), "0.bias": ("0",), "1.bias": ("1",)}
@@ -155,7 +155,7 @@ def test_a_loss_that_reaches_a_parameter_or_a_piece_directly_is_refused():
         PlanError, match=r"^loss: the loss reaches the parameter 0\.weight directly(?s:.*)inside the model"
     ):
         found.check_loss(outputs.sum() + model[0].weight.square().sum(), names)
-    with pytest.raises(PlanError, match="the border of the block '1': it meets the loss"):
+    with pytest.raises(PlanError, match="bypasses the outputs of the block '1': it reaches the loss"):
         found.check_loss(outputs.sum() + kept[0].sum(), {})
     found.check_loss(outputs.detach().sum(), names)
 

@@ -1,4 +1,4 @@
-"""Glue may write into tokens that are apart where each is treated by itself; what would be lost is refused."""
+"""In-place writes in glue: done on sharded tokens where each is treated by itself, else refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -80,7 +80,7 @@ def test_a_table_that_glue_adds_to_gets_all_tokens():
     assert torch.equal(table, WHOLE)
 
 
-def test_an_apart_that_cannot_be_written_says_so():
+def test_a_sharded_tensor_that_cannot_be_written_says_so():
     with pytest.raises(PlanError, match=r"glue writes \('zero_'\).*\n.*torch.where"):
         some().zero_()
 
@@ -153,14 +153,12 @@ COPIES = DDP(axis="cp")
     ],
     ids=str,
 )
-def test_what_nobody_is_told_of_is_refused_where_somebody_keeps_it(
-    mesh: Mesh, strategies: tuple[Strategy, ...]
-):
+def test_an_untracked_write_is_refused_where_the_tensor_is_kept(mesh: Mesh, strategies: tuple[Strategy, ...]):
     reading = analyze(lambda: Masked(lambda mask: mask.data), rows())
     with pytest.raises(PlanError) as caught:
         planned(reading, mesh, *strategies)
     assert (
-        "glue writes by way of '.data' into a tensor that a block was given before (at test_writing.py:"
+        "glue writes by way of '.data' into an earlier input of a block (at test_inplace_writes.py:"
         in str(caught.value)
     )
     assert "make a new tensor there (torch.where, clone), or write into the tensor itself" in str(
@@ -204,6 +202,6 @@ def test_of_memory_that_is_handed_out_ranks_keep_nothing(mesh: Mesh, strategy: S
 
 
 def test_a_mask_that_is_kept_all_the_same_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(block_trace, "BEHIND", frozenset())
+    monkeypatch.setattr(block_trace, "UNTRACKED_ACCESS", frozenset())
     reading = handed_out()
     assert not verify(reading, planned(reading, Mesh(cp=3), RingAttention(), COPIES), [rows()]).passed

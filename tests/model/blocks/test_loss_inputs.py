@@ -1,4 +1,4 @@
-"""What a forward hands to the loss: rows or not, used or not, and what cannot be played on a trial."""
+"""The outputs that the loss takes: per sample or not, used or not, and losses that a trial cannot run."""
 
 from typing import Any
 
@@ -17,11 +17,11 @@ def judge(total: Any, *, whole_batch: bool = False) -> LossSpec:
     return LossSpec(total, ("labels",), whole_batch)
 
 
-def test_the_tensors_of_a_batch_are_columns_of_rows():
+def test_the_tensors_of_a_batch_are_batch_tensors_per_sample():
     assert batch_columns(BATCH) == (BatchTensor("x", (4,), "float32"), BatchTensor("labels", (2,), "int64"))
 
 
-def test_outputs_are_told_apart_by_their_rows_and_by_who_takes_them():
+def test_outputs_differ_by_being_per_sample_and_by_being_used():
     found = loss_inputs(
         judge(lambda outputs, batch: outputs["a"].sum() * outputs["s"]),
         BATCH,
@@ -76,5 +76,7 @@ def test_the_wire_is_as_wide_as_the_parameters_and_knows_its_dtypes():
     )
     assert (half.nbytes("float32"), half.nbytes("bfloat16"), half.nbytes("float64")) == (24, 24, 48)
     assert (mask.nbytes("float64"), mask.comm_dtype("float64")) == (7, "bool")
-    assert "c is of complex64, which does not travel between ranks" in next(odd.diagnostics("here")).problem
+    assert (
+        "c has dtype complex64, which cannot be sent between ranks" in next(odd.diagnostics("here")).problem
+    )
     assert not [*half.diagnostics(""), *mask.diagnostics("")]

@@ -1,4 +1,4 @@
-"""How much a visit computes within: storages that autograd saves, each once, and nobody else's."""
+"""Saved activations of a block call: each storage counts once, and only where it was made."""
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ def test_a_mask_counts_by_its_bytes_and_one_that_is_given_not_at_all():
     assert found == {"layers.0": 6 // 4, "layers.1": 6 // 4}
 
 
-def test_what_two_visits_save_was_made_by_neither():
+def test_what_two_block_calls_save_was_made_by_neither():
     where = ["a"]
     inside, shared = SavedActivations(lambda: where[0]), torch.ones(7, requires_grad=True).exp()
     with inside.recording():
@@ -56,7 +56,7 @@ def test_what_two_visits_save_was_made_by_neither():
     assert inside.numel(["a", "b"]) == [7, 0]
 
 
-def test_a_module_without_blocks_is_one_visit():
+def test_a_module_without_blocks_is_one_block_call():
     reading = analyze(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), {"input": X["x"]})
     assert sum(reading.model_spec.saved_numel) >= 0
     assert len(reading.model_spec.saved_numel) == len(reading.model_spec.block_calls)

@@ -1,4 +1,4 @@
-"""A backward in two halves leaves the gradients of a whole one, to the bit, and computes no product twice."""
+"""A backward in two halves has bitwise the gradients of a full one, and computes no product twice."""
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def started(block: str) -> tuple[nn.Module, set[str]]:
         ("a function in Python", {"block.up.weight"}),
     ],
 )
-def test_the_first_half_leaves_weights_alone_but_for_those_it_cannot_tell_apart(block: str, early: set[str]):
+def test_the_input_half_skips_weights_but_for_those_it_cannot_separate(block: str, early: set[str]):
     _, found = started(block)
     assert found == {"scale", *early}
 

@@ -1,4 +1,4 @@
-"""Models that run their blocks again in backward by themselves: exact where nobody needs to hear of it, and refused elsewhere."""
+"""Models that recompute their own blocks: exact where nothing is communicated, refused elsewhere."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ class Thinned(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_draws_that_backward_would_make_anew_are_refused_before_anything_runs(reentrant: bool):
-    with pytest.raises(PlanError, match=r"random numbers are drawn within torch\.utils\.checkpoint"):
+    with pytest.raises(PlanError, match=r"random numbers are drawn inside torch\.utils\.checkpoint"):
         analyze(Thinned(within=True, reentrant=reentrant), batches(1)[0])
     assert analyze(Thinned(within=False, reentrant=reentrant), batches(1)[0]).model_spec.has_dropout
 

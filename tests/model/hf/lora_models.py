@@ -1,4 +1,4 @@
-"""Small models of transformers with adapters of peft: what tests of adapters share."""
+"""Small models of transformers with adapters of peft, shared by tests of adapters."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +49,7 @@ def stored_base(folder: Path, **changes: object) -> nn.Module:
 
 
 def stirred(module: nn.Module, seed: int = 4) -> nn.Module:
-    """`module` with its adapters no longer at rest: B is drawn too, so that A has a gradient and the logits a part of it."""
+    """`module` with random B in its adapters, so that A has a gradient and the logits depend on it."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():

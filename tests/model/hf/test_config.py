@@ -1,4 +1,4 @@
-"""A transformers config becomes a factory: what acts, what does not, and what is refused."""
+"""A transformers config becomes a factory: fields that take effect, fields that do not, and refusals."""
 
 import json
 from pathlib import Path
@@ -88,7 +88,7 @@ def test_overrides_understand_the_aliases_of_a_config(tmp_path: Path):
 @pytest.mark.parametrize(
     ("layers", "words"), [(1, ["sliding_attention"]), (2, ["sliding_attention", "full_attention"])]
 )
-def test_a_list_with_a_word_per_layer_follows_the_number_of_layers(
+def test_a_list_with_an_item_per_layer_follows_the_number_of_layers(
     tmp_path: Path, layers: int, words: list[str]
 ):
     config = LLAMA | {

@@ -1,4 +1,4 @@
-"""Code that comes with a config: never run unasked; run from the folder of a commit when it is trusted."""
+"""Code that comes with a config: runs only if trusted, and from the folder of a commit."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Hub ids: what is one, what is fetched, the commit that it becomes, and what is refused. No test asks the network."""
+"""Hub ids: recognition, what is fetched, the pinned commit, and refusals. No test uses the network."""
 
 from pathlib import Path
 
@@ -96,10 +96,10 @@ def test_what_the_hub_does_not_give_is_refused(cache: Cache):
     [
         (ModelConfig("here.json", revision="main"), "the revision 'main', and neither"),
         (ModelConfig("org/one", weights="org/two"), "two repositories, org/one and org/two"),
-        (ModelConfig("here.json", revision=COMMIT, trust_remote_code=True), "which is no hub id"),
+        (ModelConfig("here.json", revision=COMMIT, trust_remote_code=True), "which is not a hub id"),
     ],
 )
-def test_words_that_say_nothing_are_refused(source: ModelConfig, words: str):
+def test_settings_without_effect_are_refused(source: ModelConfig, words: str):
     with pytest.raises(PlanError, match=words):
         pin_revision(source)
 

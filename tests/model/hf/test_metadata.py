@@ -1,4 +1,4 @@
-"""What transformers models say about themselves, and that other modules say nothing."""
+"""What transformers models declare about themselves; other modules declare nothing."""
 
 import pytest
 import transformers
@@ -67,5 +67,5 @@ def test_the_head_is_the_module_that_makes_logits():
 
 
 @pytest.mark.parametrize("style", TP_STYLE_ROLES)
-def test_every_word_of_transformers_stands_for_a_role(style: str):
+def test_every_style_of_transformers_has_a_role(style: str):
     assert TP_STYLE_ROLES[style] in ROLES

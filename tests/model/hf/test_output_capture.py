@@ -1,4 +1,4 @@
-"""Side channels: what transformers captures inside a block is an output of it; every other way past a border is refused."""
+"""What transformers captures inside a block is an output of it; any other side channel is refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -123,5 +123,5 @@ def test_a_hook_of_ones_own_is_refused_by_the_name_of_the_block():
             return x + self.keep[0]
 
     blocks = ["layers.0", "layers.1", "layers.2"]
-    with pytest.raises(PlanError, match=r"a tensor goes round the border of the block 'layers\.1'"):
+    with pytest.raises(PlanError, match=r"a tensor bypasses the outputs of the block 'layers\.1'"):
         analyze(lambda: Model(Hooked(), blocks=blocks), {"x": torch.ones(2, 6)})

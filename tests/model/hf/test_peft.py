@@ -1,4 +1,4 @@
-"""Models of peft: found through their wrapper, built without memory, exact under every way of storing weights."""
+"""Models of peft: recognized in their wrapper, built without memory, exact with sharded weights."""
 
 import math
 import sys
@@ -153,7 +153,7 @@ def test_adapters_that_start_from_values_of_the_base_are_refused_with_stored_wei
 
 def test_weights_of_another_base_are_refused(tmp_path: Path):
     stored_base(tmp_path, hidden_size=32)
-    with pytest.raises(PlanError, match="stored tensors are of another shape than the model's"):
+    with pytest.raises(PlanError, match="stored tensors have another shape than in the model"):
         adapted_reading(weights=tmp_path)
 
 
@@ -283,9 +283,7 @@ def test_a_model_whose_adapters_are_frozen_too_is_refused():
         planned(adapted_reading(inference_mode=True), 2, 3)
 
 
-def test_a_factory_that_finds_no_peft_is_told_which_extra_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_factory_without_peft_names_the_extra_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "peft", None)
 
     def build() -> nn.Module:
@@ -308,5 +306,5 @@ def test_another_module_that_is_missing_has_another_repair():
     def build() -> nn.Module:
         raise ModuleNotFoundError("No module named 'other'", name="other")
 
-    with pytest.raises(PlanError, match="repair the construction"):
+    with pytest.raises(PlanError, match="correct the construction"):
         analyze(build, rows(2))

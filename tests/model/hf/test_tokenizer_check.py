@@ -1,4 +1,4 @@
-"""The largest id of a tokenizer, from the files that say it."""
+"""The largest id of a tokenizer, from its files."""
 
 import json
 from pathlib import Path

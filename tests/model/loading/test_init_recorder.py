@@ -1,4 +1,4 @@
-"""What a constructor does to its parameters is recorded, or refused by name; nothing it patches outlives it."""
+"""What a constructor does to its parameters is recorded, or refused by name; patches are removed."""
 
 import threading
 from collections.abc import Callable
@@ -95,7 +95,7 @@ def test_other_threads_build_ordinary_modules_meanwhile():
     assert not is_meta(built[0].weight)
 
 
-def test_threads_may_draw_blueprints_at_the_same_time():
+def test_threads_may_defer_initialization_at_the_same_time():
     drawn: list[torch.Tensor] = []
     threads = [
         threading.Thread(

@@ -1,4 +1,4 @@
-"""Some rows of an initial value are those of the whole, to the last bit, and are made without it."""
+"""Some rows of an initial value equal those of the whole bitwise, and are made without it."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Names in files and names in modules: there and back again, on tensors without values."""
+"""Names in files and names in modules: conversions there and back, on tensors without values."""
 
 import torch
 import transformers

@@ -1,4 +1,4 @@
-"""From the words of a job to a blueprint: files with factories, configs, and what is refused."""
+"""Model sources become deferred initializations: files with factories, configs, and refusals."""
 
 import json
 import sys
@@ -74,7 +74,7 @@ def test_a_factory_may_return_what_goes_along_with_the_module(file: str):
     assert loaded.loss == "a loss"
 
 
-def test_a_factory_runs_inside_the_blueprint(file: str):
+def test_a_factory_runs_with_deferred_initialization(file: str):
     assert is_meta(load(f"{file}:net").deferred_init.instantiate().weight)
 
 
@@ -123,7 +123,7 @@ def test_a_config_is_named_after_its_folder(tmp_path: Path):
     [
         ("nett", "has no function 'nett'", "did you mean 'net'?"),
         ("constant", "has no function 'constant'", "choose one of: bad_blocks"),
-        ("broken", "constructing 'broken' raised ZeroDivisionError: no width", "repair the construction"),
+        ("broken", "constructing 'broken' raised ZeroDivisionError: no width", "correct the construction"),
         (
             "number",
             "the factory 'number' returned a value of type int",

@@ -1,4 +1,4 @@
-"""Parameters that are not trained: named by patterns, left out of everything that training does, exact all the same."""
+"""Parameters that are not trained: named by patterns, left out of all that training does, exact."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +19,10 @@ from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import bits, part
 from tests.tiny_model import Tiny, case_of, plan_of, player_of, reading_of, rows, tiny_job, verdict_of
 
-FACTORY = "import sys\nfrom tests.tiny_model import Tiny\n\ndef tied():\n    return Tiny(tied=True)\n\ndef build():\n    return Tiny()\n"
+FACTORY = (
+    "import sys\nfrom tests.tiny_model import Tiny\n\ndef tied():\n    return Tiny(tied=True)\n\n"
+    "def build():\n    return Tiny()\n"
+)
 
 
 def trained(folder: Path, frozen: Sequence[str], function: str = "build") -> list[str]:
@@ -48,7 +51,7 @@ def test_patterns_that_match_nothing_are_refused_one_by_one(tmp_path):
     assert [fault.location for fault in faults] == ["model.frozen"] * 2
     assert faults[0].problem == "'hed.weight' matches no parameter of the model"
     assert faults[0].fix.startswith("did you mean 'head.weight'?")
-    assert "'part.*' matches all below a part" in faults[1].fix
+    assert "'module.*' matches all parameters of a module" in faults[1].fix
 
 
 def test_a_model_that_is_frozen_whole_is_refused():

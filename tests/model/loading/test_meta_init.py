@@ -1,4 +1,4 @@
-"""A model built without being held: what its constructor did is done again, parameter by parameter."""
+"""Deferred initialization: a recorded constructor is replayed parameter by parameter."""
 
 import copy
 import threading

@@ -1,4 +1,4 @@
-"""Weights in a folder become the initial values of a model: what fits, what is refused, what is held meanwhile."""
+"""Weights in a folder as initial values of a model: matches, refusals, and memory while reading."""
 
 import json
 import re
@@ -104,8 +104,8 @@ def test_everything_that_does_not_fit_is_named_at_once(tmp_path: Path):
     said = refusal(edited(tmp_path, spoil))
     assert "2 tensors of the model are missing in the weights" in said
     assert "model.layers.1.mlp.up_proj.weight, model.norm.weight" in said
-    assert "1 stored tensors belong to no part of the model: model.layers.0.mlp.extra.weight" in said
-    assert "lm_head.weight is [41, 16], needed is [40, 16]" in said
+    assert "1 stored tensors belong to no parameter of the model: model.layers.0.mlp.extra.weight" in said
+    assert "lm_head.weight is [41, 16], the model needs [40, 16]" in said
     assert 'model.skip = ["model.layers.0.mlp.extra.*"]' in said
 
 
@@ -130,7 +130,7 @@ def test_hundreds_of_names_are_cut(tmp_path: Path):
     said = refusal(
         edited(tmp_path, lambda tensors: tensors.update({f"x.{i}": torch.ones(1) for i in range(300)}))
     )
-    assert "300 stored tensors belong to no part" in said
+    assert "300 stored tensors belong to no parameter" in said
     assert "and 292 more" in said
     assert len(said) < 1000
 
@@ -149,7 +149,7 @@ def test_an_expert_of_another_shape_or_none_at_all_is_named(tmp_path: Path):
         for name in [name for name in tensors if re.search(r"layers\.1.*experts\.3\.", name)]:
             del tensors[name]
 
-    assert "model.layers.1.mlp.experts.gate_up_proj is [3, 48, 16], needed is [4, 48, 16]" in refusal(
+    assert "model.layers.1.mlp.experts.gate_up_proj is [3, 48, 16], the model needs [4, 48, 16]" in refusal(
         edited(tmp_path, fewer)
     )
 
@@ -204,7 +204,7 @@ def test_rows_of_an_expert_are_read_without_the_other_experts(
     assert torch.equal(weights.read("lm_head.weight", rows=range(30, 40)), theirs.lm_head.weight[30:40])
 
 
-def test_the_origin_says_size_digest_and_what_is_held(tmp_path: Path):
+def test_the_pretrained_source_gives_size_digest_and_read_buffer(tmp_path: Path):
     theirs = published(tmp_path, "mixtral")
     origin = taken_up(tmp_path).deferred_init.pretrained_source
     fused = theirs.model.layers[0].mlp.experts.gate_up_proj
@@ -227,4 +227,4 @@ def test_quantised_weights_are_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text(
         json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
     )
-    assert "says that its weights are quantised" in refusal(tmp_path)
+    assert "says that its weights are quantized" in refusal(tmp_path)

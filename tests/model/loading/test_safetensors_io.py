@@ -1,4 +1,4 @@
-"""Safetensors files: what a header says, what of it is believed, and bytes by offset."""
+"""Safetensors files: validation of headers, and reading bytes by offset."""
 
 import json
 import tracemalloc
@@ -110,13 +110,13 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path):
 def test_an_index_that_names_more_than_its_files_hold_is_refused(tmp_path: Path):
     written(tmp_path, {"a": torch.ones(1)})
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": SINGLE_FILE, "b": SINGLE_FILE}}))
-    assert "names 1 tensors that its files do not hold: b" in refusal(tmp_path)
+    assert "names 1 tensors that its files do not have: b" in refusal(tmp_path)
 
 
 def test_a_name_in_two_files_is_refused(tmp_path: Path):
     for number in (1, 2):
         written(tmp_path, {"a": torch.ones(number)}, f"model-0000{number}-of-00002.safetensors")
-    assert "holds 1 tensors that another file holds too: a" in refusal(tmp_path)
+    assert "has 1 tensors that another file has too: a" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
@@ -129,9 +129,9 @@ def test_a_pickle_is_refused_with_its_conversion(tmp_path: Path, name: str):
 def test_what_is_no_safetensors_file_is_refused(tmp_path: Path):
     file = tmp_path / SINGLE_FILE
     cases = {
-        b"": "is no safetensors file",
-        b"12345": "is no safetensors file",
-        (1 << 40).to_bytes(8, "little") + b"{}": "is no safetensors file",
+        b"": "is not a safetensors file",
+        b"12345": "is not a safetensors file",
+        (1 << 40).to_bytes(8, "little") + b"{}": "is not a safetensors file",
         b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n": "pointer of git-lfs",
         (4).to_bytes(8, "little") + b"nope": "cannot be read",
     }
@@ -150,8 +150,8 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path: Path):
         ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, "does not fit into the bytes"),
         ({"dtype": "F32", "shape": [2], "data_offsets": [0, 800]}, "does not fit"),
         ({"dtype": "F32", "shape": [200], "data_offsets": [0, 800]}, "of 8"),
-        ({"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}, "no whole numbers"),
-        ({"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}, "no whole numbers"),
+        ({"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}, "not integers"),
+        ({"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}, "not integers"),
         ({"dtype": "F4", "shape": [2], "data_offsets": [0, 8]}, "is of dtype F4"),
         ({"dtype": "F32"}, "has no dtype, shape and offsets"),
         ([], "has no dtype, shape and offsets"),

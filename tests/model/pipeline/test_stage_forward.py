@@ -96,12 +96,12 @@ def test_a_forward_that_takes_another_way_than_its_course_is_refused():
 
     with pytest.raises(
         PlanError,
-        match=r"computes exp \(at test_parts\.py:\d+\) with 'layers\.0', which it did not in the trial run",
+        match=r"computes exp \(at test_parts\.py:\d+\) with 'layers\.0', which it did not use in the trial run",
     ):
         play(lambda model, x: model.head(model.layers[0](x).exp()))
     module, blocks, _ = one.reading.make_module("cpu", torch.float64)
     with pytest.raises(
-        PlanError, match=r"calls 'layers\.2' behind 'layers\.0', which it did not in the trial run"
+        PlanError, match=r"calls 'layers\.2' behind 'layers\.0', which it did not use in the trial run"
     ):
         play(lambda model, x: model.layers[2](model.layers[0](x)))
 

@@ -1,4 +1,4 @@
-"""Dropout under the mode: exact where torch is exact, divided as the batch is divided, and refused where it cannot be."""
+"""Dropout mode: exact where torch is exact, split as the batch is split, refused where it cannot be."""
 
 import copy
 import math
@@ -80,7 +80,7 @@ def test_without_probability_or_training_nothing_is_drawn():
 
 
 def test_a_probability_beyond_one_is_refused():
-    with pytest.raises(ValueError, match=r"a dropout probability of 1\.5"):
+    with pytest.raises(ValueError, match=r"the dropout probability is 1\.5"):
         run(on("/0"), torch.arange(3), lambda: F.dropout(torch.ones(3), 1.5))
 
 
@@ -177,7 +177,8 @@ def test_a_transformer_of_torch_is_the_same_however_the_batch_is_divided(
 
 
 GPT2 = transformers.GPT2Config(
-    n_embd=16, n_layer=2, n_head=2, vocab_size=40, n_positions=16, bos_token_id=1, eos_token_id=2, use_cache=False,
+    n_embd=16, n_layer=2, n_head=2, vocab_size=40, n_positions=16, bos_token_id=1, eos_token_id=2,
+    use_cache=False,
     embd_pdrop=0.2, resid_pdrop=0.2, attn_pdrop=0.2,
 )  # fmt: skip
 

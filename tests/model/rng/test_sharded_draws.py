@@ -1,4 +1,4 @@
-"""Which numbers of a site a rank draws for a slice, and what is refused because it is not clear."""
+"""The numbers of a draw site that a rank draws for its slice, and ambiguous slices that are refused."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_slices_put_together_are_the_whole(kind: str, ranks: int):
 
 
 @pytest.mark.parametrize("dim", [-1, -2])
-def test_a_slice_of_the_stream_is_told_by_its_dim(dim: int):
+def test_a_slice_of_the_residual_stream_is_known_by_its_dim(dim: int):
     sites = learnt(5, 8, 8)
     whole = dice(sites, [1, 2]).uniform((2, 8, 8), torch.float64, CPU)
     local = [2, 8, 8]
@@ -65,7 +65,7 @@ def test_what_is_whole_on_every_rank_is_drawn_whole():
     )
 
 
-def test_heads_of_more_ranks_than_units_are_dealt_one_by_one():
+def test_heads_on_more_ranks_than_units_are_split_one_by_one():
     cut = DimSplit(0, 1, (24,), num_heads=6, per_head_numel=(24,))
     assert find_slice((6, 4, 4), (3, 4, 4), [DrawSharding(2, 1, dim_split=cut)], "").global_indices(
         torch.tensor([0, 47])
@@ -73,11 +73,11 @@ def test_heads_of_more_ranks_than_units_are_dealt_one_by_one():
 
 
 @pytest.mark.parametrize(("whole", "local"), [((8, 24), (4, 24)), ((6, 8, 8), (6, 4, 4))])
-def test_shorter_rows_are_drawn_where_nothing_is_divided(whole: tuple[int, ...], local: tuple[int, ...]):
+def test_shorter_sequences_are_drawn_where_nothing_is_sharded(whole: tuple[int, ...], local: tuple[int, ...]):
     assert find_slice(whole, local, [DrawSharding(2, 1, declared=False)], "") is None
 
 
-def test_rows_of_another_length_are_drawn_where_another_dim_says_enough():
+def test_sequences_of_another_length_are_drawn_where_another_dim_decides():
     found = find_slice((6, 9, 9), (2, 5, 5), [DrawSharding(2, 1, dim_split=DimSplit(0, 3, (24,)))], "")
     assert found.full_shape == (6, 5, 5)
     assert found.global_indices(torch.tensor([0])).tolist() == [4 * 25]
@@ -104,6 +104,6 @@ def test_rows_of_another_length_are_drawn_where_another_dim_says_enough():
 def test_what_is_not_clear_is_refused(whole: tuple[int, ...], local: tuple[int, ...], division: DrawSharding):
     with pytest.raises(
         PlanError,
-        match=r"block/0: .* in the whole model: which is not clear\n.*as long as those of the example",
+        match=r"block/0: .* in the unsharded model: the slice is ambiguous\n.*as long as those of the",
     ):
         find_slice(whole, local, [division], "block/0")

@@ -1,4 +1,4 @@
-"""Masks belong to samples: however a batch is divided, a sample draws the same numbers at the same site."""
+"""Masks belong to samples: a sample draws the same numbers at a site however the batch is split."""
 
 import math
 
@@ -133,7 +133,7 @@ def test_a_site_that_no_trial_met_is_refused():
     dice = StatelessRNG(0)
     dice.begin_forward(0, torch.arange(2))
     dice.enter_block("layers.3")
-    with pytest.raises(PlanError, match=r"layers\.3/0: the forward draws random numbers at a place"):
+    with pytest.raises(PlanError, match=r"layers\.3/0: the forward draws random numbers at a site"):
         dice.keep_mask((2, 3), 0.5, CPU)
 
 
@@ -144,7 +144,7 @@ def test_a_tensor_that_does_not_fit_the_announced_samples_is_refused(
     dice = dice_for(kind)
     dice.begin_forward(0, torch.arange(3))
     with pytest.raises(
-        PlanError, match=rf"is drawn for 3 samples, and in the trial run its kind was '{kind}'"
+        PlanError, match=rf"is drawn for 3 samples, and in the trial run its sample layout was '{kind}'"
     ):
         dice.keep_mask(size, 0.5, CPU)
 

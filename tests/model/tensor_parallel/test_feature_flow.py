@@ -62,7 +62,7 @@ def found(inside: Inside, **sockets: str) -> tuple[dict[str, DimSplit], ModelSpe
     anatomy = analyze(
         lambda: Model(Net(inside), layer_roles=roles), {"input_ids": tokens, "labels": tokens}
     ).model_spec
-    sides = {"columns": "out", "rows": "in"}
+    sides = {"colwise": "out", "rowwise": "in"}
     cuts = {
         weight.name.split(".")[2]: weight.split_of_side(sides[weight.role])
         for weight in anatomy.params
@@ -183,6 +183,6 @@ def test_what_does_not_run_on_slices_as_on_the_whole_stays_whole_and_is_said(cou
         else "of 3 heads or features of layers.0.packed in a slice it makes 6"
     )
     assert any(
-        f"layers of layers.* stay whole, for it does not run on slices: {why}" in note
+        f"layers of layers.* are not sharded, because it does not run on slices: {why}" in note
         for note in anatomy.notes
     )

@@ -1,4 +1,4 @@
-"""The stateless generator: its reference outputs, its distributions, and that a slice is a slice of the whole."""
+"""Counter-based random numbers: reference outputs, distributions, and slices equal to slices of the whole."""
 
 import math
 
@@ -58,7 +58,7 @@ def test_a_tensor_of_keys_broadcasts():
     )
 
 
-def test_keys_differ_when_words_are_divided_differently():
+def test_keys_differ_when_labels_are_divided_differently():
     keys = [
         derive_key(0, "ab", "c"),
         derive_key(0, "a", "bc"),

@@ -1,4 +1,4 @@
-"""Caches of a model's code, which a trial must leave as it would find them."""
+"""Caches in a model's code, which a trial must leave without fake tensors."""
 
 from functools import lru_cache, wraps
 
@@ -88,7 +88,7 @@ class Within(nn.Module):
         return self.head(x)
 
 
-def test_a_table_that_all_layers_ask_a_cache_for_closes_no_border():
+def test_a_table_in_a_cache_that_all_layers_use_allows_every_stage_boundary():
     reading, plan = planned(Within(), Mesh(pp=2), (Pipeline(split_points=("layers.2",)),))
     verdict = verify(reading, plan, batches(2))
     assert verdict.passed, verdict

@@ -1,4 +1,4 @@
-"""float64 throughout: casts to float32 inside a model or a loss keep their digits."""
+"""Float64 mode: casts to float32 inside a model or a loss keep float64."""
 
 import pytest
 import torch

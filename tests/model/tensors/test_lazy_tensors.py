@@ -1,4 +1,4 @@
-"""Tensors that are made when they are asked for: nobody keeps them, and nothing but asking makes one."""
+"""Lazy tensors are made on access only, and not kept."""
 
 import pytest
 import torch

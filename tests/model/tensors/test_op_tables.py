@@ -1,4 +1,4 @@
-"""Operations that treat each token of a stream by itself are told from those that do not."""
+"""Operations that treat each token by itself are distinguished from others."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Finding and replacing tensors in what a module takes and gives."""
+"""Finding and replacing tensors in what a module takes and returns."""
 
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass, field

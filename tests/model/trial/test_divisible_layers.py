@@ -1,4 +1,4 @@
-"""Why a weight stays whole, in words, and the lines that declare roles."""
+"""The reasons why a weight is not sharded, and the lines that declare roles."""
 
 import pytest
 import torch
@@ -41,8 +41,8 @@ def weights(**sockets: str) -> dict[str, ParamSpec]:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("conv.weight", "a convolution: only linear layers and embeddings can be divided"),
-        ("scale", "Block computes with it in a way of its own"),
+        ("conv.weight", "a convolution: only linear layers and embeddings can be sharded"),
+        ("scale", "Block computes with it in a way that is not known"),
         ("never.weight", "the trial run does not call it inside a block"),
     ],
 )
@@ -55,7 +55,7 @@ def test_layers_whose_widths_do_not_agree_are_named_with_them():
     found = weights(up="colwise", down="replicated", odd="rowwise")
     assert (
         found["layers.0.odd.weight"].not_shardable_reason
-        == "odd takes in 8 features, and what comes is up 12"
+        == "odd takes 8 features, and its input comes from up 12"
     )
     assert (
         found["layers.0.odd.weight"].not_shardable_reason == found["layers.0.up.weight"].not_shardable_reason
@@ -63,7 +63,7 @@ def test_layers_whose_widths_do_not_agree_are_named_with_them():
     assert found["layers.0.down.weight"].not_shardable_reason == "replicated, declared by you"
 
 
-def test_what_the_user_declares_is_kept_beside():
+def test_what_the_user_declares_is_kept_separately():
     found = weights(up="colwise", down="rowwise", conv="colwise")
     assert (
         found["layers.0.conv.weight"].declared_role == found["layers.0.up.weight"].declared_role == "colwise"

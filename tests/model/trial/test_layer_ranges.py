@@ -1,4 +1,4 @@
-"""Operations and kept elements of layers that are divided: a pair has all that lies between its layers."""
+"""Flops and saved elements of shardable layers: a pair has everything between its layers."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Operations noted while they run: which products, of which sizes, and the bytes of all else."""
+"""Counted operations: matrix products with sizes, attention, and bytes of all others."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def noted(run) -> OpCounts:
     return working.section_work("forward", "x")
 
 
-def test_sizes_that_the_rows_divide_grow_with_them():
+def test_sizes_that_the_batch_size_divides_grow_with_it():
     x, weight = torch.ones(ROWS * 3, 4), torch.ones(5, 4)
     found = noted(lambda: F.linear(x, weight))
     assert found.matmuls == (
@@ -47,7 +47,8 @@ def test_products_of_many_heads_are_counted_together():
 def test_attention_is_one_operation_forward_and_one_backward(causal: bool):
     query, key = (torch.ones(ROWS, 2, tokens, 4, requires_grad=True) for tokens in (5, 5 if causal else 6))
     found = noted(lambda: F.scaled_dot_product_attention(query, key, key, is_causal=causal).sum().backward())
-    sizes = {"heads": 2, "queries": 5, "keys": key.shape[2], "width": 4, "dtype": "float32", "causal": causal}
+    sizes = {"num_heads": 2, "query_len": 5, "key_len": key.shape[2], "head_dim": 4, "dtype": "float32"}
+    sizes["is_causal"] = causal
     assert found.attention == (
         AttentionOp(LinearInSamples(0, 1), **sizes),
         AttentionOp(LinearInSamples(0, 1), **sizes, backward=True),
@@ -103,7 +104,7 @@ def test_only_the_open_section_is_written():
 def test_a_trial_of_a_model_sees_as_many_operations_as_are_counted():
     anatomy = known().model_spec
     works = known().measure_memory(torch.float32, torch.float32).ops
-    assert [done.visit for done in works.block_calls] == list(anatomy.block_calls)
+    assert [done.block_call for done in works.block_calls] == list(anatomy.block_calls)
     for visit, flops in zip(anatomy.block_calls, anatomy.flops, strict=True):
         done = works.by_block_call[visit]
         assert done.forward.flops(4) == 4 * flops
@@ -111,7 +112,7 @@ def test_a_trial_of_a_model_sees_as_many_operations_as_are_counted():
         assert (
             done.backward.flops(4) == 2 * 4 * flops + pairs / 2
         )  # attention's backward makes its scores once more
-    assert works.loss.calls > 0
+    assert works.loss.num_ops > 0
 
 
 def test_layers_that_are_alike_have_a_backward_each():
@@ -137,4 +138,4 @@ def test_a_model_that_makes_its_scores_itself_has_products_for_them():
     found = analyze(lambda: Own(), {"x": torch.ones(3, 5, 4)}, loss=loss).measure_memory(
         torch.float32, torch.float32
     )
-    assert [each.batch for each in found.ops.glue.products] == [LinearInSamples(0, 1)] * 2
+    assert [each.batch for each in found.ops.glue.matmuls] == [LinearInSamples(0, 1)] * 2

@@ -51,7 +51,7 @@ def test_operations_and_the_stream_of_a_llama_are_those_counted_by_hand():
     assert anatomy.numel == 2 * layer_numel + width + 2 * vocabulary * width
 
 
-def test_visits_are_announced_in_order_after_an_empty_one():
+def test_block_calls_are_announced_in_order_after_an_empty_one():
     module = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
     announced: list[str] = []
     found = seen(module, announced=announced)
@@ -93,7 +93,7 @@ def test_the_users_of_every_parameter_are_read_off_the_graph():
     assert users["layers.2.weight"] == users["idle"] == set()
 
 
-def test_the_visits_of_a_parameter_are_those_that_hold_it_or_use_it():
+def test_the_block_calls_of_a_parameter_are_those_that_contain_or_use_it():
     visits = ("embed", "layer", "layer#2", "head")
     assert param_block_calls(["layer"], set(), visits) == ("layer", "layer#2")
     assert param_block_calls(["head"], {"embed"}, visits) == ("embed", "head")
@@ -143,7 +143,7 @@ READS: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_a_forward_that_looks_at_values_is_told_apart(read: str):
+def test_a_forward_that_reads_values_is_recognized(read: str):
     def wrapped(x: torch.Tensor) -> None:
         try:
             READS[read](x)
@@ -163,7 +163,7 @@ def test_ordinary_errors_do_not_look_at_values():
     assert not depends_on_values(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
-def test_a_table_that_is_called_with_a_shape_is_no_use_of_words():
+def test_a_position_table_called_with_a_shape_is_no_layer_use():
     class Positions(nn.Embedding):
         def forward(self, shape: torch.Size) -> torch.Tensor:
             return super().forward(torch.arange(len(shape) - 1))

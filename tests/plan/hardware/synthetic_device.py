@@ -1,4 +1,4 @@
-"""A device that was never measured, whose every figure follows from a formula: what a profile should find again."""
+"""Builds the profile of a fictitious device whose numbers follow from formulas."""
 
 from meshwright.plan.hardware.device_profile import (
     VERSION,

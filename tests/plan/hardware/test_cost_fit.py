@@ -1,4 +1,4 @@
-"""A law through measured points: it finds what made them, goes on where nothing was measured, and never costs below 0."""
+"""The cost model recovers the formula of its samples, extrapolates, and has no negative cost."""
 
 import pytest
 
@@ -18,19 +18,19 @@ def seen(n: float, k: float, times: float = 1.0) -> Sample:
 
 
 def test_what_made_the_points_is_found_again():
-    law = CostFit(tuple(seen(*size) for size in SIZES))
-    assert law.coefficients == pytest.approx(COSTS, rel=1e-3)
-    assert law.seconds((100_000, 300), causes(100_000, 300)) == pytest.approx(
+    fit = CostFit(tuple(seen(*size) for size in SIZES))
+    assert fit.coefficients == pytest.approx(COSTS, rel=1e-3)
+    assert fit.seconds((100_000, 300), causes(100_000, 300)) == pytest.approx(
         seen(100_000, 300).seconds, rel=1e-3
     )
 
 
-def test_near_a_point_the_law_comes_to_it_and_far_off_it_does_not():
+def test_the_fit_is_corrected_near_a_sample_and_not_far_from_it():
     odd = seen(64, 128, times=2.0)
-    law = CostFit((*(seen(*size) for size in SIZES if size != (64, 128)), odd))
+    fit = CostFit((*(seen(*size) for size in SIZES if size != (64, 128)), odd))
     plain = CostFit(tuple(seen(*size) for size in SIZES if size != (64, 128)))
-    assert 1.6 < law.seconds((64, 128), causes(64, 128)) / plain.seconds((64, 128), causes(64, 128)) < 2.05
-    assert law.seconds((1 << 20, 4), causes(1 << 20, 4)) < 1.3 * plain.seconds(
+    assert 1.6 < fit.seconds((64, 128), causes(64, 128)) / plain.seconds((64, 128), causes(64, 128)) < 2.05
+    assert fit.seconds((1 << 20, 4), causes(1 << 20, 4)) < 1.3 * plain.seconds(
         (1 << 20, 4), causes(1 << 20, 4)
     )
 

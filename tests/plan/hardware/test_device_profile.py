@@ -1,4 +1,4 @@
-"""A profile answers for sizes that were not measured, and never with more than the best that was."""
+"""A device profile predicts unmeasured sizes, and never beats the best measurement."""
 
 from dataclasses import replace
 
@@ -55,19 +55,19 @@ def test_what_computes_much_takes_what_its_numbers_do_where_memory_is_faster():
         8 << 20
     )  # nobody measured it
     wrong = replace(FOUND, elementwise_ops=(replace(FOUND.elementwise_ops[0], operation="tanhh"),))
-    assert [fault.problem for fault in wrong.diagnostics()] == [
+    assert [diagnostic.problem for diagnostic in wrong.diagnostics()] == [
         "'tanhh' is not an operation that plans are priced by"
     ]
     assert "tanh" in next(wrong.diagnostics()).fix
 
 
-def test_how_evenly_it_goes_is_told_in_rising_lengths():
+def test_lag_samples_are_given_in_rising_lengths():
     assert FOUND.straggler_seconds(0.01, 4) == 0.0  # nobody measured it
     uneven = replace(FOUND, lag_samples=(LagSample(0.01, 0.05), LagSample(0.04, 0.0)))
     assert uneven.straggler_seconds(0.01, 2) == pytest.approx(0.01 * 0.05)
     assert not list(uneven.diagnostics())
     wrong = replace(uneven, lag_samples=(*uneven.lag_samples[::-1], LagSample(1.0, -0.1)))
-    assert [fault.location for fault in wrong.diagnostics()] == ["lag_samples.2.lag", "lag_samples"]
+    assert [diagnostic.location for diagnostic in wrong.diagnostics()] == ["lag_samples.2.lag", "lag_samples"]
 
 
 def test_halves_stand_for_each_other_and_other_dtypes_are_refused():
@@ -79,13 +79,13 @@ def test_halves_stand_for_each_other_and_other_dtypes_are_refused():
     assert "compute in one of float32, bfloat16" in raised.value.diagnostics[0].fix
 
 
-def test_a_law_drawn_through_half_of_it_finds_the_rest():
+def test_a_fit_to_half_of_the_samples_predicts_the_rest():
     products, attention = FOUND.holdout_errors()
     assert products < 0.05
     assert attention < 0.2
 
 
-def test_every_fault_is_told():
+def test_every_error_is_reported():
     assert not list(FOUND.diagnostics())
     wrong = replace(
         FOUND,
@@ -97,7 +97,7 @@ def test_every_fault_is_told():
         attention=(),
         memory_ops=(FOUND.memory_ops[1], FOUND.memory_ops[0]),
     )
-    told = [str(fault) for fault in wrong.diagnostics()]
+    messages = [str(diagnostic) for diagnostic in wrong.diagnostics()]
     wanted = [
         "version 7",
         "of kind 'tpu'",
@@ -107,5 +107,5 @@ def test_every_fault_is_told():
         "flops_per_s of -1.0",
     ]
     wanted += ["5 of float32; a fit needs at least 6", "0 were measured; needed are 6", "in rising order"]
-    assert all(any(part in each for each in told) for part in wanted), told
-    assert all(fault.fix for fault in wrong.diagnostics())
+    assert all(any(part in each for each in messages) for part in wanted), messages
+    assert all(diagnostic.fix for diagnostic in wrong.diagnostics())

@@ -1,4 +1,4 @@
-"""Peaks of known devices, and none for those that are not known."""
+"""Known devices have peaks, unknown ones have none."""
 
 import pytest
 

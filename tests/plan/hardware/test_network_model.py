@@ -1,4 +1,4 @@
-"""What a measured cluster must hold."""
+"""A measured cluster is validated."""
 
 from dataclasses import replace
 
@@ -34,24 +34,24 @@ def test_ranks_and_sizes_are_those_of_all_series():
     assert more.series("ring", 3) is None
 
 
-def test_a_good_cluster_has_no_faults():
+def test_a_good_cluster_has_no_diagnostics():
     assert list(GOOD.diagnostics()) == []
 
 
-def test_every_bad_figure_is_told_with_its_place():
+def test_every_bad_number_is_reported_with_its_location():
     odd = AllReduceSeries("ring", 1, (2048, 1024), (0.0,), (-0.1, 0.1))
     bad = replace(GOOD, version=99, ranks_per_host=-1, measurements=(RING, RING, odd))
-    told = {fault.location: fault.problem for fault in bad.diagnostics()}
-    assert "version 99" in told["version"]
-    assert "-1 ranks per host" in told["ranks_per_host"]
-    assert "twice" in told["measurements"]
-    assert "1 ranks" in told["measurements.2.ranks"]
-    assert "[2048, 1024]" in told["measurements.2.nbytes"]
-    assert "2 sizes, 1 times" in told["measurements.2"]
-    assert "0.0" in told["measurements.2.seconds"]
-    assert "-0.1" in told["measurements.2.spread"]
+    messages = {diagnostic.location: diagnostic.problem for diagnostic in bad.diagnostics()}
+    assert "version 99" in messages["version"]
+    assert "-1 ranks per host" in messages["ranks_per_host"]
+    assert "twice" in messages["measurements"]
+    assert "1 ranks" in messages["measurements.2.ranks"]
+    assert "[2048, 1024]" in messages["measurements.2.nbytes"]
+    assert "2 sizes, 1 times" in messages["measurements.2"]
+    assert "0.0" in messages["measurements.2.seconds"]
+    assert "-0.1" in messages["measurements.2.spread"]
 
 
-def test_a_cluster_without_measurements_is_told_to_measure():
-    (fault,) = replace(GOOD, measurements=()).diagnostics()
-    assert "bench network" in fault.fix
+def test_a_cluster_without_measurements_is_refused():
+    (diagnostic,) = replace(GOOD, measurements=()).diagnostics()
+    assert "bench network" in diagnostic.fix

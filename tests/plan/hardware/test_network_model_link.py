@@ -1,4 +1,4 @@
-"""The price of a message: bands of its size, and what ranks on a host cost each other."""
+"""The cost of a message: bands of size, and the overhead of ranks on one host."""
 
 from math import inf
 
@@ -39,13 +39,13 @@ def test_a_longer_message_is_never_cheaper():
         ((SizeBand(0, 0.0, 0.0),), "a rate of 0.0"),
     ],
 )
-def test_bad_bands_are_told(bands: tuple[SizeBand, ...], said: str):
-    (fault,) = LinkCost(bands).diagnostics("network.host")
-    assert said in fault.problem
-    assert fault.location.startswith("network.host")
+def test_bad_bands_are_reported(bands: tuple[SizeBand, ...], said: str):
+    (diagnostic,) = LinkCost(bands).diagnostics("network.host")
+    assert said in diagnostic.problem
+    assert diagnostic.location.startswith("network.host")
 
 
-def test_a_crowd_between_two_measured_ones_costs_something_between():
+def test_overheads_are_interpolated():
     network = NetworkModel(
         (RoundOverhead(1, 1e-4), RoundOverhead(2, 2e-4), RoundOverhead(4, 8e-4)),
         intra_host=LINK,
@@ -57,7 +57,7 @@ def test_a_crowd_between_two_measured_ones_costs_something_between():
     )
 
 
-def test_a_larger_crowd_than_any_measured_goes_on_with_the_mean_slope():
+def test_overheads_are_extrapolated_with_the_mean_slope():
     network = NetworkModel(
         (RoundOverhead(2, 2e-4), RoundOverhead(4, 8e-4)), intra_host=LINK, busiest_rank=LINK
     )
@@ -67,12 +67,12 @@ def test_a_larger_crowd_than_any_measured_goes_on_with_the_mean_slope():
     assert flat.round_overhead_s(100) == pytest.approx(1e-4)
 
 
-def test_every_fault_of_a_network_is_told():
+def test_every_error_of_a_network_is_reported():
     bad = NetworkModel((RoundOverhead(2, -1.0), RoundOverhead(1, 1.0)), inter_host=LinkCost(()))
-    assert [fault.location for fault in bad.diagnostics("network")] == [
+    assert [diagnostic.location for diagnostic in bad.diagnostics("network")] == [
         "network.inter_host",
         "network.round_overheads",
         "network.round_overheads.0.seconds",
     ]
-    (fault,) = NetworkModel().diagnostics("network")
-    assert "bench network" in fault.fix
+    (diagnostic,) = NetworkModel().diagnostics("network")
+    assert "bench network" in diagnostic.fix

@@ -1,4 +1,4 @@
-"""How far the last of several is behind: the law of the largest of draws, and what lies between measured lengths."""
+"""The delay of the last of several devices: expected maxima, and interpolation between measured lengths."""
 
 import random
 from itertools import pairwise
@@ -26,7 +26,7 @@ def test_two_that_meet_lose_the_share_that_was_measured_and_more_lose_more():
     assert straggler_delay((), 0.04, 8) == straggler_delay(MEASURED, 0.0, 8) == 0.0
 
 
-def test_between_lengths_lies_a_line_and_beyond_them_parts_are_drawn_anew():
+def test_lags_are_interpolated_and_independent_beyond_the_longest():
     assert straggler_delay(MEASURED, 0.02, 2) == pytest.approx(0.02 * 0.05)
     assert straggler_delay(MEASURED, 0.001, 2) == pytest.approx(0.001 * 0.06)
     assert straggler_delay(MEASURED, 0.64, 2) == pytest.approx(0.64 * 0.015)

@@ -1,4 +1,4 @@
-"""What is wrong with a data source by itself: every fault with its key."""
+"""Errors of a data source: each with its key."""
 
 import pytest
 
@@ -53,14 +53,14 @@ TWO = (MixturePart("a.jsonl", weight=3.0), MixturePart("b.jsonl", column="body",
     ],
 )
 def test_a_source_that_cannot_work_is_refused(source: DataConfig, where: str, what: str):
-    (fault,) = source.diagnostics()
-    assert (fault.location, fault.problem.split(";")[0]) == (where, what)
-    assert fault.fix
+    (diagnostic,) = source.diagnostics()
+    assert (diagnostic.location, diagnostic.problem.split(";")[0]) == (where, what)
+    assert diagnostic.fix
 
 
-def test_a_mixture_says_each_of_its_faults_once():
+def test_a_mixture_reports_each_error_once():
     found = list(DataConfig(mixture=(MixturePart("", weight=-1.0),), sequence=0, epochs=-2).diagnostics())
-    assert [fault.location for fault in found] == [
+    assert [diagnostic.location for diagnostic in found] == [
         "data.sequence",
         "data.epochs",
         "data.mixture.0.weight",

@@ -1,4 +1,4 @@
-"""Faults: three parts each, all of them at once, and the nearest known word."""
+"""Diagnostics: three parts each, all at once, and the most similar known name."""
 
 import inspect
 
@@ -13,7 +13,7 @@ from meshwright.plan.job.errors import (
 )
 
 
-def test_a_fault_says_where_what_and_how_to_repair_it():
+def test_a_diagnostic_has_location_problem_and_repair():
     assert str(Diagnostic("3 ranks", "use 4", "mesh.tp")) == "mesh.tp: 3 ranks\n  repair: use 4"
     assert str(Diagnostic("3 ranks", "use 4")) == "3 ranks\n  repair: use 4"
 
@@ -24,19 +24,19 @@ def test_an_error_cannot_be_made_without_a_repair():
         PlanError("3 ranks")
 
 
-def test_all_faults_are_reported_at_once_and_in_order():
-    faults = [Diagnostic(f"fault {i}", f"repair {i}", f"key{i}") for i in range(3)]
+def test_all_diagnostics_are_reported_at_once_and_in_order():
+    diagnostics = [Diagnostic(f"fault {i}", f"repair {i}", f"key{i}") for i in range(3)]
     with pytest.raises(PlanError) as caught:
-        raise_diagnostics(iter(faults))
-    assert caught.value.diagnostics == tuple(faults)
-    assert str(caught.value) == "\n".join(map(str, faults))
+        raise_diagnostics(iter(diagnostics))
+    assert caught.value.diagnostics == tuple(diagnostics)
+    assert str(caught.value) == "\n".join(map(str, diagnostics))
 
 
-def test_without_a_fault_nothing_is_raised():
+def test_without_a_diagnostic_nothing_is_raised():
     raise_diagnostics(iter(()))
 
 
-def test_the_nearest_word_is_offered_or_else_all_words():
+def test_the_most_similar_name_is_suggested_or_else_all_names():
     assert suggest_name("replicte", ["batch", "replicate"]) == "did you mean 'replicate'?"
     assert suggest_name("xyz", ["replicate", "batch"]) == "choose one of: batch, replicate"
 
@@ -46,7 +46,7 @@ def test_what_is_refused_is_gathered_and_what_is_made_is_handed_on():
         raise_diagnostics(Diagnostic(f"{number} is odd", "take an even one") for _ in range(number % 2))
         return number // 2
 
-    faults = [Diagnostic("before", "that")]
-    assert collect_diagnostics(faults, half, 4) == 2
-    assert collect_diagnostics(faults, half, 3) is None
-    assert [fault.problem for fault in faults] == ["before", "3 is odd"]
+    diagnostics = [Diagnostic("before", "that")]
+    assert collect_diagnostics(diagnostics, half, 4) == 2
+    assert collect_diagnostics(diagnostics, half, 3) is None
+    assert [diagnostic.problem for diagnostic in diagnostics] == ["before", "3 is odd"]

@@ -1,4 +1,4 @@
-"""What cannot be trained is refused, each with what was given, what is needed and the repair."""
+"""Jobs that cannot be trained are refused, with what was given, what is needed and the repair."""
 
 from dataclasses import replace
 from math import inf, nan
@@ -212,11 +212,11 @@ def test_a_job_with_a_model_and_data_is_accepted():
         ),
     ],
 )
-def test_a_faulty_part_is_refused_once_and_by_its_key(part: dict[str, object], where: str, said: str):
-    faults = list(replace(GOOD, **part).diagnostics())
-    assert [fault.location for fault in faults] == [where]
-    assert faults[0].problem.startswith(said)
-    assert faults[0].fix
+def test_an_invalid_option_is_refused_once_and_by_its_key(part: dict[str, object], where: str, said: str):
+    diagnostics = list(replace(GOOD, **part).diagnostics())
+    assert [diagnostic.location for diagnostic in diagnostics] == [where]
+    assert diagnostics[0].problem.startswith(said)
+    assert diagnostics[0].fix
 
 
 @pytest.mark.parametrize(
@@ -230,13 +230,13 @@ def test_a_faulty_part_is_refused_once_and_by_its_key(part: dict[str, object], w
     ],
     ids=["save_every", "keep", "trackers", "tracker_project", "trace_steps"],
 )
-def test_a_faulty_run_is_refused(run: RunConfig, where: str):
-    assert [fault.location for fault in run.diagnostics()] == [where]
+def test_an_invalid_run_is_refused(run: RunConfig, where: str):
+    assert [diagnostic.location for diagnostic in run.diagnostics()] == [where]
 
 
-def test_faults_of_all_parts_are_reported_together():
+def test_errors_of_all_tables_are_reported_together():
     job = Job(ModelConfig(), DataConfig(), TrainConfig(steps=0, batch=0), OptimizerConfig(lr=-1.0))
-    assert [fault.location for fault in job.diagnostics()] == [
+    assert [diagnostic.location for diagnostic in job.diagnostics()] == [
         "model.source",
         "data.source",
         "train.steps",

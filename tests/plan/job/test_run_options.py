@@ -14,6 +14,6 @@ def test_each_phase_has_its_own_limit():
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf")])
 def test_a_limit_that_no_wait_can_have_is_refused_by_its_key(seconds):
-    (fault,) = RunConfig(limits=WaitLimits(save_s=seconds)).diagnostics()
-    assert fault.location == "run.limits.save_s"
-    assert "seconds above 0" in fault.fix
+    (diagnostic,) = RunConfig(limits=WaitLimits(save_s=seconds)).diagnostics()
+    assert diagnostic.location == "run.limits.save_s"
+    assert "seconds above 0" in diagnostic.fix

@@ -1,4 +1,4 @@
-"""A cut deals whole units out: every element to one rank, sections alike, larger parts first."""
+"""A split distributes whole units: every element on one rank, the first ranks get more."""
 
 import pytest
 from hypothesis import given
@@ -42,7 +42,7 @@ def test_packed_sections_are_cut_each_by_itself():
 
 
 @given(data=st.data(), lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4))
-def test_a_stretch_of_a_slice_is_found_in_the_whole(data: st.DataObject, lengths: list[int]):
+def test_a_range_of_a_slice_is_found_in_the_full_tensor(data: st.DataObject, lengths: list[int]):
     ends = [
         sum(lengths[: i + 1]) + 3 * i for i in range(len(lengths))
     ]  # three elements of others between the ranges
@@ -64,7 +64,7 @@ def test_a_rank_without_units_has_nothing(index: int):
 
 
 @given(groups=st.integers(1, 4), each=st.integers(1, 4), width=st.integers(1, 3), ranks=st.integers(1, 16))
-def test_single_heads_are_dealt_out_where_groups_are_too_few(groups: int, each: int, width: int, ranks: int):
+def test_single_heads_are_distributed_if_groups_are_too_few(groups: int, each: int, width: int, ranks: int):
     heads = groups * each
     query = DimSplit(0, groups, (heads * width,), num_heads=heads, per_head_numel=(each * width,))
     key = DimSplit(0, groups, (groups * width,), num_heads=heads, per_head_numel=(0,))
@@ -89,7 +89,7 @@ def test_single_heads_are_dealt_out_where_groups_are_too_few(groups: int, each: 
         assert len(mine) % len(keys) == 0
 
 
-def test_what_heads_share_lies_behind_what_is_their_own():
+def test_shared_elements_follow_those_of_single_heads():
     packed = DimSplit(
         0, 2, (20,), num_heads=6, per_head_numel=(6,)
     )  # two groups of three heads, each of 2 features, with a key and a value of 2

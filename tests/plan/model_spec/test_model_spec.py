@@ -1,4 +1,4 @@
-"""What a plan knows of a model: counts, owners, and the visit that completes a gradient."""
+"""A model specification: counts, owners, and the block call that completes a gradient."""
 
 from dataclasses import replace
 
@@ -23,8 +23,12 @@ def test_frozen_parameters_receive_no_gradient():
     assert MODEL.trainable == (TIED, MIDDLE, GLUE)
 
 
-def test_a_tied_parameter_belongs_to_both_its_visits():
-    assert [MODEL.params_of(visit) for visit in MODEL.block_calls] == [(TIED,), (MIDDLE, FROZEN), (TIED,)]
+def test_a_tied_parameter_belongs_to_both_its_block_calls():
+    assert [MODEL.params_of(block_call) for block_call in MODEL.block_calls] == [
+        (TIED,),
+        (MIDDLE, FROZEN),
+        (TIED,),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +49,7 @@ def test_a_scalar_has_one_element():
     assert GLUE.numel == 1
 
 
-def test_a_tied_parameter_is_held_by_the_modules_of_all_its_names():
+def test_a_tied_parameter_lies_in_the_modules_of_all_its_names():
     assert TIED.names == ("embed.weight", "head.weight")
     assert TIED.layers == ("embed", "head")
     assert GLUE.layers == ("",)
@@ -62,13 +66,13 @@ DIVIDED = ModelSpec(
 )
 
 
-def test_a_part_has_the_numbers_of_its_own_blocks_and_of_glue():
+def test_a_stage_has_the_size_attributes_of_its_blocks_and_of_glue():
     part = DIVIDED.restricted_to(["two"])
     assert [number.module for number in part.size_attributes] == ["two", "positions"]
     assert [portion.block for portion in part.per_head_inputs] == ["two"]
 
 
-def test_a_module_of_two_blocks_has_its_numbers_in_the_part_of_either():
+def test_a_module_of_two_blocks_has_its_size_attributes_in_both_stages():
     shared = LayerCall("one.attention.query", "two", "colwise", input_id=0, in_numel=1, out_numel=1)
     part = replace(DIVIDED, layer_calls=(shared,)).restricted_to(["two"])
     assert [number.module for number in part.size_attributes] == ["one.attention", "two", "positions"]

@@ -1,4 +1,4 @@
-"""Operations by their sizes, as lines over the rows."""
+"""Operations whose sizes are linear in the samples."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_a_product_has_twice_as_many_operations_as_multiplications():
 
 
 @pytest.mark.parametrize(("product", "learns"), [(FORWARD, False), (LEARNING, True), (SCORES, False)])
-def test_the_gradient_of_a_weight_is_what_sums_over_rows(product: MatmulOp, learns: bool):
+def test_a_weight_gradient_is_a_product_that_sums_over_samples(product: MatmulOp, learns: bool):
     assert product.is_weight_grad is learns
 
 
@@ -55,6 +55,6 @@ def test_work_counts_its_calls_its_operations_and_its_bytes():
     )
 
 
-def test_what_a_visit_does_is_found_by_its_name():
+def test_operations_are_found_by_block_call():
     done = BlockOps("head", OpCounts((FORWARD,)), OpCounts((LEARNING,)))
     assert ModelOps((done,)).by_block_call["head"] is done

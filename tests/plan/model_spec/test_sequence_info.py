@@ -1,4 +1,4 @@
-"""Which tokens of a sample each rank has: every one on one rank, as evenly as can be, and balanced under a causal mask."""
+"""Tokens of a rank: each on one rank, as even as possible, and balanced under a causal mask."""
 
 import pytest
 
@@ -33,11 +33,11 @@ def test_every_token_is_on_one_rank(deal: SequenceSharding, length: int):
 
 
 @pytest.mark.parametrize("deal", DEALS, ids=str)
-def test_a_length_that_divides_is_dealt_evenly(deal: SequenceSharding):
+def test_a_length_that_divides_is_split_evenly(deal: SequenceSharding):
     assert {deal.num_tokens(48, index) for index in range(deal.num_ranks)} == {48 // deal.num_ranks}
 
 
-def test_neighbouring_ranks_have_a_stretch_together():
+def test_neighbouring_inner_ranks_share_a_contiguous_range():
     deal = SequenceSharding(6, num_inner_ranks=3)
     for first in (0, 3):
         together = [
@@ -66,7 +66,7 @@ def test_folded_every_rank_looks_at_as_many_tokens_and_straight_the_last_at_most
 @pytest.mark.parametrize(
     "deal", [SequenceSharding(4, striped=True), SequenceSharding(8, 2, striped=True)], ids=str
 )
-def test_striped_every_rank_has_its_share_of_each_stretch(deal: SequenceSharding):
+def test_striped_every_rank_has_a_share_of_each_range(deal: SequenceSharding):
     firsts = range(0, deal.num_ranks, deal.num_inner_ranks)
     for begin, end in ((0, 100), (37, 41), (300, 512)):
         shares = [

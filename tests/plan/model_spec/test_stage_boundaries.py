@@ -1,4 +1,4 @@
-"""Values that are live at borders, and the parts between them."""
+"""Values that are live at stage boundaries, and the stages between them."""
 
 import pytest
 
@@ -15,7 +15,9 @@ BORDERS = StageBoundaries(VISITS, (X, Y, Z), (ClosedBoundary("head", "it reads a
 
 
 def test_a_value_is_live_from_where_it_is_made_to_where_it_is_used_last():
-    live = {visit: [value.name for value in BORDERS.live_values(visit)] for visit in VISITS[1:]}
+    live = {
+        block_call: [value.name for value in BORDERS.live_values(block_call)] for block_call in VISITS[1:]
+    }
     assert live == {
         "layer.0": ["embed"],
         "layer.1": ["embed", "layer.0"],
@@ -24,7 +26,7 @@ def test_a_value_is_live_from_where_it_is_made_to_where_it_is_used_last():
     }
 
 
-def test_a_part_takes_what_it_uses_gives_what_others_use_and_lets_the_rest_pass():
+def test_a_stage_receives_what_it_uses_and_sends_what_others_use():
     first, middle, last = BORDERS.stages(["layer.1", "layer.2"])
     assert (first.block_calls, first.inputs, first.outputs, first.is_first, first.is_last) == (
         VISITS[:2],
@@ -37,20 +39,21 @@ def test_a_part_takes_what_it_uses_gives_what_others_use_and_lets_the_rest_pass(
     assert (last.inputs, last.outputs, last.passthrough, last.is_last) == ((X, Z), (), (), True)
 
 
-def test_one_part_is_the_whole_model():
+def test_one_stage_is_the_whole_model():
     (whole,) = BORDERS.stages([])
     assert (whole.block_calls, whole.inputs, whole.outputs) == (VISITS, (), ())
 
 
-def test_sizes_follow_the_rows_of_a_micro_batch():
+def test_sizes_follow_the_samples_of_a_micro_batch():
     assert (X.shape(5), X.numel(5), X.nbytes(5), Y.nbytes(5)) == ((5, 8), 40, 160, 80)
     assert (Z.shape(3), Z.nbytes(3)) == ((6, 3), 144)
     assert str(Z) == "layer.1+0 (argmax at model.py:7)"
 
 
-def test_faults_name_the_border_and_those_that_would_do():
+def test_diagnostics_name_the_closed_boundary_and_open_ones():
     assert BORDERS.open_boundaries() == ("layer.0", "layer.1", "layer.2")
-    text = "no stage can begin with 'head', after 'layer.2': it reads a number\n  repair: begin it with 'layer.2'; or do not"
+    text = "no stage can begin with 'head', after 'layer.2': it reads a number"
+    text += r"\n  repair: begin it with 'layer.2'; or do not"
     with pytest.raises(PlanError, match=text):
         BORDERS.stages(["head"])
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Arenas: every element on one rank, pieces at the grain that was asked for, and the padding that this costs."""
+"""Flat parameters: every element on one rank, shards at the alignment, and the padding that this costs."""
 
 import pytest
 from hypothesis import given
@@ -16,32 +16,32 @@ def weights_of(shapes: list[tuple[int, ...]]) -> list[ParamSpec]:
 
 
 @given(shapes=SHAPES, ranks=st.integers(1, 9), grain=st.sampled_from(GRAINS))
-def test_every_element_lies_in_one_shard_and_pieces_do_not_overlap(
+def test_every_element_lies_in_one_shard_and_shards_do_not_overlap(
     shapes: list[tuple[int, ...]], ranks: int, grain: str
 ):
-    weights = weights_of(shapes)
-    arena = FlatParamSpec.build("v", weights, ("dp_shard",), ranks, grain)
+    params = weights_of(shapes)
+    flat_param = FlatParamSpec.build("v", params, ("dp_shard",), ranks, grain)
     held: dict[str, list[tuple[int, int]]] = {}
     for index in range(ranks):
         ends = 0
-        for piece in sorted(arena.param_shards(index), key=lambda piece: piece.shard_offset):
+        for piece in sorted(flat_param.param_shards(index), key=lambda piece: piece.shard_offset):
             assert ends <= piece.shard_offset
             ends = piece.shard_offset + piece.numel
-            assert ends <= arena.shard_numel
+            assert ends <= flat_param.shard_numel
             held.setdefault(piece.name, []).append((piece.begin, piece.end))
-    for weight in weights:
-        spans = sorted(held.get(weight.name, []))
+    for param in params:
+        spans = sorted(held.get(param.name, []))
         assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])]
-        assert spans[-1][1] == weight.numel
+        assert spans[-1][1] == param.numel
 
 
 @given(shapes=SHAPES, ranks=st.integers(1, 9))
-def test_pieces_are_cut_at_the_grain(shapes: list[tuple[int, ...]], ranks: int):
-    weights = {weight.name: weight for weight in weights_of(shapes)}
+def test_shards_are_cut_at_the_alignment(shapes: list[tuple[int, ...]], ranks: int):
+    params = {param.name: param for param in weights_of(shapes)}
     for grain in GRAINS[1:]:
-        arena = FlatParamSpec.build("v", list(weights.values()), ("dp_shard",), ranks, grain)
-        for piece in (piece for index in range(ranks) for piece in arena.param_shards(index)):
-            whole = weights[piece.name]
+        flat_param = FlatParamSpec.build("v", list(params.values()), ("dp_shard",), ranks, grain)
+        for piece in (piece for index in range(ranks) for piece in flat_param.param_shards(index)):
+            whole = params[piece.name]
             step = {"block": QUANT_BLOCK_NUMEL, "matrix": whole.numel}[grain]
             assert piece.begin % step == 0
             assert piece.end % step == 0 or piece.end == whole.numel
@@ -52,10 +52,10 @@ def test_shards_by_element_pad_less_than_one_element_per_rank(numel: int, ranks:
     assert FlatParamSpec.build("v", weights_of([(numel,)]), ("dp_shard",), ranks).shard_numel == shard
 
 
-def test_whole_matrices_go_to_the_rank_with_the_least():
-    arena = FlatParamSpec.build("v", weights_of([(3,), (10,), (4,), (4,)]), ("dp_shard",), 2, "matrix")
-    assert [[piece.name for piece in arena.param_shards(index)] for index in (0, 1)] == [
+def test_full_matrices_go_to_the_rank_with_the_least():
+    flat_param = FlatParamSpec.build("v", weights_of([(3,), (10,), (4,), (4,)]), ("dp_shard",), 2, "matrix")
+    assert [[piece.name for piece in flat_param.param_shards(index)] for index in (0, 1)] == [
         ["w1"],
         ["w0", "w2", "w3"],
     ]
-    assert arena.shard_numel == 11
+    assert flat_param.shard_numel == 11

@@ -1,4 +1,4 @@
-"""The mesh as algebra: ranks and coordinates are one to one, groups partition the ranks, and size costs little."""
+"""The mesh as algebra: ranks and coordinates are one to one, groups partition the ranks."""
 
 import pytest
 from hypothesis import given, settings
@@ -120,10 +120,10 @@ def test_sizes_that_cannot_be_are_refused(sizes: dict[str, int], world: int | No
     assert said in str(caught.value)
 
 
-def test_all_faults_of_the_sizes_are_reported_at_once():
+def test_all_errors_of_the_sizes_are_reported_at_once():
     with pytest.raises(PlanError) as caught:
         Mesh.infer({"dp": 2, "tp": -1, "pp": -1, "cp": 0}, 8)
-    assert [fault.location for fault in caught.value.diagnostics] == ["mesh.dp", "mesh", "mesh.cp"]
+    assert [diagnostic.location for diagnostic in caught.value.diagnostics] == ["mesh.dp", "mesh", "mesh.cp"]
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0])

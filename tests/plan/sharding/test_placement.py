@@ -1,4 +1,4 @@
-"""Layouts are values, the adjoint is an involution, and a move and its backward are moves of one table."""
+"""Layouts are values, the adjoint is an involution, and redistributions are closed under backward."""
 
 from itertools import product
 
@@ -48,7 +48,7 @@ def test_the_backward_of_a_gather_is_a_scatter_of_sums_and_the_other_way_round()
     )
 
 
-def test_the_gradient_of_a_weight_that_ranks_use_apart_is_summed():
+def test_the_gradient_of_a_replicated_parameter_is_summed():
     assert (redistribution_name(I, R), redistribution_name(R.adjoint, I.adjoint)) == ("keep", "all_reduce")
 
 

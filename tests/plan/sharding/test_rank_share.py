@@ -1,4 +1,4 @@
-"""What a rank has of the tokens of a sample, by what they go through."""
+"""The fraction of the tokens on a rank, by block call and module."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -39,7 +39,7 @@ def space(rank: int, tokens: SequenceInfo | None = TOKENS) -> ShardingPlan:
     return RingAttention().place(whole).at_coordinate({**whole.mesh.coordinate(rank)})
 
 
-def test_shares_follow_what_goes_through_a_visit_and_a_module_of_it():
+def test_fractions_follow_the_tokens_of_a_block_call_and_of_its_module():
     deal = SequenceSharding(2)
     for rank in range(2):
         here = space(rank)
@@ -62,7 +62,7 @@ def test_stand_ins_are_run_and_do_not_come_out():
         assert local_fractions_by_length(here) == ((Fraction(2, 3), kept),)
 
 
-def test_all_of_them_where_nobody_deals_or_nothing_is_known():
+def test_all_tokens_without_sequence_sharding_or_analysis():
     alone = replace(space(0), sequence_sharding=None)
     assert local_fraction(alone, "decoder") == local_token_fraction(alone) == 1
     assert (

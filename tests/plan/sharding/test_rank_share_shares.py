@@ -1,4 +1,4 @@
-"""What of a visit falls to a rank: divided parts by its share of the weight, the rest whole or by slices of the stream."""
+"""The share of a block call on a rank: sharded layers by their weights, the rest in full or by slices."""
 
 from dataclasses import replace
 
@@ -26,20 +26,22 @@ MODEL = ModelSpec(
 def seen(
     rank: int, *, stream: bool = False, logits: bool = False, through: tuple[str, ...] = ()
 ) -> dict[str, BlockShare]:
-    space = ShardingPlan(
+    sharding = ShardingPlan(
         Mesh(tp=2),
         MODEL,
-        tuple(ParamSharding(weight, Layout.from_dict({"tp": S(0)})) for weight in (UP, HEAD)),
+        tuple(ParamSharding(param, Layout.from_dict({"tp": S(0)})) for param in (UP, HEAD)),
     )
-    space = space.with_residual_placement("tp", S(1), through) if stream else space
+    sharding = sharding.with_residual_placement("tp", S(1), through) if stream else sharding
     if logits:
-        space = replace(
-            space, model_spec=replace(MODEL, logits=LogitsSpec("head", "head.weight", 8, 1, 2))
+        sharding = replace(
+            sharding, model_spec=replace(MODEL, logits=LogitsSpec("head", "head.weight", 8, 1, 2))
         ).with_logits_placement("tp", S(-1))
-    return block_shares(space.at_coordinate({"tp": rank, "pp": 0, "dp_replicate": 0, "dp_shard": 0, "cp": 0}))
+    return block_shares(
+        sharding.at_coordinate({"tp": rank, "pp": 0, "dp_replicate": 0, "dp_shard": 0, "cp": 0})
+    )
 
 
-def test_divided_parts_go_by_the_ranks_own_share():
+def test_sharded_amounts_follow_the_local_share():
     first, second = seen(0)["layer"], seen(1)["layer"]
     assert first == BlockShare(
         flops=20 + 30 * 2 // 3,
@@ -80,15 +82,15 @@ def test_one_device_has_all():
 
 def test_gradients_that_weights_need_are_those_of_what_layers_give_out():
     wide = replace(MODEL, layer_calls=(*CALLS, LayerCall("out", "layer", "rowwise", 3, 3, 40)))
-    space = ShardingPlan(
+    sharding = ShardingPlan(
         Mesh(tp=2),
         wide,
-        tuple(ParamSharding(weight, Layout.from_dict({"tp": S(0)})) for weight in (UP, HEAD)),
+        tuple(ParamSharding(param, Layout.from_dict({"tp": S(0)})) for param in (UP, HEAD)),
     )
-    space = space.at_coordinate({"tp": 0, "pp": 0, "dp_replicate": 0, "dp_shard": 0, "cp": 0})
-    assert block_shares(space)["layer"].deferred_grad_numel == 4 + 2 + 40
+    sharding = sharding.at_coordinate({"tp": 0, "pp": 0, "dp_replicate": 0, "dp_shard": 0, "cp": 0})
+    assert block_shares(sharding)["layer"].deferred_grad_numel == 4 + 2 + 40
     assert (
-        block_shares(replace(space, model_spec=replace(wide, layer_calls=())))["layer"].deferred_grad_numel
+        block_shares(replace(sharding, model_spec=replace(wide, layer_calls=())))["layer"].deferred_grad_numel
         == 25
     )  # nothing is known of them: as much as kept
 

@@ -1,4 +1,4 @@
-"""Where tensors live: the gradient of a weight that ranks use apart is a sum, shards cover a tensor, ties travel alone."""
+"""Placements of parameters and gradients, and the groups that follow."""
 
 from dataclasses import replace
 from itertools import product
@@ -28,84 +28,87 @@ SPACE = ShardingPlan.one_device(Mesh(dp_replicate=3), MODEL)
 def test_on_one_device_nothing_moves():
     assert SPACE.data_axes == ()
     assert list(SPACE.unreduced_params()) == []
-    assert all(home.grad_reductions() == {} for home in SPACE.param_shardings)
+    assert all(param_sharding.grad_reductions() == {} for param_sharding in SPACE.param_shardings)
 
 
-def test_the_gradient_of_a_weight_that_ranks_use_apart_is_a_pending_sum():
-    home = ParamSharding(WEIGHTS[1], Layout.from_dict({"dp_replicate": R}), Layout())
-    assert home.unreduced_grad_layout == Layout.from_dict({"dp_replicate": P})
-    assert home.grad_reductions() == {"dp_replicate": "all_reduce"}
+def test_the_gradient_of_a_replicated_parameter_is_a_partial_sum():
+    param_sharding = ParamSharding(WEIGHTS[1], Layout.from_dict({"dp_replicate": R}), Layout())
+    assert param_sharding.unreduced_grad_layout == Layout.from_dict({"dp_replicate": P})
+    assert param_sharding.grad_reductions() == {"dp_replicate": "all_reduce"}
 
 
 def test_a_gradient_wanted_in_shards_is_scattered():
-    home = ParamSharding(WEIGHTS[1], Layout.from_dict({"dp_shard": R}), Layout.from_dict({"dp_shard": S(0)}))
-    assert home.grad_reductions() == {"dp_shard": "reduce_scatter"}
+    param_sharding = ParamSharding(
+        WEIGHTS[1], Layout.from_dict({"dp_shard": R}), Layout.from_dict({"dp_shard": S(0)})
+    )
+    assert param_sharding.grad_reductions() == {"dp_shard": "reduce_scatter"}
 
 
 def test_a_gradient_left_as_a_sum_is_named_but_not_that_of_a_frozen_weight():
     apart = SPACE.map_param_shardings(
-        lambda home: ParamSharding(
-            home.param, home.layout, home.grad_layout.with_placement("dp_replicate", P)
+        lambda param_sharding: ParamSharding(
+            param_sharding.param,
+            param_sharding.layout,
+            param_sharding.grad_layout.with_placement("dp_replicate", P),
         )
     )
-    assert [home.param.name for home in apart.unreduced_params()] == [
-        weight.name for weight in MODEL.trainable
+    assert [param_sharding.param.name for param_sharding in apart.unreduced_params()] == [
+        param.name for param in MODEL.trainable
     ]
 
 
-def test_bundles_come_in_the_order_in_which_backward_completes_them():
-    bundles = SPACE.param_groups()
-    assert [(bundle.name, bundle.last_block_call) for bundle in bundles] == [
+def test_groups_come_in_the_order_in_which_backward_completes_them():
+    groups = SPACE.param_groups()
+    assert [(group.name, group.last_block_call) for group in groups] == [
         ("two", "two"),
         ("one", "one"),
         ("embed+head", "embed"),
         (ROOT, None),
     ]
-    assert [bundle.numel for bundle in bundles] == [4, 6, 10, 1]
+    assert [group.numel for group in groups] == [4, 6, 10, 1]
 
 
-def test_slices_of_unlike_sizes_lie_apart_so_that_what_is_whole_lies_alike_on_all_ranks():
-    def shard(home: ParamSharding) -> ParamSharding:
-        sliced = Layout.from_dict({"tp": S(0)} if home.param.name == "one.weight" else {})
-        return replace(home, layout=sliced, grad_layout=sliced.with_placement("dp_shard", S(FLAT)))
+def test_uneven_slices_have_their_own_group_so_that_offsets_are_equal_on_all_ranks():
+    def shard(param_sharding: ParamSharding) -> ParamSharding:
+        sliced = Layout.from_dict({"tp": S(0)} if param_sharding.param.name == "one.weight" else {})
+        return replace(param_sharding, layout=sliced, grad_layout=sliced.with_placement("dp_shard", S(FLAT)))
 
     for tp, names in (
         (2, ["two", "one", "embed+head", ROOT]),
         (3, ["two", "one", "one in uneven slices", "embed+head", ROOT]),
     ):
-        space = ShardingPlan.one_device(Mesh(dp_shard=2, tp=tp), MODEL).map_param_shardings(shard)
-        assert sorted(bundle.name.replace(" over dp_shard", "") for bundle in space.param_groups()) == sorted(
-            names
-        )
+        sharding = ShardingPlan.one_device(Mesh(dp_shard=2, tp=tp), MODEL).map_param_shardings(shard)
+        assert sorted(
+            group.name.replace(" over dp_shard", "") for group in sharding.param_groups()
+        ) == sorted(names)
 
 
-def test_weights_that_are_summed_over_other_axes_travel_apart():
-    def split(home: ParamSharding) -> ParamSharding:
+def test_parameters_that_are_summed_over_other_axes_have_their_own_group():
+    def split(param_sharding: ParamSharding) -> ParamSharding:
         return (
-            ParamSharding(home.param, home.layout.with_placement("tp", R), I_ON_TP)
-            if home.param.name == "one.bias"
-            else home
+            ParamSharding(param_sharding.param, param_sharding.layout.with_placement("tp", R), I_ON_TP)
+            if param_sharding.param.name == "one.bias"
+            else param_sharding
         )
 
     I_ON_TP = Layout.from_dict({"tp": I})
     names = [
-        [weight.name for weight in bundle.params]
-        for bundle in SPACE.map_param_shardings(split).param_groups()
+        [param.name for param in group.params] for group in SPACE.map_param_shardings(split).param_groups()
     ]
     assert ["one.bias"] in names
     assert ["one.weight"] in names
 
 
 def test_data_axes_are_outermost_first_whatever_the_order_in_which_they_were_split():
-    space = (
+    sharding = (
         SPACE.with_batch_placement("dp_shard", S(0))
         .with_batch_placement("dp_replicate", S(0))
         .with_batch_placement("cp", S(1))
     )
-    assert space.data_axes == ("dp_replicate", "dp_shard")
-    assert space.token_axes == ("cp",)
-    assert space.grad_sum_axes == ("dp_replicate", "dp_shard", "cp")
-    assert space.with_token_axes("dp_shard") == ("dp_shard", "cp")
+    assert sharding.data_axes == ("dp_replicate", "dp_shard")
+    assert sharding.token_axes == ("cp",)
+    assert sharding.grad_sum_axes == ("dp_replicate", "dp_shard", "cp")
+    assert sharding.with_token_axes("dp_shard") == ("dp_shard", "cp")
 
 
 @settings(deadline=None)
@@ -117,12 +120,12 @@ def test_data_axes_are_outermost_first_whatever_the_order_in_which_they_were_spl
 def test_shards_cover_a_tensor_once_and_as_evenly_as_can_be(
     mesh: Mesh, shape: tuple[int, int], places: dict[str, object]
 ):
-    space, layout = ShardingPlan.one_device(mesh, MODEL), Layout.from_dict(places)
+    sharding, layout = ShardingPlan.one_device(mesh, MODEL), Layout.from_dict(places)
     split = layout.axes_with("S")
     parts = []
     for indices in product(*(range(mesh.size(axis)) for axis in split)):
         coordinate = {**dict.fromkeys(AXES, 0), **dict(zip(split, indices, strict=True))}
-        parts.append(space.local_shape(shape, layout, coordinate))
+        parts.append(sharding.local_shape(shape, layout, coordinate))
     assert sum(rows * columns for rows, columns in parts) == shape[0] * shape[1]
     for dim in (0, 1):
         sizes = [part[dim] for part in parts]
@@ -130,9 +133,9 @@ def test_shards_cover_a_tensor_once_and_as_evenly_as_can_be(
 
 
 def test_the_first_ranks_hold_the_larger_shards():
-    space, layout = ShardingPlan.one_device(Mesh(tp=3), MODEL), Layout.from_dict({"tp": S(0)})
+    sharding, layout = ShardingPlan.one_device(Mesh(tp=3), MODEL), Layout.from_dict({"tp": S(0)})
     assert [
-        space.local_shape((7, 2), layout, {axis: i if axis == "tp" else 0 for axis in AXES})[0]
+        sharding.local_shape((7, 2), layout, {axis: i if axis == "tp" else 0 for axis in AXES})[0]
         for i in range(3)
     ] == [
         3,
@@ -141,21 +144,22 @@ def test_the_first_ranks_hold_the_larger_shards():
     ]
 
 
-def test_a_dim_cut_along_two_axes_is_dealt_to_all_their_ranks_the_last_innermost():
-    weight = ParamSpec(
+def test_a_dim_sliced_along_two_axes_is_split_over_all_their_ranks_the_last_innermost():
+    param = ParamSpec(
         "w", (12, 7), ("a",), dim_splits=(DimSplit(0, 6, (12,), "out"), DimSplit(1, 7, (7,), "in"))
     )
-    home = ParamSharding(weight, Layout.from_dict({"tp": S(0), "tp_depth": S(0), "cp": S(1)}))
-    space = replace(
-        ShardingPlan.one_device(Mesh(cp=3, tp_depth=2, tp=3), SPACE.model_spec), param_shardings=(home,)
+    param_sharding = ParamSharding(param, Layout.from_dict({"tp": S(0), "tp_depth": S(0), "cp": S(1)}))
+    sharding = replace(
+        ShardingPlan.one_device(Mesh(cp=3, tp_depth=2, tp=3), SPACE.model_spec),
+        param_shardings=(param_sharding,),
     )
     found = [
-        space.at_coordinate({**dict.fromkeys(AXES, 0), "cp": 1, "tp_depth": d, "tp": t})
+        sharding.at_coordinate({**dict.fromkeys(AXES, 0), "cp": 1, "tp_depth": d, "tp": t})
         for d in range(2)
         for t in range(3)
     ]
     assert {each.param_shardings[0].param.shape for each in found} == {(2, 2)}
-    sides = [space.dim_shards(home, dict(each.coordinate)) for each in found]
+    sides = [sharding.dim_shards(param_sharding, dict(each.coordinate)) for each in found]
     assert [side.dim_ranges.ranges for _, side in sides] == [
         ((first, first + 2),) for first in range(0, 12, 2)
     ]

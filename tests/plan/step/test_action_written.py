@@ -1,4 +1,4 @@
-"""A program written as plain values and read back: the same, but for the names of parameters."""
+"""A program survives its JSON form, except for the names of parameters."""
 
 import json
 from dataclasses import replace

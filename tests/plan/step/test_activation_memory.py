@@ -1,4 +1,4 @@
-"""What was weighed falls to ranks as their elements do, and a backward's scratch stands beside the gradients that it makes."""
+"""Measured memory is divided among ranks as elements are, and scratch is counted beside new gradients."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def test_bytes_that_are_there_once_and_those_of_each_row_add_up_and_go_nowhere_b
     assert LinearInSamples(-5, 1).total(2) == 0
 
 
-def test_without_weighing_a_visit_takes_its_elements_in_the_dtype_of_compute():
+def test_without_measured_memory_a_block_call_takes_its_elements_in_the_dtype_of_compute():
     found = activation_memory(
         ShardingPlan.one_device(Mesh(), PLAIN), Job(precision=PrecisionConfig("float32", "bfloat16")), 3
     )
@@ -56,7 +56,7 @@ def test_without_weighing_a_visit_takes_its_elements_in_the_dtype_of_compute():
     }
 
 
-def test_what_was_weighed_counts_instead_and_glue_is_there_from_the_first_visit_to_its_backward():
+def test_measured_memory_counts_instead_and_glue_lasts_from_the_first_block_call_to_its_backward():
     found = activation_memory(ShardingPlan.one_device(Mesh(), WEIGHED), Job(), 3)
     assert found == {"body": ActivationMemory(240 + 10, 312, 600, 630), "head": ActivationMemory(96, 48)}
 
@@ -95,11 +95,11 @@ def test_what_is_as_large_as_weights_is_divided_as_they_are_whatever_becomes_of_
         params=(BODY, head),
         memory=ModelMemory((LOADS[0], load), LinearInSamples(), LinearInSamples()),
     )
-    space = ShardingPlan(
+    sharding = ShardingPlan(
         Mesh(tp=2), known, (ParamSharding(BODY), ParamSharding(head, Layout.from_dict({"tp": S(0)})))
     )
     first, second = (
-        activation_memory(space.at_coordinate(space.mesh.coordinate(rank)), Job(), 3) for rank in (0, 1)
+        activation_memory(sharding.at_coordinate(sharding.mesh.coordinate(rank)), Job(), 3) for rank in (0, 1)
     )
     assert first["body"] == second["body"] == ActivationMemory(240, 312, 600, 630)
     assert first["head"] == ActivationMemory(96, 48 + 24, 12 + 24, 13 + 48)  # three of five words

@@ -1,4 +1,4 @@
-"""Where a step measures its noise: what the list holds then, and where there is nothing to compare."""
+"""Actions that measure the gradient noise, and jobs in which nothing can be compared."""
 
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ def test_each_gradient_is_measured_once_and_before_it_is_summed(strategies):
     listed = actions(plan_of(READING, 3, strategies, 2, noisy()))
     places = {action.name: place for place, action in enumerate(listed)}
     measured = [name for action in listed if action.kind == "GRAD_SQNORM" for name in action.tensors]
-    assert sorted(measured) == sorted(weight.name for weight in READING.model_spec.trainable)
+    assert sorted(measured) == sorted(param.name for param in READING.model_spec.trainable)
     for action in listed:
         if action.kind == "REDUCE":
             assert f"GRAD_SQNORM({action.subject})" in action.waits
@@ -63,7 +63,7 @@ def test_each_gradient_is_measured_once_and_before_it_is_summed(strategies):
     assert places["REDUCE_SQNORM()"] < places["CLIP()"] < places["STEP()"] < places["NOISE_SCALE()"]
 
 
-def test_alone_everything_is_measured_behind_the_first_micro_batch_and_nothing_is_sent():
+def test_a_single_rank_measures_after_the_first_micro_batch_and_sends_nothing():
     listed = actions(plan_of(READING, 1, micro_batch=4, job=noisy()))
     names = [action.name for action in listed]
     assert names.index("GRAD_SQNORM()") == names.index("B(embed, 0)") + 1 == names.index("F(embed, 1)") - 1
@@ -74,12 +74,12 @@ def test_one_batch_size_alone_is_refused():
     for micro_batch in (0, 12):
         with pytest.raises(PlanError) as caught:
             plan_of(READING, 1, micro_batch=micro_batch, job=noisy())
-        said = str(caught.value)
+        text = str(caught.value)
         assert (
             "one data rank runs the 12 samples of a step as one micro-batch: there is no smaller batch"
-            in said
+            in text
         )
-        assert "set micro_batch to a smaller divisor of train.batch, raise mesh.dp_replicate, or set" in said
+        assert "set micro_batch to a smaller divisor of train.batch, raise mesh.dp_replicate, or set" in text
 
 
 def test_a_rank_that_steps_for_others_is_refused():

@@ -1,4 +1,4 @@
-"""Who steps which weight of which ranks have slices: each has one owner, loads are even, and the program says what travels."""
+"""Owners of sliced matrices: one per matrix, even loads, and the communication in the program."""
 
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
@@ -33,33 +33,33 @@ def test_every_weight_has_one_owner_and_the_largest_load_is_small():
     for mesh in (Mesh(tp=3), Mesh(dp_shard=2, tp=3)):
         plan = plan_of(mesh=mesh)
         owned = [list(owned_params(plan.sharding, rank)) for rank in range(mesh.world_size)]
-        assert sorted(weight.name for mine in owned for _, weight in mine) == sorted(
-            weight.name for weight in WEIGHTS
+        assert sorted(param.name for mine in owned for _, param in mine) == sorted(
+            param.name for param in WEIGHTS
         )
-        loads = [sum(weight.numel for _, weight in mine) for mine in owned]
-        assert max(loads) <= sum(loads) / mesh.world_size + max(weight.numel for weight in WEIGHTS)
+        loads = [sum(param.numel for _, param in mine) for mine in owned]
+        assert max(loads) <= sum(loads) / mesh.world_size + max(param.numel for param in WEIGHTS)
 
 
-def test_who_owns_what_is_the_same_for_every_rank():
+def test_owners_are_the_same_for_every_rank():
     plan = plan_of(mesh=Mesh(dp_shard=2, tp=3))
     assert len({matrix_parcels(plan.for_rank(rank).sharding) for rank in range(6)}) == 1
     for rank in range(6):
         mine = plan.for_rank(rank).sharding
-        for name, arena in mine.flat_param_specs().items():
-            at = {weight: start // arena.shard_numel for weight, _, start in arena.params}
+        for name, flat_param in mine.flat_param_specs().items():
+            at = {param: start // flat_param.shard_numel for param, _, start in flat_param.params}
             logical = mine.all_ranks.flat_param_specs()[name]
-            assert at == {weight: start // logical.shard_numel for weight, _, start in logical.params}
+            assert at == {param: start // logical.shard_numel for param, _, start in logical.params}
 
 
 def test_a_parcel_is_as_long_as_the_largest_ranks_slices():
     plan = plan_of()
     for parcel in matrix_parcels(plan.sharding):
         names = parcel.names_by_shard[0]
-        rows = [sum(-(-weight.shape[0] // 3) * weight.shape[1] for weight in WEIGHTS if weight.name in names)]
+        rows = [sum(-(-param.shape[0] // 3) * param.shape[1] for param in WEIGHTS if param.name in names)]
         assert parcel.numel == rows[0], "the first rank gets one row more"
 
 
-def test_slices_come_before_the_clip_and_go_behind_the_step():
+def test_slices_are_gathered_before_the_clip_and_scattered_after_the_step():
     names = [action.name for action in plan_of().program.actions(FIRST_ROLE)]
     brings, hands = (
         [name for name in names if name.startswith(kind)] for kind in ("GATHER_GRAD", "SCATTER_PARAM")
@@ -84,12 +84,12 @@ def test_owned_copies_and_their_moments_are_in_the_plans_bytes():
     plan = plan_of("lion"), plan_of("adamw_8bit")
     elements, blocks = (sum(state_bytes(each, rank).master for rank in range(3)) for each in plan)
     assert elements == 0
-    assert blocks == sum(weight.numel for weight in WEIGHTS) * 8
+    assert blocks == sum(param.numel for param in WEIGHTS) * 8
 
 
 def test_coordinates_are_counted_as_groups_are():
-    space = ShardingPlan.one_device(Mesh(dp_shard=2, tp=3), ANATOMY)
-    found = [owner_coordinate(space, ("tp", "dp_shard"), index) for index in range(6)]
+    sharding = ShardingPlan.one_device(Mesh(dp_shard=2, tp=3), ANATOMY)
+    found = [owner_coordinate(sharding, ("tp", "dp_shard"), index) for index in range(6)]
     assert [(each["dp_shard"], each["tp"]) for each in found] == [
         (0, 0),
         (0, 1),

@@ -1,4 +1,4 @@
-"""A program on paper: list order within a lane, lanes beside each other, roles that wait, and who is stuck on what."""
+"""The simulator: list order within a stream, streams side by side, waits between roles, and deadlocks."""
 
 import pytest
 
@@ -20,7 +20,9 @@ def times(
     """Start and end per `role/kind`; an action lasts 1 unless `durations` says otherwise."""
     given = durations or {}
     ticks = simulate(Program.from_dict(roles), lambda action: given.get(action.kind, 1.0))
-    return {f"{tick.role}/{tick.action.kind}": (tick.start, tick.end) for tick in ticks}
+    return {
+        f"{simulated.role}/{simulated.action.kind}": (simulated.start, simulated.end) for simulated in ticks
+    }
 
 
 def stuck(roles: dict[str, list[Action]]) -> list[str]:
@@ -39,11 +41,11 @@ def test_a_lane_runs_its_actions_in_list_order():
 
 def test_the_timeline_is_in_order_of_start():
     ticks = simulate(Program.from_dict({"r": [compute("A"), wire("W"), compute("B")], "s": [compute("C")]}))
-    assert [tick.start for tick in ticks] == sorted(tick.start for tick in ticks)
+    assert [simulated.start for simulated in ticks] == sorted(simulated.start for simulated in ticks)
     assert len(ticks) == 4
 
 
-def test_the_wire_runs_beside_compute():
+def test_communication_runs_beside_compute():
     seen = times({"r": [compute("A"), wire("W"), compute("B"), compute("C", "W()")]}, {"W": 5})
     assert seen == {"r/A": (0, 1), "r/W": (1, 6), "r/B": (1, 2), "r/C": (6, 7)}
 
@@ -67,7 +69,7 @@ def test_an_action_waits_for_another_role():
 
 def test_a_slash_in_a_subject_is_no_role():
     program = Program.from_dict({"r": [Action("F", "a/b"), Action("B", "a/b", waits=("F(a/b)",))]})
-    assert [tick.end for tick in simulate(program)] == [1, 2]
+    assert [simulated.end for simulated in simulate(program)] == [1, 2]
 
 
 def test_a_main_thread_does_not_stand_still_for_a_message_on_the_wire():
@@ -82,12 +84,15 @@ def test_a_main_thread_does_not_stand_still_for_a_message_on_the_wire():
         assert [seen[f"{role}/{kind}"] for kind in ("F", "RECV", "G")] == [(0, 1), (1, 2), (2, 3)]
 
 
-def test_a_pipeline_of_three_roles_takes_its_turns():
+def test_a_pipeline_of_three_roles_is_simulated():
     roles = {
         f"pp{i}": [Action("F", str(m), waits=(f"pp{i - 1}/F({m})",) if i else ()) for m in range(2)]
         for i in range(3)
     }
-    ends = {(tick.role, tick.action.subject): tick.end for tick in simulate(Program.from_dict(roles))}
+    ends = {
+        (simulated.role, simulated.action.subject): simulated.end
+        for simulated in simulate(Program.from_dict(roles))
+    }
     assert ends["pp2", "0"] == 3
     assert ends["pp2", "1"] == 4
 

@@ -1,4 +1,4 @@
-"""The list of one device: every visit forward and backward, memory taken and returned, work proportional to samples."""
+"""The list of one device: every block call twice, memory returned, work proportional to samples."""
 
 from collections import Counter
 from dataclasses import replace
@@ -49,11 +49,11 @@ def held_after(actions: tuple[Action, ...]) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("num_micro", [1, 2, 3])
-def test_every_micro_batch_visits_every_block_there_and_back(num_micro: int):
+def test_every_micro_batch_runs_every_block_forward_and_backward(num_micro: int):
     actions = listed(num_micro)
-    for micro in range(num_micro):
-        assert [a.subject for a in actions if a.kind == "F" and a.microbatch == micro] == ["a", "b", "c"]
-        assert [a.subject for a in actions if a.kind == "B" and a.microbatch == micro] == ["c", "b", "a"]
+    for microbatch in range(num_micro):
+        assert [a.subject for a in actions if a.kind == "F" and a.microbatch == microbatch] == ["a", "b", "c"]
+        assert [a.subject for a in actions if a.kind == "B" and a.microbatch == microbatch] == ["c", "b", "a"]
     assert Counter(a.kind for a in actions) == {
         "TOKEN_COUNT": 1,
         "F": 3 * num_micro,
@@ -65,7 +65,7 @@ def test_every_micro_batch_visits_every_block_there_and_back(num_micro: int):
     }
 
 
-def test_nobody_waits_for_ever():
+def test_no_action_waits_forever():
     assert len(
         simulate(
             single_device_program(
@@ -101,7 +101,7 @@ def test_activations_are_counted_in_the_dtype_of_compute_and_gradients_in_that_o
     assert taken["gradient(b)"] == 4 * 4
 
 
-def test_what_a_visit_computes_within_is_held_from_its_forward_to_its_backward():
+def test_saved_activations_are_held_from_forward_to_backward():
     model = replace(MODEL, saved_numel=(0, 7, 9))
     actions = single_device_program(
         ShardingPlan.one_device(Mesh(), model), Job(), 2, sequential_stage_calls(model.block_calls, 1)
@@ -119,6 +119,6 @@ def test_backward_costs_twice_its_forward_and_both_grow_with_the_samples():
 
 
 @pytest.mark.parametrize(("num_micro", "rows"), [(1, 12), (3, 4)])
-def test_the_rows_of_a_micro_batch_are_the_samples_of_a_rank_dealt_out(num_micro: int, rows: int):
-    space = ShardingPlan.one_device(Mesh(dp_shard=2), MODEL).with_batch_placement("dp_shard", S(0))
-    assert samples_per_microbatch(listed(num_micro), space, Job(train=TrainConfig(batch=24))) == rows
+def test_a_micro_batch_has_an_equal_part_of_the_samples_of_a_rank(num_micro: int, rows: int):
+    sharding = ShardingPlan.one_device(Mesh(dp_shard=2), MODEL).with_batch_placement("dp_shard", S(0))
+    assert samples_per_microbatch(listed(num_micro), sharding, Job(train=TrainConfig(batch=24))) == rows

@@ -1,4 +1,4 @@
-"""Where the sums of tied weights stand in a list, and what waits for what."""
+"""The position of tied-gradient reductions in a list, and what waits for what."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def of_kind(plan: Plan, kind: str, role: str = "pp0") -> Action:
     return found
 
 
-def test_it_stands_behind_everything_else_that_is_sent_and_before_what_looks_at_gradients():
+def test_it_follows_all_other_communication_and_precedes_what_reads_gradients():
     plan = plan_of(Mesh(pp=3))
     tail = [
         "LOSS_SUM()",
@@ -103,12 +103,12 @@ def test_it_waits_for_the_sum_over_other_samples(mesh: Mesh, store: tuple[Strate
     assert before <= set(ready.waits)
 
 
-def test_of_a_bundle_in_shards_a_shard_travels_in_the_dtype_of_gradients():
+def test_a_sharded_group_sends_a_shard_in_the_dtype_of_gradients():
     plan = plan_of(Mesh(pp=3, dp_shard=2), SHARD, ZeRO(stage=2))
-    move, arena = of_kind(plan, "REDUCE_TIED").transfer, plan.sharding.flat_param_specs()[NAME]
+    move, flat_param = of_kind(plan, "REDUCE_TIED").transfer, plan.sharding.flat_param_specs()[NAME]
     assert move is not None
-    assert (move.nbytes, move.dtype) == (arena.shard_numel * 4, "float32")
-    assert arena == plan.sharding.at_pp_rank(2).flat_param_specs()[NAME]  # cut at the same places
+    assert (move.nbytes, move.dtype) == (flat_param.shard_numel * 4, "float32")
+    assert flat_param == plan.sharding.at_pp_rank(2).flat_param_specs()[NAME]  # cut at the same places
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Stays of weights: what is joined, how early it is fetched, and that no two whole bundles share a buffer."""
+"""Unshard windows: what is joined, how early it is gathered, and that overlapping groups share no buffer."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +23,7 @@ def test_uses_that_follow_each_other_are_one_stay():
     ]
 
 
-def test_a_micro_batch_or_a_step_is_one_stay_where_asked_for():
+def test_a_micro_batch_or_a_step_is_one_window_if_requested():
     twice = CHAIN + [ParamUse(use.param_groups, 1) for use in CHAIN]
     assert spans(unshard_windows(twice, ONES, "microbatch")) == [
         ("a", 0, 11),
@@ -60,16 +60,16 @@ def test_nothing_is_fetched_before_it_has_been_let_go_of():
     ahead=st.integers(0, 4),
     budget=st.integers(0, 20),
 )
-def test_every_use_finds_its_bundles_and_no_two_share_a_buffer(
+def test_every_use_finds_its_groups_and_no_two_share_a_buffer(
     names: list[list[str]], ahead: int, budget: int
 ):
     nbytes = {name: 1 + index for index, name in enumerate("abcdef")}
     uses = [ParamUse(tuple(each), 0) for each in names]
     found = unshard_windows(uses, nbytes, budget=budget, prefetch=ahead)
     for at, use in enumerate(uses):
-        for bundle in use.param_groups:
+        for group in use.param_groups:
             assert [
-                stay for stay in found if stay.param_group == bundle and stay.first_use <= at <= stay.last_use
+                stay for stay in found if stay.param_group == group and stay.first_use <= at <= stay.last_use
             ]
     number, sizes = assign_buffers(found, nbytes)
     for one in found:

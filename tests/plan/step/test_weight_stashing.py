@@ -1,4 +1,4 @@
-"""Which weights each micro-batch meets, read from a list; and what is wrong with lists in which one meets several."""
+"""Weight versions of micro-batches, read from a list, and lists in which a micro-batch has several."""
 
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import stepped_microbatches
@@ -8,12 +8,12 @@ ROOM = "old weights(0)"
 
 
 def listed(*words: str) -> list[Action]:
-    """Actions such as "F0", "STEP 1", "STASH", "LOAD_STASHED 1": of one visit, with one room for old weights."""
+    """Actions such as "F0", "STEP 1", "STASH", "LOAD_STASHED 1": of one block call, one stash."""
     found = []
     for word in words:
-        kind, micro = word.rstrip("0123456789").strip(), "".join(filter(str.isdigit, word))
+        kind, microbatch = word.rstrip("0123456789").strip(), "".join(filter(str.isdigit, word))
         subject = {"F": "x", "B": "x", "STEP": ""}.get(kind, ROOM)
-        found.append(Action(kind, subject, int(micro) if micro else None))
+        found.append(Action(kind, subject, int(microbatch) if microbatch else None))
     return found
 
 
@@ -49,21 +49,21 @@ def test_one_step_with_all_micro_batches_is_none_of_their_own():
     assert not list(version_conflicts(actions))
 
 
-def test_a_backward_that_meets_other_weights_than_its_forward_is_told():
+def test_a_backward_with_other_weights_than_its_forward_is_reported():
     actions = [action for action in RIGHT if action.kind not in ("LOAD_STASHED", "LOAD_LATEST")]
-    said = list(version_conflicts(actions))
+    text = list(version_conflicts(actions))
     assert (
-        said[0] == "B(x, 1) uses the weights after 1 steps, and the forward of its micro-batch those after 0"
+        text[0] == "B(x, 1) uses the weights after 1 steps, and the forward of its micro-batch those after 0"
     )
-    assert len(said) == 2
+    assert len(text) == 2
 
 
-def test_weights_that_nobody_has_kept_are_told():
+def test_weights_that_were_not_stashed_are_reported():
     actions = [action for action in RIGHT if action.kind != "STASH"]
     assert f"LOAD_STASHED({ROOM}, 1) loads weights that no STASH has kept" in list(version_conflicts(actions))
 
 
-def test_a_step_of_old_weights_is_told():
+def test_a_step_of_old_weights_is_reported():
     actions = [action for action in RIGHT if action.kind != "LOAD_LATEST"]
     assert (
         f"STEP(1) finds the weights of LOAD_STASHED({ROOM}, 1) in the model, and not the newest ones"

@@ -126,7 +126,7 @@ def test_patience_ends_the_run_with_the_reason():
     assert stale.stop_reason(EvalConfig("v", patience=3)) == ""
     assert stale.stop_reason(EvalConfig("v")) == ""
     assert stale.stop_reason(EvalConfig("v", patience=2)) == (
-        "2 evaluations brought no gain above 0 (the best was 2.5000 at step 2); evaluate.patience = 2"
+        "2 evaluations did not improve by more than 0 (the best was 2.5000 at step 2); evaluate.patience = 2"
     )
     assert "none was finite" in after(nan).stop_reason(EvalConfig("v", patience=1))
 

@@ -109,11 +109,11 @@ def test_with_tf32_there_is_no_peak(monkeypatch):
             tiny_job(), precision=replace(tiny_job().precision, parameters="float32", compute="float32")
         ),
     )
-    assert account_module._peak(plan, torch.device("cpu")) == 67e12
+    assert account_module._peak_flops(plan, torch.device("cpu")) == 67e12
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        assert account_module._peak(plan, torch.device("cpu")) is None
+        assert account_module._peak_flops(plan, torch.device("cpu")) is None
     finally:
         torch.set_float32_matmul_precision(before)
 

@@ -36,10 +36,10 @@ def test_new_steps_are_appended_and_nothing_is_said(tmp_path):
 def test_steps_that_come_out_the_same_are_not_written_twice(tmp_path):
     written(tmp_path, line(1), line(2), line(3))
     said = written(tmp_path, line(2, seconds=9.0), line(3), line(4))
-    assert said == "2 steps were played again from step 2: each equals its first playing to the last bit"
+    assert said == "2 steps were repeated from step 2: all are bit-identical"
     assert steps(tmp_path) == [1, 2, 3, 4]
     assert (
-        written(tmp_path, line(4)) == "step 4 was played again and equals its first playing to the last bit"
+        written(tmp_path, line(4)) == "step 4 was repeated and is bit-identical"
     )
 
 
@@ -48,25 +48,25 @@ def test_the_first_step_that_differs_is_named_and_the_new_lines_count(tmp_path, 
     written(tmp_path, line(1), line(2), line(3), line(4))
     other = math.nextafter(line(2)[key], 9)
     said = written(tmp_path, line(2), line(3, **{key: other}), line(4, **{key: other}))
-    assert said == f"step 3 was played again and differs: {key} {line(2)[key]!r} then, {other!r} now"
+    assert said == f"step 3 was repeated and differs: {key} {line(2)[key]!r} then, {other!r} now"
     assert steps(tmp_path) == [1, 2, 3, 4, 3, 4]
-    assert "each equals" in written(tmp_path, line(3, **{key: other}), line(4, **{key: other}))
+    assert "all are" in written(tmp_path, line(3, **{key: other}), line(4, **{key: other}))
 
 
 def test_a_step_that_was_nan_and_is_nan_is_the_same(tmp_path):
     written(tmp_path, line(1, math.nan))
-    assert "equals its first playing" in written(tmp_path, line(1, math.nan))
+    assert "bit-identical" in written(tmp_path, line(1, math.nan))
 
 
 def test_an_evaluation_has_a_line_of_its_own_and_is_held_against_its_first(tmp_path):
     first = {"kind": "evaluation", "step": 2, "loss": 0.4, "perplexity": 1.5, "tokens": 64}
     written(tmp_path, line(1), line(2), first, line(3))
     assert written(tmp_path, line(2), first, line(3)).startswith(
-        "2 steps were played again from step 2: each equals"
+        "2 steps were repeated from step 2: all are"
     )
     assert steps(tmp_path) == [1, 2, 2, 3]
     said = written(tmp_path, line(2), {**first, "loss": 0.5})
-    assert said == "the evaluation at step 2 was played again and differs: loss 0.4 then, 0.5 now"
+    assert said == "the evaluation at step 2 was repeated and differs: loss 0.4 then, 0.5 now"
     assert steps(tmp_path) == [1, 2, 2, 3, 2]
 
 

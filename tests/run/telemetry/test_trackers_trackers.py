@@ -112,7 +112,7 @@ def test_a_tracker_that_hangs_holds_nobody_up(caplog):
     released.set()
     assert 94 <= desk.num_dropped <= 96, "one is in its hands, four wait"
     said = [record.getMessage() for record in caplog.records]
-    assert "the tracker slow did not end within 0.05 s and is left behind" in said[0]
+    assert "the tracker slow did not close within 0.05 s and is abandoned" in said[0]
     assert (
         f"the tracker slow was too slow: {desk.num_dropped} lines were not told; all are in metrics.jsonl"
         in said[1]

@@ -1,12 +1,11 @@
 """`--set NAME=VALUE` of `search`: choices of mesh and strategies that are given instead of searched.
 
-    dp tp pp cp dp_shard          ranks along an axis; dp_shard: the data-parallel ranks that share one set of shards
-    zero                          the ZeRO stage
-    micro_batch virtual_stages    samples of a micro-batch; virtual stages per rank along pp
-    schedule                      the pipeline schedule, by name
-    activation_checkpointing      layers or none
-    context_parallel              ring, ulysses or hybrid: the attention algorithm along cp
-    intra_host                    tp (default) or dp: the axis whose ranks are neighbors on a host
+dp tp pp cp dp_shard          ranks along an axis; dp_shard: the data-parallel ranks that share one set of
+shards zero                          the ZeRO stage micro_batch virtual_stages    samples of a micro-batch;
+virtual stages per rank along pp schedule                      the pipeline schedule, by name
+activation_checkpointing      layers or none context_parallel              ring, ulysses or hybrid: the
+attention algorithm along cp intra_host                    tp (default) or dp: the axis whose ranks are
+neighbors on a host
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,15 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from meshwright.plan.job.errors import Diagnostic, suggest_name
-from meshwright.planner.analytic.parallel_config import GPIPE, DUALPIPE, ZB_V, ZB_H1, ParallelConfig, ScheduleProfile, RecomputeMode
+from meshwright.planner.analytic.parallel_config import (
+    DUALPIPE,
+    GPIPE,
+    ZB_H1,
+    ZB_V,
+    ParallelConfig,
+    RecomputeMode,
+    ScheduleProfile,
+)
 from meshwright.planner.search.request import RECOMPUTE_MODES, SearchRequest
 
 # per schedule: idle time and memory of ranks along pp, and the virtual stages that it needs (0: any number)
@@ -103,7 +110,9 @@ def _assignment_diagnostics(assignment: str, name: str, value: str) -> Iterator[
         )
     elif not value:
         example = ("3" if name == "zero" else "8") if name in NUMBER_KEYS else NAME_CHOICES[name][0]
-        yield Diagnostic(f"'{assignment}' has no value", f"write NAME=VALUE, for example {name}={example}", "--set")
+        yield Diagnostic(
+            f"'{assignment}' has no value", f"write NAME=VALUE, for example {name}={example}", "--set"
+        )
     elif name in NUMBER_KEYS and not value.isdecimal():
         yield Diagnostic(f"{name} is '{value}'", f"write a whole number, for example {name}=2", "--set")
     elif name in NAME_CHOICES and value not in NAME_CHOICES[name]:

@@ -1,7 +1,8 @@
-"""The machine of a plan that is to be chosen: what --hardware names, with the links of --cluster, as --calibrate-from taught.
+"""The machine of a search: what --hardware names, with the links of --cluster, corrected by the run of
+--calibrate-from.
 
-A run teaches by its own plan: it is sketched as the search sketches plans, on the machine as it is known without the run, and
-what its steps took is held against that (planner/learnt.py).
+A run is compared with the analytic estimate of its own plan, on the machine without the correction; the
+ratios of its compute time and its message times correct the machine (planner/machine/from_run.py).
 """
 
 import re
@@ -52,38 +53,37 @@ ShapeLookup = Callable[[str, int], ModelShape]
 def search_machine(
     hardware: str, count: int, cluster: str, run: str, shape_lookup: ShapeLookup, *, for_max_fit: bool = False
 ) -> tuple[Machine, list[str]]:
-    """`count` devices of what `hardware` names, and in words what was taken from where; with `more`, there may be more of them.
+    """Returns `count` devices of `hardware`, and notes on the sources of its data; `for_max_fit`, there may
+    be more of them.
 
-    `cluster` and `run` are paths of a cluster.toml and of a run, "": none. `shapes` gives the sizes of a model by its source and
-    the tokens of a row. Raises PlanError for what is not known, or does not fit.
+    `cluster` and `run` are paths of a cluster.toml and of a run, or "". `shape_lookup` returns the sizes of
+    a model by its source and sequence length. Raises PlanError for everything unknown or contradictory.
     """
-    faults: list[Diagnostic] = []
-    found = collect_diagnostics(faults, read_machine, hardware, MAX_DEVICES if for_max_fit else count)
-    links = collect_diagnostics(faults, read_cluster, Path(cluster)) if cluster else None
-    was = collect_diagnostics(faults, read_previous_run, Path(run)) if run else None
-    if found is None or faults:
-        raise PlanError.from_diagnostics(faults)
+    diagnostics: list[Diagnostic] = []
+    found = collect_diagnostics(diagnostics, read_machine, hardware, MAX_DEVICES if for_max_fit else count)
+    links = collect_diagnostics(diagnostics, read_cluster, Path(cluster)) if cluster else None
+    previous = collect_diagnostics(diagnostics, read_previous_run, Path(run)) if run else None
+    if found is None or diagnostics:
+        raise PlanError.from_diagnostics(diagnostics)
     notes: list[str] = []
     if links is not None:
-        found, said = with_measured_links(found, links)
-        notes += said
+        found, link_notes = with_measured_links(found, links)
+        notes += link_notes
     found = with_host_links(found, hardware)
     profile = find_profile(hardware)
     if profile is not None and profile.kind == "cpu" and count > 1:
-        beside = (
+        measured_by = (
             f", of which {profile.ranks} were at work at once" if profile.ranks > 1 else ", measured alone"
         )
         notes.append(
-            f"a device is {profile.threads} threads of {profile.device}{beside}: ranks of a host need as many cores each"
+            f"a device is {profile.threads} threads of {profile.device}{measured_by}: ranks of a host need as many cores each"
         )
-    if was is not None:
-        learnt = calibrate_from_run(Path(run), was, found, shape_lookup)
-        notes.append(f"learnt from {learnt}")
+    if previous is not None:
+        learnt = calibrate_from_run(Path(run), previous, found, shape_lookup)
+        notes.append(f"calibrated with {learnt}")
         found = apply_calibration(found, learnt)
         if found.rates.matmul > 1:
-            text = (
-                f"products would reach {100 * found.rates.matmul:.0f} % of the peak of {found.device.name}"
-            )
+            text = f"products would reach {100 * found.rates.matmul:.0f} % of the peak of {found.device.name}"
             notes.append(
                 f"{text}: the run was on faster hardware, or the device was measured while it was busy"
             )
@@ -93,12 +93,13 @@ def search_machine(
 def calibrate_from_run(
     folder: Path, previous: PreviousRun, base_machine: Machine, shape_lookup: ShapeLookup
 ) -> RunCalibration:
-    """How much longer than planned on `given` the run in `folder`, as it `was`, computed and sent.
+    """Returns the ratio of measured to estimated compute and message time of the run in `folder` on
+    `base_machine`.
 
-    Raises PlanError when it computed on another device, or has a plan that is not sketched.
+    Raises PlanError when the run used another device, or its plan is outside the analytic model.
     """
     if not _is(base_machine.device, previous.device):
-        text = f"the run computed on {previous.device}, and the plan is for {base_machine.device.name}"
+        text = f"the run used {previous.device}, and the plan is for {base_machine.device.name}"
         fix = "name a run on such a device, or plan for the device of the run; a [device] table says with `like` or `measured`"
         raise PlanError(text, fix=f"{fix} which kind it is", location=WHERE)
     path = folder / PLAN_FILE
@@ -112,7 +113,11 @@ def calibrate_from_run(
     mesh = Mesh.infer(request.mesh)
     layout = parallel_config_of(request, mesh)
     shape = shape_lookup(request.job.model.source, request.job.data.sequence)
-    machine = replace(base_machine, num_devices=mesh.world_size, host_size_override=min(base_machine.devices_per_host, mesh.world_size))
+    machine = replace(
+        base_machine,
+        num_devices=mesh.world_size,
+        host_size_override=min(base_machine.devices_per_host, mesh.world_size),
+    )
     planned = step_time(shape, layout, machine)
     if previous.compute_s is None:
         factor = previous.step_s / planned.seconds
@@ -135,26 +140,28 @@ def calibrate_from_run(
 
 
 def parallel_config_of(request: PlanRequest, mesh: Mesh) -> ParallelConfig:
-    """The layout that a plan's mesh and strategies are, as a search would sketch it. Raises PlanError where it would not."""
+    """Returns the parallel config of a plan's mesh and strategies. Raises PlanError where the analytic model
+    has none.
+    """
     fields = {strategy.name: strategy.as_dict() for strategy in request.strategies or ()}
-    faults = [
+    diagnostics = [
         Diagnostic(
-            f"the run has '{name}', which plans that are chosen do not have",
-            "learn from a run without it",
+            f"the run has '{name}', which `search` does not model",
+            "calibrate with a run without it",
             WHERE,
         )
         for name in fields
         if name not in MODELED_STRATEGIES
     ]
     pipeline, zero = fields.get("pipeline", {}), fields.get("zero", {})
-    order = schedule_costs(pipeline.get("schedule", "1f1b"))
-    if order is None:
-        text = f"the run's schedule is '{pipeline['schedule']}', which plans that are chosen do not have"
-        faults.append(Diagnostic(text, "learn from a run with 1f1b", WHERE))
-    if faults or order is None:
-        raise PlanError.from_diagnostics(faults)
+    schedule_profile = schedule_costs(pipeline.get("schedule", "1f1b"))
+    if schedule_profile is None:
+        text = f"the run's schedule is '{pipeline['schedule']}', which `search` does not model"
+        diagnostics.append(Diagnostic(text, "calibrate with a run with 1f1b", WHERE))
+    if diagnostics or schedule_profile is None:
+        raise PlanError.from_diagnostics(diagnostics)
     dp, batch = mesh.size("dp_replicate") * mesh.size("dp_shard"), request.job.train.batch
-    rows = request.micro_batch or batch // dp
+    micro_batch = request.micro_batch or batch // dp
     grouped = bool(zero) and mesh.size("dp_replicate") > 1 and mesh.size("dp_shard") > 1
     return ParallelConfig(
         dp=dp,
@@ -163,19 +170,23 @@ def parallel_config_of(request: PlanRequest, mesh: Mesh) -> ParallelConfig:
         cp=mesh.size("cp"),
         zero_stage=zero.get("stage", 0),
         zero_group_size=mesh.size("dp_shard") if grouped else 0,
-        ulysses_degree=mesh.size("cp") if "ulysses" in fields else fields.get("hybrid_context_parallel", {}).get("ulysses_degree", 1),
-        virtual_stages=pipeline.get("virtual_stages") or (2 if order.is_folded else 1),
-        micro_batch=rows,
-        num_microbatches=batch // (dp * rows),
+        ulysses_degree=mesh.size("cp")
+        if "ulysses" in fields
+        else fields.get("hybrid_context_parallel", {}).get("ulysses_degree", 1),
+        virtual_stages=pipeline.get("virtual_stages") or (2 if schedule_profile.is_folded else 1),
+        micro_batch=micro_batch,
+        num_microbatches=batch // (dp * micro_batch),
         recompute="layers" if "activation_checkpointing" in fields else "none",
         sequence_parallel="sequence_parallel" in fields,
-        schedule_profile=order,
+        schedule_profile=schedule_profile,
         dtype=request.job.precision.compute,
     )
 
 
 def _is(device: DeviceSpec, called: str) -> bool:
-    """Whether a driver calls the kind of `device` so; names do not tell: H200 is a part of GH200, and people give their own."""
+    """Whether the driver's name `called` is this kind of device. Names alone do not decide: "H200" is part
+    of "GH200".
+    """
     known = find_device(called)
     if known is None:
         return device.pattern == re.escape(called)
@@ -185,10 +196,9 @@ def _is(device: DeviceSpec, called: str) -> bool:
     return known == find_device(device.name) if bare else known.pattern == device.pattern
 
 
-def _sending(was: PreviousRun, mesh: Mesh, machine: Machine) -> float | None:
-    """How many times as long as planned the messages of a run took; None where it sent none that says something of a link."""
+def _sending(previous: PreviousRun, mesh: Mesh, machine: Machine) -> float | None:
     wire = RatedNetworkTime(machine)
-    found = [(each, mesh.peers(0, each.axes)) for each in was.collectives]
+    found = [(each, mesh.peers(0, each.axes)) for each in previous.collectives]
     large = [(each, ranks) for each, ranks in found if len(ranks) > 1 and each.nbytes >= MIN_MESSAGE_NBYTES]
     planned = sum(wire.seconds(_transfer(each), ranks) for each, ranks in large)
     return sum(each.seconds for each, _ in large) / planned if planned else None

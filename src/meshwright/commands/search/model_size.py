@@ -1,7 +1,8 @@
-"""The sizes of the MODEL that a plan is chosen for: said in words, or read from a config of transformers.
+"""The sizes of MODEL for a search: given as text, or read from a transformers config.
 
-The model of a config is made without weights, so that they can be counted: what is searched are decoders of equal layers, and a
-model with other weights than its sizes say is told as one. A gated MLP is not in configs; the count of weights tells.
+The model of a config is made without weights, to count its parameters. The search covers decoders of equal
+layers; a model whose parameter count does not match its sizes is reported. Configs do not say whether an MLP
+is gated; the count decides.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 from meshwright.planner.analytic.model_shape import SHAPE_FORMAT, ModelShape, parse_shape
 
-# what configs of transformers call sizes; those of families with other names say which theirs are (attribute_map)
+# names of sizes in transformers configs; families with other names map them (attribute_map)
 HF_CONFIG_KEYS = {
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",
@@ -33,17 +34,20 @@ EXPERT_KEYS = (
     "num_experts",
     "n_routed_experts",
     "moe_num_experts",
-)  # what configs call their number
-MAX_PADDING_ROWS = 2  # rows that some families put before the first position
-PARAM_TOLERANCE = 0.1  # of its weights: a model that has so many more or fewer than its sizes say is no decoder of equal layers
+)  # names of their number in configs
+MAX_PADDING_ROWS = 2  # embedding rows that some families put before the first position
+PARAM_TOLERANCE = (
+    0.1  # relative difference of parameter counts above which a model is no decoder of equal layers
+)
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The sizes of a model; of a config also the weights that it has as `matrices` (0: not known), and how it attends.
+    """The sizes of a model; of a config also the number of parameters in matrices (0: unknown), and its
+    attention.
 
-    `positions` are those it has learnt (0: none), `windowed` of its layers see `window` tokens; `both`: each token sees those
-    behind it too.
+    `max_positions` are learned positions (0: none); `num_windowed_layers` layers attend to
+    `attention_window` tokens; `is_bidirectional`: tokens attend to later ones too.
     """
 
     shape: ModelShape
@@ -55,18 +59,18 @@ class ModelSize:
 
 
 def model_shape(model: str, sequence: int) -> ModelShape:
-    """The sizes of `model`; `sequence` 0: what it says itself."""
+    """Returns the sizes of `model`; `sequence` 0: its own length."""
     return model_size(model, sequence).shape
 
 
 def model_size(model: str, sequence: int) -> ModelSize:
-    """What is known of `model`: its sizes, of a config more; with rows of `sequence` tokens (0: what it says itself)."""
+    """Returns what is known of `model`, with samples of `sequence` tokens (0: its own length)."""
     known = ModelSize(parse_shape(model)) if is_shape_text(model) else _of_config(model, sequence)
     return replace(known, shape=replace(known.shape, sequence=sequence)) if sequence else known
 
 
 def size_warnings(size: ModelSize) -> Iterator[str]:
-    """In what a model differs from the decoder that it is priced as, where it does."""
+    """Yields the differences between a model and the decoder of the cost model."""
     shape, matrices, full = (
         size.shape,
         size.num_matrix_params,
@@ -83,20 +87,22 @@ def size_warnings(size: ModelSize) -> Iterator[str]:
 
 
 def is_shape_text(model: str) -> bool:
-    """Whether it is sizes in words, not a file or a repository."""
-    words = model.replace(":", " ").replace("=", " ").replace(",", " ").lower().split()
-    return "layers" in words and len(words) > 1 and not Path(model).exists()
+    """Returns whether `model` is sizes as text, not a file or a repository."""
+    embeddings = model.replace(":", " ").replace("=", " ").replace(",", " ").lower().split()
+    return "layers" in embeddings and len(embeddings) > 1 and not Path(model).exists()
 
 
 def _learnt(module: Any, positions: object) -> int:
-    """The `positions` of a config, where a `module` of transformers has learnt each by itself; 0: it goes on beyond them."""
-    words = module.get_input_embeddings()
+    """Returns the number of learned positions of a `module` of transformers; 0 for rotary
+    or other positions.
+    """
+    embeddings = module.get_input_embeddings()
     if not isinstance(positions, int):
         return 0
     for each in module.modules():
         if (
             isinstance(each, nn.Embedding)
-            and each is not words
+            and each is not embeddings
             and 0 <= each.num_embeddings - positions <= MAX_PADDING_ROWS
         ):
             before = (
@@ -107,7 +113,6 @@ def _learnt(module: Any, positions: object) -> int:
 
 
 def _of_config(source: str, sequence: int) -> ModelSize:
-    """What is known of the model of a config."""
     raise_diagnostics(_nowhere(source))
     config = read_source_config(ModelConfig(source))
     if config is not None:
@@ -121,7 +126,7 @@ def _of_config(source: str, sequence: int) -> ModelSize:
         text = f"{source} makes a model without a config: its sizes are not known"
         raise PlanError(text, fix=f"say them: {SHAPE_FORMAT}", location="MODEL")
     raise_diagnostics([*_unsearched(source, config), *_unsized(source, config, sequence)])
-    said, sizes = config.to_dict(), _sizes(config)
+    config_values, sizes = config.to_dict(), _sizes(config)
     positions = _learnt(module, sizes["sequence"])
     if 0 < positions < sequence:
         text = f"{source} has learnt {positions} positions, and rows of {sequence} tokens are asked for"
@@ -132,36 +137,35 @@ def _of_config(source: str, sequence: int) -> ModelSize:
     plain = ModelShape(
         Path(source).stem,
         **sizes,
-        **_beside(said),
-        tied=bool(said.get("tie_word_embeddings")),
+        **_beside(config_values),
+        tied=bool(config_values.get("tie_word_embeddings")),
     )
     matrices = sum(
         prod(entry.shape) for entry in loaded.deferred_init.logical_params.values() if len(entry.shape) > 1
     )
-    head = said.get("head_dim") if plain.heads > 0 else 0
+    head = config_values.get("head_dim") if plain.heads > 0 else 0
     wide = [plain, replace(plain, head=head)] if isinstance(head, int) and head != plain.head_dim else [plain]
     both = [replace(each, gated=gated) for each in wide for gated in (False, True)]
     shape = min(both, key=lambda shape: abs(shape.numel - matrices))
-    return ModelSize(shape, matrices, positions, *_windows(said, shape.layers), _both_ways(module, said))
+    return ModelSize(
+        shape, matrices, positions, *_windows(config_values, shape.layers), _both_ways(module, config_values)
+    )
 
 
-def _windows(said: Mapping[str, Any], layers: int) -> tuple[int, int]:
-    """How many tokens a window of attention has, and how many layers have one."""
-    window = said.get("sliding_window")
-    if not isinstance(window, int) or window < 1 or said.get("use_sliding_window") is False:
+def _windows(config_values: Mapping[str, Any], layers: int) -> tuple[int, int]:
+    window = config_values.get("sliding_window")
+    if not isinstance(window, int) or window < 1 or config_values.get("use_sliding_window") is False:
         return 0, 0
-    kinds = said.get("layer_types")
+    kinds = config_values.get("layer_types")
     return window, kinds.count("sliding_attention") if kinds else layers
 
 
-def _both_ways(module: nn.Module, said: Mapping[str, Any]) -> bool:
-    """Whether tokens see those behind them: models that fill in masked words, and those whose attention says so."""
-    masked = "ForMaskedLM" in type(module).__name__ or bool(said.get("use_bidirectional_attention"))
+def _both_ways(module: nn.Module, config_values: Mapping[str, Any]) -> bool:
+    masked = "ForMaskedLM" in type(module).__name__ or bool(config_values.get("use_bidirectional_attention"))
     return masked or any(vars(each).get("is_causal") is False for each in module.modules())
 
 
 def _unsearched(source: str, config: Any) -> Iterator[Diagnostic]:
-    """That a config is of a model that is no decoder of equal layers."""
     exists = "a plan that exists is counted from its own program"
     if config.is_encoder_decoder:
         yield Diagnostic(
@@ -176,7 +180,6 @@ def _unsearched(source: str, config: Any) -> Iterator[Diagnostic]:
 
 
 def _unsized(source: str, config: Any, sequence: int) -> Iterator[Diagnostic]:
-    """The sizes that a config does not say, where they are not given."""
     sizes = _sizes(config) | ({"sequence": sequence} if sequence else {})
     lacking = [theirs for ours, theirs in HF_CONFIG_KEYS.items() if not isinstance(sizes[ours], int)]
     text = config.get_text_config()
@@ -184,16 +187,20 @@ def _unsized(source: str, config: Any, sequence: int) -> Iterator[Diagnostic]:
         parts = ", ".join(
             name for name, part in config.to_dict().items() if isinstance(part, dict) and "model_type" in part
         )
-        told = f"{source} is a model of several parts ({parts}), which are not searched yet"
+        problem = f"{source} is a model of several parts ({parts}), which are not searched yet"
         inner = _sizes(text) | _beside(text.to_dict()) | ({"sequence": sequence} if sequence else {})
-        said = " ".join(f"{name} {size}" for name, size in inner.items() if isinstance(size, int) and size)
-        said += " tied" if text.to_dict().get("tie_word_embeddings") else ""
+        config_values = " ".join(
+            f"{name} {size}" for name, size in inner.items() if isinstance(size, int) and size
+        )
+        config_values += " tied" if text.to_dict().get("tie_word_embeddings") else ""
         yield Diagnostic(
-            told, f'plan the one that reads text alone, by its sizes: "{Path(source).stem}: {said}"', "MODEL"
+            problem,
+            f'plan the one that reads text alone, by its sizes: "{Path(source).stem}: {config_values}"',
+            "MODEL",
         )
     elif lacking == [HF_CONFIG_KEYS["sequence"]]:
-        told = f"the config of {source} does not say how long rows are ({lacking[0]})"
-        yield Diagnostic(told, "say it: --sequence 2048", "--sequence")
+        problem = f"the config of {source} does not say how long rows are ({lacking[0]})"
+        yield Diagnostic(problem, "say it: --sequence 2048", "--sequence")
     elif lacking:
         yield Diagnostic(
             f"the config of {source} does not say {', '.join(lacking)}",
@@ -203,7 +210,6 @@ def _unsized(source: str, config: Any, sequence: int) -> Iterator[Diagnostic]:
 
 
 def _nowhere(source: str) -> Iterator[Diagnostic]:
-    """That nothing is called `source`: no path, no factory in a file, and no repository."""
     if not Path(source).exists() and ".py" not in source and not is_hub_id(source):
         text = f"there is no file or folder '{source}', and no sizes are said"
         fix = f"say sizes in words: {SHAPE_FORMAT}; or name a folder with config.json, a .json file, file.py:factory"
@@ -211,20 +217,28 @@ def _nowhere(source: str) -> Iterator[Diagnostic]:
 
 
 def _sizes(config: Any) -> dict[str, Any]:
-    """The sizes in our words; None where the config does not say one."""
-    said = config.to_dict()
+    config_values = config.to_dict()
     return {
-        ours: said.get(config.attribute_map.get(theirs, theirs)) for ours, theirs in HF_CONFIG_KEYS.items()
+        ours: config_values.get(config.attribute_map.get(theirs, theirs))
+        for ours, theirs in HF_CONFIG_KEYS.items()
     }
 
 
-def _beside(said: Mapping[str, Any]) -> dict[str, Any]:
+def _beside(config_values: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes that need not be said; 0: the usual."""
-    ffn = said.get("intermediate_size") or said.get("n_inner") or said.get("ffn_dim") or 0
-    return {"kv_heads": said.get("num_key_value_heads") or 0, "ffn": ffn, "head": said.get("head_dim") or 0}
+    ffn = (
+        config_values.get("intermediate_size")
+        or config_values.get("n_inner")
+        or config_values.get("ffn_dim")
+        or 0
+    )
+    return {
+        "kv_heads": config_values.get("num_key_value_heads") or 0,
+        "ffn": ffn,
+        "head": config_values.get("head_dim") or 0,
+    }
 
 
-def _experts(said: Mapping[str, Any]) -> int:
-    """The most experts that a config, or one that lies in it (text_config, ffn_config), has in a layer."""
-    own = [said[name] for name in EXPERT_KEYS if isinstance(said.get(name), int)]
-    return max([0, *own, *(_experts(each) for each in said.values() if isinstance(each, dict))])
+def _experts(config_values: Mapping[str, Any]) -> int:
+    own = [config_values[name] for name in EXPERT_KEYS if isinstance(config_values.get(name), int)]
+    return max([0, *own, *(_experts(each) for each in config_values.values() if isinstance(each, dict))])

@@ -1,4 +1,4 @@
-"""What a search says that found nothing: what is missing, what comes nearest, and a repair that works when it is followed."""
+"""The error of a search without a result: what is missing, what comes closest, and a repair that works."""
 
 from dataclasses import replace
 
@@ -13,31 +13,41 @@ MAX_DOUBLINGS = 7  # of the devices that are tried
 
 
 def no_result_error(request: SearchRequest, result: SearchResult) -> PlanError:
-    """Why nothing is `found` for `wish`."""
+    """Returns the PlanError that says why `request` has no `result`."""
     shape, kind = request.shape, request.machine
     if result.nearest_miss is None:
-        text = f"no mesh of {kind.num_devices} devices takes {request.batch} rows of {shape.name} as it is fixed"
-        fault, copies = (
+        text = (
+            f"no mesh of {kind.num_devices} devices takes {request.batch} rows of {shape.name} as it is fixed"
+        )
+        diagnostic, copies = (
             empty_search_diagnostic(request),
             sorted({mesh.dp for mesh in candidate_meshes(replace(request, batch=kind.num_devices))}),
         )
-        if fault is None and copies and not any(request.batch % dp == 0 for dp in copies):
+        if diagnostic is None and copies and not any(request.batch % dp == 0 for dp in copies):
             what = f"{request.batch} rows on {' or '.join(map(str, copies))} copies"
-            fault = Diagnostic(
+            diagnostic = Diagnostic(
                 what,
                 f"each copy takes as many: choose a batch of {copies[0] * (request.batch // copies[0] + 1)}",
             )
-        fix = "fix fewer axes, or choose a batch that copies can share" if fault is None else fault.fix
-        return PlanError(text if fault is None else f"{text}: {fault.problem}", fix=fix, location="plan")
-    layout, held = result.nearest_miss
-    text = f"nothing fits: {shape.name} needs {to_gib(held.total):.0f} GiB on the fullest device, and {kind.device.name}"
+        fix = (
+            "fix fewer axes, or choose a batch that copies can share"
+            if diagnostic is None
+            else diagnostic.fix
+        )
+        return PlanError(
+            text if diagnostic is None else f"{text}: {diagnostic.problem}", fix=fix, location="plan"
+        )
+    layout, kept = result.nearest_miss
+    text = f"nothing fits: {shape.name} needs {to_gib(kept.total):.0f} GiB on the fullest device, and {kind.device.name}"
     nearest_axes = ", ".join(axis_texts(layout)) or "one device"
     fix = f"{_repair(request)}; the nearest layout is {nearest_axes}"
     return PlanError(f"{text} has {to_gib(request.usable_memory):.0f} to give", fix=fix, location="plan")
 
 
 def _repair(request: SearchRequest) -> str:
-    """What is fixed, where it is in the way; devices, in powers of two times as many; or that no number of them is enough."""
+    """Finds the constraint in the way, or the number of devices (in doublings) that is enough, or says that
+    none is.
+    """
     count, batch = request.machine.num_devices, request.batch
     free = {axis: size for axis, size in request.fixed.items() if axis != "dp"}
     if request.fixed and fits(replace(request, fixed={})):
@@ -46,7 +56,11 @@ def _repair(request: SearchRequest) -> str:
         many = count << doubled
         for rows in (batch, max(batch, many)):
             larger = replace(
-                request, machine=replace(request.machine, num_devices=many), batch=rows, fixed=free, devices_by_kind=()
+                request,
+                machine=replace(request.machine, num_devices=many),
+                batch=rows,
+                fixed=free,
+                devices_by_kind=(),
             )
             if fits(larger):
                 also = f" and {rows} rows" if rows != batch else ""

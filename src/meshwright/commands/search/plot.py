@@ -1,7 +1,7 @@
-"""`plan MODEL ... --plot FILE.html`: what a search found, drawn.
+"""`--plot FILE.html`: draws step time against memory, and the schedule of the best plan.
 
-The search keeps the fastest layouts, which are seldom the smallest. So it is made again with ever less memory, and what fits then
-is drawn too.
+The search keeps the fastest candidates, which are seldom the smallest. So it is repeated with less and less
+memory, and the candidates that fit then are drawn too.
 """
 
 from dataclasses import replace
@@ -18,13 +18,13 @@ from meshwright.planner.search.search import Candidate, search
 from meshwright.report.search.pareto import search_page
 from meshwright.report.search.search_result import ranking_reasons
 
-MEMORY_FRACTIONS = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25, 0.15)  # of a device's memory
+MEMORY_FRACTIONS = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25, 0.15)  # fractions of a device's memory
 MAX_CANDIDATES = 30  # of each
-NUM_ROUNDS = 2  # micro-batches that are drawn, in units of pp
+NUM_ROUNDS = 2  # micro-batches in the drawing, in units of pp
 
 
 def write_plot(outcome: SearchOutcome, path: Path) -> None:
-    """Write the page. Raises PlanError when the file cannot be written."""
+    """Writes the page. Raises PlanError when the file cannot be written."""
     best = outcome.result.best[0]
     rows = winner_timeline(outcome.request, best) if best.config.pp > 1 and not best.layer_assignment else []
     why = ranking_reasons(outcome.request, outcome.result, outcome.comparison)
@@ -39,11 +39,13 @@ def write_plot(outcome: SearchOutcome, path: Path) -> None:
 
 
 def plotted_candidates(outcome: SearchOutcome) -> list[Candidate]:
-    """What was chosen, and more that fits in less memory; the fastest first, each once."""
-    wish, found = outcome.request, list(outcome.result.best)
+    """Returns the found candidates, and more that fit in less memory; the fastest first, each once."""
+    request, found = outcome.request, list(outcome.result.best)
     for share in MEMORY_FRACTIONS if not any(each.layer_assignment for each in found) else ():
-        device = replace(wish.machine.device, memory=wish.machine.device.memory * share)
-        found += search(replace(wish, machine=replace(wish.machine, device=device)), MAX_CANDIDATES).best
+        device = replace(request.machine.device, memory=request.machine.device.memory * share)
+        found += search(
+            replace(request, machine=replace(request.machine, device=device)), MAX_CANDIDATES
+        ).best
     seen: dict[tuple[object, ...], Candidate] = {}
     for each in found:
         seen.setdefault((each.config, each.schedule, each.layer_assignment), each)
@@ -51,7 +53,9 @@ def plotted_candidates(outcome: SearchOutcome) -> list[Candidate]:
 
 
 def winner_timeline(request: SearchRequest, best: Candidate) -> SpansByRank:
-    """The first micro-batches of a step under `best`: its schedule played on paper, with seconds from the sketch."""
+    """Returns the timeline of the first micro-batches of a step under `best`, with times of the analytic
+    model.
+    """
     layout, schedule = best.config, find_schedule(best.schedule)
     if schedule is None:
         raise ValueError(
@@ -71,7 +75,10 @@ def winner_timeline(request: SearchRequest, best: Candidate) -> SpansByRank:
         sum(costs[stage.stage].total for stage in lying if stage.pp_rank == rank) for rank in range(layout.pp)
     ]
     scale = (
-        (best.step.compute + best.step.tp_comm) / layout.num_microbatches / max(busy) * (2 if layout.schedule_profile.is_bidirectional else 1)
+        (best.step.compute + best.step.tp_comm)
+        / layout.num_microbatches
+        / max(busy)
+        * (2 if layout.schedule_profile.is_bidirectional else 1)
     )
     halves = [scale * each.backward / 2 for each in costs]
     sent = boundary_send_s(request.shape, layout, request.machine)

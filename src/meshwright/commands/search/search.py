@@ -1,9 +1,10 @@
-"""`plan MODEL --devices N --hardware KIND --batch B`: the best layouts of a model that nobody has rented a device for.
+"""`search MODEL --devices N --hardware KIND --batch B`: the best plans of a model for a machine that need
+not exist here.
 
-MODEL is a shape in words ("175b: layers 96 hidden 12288 heads 96"), or a transformers config, whose sizes are read and whose
-model is made without weights to count them. Devices may be of several kinds (h100:32,a100:32). With `--fit` a limit is looked
-for: the largest batch, sequence or model, or the fewest devices. The winner is written as a config: mesh and strategies, for
-`verify` and `train` (verbs/winner.py).
+MODEL is sizes as text ("175b: layers 96 hidden 12288 heads 96") or a transformers config, whose model is
+made without weights to count its parameters. Devices may be of several kinds (h100:32,a100:32). `--fit`
+searches a limit: the largest batch, sequence or model, or the fewest devices. The best plan is written as a
+config for `verify` and `train` (`to_config`).
 """
 
 import json
@@ -40,12 +41,15 @@ from meshwright.planner.search.max_fit import FIT_QUANTITIES, MaxFit, find_max_f
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import SearchResult, search
 from meshwright.report.search.max_fit import max_fit_dict, max_fit_view
-from meshwright.report.search.search_result import SearchAlternatives, TrainingBudget, search_dict, search_view as choice_view
+from meshwright.report.search.search_result import SearchAlternatives, TrainingBudget, search_dict
+from meshwright.report.search.search_result import search_view as result_view
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What the command was told: a model, devices, the rows of a step, what is fixed, and the limit that is looked for."""
+    """The options of the command: model, devices, samples of a step, given choices, and
+    the limit to search.
+    """
 
     model: str
     devices: int
@@ -62,9 +66,10 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """What a search was asked, and what it found: of a limit, at it. `beside` is what the winner is compared with.
+    """What a search was asked and what it found (of a limit: at the limit). `comparison` has the
+    alternatives to the best plan.
 
-    `notes` say what of the machine was measured, and learnt.
+    `notes` are the sources of the machine's data, and warnings.
     """
 
     options: SearchOptions
@@ -76,68 +81,80 @@ class SearchOutcome:
 
 
 def run_search(options: SearchOptions) -> SearchOutcome:
-    """The layouts that are best for what was `asked`, or the limit.
+    """Returns the best plans for `options`, or the limit.
 
-    Raises PlanError for a model, a device or an axis that is not understood, and where nothing fits: what is missing, and what
-    comes nearest.
+    Raises PlanError for a model, a device or an axis that is not understood, and where nothing fits: what is
+    missing, and what comes closest.
     """
-    faults: list[Diagnostic] = []
-    model = collect_diagnostics(faults, model_size, options.model, options.sequence)
-    kinds, notes = find_machines(options, faults)
-    known = not faults
-    given = parse_constraints(options.constraints, faults)
+    diagnostics: list[Diagnostic] = []
+    model = collect_diagnostics(diagnostics, model_size, options.model, options.sequence)
+    kinds, notes = find_machines(options, diagnostics)
+    known = not diagnostics
+    given = parse_constraints(options.constraints, diagnostics)
     if options.max_fit and options.max_fit not in FIT_QUANTITIES:
-        faults.append(
+        diagnostics.append(
             Diagnostic(
-                f"no limit is called '{options.max_fit}'", suggest_name(options.max_fit, FIT_QUANTITIES), "--fit"
+                f"no limit is called '{options.max_fit}'",
+                suggest_name(options.max_fit, FIT_QUANTITIES),
+                "--fit",
             )
         )
     if model is None or not known:  # without a model and devices nothing can contradict itself
-        raise PlanError.from_diagnostics(faults)
+        raise PlanError.from_diagnostics(diagnostics)
     notes = (*notes, *size_warnings(model))
     one = kinds[0] if len(kinds) == 1 else weakest_machine(kinds)
-    wish = given.apply(
-        SearchRequest(model.shape, one, options.batch, max_positions=model.max_positions, base_config=base_config(one.device.flops))
+    request = given.apply(
+        SearchRequest(
+            model.shape,
+            one,
+            options.batch,
+            max_positions=model.max_positions,
+            base_config=base_config(one.device.flops),
+        )
     )
-    raise_diagnostics([*faults, *_free(wish, options.max_fit).diagnostics()])
+    raise_diagnostics([*diagnostics, *_without_limit(request, options.max_fit).diagnostics()])
     if options.max_fit:
-        return replace(_limited(options, wish, kinds), notes=notes)
-    found = search_heterogeneous(wish, kinds, options.num_kept) if len(kinds) > 1 else search(wish, options.num_kept)
+        return replace(_limited(options, request, kinds), notes=notes)
+    found = (
+        search_heterogeneous(request, kinds, options.num_kept)
+        if len(kinds) > 1
+        else search(request, options.num_kept)
+    )
     if not found.best:
-        raise no_result_error(wish, found)
-    return SearchOutcome(options, wish, found, _beside(wish, kinds, found), notes=notes)
+        raise no_result_error(request, found)
+    return SearchOutcome(options, request, found, _beside(request, kinds, found), notes=notes)
 
 
 def find_machines(
     options: SearchOptions, diagnostics: list[Diagnostic]
 ) -> tuple[list[Machine], tuple[str, ...]]:
-    """The devices of each kind, "h100" or "h100:32,a100:32", and what was measured or learnt of them, in words.
+    """Returns the devices of each kind ("h100" or "h100:32,a100:32"), and notes on their data.
 
-    `faults` learns of all that is not known, and of numbers that contradict each other.
+    Appends to `diagnostics` everything unknown, and numbers that contradict each other.
     """
-    words = [word.strip().partition(":") for word in options.hardware.split(",")]
-    if len(words) == 1 and not words[0][1]:
+    entries = [word.strip().partition(":") for word in options.hardware.split(",")]
+    if len(entries) == 1 and not entries[0][1]:
         make = partial(search_machine, for_max_fit=options.max_fit == "devices")
         one = collect_diagnostics(
             diagnostics,
             make,
-            words[0][0],
+            entries[0][0],
             options.devices or 1,
             options.cluster,
             options.calibration_run,
             model_shape,
         )
         return ([one[0]], tuple(one[1])) if one else ([], ())
-    lacking = [kind for kind, _, count in words if not count.isdecimal() or int(count) < 1]
+    lacking = [kind for kind, _, count in entries if not count.isdecimal() or int(count) < 1]
     if lacking:
         text = f"how many devices are {' and '.join(lacking)}? '{options.hardware}' does not say"
         diagnostics.append(Diagnostic(text, "say it of each kind: --hardware h100:32,a100:32", "--hardware"))
-        words = [(kind, "", "1") for kind, _, _ in words]
-    total = sum(int(count) for _, _, count in words)
+        entries = [(kind, "", "1") for kind, _, _ in entries]
+    total = sum(int(count) for _, _, count in entries)
     if not lacking and options.devices not in (0, total):
         text = f"--devices {options.devices}, and {options.hardware} are {total}"
-        diagnostics.append(Diagnostic(text, "leave --devices away, or make the two equal", "--devices"))
-    if options.max_fit and len(words) > 1:
+        diagnostics.append(Diagnostic(text, "leave --devices out, or make the two equal", "--devices"))
+    if options.max_fit and len(entries) > 1:
         diagnostics.append(
             Diagnostic(
                 f"--fit {options.max_fit} on several kinds of devices",
@@ -146,28 +163,28 @@ def find_machines(
             )
         )
     for flag, file in (("--cluster", options.cluster), ("--calibrate-from", options.calibration_run)):
-        if file and len(words) > 1:
+        if file and len(entries) > 1:
             diagnostics.append(
                 Diagnostic(
                     f"{flag} {file} on several kinds of devices",
-                    "leave it away: it says one machine's figures",
+                    "leave it out: it describes one machine",
                     flag,
                 )
             )
-    single = len(words) == 1
+    single = len(entries) == 1
     files = (options.cluster, options.calibration_run) if single else ("", "")
     make = partial(search_machine, for_max_fit=single and options.max_fit == "devices")
     made = [
         collect_diagnostics(diagnostics, make, kind, int(count), *files, model_shape)
-        for kind, _, count in words
+        for kind, _, count in entries
     ]
     found = [each for each in made if each is not None]
     return [each for each, _ in found], tuple(note for _, notes in found for note in notes)
 
 
 def search_view(outcome: SearchOutcome) -> RenderableType:
-    """The scenario in words, the ranked layouts, why the first one wins, and what stops the others."""
-    shown = choice_view(outcome.request, outcome.result, outcome.options.budget, outcome.comparison)
+    """Returns the scenario, the ranked plans, why the first one is best, and what limits the others."""
+    shown = result_view(outcome.request, outcome.result, outcome.options.budget, outcome.comparison)
     notes = [Text(line) for line in outcome.notes]
     notes += [
         Text(line, style="yellow") for line in unwritten_notes(outcome.result.best[0], _blocks(outcome))
@@ -176,22 +193,22 @@ def search_view(outcome: SearchOutcome) -> RenderableType:
 
 
 def outcome_as_dict(outcome: SearchOutcome) -> dict[str, Any]:
-    """The same as plain values."""
-    said = search_dict(outcome.request, outcome.result, outcome.options.budget, outcome.comparison)
+    """Returns the same as plain values."""
+    values = search_dict(outcome.request, outcome.result, outcome.options.budget, outcome.comparison)
     return (
-        said
+        values
         | {"notes": list(outcome.notes)}
         | ({"limit": max_fit_dict(outcome.max_fit)} if outcome.max_fit else {})
     )
 
 
 def write_config(outcome: SearchOutcome, path: Path) -> None:
-    """Write the winner as a config. Raises PlanError when the file cannot be written."""
+    """Writes the best plan as a config. Raises PlanError when the file cannot be written."""
     _write(path, tomli_w.dumps(winner_config(outcome)), "--out")
 
 
 def write_json(outcome: SearchOutcome, path: Path) -> None:
-    """Write all that is known of the choice as JSON. Raises PlanError when the file cannot be written."""
+    """Writes everything that was found as JSON. Raises PlanError when the file cannot be written."""
     _write(path, json.dumps(outcome_as_dict(outcome), indent=1) + "\n", "--json")
 
 
@@ -204,20 +221,20 @@ def _write(path: Path, text: str, flag: str) -> None:
 
 
 def winner_config(outcome: SearchOutcome) -> dict[str, Any]:
-    """The winner as the tables of a config: [model] where it is one that can be built, [mesh], [[strategies]], [train]."""
-    model = "" if is_shape_text(outcome.options.model) else _wherever(outcome.options.model)
-    best, wish = outcome.result.best[0], outcome.request
-    return config_tables(model, wish.batch, wish.shape.sequence, best, _blocks(outcome))
+    """Returns the best plan as the tables of a config: [model] if it can be built, [mesh], [[strategies]],
+    [train].
+    """
+    model = "" if is_shape_text(outcome.options.model) else _absolute_source(outcome.options.model)
+    best, request = outcome.result.best[0], outcome.request
+    return config_tables(model, request.batch, request.shape.sequence, best, _blocks(outcome))
 
 
-def _wherever(source: str) -> str:
-    """`source` as a config in any folder may say it: the whole path of a file, the name of a repository as it is."""
+def _absolute_source(source: str) -> str:
     path, colon, name = source.partition(":")
     return f"{Path(path).resolve()}{colon}{name}" if Path(path).exists() else source
 
 
-def _free(request: SearchRequest, fit: str) -> SearchRequest:
-    """`wish` without what a limit will say."""
+def _without_limit(request: SearchRequest, fit: str) -> SearchRequest:
     if fit == "batch":
         return replace(request, batch=request.machine.num_devices * request.fixed.get("micro", 1))
     if fit == "devices":
@@ -242,11 +259,15 @@ def _limited(options: SearchOptions, request: SearchRequest, kinds: Sequence[Mac
         text = f"{request.shape.name}: not even {least[options.max_fit]} is enough of {request.machine.device.name} as it is fixed"
         raise PlanError(text, fix="fix less, or take devices with more memory", location="--fit")
     one = [replace(kinds[0], num_devices=found.request.machine.num_devices)]
-    return SearchOutcome(options, found.request, found.result, _beside(found.request, one, found.result), found)
+    return SearchOutcome(
+        options, found.request, found.result, _beside(found.request, one, found.result), found
+    )
 
 
 def _beside(request: SearchRequest, kinds: Sequence[Machine], found: SearchResult) -> SearchAlternatives:
-    """What the winner is compared with: the fastest if memory were no limit, copies inside hosts, each kind of device alone."""
+    """Finds the alternatives: the fastest if memory were no limit, data parallelism inside hosts, each kind
+    of device alone.
+    """
     best = found.best[0]
     endless = replace(request.machine, device=replace(request.machine.device, memory=inf))
     faster = 0.999 * best.seconds
@@ -268,15 +289,14 @@ def _beside(request: SearchRequest, kinds: Sequence[Machine], found: SearchResul
     return SearchAlternatives(tuple(kinds), roomy, turned, each)
 
 
-def _blocks(outcome: SearchOutcome) -> list[str]:
-    """The names of the model's layers, in order, where they are asked for: by cuts of unequal parts."""
-    if not outcome.result.best[0].layer_assignment or is_shape_text(outcome.options.model):
+def _blocks(result: SearchOutcome) -> list[str]:
+    if not result.result.best[0].layer_assignment or is_shape_text(result.options.model):
         return []
-    model = load_model(ModelConfig(outcome.options.model), seed=0).deferred_init.instantiate()
+    model = load_model(ModelConfig(result.options.model), seed=0).deferred_init.instantiate()
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     fitting = [
         name
         for name in lists
-        if len(list(model.get_submodule(name).children())) == outcome.request.shape.layers
+        if len(list(model.get_submodule(name).children())) == result.request.shape.layers
     ]
-    return [f"{fitting[0]}.{number}" for number in range(outcome.request.shape.layers)] if fitting else []
+    return [f"{fitting[0]}.{number}" for number in range(result.request.shape.layers)] if fitting else []

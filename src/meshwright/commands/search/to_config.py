@@ -1,7 +1,8 @@
-"""The winner of a search as a config: its mesh, its strategies, its precision, as `plan`, `verify` and `train` read them.
+"""The best plan of a search as a config: mesh, strategies and precision for `plan`, `verify` and `train`.
 
-What is priced is what is written: weights and their gradients in 16 bits, float32 masters and moments; gathered inputs of divided
-matrices not kept; layers run again but for the last block. What a mesh cannot say is told (`unwritten`).
+The cost model and the config agree: parameters and gradients in 16 bits, float32 masters and optimizer
+states; gathered inputs of tensor-parallel matrices not saved; every layer recomputed but the last block.
+`unwritten_notes` says what a config cannot.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,9 @@ from meshwright.planner.search.search import Candidate
 def config_tables(
     model: str, batch: int, sequence: int, best: Candidate, layers: Sequence[str]
 ) -> dict[str, Any]:
-    """The tables of a config; `model` "": none is named. `layers` are the names of the model's blocks, for unequal parts."""
+    """Returns the tables of a config; `model` "": without a model. `layers` names the model's blocks, for
+    unequal stages.
+    """
     named = {"model": {"source": model}} if model else {}
     dtype = best.config.dtype
     roles = {"parameters": dtype, "compute": dtype, "reduce": dtype, "master": "float32", "gradients": dtype}
@@ -31,73 +34,81 @@ def config_tables(
 
 
 def unwritten_notes(best: Candidate, layers: Sequence[str]) -> Iterator[str]:
-    """What the config of `best` does not say, in words."""
+    """Yields what the config of `best` does not express."""
     if best.config.tp_across_hosts:
-        yield "A mesh lays tensor ranks side by side: that copies stand inside hosts is not written; start ranks in that order."
+        yield "A mesh puts the ranks of tp next to each other; here data-parallel ranks share a host: start the ranks in that order."
     if best.layer_assignment:
         kinds = list(dict.fromkeys(kind for kind, _ in best.layer_assignment))
-        yield f"Ranks are laid on devices in their order: start them on the {', then on the '.join(kinds)}."
+        yield f"Ranks use devices in their order: start them on the {', then on the '.join(kinds)}."
         if not layers:
             counts = ", ".join(str(count) for _, count in best.layer_assignment)
-            yield f"The model is known by its sizes alone: the cuts of its layers ({counts}) are not written."
+            yield f"The model is given by its sizes only: the split points of its layers ({counts}) are not written."
 
 
-def _mesh(layout: ParallelConfig) -> Iterator[tuple[str, int]]:
-    outer, inner = _copies(layout)
+def _mesh(config: ParallelConfig) -> Iterator[tuple[str, int]]:
+    outer, inner = _data_parallel_sizes(config)
     sizes = (
-        ("pp", layout.pp),
+        ("pp", config.pp),
         ("dp_replicate", outer),
         ("dp_shard", inner),
-        ("cp", layout.cp),
-        ("tp", layout.tp),
+        ("cp", config.cp),
+        ("tp", config.tp),
     )
     for axis, size in sizes:
         if size > 1:
             yield axis, size
 
 
-def _copies(layout: ParallelConfig) -> tuple[int, int]:
-    """Copies that share nothing, and those that share states."""
-    if not layout.zero_stage:
-        return layout.dp, 1
-    inner = layout.zero_group_size or layout.dp
-    return layout.dp // inner, inner
+def _data_parallel_sizes(config: ParallelConfig) -> tuple[int, int]:
+    if not config.zero_stage:
+        return config.dp, 1
+    inner = config.zero_group_size or config.dp
+    return config.dp // inner, inner
 
 
 def _strategies(best: Candidate, layers: Sequence[str]) -> Iterator[dict[str, Any]]:
-    layout = best.config
-    if layout.pp > 1:
-        yield {"name": "pipeline", "schedule": best.schedule, **_parts(best, layers)}
-    if layout.tp > 1:
+    config = best.config
+    if config.pp > 1:
+        yield {"name": "pipeline", "schedule": best.schedule, **_split_fields(best, layers)}
+    if config.tp > 1:
         yield {"name": "tensor_parallel"}
-        yield from [{"name": "sequence_parallel", "regather": True}] if layout.sequence_parallel else []
+        yield from [{"name": "sequence_parallel", "regather": True}] if config.sequence_parallel else []
         yield {"name": "vocab_parallel"}
-    if layout.cp > 1:
-        yield _attention(layout)
-    if layout.recompute != "none":
+    if config.cp > 1:
+        yield _attention(config)
+    if config.recompute != "none":
         yield {"name": "activation_checkpointing"}
-    outer, inner = _copies(layout)
+    outer, inner = _data_parallel_sizes(config)
     yield from [{"name": "batch_split", "axis": "dp_replicate"}] if outer > 1 else []
     yield from [{"name": "batch_split", "axis": "dp_shard"}] if inner > 1 else []
-    if layout.data_parallel_size > 1:
-        yield _store(layout, outer, inner)
+    if config.data_parallel_size > 1:
+        yield _storage_strategy(config, outer, inner)
 
 
-def _parts(best: Candidate, layers: Sequence[str]) -> dict[str, Any]:
+def _split_fields(best: Candidate, layers: Sequence[str]) -> dict[str, Any]:
     if best.layer_assignment and layers:
         begins = list(accumulate(count for _, count in best.layer_assignment))[:-1]
         return {"split_points": [layers[begin] for begin in begins]}
     return {"virtual_stages": best.config.virtual_stages} if best.schedule == "interleaved" else {}
 
 
-def _attention(layout: ParallelConfig) -> dict[str, Any]:
-    if layout.ulysses_degree == 1:
+def _attention(config: ParallelConfig) -> dict[str, Any]:
+    if config.ulysses_degree == 1:
         return {"name": "ring"}
-    return {"name": "ulysses"} if layout.ulysses_degree == layout.cp else {"name": "hybrid_context_parallel", "ulysses_degree": layout.ulysses_degree}
+    return (
+        {"name": "ulysses"}
+        if config.ulysses_degree == config.cp
+        else {"name": "hybrid_context_parallel", "ulysses_degree": config.ulysses_degree}
+    )
 
 
-def _store(layout: ParallelConfig, outer: int, inner: int) -> dict[str, Any]:
-    if not layout.zero_stage:
+def _storage_strategy(config: ParallelConfig, outer: int, inner: int) -> dict[str, Any]:
+    if not config.zero_stage:
         return {"name": "ddp", "axis": "dp_replicate" if outer > 1 else "cp"}
-    across = {"replicate_axis": "dp_replicate"} if outer > 1 else {}
-    return {"name": "zero", "axis": "dp_shard" if inner > 1 else "cp", "stage": layout.zero_stage, **across}
+    replicate_axis = {"replicate_axis": "dp_replicate"} if outer > 1 else {}
+    return {
+        "name": "zero",
+        "axis": "dp_shard" if inner > 1 else "cp",
+        "stage": config.zero_stage,
+        **replicate_axis,
+    }

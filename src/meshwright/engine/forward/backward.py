@@ -1,6 +1,6 @@
 """Handlers of B, of its halves I and W, and of RECOMPUTE: the backward of one block call for one microbatch.
 
-    B           glue after the last block, received gradients --> the block call --> its glue, gradients to send
+    B           later glue, received gradients --> the block call --> its glue, gradients to send
     I           the same, without the gradients of weights           W    those, from what I has left
     RECOMPUTE   the forward of a checkpointed block call, run again before its backward
 

@@ -2,8 +2,8 @@
 
 Blocks run on those, and glue sees sequence-sharded tensors.
 
-    batch     [ids of all tokens] --> this rank's --> embed --> sharded tensor --> glue --> layer --> ... --> loss
-    layer     [ sharded tensor, table of positions, mask ] --> [ hidden, rows of its tokens ] --> hidden'
+    batch     [ids of all tokens] --> this rank's --> embed --> sharded --> glue --> layer --> ... --> loss
+    layer     [ sharded, table of positions, mask ] --> [ hidden, rows of its tokens ] --> hidden'
 
 Every rank reads the same samples. A loss that is a sum over tokens is computed on this rank's tokens. For any
 other loss, and for logits that glue has computed from all tokens, all tokens are gathered, and the first rank

@@ -1,7 +1,7 @@
 """Sends and receives between pipeline stages: values forward, their gradients back.
 
-    RECV x ---> [ a stage of the model ] ---> SEND y          x: a leaf where the stage begins, y: where it ends
-    SEND_GRAD dx <--- [ its backwards ] <--- RECV_GRAD dy     dx: x's gradient after the last backward
+    RECV x ---> [ a stage of the model ] ---> SEND y     x: a leaf where the stage begins, y: where it ends
+    SEND_GRAD dx <--- [ its backwards ] <--- RECV_GRAD dydx: x's gradient after the last backward
 
 A value that is received, used, and sent on collects its gradient here too: the gradients from later stages
 are added to this stage's own. Stages on the same rank pass their leaves to each other. Where ranks have

@@ -108,7 +108,7 @@ def draw_shardings(plan: Plan, rank: int, sites: DrawSites) -> dict[str, tuple[D
     sharding, coordinate = plan.sharding, plan.mesh.coordinate(rank)
     layers = {
         name: param_sharding
-        for param_sharding in (sharding.all_ranks or sharding).param_shardings
+        for param_sharding in sharding.global_plan.param_shardings
         for name in param_sharding.param.names
     }
     shardings = {}

@@ -176,7 +176,7 @@ class MatrixOwners:
 def _slices_of_rank(plan: Plan, axes: tuple[str, ...], index: int) -> Iterator[tuple[str, _ParamSlice]]:
     coordinate, all_ranks = (
         owner_coordinate(plan.sharding, axes, index),
-        plan.sharding.all_ranks or plan.sharding,
+        plan.sharding.global_plan,
     )
     local = {
         param_sharding.param.name: param_sharding.param.shape

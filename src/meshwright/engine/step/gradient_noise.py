@@ -1,33 +1,39 @@
 """The gradient noise scale: the batch size up to which more samples per step still pay.
 
-Why it works: the gradient of a batch is the true one plus noise, and the noise averages out. For the mean over B samples
+Why it works: the gradient of a batch is the true one plus noise, and the noise averages out. For the mean
+over B samples
 
-    E |G_B|^2 = |G|^2 + S / B            G: the gradient of all data        S: the variance of one sample's, summed over elements
+    E |G_B|^2 = |G|^2 + S / B    G: gradient of all data     S: variance of one sample's, summed over elements
 
-Below B_simple = S / |G|^2 the noise is larger than what is to be learnt, and twice the batch allows almost twice the step;
-far above it, more samples are wasted. Two batch sizes make two equations in two unknowns, and a step of data-parallel
-training has both for free: the small one on every rank before gradients are summed, the big one after. Unbiased:
+Below B_simple = S / |G|^2 the noise is larger than the signal, and twice the batch allows almost twice the
+step; far above it, more samples are wasted. Two batch sizes give two equations in two unknowns, and a step of
+data-parallel training has both for free: the small one on every rank before gradients are summed, the big one
+after. Unbiased:
 
     |G|^2 = (B_big |G_big|^2 - B_small |G_small|^2) / (B_big - B_small)
     S     = (|G_small|^2 - |G_big|^2) / (1 / B_small - 1 / B_big)            B_simple = S / |G|^2, in samples
 
-Parts differ in what counts in them (padding, ignored labels, weights), and a rank may have run out of data. A part's gradient
-is divided by the part's own count c, the whole by the count C of the step; parts are averaged with weight c / C:
+Parts of a batch differ in their loss weight (padding, ignored labels, weights), and a rank may have run out
+of data. A part's gradient is divided by the part's own weight c, the whole by the weight C of the step; parts
+are averaged with weight c / C:
 
     |G_small|^2 = sum c/C |G_part|^2 / sum c/C        B_small = B_big (sum c/C) / (number of parts with c > 0)
 
-For tokens this is unbiased with tokens as the unit of noise, told in samples of the step's mean length. With gradients h
-already divided by C, as the engine has them, c/C |G_part|^2 = |h|^2 C/c. That, c/C, and 1 are the three numbers of REDUCE_SQNORM.
+For tokens this is unbiased with tokens as the unit of noise, reported in samples of the step's mean length.
+With gradients h already divided by C, as the engine has them, c/C |G_part|^2 = |h|^2 C/c. That, c/C, and 1
+are the three numbers of REDUCE_SQNORM.
 
-One step's estimates are noisy themselves, |G|^2 may even be negative. So both are smoothed, each by an exponential average
-over about 100 steps, before their ratio is taken. (No correction for the start of the averages: it would cancel in the ratio.)
+One step's estimates are noisy themselves, |G|^2 may even be negative. So both are smoothed, each by an
+exponential average over about 100 steps, before their ratio is taken. (No bias correction of the averages: it
+would cancel in the ratio.)
 
 Cost: the norm of every gradient once more, and 24 bytes. The averages are saved with a checkpoint.
-Limits: on one data rank the small batch is the first micro-batch alone, which is unbiased too, and less precise. Ranks with
-slices of the weights, or with other layers, add up their squares; a weight that several parts of a model use is refused. Samples
-of a step must be independent: rows cut from one document are not, and the noise is then not that of documents. Norms are taken in
-the gradients' dtype: with bfloat16 parameters they have 8 bits, too few for a noise scale far below the batch. Steps that
-the guard left out, in which nothing counted, or in which only one part had data, do not enter the averages.
+Limits: on one data rank the small batch is the first microbatch alone, which is unbiased too, and less
+precise. Ranks with slices of the weights, or with other stages, add up their squares; a weight that several
+stages use is refused. Samples of a step must be independent: samples cut from one document are not, and the
+noise is then not that of documents. Norms are computed in the gradients' dtype: with bfloat16 parameters they
+have 8 bits, too few for a noise scale far below the batch. Steps that the loss guard skipped, in which
+nothing counted, or in which only one part had data, do not enter the averages.
 Paper: McCandlish et al. 2018, arXiv 1812.06162, equation 2.9 and appendix A.1.
 """
 
@@ -44,11 +50,11 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Handler
 
-AVERAGE_DECAY = 0.99  # of the averages, per step
+AVERAGE_DECAY = 0.99  # decay of the averages, per step
 
 
 class GradientNoiseScale:
-    """One rank's part in it: handlers of GRAD_SQNORM, REDUCE_SQNORM and NOISE_SCALE, and the two averages that last."""
+    """Handlers of GRAD_SQNORM, REDUCE_SQNORM and NOISE_SCALE, and the two running averages."""
 
     def __init__(self, plan: Plan, state: RankState, action_handlers: ActionHandlers) -> None:
         self.handlers: dict[str, Handler] = {
@@ -56,81 +62,94 @@ class GradientNoiseScale:
             "REDUCE_SQNORM": self.reduce_sqnorm,
             "NOISE_SCALE": self.update_noise_scale,
         }
-        self._state, self._acts = state, action_handlers
-        self._used = plan.job.train.noise_scale
+        self._state, self._action_handlers = state, action_handlers
+        self._is_measured = plan.job.train.noise_scale
         self._num_parts = (
             plan.num_microbatches if plan.num_data > 1 else 1
-        )  # micro-batches behind a gradient that is measured once
-        self._part = {
+        )  # microbatches in a gradient that is measured once
+        self._microbatch_by_action = {
             action.name: action.microbatch for action in plan.actions if action.kind == "GRAD_SQNORM"
         }
-        lists = (actions for _, actions in plan.program.roles)  # a rank may have no weight that is trained
-        self._micros = sorted(
-            {action.microbatch for each in lists for action in each if action.kind == "GRAD_SQNORM"}, key=str
+        action_lists = (actions for _, actions in plan.program.roles)  # a rank may have no trained weight
+        self._measured_microbatches = sorted(
+            {
+                action.microbatch
+                for action_list in action_lists
+                for action in action_list
+                if action.kind == "GRAD_SQNORM"
+            },
+            key=str,
         )
         coordinate = plan.mesh.coordinate(state.world.rank)
-        self._counted = frozenset(plan.sharding.params_counted_in_sum(coordinate))
-        self._tells = not any(
+        self._counted_params = frozenset(plan.sharding.params_counted_in_sum(coordinate))
+        self._reports_weights = not any(
             coordinate[axis] for axis in plan.sharding.model_parallel_axes
-        )  # those with other weights say it for all
+        )  # other model-parallel ranks have the same
         self._message = torch.zeros(3, dtype=torch.float64)
         self._averages = torch.zeros(2, dtype=torch.float64)
 
     def compute_grad_sqnorm(self, action: Action) -> None:
-        """Take the squared norm of the gradients of `action.tensors`, as they are on this rank alone."""
+        """Computes the squared norm of the gradients of `action.tensors` on this rank alone."""
         parameters = (
-            self._state.trained_module.parameters[name] for name in action.tensors if name in self._counted
+            self._state.trained_module.parameters[name]
+            for name in action.tensors
+            if name in self._counted_params
         )
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = total_norm(grads) if grads else torch.zeros(())
         self._state.local_sqnorms[action.name] = norm.double().to(self._state.world.device) ** 2
 
     def reduce_sqnorm(self, action: Action) -> None:
-        """Start adding up over the ranks: this part's c/C |G_part|^2, its share c/C of the batch, and that it is one part.
+        """Starts the sum over ranks of c/C |G_part|^2, of c/C, and of the number of parts.
 
-        Where each micro-batch was measured by itself, the rank has as many parts.
+        Where each microbatch is measured by itself, the rank has as many parts.
         """
         squares: dict[int | None, list[torch.Tensor]] = defaultdict(list)
         for name, square in self._state.local_sqnorms.items():
-            squares[self._part[name]].append(square)
-        count, weights = self._acts.step_totals()[0] or 1.0, self._state.microbatch_weights
-        behind = {
-            micro: weights[: self._num_parts] if micro is None else weights[micro : micro + 1]
-            for micro in self._micros
+            squares[self._microbatch_by_action[name]].append(square)
+        count, weights = self._action_handlers.step_totals()[0] or 1.0, self._state.microbatch_weights
+        weights_behind = {
+            microbatch: weights[: self._num_parts]
+            if microbatch is None
+            else weights[microbatch : microbatch + 1]
+            for microbatch in self._measured_microbatches
         }
-        shares = {micro: sum(counted) / count for micro, counted in behind.items()}
-        none = torch.zeros((), dtype=torch.float64, device=self._state.world.device)
+        fractions = {microbatch: sum(counted) / count for microbatch, counted in weights_behind.items()}
+        zero = torch.zeros((), dtype=torch.float64, device=self._state.world.device)
         total = torch.stack(
-            [sum(squares[micro], none) / (share or 1.0) for micro, share in shares.items()]
+            [sum(squares[microbatch], zero) / (fraction or 1.0) for microbatch, fraction in fractions.items()]
         ).sum()
-        told = shares if self._tells else {}
-        known = [sum(told.values(), 0.0), float(sum(share > 0 for share in told.values()))]
-        total = total / self._acts.update.loss_scale_value**2
+        reported_fractions = fractions if self._reports_weights else {}
+        sums = [
+            sum(reported_fractions.values(), 0.0),
+            float(sum(fraction > 0 for fraction in reported_fractions.values())),
+        ]
+        total = total / self._action_handlers.update.loss_scale_value**2
         self._message = torch.cat(
-            [total.view(1), torch.tensor(known, dtype=torch.float64, device=total.device)]
+            [total.view(1), torch.tensor(sums, dtype=torch.float64, device=total.device)]
         )
-        self._acts.start_collective(action, self._message)
+        self._action_handlers.start_collective(action, self._message)
 
     def update_noise_scale(self, action: Action) -> None:
-        """Take this step's estimates of |G|^2 and S into the averages, and say their ratio in the metrics."""
-        squares, share, parts = (number.item() for number in self._message)
-        rows = self._acts.step_totals()[2]
-        if share and self._acts.spike is None and not self._acts.overflow:
-            found = estimate_signal_and_noise(
-                squares / share, rows * share / parts, self._state.grad_norm**2, rows
+        """Adds this step's estimates of |G|^2 and S to the averages, and stores their ratio."""
+        squares, fraction, num_parts = (number.item() for number in self._message)
+        num_samples = self._action_handlers.step_totals()[2]
+        if fraction and self._action_handlers.spike is None and not self._action_handlers.overflow:
+            estimate_pair = estimate_signal_and_noise(
+                squares / fraction, num_samples * fraction / num_parts, self._state.grad_norm**2, num_samples
             )
-            if found is not None:
+            if estimate_pair is not None:
                 self._averages = AVERAGE_DECAY * self._averages + (1 - AVERAGE_DECAY) * torch.tensor(
-                    found, dtype=torch.float64
+                    estimate_pair, dtype=torch.float64
                 )
         self._state.noise_scale = simple_noise_scale(*self._averages.tolist())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What must be saved: the averages of |G|^2 and S, as (2,) in float64; nothing where they are not taken."""
-        return {"averages": self._averages} if self._used else {}
+        """Returns the averages of |G|^2 and S, as (2,) in float64; empty where they are not measured."""
+        return {"averages": self._averages} if self._is_measured else {}
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Take up what `tensors` gave; without it, start anew."""
+        """Loads what `state_dict` returned; an empty dict resets the averages."""
         self._averages = (
             state_dict["averages"].cpu().clone()
             if "averages" in state_dict
@@ -141,9 +160,9 @@ class GradientNoiseScale:
 def estimate_signal_and_noise(
     small_sqnorm: float, small_batch: float, big_sqnorm: float, big_batch: float
 ) -> tuple[float, float] | None:
-    """|G|^2 and S, from the squared norms `small` and `big` of mean gradients over so many samples.
+    """Returns |G|^2 and S, from squared norms of mean gradients over `small_batch` and `big_batch` samples.
 
-    None where the two sizes are one, or a norm is not finite.
+    None where the two sizes are equal, or a norm is not finite.
     """
     if not small_batch < big_batch or not isfinite(small_sqnorm) or not isfinite(big_sqnorm):
         return None
@@ -154,5 +173,5 @@ def estimate_signal_and_noise(
 
 
 def simple_noise_scale(grad_sqnorm: float, variance: float) -> float | None:
-    """B_simple in samples; None where one of the averages is below 0, or the gradient is 0: then it is not known yet."""
+    """Returns B_simple in samples; None where an average is below 0, or the gradient is 0: not known yet."""
     return variance / grad_sqnorm if grad_sqnorm > 0 and variance >= 0 else None

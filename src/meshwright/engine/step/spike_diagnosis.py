@@ -1,19 +1,16 @@
-"""Micro-batches of a step played again, one after the other, to look at every block: `Whole` models, and `Parts` of them.
+"""Finds the cause of a harmful step: each rank replays its own microbatches and checks every block.
 
-Weights that are kept in shards are fetched for every block, forward and backward, and no whole gradient outlives its block.
-Between parts values and gradients are sent once more, under the names that they have in the step, and the gradient of a weight
-that several of them use is added up for each micro-batch.
+The parameters have not changed and dropout is stateless, so the replay has the numbers of the step, before
+any sum over ranks. It costs one more forward and backward, and only when a step is harmful. The ranks then
+exchange their findings in one small message, SPIKE_DIAGNOSIS, which is in no program: good steps do not send
+it.
 
-Where a harmful step came from: each rank plays its own micro-batches again, alone, and looks at every block.
-
-The parameters have not changed and dropout is stateless, so the second playing has the numbers of the first, before
-anything was summed over ranks. It costs one more forward and backward, and only when a step is harmful. The ranks then
-tell each other what they found in one small message, GUARD, which is in no program: good steps do not send it.
-
-Weights that are stored in shards are brought together once more for each block, forward and backward, in the plan's order of
-blocks: so all ranks meet, also one that has no rows or whose forward leaves a block out. No whole gradient outlives its block.
-Ranks that have slices of the same weights, or parts of the model, play the same rows: what they find they add up first, in a
-GUARD of their own. Parts play one micro-batch after the other, and send each other what they take once more.
+Sharded weights are gathered again for each block, forward and backward, in the plan's order of blocks: so the
+collectives match, also on a rank that has no samples or whose forward leaves a block out. No full gradient
+outlives its block. Between stages, values and gradients are sent again, under the names that they have in the
+step; the gradient of a tied weight is summed for each microbatch. Ranks that have slices of the same weights,
+or stages of the model, replay the same samples: they sum their findings first, in a SPIKE_DIAGNOSIS of their
+own.
 """
 
 from collections import defaultdict
@@ -36,12 +33,12 @@ from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.step.single_device import FORWARD_KINDS, INPUT_GRAD_KINDS
 from meshwright.plan.strategy import Handler
 
-UnshardFn = Callable[[str], None]  # has the weights of a block whole
-TRANSFER_KINDS = ("SEND", "RECV", "CONCAT")  # and their gradients' kinds, which begin so
+UnshardFn = Callable[[str], None]  # gathers the weights of a block
+TRANSFER_KINDS = ("SEND", "RECV", "CONCAT")  # prefixes: also the kinds of their gradients
 
 
 class ForwardFn(Protocol):
-    """Runs the model's forward on a micro-batch, or the part of it that begins with a visit; leaves the pass in the state."""
+    """Runs the model's forward on a microbatch, or one stage of it; leaves the pass in the state."""
 
     def __call__(
         self,
@@ -53,80 +50,85 @@ class ForwardFn(Protocol):
 
 
 class MicrobatchReplay(Protocol):
-    """One rank's way to play its micro-batches again; `seen` is what it finds."""
+    """Replays the microbatches of one rank, and collects `findings`."""
 
     findings: "ReplayFindings"
 
     def replay(self, microbatch: int) -> None:
-        """Play one that has rows."""
+        """Replays a microbatch that has samples."""
 
     def join_collectives(self, microbatch: int) -> None:
-        """Take part in one for which this rank has no rows."""
+        """Takes part in the collectives of a microbatch for which this rank has no samples."""
 
 
 class ReplayFindings:
-    """What was seen so far: the loss over `count`, squares of gradients, and where a number first was not finite.
+    """The loss over `count`, squared gradient norms by name, and the first value that was not finite.
 
-    `first` is the micro-batch of that, with its stage and block. Squares are taken in float64 so as not to overflow, by name.
-    `total` takes the loss of what a forward gave out and its rows. `shared` are the weights that several ranks along pp use, with
-    the indices of those.
+    `first_nonfinite` is its microbatch, phase and block. Squares are computed in float64 against overflow.
+    `loss_sum` computes the loss of a forward's outputs and its batch. `tied_param_users` are the pp ranks of
+    weights that several of them use.
     """
 
     def __init__(
         self, plan: Plan, state: RankState, count: float, loss_sum: Callable[[Any, Batch], torch.Tensor]
     ) -> None:
-        self._state, self._anatomy, self._count, self._total = (
+        self._state, self._model_spec, self._count, self._loss_sum = (
             state,
             plan.sharding.model_spec,
             count or 1.0,
             loss_sum,
         )
-        self._completed: dict[str | None, list[str]] = defaultdict(
+        self._params_by_last_backward: dict[str | None, list[str]] = defaultdict(
             list
-        )  # by the visit whose backward completes them
-        users = {
+        )  # by the block call whose backward completes them
+        pp_ranks = {
             home.param.name: plan.sharding.pp_ranks_using(home.param)
             for home in plan.sharding.logical_param_shardings
             if home.param.trainable
         }
-        self.tied_param_users = {name: indices for name, indices in users.items() if len(indices) > 1}
-        for weight in self._anatomy.trainable:
+        self.tied_param_users = {name: indices for name, indices in pp_ranks.items() if len(indices) > 1}
+        for weight in self._model_spec.trainable:
             if weight.name not in self.tied_param_users:
-                self._completed[self._anatomy.last_backward([weight])].append(weight.name)
+                self._params_by_last_backward[self._model_spec.last_backward([weight])].append(weight.name)
         self.loss, self.sqnorms = 0.0, defaultdict[str, float](float)
         self.first_nonfinite: tuple[int, StepPhase, str] | None = None
 
     def check_outputs(self, microbatch: int, block_calls: Mapping[str, BlockCall]) -> None:
-        """Look at what visits have given out."""
+        """Checks the outputs of block calls."""
         if self.first_nonfinite is None:
-            odd = (
-                name for name, visit in block_calls.items() if any(_odd(leaf) for _, leaf in visit.outputs)
+            non_finite = (
+                name
+                for name, block_call in block_calls.items()
+                if any(_is_non_finite(leaf) for _, leaf in block_call.outputs)
             )
-            self.first_nonfinite = next(((microbatch, "forward", name) for name in odd), None)
+            self.first_nonfinite = next(((microbatch, "forward", name) for name in non_finite), None)
 
     def compute_loss(self, microbatch: int) -> None:
-        """Take the loss of a micro-batch whose forward has ended, and its gradient down to the last blocks' outputs."""
+        """Computes the loss of a microbatch, and its gradient down to the last blocks' outputs."""
         outputs, closing = self._state.final_glue.pop(microbatch)
-        total = self._total(outputs, self._state.microbatches[microbatch])
-        if self.first_nonfinite is None and _odd(total):
+        total_norm = self._loss_sum(outputs, self._state.microbatches[microbatch])
+        if self.first_nonfinite is None and _is_non_finite(total_norm):
             self.first_nonfinite = microbatch, "loss", ""
-        self.loss += total.item() / self._count
-        if total.requires_grad:
-            backward_from(total, 1.0 / self._count)
+        self.loss += total_norm.item() / self._count
+        if total_norm.requires_grad:
+            backward_from(total_norm, 1.0 / self._count)
         backward(closing)
 
     def check_gradients(self, microbatch: int, name: str) -> None:
-        """Look at the gradients of a visit whose backward has ended; those that it completes are squared, and let go of."""
+        """Checks the gradients of a block call after its backward.
+
+        Squares and frees those that are complete.
+        """
         grads = (
             self._state.trained_module.parameters[weight.name].grad
-            for weight in self._anatomy.params_of(name)
+            for weight in self._model_spec.params_of(name)
         )
-        if self.first_nonfinite is None and any(grad is not None and _odd(grad) for grad in grads):
+        if self.first_nonfinite is None and any(grad is not None and _is_non_finite(grad) for grad in grads):
             self.first_nonfinite = microbatch, "backward", name
-        self.add_sqnorms(self._completed[name])
+        self.add_sqnorms(self._params_by_last_backward[name])
 
     def add_sqnorms(self, names: Iterable[str]) -> None:
-        """Square the gradients of `names`, as far as they are there, and let go of them."""
+        """Adds the squared gradients of `names`, where there are any, and frees them."""
         for name in names:
             parameter = self._state.trained_module.parameters[name]
             if parameter.grad is not None:
@@ -135,7 +137,7 @@ class ReplayFindings:
 
 
 class FullModelReplay:
-    """Of a rank that runs the whole model."""
+    """The replay on a rank that runs the whole model."""
 
     def __init__(
         self,
@@ -145,32 +147,37 @@ class FullModelReplay:
         forward: ForwardFn,
         unshard_block: UnshardFn,
     ) -> None:
-        self.findings, self._state, self._forward, self._fetch = findings, state, forward, unshard_block
-        self._visits = plan.sharding.model_spec.block_calls
+        self.findings, self._state, self._forward, self._unshard_block = (
+            findings,
+            state,
+            forward,
+            unshard_block,
+        )
+        self._block_calls = plan.sharding.model_spec.block_calls
 
     def replay(self, microbatch: int) -> None:
-        """Play one that has rows; blocks that its forward leaves out are fetched all the same."""
-        with unshard_in_order(self._visits, self._fetch) as reach:
-            self._forward(microbatch, reach)
-        visits = self._state.forward_passes.pop(microbatch).block_calls
-        self.findings.check_outputs(microbatch, visits)
+        """Replays a microbatch; weights of blocks that its forward leaves out are gathered all the same."""
+        with unshard_in_order(self._block_calls, self._unshard_block) as before_block:
+            self._forward(microbatch, before_block)
+        block_calls = self._state.forward_passes.pop(microbatch).block_calls
+        self.findings.check_outputs(microbatch, block_calls)
         self.findings.compute_loss(microbatch)
-        with unshard_in_order(self._visits[::-1], self._fetch) as reach:
-            for name in reversed(list(visits)):
-                reach(name)
-                backward(visits[name])
+        with unshard_in_order(self._block_calls[::-1], self._unshard_block) as before_block:
+            for name in reversed(list(block_calls)):
+                before_block(name)
+                backward(block_calls[name])
                 self.findings.check_gradients(microbatch, name)
         self.findings.add_sqnorms(self._state.trained_module.trainable_parameters)
 
     def join_collectives(self, microbatch: int) -> None:
-        """Take part in one for which this rank has no rows."""
-        for order in (self._visits, self._visits[::-1]):
-            with unshard_in_order(order, self._fetch):
+        """Takes part in the collectives of a microbatch for which this rank has no samples."""
+        for order in (self._block_calls, self._block_calls[::-1]):
+            with unshard_in_order(order, self._unshard_block):
                 pass
 
 
 class StageReplay:
-    """Of a rank that runs parts: what its list says of a micro-batch, in the order of the list."""
+    """The replay on a rank that runs pipeline stages: the actions of a microbatch, in list order."""
 
     def __init__(
         self,
@@ -182,60 +189,74 @@ class StageReplay:
         stage_io: StageIO,
         run_backward: Handler,
     ) -> None:
-        self.findings, self._state, self._forward, self._fetch = findings, state, forward, unshard_block
-        self._list, self._crossing, self._flow, self._pp = plan.actions, stage_io, run_backward, plan.mesh.pp
+        self.findings, self._state, self._forward, self._unshard_block = (
+            findings,
+            state,
+            forward,
+            unshard_block,
+        )
+        self._actions, self._stage_io, self._run_backward, self._num_pp_ranks = (
+            plan.actions,
+            stage_io,
+            run_backward,
+            plan.mesh.pp,
+        )
         for (
             work
-        ) in state.works.values():  # what the step has sent was taken: the norm of all gradients is known
+            # the sends of the step have completed, since the norm of all gradients is known
+        ) in state.works.values():
             work.wait()
         state.final_glue.clear()
         state.forward_passes.clear()
         stage_io.clear()
 
     def replay(self, microbatch: int) -> None:
-        """Play one that has rows: its turns, and what crosses between them."""
-        state, begun = self._state, set[str]()
-        for action in (action for action in self._list if action.microbatch == microbatch):
+        """Replays the stages of a microbatch, and the transfers between them."""
+        state, checked = self._state, set[str]()
+        for action in (action for action in self._actions if action.microbatch == microbatch):
             for name in state.works.keys() & set(action.waits):
                 state.works[name].wait()
-            if action.kind in FORWARD_KINDS and action.subject in self._crossing.first_block_calls:
+            if action.kind in FORWARD_KINDS and action.subject in self._stage_io.first_block_calls:
                 self._forward(
-                    microbatch, lambda visit: self._fetch(block_of(visit)), first_block_call=action.subject
+                    microbatch,
+                    lambda block_call: self._unshard_block(block_of(block_call)),
+                    first_block_call=action.subject,
                 )
-                visits = state.forward_passes[microbatch].block_calls
+                block_calls = state.forward_passes[microbatch].block_calls
                 self.findings.check_outputs(
-                    microbatch, {name: visit for name, visit in visits.items() if name not in begun}
+                    microbatch,
+                    {name: block_call for name, block_call in block_calls.items() if name not in checked},
                 )
-                begun |= visits.keys()
+                checked |= block_calls.keys()
             elif action.kind == "LOSS":
                 self.findings.compute_loss(microbatch)
             elif action.kind in INPUT_GRAD_KINDS:
-                self._fetch(block_of(action.subject))
-                self._flow(action)
+                self._unshard_block(block_of(action.subject))
+                self._run_backward(action)
                 self.findings.check_gradients(microbatch, action.subject)
             elif action.kind.partition("_")[0] in TRANSFER_KINDS:
-                self._crossing.start_send_recv(action)
+                self._stage_io.start_send_recv(action)
         for work in state.works.values():
             work.wait()
-        for name, users in self.findings.tied_param_users.items():
+        for name, pp_ranks in self.findings.tied_param_users.items():
             parameter = state.trained_module.parameters[name]
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-            group = state.world.group(("pp",), users if len(users) < self._pp else ())
+            group = state.world.group(("pp",), pp_ranks if len(pp_ranks) < self._num_pp_ranks else ())
             group.all_reduce(gradient, action="SPIKE_DIAGNOSIS").wait()
             parameter.grad = gradient
         self.findings.add_sqnorms(state.trained_module.trainable_parameters)
 
     def join_collectives(self, microbatch: int) -> None:
-        """Take part in one for which this rank has no rows."""
+        """Takes part in the collectives of a microbatch for which this rank has no samples."""
         for action in (
             action
-            for action in self._list
+            for action in self._actions
             if action.microbatch == microbatch and action.kind in (*FORWARD_KINDS, *INPUT_GRAD_KINDS)
         ):
-            self._fetch(block_of(action.subject))
+            self._unshard_block(block_of(action.subject))
 
 
-def _odd(tensor: torch.Tensor) -> bool:
+def _is_non_finite(tensor: torch.Tensor) -> bool:
     return not bool(tensor.isfinite().all())
 
 
@@ -244,104 +265,121 @@ NUM_REPORT_NUMBERS = 5  # numbers that each rank tells: loss, norm, stage, block
 
 
 def diagnose_spike(plan: Plan, state: RankState, replay: MicrobatchReplay) -> tuple[RankSpikeReport, ...]:
-    """What the samples of each rank did in this step, by rank; every rank calls it and gets the same."""
+    """Returns the report of each rank's samples in this step, by rank.
+
+    Every rank calls it and gets the same.
+    """
     for parameter in state.trained_module.trainable_parameters.values():
         parameter.grad = None
     with preserve_module_state(state.trained_module.module):
-        for micro in range(len(state.microbatches)):
-            replay.replay(micro) if micro < state.num_real_microbatches else replay.join_collectives(micro)
-    names, visits = [weight.name for weight in plan.model_spec.trainable], plan.model_spec.block_calls
-    loss, squares, stage, block = _joined(plan, state, replay.findings)
+        for microbatch in range(len(state.microbatches)):
+            replay.replay(
+                microbatch
+            ) if microbatch < state.num_real_microbatches else replay.join_collectives(microbatch)
+    names, block_calls = [weight.name for weight in plan.model_spec.trainable], plan.model_spec.block_calls
+    loss, squares, phase, block = _merge_findings(plan, state, replay.findings)
     norms = {name: squares[name] ** 0.5 for name in names}
-    odd = [name for name in names if not isfinite(norms[name])]
-    if stage == "backward":
-        odd = [
-            name for name in odd if name in {weight.name for weight in plan.model_spec.params_of(block)}
-        ] or odd
-    largest = odd[0] if odd else max(names, key=lambda name: norms[name])
-    if not stage and odd:
-        stage, block = "backward", ""
+    non_finite = [name for name in names if not isfinite(norms[name])]
+    if phase == "backward":
+        non_finite = [
+            name
+            for name in non_finite
+            if name in {weight.name for weight in plan.model_spec.params_of(block)}
+        ] or non_finite
+    suspected_param = non_finite[0] if non_finite else max(names, key=lambda name: norms[name])
+    if not phase and non_finite:
+        phase, block = "backward", ""
     if not block:
         block = next(
             (
                 w.block_calls[0]
                 for w in plan.model_spec.params
-                if w.name == largest and w.block_calls[0] in visits
+                if w.name == suspected_param and w.block_calls[0] in block_calls
             ),
             "",
         )
-    total = sum(norm**2 for norm in norms.values()) ** 0.5
-    place = visits.index(block) if block in visits else -1
-    mine = [
+    total_norm = sum(norm**2 for norm in norms.values()) ** 0.5
+    block_index = block_calls.index(block) if block in block_calls else -1
+    local_numbers = [
         loss,
-        total,
-        STEP_PHASES.index(stage),
-        place,
-        names.index(largest) if state.num_real_microbatches else -1,
+        total_norm,
+        STEP_PHASES.index(phase),
+        block_index,
+        names.index(suspected_param) if state.num_real_microbatches else -1,
     ]
-    told = _exchanged(state, mine)
-    return tuple(_suspect(rank, row, visits, names) for rank, row in enumerate(told))
+    message = _all_gather_report(state, local_numbers)
+    return tuple(_make_report(rank, numbers, block_calls, names) for rank, numbers in enumerate(message))
 
 
-def _joined(
-    plan: Plan, state: RankState, seen: ReplayFindings
+def _merge_findings(
+    plan: Plan, state: RankState, findings: ReplayFindings
 ) -> tuple[float, Mapping[str, float], StepPhase, str]:
-    """Of all ranks that play these rows the loss, the squares of whole gradients, and where a number first was not finite."""
-    space, names, visits = (
+    """Returns loss, squared norms and the first non-finite place, over ranks with the same samples."""
+    space, names, block_calls = (
         plan.sharding,
         [weight.name for weight in plan.model_spec.trainable],
         plan.model_spec.block_calls,
     )
     if not space.model_parallel_axes:
-        _, stage, block = seen.first_nonfinite or (0, "", "")
-        return seen.loss, seen.sqnorms, stage, block
+        _, phase, block = findings.first_nonfinite or (0, "", "")
+        return findings.loss, findings.sqnorms, phase, block
     coordinate = plan.mesh.coordinate(state.world.rank)
-    counted = set(space.params_counted_in_sum(coordinate))
-    tells = not any(
+    counted_params = set(space.params_counted_in_sum(coordinate))
+    reports_loss = not any(
         coordinate[axis] for axis in space.model_parallel_axes if axis != "pp"
-    )  # those with other slices have the same loss
-    mine = [seen.sqnorms[name] if name in counted else 0.0 for name in names]
-    micro, stage, block = seen.first_nonfinite or (-1, "", "")
-    mine += [
-        seen.loss if tells else 0.0,
-        micro,
-        STEP_PHASES.index(stage),
-        visits.index(block) if block in visits else -1,
+    )  # ranks with other slices have the same loss
+    local_numbers = [findings.sqnorms[name] if name in counted_params else 0.0 for name in names]
+    microbatch, phase, block = findings.first_nonfinite or (-1, "", "")
+    local_numbers += [
+        findings.loss if reports_loss else 0.0,
+        microbatch,
+        STEP_PHASES.index(phase),
+        block_calls.index(block) if block in block_calls else -1,
     ]
     group = state.world.group(space.model_parallel_axes)
-    told = torch.tensor(mine, dtype=torch.float64, device=state.world.device)
-    gathered = told.new_empty(group.size * len(told))
-    group.all_gather(gathered, told, action="SPIKE_DIAGNOSIS").wait()
-    rows = gathered.view(group.size, -1)
-    met = [(int(micro), int(kind), int(place)) for micro, kind, place in rows[:, -3:].tolist() if kind]
-    last, none = STEP_PHASES.index("backward"), (-1, 0, -1)
-    _, kind, place = min(
-        met, key=lambda each: (*each[:2], -each[2] if each[1] == last else each[2]), default=none
+    message = torch.tensor(local_numbers, dtype=torch.float64, device=state.world.device)
+    gathered_messages = message.new_empty(group.size * len(message))
+    group.all_gather(gathered_messages, message, action="SPIKE_DIAGNOSIS").wait()
+    messages = gathered_messages.view(group.size, -1)
+    non_finite_places = [
+        (int(microbatch), int(phase_index), int(block_index))
+        for microbatch, phase_index, block_index in messages[:, -3:].tolist()
+        if phase_index
+    ]
+    last, no_place = STEP_PHASES.index("backward"), (-1, 0, -1)
+    _, phase_index, block_index = min(
+        non_finite_places,
+        key=lambda each: (*each[:2], -each[2] if each[1] == last else each[2]),
+        default=no_place,
     )
-    *squares, loss = rows[:, :-3].sum(0).tolist()
+    *squares, loss = messages[:, :-3].sum(0).tolist()
     return (
         loss,
         dict(zip(names, squares, strict=True)),
-        STEP_PHASES[kind],
-        visits[place] if place >= 0 else "",
+        STEP_PHASES[phase_index],
+        block_calls[block_index] if block_index >= 0 else "",
     )
 
 
-def _exchanged(state: RankState, mine: list[float]) -> list[list[float]]:
+def _all_gather_report(state: RankState, local_numbers: list[float]) -> list[list[float]]:
     group = state.world.group(AXES)
-    told = torch.tensor(mine, dtype=torch.float64, device=state.world.device)
-    gathered = torch.empty(group.size * NUM_REPORT_NUMBERS, dtype=torch.float64, device=state.world.device)
-    group.all_gather(gathered, told, action="SPIKE_DIAGNOSIS").wait()
-    return gathered.view(-1, NUM_REPORT_NUMBERS).tolist()
+    message = torch.tensor(local_numbers, dtype=torch.float64, device=state.world.device)
+    gathered_messages = torch.empty(
+        group.size * NUM_REPORT_NUMBERS, dtype=torch.float64, device=state.world.device
+    )
+    group.all_gather(gathered_messages, message, action="SPIKE_DIAGNOSIS").wait()
+    return gathered_messages.view(-1, NUM_REPORT_NUMBERS).tolist()
 
 
-def _suspect(rank: int, row: list[float], visits: tuple[str, ...], names: list[str]) -> RankSpikeReport:
-    loss, norm, (stage, block, parameter) = row[0], row[1], map(int, row[2:])
+def _make_report(
+    rank: int, numbers: list[float], block_calls: tuple[str, ...], names: list[str]
+) -> RankSpikeReport:
+    loss, norm, (phase, block, parameter) = numbers[0], numbers[1], map(int, numbers[2:])
     return RankSpikeReport(
         rank,
         loss,
         norm,
-        STEP_PHASES[stage],
-        visits[block] if block >= 0 else "",
+        STEP_PHASES[phase],
+        block_calls[block] if block >= 0 else "",
         names[parameter] if parameter >= 0 else "",
     )

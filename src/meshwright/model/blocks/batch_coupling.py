@@ -244,7 +244,7 @@ def buffer_diagnostics(
     """Diagnostics for saved buffers among `written_buffers` that no stage of `plan` has to itself."""
     if not plan.sharding.block_calls_by_pp_rank:
         return
-    blocks = tuple(f"{block_of(visit)}." for visit in plan.model_spec.block_calls)
+    blocks = tuple(f"{block_of(block_call)}." for block_call in plan.model_spec.block_calls)
     saved = module.state_dict().keys()
     for name in written_buffers:
         if name in saved and not name.startswith(blocks):

@@ -1,4 +1,4 @@
-"""Finds the blocks of a model that nobody annotated, and the blocks that contain each parameter.
+"""Finds the blocks of a model without annotations, and the blocks that contain each parameter.
 
 Blocks are found from the module tree. The topmost lists of modules (`ModuleList`, `Sequential`, `ModuleDict`)
 are the chains: each of their members is a block. A module beside or above a chain that has parameters and
@@ -92,7 +92,7 @@ def _declared_blocks(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Mo
         inside = modules[second] in modules[first].modules()
         if inside or modules[first] in modules[second].modules():
             outer, inner = (first, second) if inside else (second, first)
-            relation = "is the same module as" if modules[first] is modules[second] else "lies inside"
+            relation = "is the same module as" if modules[first] is modules[second] else "is inside"
             text = f"'{inner}' {relation} '{outer}', and both are declared as blocks"
             diagnostics.append(Diagnostic(text, "declare one of the two", "model.blocks"))
     raise_diagnostics(diagnostics)

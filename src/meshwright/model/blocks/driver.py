@@ -8,7 +8,7 @@ used by several blocks has one leaf. A block that another block calls is a part 
 `torch.no_grad` runs unchanged.
 
     model       embed ---> * 0.5 ---> layer ---> + skip ---> head ---> loss
-    graph      [embed] o  [ glue ] o [layer] o  [ glue ] o  [head] o  [loss]   o: a leaf; the graph is cut here
+    graph      [embed] o  [ glue ] o [layer] o  [ glue ] o  [head] o  [loss] o: a leaf, the graph is cut here
 
 Backward walks the block calls in reverse: first the block, from the gradients of its outputs' leaves, then,
 once, the glue tensors first used by that block. A leaf's gradient is complete when its block is reached,
@@ -39,8 +39,8 @@ from meshwright.model.tensors.pytree import replace_tensors, tree_tensors
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_call_name
 
-# Where the model's graph takes a gradient, and the leaf that replaces it beyond the boundary. For glue it is an
-# edge, not the tensor: glue may write into the tensor later, and that must not change the meaning of the leaf.
+# Where the model's graph takes a gradient, and the leaf that replaces it beyond the boundary. For glue it is
+# an edge, not the tensor: glue may write into the tensor later, which must not change the leaf's meaning.
 GraphCut = tuple[GradientEdge, torch.Tensor]
 OutputLeaf = tuple[torch.Tensor, torch.Tensor]
 BeforeBlock = Callable[[str], bool | None]  # called with the block call; True: checkpoint it

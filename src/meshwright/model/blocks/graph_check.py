@@ -86,10 +86,10 @@ def check_auxiliary_loss(
                 (f"outputs.{key}" for key, value in _items(outputs) if value is leaf),
                 "a scalar of the outputs",
             )
-            made = f"from the {', '.join(map(str, channels))} of one part of the batch"
+            computed_from = f"from the {', '.join(map(str, channels))} of one part of the batch"
             text = (
-                f"the loss adds {name}, which the model computes {made}; this plan runs the batch in "
-                f"{num_parts} parts"
+                f"the loss adds {name}, which the model computes {computed_from}; this plan runs the batch "
+                f"in {num_parts} parts"
             )
             text = f"{text}, and an auxiliary loss is defined on the whole batch"
             fix = (

@@ -49,7 +49,7 @@ class SavedActivations:
         for each in self._single_user_storages():
             (user,) = each.users
             total[user] = total.get(user, 0.0) + each.numel
-        return [round(total[visit]) for visit in block_calls]
+        return [round(total[block_call]) for block_call in block_calls]
 
     def saved_storages(self) -> list[tuple[int, int, float]]:
         """For each storage saved in a block call: time of first save, storage id, elements of all samples."""

@@ -43,7 +43,9 @@ def user_checkpoint_diagnostics(plan: Plan) -> Iterator[Diagnostic]:
     communicating = {
         action.subject for action in actions if any(not move.in_glue for move in action.inner_transfers)
     }
-    recomputed = [visit for visit in plan.model_spec.user_checkpointed_calls if visit in communicating]
+    recomputed = [
+        block_call for block_call in plan.model_spec.user_checkpointed_calls if block_call in communicating
+    ]
     if recomputed:
         others = f" and {len(recomputed) - 1} more blocks" if len(recomputed) > 1 else ""
         text = f"the model runs '{recomputed[0]}'{others} again in backward ({CHECKPOINT_MODULE}),"

@@ -134,7 +134,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise PlanError(
             f"{path} cannot be read as JSON: {error}",
-            fix="repair the file, or download it again",
+            fix="correct the file, or download it again",
             location=CONFIG_KEY,
         ) from error
     if not isinstance(raw, dict):
@@ -218,13 +218,13 @@ def _make_config(config_class: Any, raw: dict[str, Any], overrides: dict[str, An
         with _silence_special_tokens():
             return config_class.from_dict(fields)
     except Exception as error:  # transformers raises a dozen kinds for values it refuses
-        given = f" with {overrides}" if overrides else ""
+        with_overrides = f" with {overrides}" if overrides else ""
         fix = (
             "change the field that the message names; overrides must fit each other (heads divide the "
             "width...)"
         )
         raise PlanError(
-            f"transformers refuses the config{given}: {error}",
+            f"transformers refuses the config{with_overrides}: {error}",
             fix=fix,
             location="model.overrides" if overrides else CONFIG_KEY,
         ) from error

@@ -193,8 +193,10 @@ class InitRecorder(TorchDispatchMode):
             return torch.empty_like(leaf, device=META) if real else leaf
 
         result = func(*tree_map(on_meta, args), **tree_map(on_meta, kwargs))
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        windows = tuple(None if self.tape.holds(tensor) else self.tape.add_storage(tensor) for tensor in made)
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        windows = tuple(
+            None if self.tape.holds(tensor) else self.tape.add_storage(tensor) for tensor in results
+        )
         if written or (any(windows) and func.overloadpacket not in UNINITIALIZED_OPS):
             writes = [storage_id(tensor) for tensor in written] + [
                 window.storage for window in windows if window
@@ -242,8 +244,8 @@ class InitRecorder(TorchDispatchMode):
             )
 
     def _overwritten_storage(self, window: StorageWindow) -> int | None:
-        whole = torch.Size(window.size).numel() == self.tape.origins[window.storage].numel
-        return window.storage if whole else None
+        is_complete = torch.Size(window.size).numel() == self.tape.origins[window.storage].numel
+        return window.storage if is_complete else None
 
     def _refuse_shared(self, where: str, other: str) -> Never:
         what = f"shares its memory with {other}, which became a parameter of its own"
@@ -300,8 +302,8 @@ def is_meta(tensor: torch.Tensor) -> bool:
 def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
+            argument_value = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(argument_value) if isinstance(leaf, torch.Tensor))
 
 
 def _freeze_argument(leaf: object) -> object:

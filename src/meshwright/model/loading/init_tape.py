@@ -124,13 +124,13 @@ class InitTape:
     def required_entries(self, storage: int) -> list[int]:
         """The numbers of the entries on which the final content of `storage` depends, in order."""
         found: set[int] = set()
-        seen: set[tuple[int, int]] = set()
+        visited: set[tuple[int, int]] = set()
         todo = [(storage, len(self.entries))]
         while todo:
             storage_id, before = todo.pop()
-            if (storage_id, before) in seen:
+            if (storage_id, before) in visited:
                 continue
-            seen.add((storage_id, before))
+            visited.add((storage_id, before))
             for number in reversed([number for number in self._writers[storage_id] if number < before]):
                 entry = self.entries[number]
                 found.add(number)

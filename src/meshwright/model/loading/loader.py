@@ -158,10 +158,10 @@ def load_factory(
     model = returned[0]
     example = None if model.example is None else dict(model.example)
     blocks = None if model.blocks is None else tuple(model.blocks)
-    sockets = None if model.layer_roles is None else dict(model.layer_roles)
-    if sockets:
-        find_layer_roles(deferred_init.instantiate(), sockets)  # refuses patterns without a match
-    return LoadedModel(name, deferred_init, example, blocks, model.loss, sockets, tuple(model.callbacks))
+    layer_roles = None if model.layer_roles is None else dict(model.layer_roles)
+    if layer_roles:
+        find_layer_roles(deferred_init.instantiate(), layer_roles)  # refuses patterns without a match
+    return LoadedModel(name, deferred_init, example, blocks, model.loss, layer_roles, tuple(model.callbacks))
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:

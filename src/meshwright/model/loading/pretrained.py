@@ -51,10 +51,12 @@ class PretrainedWeights:
         sources: Mapping[str, WeightSource],
     ) -> None:
         self._module, self._stored_tensors, self._sources = module, stored_tensors, sources
-        self.read_overhead_nbytes = max((self._overhead_nbytes(home) for home in sources.values()), default=0)
+        self.read_buffer_nbytes = max(
+            (self._overhead_nbytes(source) for source in sources.values()), default=0
+        )
         nbytes = sum(each.nbytes for each in stored_tensors.values())
         self.pretrained_source = PretrainedSource(
-            str(folder), weights_digest(stored_tensors), nbytes, self.read_overhead_nbytes
+            str(folder), weights_digest(stored_tensors), nbytes, self.read_buffer_nbytes
         )
 
     def __contains__(self, name: str) -> bool:
@@ -63,7 +65,11 @@ class PretrainedWeights:
     def rename(self, names: Mapping[str, str]) -> "PretrainedWeights":
         """These weights under other names: each key of `names` maps to a name here."""
         other = copy.copy(self)
-        other._sources = {name: self._sources[own] for name, own in names.items() if own in self._sources}
+        other._sources = {
+            name: self._sources[stored_name]
+            for name, stored_name in names.items()
+            if stored_name in self._sources
+        }
         return other
 
     def read(
@@ -99,9 +105,9 @@ class PretrainedWeights:
     def _read_stored(self, name: str) -> torch.Tensor:
         return read_tensor(self._stored_tensors[name], self._stored_tensors[name].dtype)
 
-    def _overhead_nbytes(self, home: WeightSource) -> int:
-        sources = sum(self._stored_tensors[name].nbytes for name in home[1].source_names)
-        return min(READ_NBYTES, sources) if home[1].converter is None else 2 * sources
+    def _overhead_nbytes(self, source: WeightSource) -> int:
+        sources = sum(self._stored_tensors[name].nbytes for name in source[1].source_names)
+        return min(READ_NBYTES, sources) if source[1].converter is None else 2 * sources
 
 
 def find_weights(
@@ -120,7 +126,7 @@ def find_weights(
     needed = {name: tuple(value.shape) for name, value in module.state_dict().items()}
     converted: dict[str, WeightSource] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    faults: list[Diagnostic] = []
+    diagnostics: list[Diagnostic] = []
     for conversion in conversions:
         try:
             results = conversion.apply(module, lambda name: torch.empty(stored[name].shape, device="meta"))
@@ -129,7 +135,7 @@ def find_weights(
                 f"{format_names(conversion.source_names, 3)} cannot become {conversion.target}: "
                 f"{str(error).splitlines()[0]}"
             )
-            faults.append(Diagnostic(text, "give the weights that belong to this config", WEIGHTS_KEY))
+            diagnostics.append(Diagnostic(text, "give the weights that belong to this config", WEIGHTS_KEY))
             continue
         for name, value in results.items():
             converted[name], shapes[name] = (name, conversion), tuple(value.shape)
@@ -156,18 +162,21 @@ def find_weights(
         for name in kept
         if name in converted and shapes[name] != needed[name]
     }
-    faults += _mismatch_diagnostics(
-        missing if not faults else [], extra, misshapen, set(needed) - set(missing)
+    diagnostics += _mismatch_diagnostics(
+        missing if not diagnostics else [], extra, misshapen, set(needed) - set(missing)
     )
-    homes = {
+    sources = {
         first: next((converted[name] for name in names if name in converted), None)
         for first, names in wanted.items()
     }
-    found = {first: home for first, home in homes.items() if home is not None}
-    faults += _untied_diagnostics(wanted, converted, stored) if not faults else ()
-    raise_diagnostics(faults)
+    present = {first: source for first, source in sources.items() if source is not None}
+    diagnostics += _untied_diagnostics(wanted, converted, stored) if not diagnostics else ()
+    raise_diagnostics(diagnostics)
     return PretrainedWeights(
-        path, module, {name: stored[name] for home in found.values() for name in home[1].source_names}, found
+        path,
+        module,
+        {name: stored[name] for source in present.values() for name in source[1].source_names},
+        present,
     )
 
 

@@ -62,23 +62,23 @@ def list_tensors(path: Path) -> dict[str, StoredTensor]:
     """
     files, listed = _find_files(path)
     found: dict[str, StoredTensor] = {}
-    faults: list[Diagnostic] = []
+    diagnostics: list[Diagnostic] = []
     for file in files:
         try:
             tensors = read_header(file)
         except PlanError as error:
-            faults += error.diagnostics
+            diagnostics += error.diagnostics
             continue
         twice = sorted(found.keys() & tensors)
         if twice:
             text = f"{file.name} has {len(twice)} tensors that another file has too: {format_names(twice)}"
-            faults.append(Diagnostic(text, "keep one of the files", WEIGHTS_KEY))
+            diagnostics.append(Diagnostic(text, "keep one of the files", WEIGHTS_KEY))
         found |= tensors
     absent = sorted(name for name, file in listed.items() if file in files and name not in found)
-    if absent and not faults:
+    if absent and not diagnostics:
         text = f"{INDEX_FILE} names {len(absent)} tensors that its files do not have: {format_names(absent)}"
-        faults.append(Diagnostic(text, "download the index and the files of one version", WEIGHTS_KEY))
-    raise_diagnostics(faults)
+        diagnostics.append(Diagnostic(text, "download the index and the files of one version", WEIGHTS_KEY))
+    raise_diagnostics(diagnostics)
     return found
 
 
@@ -137,7 +137,7 @@ def equal_tensors(one: StoredTensor, other: StoredTensor) -> bool:
             _read_pieces(b, other.begin_byte, other.nbytes, other.file),
             strict=True,
         )
-        return all(mine == theirs for mine, theirs in pairs)
+        return all(one_chunk == other_chunk for one_chunk, other_chunk in pairs)
 
 
 def weights_digest(tensors: Mapping[str, StoredTensor]) -> str:

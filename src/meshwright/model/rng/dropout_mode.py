@@ -189,8 +189,8 @@ class StatelessDropout(TorchFunctionMode):
         out: torch.Tensor | None = None,
         generator: object = None,
     ) -> torch.Tensor:
-        made = self._compare(input.shape, input if p is None else p, input.device).to(input.dtype)
-        return made if out is None else out.copy_(made)
+        drawn = self._compare(input.shape, input if p is None else p, input.device).to(input.dtype)
+        return drawn if out is None else out.copy_(drawn)
 
     def _bernoulli_(self, input: torch.Tensor, p: Any = 0.5, *, generator: object = None) -> torch.Tensor:
         return input.copy_(self._compare(input.shape, p, input.device))
@@ -231,9 +231,9 @@ class StatelessDropout(TorchFunctionMode):
 
 
 class _RefuseOtherDraws(TorchDispatchMode):
-    def __init__(self, dice: StatelessRNG) -> None:
+    def __init__(self, rng: StatelessRNG) -> None:
         super().__init__()
-        self._rng = dice
+        self._rng = rng
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

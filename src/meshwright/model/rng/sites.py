@@ -268,10 +268,12 @@ def _fill(
 ) -> None:
     """Fills `drawn` (samples, elements of one sample); `tensor_slice` gives indices in the full tensor."""
     num_samples, width = drawn.shape
-    rows = max(1, CHUNK_NUMEL // max(width, 1))
-    for column in range(0, width, CHUNK_NUMEL):
-        index = torch.arange(column, min(column + CHUNK_NUMEL, width), dtype=torch.int64, device=drawn.device)
+    chunk_samples = max(1, CHUNK_NUMEL // max(width, 1))
+    for element in range(0, width, CHUNK_NUMEL):
+        index = torch.arange(
+            element, min(element + CHUNK_NUMEL, width), dtype=torch.int64, device=drawn.device
+        )
         index = index if tensor_slice is None else tensor_slice.global_indices(index)
-        for row in range(0, num_samples, rows):
-            chunk = drawn[row : row + rows, column : column + CHUNK_NUMEL]
-            chunk.copy_(convert(top53(random_bits(keys[row : row + rows, None], index))))
+        for sample in range(0, num_samples, chunk_samples):
+            chunk = drawn[sample : sample + chunk_samples, element : element + CHUNK_NUMEL]
+            chunk.copy_(convert(top53(random_bits(keys[sample : sample + chunk_samples, None], index))))

@@ -123,7 +123,7 @@ class SequenceShardCheck:
                     run.fake_mode,
                 )
                 with forward.record_ops(run.module, run.blocks):
-                    run.module(**run.rows)
+                    run.module(**run.batch)
         except PlanError:
             raise
         except Exception as error:

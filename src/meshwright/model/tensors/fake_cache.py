@@ -55,11 +55,13 @@ def _cached_values(cache: LRUCache) -> list[Any]:
 
 @functools.cache
 def _class_caches(kind: type) -> tuple[LRUCache, ...]:
-    own = [each for each in kind.__mro__ if each.__module__ != nn.Module.__module__ and each is not object]
-    files = [vars(sys.modules[each.__module__]) for each in own if each.__module__ in sys.modules]
+    classes = [
+        each for each in kind.__mro__ if each.__module__ != nn.Module.__module__ and each is not object
+    ]
+    files = [vars(sys.modules[each.__module__]) for each in classes if each.__module__ in sys.modules]
     found = [
         cache
-        for names in (*map(vars, own), *files)
+        for names in (*map(vars, classes), *files)
         for value in list(names.values())
         for cache in _unwrap_caches(value)
     ]

@@ -40,11 +40,11 @@ class Float64Mode(TorchFunctionMode):
                 **kwargs,
                 "dtype": kwargs.get("dtype") or torch.float64,
             }
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         return (
-            made.double()
-            if func in FACTORY_FUNCTIONS and made.dtype == torch.float32 and not made.requires_grad
-            else made
+            result.double()
+            if func in FACTORY_FUNCTIONS and result.dtype == torch.float32 and not result.requires_grad
+            else result
         )
 
 
@@ -59,7 +59,7 @@ def in_float64(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def batch_in_float64(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns `batch` with its floating-point tensors in float64, the dtype of the parameters in a comparison."""
+    """`batch` with its floating-point tensors in float64, the dtype of the parameters in a comparison."""
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 

@@ -37,7 +37,7 @@ class PlaceholderTensor(torch.Tensor):
         return self.needs_grad
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"Foreign({self.value_name!r})"
+        return f"PlaceholderTensor({self.value_name!r})"
 
     def __format__(self, format_spec: str) -> str:
         return repr(self)
@@ -68,9 +68,11 @@ def make_placeholder(
     needs_grad: bool,
 ) -> PlaceholderTensor:
     """A placeholder of this shape, dtype and device; `needs_grad` says whether the value needs a gradient."""
-    made: Any = torch.Tensor._make_wrapper_subclass(PlaceholderTensor, shape, dtype=dtype, device=device)
-    made.value, made.run, made.needed = name, handler, needs_grad
-    return made
+    placeholder: Any = torch.Tensor._make_wrapper_subclass(
+        PlaceholderTensor, shape, dtype=dtype, device=device
+    )
+    placeholder.value_name, placeholder.handler, placeholder.needs_grad = name, handler, needs_grad
+    return placeholder
 
 
 def find_placeholders(value: Any) -> list[PlaceholderTensor]:

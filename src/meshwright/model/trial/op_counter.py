@@ -168,9 +168,9 @@ def _product(line: Callable[[Size], LinearInSamples], key: Any, count: int) -> M
 
 
 def _attention(line: Callable[[Size], LinearInSamples], key: Any, count: int) -> AttentionOp:
-    _, rows, sizes, dtype, backward, causal = key
-    heads, queries, keys, width = sizes
-    return AttentionOp(line(rows), heads, queries, keys, width, dtype, backward, causal, count)
+    _, batch, sizes, dtype, backward, causal = key
+    num_heads, query_len, key_len, head_dim = sizes
+    return AttentionOp(line(batch), num_heads, query_len, key_len, head_dim, dtype, backward, causal, count)
 
 
 def _memory_pass(key: Any, count: int) -> MemoryOp:
@@ -205,14 +205,14 @@ def _matmul_shapes(first: torch.Tensor, second: torch.Tensor) -> Iterator[tuple[
 
 
 def _convolution_shapes(
-    into: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int, made: Sequence[bool]
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int, computed: Sequence[bool]
 ) -> Any:
-    places, kernel = out.shape[0] * prod(out.shape[2:]), prod(weight.shape[1:])
+    num_positions, kernel = out.shape[0] * prod(out.shape[2:]), prod(weight.shape[1:])
     channels = out.shape[1] // groups
-    forth, back, learns = made
-    yield from [(places, channels, kernel, groups)] * forth
-    yield from [(places, kernel, channels, groups)] * back
-    yield from [(channels, kernel, places, groups)] * learns
+    forward, input_grad, weight_grad = computed
+    yield from [(num_positions, channels, kernel, groups)] * forward
+    yield from [(num_positions, kernel, channels, groups)] * input_grad
+    yield from [(channels, kernel, num_positions, groups)] * weight_grad
 
 
 MATMUL_SHAPES = MappingProxyType(

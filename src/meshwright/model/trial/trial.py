@@ -239,14 +239,16 @@ def param_block_calls(blocks: Sequence[str], users: set[str], block_calls: Seque
 
     ROOT comes last, if glue uses it or if no block call does.
     """
-    used = tuple(visit for visit in block_calls if block_of(visit) in blocks or visit in users)
+    used = tuple(
+        block_call for block_call in block_calls if block_of(block_call) in blocks or block_call in users
+    )
     return (*used, ROOT) if ROOT in users or not used else used
 
 
 class _TrialObserver(TorchFunctionMode):
-    def __init__(self, drive: ForwardDriver, found: TrialFindings) -> None:
+    def __init__(self, driver: ForwardDriver, findings: TrialFindings) -> None:
         super().__init__()
-        self._drive, self._found = drive, found
+        self._driver, self._findings = driver, findings
         self.untracked_writes = UntrackedWrites()
 
     def __torch_function__(
@@ -254,26 +256,26 @@ class _TrialObserver(TorchFunctionMode):
     ) -> Any:
         if (
             func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
-            and self._drive.in_glue
+            and self._driver.in_glue
         ):
             text = (
                 f"the forward takes gradients itself ({func.__name__}) between blocks, where the graph is cut"
             )
             raise PlanError(text, fix=f"take them inside one block, or {LARGER_BLOCK_FIX}", location="model")
         if (
-            not self._drive.in_glue
-            and self._found.block_calls[-1:] != self._found.user_checkpointed_calls[-1:]
+            not self._driver.in_glue
+            and self._findings.block_calls[-1:] != self._findings.user_checkpointed_calls[-1:]
             and in_user_checkpoint()
         ):
-            self._found.user_checkpointed_calls += self._found.block_calls[-1:]
-        if func in ATTENTION_FUNCTIONS and not self._drive.in_glue:
-            self._found.attention_calls.append(self._found.block_calls[-1])
+            self._findings.user_checkpointed_calls += self._findings.block_calls[-1:]
+        if func in ATTENTION_FUNCTIONS and not self._driver.in_glue:
+            self._findings.attention_calls.append(self._findings.block_calls[-1])
             if func is F.scaled_dot_product_attention:
-                self._found.layer_uses.head_widths.append(
-                    (len(self._found.layer_uses.uses), args[0].shape[-1])
+                self._findings.layer_uses.head_widths.append(
+                    (len(self._findings.layer_uses.uses), args[0].shape[-1])
                 )
         result = func(*args, **(kwargs or {}))
-        if self._drive.in_glue:
+        if self._driver.in_glue:
             self.untracked_writes.check_call(func, args, kwargs or {}, result)
         return result
 

@@ -1,6 +1,5 @@
-"""One call of attention as techniques answer it: in four dims, in the dtype of products, refused where it is not about tokens.
-
-The words of a ring: who is in it, what it sends, and what is computed of a rank's queries and keys that come by.
+"""Inputs of one attention call in four dims, and the geometry of a ring: its ranks, messages and blocks of
+queries and keys.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,34 +1,33 @@
-"""Attention on one device, with what a ring needs besides: the log of the sum that it divides by, and a backward that takes one.
+"""Attention on one device that also returns the log-sum-exp, with a backward that takes one; as a ring needs
+it.
 
     out = softmax(scale Q K^T + mask) V          lse = log sum exp(scale Q K^T + mask), over the keys
 
-The softmax over all keys follows from those over blocks of them: with lse one knows how much each block weighs.
+The softmax over all keys follows from those over blocks of them: lse gives the weight of each block.
 
     lse = log(exp(lse_1) + exp(lse_2))           out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)
 
-And the gradient through all keys is a sum over blocks, if each takes the lse and the output of all of them: P = exp(S - lse)
-are the weights that its keys have among all, and sum_j P_j dP_j, the gradient of out times out, is that of all blocks.
+The gradient through all keys is a sum over blocks if each takes the lse and the output of all of them: P =
+exp(S - lse) are the weights that its keys have among all, and sum_j P_j dP_j, the gradient of out times out,
+is that of all blocks.
 
-    Q       [B, H, n, d]     K  [B, G, m, d]     V  [B, G, m, e]     out  [B, H, n, e]     lse  [B, H, n], float32 or float64
-    mask    [B or 1, H or 1, n or 1, m], bool (true: is looked at) or float (is added)
+    Q       [B, H, n, d]     K  [B, G, m, d]     V  [B, G, m, e]     out  [B, H, n, e]
+    lse     [B, H, n], float32 or float64
+    mask    [B or 1, H or 1, n or 1, m], bool (true: attended) or float (added)
 
-H is a multiple of G: heads h R .. h R + R - 1 of queries share head h of keys and values. Of a row that may look at nothing, out
-is 0 and lse -inf.
+H is a multiple of G: heads h R .. h R + R - 1 of queries share head h of keys and values. A row that attends
+to nothing has out 0 and lse -inf.
 
     where       kernel                          keys and values of G heads     widths d, e
-    CPU         flash attention of torch        as they are                    padded with zeros to the same
-    CUDA, half  flash attention, no mask        as they are                    padded to the same, a multiple of 8
-    CUDA        memory-efficient attention      copied to H heads              padded to a multiple of 8
-    else        products and a softmax (plain.py): any dtype, dropout, and masks that ask for a gradient
+    CPU         flash attention of torch        unchanged                      padded with zeros to the same
+    CUDA, half  flash attention, no mask        unchanged                      padded, a multiple of 8
+    CUDA        memory-efficient attention      repeated to H heads            padded to a multiple of 8
+    else        matmuls and a softmax: any dtype, dropout, and masks that need a gradient
 
-Only the last one has scores in memory. Paper: Dao et al. 2022, "FlashAttention", arXiv 2205.14135 (section 3.1, the merging of
-blocks); Rabe and Staats 2021, "Self-attention does not need O(n^2) memory", arXiv 2112.05682 (chunks).
-
-Attention by products and a softmax, where no kernel can do it: any dtype, dropout of weights, and gradients of masks.
-
-    P = exp(scale Q K^T + mask - lse)        out = (P keep / (1 - p)) V        sum_j P_j dP_j = out times its gradient
-
-CHUNK scores are in memory at once. Shapes are those of kernel.py.
+Matmuls and a softmax: P = exp(scale Q K^T + mask - lse), out = (P keep / (1 - p)) V, with at most MAX_SCORES
+scores in memory. No other kernel holds scores in memory.
+Paper: Dao et al. 2022, "FlashAttention", arXiv 2205.14135 (section 3.1, the merging of blocks); Rabe and
+Staats 2021, "Self-attention does not need O(n^2) memory", arXiv 2112.05682 (chunks).
 """
 
 from collections.abc import Iterator

@@ -1,32 +1,37 @@
-"""Halo exchange: a convolution along the tokens finds on every rank the few tokens that its kernel reaches over on others.
+"""Halo exchange: a convolution along the sequence gets the few tokens of other ranks that its kernel
+reaches.
 
-Why it works: of token i a convolution takes in those from i - l to i + r, for a kernel of k with dilation d: l + r = (k - 1) d. A
-rank has its tokens in one span or two, and all that they miss stands right before and behind these. A token that stands at most l
-before the beginning of a span is, on the rank that has it, among the last l of its own span; however short spans are. So every
-rank sends the first r and the last l tokens of each of its spans to all, once; puts round its own spans what stands there in the
-sample, zeros at the ends of the row; and convolves each without padding. Backward, each edge gets the sum of what all made of it.
+Why it works: output i of a convolution reads tokens i - l to i + r, for a kernel of k with dilation d: l + r
+= (k - 1) d. A rank has its tokens in one span or two; the missing tokens stand right before and behind
+these. A token that stands at most l before the begin of a span is among the last l of a span on its own
+rank, however short spans are. So every rank sends the first r and the last l tokens of each of its spans to
+all, once; pads its own spans with the neighbours in the sample, and zeros at the ends of the sequence; and
+convolves each span without padding. In backward, each edge gets the sum over all ranks.
 
     kernel of 3, causal, l = 2, 2 ranks, zigzag
       rank 0     1 2 3 | 10 11 12     sends 2 3 | 11 12     convolves 0 0 1 2 3 | 8 9 10 11 12
       rank 1     4 5 6 7 8 9          sends 8 9 | - -       convolves 2 3 4 5 6 7 8 9
 
     layouts: tokens S(1); edges S, and R for the convolution; weights R, their gradients P like all others
-    sent per rank, micro-batch and convolution, in elements: c channels, b rows, s spans of a rank (2 in zigzag, else 1):
+    sent per rank, micro-batch and convolution, in elements: c channels, b samples, s spans (zigzag: 2):
       forward     s b c (l + r) (P-1)     one all_gather
       backward    as much                 one reduce_scatter, of gradients
 
-It stands beside ring, ulysses and hybrid alike, and is no strategy of its own: where tokens are dealt, convolutions are answered
-so (model/convolve.py). One that is made causal by padding on both sides and cutting what it gives (y[..., :n]) finds elements to
-cut there. Which calls those are, the reading of the model says (model/around.py).
-Cost: memory for P s (l + r) tokens during the convolution, and a wait that nothing hides. With kernels of 3 or 4 that is
-nothing beside attention; a neighbour alone would do where spans are longer than the kernel, and this sends P-1 times that.
-Limits: F.conv1d with tokens last, stride 1, zeros for padding. A kernel that reaches over more than 256 tokens, and over more
-than a rank has, is refused: it would have all tokens on every rank. So are strides, transposed and two-dimensional
-convolutions, pooling, and what carries a state from token to token: recurrences and scans. Ranks that get tokens one by one
-(`balance = "striped"`) have no neighbours, and are refused. A cache of what was convolved is not kept: use_cache = False.
-Paper: Dryden et al. 2019, "Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism", IPDPS, arXiv
-1903.06681 (halo exchange); Ku et al. 2025, "Systems and Algorithms for Convolutional Multi-Hybrid Language Models at Scale",
-arXiv 2503.01868 (along the tokens of long rows).
+It works with ring, ulysses and hybrid alike, and is no strategy of its own: with a sharded sequence,
+convolutions are replaced so (model/sequence_parallel/conv_call.py). A convolution that is made causal by
+padding both sides and slicing the output (y[..., :n]) still has elements to slice. The model analysis finds
+those calls.
+Cost: memory for P s (l + r) tokens during the convolution, and an exposed wait. With kernels of 3 or 4 that
+is negligible beside attention; a neighbour alone would do if spans are longer than the kernel, and this
+sends P-1 times that.
+Limits: F.conv1d with tokens last, stride 1, zero padding. A kernel that reaches over more than 256 tokens,
+and over more than a rank has, is refused: every rank would have all tokens. So are strides, transposed and
+two-dimensional convolutions, pooling, and recurrences and scans. Ranks with single tokens (`load_balance =
+"striped"`) have no neighbours, and are refused. A cache of convolution states is not kept: use_cache =
+False.
+Paper: Dryden et al. 2019, "Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained
+Parallelism", IPDPS, arXiv 1903.06681 (halo exchange); Ku et al. 2025, "Systems and Algorithms for
+Convolutional Multi-Hybrid Language Models at Scale", arXiv 2503.01868 (along the tokens of long sequences).
 """
 
 from collections.abc import Iterator

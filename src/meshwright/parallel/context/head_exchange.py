@@ -1,19 +1,21 @@
-"""Tokens for heads: ranks that have some of the tokens of every head get all of their tokens, of some heads; and back.
+"""The all-to-all of Ulysses: ranks that have some tokens of every head get all tokens of some heads; and
+back.
 
-    6 heads, 3 ranks, one all_to_all        heads 0 1 | 2 3 | 4 5                          heads 0 1     2 3     4 5
-        rank 0, tokens 0..3                 to 0      to 1  to 2                tokens 0..3  from 0     from 0  from 0
-        rank 1, tokens 4..6                 to 0      to 1  to 2        --->    tokens 4..6  from 1     from 1  from 1
-        rank 2, tokens 7..9                 to 0      to 1  to 2                tokens 7..9  from 2     from 2  from 2
+    6 heads, 3 ranks, one all_to_all        heads 0 1 | 2 3 | 4 5                  heads 0 1     2 3     4 5
+        rank 0, tokens 0..3                 to 0      to 1  to 2        tokens 0..3  from 0     from 0  from 0
+        rank 1, tokens 4..6                 to 0      to 1  to 2   -->  tokens 4..6  from 1     from 1  from 1
+        rank 2, tokens 7..9                 to 0      to 1  to 2        tokens 7..9  from 2     from 2  from 2
 
-A head of keys and values goes to every rank that has heads of queries which share it, so it may travel several times, and its
-gradients are summed where it came from. Each rank is sent as many:
+A head of keys and values goes to every rank whose query heads share it, so it may travel several times, and
+its gradients are summed on the rank it came from. Each rank receives as many:
 
     6 heads share 3, 2 ranks                rank 0 needs 0 1, rank 1 needs 1 2             4 travel
-    6 heads share 2, 3 ranks                0 | 0 1 | 1                                    each rank is sent 2, one of them idle
+    6 heads share 2, 3 ranks                0 | 0 1 | 1                           2 per rank, one of them idle
 
-Shares of tokens are as long as the longest; what fills them up is dropped as it arrives. Of a mask every rank needs the rows of
-all queries. One that glue has made is there on every rank, so nobody sends it; whether a batch has one makes no difference then.
-Of one that a block makes of its tokens, or learns, those of other ranks come: by head, by an all_to_all; else by an all_gather.
+Sequence shards are padded to the longest; the padding is dropped on arrival. Of a mask every rank needs the
+rows of all queries. A mask that glue makes is on every rank, so it is not sent. Of one that a block computes
+from its tokens, or learns, the rows of other ranks are sent: by head, with an all_to_all; else with an
+all_gather.
 """
 
 from collections.abc import Callable, Iterable, Iterator

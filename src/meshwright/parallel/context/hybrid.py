@@ -1,28 +1,33 @@
-"""The hybrid of both: neighbouring ranks exchange tokens for heads, whose keys and values travel round the other neighbourhoods.
+"""Hybrid context parallelism (USP): Ulysses between neighbouring ranks, ring attention between the groups of
+neighbours.
 
-Why it works: Ulysses turns some tokens of all heads into more tokens of some heads, and a ring asks only that each rank has some
-of the tokens of the heads that it computes. So one stands inside of the other, and each where it is good: the exchange, which
-nothing hides, between the ranks of a host; the ring, whose messages hide behind computation, between hosts. The exchange gives
-the ring more tokens per rank, which it wants; the ring takes more ranks than there are heads.
+Why it works: Ulysses turns some tokens of all heads into more tokens of some heads, and a ring needs only
+that each rank has some tokens of the heads that it computes. So one nests in the other, each at its best
+place: the exposed exchange between the ranks of a host; the ring, whose messages overlap with computation,
+between hosts. The exchange gives the ring more tokens per rank; the ring allows more ranks than there are
+heads.
 
-    6 ranks, inner = 2, zigzag     chunks 0 1 2 3 4 5        ranks 0 1: chunks 0 5     ranks 2 3: 1 4     ranks 4 5: 2 3
-    exchange                       0 with 1, 2 with 3, 4 with 5: each half of the heads, of all tokens of both
-    ring                           0 -> 2 -> 4 -> 0 with the first half of the heads, 1 -> 3 -> 5 -> 1 with the others
+    6 ranks, ulysses_degree = 2, zigzag    chunks 0 .. 5    ranks 0 1: 0 5    ranks 2 3: 1 4    ranks 4 5: 2 3
+    exchange                 0 with 1, 2 with 3, 4 with 5: each half of the heads, of all tokens of both
+    ring                     0 -> 2 -> 4 -> 0 with the first half of the heads, 1 -> 3 -> 5 -> 1 the others
 
     layouts: tokens S(1), weights R, their gradients P: summed with those of other samples, in one collective
-    sent per rank, micro-batch and layer, in elements; k of a heads have keys, B rows, N tokens of width h, P = u r, u = inner:
+    sent per rank, micro-batch and layer, in elements; k of a heads have keys, B samples, N tokens of width h,
+    P = u r, u = ulysses_degree:
       exchange    (2 + 2 k/a) B N h / P x (u-1)/u     forward, if u divides k; backward as much
-      ring        2 B N h / P x (k/a) (r-1)           forward; backward twice that, gradients in float32 at least
+      ring        2 B N h / P x (k/a) (r-1)           forward; backward twice that (gradients float32)
     activations: 1/P of one rank's, and two travelling blocks
 
-`balance` is that of the ring: chunks, or with "striped" single tokens, go to the groups, and what one gets lies straight on it.
-`inner` neighbours in mesh order are one group of the exchange: on one host, where hosts have a multiple of that many ranks.
-Cost: nothing hides the exchange, and computation the ring's messages, but for the last of a backward. Of a mask that a block
-makes for own queries those of neighbours are gathered: B N N / r x (u-1)/u elements in every layer; of others nothing is sent.
-Limits: `inner` divides the heads of a rank, and the ranks along the axis. Attention is what calls F.scaled_dot_product_attention
-within a block; with dropout, by plain products.
-Paper: Fang and Zhao 2024, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI", arXiv 2405.07719
-(section 3); Gu et al. 2024, "LoongTrain", arXiv 2406.18485.
+`load_balance` is that of the ring: chunks, or with "striped" single tokens, go to the groups, and the tokens
+of a group are contiguous on its ranks. `ulysses_degree` neighbours in mesh order are one group of the
+exchange: on one host, if hosts have a multiple of that many ranks.
+Cost: the exchange is exposed; the messages of the ring overlap, but for the last of a backward. Of a mask
+that a block makes for its own queries those of neighbours are gathered: B N N / r x (u-1)/u elements in
+every layer; of others nothing is sent.
+Limits: `ulysses_degree` divides the heads of a rank, and the ranks along the axis. Attention is a call of
+F.scaled_dot_product_attention within a block; with dropout, it runs as matmuls.
+Paper: Fang and Zhao 2024, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI",
+arXiv 2405.07719 (section 3); Gu et al. 2024, "LoongTrain", arXiv 2406.18485.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,26 +1,25 @@
-"""What the queries of a rank look at: some keys that are neighbours, by a rule or as a mask says; or whatever a mask says.
+"""Block masks of attention: which stretches of queries and keys a kernel computes, and with which mask.
 
-    neighbours    every query looks at keys from one position up to another: no mask, causal, a window, packed documents, padding
-                  at one end, a prefix. Two numbers per query; whoever has those needs no mask, and computes little that is masked
-    otherwise     a bias, a mask by head, holes: the mask itself, in parts of which those are left out that it leaves nothing of
+    interval     every query attends to keys from one position up to another: no mask, causal, a window,
+                 packed documents, padding at one end, a prefix. Two numbers per query replace the mask
+    otherwise    a bias, a mask per head, holes: the mask itself, in parts; fully masked parts are skipped
 
-Masks come as tensors, made by the model. Whether one is of the first kind, a look at each of its elements tells, once for all
-layers that are handed the same.
+Masks are tensors that the model makes. One look at each element tells whether a mask is of the first kind;
+layers that share a mask tensor share the result.
 
-Which stretches of queries and keys kernels go through, where each query looks at some keys that are neighbours.
+Query i of a rank attends to the keys low[i] up to high[i] of a block that passes by. Runs of queries whose
+bounds rise alike have known forms:
 
-Query i of a rank looks at the keys low[i] up to high[i] of a block that comes by, as they lie there. Runs of queries whose bounds
-rise alike are known forms:
-
-    low, high        stand still         high rises by 1           both rise by 1           low rises by 1
+    low, high        constant            high rises by 1           both rise by 1           low rises by 1
                      # # # #             # # #                     # # # .                  # # # #
                      # # # #             # # # #                   . # # #                  . # # #
-    kernels          one, no mask        one for what all see,     tiles of rows, with      tiles of rows, with
-                                         one causal                a mask each              a mask each
+    kernels          one, no mask        one for common keys,      tiles of rows, a mask    tiles of rows, a mask
+                                         one causal                each                     each
     from             documents, prefix   causal masks              windows                  ends of windows
 
-What is masked whole is in no tile. A call of a kernel costs time of its own, as much as `call` pairs of a query and a key, and a
-pair under a mask MASKED others: neighbours go together where that is less, so short documents share a call.
+No tile is fully masked. A kernel call costs as much time as `call_cost` pairs of a query and a key, and a
+masked pair costs MASKED_PAIR_COST others: neighbours are merged if that is cheaper, so short documents share
+a call.
 """
 
 import weakref

@@ -1,11 +1,11 @@
-"""What attention has in memory where its tokens are dealt, beside a rank's share of what one device has.
+"""Memory of attention on a sequence shard, in addition to a rank's share of the memory of one device.
 
-    inside     heads of keys and values that are sent to several ranks; what comes out, which the next product keeps beside what
-               attention's own backward keeps of it
-    on top     in attention's own backward, the gradients of those heads, and what travels round a ring
+    saved       key and value heads that go to several ranks; the output, which the next product
+                saves in addition to the copy of the backward of attention
+    backward    in the backward of attention, the gradients of those heads, and the messages of a ring
 
-What is on top counts from what is there at that moment, when most of what a block holds is gone already (core/load.py): the
-fullest moment of a backward may well be another.
+The backward part counts from the memory at that moment, when most of a block's activations are freed already
+(plan/step/activation_memory.py): the peak of a backward may well be at another moment.
 """
 
 from collections.abc import Callable, Mapping

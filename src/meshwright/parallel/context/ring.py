@@ -1,40 +1,44 @@
-"""Ring attention: each rank has some tokens of every sample; keys and values travel round, queries and their outputs stay.
+"""Ring attention: each rank has some tokens of every sample; keys and values travel round, queries and
+outputs stay.
 
-Why it works: all of a block but attention treats each token by itself, so a rank runs it on the tokens that it has. Attention is
-a softmax over all keys, and that follows from softmaxes over some of them, if each says what it has divided by (kernel.py). So a
-rank merges what its queries make of the keys that pass by, one rank's after the other, and never has those of more than two.
+Why it works: every part of a block but attention treats each token by itself, so a rank runs it on the
+tokens that it has. Attention is a softmax over all keys, which follows from softmaxes over some of them if
+each also returns its log-sum-exp (attention_kernel.py). So a rank merges the results of its queries with the
+keys that pass by, one rank's after the other, and never holds those of more than two ranks.
 
-    tokens, zigzag, 4 ranks     0 1 2 3 4 5 6 7 in chunks    rank 0: 0 7   rank 1: 1 6   rank 2: 2 5   rank 3: 3 4
-    step s                      rank r computes with the keys of rank r - s, while those of r - s - 1 are on their way
-    causal                      every step but the first looks at half of all pairs, on every rank: no rank waits for another
+    tokens, zigzag, 4 ranks     chunks 0 .. 7     rank 0: 0 7   rank 1: 1 6   rank 2: 2 5   rank 3: 3 4
+    step s                      rank r computes with the keys of rank r - s, while those of r - s - 1 travel
+    causal                      every step but the first attends to half of all pairs, on every rank: balanced
 
     layouts: tokens S(1), weights R, their gradients P: summed with those of other samples, in one collective
-    sent per rank, micro-batch and layer, in elements; k of a heads have keys, b rows, N tokens of width h:
+    sent per rank, micro-batch and layer, in elements; k of a heads have keys, b samples, N tokens of width h:
       forward     2 b (N/P) h (k/a) (P-1)     P-1 shifts of keys and values, one message each
-      backward    4 b (N/P) h (k/a) (P-1)     the same again, and P-1 shifts of their gradients, in float32 at least
+      backward    4 b (N/P) h (k/a) (P-1)     the same, and P-1 shifts of their gradients, in float32 at least
     activations: 1/P of those of one device, and two travelling blocks; backward four more, of gradients
 
-N/P is what the rank with most tokens has: all send as much. `balance` says who has which:
+N/P is the number of tokens of the rank with most tokens: all send as much. `load_balance` assigns the
+tokens:
 
-    zigzag        an early chunk and a late one each: even under a causal mask
-    striped       every P-th token: of each window and each packed document, wherever it begins in its row, a rank has its share,
-                  so all masks are even; in a step a document of L tokens is a causal square of L/P
+    zigzag        an early chunk and a late one each: balanced under a causal mask
+    striped       every P-th token: a rank has its share of each window and each packed document, wherever it
+                  begins, so all masks are balanced; in a step a document of L tokens is a square of L/P
     contiguous    neighbouring tokens: under a causal mask the last computes (2 P - 1) / P times the mean
 
-With `wire = "bfloat16"` keys and values travel in that; a rank's own are as they are, and gradients too, so that is the only
-rounding: keys and values are off by u = 2^-9 at most, so a score s by u |s|, and what attention gives by (1 + 2 |s|) u of the
-largest value. With |s| up to 1.5, as models begin, these are 4 u per call of attention, which add up: `verify` allows so much of
-the largest number of a block.
-Cost: a step's transfer hides behind its computation where that takes longer: from some thousands of tokens per rank on. Where
-each query looks at neighbouring keys (causal, window, packed documents, padding, prefix), what a mask leaves nothing of is not
-computed (regions.py); its messages are sent all the same. Layers that are handed the same mask have it looked at once.
-Limits: attention is what calls F.scaled_dot_product_attention within a block; with dropout, by plain products. A mask has rows
-of own queries and columns of all keys: n x N elements per rank. A row that a float mask hides whole by a large number is a mean
-of all keys, as on one device, by plain products. Few tokens per rank do not hide messages: where heads suffice, ulysses sends
-fewer bytes.
-Paper: Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv 2310.01889; Brandon et al. 2023, "Striped Attention",
-arXiv 2311.09431 (balance under causal masks); Grattafiori et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783, section
-3.3.2 (2 P chunks, an early and a late one each).
+With `comm_dtype = "bfloat16"` keys and values travel in that dtype; a rank's own are not rounded, nor are
+gradients, so that is the only rounding: keys and values are off by u = 2^-9 at most, so a score s by u |s|,
+and the output of attention by (1 + 2 |s|) u of the largest value. With |s| up to 1.5, as in fresh models,
+these are 4 u per attention call, which add up: `verify` allows that share of the largest number of a block.
+Cost: the transfer of a step overlaps with its computation if that takes longer: from some thousands of
+tokens per rank on. If each query attends to neighbouring keys (causal, window, packed documents, padding,
+prefix), fully masked blocks are not computed (mask_blocks.py); their messages are sent all the same. Layers
+that share a mask tensor analyze it once.
+Limits: attention is a call of F.scaled_dot_product_attention within a block; with dropout, it runs as
+matmuls. A mask has rows of the rank's queries and columns of all keys: n x N elements per rank. A row that a
+float mask hides with a large number is a mean of all keys, as on one device, computed by matmuls. With few
+tokens per rank messages are exposed: if there are enough heads, ulysses sends fewer bytes.
+Paper: Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv 2310.01889; Brandon et al. 2023,
+"Striped Attention", arXiv 2311.09431 (balance under causal masks); Grattafiori et al. 2024, "The Llama 3
+Herd of Models", arXiv 2407.21783, section 3.3.2 (2 P chunks, an early and a late one each).
 """
 
 from collections.abc import Iterator, Mapping

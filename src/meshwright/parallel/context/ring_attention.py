@@ -1,17 +1,19 @@
-"""Attention round a ring: keys and values of every rank pass by, and what each adds is merged or, backwards, sent home with them.
+"""Attention round a ring: keys and values of every rank pass by; results are merged, and gradients travel
+home.
 
     rank 1 of 4           step 0            step 1            step 2            step 3
-    forward   compute     own k1 v1         k0 v0             k3 v3             k2 v2             merged by lse (kernel.py)
-              under way   k0 v0 coming      k3 v3 coming      k2 v2 coming
-    backward  compute     own, a part       k0 v0             k3 v3             k2 v2             own, the rest
-              under way   k0 v0             k3 v3             k2 v2 | dk0 dv0   dk3 dv3           dk1 dv1 come home
+    forward   compute     own k1 v1         k0 v0             k3 v3             k2 v2         merged by lse
+              travelling  k0 v0 coming      k3 v3 coming      k2 v2 coming
+    backward  compute     own, a part       k0 v0             k3 v3             k2 v2         own, the rest
+              travelling  k0 v0             k3 v3             k2 v2 | dk0 dv0   dk3 dv3           dk1 dv1 home
 
-A step's transfer starts before its computation and is waited for behind it. Keys and values of one rank are one flat message, as
-long as that of the rank that has most tokens: all send the same. Gradients of a block begin with the first rank behind its own,
-travel on with what each adds, and arrive at home from the last one; its own share waits there.
+The transfer of a step starts before its computation and is waited for behind it. Keys and values of one rank
+are one flat message, as long as that of the rank with most tokens: all send the same. The gradients of a
+block begin on the first rank behind its own, travel on with what each rank adds, and arrive at home from the
+last one; its own share waits there.
 
-What a mask leaves nothing of is not computed: of this rank's queries and the keys of a block, pairs of stretches go through a
-kernel, with a mask where they need one (seen.py, regions.py).
+Fully masked parts are not computed: of this rank's queries and the keys of a block, pairs of stretches go
+through a kernel, with a mask if they need one (mask_blocks.py).
 """
 
 from collections.abc import Iterator, Sequence

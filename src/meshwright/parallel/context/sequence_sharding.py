@@ -1,23 +1,25 @@
-"""What techniques that deal the tokens of a sample to ranks say alike: where things live, the sums of a step, refusals, booking.
+"""Context parallelism in general: layouts, diagnostics and planned collectives of strategies that shard the
+sequence.
 
-    batch       every rank along the axis reads the same rows, and runs the model on some of the tokens of each (core/tokens.py)
-    weights     each rank's gradient is a summand: R along the axis, gradients P, as where ranks have other samples
-    TOKEN_COUNT LOSS_SUM summed along the axis: a wish to stop is heard by all, and the loss is that of all tokens
-    attention   moves something within the forwards and backwards of the visits that attend: Action.inner
-    convolution likewise, at its borders (halo.py)
+    batch         every rank along the axis reads the same samples, and runs the model on some tokens of each
+    weights       each rank's gradient is a summand: R along the axis, gradients P, as with other samples
+    TOKEN_COUNT, LOSS_SUM    summed along the axis: every rank learns of a stop request and of the whole loss
+    attention     has collectives within the forwards and backwards of its block calls: Action.inner_transfers
+    convolution   likewise, at the ends of its spans (conv_halo.py)
 
-Among the moves of layers that are divided (tensor parallelism), attention stands before the rows layer that ends it; backwards
-behind it. Its heads are then those of the rank.
+Among the collectives of tensor-parallel layers, those of attention stand before the rowwise layer that ends
+it; in backwards behind it. Its heads are those of the rank.
 
-What a program says of the tokens that glue brings together between blocks (model/together.py): within which actions they move.
+Glue between blocks may need tokens of other ranks (model/sequence_analysis/gathers.py). These gathers move
+within:
 
-    F(visit)     at its end, what the glue behind it needs: all_gather, or all_reduce where a sum will do
-                 at its beginning what it needs itself, where a part of the model begins with it
-    LOSS         what the loss needs; at its end the gradients of what the model gives out
-    B(visit), I  at its end the gradients of what the visit took in first: reduce_scatter, all_reduce
-                 at its beginning, where a part of the model ends with it, those of what later parts took in
+    F(block call)       at its end, what the glue behind it needs: all_gather, or all_reduce for a sum;
+                        at its begin what it needs itself, if a stage begins with it
+    LOSS                what the loss needs; at its end the gradients of the model's outputs
+    B(block call), I    at its end the gradients of its inputs: reduce_scatter, all_reduce;
+                        at its begin, if a stage ends with it, those of the inputs of later stages
 
-Each rank gives as many tokens as the one that has most.
+Each rank sends as many tokens as the rank that has most.
 """
 
 from abc import abstractmethod

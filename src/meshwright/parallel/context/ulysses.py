@@ -1,28 +1,30 @@
-"""Ulysses: each rank has some tokens of every sample, but for attention, where it has all tokens, of some heads.
+"""Ulysses: each rank has some tokens of every sample, but inside attention all tokens of some heads.
 
-Why it works: all of a block but attention treats each token by itself, and attention treats each head by itself. So between the
-two ranks swap: every one sends each other one its tokens of the heads that are computed there. On the whole row, in the order of
-positions, attention is torch's own, with whatever mask; its heads do not know that others are elsewhere.
+Why it works: every part of a block but attention treats each token by itself, and attention treats each head
+by itself. So the ranks exchange before and after attention: each sends every other one its tokens of the
+heads that are computed there. On the full sequence, in the order of positions, attention is torch's own,
+with any mask.
 
     rank i has      tokens of slice i                 heads of slice i                      tokens of slice i
     q, k, v         [B, a, N/P, w]   --all_to_all-->  [B, a/P, N, w]
                                                       attention  -->  o  --all_to_all-->    [B, a, N/P, w]
 
-    layouts: tokens S(1), straight; weights R, their gradients P: summed with those of other samples, in one collective
-    sent per rank, micro-batch and layer, in elements; k of a heads have keys, B rows, N tokens of width h = a w:
-      forward     (2 + 2 k/a) B N h / P x (P-1)/P     four all_to_alls: q and o with a heads, k and v with k, if P divides k
-      backward    as much
+    layouts: tokens S(1), contiguous; weights R, their gradients P: summed with those of other samples
+    sent per rank, micro-batch and layer, in elements; k of a heads have keys, B samples, N tokens, h = a w:
+      forward     (2 + 2 k/a) B N h / P x (P-1)/P     four all_to_alls: q and o with a heads, k and v with k
+      backward    as much                             (k: if P divides it)
     activations: 1/P of one rank's, everywhere
 
-Fewer heads of keys than ranks: each goes to all that need it, k = P in the formula (heads.py: what else does not come out even).
-N/P is what the rank with most tokens has: all send as much.
-Cost: nothing hides the exchange, so it needs fast links, as inside of a host; but it falls with 1/P, and what a ring sends does
-not. Masks that the model makes outside of its blocks are there on every rank: nothing is sent of them, whether a batch has one or
-not. Of one that a block makes (a relative bias), each rank has rows of own queries, and those of others come in every layer: by
-head like q, else B N N (P-1)/P elements; in long rows that is more than q, k and v.
-Limits: P divides the heads (those of a rank, with tensor parallelism), so P is at most a. A ring is not bound by that, and the
-hybrid of both less. Attention is what calls F.scaled_dot_product_attention within a block; with dropout, by
-plain products.
+With fewer key heads than ranks, each goes to all ranks that need it, k = P in the formula (head_exchange.py:
+uneven cases). N/P is the number of tokens of the rank with most tokens: all send as much.
+Cost: the exchange is exposed, so it needs fast links, as inside of a host; it shrinks with 1/P, the bytes of
+a ring do not. Masks that the model makes outside of its blocks are on every rank: nothing is sent of them.
+Of a mask that a block makes (a relative bias), each rank has the rows of its own queries, and those of
+others are exchanged in every layer: by head like q, else B N N (P-1)/P elements; for long sequences that is
+more than q, k and v.
+Limits: P divides the heads (those of a rank, with tensor parallelism), so P is at most a; a ring and the
+hybrid do not have this limit. Attention is a call of F.scaled_dot_product_attention within a block; with
+dropout, it runs as matmuls.
 Paper: Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509 (section 3.1; 3.2 for the bytes).
 """
 

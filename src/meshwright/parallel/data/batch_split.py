@@ -1,27 +1,29 @@
-"""Data parallelism, the splitting half: each rank computes on its own share of the global batch.
+"""Splits the global batch: each rank computes on its own share of the samples.
 
-Why it works: the loss of a step is a sum over tokens divided by one number, the count of valid tokens in the *global*
-batch. A sum can be taken in parts. Each rank therefore divides its own sum by the global count, never by its own, and
-the gradients of all ranks simply add up; nobody divides by a number of ranks. Taking the mean of per-rank means is
+Why it works: the loss of a step is a sum over tokens divided by one number, the count of valid tokens in the
+*global* batch. A sum can be taken in parts. Each rank divides its own sum by the global count, never by its
+own, so the gradients of all ranks add up; nobody divides by a number of ranks. The mean of per-rank means is
 wrong as soon as ranks hold different numbers of valid tokens.
 
     global batch  [ s0 s1 s2 s3 s4 s5 ]        rank 0: s0 s1    rank 1: s2 s3    rank 2: s4 s5
-    before   TOKEN_COUNT           F F F  LOSS  B B B  LOSS_SUM  STEP
-    after    TOKEN_COUNT(all-reduce, beside the first F)  F F F  LOSS  B B B  LOSS_SUM(all-reduce)  STEP
+    before   TOKEN_COUNT                                       F F F  LOSS  B B B  LOSS_SUM              STEP
+    after    TOKEN_COUNT(all-reduce, during the first F)       F F F  LOSS  B B B  LOSS_SUM(all-reduce)  STEP
 
     loss = sum_ranks sum_tokens l / sum_ranks count        weights I -> R, so their gradients are P
 
-A loss that compares rows with each other (contrastive) is no such sum. Then all rows meet: before it comes one GATHER (rows
-of an output or a target, from all ranks to all) per tensor that it takes, and every rank takes the same loss on all of them.
+A contrastive loss compares samples with each other, so it is no such sum. One GATHER per tensor that the
+loss takes then collects the samples of all ranks on every rank, and every rank takes the same loss on all of
+them.
 
     after    TOKEN_COUNT  F F F  GATHER(facts) GATHER(output0) GATHER(output1)  LOSS  B B B  LOSS_SUM  STEP
 
-Cost: two messages, of 32 and 8 bytes, per rank and step, and per GATHER n-1 times the bytes of a rank's rows; memory of
-activations / n. A rank without data takes part with zero weight: its labels are ignored, its gradients are zero, and nobody
-waits.
-Limits: the global batch must divide by the ranks. The gradients stay pending sums: a storing strategy must add them up.
-Paper: Dean et al. 2012, "Large Scale Distributed Deep Networks" (NeurIPS); Goyal et al. 2017, arXiv 1706.02677, section 3
-(losses normalised by the total, not by the per-worker minibatch).
+Cost: two messages, of 32 and 8 bytes, per rank and step; per GATHER n-1 times the bytes of a rank's samples;
+memory of activations / n. A rank without samples takes part with zero weight: its labels are ignored, its
+gradients are zero, and no rank waits.
+Limits: the ranks divide the global batch. The gradients stay pending sums: a storage strategy must reduce
+them.
+Paper: Dean et al. 2012, "Large Scale Distributed Deep Networks" (NeurIPS); Goyal et al. 2017, arXiv
+1706.02677, section 3 (losses normalised by the total, not by the per-worker minibatch).
 """
 
 from collections.abc import Iterator

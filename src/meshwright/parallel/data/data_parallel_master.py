@@ -1,28 +1,32 @@
-"""Data parallelism with a single master: one rank reads, takes the loss and steps; the others lend their hands.
+"""Data parallelism with one master: one rank reads the data, takes the loss and steps; the others compute
+for it.
 
-Why it is here: it is the first thing everybody builds, `torch.nn.DataParallel` works like this within a process, and it
-shows what `replicate` does away with. A loss is a function of all outputs, so the master, who has them all, takes it
-exactly as one device would; its gradient by the outputs is cut into rows again, and backward, a sum over rows, goes on
-where the rows are. Five kinds of exchange per step, and the master is one end of each. It is rank 0 of the axis, and alone
-reads the data:
+Why it is here: it is the first scheme that everybody builds, `torch.nn.DataParallel` works like this within
+one process, and it shows what DDP avoids. A loss is a function of all outputs, so the master, which has them
+all, takes it exactly as one device would. The gradient of the outputs is split into samples again, and the
+backward, a sum over samples, continues where the samples are. The master is rank 0 of the axis, and one end
+of every message:
 
-    master   SCATTER(x)  F F F  GATHER(y)  LOSS  SCATTER(gradient(y))  B B B  REDUCE(w)  CLIP STEP  BROADCAST(w)
-    others   SCATTER(x)  F F F  GATHER(y)        SCATTER(gradient(y))  B B B  REDUCE(w)             BROADCAST(w)
+    master   SCATTER(x) F F F GATHER(y)  LOSS  SCATTER(gradient(y)) B B B REDUCE(w)  CLIP STEP  BROADCAST(w)
+    others   SCATTER(x) F F F GATHER(y)        SCATTER(gradient(y)) B B B REDUCE(w)             BROADCAST(w)
 
-SCATTER (rows that one rank holds, to each rank its own), GATHER (the rows of one output from all ranks to one), BROADCAST (a
-weight from the rank that stepped it to all: after STEP, so that a step ends with the same weights everywhere); REDUCE sums
-at the master alone. Labels stay with it: nobody else takes a loss. TOKEN_COUNT and LOSS_SUM are those of `batch`.
+SCATTER sends each rank its samples of a tensor that the master holds; GATHER collects the samples of one
+output at the master; REDUCE sums a gradient at the master; BROADCAST sends a weight from the master to all
+ranks after STEP, so a step ends with equal weights everywhere. Labels stay at the master. TOKEN_COUNT and
+LOSS_SUM are those of `batch_split`.
 
-    through the master = S + (n-1) S + (n-1) (x + 2 y)          through a rank of `replicate` = 4 (n-1)/n S
+    bytes through the master = S + (n-1) S + (n-1) (x + 2 y)       through a rank of `ddp` = 4 (n-1)/n S
 
-sent and received added: S bytes of weights go out (a backend forwards them along a tree or ring) and come in from n-1 ranks;
-x are the bytes of a rank's inputs, y those of its outputs.
+These are sent and received bytes together: S bytes of weights go out (a backend forwards them along a tree
+or ring) and come in from n-1 ranks; x are the bytes of a rank's inputs, y those of its outputs.
 
-Cost: the master is the hot rank: its bytes grow with n, where those of `replicate` stay below 4 S. It holds the outputs of all
-rows (n y) and alone has the optimizer's moments; nothing overlaps, and n-1 ranks look on while it takes the loss and steps.
-Limits: one micro-batch, no other axis; a loss that takes outputs which are not per row would see the master's only.
-Paper: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI), of which this is the case of one
-server that is a worker too; the same picture in the documentation of torch.nn.DataParallel, which advises against it.
+Cost: the bytes of the master grow with n; those of `ddp` stay below 4 S. The master holds the outputs of all
+samples (n y) and all optimizer states; nothing overlaps, and n-1 ranks idle while it takes the loss and
+steps.
+Limits: one micro-batch, no other axis. A loss that takes outputs which are not per sample is refused.
+Paper: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI), of which this
+is the case of one server that is a worker too; the documentation of torch.nn.DataParallel, which advises
+against it.
 """
 
 from collections.abc import Iterator, Mapping

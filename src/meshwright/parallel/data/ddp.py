@@ -1,24 +1,25 @@
-"""Distributed data parallel (DDP): every rank keeps all weights, gradients are summed while backward still runs.
+"""Distributed data parallel (DDP): every rank keeps all weights; gradients are all-reduced while backward
+runs.
 
-Why it works: each rank's gradient is a summand of the true one (see `batch`), so one all-reduce per gradient makes all
-replicas equal, and equal replicas that take equal steps stay equal. The gradients of the last layers are complete
-first, so they travel while the earlier layers still compute. Small blocks are coalesced into buckets of a stated size,
-because a message has a fixed cost; nothing is sent while micro-batches accumulate. Per bucket there is one REDUCE (sum
-gradients over the ranks along the axis).
+Why it works: each rank's gradient is a summand of the true one (see `batch_split`), so one all-reduce per
+gradient makes all replicas equal, and equal replicas that take equal steps stay equal. The gradients of the
+last layers are complete first, so they travel while earlier layers still compute. Small gradients are
+coalesced into buckets of a given size, because a message has a fixed cost; nothing is sent while
+micro-batches accumulate. Each bucket has one REDUCE, which sums its gradients over the ranks along the axis.
 
     compute   F0 F1 F2 LOSS B2 PACK(2) B1 PACK(1)  B0 PACK(0)            CLIP STEP
-    wire                                   REDUCE(2, 1)     REDUCE(0)
-    gradients P -> I along the axis: the move table says all_reduce
+    comm                                   REDUCE(2, 1)     REDUCE(0)
+    gradients P -> I along the axis: all_reduce
 
-    sent per rank and step = 2 (n-1)/n * S          S: bytes of the trainable parameters in the reduction dtype
-                                                    n: ranks along the axis x ranks that have other tokens of its samples
+    sent per rank and step = 2 (n-1)/n * S   S: bytes of the trainable parameters, reduction dtype
+                                             n: ranks along the axis x ranks with other tokens of its samples
 
-Cost: 2 (n-1)/n S bytes (`algorithm` may name one that sends more, in fewer rounds); memory of weights, gradients and moments
-unchanged. A bucket is the home of its gradients: one contiguous buffer, made once, into which the first micro-batch's
-gradients are copied and later ones are added. Parameters that a step does not reach are packed as zeros, so no rank waits for a
-gradient that never comes.
-Limits: weights, gradients and moments must fit on every rank (ZeRO shards them). With links slower than backward, the
-reduction is exposed: accumulate more micro-batches, or compress.
+Cost: 2 (n-1)/n S bytes (`algorithm` may name one that sends more, in fewer rounds); memory of weights,
+gradients and optimizer states unchanged. A bucket is one contiguous buffer, allocated once: the first
+micro-batch's gradients are copied into it and later ones are added. Parameters that a step does not reach
+are packed as zeros, so no rank waits for a gradient that never comes.
+Limits: weights, gradients and optimizer states must fit on every rank (ZeRO shards them). If links are
+slower than backward, the reduction is exposed: accumulate more micro-batches, or compress.
 Paper: Li et al. 2020, "PyTorch Distributed", arXiv 2006.15704 (bucketing and overlap, sections 3.2.2-3.2.3).
 """
 

@@ -1,15 +1,17 @@
-"""Data parallelism as lectures draw it: after the whole backward, each parameter's gradient is all-reduced, one by one.
+"""Naive data parallelism: after the whole backward, the gradient of each parameter is all-reduced, one by
+one.
 
-Why it is here: it is the oracle for `replicate` (same sums, no buckets, no overlap), and the lesson: two lines that are
-easy to trust, and what they cost. Every message pays its latency, and the wire is idle while backward runs.
+Why it is here: it is the oracle for `ddp` (same sums, no buckets, no overlap), and a lesson: two lines that
+are easy to trust, and their cost. Every message pays its latency, and the network is idle while backward
+runs.
 
     compute   F0 F1 LOSS B1 B0                                     CLIP STEP
-    wire                        REDUCE(w0) REDUCE(w1) REDUCE(w2)
+    comm                        REDUCE(w0) REDUCE(w1) REDUCE(w2)
 
-    sent per rank and step = 2 (n-1)/n * S, as in `replicate`, in as many messages as there are parameters
+    sent per rank and step = 2 (n-1)/n * S, as in `ddp`, in as many messages as there are parameters
 
-Cost: as `replicate`, with no overlap and no coalescing.
-Limits: those of `replicate`; gradients travel in the parameters' dtype.
+Cost: that of `ddp`, without overlap and without coalescing.
+Limits: those of `ddp`; gradients travel in the dtype of the parameters.
 Paper: Li et al. 2020, "PyTorch Distributed", arXiv 2006.15704 (section 3.2.1, "A Naive Solution").
 """
 

@@ -1,34 +1,39 @@
-"""ZeRO and fully sharded data parallel (FSDP): what all data-parallel ranks would hold alike, each holds a share of.
+"""ZeRO and fully sharded data parallel (FSDP): what all data-parallel ranks hold alike is sharded over them.
 
-Why it works: a rank needs whole weights only while a block runs, and the optimizer needs no whole weights at all: it steps each
-element by itself. So of the n copies of moments (stage 1), gradients (2) and weights (3) that `replicate` keeps, n-1 go.
-The sum of the gradients arrives where it is stepped (reduce-scatter), and what was stepped is handed out (all-gather): together
-the bytes of one all-reduce. Storage is split, not work: every rank still computes every block, on its own samples.
+Why it works: a rank needs full weights only while a block runs, and the optimizer needs none: it steps each
+element by itself. So of the n copies of optimizer states (stage 1), gradients (2) and weights (3) that `ddp`
+keeps, n-1 are freed. The sum of the gradients arrives where it is stepped (reduce-scatter), and the stepped
+weights are all-gathered: together the bytes of one all-reduce. Storage is sharded, not work: every rank
+computes every block on its own samples.
 
-    stage 1, 2   UNSHARD(0) UNSHARD(1)  F0 F1 LOSS B1 PACK(1) B0 PACK(0)            LOCAL_NORM GLOBAL_NORM CLIP STEP
-    wire                                              REDUCE(1)      REDUCE(0)
-    stage 3      UNSHARD(0) F0 RESHARD(0)  F1 LOSS B1 PACK(1) RESHARD(1)  B0 PACK(0) RESHARD(0) LOCAL_NORM GLOBAL_NORM CLIP STEP
-    wire           UNSHARD(1, F, 0)           UNSHARD(0, B, 0)  REDUCE(1, 0)  REDUCE(0, 0)
+    stage 1, 2   UNSHARD(0) UNSHARD(1)  F0 F1 LOSS B1 PACK(1) B0 PACK(0)   LOCAL_NORM GLOBAL_NORM CLIP STEP
+    comm                                              REDUCE(1)      REDUCE(0)
+    stage 3      UNSHARD(0) F0 RESHARD(0)  F1 LOSS B1 PACK(1) RESHARD(1)  B0 PACK(0) RESHARD(0)  ... CLIP STEP
+    comm           UNSHARD(1, F, 0)           UNSHARD(0, B, 0)  REDUCE(1, 0)  REDUCE(0, 0)
 
     gradients P -> S(flat) along the axis: reduce_scatter; weights S(flat) -> R: all_gather
-    bytes per rank, P elements of 2 (weight) + 2 (gradient) + 12 (master, moments):
+    bytes per rank, P elements of 2 (weight) + 2 (gradient) + 12 (master weights, optimizer states):
         4 P + 12 P/n (stage 1)      2 P + 14 P/n (2)      16 P/n + buffers (3)
-    sent per rank, over the bundles b of N_b elements: a = sum (n-1) ceil(N_b/n) * wire bytes
-        2 a (stage 1)      (m + 1) a (stage 2, m micro-batches)      (2 m + m) a or, gathered once, (m + m) a, (1 + m) a (3)
+    sent per rank, over parameter groups b of N_b elements: a = sum (n-1) ceil(N_b/n) * bytes per element
+        2 a (stage 1)      (m + 1) a (stage 2, m micro-batches)
+        (2 m + m) a (stage 3, gather = "use")      (m + m) a ("microbatch")      (1 + m) a ("step")
 
-    UNSHARD   whole weights from the shards of all ranks
-    WAIT     wait for what glue uses at any time, or for what is summed next
-    RESHARD   let go of the whole weights; the buffer is the next bundle's
+    UNSHARD   all-gathers full weights from the shards of all ranks
+    WAIT      waits for the weights that glue uses at any time, or for the gradients that are summed next
+    RESHARD   frees the full weights; the next parameter group reuses the buffer
 
-`gather` says how long stage 3 keeps weights: for one "use" (forward, and again backward), for a "microbatch", for the "step";
-`keep_mb` keeps as many more as fit. They are gathered `ahead` uses early into a fixed number of buffers. Stage 2 and 3 reduce
-after every backward, through two buffers, so no whole gradient outlives its block. With `across`, shards are replicated over a
-second axis (hybrid): reduce-scatter inside, all-reduce of the shard across. Ranks that have other tokens of the same samples are
-among the n: sums, and shards, are over them and the ranks along the axis together.
-Cost: stages 1 and 2 send what `replicate` sends (stage 2 more often, where micro-batches accumulate), stage 3 half as much again.
-Limits: an optimizer that looks at more than an element needs shards cut at its grain (core/arena.py). Stage 3 wants fast links.
-Paper: Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054 (sections 5 and 7); Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277
-(sections 3.2 hybrid, 3.3 overlap).
+`gather` says how long stage 3 keeps full weights: for one "use" (forward, and again backward), for a
+"microbatch", or for the "step"; `keep_mb` keeps as many more as fit. Weights are gathered `prefetch` uses
+early into a fixed number of buffers. Stages 2 and 3 reduce after every backward, through two buffers, so no
+full gradient outlives its block. With `replicate_axis`, shards are replicated over a second axis (HSDP):
+reduce-scatter inside, all-reduce of the shard across. Ranks with other tokens of the same samples are among
+the n: sums and shards cover them and the axis together.
+Cost: stages 1 and 2 send what `ddp` sends (stage 2 more often if micro-batches accumulate), stage 3 half as
+much again.
+Limits: an optimizer that reads more than one element needs shards at its shard alignment
+(plan/sharding/flat_param.py). Stage 3 needs fast links.
+Paper: Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054 (sections 5 and 7); Zhao et al. 2023, "PyTorch
+FSDP", arXiv 2304.11277 (sections 3.2 hybrid, 3.3 overlap).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,34 +1,39 @@
-"""Recompute (activation checkpointing): a block keeps what it took in, and computes its inside once more before its backward.
+"""Activation checkpointing: a block saves its inputs alone, and recomputes its inside before its backward.
 
-Why it works: a backward needs what the forward computed, and between the two lies the whole rest of the model, so all blocks'
-insides are in memory at once. What a block took in is far less, and from it the inside follows: the forward is a function of
-its inputs, its weights and its (stateless) random numbers. So F becomes F_CHECKPOINTED, which keeps the inputs and drops the inside, and
-RECOMPUTE stands before B: then one block's inside is in memory at any time. The last block's backward follows its forward at
-once; to run it again would spare nothing, so by default it is left as it is.
+Why it works: a backward needs what the forward computed, and the whole rest of the model lies between the
+two, so the insides of all blocks are in memory at once. The input of a block is far smaller, and the inside
+follows from it: the forward is a function of its inputs, its weights and its (stateless) random numbers. So
+F becomes F_CHECKPOINTED, which keeps the inputs and frees the inside, and RECOMPUTE stands before B: then
+the inside of one block is in memory at any time. The backward of the last block follows its forward at once,
+so by default that block is not checkpointed.
 
     before   F0   F1   F2   LOSS   B2            B1            B0
-    after    F_LEAN0   F_LEAN1   F2   LOSS   B2   RERUN1   B1   RERUN0   B0
-    held     x0        x0 x1     x0 x1 [2]        x0 x1 [1]     x0 [0]              [i]: the inside of block i
+    after    F_CHECKPOINTED0   F_CHECKPOINTED1   F2   LOSS   B2   RECOMPUTE1   B1   RECOMPUTE0   B0
+    memory   x0                x0 x1             x0 x1 [2]        x0 x1 [1]         x0 [0]
+                                                                       [i]: the inside of block i
 
-F_CHECKPOINTED (the forward of a block that keeps its inputs alone), RECOMPUTE (that forward once more, from what it kept). A second run
-computes what the first one did, to the bit: the same masks, the same autocast, the same buffers; and it does nothing twice: batch
-norm's statistics, counters and captured router logits are those of the first run.
+The second run computes the same bits as the first: the same random masks, the same autocast, the same
+buffers. It has no side effects twice: batch norm statistics, counters and captured router logits are those
+of the first run.
 
     activations = sum_i x_i + max_i [i]          instead of sum_i (x_i + [i])
-    operations <= 4/3 of a step's: forward 1, backward 2, forward again at most 1
+    operations <= 4/3 of a step's: forward 1, backward 2, second forward at most 1
 
-`blocks` names what is run again, by patterns of visits ("model.layers.*"); whoever declares parts of a layer as blocks
-(attention, mlp) selects among those. `keep_mb` is how much inside may be kept all the same: the blocks that cost most operations
-per byte to run again are kept first, as many as fit; of equals, the later ones. What has no inside is never run again.
+`blocks` selects block calls by patterns ("model.layers.*"); a user who declares parts of a layer as blocks
+(attention, mlp) selects among those. `keep_mb` is how much inside is saved all the same: the blocks that
+cost most operations per byte are saved first, as many as fit; of equals, the later ones. Blocks without an
+inside are never recomputed.
 
-Cost: nothing on the wire, but for weights that ZeRO stores in shards: RECOMPUTE and B use one gathering together. Time: at most the
-forward's. A clone of a stream per block where the model writes in place.
-Limits: the inside is what a trial on one size of rows has found, in elements of the compute dtype; it is an estimate. Parts of
-a block that is one to the engine are not run again by themselves. A block that hands tensors on in objects of its own, writes
-into a cache that it is given, or whose input is overwritten, is refused by name; one that appends to its own list does so twice.
-Kernels that add in no fixed order (sums by index on a GPU) give other last bits the second time.
-Paper: Griewank and Walther 2000, "Algorithm 799: revolve" (TOMS); Chen et al. 2016, "Training Deep Nets with Sublinear Memory
-Cost", arXiv 1604.06174; Korthikanti et al. 2022, arXiv 2205.05198 (section 5, selective recomputation).
+Cost: no bytes sent, but for weights that ZeRO shards: RECOMPUTE and B share one gathering. Time: at most
+that of the forward. A clone of the residual stream per block if the model writes in place.
+Limits: the size of the inside is measured in a trial on one number of samples, in elements of the compute
+dtype: it is an estimate. Parts of one block are not recomputed separately. A block that passes tensors on in
+objects of its own, writes into a cache argument, or whose input is overwritten, is refused by name; one that
+appends to its own list does so twice. Kernels that add in no fixed order (sums by index on a GPU) give other
+last bits the second time.
+Paper: Griewank and Walther 2000, "Algorithm 799: revolve" (TOMS); Chen et al. 2016, "Training Deep Nets with
+Sublinear Memory Cost", arXiv 1604.06174; Korthikanti et al. 2022, arXiv 2205.05198 (section 5, selective
+recomputation).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,40 +1,46 @@
-"""PipeDream: 1F1B that never empties, where every micro-batch is a step of its own and parts differ in how new their weights are.
+"""PipeDream: asynchronous 1F1B, in which every micro-batch is an update of its own and stages use weights of
+unlike age.
 
-Why it works: the bubble comes from waiting, at the end of a step, until all gradients are in. Here nobody waits: a part updates
-its weights right after each backward, and the next forward takes the newest ones. Of a micro-batch whose forward ran before an
-update and whose backward runs after it, the two would meet different weights; so a part keeps (stashes) those of every forward
-until its backward. What results is a gradient, at weights that are a little old on the first parts: descent with a bounded delay.
+Why it works: the bubble comes from the wait, at the end of a step, for all gradients. Here nobody waits: a
+stage updates its weights right after each backward, and the next forward uses the newest ones. If an update
+falls between the forward and the backward of a micro-batch, the two would use different weights; so a stage
+keeps (stashes) those of every forward until its backward. The result is a gradient at weights that are
+slightly old on the first stages: descent with a bounded delay.
 
-    F3/1 is the forward of micro-batch 3 with weights that have seen one update; the backward uses the same
+    F3/1 is the forward of micro-batch 3 with weights after one update; the backward uses the same
     rank 0   F0/0  F1/0  F2/0  ....  ....  B0/0  F3/1  B1/0  F4/2  B2/0  F5/3  B3/1
     rank 1   ....  F0/0  F1/0  ....  B0/0  F2/1  B1/0  F3/2  B2/1  F4/3  B3/2  F5/4
     rank 2   ....  ....  F0/0  B0/0  F1/1  B1/1  F2/2  B2/2  F3/3  B3/3  F4/4  B4/4
 
-    micro-batch k, part s of p:  w(s, k + 1) = w(s, k) - rate * gradient of part s at versions v(0, k) .. v(p - 1, k)
+    micro-batch k, stage s of p:  w(s, k + 1) = w(s, k) - rate * gradient of stage s at versions v(0, k) .. v(p - 1, k)
     v(s, k) = max(0, k - (p - 1 - s)): once the pipeline is full, p - 1 - s updates old
 
-In the list of a rank a STEP stands behind each backward, of that micro-batch alone and over what counts in it. STASH (keep the
-weights as they are, because a backward will need them) stands before a STEP where forwards are under way; LOAD_STASHED (have the kept
-weights in the model) and LOAD_LATEST (have the newest ones again) round a backward whose forward has met older ones:
+A STEP stands behind each backward, of that micro-batch alone and over its own token count. STASH (keep the
+weights, because a backward will need them) stands before a STEP if forwards are in flight; LOAD_STASHED (put
+the kept weights into the model) and LOAD_LATEST (put the newest ones back) surround a backward whose forward
+used older ones:
 
-    rank 0   F0 F1 F2  B0  STASH STEP  F3  LOAD_STASHED B1 LOAD_LATEST  STASH STEP  F4 ...  B5 STEP  LOSS_SUM GLOBAL_NORM
+    rank 0   F0 F1 F2  B0  STASH STEP  F3  LOAD_STASHED B1 LOAD_LATEST  STASH STEP  F4 ...  B5 STEP  LOSS_SUM ...
 
-A step of the run is what it is everywhere: `train.batch` samples, after which weights can be saved, evaluated and taken up on
-another plan. So at its end the pipeline empties, and the first micro-batches of the next meet weights that are new on all ranks.
-With n micro-batches a rank makes n updates per step: momentum, moments and weight decay go n times, and so does Adam's counter;
-the learning rate follows the schedule per step. An update in which nothing counts is left out.
+A step of the run is `train.batch` samples, as everywhere; after it weights can be saved, evaluated and
+resumed under another plan. So at its end the pipeline drains, and the first micro-batches of the next step
+use weights that are new on all ranks. With n micro-batches a rank makes n updates per step: momentum,
+optimizer states and weight decay advance n times, and so does Adam's counter; the learning rate follows the
+schedule per step. An update without valid tokens is left out.
 
-Cost: no bubble but that of filling and emptying, (p - 1) / (n + p - 1) of a step of n micro-batches: cheap where n is much larger
-than p. Part s keeps p - s versions of its weights, and all but the last copy them once per update; and the activations of as many
-micro-batches, so memory is even where weights weigh more than activations.
-Limits: not what one device computes, nor a plain step: the delay asks for a smaller rate or a warm-up. `verify` compares with a
-replay of these versions in one process. Nothing that looks at all parts at once fits in between: clipping by the norm of the
-whole gradient, the guard, a loss scale for float16, weights that several parts share. Shards are refused too; copies of the parts
-that see other data are not, and their gradients are summed for each update. The norm that is told is the root of the mean square
-of those of the updates. One part per rank. Vertical sync, by which a micro-batch meets the same version on all ranks, is not
-there: it would keep p versions everywhere.
-Paper: Narayanan et al. 2019, "PipeDream", SOSP (section 3.3); Harlap et al. 2018, "PipeDream: Fast and Efficient Pipeline
-Parallel DNN Training", arXiv 1806.03377.
+Cost: no bubble but that of filling and draining, (p - 1) / (n + p - 1) of a step of n micro-batches: small
+if n is much larger than p. Stage s keeps p - s versions of its weights, and all but the last copy them once
+per update; and the activations of as many micro-batches, so memory is even if weights need more memory than
+activations.
+Limits: the numbers are not those of one device, nor of a plain step: the delay needs a smaller rate or a
+warm-up. `verify` compares with a replay of these versions in one process. Refused, because they need all
+stages at once: clipping by the global norm, the loss guard, a loss scale for float16, tied weights across
+stages. Shards are refused too; replicas of the stages with other data are not, and their gradients are
+summed for each update. The reported norm is the root of the mean square of those of the updates. One stage
+per rank. Vertical sync, with one version for a micro-batch on all ranks, is not implemented: it would keep p
+versions everywhere.
+Paper: Narayanan et al. 2019, "PipeDream", SOSP (section 3.3); Harlap et al. 2018, "PipeDream: Fast and
+Efficient Pipeline Parallel DNN Training", arXiv 1806.03377.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,62 +1,59 @@
-"""Pipeline parallelism: the layers of a model on several ranks, and micro-batches that go through them one behind the other.
+"""Pipeline parallelism: the layers of a model on several ranks; micro-batches pass through them one after
+the other.
 
-Why it works: a layer needs of the layers before it nothing but what they give out, and of those behind it nothing but its
-gradient. So runs of layers, *parts*, can live on ranks of their own, which hold no other weight, gradient or moment. While one
-micro-batch is in the second part, the next one is in the first: with many of them all ranks are busy most of the time.
+Why it works: a layer needs of the layers before it only their outputs, and of those behind it only its
+gradient. So runs of layers, *stages*, can live on ranks of their own, which hold no other weight, gradient
+or optimizer state. While one micro-batch is in the second stage, the next one is in the first: with many of
+them all ranks are busy most of the time.
 
     rank 0   [ embed  layer 0  layer 1 ]  -- x -->  rank 1   [ layer 2  layer 3  head ]  --> loss
                                          <- dx --
 
-    before   TOKEN_COUNT                         F F F F F F  LOSS  B B B B B B                                STEP
-    rank 0   TOKEN_COUNT  F F F SEND  F F F SEND ........  RECV B B B  RECV B B B               LOSS_SUM  CLIP STEP
-    rank 1   TOKEN_COUNT  RECV F F F LOSS B B B SEND  RECV F F F LOSS B B B SEND                LOSS_SUM  CLIP STEP
+    before   TOKEN_COUNT                    F F F F F F  LOSS  B B B B B B                              STEP
+    rank 0   TOKEN_COUNT  F F F SEND  F F F SEND ....  RECV B B B  RECV B B B           LOSS_SUM  CLIP STEP
+    rank 1   TOKEN_COUNT  RECV F F F LOSS B B B SEND  RECV F F F LOSS B B B SEND        LOSS_SUM  CLIP STEP
 
-In which order a rank goes through its parts is what the schedule says (one file each): a list of slots, in which each forward
-takes what lives at the border before its part, and each backward the gradients of what it has given. A value that several later
-parts use goes from each to the next that does, so no rank sends it twice; its gradient comes back the same way, and is summed
-where it passes. What needs no other part's values (masks, positions) each part computes for itself. Parts that lie on the same
-rank hand values over without sending.
+The schedule (one file each) orders the stages on a rank: a list of actions, in which each forward takes the
+values that are alive at the boundary before its stage, and each backward the gradients of its outputs. A
+value that several later stages use goes from each to the next one, so no rank sends it twice; its gradient
+returns the same way, and is summed on it. Values that depend on no other stage (masks, positions) are
+computed by each stage. Stages on the same rank pass values without sending.
 
-    bytes = 2 sum over micro-batches, borders and values of numel x width        (there, and the gradient back)
+    bytes = 2 sum over micro-batches, boundaries and values of numel x itemsize        (there, and the gradient back)
 
-Where a schedule has halves of backwards, I gives the gradients that other parts wait for, and W, any time later, those of weights
-(model/halves.py). `schedule` is a name, "automatic" (a search, for parts that are not alike), or a file of one's own (given.py).
+In a split backward, I computes the gradients that other stages wait for, and W, any time later, those of
+weights (model/blocks/split_backward.py). `schedule` is a name, "automatic" (a search, for uneven stages), or
+a file (custom.py).
 
-A weight that several parts use, such as a tied table of words, is on all of their ranks, and so is each weight where a schedule
-has every part on two: the sum of their gradients goes to each of them before anything else is done with it (REDUCE_TIED, core/ties.py).
-In the norm, and in a checkpoint, it counts once. The sum comes when the last backward is over, and nothing hides it.
+A weight that several stages use, such as a tied embedding, is on all of their ranks, and so is each weight
+if a schedule has every stage on two: the sum of their gradients goes to each of them first (REDUCE_TIED,
+plan/step/tied_params.py). It counts once in the norm and in a checkpoint. The sum comes after the last
+backward and is exposed.
 
     bytes = 2 (k - 1)/k S        sent by each of k ranks that use S bytes of weights; of S in shards, a shard
 
-Where ranks of a part have slices of a value (tokens, with sequence.py or where those of a sample are dealt to ranks; the width,
-with grids; heads), each sends its own to the rank at its place in the next part, and nobody puts it together in between
-(core/crossed.py); of such tokens glue sees what it would on one device (model/apart.py). Where they all have the same (line.py),
-every rank sends all of it, over a link of its own; with `scatter` each sends one t-th, and the next part gathers:
+If the ranks of a stage have slices of a value (tokens with sequence or context parallelism; the width with
+2-D and 3-D tensor parallelism; heads), each sends its own to the rank at the same place of the next stage,
+and nobody gathers it in between (plan/sharding/stage_values.py). If they all have the full value, every rank
+sends all of it over a link of its own; with `scatter` each sends one t-th, and the next stage gathers:
 
-    bytes between parts, per rank    N whole     N/t in slices     N/t with `scatter`, and (t-1)/t N received within the part
+    bytes between stages, per rank    N full     N/t sliced     N/t with `scatter`, and (t-1)/t N received in the stage
 
-That is worth it where links between parts are slower than those within: parts on other hosts. What ranks that own whole matrices
-(Muon beside slices) step is of their own part (core/owners.py).
+That pays if links between stages are slower than those within: stages on other hosts. Ranks that own whole
+matrices (Muon with slices) step those of their own stage (plan/step/matrix_owners.py).
 
-Evaluations go through the same parts, micro-batch close behind micro-batch (engine/relay.py). Any other forward, `generate` with
-its cache too, is run by all ranks abreast inside `engine.whole()`, each block where its weights are (engine/abreast.py). The
-guard plays a harmful step again part by part. The noise scale is refused where several parts use a weight.
+Evaluations go through the same stages, one micro-batch directly after the other. Any other forward,
+`generate` with its cache too, is run by all ranks in lockstep inside `trainer.full_params()`, each block
+where its weights are. The loss guard replays a harmful step stage by stage. The noise scale is refused if
+several stages use a weight.
 
-Cost: the bubble of the schedule; activations of as many micro-batches as it keeps in flight. Borders lie where the operations are
-balanced best, unless `cuts` names the blocks with which parts begin.
-Limits: as many parts as ranks times `chunks`, and no more than blocks; where glue reads numbers no part begins (core/borders.py).
-A value of which nobody can tell what a rank has is refused by name, with the cut; what a forward gives out in another shape or
-dtype than in its trial (learnt with the casts of a CPU) is not sent.
-Paper: Huang et al. 2019, "GPipe", arXiv 1811.06965; Narayanan et al. 2019, "PipeDream" (SOSP), whose balanced cuts these are.
-
-Where to cut a model into parts: such that the most costly part costs as little as can be.
-
-    costs   embed 0 | layer 5 | layer 5 | layer 5 | layer 5 | head 9        3 parts: 10 | 10 | 9
-    most(k, j) = min over i of max(most(k - 1, i), cost of the visits from i to j)
-
-Cost: parts x borders^2 steps on paper. Of several cuts with the same most costly part the one with the earliest borders is taken.
-Limits: what a part costs is the sum of its visits, whatever crosses its borders.
-Paper: Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training" (SOSP), section 3.1.
+Cost: the bubble of the schedule; activations of the micro-batches in flight. Stage boundaries balance the
+operations best, unless `split_points` names the blocks with which stages begin.
+Limits: as many stages as ranks times `virtual_stages`, and no more than blocks; no stage begins where glue
+reads numbers (plan/model_spec/stage_boundaries.py). A value whose sharding is unknown is refused by name,
+with the split point; an output whose shape or dtype differs from the trial is not sent.
+Paper: Huang et al. 2019, "GPipe", arXiv 1811.06965; Narayanan et al. 2019, "PipeDream" (SOSP), section 3.1
+(balanced stages).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

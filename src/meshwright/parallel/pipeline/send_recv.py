@@ -1,44 +1,44 @@
-"""What ranks of a pipeline send and receive, in their lists: RECV before each run of a part, SEND behind it, gradients back.
+"""Inserts the sends and receives of pipeline ranks: RECV before each run of a stage, SEND behind it,
+gradients back.
 
-    SEND        a value, on to the next part that needs it        RECV        that value, when it has come
-    SEND_GRAD   its gradient, back to who gave it                 RECV_GRAD   that gradient, when it has come
-    CONCAT        pieces of a value that have come, together        CONCAT_GRAD      pieces of a gradient that have come, together
+    SEND        a value, to the next stage that needs it          RECV        that value
+    SEND_GRAD   its gradient, back to where it came from          RECV_GRAD   that gradient
+    CONCAT      joins the pieces of a received value              CONCAT_GRAD joins the pieces of a received gradient
 
-    F of a part      waits for the RECEIVEs of what it takes, which stand before the run of a part that the rank does before: a
-                     message travels while that runs
-    SEND             stands behind the last visit of the part that has made the value; before the first of one that passes it on
-    RECV_GRAD     stands one run before the part's backward, too; SEND_GRAD behind the backward of its first visit
+    F of a stage     waits for the RECVs of its inputs, which stand before the previous run of a stage on the rank: a
+                     message travels during that run
+    SEND             stands behind the last block call of the stage that made the value; before the first of one that
+                     forwards it
+    RECV_GRAD        stands one run before the stage's backward, too; SEND_GRAD behind the backward of its first block call
 
-On which ways values go, and in which order what one rank sends another is received, strategies/pipeline/routes.py tells. Of one
-that goes in slices each rank sends its own (core/crossed.py). With `scatter` each of several ranks that have the same whole value
-sends a piece of it, and CONCAT, behind the RECV, puts the pieces together:
+If a value is sliced, each rank sends its own slice (plan/sharding/stage_values.py). With `scatter` each of
+several ranks that have the same full value sends a piece of it, and CONCAT, behind the RECV, joins the
+pieces:
 
-    RECV piece 0 of 2 --> CONCAT along tp --> F         rank 0 of tp          half the bytes between the parts,
+    RECV piece 0 of 2 --> CONCAT along tp --> F         rank 0 of tp          half the bytes between the stages,
     RECV piece 1 of 2 --> CONCAT along tp --> F         rank 1 of tp          the rest within them
 
-The hops of all values in a schedule (core/hops.py), and in which order what one rank sends another is received.
-
-Users of a value forward it, and parts that have no use for it never see it. On a V the skips of a U-Net stay at home, where cuts
-on the way up mirror those on the way down: nothing is sent.
-
-Each rank that needs a value receives it once, on whatever way: the bytes are the same. Were all copies sent by the part that
-made it, k of them would leave on one link for each micro-batch, where now every link carries one. A part passes a value on as
-soon as it has come, before it runs, so the copy is with the next one before what that waits for anyway. Played on paper
-(encoder-decoders of 6 parts on 6 ranks, 4 to 16 micro-batches; t the time of a transfer in units of a layer's forward, links
-that carry one thing at a time), the length of a step, forwarded / sent directly:
+Users of a value forward it, and stages that do not use it never see it. In a V-shaped placement the skip
+connections of a U-Net stay on a rank if the splits are symmetric: nothing is sent. Each rank that needs a
+value receives it once on any route, so the bytes are the same; if the first stage sent all k copies, they
+would share one link for each micro-batch. A stage forwards a value as soon as it arrives, before it runs.
+Simulated (encoder-decoders of 6 stages on 6 ranks, 4 to 16 micro-batches; t the time of a transfer in units
+of a layer's forward, links that carry one message at a time), the length of a step, forwarded / sent
+directly:
 
     t            0.05     0.2      0.5             1               2
     1f1b         1.00     1.00     1.00 .. 1.02    1.02 .. 1.07    0.91 .. 1.07
     gpipe        1.00     1.00     0.76 .. 0.96    0.67 .. 0.93    0.65 .. 0.93
 
-So forwarding costs nothing where links are faster than layers, and wins most where they are not. Were it passed on only when the
-part has run, 1f1b would take up to 1.09 at t = 0.5. The gradient comes back the same way, and is summed where it passes.
+Forwarding costs nothing if links are faster than layers, and wins most if they are not. Forwarding only
+after the stage has run would cost 1f1b up to 1.09 at t = 0.5. The gradient returns the same way, and is
+summed on it.
 
-What a rank sends to another arrives in that order. A rank whose parts need it in another order receives it in the order in which
-it is sent, early, and keeps it until it is needed:
+Messages from one rank to another arrive in the order in which they are sent. A rank whose stages need them
+in another order receives them early, in the order of the sender, and keeps them:
 
-    rank 0 sends     x of micro 1 to part 1,  y of micro 0 to part 3
-    rank 1 needs     y of micro 0 first:      RECV x, RECV y, F(part 3, 0), F(part 1, 1)
+    rank 0 sends     x of micro-batch 1 to stage 1,  y of micro-batch 0 to stage 3
+    rank 1 needs     y of micro-batch 0 first:       RECV x, RECV y, F(stage 3, 0), F(stage 1, 1)
 """
 
 from collections import deque

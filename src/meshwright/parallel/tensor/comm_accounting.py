@@ -1,12 +1,14 @@
-"""What a program says of divided layers: the moves of their ways, in the forwards and backwards of the visits that call them.
+"""Adds the planned collectives of sharded layers to the forwards and backwards of the block calls that run
+them.
 
-    F(visit)    of each call in order: into, what it computes within, out              several that take in one tensor: one into
-    B(visit)    in reverse: out, within, into once more where nobody has kept it, the gradients of what is shared, into
-    I, W        of a backward in halves: W has the gradients of what is shared, and all of a visit that gives back no gradient;
-                what is shared by a product that is one with its input's (`Way.joint`), or used twice, is summed in I
+    F(block call)    per layer call in order: input, inside, output; layers that share a tensor have one input
+    B(block call)    in reverse: output, inside, input if regathered, shared parameters' gradients, input
+    I, W             of a split backward: W has the gradients of shared parameters, and everything of a block
+                     call whose input needs no gradient; those of a joint backward, or of parameters that are
+                     used twice, are summed in I
 
-Of layers that end in one sum, the last has the moves of their output (joined.py).
-A visit is the same in every micro-batch, so its moves are found once for each direction, and then handed out.
+Of layers that end in one sum, the last has the redistribution of their output (comm_overlap.py). A block
+call is the same in every micro-batch, so its collectives are computed once per direction.
 """
 
 from collections import Counter

@@ -1,31 +1,33 @@
-"""Products and collectives side by side: what a rank computes while a tensor of its layer is under way.
+"""Overlaps collectives of sharded layers with matmuls, and sums the outputs of several layers in one
+collective.
 
-    backward of columns     dX = dY W     sum of dX over the ranks ............
-                                          dW = dY X of all layers that took X     while the sum is under way
-    forward of rows         Y_0 = X_0 W    sum of Y_0 ....    sum of Y_1 ....
-                                           Y_1 = X_1 W        Y_2 = X_2 W         in chunks of samples, where a plan asks for them
+    backward of colwise     dX = dY W     sum of dX over the ranks ............
+                                          dW = dY X of all layers that took X     during the sum
+    forward of rowwise      Y_0 = X_0 W    sum of Y_0 ....    sum of Y_1 ....
+                                           Y_1 = X_1 W        Y_2 = X_2 W         in chunks of samples
 
-Why it works: the gradient of a weight is wanted by nobody before the block's backward ends, that of an input by all blocks before
-it. So products of the one kind wait until a sum of the other is on its way: always, where columns layers take in what was moved.
+Why it works: nobody needs the gradient of a weight before the block's backward ends; all earlier blocks need
+that of an input. So the weight gradients wait until the sum of the input gradient is on its way.
 
-    seconds of a layer and direction: max(sum, products) for sum + products
+    seconds of a layer and direction: max(sum, products) instead of sum + products
 
-Cost: dY of the columns layers is kept a moment longer. `chunks` cost smaller messages and products, and a sum over chunks of the
-weights' gradients: they are for links on which a message takes longer than that. Two ranks of one host over gloo (2 cores, which
-the messages need themselves; 25 M Llama, 2 x 128 tokens): nothing gained in CPU, and with 2 chunks 4 % lost.
-Limits: a weight that is cast, or whose rows are picked, has its gradient at once. Chunks are samples: one has none.
-Paper: Megatron-LM's "async tensor-parallel all-reduce" (Narayanan et al. 2021, arXiv 2104.04473); chunks: Wang et al. 2022,
-"Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models" (ASPLOS 2023).
+Joint sums: layers whose outputs meet in additions alone (model/tensor_parallel/joint_sums.py) end in one
+collective. Each passes its summand on and returns zeros, and the last one sums what all have added up:
 
-Sums of several layers that end in one move: each hands its summand on, and the last of them moves what all have added up.
+    a = A(x)     summand of a, on every rank ----+             returns zeros
+    m = M(x)     summand of m, on every rank ----+--> sum --> + the biases of both
+    y = x + a + m                                              (the model's own line, unchanged)
 
-    a = A(x)     summand of a, on every rank ----+             gives out zeros
-    m = M(x)     summand of m, on every rank ----+--> out --> + the biases of both
-    y = x + a + m                                                                        (the model's own line, as it is)
-
-It is for layers whose outputs meet in additions alone (model/summands.py), so zeros in the place of one and more in the place of
-another make no difference. What is handed on lives from one layer to the next, and its gradient is that of the sum.
-Cost: zeros of the size of the stream, and the summand while it waits.
+Cost: dY of the colwise layers is kept a moment longer. Chunks cost smaller messages and products, and a sum
+over chunks of the weight gradients: they pay on links on which a message takes longer than that. Two ranks
+of one host over gloo (2 cores, which the messages need too; 25 M Llama, 2 x 128 tokens): nothing gained in
+CPU, and 4 % lost with 2 chunks. A joint sum costs zeros of the size of the stream, and the summand while it
+waits.
+Limits: a weight that is cast, or whose rows are selected, has its gradient at once. Chunks are samples: one
+has none.
+Paper: Narayanan et al. 2021, arXiv 2104.04473 (Megatron-LM's asynchronous tensor-parallel all-reduce); Wang
+et al. 2022, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
+Models" (ASPLOS 2023).
 """
 
 from collections.abc import Callable, Iterable, Mapping

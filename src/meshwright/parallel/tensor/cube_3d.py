@@ -1,28 +1,33 @@
-"""Tensor parallelism, 3-D: samples, and either side of every matrix, each along an axis of its own of a cube of ranks.
+"""Tensor parallelism, 3-D: samples, and both sides of every matrix, each along its own axis of a cube of
+ranks.
 
-Why it works: Y = X W sums over the width of X, for each sample and each feature of Y: three indices. On q x q x q ranks each has
-a q-th of every index, so a block of X, of W and of Y is needed by q ranks each, and no rank does what another does. A block that
-is stored in q parts by those who need it takes a q-th of the memory, is gathered before use, and its gradient is scattered as it
-is summed: X along the axis of the features of Y, W along that of the samples, Y the other way round along that of X's width.
+Why it works: Y = X W sums over the width of X, for each sample and each feature of Y: three indices. On q x
+q x q ranks each has a q-th of every index, so a block of X, of W and of Y is needed by q ranks each, and no
+work is done twice. A block that is stored in q parts by the ranks that need it takes a q-th of the memory;
+it is gathered before use, and its gradient is reduce-scattered: X along the axis of the features of Y, W
+along that of the samples, and Y the other way round along that of X's width.
 
-    mesh: dp_shard (a: samples) x tp_depth (c) x tp (b), q ranks each; the stream lies in width over (c, b), b innermost
+    mesh: dp_shard (a: samples) x tp_depth (c) x tp (b), q ranks each; width of the stream over (c, b)
     X[a, (c, b)] --gather along b--> X[a, c]     W[in c, out b] in shards over a --gather--> W
-    X[a, c] W = Y[a, b], a summand of it --reduce-scatter along c--> Y[a, (c, b)]            and so the next layer takes it in
-    out b: of every q-th of the outputs the b-th q-th, so that what c gets of the sum is a slice of its part; heads stay whole
+    X[a, c] W = Y[a, b], a summand of it --reduce-scatter along c--> Y[a, (c, b)]
+    out b: of every q-th of the outputs the b-th q-th, so c gets a slice of its part; heads stay whole
 
     received per rank and layer, forward + backward = 2 (q-1)/q^3 (|X| + |W| + |Y|) elements
-    (each of X, W, Y: gathered or scattered once, its gradient the other way, q-1 of the q blocks of 1/q^3 each)
-    stream, weights, gradients, moments: 1/q^3 of one device's; gathered blocks, kept for backward: 1/q^2
+    (X, W, Y: gathered or scattered once, the gradient the other way, q-1 of the q blocks of 1/q^3 each)
+    stream, weights, gradients, optimizer states: 1/q^3 of one device's; gathered blocks: 1/q^2
 
-Weights count so where they are gathered once for forward and backward: `gather = "microbatch"` of the strategy that stores them; with
-"use" they count 3 for 2. Layers that take in the same tensor share its gathering. The paper lets the axes b and c swap from layer
-to layer; here b is the inner one for good, and a residual stream needs no swaps. Norms over the divided width take statistics
-along both axes; tables lie in width along both; bias and norm likewise. The head sums logits along tp_depth, where all need
-them: 2 (q-1)/q^3 b s v forward, and they are gathered along tp for the loss.
+Weights count so if they are gathered once for forward and backward: `gather = "microbatch"` of the strategy
+that stores them; with "use" they count 3 for 2. Layers that take the same tensor share its gathering. In the
+paper the axes b and c swap from layer to layer; here b is always the inner one, and a residual stream needs
+no swaps. Norms over the sharded width gather statistics along both axes; embeddings, biases and norms are
+sharded by width along both. The head sums logits along tp_depth: 2 (q-1)/q^3 b s v forward, and gathers them
+along tp for the loss.
 Cost: three gathers and scatters for one; per rank fewer bytes than 2-D as q grows, in more messages.
-Limits: q^2 divides all widths and groups of heads, q the words. What 2-D says of norms without weights holds here.
-Paper: Bian et al. 2021, "Maximizing Parallelism in Distributed Training for Huge Neural Networks", arXiv 2105.14450 (section 3);
-Agarwal et al. 1995, "A three-dimensional approach to parallel matrix multiplication", IBM J. Res. Dev. 39(5) (SC).
+Limits: q^2 divides all widths and groups of heads, q the vocabulary. The limit of 2-D on norms without
+weights holds.
+Paper: Bian et al. 2021, "Maximizing Parallelism in Distributed Training for Huge Neural Networks", arXiv
+2105.14450 (section 3); Agarwal et al. 1995, "A three-dimensional approach to parallel matrix
+multiplication".
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,23 +1,27 @@
-"""What a rank does with single heads, where attention is divided by heads: its numbers, portions, and the keys of its heads.
+"""Single heads on a rank: local head counts, per-head inputs, and the key/value heads that its query heads
+share.
 
-Why it works: a head of attention needs its own query, one key and one value, and nothing of other heads. Several query heads may
-share a key (grouped query; one key for all: multi-query). As long as ranks are at most as many as keys, whole groups are dealt
-out. Beyond that, single query heads are, and the weights of keys and values stay whole on every rank: each rank multiplies with
-the rows of those heads that its own query heads use, and the gradients are summed, for a rank's own is that of its rows alone.
+Why it works: a head of attention needs its own query, one key and one value, and nothing of other heads.
+Several query heads may share a key (grouped query; one key for all: multi-query). With at most as many ranks
+as keys, whole groups are sharded. With more, single query heads are, and the weights of keys and values stay
+replicated: each rank multiplies with the rows of the heads that its own query heads use, and the gradients
+are summed, because a rank's gradient is that of its rows alone.
 
     4 ranks, 6 query heads in 2 groups      q  | 0 1 | 2 3 | 4 | 5 |        rows of k  | 0 | 0 1 | 1 | 1 |
 
-    numbers     while a module computes, it holds the rank's number of heads, not the model's
-    portions    a bias by head, which a block is given, is cut to the rank's heads
+    size attributes     while a module computes, it has the rank's number of heads, not the model's
+    per-head inputs     a bias per head that a block takes is sliced to the rank's heads
 
     one rank computes k = x W_k[rows], dW_k = sum over ranks of (x^T dk placed at rows)
 
-Cost: with whole keys, their weights, gradients and moments on every rank, and one all_reduce of each gradient per micro-batch
-(2 (t-1)/t of its bytes). A rank whose heads have several keys makes each key as often as it uses it. A packed weight of queries,
-keys and values stays whole as one.
-Limits: at most as many ranks as query heads. Of a table by head, the batch dim must stand first and heads second.
-Paper: Ainslie et al. 2023, "GQA: training generalized multi-query transformer models from multi-head checkpoints", arXiv
-2305.13245 (section 2.2, on sharding of keys and values); Shazeer 2019, arXiv 1911.02150 (multi-query).
+Cost: with replicated keys, their weights, gradients and optimizer states on every rank, and one all_reduce
+of each gradient per micro-batch (2 (t-1)/t of its bytes). A rank whose heads use several keys computes each
+key as often as it uses it. A packed weight of queries, keys and values is replicated as one.
+Limits: at most as many ranks as query heads. In a tensor with a head dim, the batch is dim 0 and heads are
+dim 1.
+Paper: Ainslie et al. 2023, "GQA: training generalized multi-query transformer models from multi-head
+checkpoints", arXiv 2305.13245 (section 2.2, on sharding of keys and values); Shazeer 2019, arXiv 1911.02150
+(multi-query).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

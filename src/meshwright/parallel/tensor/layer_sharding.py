@@ -1,16 +1,19 @@
-"""What follows from where a layer takes its input from, and where its output goes: the word that all divided matrices share.
+"""How one sharded layer computes: which sides of its weight are sharded, and how its input and output are
+redistributed.
 
-A `Way` is what a technique says of a role: which side of the weight is cut along which axis, what becomes of input and output.
+A `LayerSharding` is what a technique assigns to a layer role.
 
-    x --into--> x' --product with this rank's slice of the weight--> y' --out--> y          (+ bias, where the out side is whole)
+    x --input_redistribution--> x' --product with the slice of the weight--> y' --output_redistribution--> y
+                                                                                (+ bias, if not sharded)
 
-    columns of line.py      out side cut along tp     into: stream -> R     out: nothing, y stays S(width)
-    rows of line.py         in side cut along tp      into: nothing         out: P -> stream
+    colwise layer of megatron_1d.py   out side sharded along tp    input: stream -> R    output stays S(width)
+    rowwise layer of megatron_1d.py   in side sharded along tp     input unchanged       output: P -> stream
 
-Layers whose outputs are summands of one sum take one `out` (joined.py).
-Parameters of the layer that are not cut are `shared` along an axis whose ranks use them on different slices of the stream (a norm
-on slices of the sequence, a bias added to one): they are R there while the layer runs, and backward sums their gradients.
-Of backwards nothing is said: the gradient of a move is the move between the adjoint places (core/layout.py).
+Layers whose outputs are summands of one sum share one output redistribution (comm_overlap.py). Parameters of
+the layer that are not sharded are in `shared_param_axes` along an axis whose ranks use them on different
+slices of the stream (a norm on slices of the sequence, a bias added to one): they are R there while the
+layer runs, and backward sums their gradients. Backwards are not stated: the gradient of a redistribution is
+the one between the adjoint placements.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping

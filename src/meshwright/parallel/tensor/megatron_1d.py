@@ -1,33 +1,37 @@
-"""Tensor parallelism, 1-D (Megatron): pairs of matrices divided by columns, then by rows.
+"""Tensor parallelism, 1-D (Megatron): pairs of matrices, the first sharded by columns, the second by rows.
 
-Why it works: in y = f(x A) B the columns of A need not know of each other as long as f works element by element, or head by head.
-So each rank has some columns of A and the same rows of B, and computes a summand of y; one sum over the ranks ends the pair.
+Why it works: in y = f(x A) B the columns of A are independent as long as f works element by element, or head
+by head. So each rank has some columns of A and the same rows of B, and computes a summand of y; one sum over
+the ranks ends the pair.
 
     x ----I -> R----> x A_0 -> f -> ... B_0 ---P -> I---> y + b         rank 0
     x ----I -> R----> x A_1 -> f -> ... B_1 ---P -> I---> y + b         rank 1
       backward: sum                     backward: nothing
 
-    weights: A S(out), B S(in), its bias I (added once, after the sum); stream I: every rank holds it whole
+    weights: A S(out), B S(in), its bias I (added once, after the sum); stream I: replicated on every rank
     forward: one all_reduce for each of the m sums in which pairs end
-    backward: one for each of the d tensors that columns layers take in (q, k and v share one)
+    backward: one for each of the d tensors that colwise layers take (q, k and v share one)
     sent per rank, micro-batch and layer: 2 (m + d) b s h (t-1)/t elements = 4 k b s h (t-1)/t, k = (m + d)/2
-    weights, gradients and moments of the pairs: 1/t; norms, embedding and head: whole on every rank
+    weights, gradients and optimizer states of the pairs: 1/t; norms, embedding and head: replicated
 
-Pairs one behind the other end in sums of their own: k = 2 in a Llama's layer. Pairs side by side, x + attention(n x) + mlp(n x),
-end in one, where a trial run shows that their outputs meet in additions alone (model/summands.py): the first hands its summand
-to the last and gives out zeros, the last moves both (joined.py). So m = 1, and d = 1 with one norm n (Falcon 7B, Cohere, Phi:
-k = 1), or 2 with a norm for each (NeoX, later Falcons: k = 3/2). What stands before the sum (dropout, a factor) keeps m = 2.
+Consecutive pairs end in sums of their own: k = 2 in a Llama layer. Parallel pairs, x + attention(n x) +
+mlp(n x), end in one if a trial shows that their outputs meet in additions alone: the first layer passes its
+summand to the last and returns zeros, the last sums both (comm_overlap.py). So m = 1, and d = 1 with one
+norm n (Falcon 7B, Cohere, Phi: k = 1), or 2 with a norm for each (NeoX, later Falcons: k = 3/2). Dropout or
+a factor before the sum keeps m = 2.
 
-Units that are divided are whole heads (groups of heads, where several share a key) and single features; they need not divide by
-the number of ranks: the first ranks get one more. Where groups are fewer than ranks, single heads are dealt out (grouped.py).
-Packed matrices (q k v, gate and up) are divided part by part. What stands between the two (a norm over single heads) is used by
-every rank with its own features: its gradient is a sum over the ranks. Columns without rows, where a user asks for them, have
-their output gathered.
-Cost: the sums stand in the way of the computation, one or two per layer and direction: for fast links, inside a host. Backward
-hides them behind the gradients of weights; forward, with `chunks`, behind other samples (overlap.py).
-Limits: a layer whose features another one needs whole stays whole, and so does what does not run on slices (`meshwright plan
---explain-model` says which). Whole stays, too, what is multiplied by a trained gate of the stream, by a parameter of the block's
-own, or has a norm for each single head: there a rank would have another gradient than one device.
+Sharded units are whole heads (groups of heads that share a key) and single features; they need not divide by
+the number of ranks: the first ranks get one more. With fewer groups than ranks, single heads are sharded
+(gqa_heads.py). Packed matrices (q k v, gate and up) are sharded section by section. A parameter between the
+two layers (a norm over single heads) is used by every rank with its own features: its gradient is a sum over
+the ranks. If a user declares colwise layers without a rowwise one, their output is gathered.
+Cost: the sums are exposed, one or two per layer and direction: this needs fast links, inside a host.
+Backward hides them behind the gradients of weights; forward, with `num_overlap_chunks`, behind other samples
+(comm_overlap.py).
+Limits: a layer whose features another one needs in full is not sharded, nor is one that does not run on
+slices (`meshwright inspect` says which). Not sharded either: what is multiplied by a trained gate of the
+stream or by a parameter of the block, or has a norm for each single head: a rank would have another gradient
+than one device.
 Paper: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053 (section 3).
 """
 

@@ -1,31 +1,35 @@
-"""Tensor parallelism, 2-D (Optimus): the stream and every matrix divided over a square of ranks, by samples and by width.
+"""Tensor parallelism, 2-D (Optimus): activations and matrices are sharded over a square of ranks, by samples
+and width.
 
-Why it works: SUMMA multiplies X W on q x q ranks, each of which has a block of X and one of W, in q steps: in step k the ranks
-of column k hand their blocks of X along their rows, those of row k their blocks of W down their columns, and every rank adds
-one product. All steps at once are a gather of X along the row, a gather of W down the column, and one product. The rows of X
-are samples, so ranks of one column have other samples and use the same slice of W: that is a data axis, and to gather W there
-before use, again for backward, and to scatter the sum of its gradients, is ZeRO-3 on it. What is new is only the width.
+Why it works: SUMMA multiplies X W on q x q ranks, each with a block of X and one of W, in q steps: in step k
+the ranks of column k broadcast their blocks of X along their rows, those of row k their blocks of W down
+their columns, and every rank adds one product. All steps at once are a gather of X along the row, a gather
+of W down the column, and one product. The rows of X are samples, so ranks of one column have other samples
+and use the same slice of W: that is a data axis, and ZeRO-3 on it gathers W before use, again for backward,
+and scatters the sum of its gradients. Only the width is new.
 
     mesh: dp_shard (rows of the grid: samples) x tp (columns: width), q ranks each
     rank (i, j) holds   X[samples i, width j]     W[:, out j], in shards over i     ->     Y[samples i, out j]
-    forward    X: S(-1) -> R along tp     W: shards -> R along dp_shard     Y = X W, its width is divided as the next X must be
-    backward   both once more             dX = dY W: P -> S(-1) along tp    dW = X dY: P -> shards along dp_shard
+    forward    X: S(-1) -> R along tp    W: shards -> R along dp_shard    Y = X W, sharded by width
+    backward   both once more            dX = dY W: P -> S(-1) along tp   dW = X dY: P -> shards, dp_shard
 
-    received per rank and layer, forward + backward = 3 (q-1)/q^2 (|X| + |W|) elements    |X| = b s h of the global batch
-    (three times q-1 of the q blocks of |X|/q^2 each, and of |W|/q^2); with again = false, which keeps X, 2 for its 3
-    stream, weights, gradients, moments: 1/q^2 of one device's; a gathered X, for as long as its products run: 1/q
+    received per rank and layer, forward + backward = 3 (q-1)/q^2 (|X| + |W|) elements,  |X| = b s h
+    (three times q-1 of the q blocks of |X|/q^2 each, and of |W|/q^2); regather = false keeps X: 2 for its 3
+    stream, weights, gradients, optimizer states: 1/q^2 of one device's; a gathered X: 1/q, for a while
 
-Layers that take in the same tensor (q, k, v) share its gathering, so |X| counts once for them. Heads, in groups that share a
-key, lie over the columns. A norm over the divided width takes the mean squares (and means) of all slices, a number or two per
-token; one whose formula is unknown gathers its input and keeps its slice of the output. Norms over single heads are whole, and
-their gradients summed. Tables of embeddings are divided by width and send nothing. The head gives slices of the logits, which
-are gathered for the loss: (q-1)/q^2 b s v. One that is tied to a table takes in what its width lies in: summands of all logits.
-Cost: what a rank receives shrinks with q, where the sums of 1-D stay as large as the stream. As in the paper a rows layer gathers
-its (wide) input, where 1-D sums its (narrow) output: for small q that is more. Weights travel too: for samples enough to hide it.
-Limits: q divides all widths and groups of heads. What computes over the whole width outside of the layers that are known (a
-norm without weights) is not noticed here: `verify` shows it.
-Paper: Xu et al. 2021, "An Efficient 2D Method for Training Super-Large Deep Learning Models" (Optimus), arXiv 2104.05343;
-van de Geijn and Watts 1997, "SUMMA: Scalable Universal Matrix Multiplication Algorithm", Concurrency: Practice and Experience.
+Layers that take the same tensor (q, k, v) share its gathering, so |X| counts once for them. Heads, in groups
+that share a key, are sharded over the columns. A norm over the sharded width gathers the mean squares (and
+means) of all slices, a number or two per token; one whose formula is unknown gathers its input and keeps its
+slice of the output. Norms over single heads are replicated, and their gradients summed. Embeddings are
+sharded by width and send nothing. The head returns slices of the logits, which are gathered for the loss:
+(q-1)/q^2 b s v. A head tied to an embedding takes slices of the width and returns summands of all logits.
+Cost: the bytes that a rank receives shrink with q; the sums of 1-D stay as large as the stream. As in the
+paper a rowwise layer gathers its (wide) input, where 1-D sums its (narrow) output: for small q that is more.
+Weights travel too, so enough samples are needed to hide that.
+Limits: q divides all widths and groups of heads. Computation over the whole width outside of known layers (a
+norm without weights) is not detected here: `verify` shows it.
+Paper: Xu et al. 2021, "An Efficient 2D Method for Training Super-Large Deep Learning Models" (Optimus),
+arXiv 2104.05343; van de Geijn and Watts 1997, "SUMMA: Scalable Universal Matrix Multiplication Algorithm".
 """
 
 from collections.abc import Iterable, Iterator, Mapping

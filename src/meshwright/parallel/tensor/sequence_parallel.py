@@ -1,25 +1,29 @@
-"""Sequence parallelism (Megatron): between pairs of divided matrices, each rank has a slice of the tokens.
+"""Sequence parallelism (Megatron): between pairs of sharded matrices, each rank has a slice of the sequence.
 
-Why it works: norms, dropout and additions treat each token by itself, so what 1-D tensor parallelism does over and over on all
-ranks can be done once, by slices. An all-reduce is a reduce-scatter and an all-gather: with work on slices between the two,
-the same bytes travel.
+Why it works: norms, dropout and additions treat each token by itself, so what 1-D tensor parallelism repeats
+on all ranks can be done once, on slices. An all-reduce is a reduce-scatter and an all-gather: with work on
+slices between the two, the same bytes travel.
 
-    line        x(I) norm ----I -> R---- A_0 f B_0 ----P -> I---- + norm              all_reduce ahead, all_reduce back, per pair
-    sequence    x(S) norm ----S -> R---- A_0 f B_0 ----P -> S---- + norm              all_gather, reduce_scatter; and back
-                     [0 1 2 3 4 5] tokens of a sample, 3 ranks: rank 1 has 2 3; A_0, f, B_0 and attention within them see 0 .. 5
+    tensor_parallel     x(I) norm ---I -> R--- A_0 f B_0 ---P -> I--- + norm     all_reduce, back: all_reduce
+    sequence_parallel   x(S) norm ---S -> R--- A_0 f B_0 ---P -> S--- + norm     all_gather, reduce_scatter
+                     [0 1 2 3 4 5] tokens, 3 ranks: rank 1 has 2 3; A_0, f, B_0 and attention see 0 .. 5
 
-    layouts: stream S(tokens) from the first block with a pair to the last, and on through norms behind it; weights as in line.py
-    norms and the biases of rows layers: used on slices, so I -> R while they are; backward sums their gradients (P -> I)
-    sent per rank, micro-batch and layer = 4 k b s h (t-1)/t elements, k = (m + d)/2 as in line.py: m + d gathers and scatters
-    either way; with `again` d gathers more, 5 k b s h (t-1)/t where m = d
-    kept for backward: what norms, additions and dropout keep is 1/t; what columns layers take in is whole, with `again` 1/t too
+    layouts: stream S(tokens) from the first block with a pair to the last, and through norms behind it
+    norms and the biases of rowwise layers: used on slices, so I -> R; backward sums their gradients (P -> I)
+    sent per rank, micro-batch and layer = 4 k b s h (t-1)/t elements, k = (m + d)/2 as in megatron_1d.py:
+    m + d gathers and scatters either way; with `regather` d gathers more, 5 k b s h (t-1)/t if m = d
+    saved for backward: norms, additions, dropout 1/t; inputs of colwise layers full, with `regather` 1/t
 
-With `again` backward gathers the input of columns layers once more, as the paper does, and keeps the slice alone.
-Cost besides: the stream is put together once where it leaves the last block (forward) and once where it was cut (backward), b s h
-(t-1)/t each, unless a head that is divided by words takes slices; one sum per norm, block and micro-batch.
-Limits: all blocks with pairs must treat tokens one by one outside of their pairs, and be called once per forward; the tokens must
-divide by t. A module that asks a slice for its length is given all tokens where it starts, if all its layers take the same.
-Paper: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198 (section 4.2.2).
+With `regather`, backward gathers the input of colwise layers once more, as the paper does, and the forward
+saves the slice alone.
+Cost besides: the stream is gathered once at the end of the last block (forward) and once at the begin
+(backward), b s h (t-1)/t each, unless a head that is sharded by vocabulary takes slices; one sum per norm,
+block and micro-batch.
+Limits: all blocks with pairs treat tokens one by one outside of their pairs, and are called once per
+forward; t divides the tokens. A module that asks a slice for its length is given all tokens if all its
+layers take the same input.
+Paper: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", arXiv
+2205.05198 (section 4.2.2).
 """
 
 import re

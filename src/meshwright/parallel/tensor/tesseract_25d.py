@@ -1,22 +1,24 @@
-"""Tensor parallelism, 2.5-D (Tesseract): several squares of ranks one behind the other, each with samples of its own.
+"""Tensor parallelism, 2.5-D (Tesseract): several squares of ranks in depth, each with samples of its own.
 
-Why it works: in X W the rows of X do not know of each other. So d squares of q x q ranks (grid.py) take d parts of the samples,
-each in its own square, with the same slices of the weights; only the gradients of the weights are sums over all squares. The
-depth is a data axis whose ranks hold the same shards: hybrid sharding, reduce-scatter down a column, all-reduce of shards across.
+Why it works: in X W the rows of X are independent. So d squares of q x q ranks (optimus_2d.py) take d parts
+of the samples with the same slices of the weights; only the gradients of the weights are sums over all
+squares. The depth is a data axis whose ranks hold the same shards: hybrid sharding, reduce-scatter down a
+column, all-reduce of shards across.
 
     mesh: dp_replicate (depth: samples, d) x dp_shard (rows of a square: samples, q) x tp (columns: width, q)
-    rank (k, i, j) holds   X[samples k i, width j]     W[:, out j], in shards over i     ->     Y[samples k i, out j]
+    rank (k, i, j) holds   X[samples k i, width j]   W[:, out j], in shards over i  ->  Y[samples k i, out j]
     forward and backward as in 2-D, within each square; then dW: summed shards, all-reduced over k
 
     received per rank and layer, forward + backward = 3 (q-1)/q^2 (|X|/d + |W|) + 2 (d-1)/(d q^2) |W| elements
-    stream: 1/(d q^2) of one device's; weights, gradients, moments: 1/q^2
+    stream: 1/(d q^2) of one device's; weights, gradients, optimizer states: 1/q^2
 
-Of the same ranks, more depth and smaller squares send less of the stream and hold more of the weights: d = 1 is 2-D, q = 1 is
-data parallelism. Norms, embeddings, heads and the head of the model are those of grid.py.
-Cost: as 2-D on 1/d of the samples, and one all-reduce of the shards of the gradients.
+With the same ranks, more depth and smaller squares send less of the stream and hold more of the weights: d =
+1 is 2-D, q = 1 is data parallelism. Norms, embeddings, heads and the LM head are those of optimus_2d.py.
+Cost: that of 2-D on 1/d of the samples, and one all-reduce of the shards of the gradients.
 Limits: those of 2-D, and at least two squares.
-Paper: Wang et al. 2021, "Tesseract: Parallelize the Tensor Parallelism Efficiently", arXiv 2105.14500 (section 3); Solomonik and
-Demmel 2011, "Communication-Optimal Parallel 2.5D Matrix Multiplication and LU Factorization Algorithms", Euro-Par.
+Paper: Wang et al. 2021, "Tesseract: Parallelize the Tensor Parallelism Efficiently", arXiv 2105.14500
+(section 3); Solomonik and Demmel 2011, "Communication-Optimal Parallel 2.5D Matrix Multiplication and LU
+Factorization Algorithms".
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,11 +1,11 @@
-"""What divided matrices cannot do with a model and a mesh, said alike by all of this family, all of it at once.
+"""Diagnostics that the tensor-parallel strategies share.
 
-    no pair             what was looked at, why it stays whole, and the two lines that declare roles
-    a declared role     that cannot be had: no partner, other widths, a convolution
-    divided twice       two strategies for the same matrices
-    too many ranks      fewer units than ranks: the sizes of the axis that work, and what the other ranks could do instead
+    no pair              the layers, why they are not sharded, and the lines that declare roles
+    a declared role      that is impossible: no partner, other widths, a convolution
+    sharded twice        two strategies shard the same matrices
+    too many ranks       fewer units than ranks: sizes of the axis that work, a use for the other ranks
 
-All of it comes together, before any process starts.
+All diagnostics are reported together, before any process starts.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,24 +1,27 @@
-"""The vocabulary divided by words: no rank holds the whole table, the whole head, or all logits of a token.
+"""Vocabulary parallelism: embedding, head and logits are sharded by vocabulary.
 
-Why it works: a row of the table is looked up on the rank that has the word; the others add zeros. A rank's part of the head makes
-the logits of its words, and cross-entropy needs of the others only how large theirs are together, and the label's: two numbers
-per token (engine/logits.py). Table and head, tied or not, are cut alike, so that a rank steps the same words of both.
+Why it works: a row of the embedding is looked up on the rank that has the id; the others add zeros. A rank's
+part of the head computes the logits of its ids, and cross-entropy needs of the others only their log-sum-exp
+and the label's logit: two numbers per token (engine/losses/vocab_parallel.py). Embedding and head, tied or
+not, are sharded alike, so a rank steps the same rows of both.
 
-    ids ---> rows of words 0..33 ---P -> I---> ... layers ... ---I -> R---> logits of words 0..33  ---a, t--+         rank 0
-    ids ---> rows of words 34..66 --P -> I---> ... layers ... ---I -> R---> logits of words 34..66 --a, t--+--> loss  rank 1
-        backward: nothing                            backward: sum          backward: nothing
+    ids ---> rows 0..33 ---P -> I---> ... layers ... ---I -> R---> logits 0..33  ---a, t--+         rank 0
+    ids ---> rows 34..66 --P -> I---> ... layers ... ---I -> R---> logits 34..66 --a, t--+--> loss  rank 1
+        backward: nothing                    backward: sum          backward: nothing
 
-    a = log sum exp(a rank's logits), t = the label's logit there, else 0:   loss = log sum exp(a_0, a_1, ...) - sum t
-    weights: table S(words), head and its bias S(words); logits S(words), never gathered
+    a = log sum exp(a rank's logits), t = the label's logit or 0: loss = log sum exp(a_0, a_1, ...) - sum t
+    weights: embedding, head and its bias S(vocabulary); logits S(vocabulary), never gathered
 
-Words need not divide by the number of ranks: the first ranks have one more.
-Cost, per micro-batch of b samples of s tokens, on t ranks: one all_reduce of b s h in the forward, for the table, and one in the
-backward, for the head; two numbers of 4 bytes per token from each rank to each. Table, head, their gradients and moments, and the
-logits: 1/t.
-Limits: what looks at all words of a token between head and loss, a loss that cannot be taken in parts, or a table that somebody
-else reads leave table or head whole (`meshwright inspect` says which, and why). An optimizer that looks at whole
-matrices steps each on one rank, which then has it whole; AdamW, SGD and Lion do not.
-Paper: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053 (section 3: the parallel embedding and cross-entropy).
+The vocabulary need not divide by the number of ranks: the first ranks have one more.
+Cost, per micro-batch of b samples of s tokens, on t ranks: one all_reduce of b s h in the forward, for the
+embedding, and one in the backward, for the head; two numbers of 4 bytes per token from each rank to each.
+Embedding, head, their gradients and optimizer states, and the logits: 1/t.
+Limits: an operation over all logits of a token between head and loss, a loss that cannot be taken in parts,
+or another reader of the embedding keep embedding or head unsharded (`meshwright inspect` says which, and
+why). An optimizer that reads whole matrices steps each on one rank, which then has it in full; AdamW, SGD
+and Lion do not.
+Paper: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053 (section 3: the parallel embedding and
+cross-entropy).
 """
 
 from collections.abc import Iterator, Mapping

@@ -79,9 +79,8 @@ def holdout_error(law: CostFit) -> float:
 
 def nonnegative_least_squares(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """The x >= 0 for which rows x comes nearest to 1 in every row, by least squares."""
-    scales = [
-        max(column) or 1.0 for column in zip(*rows, strict=True)
-    ]  # columns differ by many powers of ten
+    # Columns differ by many powers of ten.
+    scales = [max(column) or 1.0 for column in zip(*rows, strict=True)]
     scaled = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in rows]
     columns = list(zip(*scaled, strict=True))
     gram = [[sum(a * b for a, b in zip(one, other, strict=True)) for other in columns] for one in columns]

@@ -158,10 +158,8 @@ class NetworkModel:
             )
         for number, overhead in enumerate(self.round_overheads):
             if not 0 <= overhead.seconds < inf:
-                text, entry = (
-                    f"a round overhead of {overhead.seconds} s",
-                    f"{location}.round_overheads.{number}.seconds",
-                )
+                text = f"a round overhead of {overhead.seconds} s"
+                entry = f"{location}.round_overheads.{number}.seconds"
                 yield Diagnostic(text, "write seconds, 0 or more", entry)
 
 
@@ -247,7 +245,7 @@ class Cluster:
         if self.version != VERSION:
             yield Diagnostic(
                 f"version {self.version}; this meshwright reads {VERSION}",
-                "measure again: bench network",
+                "measure again: meshwright bench network",
                 "version",
             )
         if self.ranks_per_host < 0:

@@ -33,10 +33,8 @@ class LagSample:
 @cache
 def expected_maximum(num_ranks: int) -> float:
     """The expected maximum of `num_ranks` standard normal variables."""
-    distribution, quantiles = (
-        NormalDist(),
-        [(each + 0.5) / NUM_INTEGRATION_STEPS for each in range(NUM_INTEGRATION_STEPS)],
-    )
+    distribution = NormalDist()
+    quantiles = [(each + 0.5) / NUM_INTEGRATION_STEPS for each in range(NUM_INTEGRATION_STEPS)]
     return (
         sum(distribution.inv_cdf(quantile ** (1 / num_ranks)) for quantile in quantiles)
         / NUM_INTEGRATION_STEPS

@@ -1,8 +1,10 @@
 """Describes what is trained, independent of the number of devices.
 
-data_source  the model and the data: ModelConfig, DataConfig, MixturePart
-errors       Diagnostic, PlanError, CollectiveError, and texts for repairs
-job          Job and its tables: optimizer, schedule, training, evaluation, loss guard
-precision    a dtype per role
-run_options  RunConfig and WaitLimits: options that change no result
+Modules:
+
+    data_source  the model and the data: ModelConfig, DataConfig, MixturePart
+    errors       Diagnostic, PlanError, CollectiveError, and texts for repairs
+    job          Job and its tables: optimizer, schedule, training, evaluation, loss guard
+    precision    a dtype per role
+    run_options  RunConfig and WaitLimits: options that change no result
 """

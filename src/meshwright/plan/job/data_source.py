@@ -137,18 +137,18 @@ class DataConfig:
         """The parts of the mixture, each as a `DataConfig` of its own."""
         return tuple(
             DataConfig(
-                source=part.source,
-                include=part.include,
-                exclude=part.exclude,
+                source=mixture_part.source,
+                include=mixture_part.include,
+                exclude=mixture_part.exclude,
                 sequence=self.sequence,
                 epochs=self.epochs,
-                format=part.format,
+                format=mixture_part.format,
                 tokenizer=self.tokenizer,
-                column=part.column,
-                chat=part.chat,
-                split=part.split,
+                column=mixture_part.column,
+                chat=mixture_part.chat,
+                split=mixture_part.split,
             )
-            for part in self.mixture
+            for mixture_part in self.mixture
         )
 
     def _mixture_faults(self) -> Iterator[Diagnostic]:
@@ -163,23 +163,25 @@ class DataConfig:
             if name == "streaming":
                 fix = "read the parts from disk (streaming = false), or stream one source"
             yield Diagnostic(f"{name} = {getattr(self, name)!r} beside a mixture", fix, f"data.{name}")
-        for i, part in enumerate(self.mixture):
-            if not 0 < part.weight < inf:
+        for i, mixture_part in enumerate(self.mixture):
+            if not 0 < mixture_part.weight < inf:
                 where = f"data.mixture.{i}.weight"
                 yield Diagnostic(
-                    f"a weight of {part.weight}",
+                    f"a weight of {mixture_part.weight}",
                     "write a number above 0; only the ratios of the weights count",
                     where,
                 )
-            if part.source == "example":
+            if mixture_part.source == "example":
                 yield Diagnostic(
                     "the example batch in a mixture",
                     "name a file, a folder or a data set",
                     f"data.mixture.{i}.source",
                 )
         for i, part_config in enumerate(self.part_configs()):
-            for fault in part_config.diagnostics():
-                if fault.location == "data.tokenizer":
-                    yield fault
-                elif fault.location not in ("data.sequence", "data.epochs"):
-                    yield replace(fault, location=fault.location.replace("data.", f"data.mixture.{i}.", 1))
+            for diagnostic in part_config.diagnostics():
+                if diagnostic.location == "data.tokenizer":
+                    yield diagnostic
+                elif diagnostic.location not in ("data.sequence", "data.epochs"):
+                    yield replace(
+                        diagnostic, location=diagnostic.location.replace("data.", f"data.mixture.{i}.", 1)
+                    )

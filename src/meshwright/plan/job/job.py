@@ -16,10 +16,11 @@ from meshwright.plan.job.precision import PrecisionConfig
 
 OptimizerName = Literal["adamw", "sgd", "adamw_bf16", "adamw_8bit", "lion", "lion_bf16", "adafactor", "muon"]
 MOMENTUM_OPTIMIZERS = ("sgd", "muon")
+# Their states lose a change below half of bfloat16's last digit.
 BFLOAT16_STATE_OPTIMIZERS = (
     "adamw_bf16",
     "lion_bf16",
-)  # their states lose a change below half of bfloat16's last digit
+)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""Splits one dim of a parameter among the ranks of an axis: consecutive sections, each of units that stay
-whole.
+"""Splits one dim of a parameter among the ranks of an axis: consecutive sections of indivisible units.
 
     q, one section of 6 heads, 4 ranks     | h0 h1 | h2 h3 | h4 | h5 |          the first ranks get one more
     qkv, three sections, 2 ranks           | q q : k k : v v |  ->  rank 0: q k v, rank 1: q k v
@@ -13,7 +12,7 @@ With more ranks than units, single heads are distributed, and every rank needs t
 heads:
 
     q, 3 heads a unit, 3 ranks             | h0 h1 | h2 : h3 | h4 h5 |       a rank may have two units
-    k, one head a unit                     | k0 | k0 k1 | k1 |                overlap: k stays replicated
+    k, one head a unit                     | k0 | k0 k1 | k1 |               overlap: k stays replicated
 
 A parameter has two sides: "out", one index per feature that the layer returns (also of its bias), and "in",
 one index per feature that it takes (per vocabulary entry, for an embedding).
@@ -22,7 +21,7 @@ one index per feature that it takes (per vocabulary entry, for an embedding).
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-Range = tuple[int, int]  # the first index, and the one behind the last
+Range = tuple[int, int]  # the first index, and the end
 
 
 @dataclass(frozen=True)
@@ -72,18 +71,18 @@ class DimSplit:
     def overlaps(self, num_ranks: int) -> bool:
         """Whether some of `num_ranks` ranks need the same elements."""
         shared = any(
-            own * self.num_units < length
-            for own, length in zip(self.per_head_numel, self.sections, strict=False)
+            head_numel * self.num_units < length
+            for head_numel, length in zip(self.per_head_numel, self.sections, strict=False)
         )
         return num_ranks > self.num_units and shared
 
     @property
     def section_splits(self) -> tuple["DimSplit", ...]:
         """The split of each section alone."""
-        own = self.per_head_numel or (0,) * len(self.sections)
+        head_numel = self.per_head_numel or (0,) * len(self.sections)
         return tuple(
             replace(self, sections=(length,), per_head_numel=(numel,) if self.per_head_numel else ())
-            for length, numel in zip(self.sections, own, strict=True)
+            for length, numel in zip(self.sections, head_numel, strict=True)
         )
 
     def units_of(self, index: int, num_ranks: int) -> Range:
@@ -124,15 +123,15 @@ class DimSplit:
         """
         each, start = self.num_heads // self.num_units, 0
         in_one_unit = end > first and first // each == (end - 1) // each
-        for length, own in zip(self.sections, self.per_head_numel, strict=True):
-            unit, per_head = length // self.num_units, own // each
+        for length, head_numel in zip(self.sections, self.per_head_numel, strict=True):
+            unit, per_head = length // self.num_units, head_numel // each
             for span in [(first, end)] if in_one_unit else [(head, head + 1) for head in range(first, end)]:
                 begin = start + span[0] // each * unit
                 yield (
                     begin + span[0] % each * per_head,
                     begin + (span[0] % each + span[1] - span[0]) * per_head,
                 )
-                yield begin + own, begin + unit
+                yield begin + head_numel, begin + unit
             start += length
 
 

@@ -27,12 +27,13 @@ from meshwright.plan.model_spec.stage_boundaries import StageBoundaries
 ROOT = "(root)"
 FLOAT_NBYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 INTEGER_NBYTES = {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+# A frozen parameter may keep any of these.
 PARAM_DTYPE_NBYTES = {
     **FLOAT_NBYTES,
     **INTEGER_NBYTES,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
-}  # a frozen parameter may keep any of these
+}
 
 
 def block_of(block_call: str) -> str:
@@ -253,10 +254,8 @@ class ModelSpec:
             if not set(self.block_calls_needing(param)).isdisjoint(block_calls)
         }
         calls = tuple(call for call in self.layer_calls if call.block_call in block_calls)
-        blocks, local_blocks = (
-            {block_of(block_call) for block_call in self.block_calls},
-            {block_of(block_call) for block_call in block_calls},
-        )
+        blocks = {block_of(block_call) for block_call in self.block_calls}
+        local_blocks = {block_of(block_call) for block_call in block_calls}
         # A module that two blocks share has its name in the first of them.
         local_blocks |= {_block_with(call.name, blocks) for call in calls}
         remote_blocks = blocks - local_blocks

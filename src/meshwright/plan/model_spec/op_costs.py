@@ -115,9 +115,8 @@ COMPUTE_HEAVY_OPS = (
 )
 
 
-AttentionSize = tuple[
-    float, float, float, float, float
-]  # of attention: rows, heads, queries, keys, width of a head
+# Of attention: batch, heads, query length, key length, head dim.
+AttentionSize = tuple[float, float, float, float, float]
 
 
 @dataclass(frozen=True)

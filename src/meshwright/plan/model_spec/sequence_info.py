@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-TokenRange = tuple[int, int]  # the first position, and the one behind the last
+TokenRange = tuple[int, int]  # the first position, and the end
 PADDING_RANGE: TokenRange = (0, 1)  # padding repeats the first token; its outputs are dropped
 MIN_TOKENS = 2  # a model cannot run on no token, and takes a single one for a step of generation
 
@@ -208,11 +208,9 @@ class BlockSequenceInfo:
 
     def with_lengths(self, length: int) -> "BlockSequenceInfo":
         """The same with explicit token counts, in a model whose `SequenceInfo.length` is `length`."""
-        takes, gives = (
-            self.input_num_tokens or (length,) * len(self.input_token_dims),
-            self.output_num_tokens or (length,) * len(self.output_token_dims),
-        )
-        return replace(self, input_num_tokens=takes, output_num_tokens=gives)
+        inputs = self.input_num_tokens or (length,) * len(self.input_token_dims)
+        outputs = self.output_num_tokens or (length,) * len(self.output_token_dims)
+        return replace(self, input_num_tokens=inputs, output_num_tokens=outputs)
 
     def num_sharded_tokens(self, length: int) -> int:
         """The tokens per sample of which each rank runs a shard; 0: every rank runs all."""

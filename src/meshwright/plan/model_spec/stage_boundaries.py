@@ -30,6 +30,7 @@ from math import prod
 
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics, suggest_name
 
+# Bytes, by how the dtype ends.
 ITEMSIZE_BY_SUFFIX = {
     "64": 8,
     "32": 4,
@@ -38,7 +39,7 @@ ITEMSIZE_BY_SUFFIX = {
     "bool": 1,
     "complex64": 8,
     "complex128": 16,
-}  # bytes, by how the dtype ends
+}
 
 
 @dataclass(frozen=True)
@@ -197,14 +198,14 @@ class StageBoundaries:
         return f"begin it with {found}; or " if found else "do not split the model; or "
 
     def _part(self, start: int, end: int) -> StageSpec:
-        own, index = range(start, end), self.index
+        inside, index = range(start, end), self.index
         before = [v for v in self.values if index[v.producer] < start and index[v.consumers[-1]] >= start]
-        inputs = tuple(v for v in before if any(index[block_call] in own for block_call in v.consumers))
+        inputs = tuple(v for v in before if any(index[block_call] in inside for block_call in v.consumers))
         return StageSpec(
             block_calls=self.block_calls[start:end],
             inputs=inputs,
             outputs=tuple(
-                v for v in self.values if index[v.producer] in own and index[v.consumers[-1]] >= end
+                v for v in self.values if index[v.producer] in inside and index[v.consumers[-1]] >= end
             ),
             passthrough=tuple(v for v in before if v not in inputs and index[v.consumers[-1]] >= end),
             is_first=start == 0,

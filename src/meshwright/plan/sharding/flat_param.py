@@ -21,7 +21,7 @@ from typing import Literal
 from meshwright.plan.model_spec.model_spec import ParamSpec
 
 ShardAlignment = Literal["element", "block", "matrix"]
-QUANT_BLOCK_NUMEL = 256  # elements that share one scale in 8-bit moments
+QUANT_BLOCK_NUMEL = 256  # elements that share one scale in 8-bit optimizer states
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,6 @@ class FlatParamSpec:
 def _assign_owners(
     params: Sequence[ParamSpec], num_ranks: int, full_numel: Mapping[str, int]
 ) -> tuple[int, tuple[tuple[str, int, int], ...]]:
-    """The length of a shard that holds whole weights, and where each lies."""
     loads, used, owner = [0] * num_ranks, [0] * num_ranks, {}
     for param in sorted(params, key=lambda each: -full_numel[each.name]):
         index = min(range(num_ranks), key=loads.__getitem__)

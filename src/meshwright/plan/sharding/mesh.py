@@ -52,21 +52,21 @@ class Mesh:
         Raises PlanError for an unknown axis, two unknown sizes, a world size that does not divide, or none to
         infer from.
         """
-        faults = [
+        diagnostics = [
             Diagnostic(f"there is no axis '{axis}'", suggest_name(axis, AXES), f"mesh.{axis}")
             for axis in sizes
             if axis not in AXES
         ]
         open_axes = [axis for axis, size in sizes.items() if size == -1]
         if len(open_axes) > 1:
-            faults.append(
+            diagnostics.append(
                 Diagnostic(
                     f"{' and '.join(open_axes)} are both -1; only one axis can be inferred",
                     "write the number of ranks of all axes but one",
                     "mesh",
                 )
             )
-        faults += [
+        diagnostics += [
             Diagnostic(
                 f"the size is {size}; needed is a number of at least 1, or -1 to infer it",
                 "write 1, 2, 3...",
@@ -75,7 +75,7 @@ class Mesh:
             for axis, size in sizes.items()
             if size < 1 and size != -1
         ]
-        raise_diagnostics(faults)
+        raise_diagnostics(diagnostics)
         fixed = prod(size for size in sizes.values() if size != -1)
         if open_axes and world_size is None:
             raise_diagnostics(

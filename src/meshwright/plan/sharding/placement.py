@@ -47,9 +47,7 @@ ADJOINT: dict[Letter, Letter] = {"R": "P", "P": "R", "I": "I", "S": "S"}
 COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all"})
 
 
-FLAT = (
-    -1
-)  # the dim of S(flat): not the tensor itself is cut, but the arena that its bundle lies in (core/arena.py)
+FLAT = -1  # the dim of S(flat): the flat parameter of the tensor's group is cut, not the tensor itself
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def unpadded_fraction(sharding: ShardingPlan, block_call: str) -> Fraction:
 
 
 def _sequence_info(sharding: ShardingPlan) -> SequenceInfo | None:
-    return (sharding.all_ranks or sharding).model_spec.sequence_info
+    return sharding.global_plan.model_spec.sequence_info
 
 
 def _fraction(sharding: ShardingPlan, num_tokens: int) -> Fraction:
@@ -233,17 +233,18 @@ def _layer_shares(sharding: ShardingPlan) -> Mapping[str, _LayerShare]:
 
 
 def _local_amount(
-    sharding: ShardingPlan, block_call: str, total: int, stages: list[tuple[_LayerShare, int]]
+    sharding: ShardingPlan, block_call: str, total: int, sharded: list[tuple[_LayerShare, int]]
 ) -> int:
     local_calls = sum(
         (
-            param.fraction * _residual_fraction(sharding, block_call, param.axes) * part
-            for param, part in stages
+            param.fraction * _residual_fraction(sharding, block_call, param.axes) * amount
+            for param, amount in sharded
         ),
         Fraction(0),
     )
     return round(
-        local_calls + _residual_fraction(sharding, block_call) * (total - sum(part for _, part in stages))
+        local_calls
+        + _residual_fraction(sharding, block_call) * (total - sum(amount for _, amount in sharded))
     )
 
 

@@ -58,6 +58,11 @@ class ShardingPlan:
         """All tensors invariant: what each rank would hold if it trained alone."""
         return cls(mesh, model_spec, tuple(ParamSharding(param) for param in model_spec.params))
 
+    @property
+    def global_plan(self) -> "ShardingPlan":
+        """The plan of all ranks, of which this may be the view of one."""
+        return self.all_ranks or self
+
     def with_batch_placement(self, axis: str, placement: Placement) -> "ShardingPlan":
         """This plan with the batch at `placement` along `axis`."""
         return replace(self, batch_layout=self.batch_layout.with_placement(axis, placement))
@@ -98,7 +103,7 @@ class ShardingPlan:
             return call.takes_residual
         producers = [
             flow.block_call
-            for flow in (self.all_ranks or self).model_spec.residual_flows
+            for flow in self.global_plan.model_spec.residual_flows
             if flow.consumer == call.block_call
         ]
         return (
@@ -111,7 +116,7 @@ class ShardingPlan:
         """Per block call with sequence slices: whether its input must be sliced, and whether its output must
         be gathered.
         """
-        logical = self.all_ranks or self  # what comes behind a part decides what the part hands on
+        logical = self.global_plan  # the next stage decides whether this one hands on slices
         sliced = {
             name
             for param_sharding in logical.param_shardings
@@ -182,7 +187,7 @@ class ShardingPlan:
     def pp_ranks_using(self, param: ParamSpec) -> tuple[int, ...]:
         """The ranks along pp that use `param`, in a block or in glue."""
         needing = (
-            set((self.all_ranks or self).model_spec.block_calls_needing(param))
+            set(self.global_plan.model_spec.block_calls_needing(param))
             if self.block_calls_by_pp_rank
             else set()
         )
@@ -196,7 +201,7 @@ class ShardingPlan:
         local = {param_sharding.param.name for param_sharding in self.param_shardings}
         return tuple(
             param_sharding
-            for param_sharding in (self.all_ranks or self).param_shardings
+            for param_sharding in self.global_plan.param_shardings
             if param_sharding.param.name in local
         )
 
@@ -205,7 +210,7 @@ class ShardingPlan:
         """The pipeline stages, in order of the forward; empty without a pipeline, or if the boundaries are
         unknown.
         """
-        boundaries = (self.all_ranks or self).model_spec.stage_boundaries
+        boundaries = self.global_plan.model_spec.stage_boundaries
         return (
             boundaries.stages(self.split_points)
             if self.block_calls_by_pp_rank and boundaries is not None
@@ -215,7 +220,7 @@ class ShardingPlan:
     @property
     def computes_loss(self) -> bool:
         """Whether this rank runs the last block call."""
-        return (self.all_ranks or self).model_spec.block_calls[-1] in self.model_spec.block_calls
+        return self.global_plan.model_spec.block_calls[-1] in self.model_spec.block_calls
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -245,7 +250,7 @@ class ShardingPlan:
         """
         sliced = {
             axis
-            for param_sharding in (self.all_ranks or self).param_shardings
+            for param_sharding in self.global_plan.param_shardings
             if param_sharding.param.trainable
             for axis in param_sharding.grad_layout.axes_with("S")
         }
@@ -257,9 +262,7 @@ class ShardingPlan:
     def param_slice_axes(self) -> tuple[str, ...]:
         """The axes along which ranks have slices of parameters, outermost first."""
         sliced = {
-            axis
-            for param_sharding in (self.all_ranks or self).param_shardings
-            for axis in param_sharding.sliced_dims
+            axis for param_sharding in self.global_plan.param_shardings for axis in param_sharding.sliced_dims
         }
         return tuple(axis for axis in AXES if axis in sliced)
 
@@ -305,7 +308,7 @@ class ShardingPlan:
 
     def at_coordinate(self, coordinate: Mapping[str, int]) -> "ShardingPlan":
         """The view of the rank at `coordinate`."""
-        logical, model_spec = self.all_ranks or self, (self.all_ranks or self).model_spec
+        logical, model_spec = self.global_plan, self.global_plan.model_spec
         param_shardings = logical.param_shardings
         if logical.block_calls_by_pp_rank:
             model_spec = model_spec.restricted_to(logical.block_calls_by_pp_rank[coordinate["pp"]])
@@ -335,7 +338,7 @@ class ShardingPlan:
         """The index range of this rank of parameter `name` along the dim that is sliced over `axis`."""
         param_sharding = next(
             param_sharding
-            for param_sharding in (self.all_ranks or self).param_shardings
+            for param_sharding in self.global_plan.param_shardings
             if param_sharding.param.name == name
         )
         (found,) = param_sharding.param.dim_split(param_sharding.sliced_dims[axis]).ranges(
@@ -403,11 +406,11 @@ class ShardingPlan:
         }
         for param_sharding in self.param_shardings:
             if param_sharding.param.trainable != frozen:
-                param, alignment = (
-                    param_sharding.param,
+                param = param_sharding.param
+                alignment = (
                     (param_sharding.shard_alignment, param_sharding.owner_axes)
                     if param_sharding.flat_shard_axes
-                    else (),
+                    else ()
                 )
                 is_own_group, reductions = param.name in uneven_names, param_sharding.grad_reductions()
                 users = (
@@ -439,19 +442,17 @@ class ShardingPlan:
         """The flat parameters by the name of their group: those of groups that are updated or stored
         S(flat).
         """
-        found, logical_shardings = (
-            {},
-            {
-                param_sharding.param.name: param_sharding.param.numel
-                for param_sharding in (self.all_ranks or self).param_shardings
-            },
-        )
+        found = {}
+        full_numels = {
+            param_sharding.param.name: param_sharding.param.numel
+            for param_sharding in self.global_plan.param_shardings
+        }
         for group in self.all_param_groups():
             axes = group.param_shardings[0].flat_shard_axes
             if axes:
                 ranks, alignment = self.mesh.group_size(axes), group.param_shardings[0].shard_alignment
                 found[group.name] = FlatParamSpec.build(
-                    group.name, group.params, axes, ranks, alignment, logical_shardings
+                    group.name, group.params, axes, ranks, alignment, full_numels
                 )
         return found
 

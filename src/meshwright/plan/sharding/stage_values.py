@@ -23,9 +23,8 @@ from meshwright.plan.sharding.placement import Placement
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 
 PER_HEAD_NDIM = 4  # dims of a per-head tensor: samples, heads, queries, keys
-AxesSplits = tuple[
-    tuple[tuple[str, ...], DimSplit], ...
-]  # axes, and the split of a dim over all of them together
+# Axes, and the split of a dim over all of them together.
+AxesSplits = tuple[tuple[tuple[str, ...], DimSplit], ...]
 DimSizes = tuple[tuple[int, int], ...]
 
 
@@ -80,10 +79,8 @@ def stage_value_diagnostics(sharding: ShardingPlan, values: Iterable[StageValue]
     placements, location = _residual_placements(sharding), "strategies.pipeline.split_points"
     if not placements:
         return
-    axes, fix = (
-        " and ".join(placements),
-        "choose split points that it does not cross, or remove the strategy that shards the residual stream",
-    )
+    axes = " and ".join(placements)
+    fix = "choose split points that it does not cross, or remove the strategy that shards the residual stream"
     values = list(values)
     if not sharding.sequence_sliced_calls:
         sliced = {name for name, _ in _splits(sharding, values)}
@@ -104,12 +101,10 @@ def stage_value_diagnostics(sharding: ShardingPlan, values: Iterable[StageValue]
 
 
 def _splits(sharding: ShardingPlan, values: Iterable[StageValue]) -> Iterator[tuple[str, AxesSplits]]:
-    placements, sliced_outputs, widths, heads = (
-        _residual_placements(sharding),
-        _sliced_outputs(sharding),
-        _widths(sharding),
-        _heads(sharding),
-    )
+    placements = _residual_placements(sharding)
+    sliced_outputs = _sliced_outputs(sharding)
+    widths = _widths(sharding)
+    heads = _heads(sharding)
     axes = _axes(sharding)
     for value in values:
         head_split = (
@@ -153,7 +148,7 @@ def _residual_placements(sharding: ShardingPlan) -> Mapping[str, Placement]:
 
 
 def _sliced_outputs(sharding: ShardingPlan) -> Mapping[str, DimSizes]:
-    ends, model_spec = sharding.sequence_slice_ends(), (sharding.all_ranks or sharding).model_spec
+    ends, model_spec = sharding.sequence_slice_ends(), sharding.global_plan.model_spec
     flows = [
         each for each in model_spec.residual_flows if each.block_call in ends and not ends[each.block_call][1]
     ]
@@ -165,13 +160,11 @@ def _is_residual(value: StageValue, sliced_outputs: Mapping[str, DimSizes]) -> b
 
 
 def _widths(sharding: ShardingPlan) -> frozenset[tuple[int, int]]:
-    return frozenset(
-        (each.hidden_size, 0) for each in (sharding.all_ranks or sharding).model_spec.residual_flows
-    )
+    return frozenset((each.hidden_size, 0) for each in sharding.global_plan.model_spec.residual_flows)
 
 
 def _heads(sharding: ShardingPlan) -> Mapping[tuple[str, int], DimSplit]:
-    model_spec, found = (sharding.all_ranks or sharding).model_spec, {}
+    model_spec, found = sharding.global_plan.model_spec, {}
     for attribute in (
         attribute
         for attribute in model_spec.size_attributes

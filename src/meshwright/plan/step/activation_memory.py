@@ -47,11 +47,9 @@ class ActivationMemory:
 
 def activation_memory(sharding: ShardingPlan, job: Job, num_samples: int) -> dict[str, ActivationMemory]:
     """The activation memory of every block call on this rank, in micro-batches of `num_samples`."""
-    model_spec, width, loads = (
-        sharding.model_spec,
-        FLOAT_NBYTES[job.precision.compute],
-        block_memories(sharding.model_spec),
-    )
+    model_spec = sharding.model_spec
+    width = FLOAT_NBYTES[job.precision.compute]
+    loads = block_memories(sharding.model_spec)
     saved_numels = model_spec.saved_numel or (0,) * len(model_spec.block_calls)
     full_numels = dict(
         zip(model_spec.block_calls, zip(saved_numels, model_spec.output_numel, strict=True), strict=True)
@@ -85,16 +83,15 @@ def loss_scratch_nbytes(sharding: ShardingPlan, job: Job, saved_numel: int, num_
     """The scratch of LOSS; if it was not measured, the bytes of `saved_numel` elements."""
     model_spec = sharding.model_spec
     if model_spec.memory is None or sharding.logits_layout.axes_with("S"):
-        return saved_numel * max(
-            FLOAT_NBYTES[job.precision.compute], FLOAT_NBYTES["float32"]
-        )  # float32 at least
+        # Float32 at least.
+        return saved_numel * max(FLOAT_NBYTES[job.precision.compute], FLOAT_NBYTES["float32"])
     return round(
         model_spec.memory.loss.total(num_samples) * local_fraction(sharding, model_spec.block_calls[-1])
     )
 
 
 def _mask_numel(sharding: ShardingPlan, block_call: str, num_samples: int) -> int:
-    sequence_info = (sharding.all_ranks or sharding).model_spec.sequence_info
+    sequence_info = sharding.global_plan.model_spec.sequence_info
     if sharding.sequence_sharding is None or sequence_info is None:
         return 0
     found = 0

@@ -58,10 +58,8 @@ def chunked_loss_cost(sharding: ShardingPlan, job: Job, num_samples: int) -> Chu
     if call is None or logits is None:
         return None
     precision, param_itemsize = job.precision, FLOAT_NBYTES[job.precision.parameters]
-    itemsize, loss_itemsize = (
-        FLOAT_NBYTES[precision.compute],
-        max(FLOAT_NBYTES[precision.compute], FLOAT_NBYTES["float32"]),
-    )
+    itemsize = FLOAT_NBYTES[precision.compute]
+    loss_itemsize = max(FLOAT_NBYTES[precision.compute], FLOAT_NBYTES["float32"])
     by_name = {
         name: param_sharding
         for param_sharding in sharding.param_shardings
@@ -70,10 +68,8 @@ def chunked_loss_cost(sharding: ShardingPlan, job: Job, num_samples: int) -> Chu
     head_params = [by_name[name] for name in (f"{call.name}.weight", f"{call.name}.bias") if name in by_name]
     num_tokens, param = num_local_logit_tokens(sharding), head_params[0].param
     largest_chunk = chunk_sizes(num_tokens, sharding.num_loss_chunks)[0] * num_samples
-    chunk_numel, hidden_nbytes = (
-        largest_chunk * param.shape[0],
-        largest_chunk * (call.in_numel // logits.num_tokens) * itemsize,
-    )
+    chunk_numel = largest_chunk * param.shape[0]
+    hidden_nbytes = largest_chunk * (call.in_numel // logits.num_tokens) * itemsize
     grad_nbytes = sum(
         param_sharding.param.numel * param_itemsize
         for param_sharding in head_params
@@ -85,9 +81,8 @@ def chunked_loss_cost(sharding: ShardingPlan, job: Job, num_samples: int) -> Chu
         if sharding.logits_layout.axes_with("S")
         else 3 * chunk_numel * loss_itemsize
     )
-    accumulate_nbytes = (
-        2 * chunk_numel * itemsize + cast_nbytes if param.trainable else 0
-    )  # a product whose dtype differs from the accumulator's
+    # A product whose dtype differs from the accumulator's.
+    accumulate_nbytes = 2 * chunk_numel * itemsize + cast_nbytes if param.trainable else 0
     return ChunkedLossCost(
         output_grad_nbytes=num_tokens * num_samples * (call.in_numel // logits.num_tokens) * itemsize,
         scratch_nbytes=max(loss_nbytes, accumulate_nbytes) + hidden_nbytes + grad_nbytes + cast_nbytes,

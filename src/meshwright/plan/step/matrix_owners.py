@@ -100,7 +100,7 @@ def owned_params(sharding: ShardingPlan, rank: int) -> Iterator[tuple[str, Param
     """The full parameters that `rank` owns, each with its group."""
     params = {
         param_sharding.param.name: param_sharding.param
-        for param_sharding in (sharding.all_ranks or sharding).param_shardings
+        for param_sharding in sharding.global_plan.param_shardings
     }
     sharding = (
         sharding.at_pp_rank(sharding.mesh.coordinate(rank)["pp"])
@@ -126,13 +126,11 @@ def add_matrix_owner_actions(program: Program, sharding: ShardingPlan, job: Job)
 def _insert_owner_actions(
     actions: list[Action], parcels: tuple[MatrixParcel, ...], sharding: ShardingPlan, job: Job
 ) -> list[Action]:
-    dtypes, numels = (
-        job.precision.effective,
-        {
-            param_sharding.param.name: param_sharding.param.numel
-            for param_sharding in (sharding.all_ranks or sharding).param_shardings
-        },
-    )
+    dtypes = job.precision.effective
+    numels = {
+        param_sharding.param.name: param_sharding.param.numel
+        for param_sharding in sharding.global_plan.param_shardings
+    }
     gathers, scatters = list[Action](), list[Action]()
     clip, step = index_of_last(actions, "CLIP") or 0, index_of_last(actions, "STEP") or 0
     square = actions[index_of_last(actions, "LOCAL_NORM") or clip]

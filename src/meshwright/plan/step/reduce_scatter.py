@@ -60,11 +60,9 @@ class GradReduceScatter:
         every_microbatch: bool,
     ) -> None:
         self.axes, self.replicate_axis, self.every_microbatch = axes, replicate_axis, every_microbatch
-        self.param_groups, self.flat_param_specs, self.block_calls = (
-            sharding.param_groups(),
-            sharding.flat_param_specs(),
-            sharding.model_spec.block_calls,
-        )
+        self.param_groups = sharding.param_groups()
+        self.flat_param_specs = sharding.flat_param_specs()
+        self.block_calls = sharding.model_spec.block_calls
         self._groups_of = {
             block_call: [
                 member
@@ -74,11 +72,9 @@ class GradReduceScatter:
             for block_call in self.block_calls
         }
         precision = job.precision.effective
-        self.param_dtype, self.grad_dtype, self.reduce_dtype = (
-            precision.parameters,
-            precision.gradients,
-            precision.reduce,
-        )
+        self.param_dtype = precision.parameters
+        self.grad_dtype = precision.gradients
+        self.reduce_dtype = precision.reduce
 
     def add_to(self, actions: list[Action]) -> list[Action]:
         """`actions` with the gradients of every group reduced before LOCAL_NORM."""
@@ -125,10 +121,8 @@ class GradReduceScatter:
 
     def _replica_reduction(self, shard_ready: Action) -> list[Action]:
         nbytes = self.flat_param_specs[shard_ready.subject].shard_numel * FLOAT_NBYTES[self.grad_dtype]
-        transfer, name = (
-            Transfer("all_reduce", (self.replicate_axis,), nbytes, dtype=self.grad_dtype),
-            f"{shard_ready.subject}, replicas",
-        )
+        transfer = Transfer("all_reduce", (self.replicate_axis,), nbytes, dtype=self.grad_dtype)
+        name = f"{shard_ready.subject}, replicas"
         wait = Action("WAIT", name, waits=(shard_ready.name,), tensors=shard_ready.tensors)
         return [wait, Action("REDUCE", name, None, "comm", (wait.name,), shard_ready.tensors, transfer)]
 

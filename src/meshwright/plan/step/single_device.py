@@ -34,17 +34,19 @@ FIRST_ROLE = "pp0"
 CHECKPOINTED_FORWARD = "F_CHECKPOINTED"
 FORWARD_KINDS = ("F", CHECKPOINTED_FORWARD)  # kinds that run in the model's forward, block by block
 INPUT_GRAD_KINDS = ("B", "I")  # kinds that compute the input gradient of a block call
+# Kinds that compute parameter gradients and free saved activations.
 WEIGHT_GRAD_KINDS = (
     "B",
     "W",
-)  # kinds that compute parameter gradients and free saved activations
+)
 PARAM_USE_KINDS = (*FORWARD_KINDS, "RECOMPUTE", "B", "I", "W")  # kinds that use the parameters of their block
 BATCH_INFO = "batch_info"  # the subject of the GATHER of per-rank sample counts and sums of replicated inputs
 COUNT_NBYTES = 32  # loss weight, stop requests, samples, tokens: float64
+# Totals of a step over ranks, and their bytes: float64.
 STEP_TOTAL_NBYTES = {
     "TOKEN_COUNT": COUNT_NBYTES,
     "LOSS_SUM": 8,
-}  # totals of a step over ranks, and their bytes: float64
+}
 SCRATCH = "scratch"  # temporary memory of LOSS and of each B
 GRAD_NORM = "norm"  # the subject of the BROADCAST of the gradient norm
 
@@ -83,9 +85,8 @@ def single_device_program(
     if any(calls.kind == "STEP" for calls in stage_calls):
         return Program.from_dict({role_of(dict(sharding.coordinate)): [*actions, *_norm(sharding, last)]})
     names = tuple(param.name for param in sharding.model_spec.trainable)
-    waits = (
-        [last, "TOKEN_COUNT()"] if sharding.block_calls_by_pp_rank else [last]
-    )  # not every stage computes a loss
+    # Not every stage computes a loss.
+    waits = [last, "TOKEN_COUNT()"] if sharding.block_calls_by_pp_rank else [last]
     if sharding.grad_norm_axes:
         square = Action("LOCAL_NORM", GRAD_NORM, waits=(last,))
         actions += [square, *_norm(sharding, square.name)]
@@ -215,10 +216,8 @@ class _StageCallActions:
 
     def __init__(self, sharding: ShardingPlan, job: Job, micro_batch: int) -> None:
         self._sharding, self._job, self._micro_batch = sharding, job, micro_batch
-        self._shares, self._chunked_loss = (
-            block_shares(sharding),
-            chunked_loss_cost(sharding, job, micro_batch),
-        )
+        self._shares = block_shares(sharding)
+        self._chunked_loss = chunked_loss_cost(sharding, job, micro_batch)
         self._memory = activation_memory(sharding, job, micro_batch)
         self._groups_of: dict[str, list[ParamGroup]] = {
             block_call: [] for block_call in (*sharding.model_spec.block_calls, ROOT)
@@ -301,11 +300,9 @@ class _StageCallActions:
         )
 
     def _loss(self, microbatch: int) -> Action:
-        sharding, model_spec, itemsize = (
-            self._sharding,
-            self._sharding.model_spec,
-            FLOAT_NBYTES[self._job.precision.compute],
-        )
+        sharding = self._sharding
+        model_spec = self._sharding.model_spec
+        itemsize = FLOAT_NBYTES[self._job.precision.compute]
         last = model_spec.block_calls[-1]
         waits = f"F({last}, {microbatch})", "TOKEN_COUNT()"
         if self._chunked_loss is not None:
@@ -339,14 +336,11 @@ class _StageCallActions:
         return Action("LOSS", microbatch=microbatch, waits=waits, allocations=tuple(allocations), frees=frees)
 
     def _inputs(self, block_call: str, microbatch: int, waits: tuple[str, ...]) -> Action:
-        share, itemsize, num_samples = (
-            self._shares[block_call],
-            FLOAT_NBYTES[self._job.precision.compute],
-            self._micro_batch,
-        )
-        last = (
-            self._sharding.computes_loss and block_call == self._sharding.model_spec.block_calls[-1]
-        )  # then it is the gradient that LOSS returned
+        share = self._shares[block_call]
+        itemsize = FLOAT_NBYTES[self._job.precision.compute]
+        num_samples = self._micro_batch
+        # Then it is the gradient that LOSS returned.
+        last = self._sharding.computes_loss and block_call == self._sharding.model_spec.block_calls[-1]
         allocations = (
             ()
             if last
@@ -370,9 +364,8 @@ class _StageCallActions:
         model_spec, itemsize = self._sharding.model_spec, FLOAT_NBYTES[self._job.precision.parameters]
         groups = self._groups_of[block_call]
         # gradients that go into shards are packed after each backward, or accumulated there
-        loss_params = (
-            () if self._chunked_loss is None else self._chunked_loss.param_names
-        )  # LOSS has accumulated these
+        # LOSS has accumulated these.
+        loss_params = () if self._chunked_loss is None else self._chunked_loss.param_names
         accumulating = (
             each
             for each in groups

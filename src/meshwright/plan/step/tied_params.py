@@ -46,7 +46,7 @@ def add_tied_grad_reductions(program: Program, sharding: ShardingPlan, job: Job)
     """`program` with a REDUCE_TIED for each group of this rank that other ranks along pp use too."""
     groups = {group.name: group for group in sharding.param_groups() if group.pp_ranks}
     order = (
-        [group.name for group in (sharding.all_ranks or sharding).param_groups() if group.name in groups]
+        [group.name for group in sharding.global_plan.param_groups() if group.name in groups]
         if groups
         else []
     )
@@ -92,10 +92,8 @@ def _pack_group(
     # Packed after the first backward, so that later ones add in place; after the last one if the dtype
     # differs, and after the reductions if each gradient has been reduced by itself.
     casts = job.precision.reduce != job.precision.parameters
-    backwards, summed = (
-        completing_backwards(actions, param_group, sharding.model_spec.block_calls),
-        list(_last_reductions(actions, param_group)),
-    )
+    backwards = completing_backwards(actions, param_group, sharding.model_spec.block_calls)
+    summed = list(_last_reductions(actions, param_group))
     position = backwards[-1 if casts else 0] + 1
     if summed:
         position = first_grad_reader(actions)

@@ -58,7 +58,9 @@ class RankConsensus:
             cause, code = error, error.errno or UNKNOWN_ERROR
         except Exception as error:  # sent to the other ranks first, raised below
             cause, code = error, UNKNOWN_ERROR
-        received = self._exchange(code.to_bytes(8, "little", signed=True) + result.ljust(RECORD_NBYTES, b"\0"))
+        received = self._exchange(
+            code.to_bytes(8, "little", signed=True) + result.ljust(RECORD_NBYTES, b"\0")
+        )
         codes = [int.from_bytes(line[:8], "little", signed=True) for line in received]
         failed = {rank: code for rank, code in zip(self.group.ranks, codes, strict=True) if code}
         if failed:
@@ -92,7 +94,10 @@ class RankConsensus:
             try:
                 return OK_PREFIX + work()
             except CheckpointError as error:
-                return ERROR_PREFIX + json.dumps([asdict(fault) for fault in error.diagnostics]).encode()
+                return (
+                    ERROR_PREFIX
+                    + json.dumps([asdict(diagnostic) for diagnostic in error.diagnostics]).encode()
+                )
 
         try:
             received = self.gather(task, answer)
@@ -100,12 +105,14 @@ class RankConsensus:
             raise ConsensusError.from_diagnostics(error.diagnostics) from error
         ranks_of: dict[Diagnostic, list[int]] = {}
         for rank, line in zip(self.group.ranks, received, strict=True):
-            faults = [Diagnostic(**said) for said in json.loads(line[1:])] if line[:1] == ERROR_PREFIX else []
-            for fault in dict.fromkeys(faults):
-                ranks_of.setdefault(fault, []).append(rank)
+            diagnostics = (
+                [Diagnostic(**said) for said in json.loads(line[1:])] if line[:1] == ERROR_PREFIX else []
+            )
+            for diagnostic in dict.fromkeys(diagnostics):
+                ranks_of.setdefault(diagnostic, []).append(rank)
         if ranks_of:
             raise CheckpointError.from_diagnostics(
-                _with_ranks(fault, ranks, self.group.size) for fault, ranks in ranks_of.items()
+                _with_ranks(diagnostic, ranks, self.group.size) for diagnostic, ranks in ranks_of.items()
             )
         return [line[1:] for line in received]
 

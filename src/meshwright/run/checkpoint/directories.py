@@ -110,9 +110,9 @@ def mark_best(folder: Path, step: int, loss: float | None) -> None:
 def best_step(folder: Path) -> int:
     """Returns the step of the best checkpoint in `folder` as best.json names it; 0 if it names none."""
     with suppress(OSError, ValueError):
-        said = json.loads((folder / BEST_FILE).read_text(encoding="ascii"))
-        if isinstance(said, dict) and isinstance(said.get("step"), int) and said["step"] > 0:
-            return said["step"]
+        document = json.loads((folder / BEST_FILE).read_text(encoding="ascii"))
+        if isinstance(document, dict) and isinstance(document.get("step"), int) and document["step"] > 0:
+            return document["step"]
     return 0
 
 
@@ -156,7 +156,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def _fits(path: Path) -> bool:
-    """Whether the manifest and all sizes are right; checksums are for the reader, who has to read the files anyway."""
+    """Whether the manifest and all sizes are right; checksums are for the reader, who has to read the files
+    anyway.
+    """
     with suppress(CheckpointError):
         check_sizes(path, read_manifest(path).files)
         return True

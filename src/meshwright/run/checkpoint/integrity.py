@@ -51,7 +51,7 @@ def verify_checkpoint(
     """
     manifests: list[Manifest] = []
 
-    def read()  -> bytes:
+    def read() -> bytes:
         manifest = checked_manifest(path, step, check)
         check_sizes(path, manifest.files)
         manifests.append(manifest)

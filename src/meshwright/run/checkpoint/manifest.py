@@ -83,7 +83,8 @@ class ShardFile:
 class Manifest:
     """The contents of one checkpoint; an object that exists is consistent.
 
-    Raises CheckpointError for names that are not plain, slices that overlap or leave gaps, sizes beyond reason.
+    Raises CheckpointError for names that are not plain, slices that overlap or leave gaps, sizes beyond
+    reason.
     """
 
     step: int
@@ -105,14 +106,14 @@ class Manifest:
             "entries",
             "two slices are the same tensor of the same file",
         )
-        held = dict.fromkeys(self.files, 0)
+        kept = dict.fromkeys(self.files, 0)
         for file, _, nbytes in stored:
-            held[file] += nbytes
+            kept[file] += nbytes
         for file, shard in self.files.items():
             _need(
-                held[file] <= shard.nbytes,
+                kept[file] <= shard.nbytes,
                 f"files.{file}",
-                f"{shard.nbytes} bytes cannot hold slices of {held[file]} bytes",
+                f"{shard.nbytes} bytes cannot hold slices of {kept[file]} bytes",
             )
 
     def dump(self) -> str:
@@ -165,7 +166,9 @@ class Manifest:
 
 
 def seal_json(body: Mapping[str, Json]) -> str:
-    """Returns the canonical JSON of `body` with the field "sha256" set to the checksum of all other fields."""
+    """Returns the canonical JSON of `body` with the field "sha256" set to the checksum of
+    all other fields.
+    """
     return canonical_json({**body, "sha256": checksum(body)})
 
 

@@ -59,12 +59,17 @@ def resume(
     notes: list[str] = []
     consensus = load_consensus(world, "the run does not resume")
     manifest = (
-        _newest(folder, executor, consensus, notes) if step is None else _requested(folder, executor, consensus, step)
+        _newest(folder, executor, consensus, notes)
+        if step is None
+        else _requested(folder, executor, consensus, step)
     )
     if manifest is None:
         return ResumeResult(0, ("starting from step 0", *notes))
     meta = manifest.meta
-    changes = [*_changes(meta, plan, data_digest), *_transport_changes(meta, reduction_transports(plan, world))]
+    changes = [
+        *_changes(meta, plan, data_digest),
+        *_transport_changes(meta, reduction_transports(plan, world)),
+    ]
     eval_history = EvalHistory.from_saved(meta.get("eval_history"))
     if world.rank == 0:
         if changes and step is not None:
@@ -114,8 +119,7 @@ def _newest(folder: Path, executor: Executor, consensus: RankConsensus, notes: l
         folder, consensus, lambda manifest, path: check_model(manifest, executor, path)
     )
     notes += [
-        f"skipped {bad.name}: {why.replace(f'{bad}/', '').removeprefix(f'{bad}: ')}"
-        for bad, why in rejected
+        f"skipped {bad.name}: {why.replace(f'{bad}/', '').removeprefix(f'{bad}: ')}" for bad, why in rejected
     ]
     finished = [bad for bad, _ in rejected if ".partial-" not in bad.name]
     if path is not None and finished:

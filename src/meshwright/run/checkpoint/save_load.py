@@ -188,7 +188,12 @@ def first_valid(
             raise
         except CheckpointError as error:
             rejected.append(
-                (path, "; ".join(f"{fault.location}: {fault.problem}" for fault in error.diagnostics))
+                (
+                    path,
+                    "; ".join(
+                        f"{diagnostic.location}: {diagnostic.problem}" for diagnostic in error.diagnostics
+                    ),
+                )
             )
     return None, None, rejected
 

@@ -219,7 +219,9 @@ def read_entry(folder: Path, name: str, entry: TensorEntry, rows: range | None =
 def _slice(
     folder: Path, box: StoredSlice, files: dict[str, safe_open], stack: ExitStack, rows: range | None = None
 ) -> torch.Tensor:
-    """The stored tensor of `box`, or `rows` of it; its file is opened once, kept in `files`, and closed by `stack`."""
+    """The stored tensor of `box`, or `rows` of it; its file is opened once, kept in `files`, and closed by
+    `stack`.
+    """
     try:
         if box.file not in files:
             files[box.file] = stack.enter_context(safe_open(folder / box.file, framework="pt"))

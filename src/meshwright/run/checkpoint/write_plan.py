@@ -97,7 +97,8 @@ class WritePlan:
             all_ranges.update(mine)
         outline: TensorOutline = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in whole.items()}
         outline |= {
-            each.name: (each.shape, DTYPES[each.dtype]) for each in sorted(all_ranges, key=lambda each: each.name)
+            each.name: (each.shape, DTYPES[each.dtype])
+            for each in sorted(all_ranges, key=lambda each: each.name)
         }
         shares = balance_by_size({name: tensor.nbytes for name, tensor in whole.items()}, len(listings))
         return cls(shares, tuple(cut), outline)

@@ -114,9 +114,11 @@ def _value(text: str) -> Any:
 def _put(
     document: dict[str, Any], path: Sequence[str], value: Any, diagnostics: list[Diagnostic]
 ) -> tuple[str, ...]:
-    """Set `path` in `document`; returns it with names in place of positions, or () when it could not be set."""
+    """Set `path` in `document`; returns it with names in place of positions, or () when
+    it could not be set.
+    """
     node: Any = document
-    said: list[str] = []
+    overridden: list[str] = []
     for depth, part in enumerate(path):
         where = f"--{'.'.join(path)}"
         if not isinstance(node, (dict, list)):
@@ -134,8 +136,8 @@ def _put(
         elif isinstance(node, dict) and key not in node:
             node[key] = {}
         node = node[key]
-        said.append(_name(node, part) if not last else part)
-    return tuple(said)
+        overridden.append(_name(node, part) if not last else part)
+    return tuple(overridden)
 
 
 def _place(items: list[Any], part: str, where: str, diagnostics: list[Diagnostic]) -> int | None:
@@ -197,8 +199,8 @@ def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable
 
     Checks the types of values only. Raises PlanError with all diagnostics.
     """
-    faults: list[Diagnostic] = []
-    document, said = apply_overrides(_parse(path), overrides, faults)
+    diagnostics: list[Diagnostic] = []
+    document, overridden = apply_overrides(_parse(path), overrides, diagnostics)
     tables: dict[str, Any] = {**get_type_hints(Job), "run": RunConfig}
     hints = {
         **tables,
@@ -207,7 +209,7 @@ def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable
         "cluster": str,
         **dict.fromkeys(EXTRA_KEYS, str),
     }
-    check = SchemaCheck(str(path), said, tables, faults)
+    check = SchemaCheck(str(path), overridden, tables, diagnostics)
     chosen = _strategies(document.pop("strategies", None), strategies, check, path.parent)
     for key in (key for key in document if key not in hints):
         check.add_unknown_key(key, (*hints, "strategies"), (key,))
@@ -215,20 +217,20 @@ def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable
         key: check.convert(document[key], hint, (key,)) for key, hint in hints.items() if key in document
     }
     for axis in (axis for axis in values.get("mesh") or () if axis not in AXES):
-        faults.append(
+        diagnostics.append(
             Diagnostic(
                 f"there is no axis '{axis}'", suggest_name(axis, AXES), check.describe_path(("mesh", axis))
             )
         )
-    raise_diagnostics(faults)
+    raise_diagnostics(diagnostics)
     job = Job(**{item.name: values[item.name] for item in fields(Job) if item.name in values})
     return PlanRequest(
-        job=_with_absolute_sources(job, path.parent, said),
-        run=_with_absolute_files(values.get("run", RunConfig()), path.parent, said),
+        job=_with_absolute_sources(job, path.parent, overridden),
+        run=_with_absolute_files(values.get("run", RunConfig()), path.parent, overridden),
         mesh=values.get("mesh", {}),
         micro_batch=values.get("micro_batch", 0),
         strategies=chosen,
-        cluster=_anchored_cluster(values.get("cluster", ""), path.parent, said),
+        cluster=_anchored_cluster(values.get("cluster", ""), path.parent, overridden),
         extra={key: values[key] for key in EXTRA_KEYS if key in values},
     )
 
@@ -273,9 +275,13 @@ def canonical_hash(document: Mapping[str, Any]) -> str:
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
-        said = {item.name: (getattr(value, item.name), item.default) for item in fields(value) if item.init}
+        overridden = {
+            item.name: (getattr(value, item.name), item.default) for item in fields(value) if item.init
+        }
         return {
-            key: _plain(now) for key, (now, default) in said.items() if not (now is None and default is None)
+            key: _plain(now)
+            for key, (now, default) in overridden.items()
+            if not (now is None and default is None)
         }
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
@@ -391,14 +397,14 @@ def _file(value: Any, folders: Sequence[Path]) -> Any:
     return _absolute(value, folders) if isinstance(value, str) and FILE_PATTERN.search(value) else value
 
 
-def _with_absolute_sources(job: Job, folder: Path, said: frozenset[tuple[str, ...]]) -> Job:
+def _with_absolute_sources(job: Job, folder: Path, overridden: frozenset[tuple[str, ...]]) -> Job:
     def anchored(table: str, source: str) -> str:
-        typed = (table, "source") in said or (table,) in said
+        typed = (table, "source") in overridden or (table,) in overridden
         return _absolute(source, (Path.cwd(), folder) if typed else (folder, Path.cwd()))
 
     weights = anchored("model", job.model.weights)
     model = replace(job.model, source=anchored("model", job.model.source) or weights, weights=weights)
-    data, (typed, tokenizer) = job.data, (("data", "tokenizer") in said, job.data.tokenizer)
+    data, (typed, tokenizer) = job.data, (("data", "tokenizer") in overridden, job.data.tokenizer)
     tokenizer = _absolute(tokenizer, (Path.cwd(), folder) if typed else (folder, Path.cwd()))
     mixture = tuple(replace(part, source=anchored("data", part.source)) for part in data.mixture)
     where = data.source if data.source == "example" else anchored("data", data.source)
@@ -409,21 +415,23 @@ def _with_absolute_sources(job: Job, folder: Path, said: frozenset[tuple[str, ..
     return replace(job, model=model, data=data, evaluate=evaluate)
 
 
-def _with_absolute_files(run: RunConfig, folder: Path, said: frozenset[tuple[str, ...]]) -> RunConfig:
+def _with_absolute_files(run: RunConfig, folder: Path, overridden: frozenset[tuple[str, ...]]) -> RunConfig:
     places = {
-        key: (Path.cwd(), folder) if ("run", key) in said else (folder, Path.cwd())
+        key: (Path.cwd(), folder) if ("run", key) in overridden else (folder, Path.cwd())
         for key in ("hardware", "cluster")
     }
     hardware, cluster = (_absolute(vars(run)[key], where) for key, where in places.items())
     return replace(run, hardware=hardware, cluster=cluster)
 
 
-def _anchored_cluster(cluster: str, folder: Path, said: frozenset[tuple[str, ...]]) -> str:
-    return _absolute(cluster, (Path.cwd(), folder) if ("cluster",) in said else (folder, Path.cwd()))
+def _anchored_cluster(cluster: str, folder: Path, overridden: frozenset[tuple[str, ...]]) -> str:
+    return _absolute(cluster, (Path.cwd(), folder) if ("cluster",) in overridden else (folder, Path.cwd()))
 
 
 def _absolute(source: str, folders: Sequence[Path]) -> str:
-    """`source` (a path, or path:factory) as seen from the first of `folders` in which it exists; unchanged when in none."""
+    """`source` (a path, or path:factory) as seen from the first of `folders` in which it exists; unchanged
+    when in none.
+    """
     head, colon, factory = source.rpartition(":")
     for folder in folders:
         for name, tail in ((source, ""), (head, colon + factory)):

@@ -79,7 +79,10 @@ class SchemaCheck:
         key.
         """
         dotted = ".".join(path)
-        given = any(path[: len(said)] == said or said[: len(path)] == path for said in self.overridden)
+        given = any(
+            path[: len(value_text)] == value_text or value_text[: len(path)] == path
+            for value_text in self.overridden
+        )
         return f"--{dotted}" if given else f"{self.file}: {dotted}"
 
     def _known(self, value: Any, hint: Any, path: KeyPath) -> Any:
@@ -137,7 +140,9 @@ def _item_hints(hint: Any, length: int) -> list[Any]:
 
 
 def _steps_into(value: Any, error: ErrorDetails) -> Iterator[str]:
-    """The parts of an error's location that name keys of `value`; pydantic mixes in the members of unions it tried."""
+    """The parts of an error's location that name keys of `value`; pydantic mixes in the members of unions it
+    tried.
+    """
     *parts, last = error["loc"] or ("",)
     for part in parts:
         if _has(value, part):

@@ -84,9 +84,9 @@ def encode_conversation(
 
     `has_tag` says whether the template has generation tags.
     """
-    fault = next(_form_faults(messages, where), None)
-    if fault is not None or not isinstance(messages, list):
-        return fault or Diagnostic("no conversation", "write a list of messages", where)
+    diagnostic = next(_form_faults(messages, where), None)
+    if diagnostic is not None or not isinstance(messages, list):
+        return diagnostic or Diagnostic("no conversation", "write a list of messages", where)
     try:
         found = _marked(tokenizer, messages) if has_tag else _prefixed(tokenizer, messages, where)
     except (
@@ -248,25 +248,27 @@ class Conversations(TokenDataset):
 
 
 def _sound(encoded: Iterable[EncodedDocument | Diagnostic], source: DataConfig) -> Iterator[EncodedDocument]:
-    """`encoded` without its faults, which are raised together, at the latest at the end; so is the lack of any document."""
-    faults, num = [], 0
+    """`encoded` without its faults, which are raised together, at the latest at the end; so is the lack of
+    any document.
+    """
+    diagnostics, num = [], 0
     for each in encoded:
         if isinstance(each, Diagnostic):
-            faults.append(each)
-            if len(faults) == MAX_DIAGNOSTICS:
+            diagnostics.append(each)
+            if len(diagnostics) == MAX_DIAGNOSTICS:
                 break
-        elif not faults:
+        elif not diagnostics:
             num += 1
             yield each
-    if len(faults) == MAX_DIAGNOSTICS:
-        faults.append(
+    if len(diagnostics) == MAX_DIAGNOSTICS:
+        diagnostics.append(
             Diagnostic(
                 f"these are the first {MAX_DIAGNOSTICS} faults; reading ended here",
                 "repair them first",
                 source.source,
             )
         )
-    raise_diagnostics(faults)
+    raise_diagnostics(diagnostics)
     if not num:
         what = "conversation" if source.chat else f"text in the column '{source.column}'"
         text = f"'{source.source}' holds no {what}: it is empty"
@@ -290,8 +292,8 @@ def _encoded_texts(
 def _text(row: Mapping[str, object] | Diagnostic, where: str, column: str) -> str | Diagnostic:
     if isinstance(row, Diagnostic):
         return row
-    if fault := missing_column_diagnostic(row, column, where, "data.column"):
-        return fault
+    if diagnostic := missing_column_diagnostic(row, column, where, "data.column"):
+        return diagnostic
     text = row[column]
     if not isinstance(text, str):
         kind = "nothing (null)" if text is None else f"a value of type {type(text).__name__}"
@@ -318,7 +320,7 @@ def _encoded_chats(
     for where, row in rows:
         if isinstance(row, Diagnostic):
             yield row
-        elif fault := missing_column_diagnostic(row, column, where, "data.chat"):
-            yield fault
+        elif diagnostic := missing_column_diagnostic(row, column, where, "data.chat"):
+            yield diagnostic
         else:
             yield encode_conversation(tokenizer, marked, row[column], where)

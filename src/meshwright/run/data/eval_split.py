@@ -105,7 +105,9 @@ class EvalSamples:
             local_ids = [
                 i
                 for microbatch in range(plan.num_microbatches)
-                for i in rank_sample_ids(ids, microbatch, plan.num_microbatches, self.data_rank, plan.num_data)
+                for i in rank_sample_ids(
+                    ids, microbatch, plan.num_microbatches, self.data_rank, plan.num_data
+                )
             ]
             yield self.dataset.batch(local_ids) if any(i != ABSENT_SAMPLE for i in local_ids) else None
 

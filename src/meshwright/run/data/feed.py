@@ -141,14 +141,14 @@ def open_dataset(
         return _example(source, example)
     raise_diagnostics(source.diagnostics())
     codec = make_tokenizer(source.tokenizer)
-    faults, parts = list(check_tokenizer(codec)), []
-    tokenizer_failed = bool(faults)
+    diagnostics, parts = list(check_tokenizer(codec)), []
+    tokenizer_failed = bool(diagnostics)
     for part in source.part_configs() or (source,):
         try:
             parts += _tokens(part, codec, cache, tokenizer_failed=tokenizer_failed)
         except PlanError as error:
-            faults += error.diagnostics
-    raise_diagnostics(faults)
+            diagnostics += error.diagnostics
+    raise_diagnostics(diagnostics)
     return Mixture(parts, [part.weight for part in source.mixture]) if source.mixture else parts[0]
 
 

@@ -79,7 +79,7 @@ def open_reader(source: DataConfig) -> RowReader:
     if kind == "datasets":
         return _dataset_rows(source)
     files = list_files(source, JSONL_PATTERNS if kind == "jsonl" else DEFAULT_PATTERNS)
-    raise_diagnostics(fault for path in files if (fault := missing_file_diagnostic(path)))
+    raise_diagnostics(diagnostic for path in files if (diagnostic := missing_file_diagnostic(path)))
     read = (lambda: _jsonl_rows(files)) if kind == "jsonl" else (lambda: _text_rows(files))
     return RowReader(kind, read, _content(files))
 
@@ -137,8 +137,8 @@ def _content(files: Iterable[Path]) -> str:
 
 def _text_rows(files: Iterable[Path]) -> Iterator[LocatedRow]:
     for path in files:
-        text, fault = read_text(path)
-        yield printable_path(path), fault or {"text": text.decode(errors="replace")}
+        text, diagnostic = read_text(path)
+        yield printable_path(path), diagnostic or {"text": text.decode(errors="replace")}
 
 
 def _jsonl_rows(files: Iterable[Path]) -> Iterator[LocatedRow]:
@@ -213,11 +213,11 @@ def _dataset_rows(source: DataConfig) -> RowReader:
     if found.column_names is not None:
         name, key = (source.chat, "data.chat") if source.chat else (source.column, "data.column")
         raise_diagnostics(
-            fault
-            for fault in [
+            diagnostic
+            for diagnostic in [
                 missing_column_diagnostic(dict.fromkeys(found.column_names), name, source.source, key)
             ]
-            if fault
+            if diagnostic
         )
     said = [source.source, source.split, str(found.info.version), sorted(map(str, found.column_names or ()))]
     digest = found._fingerprint if isinstance(found, datasets.Dataset) else json.dumps(said)
@@ -236,7 +236,9 @@ def _loaded(datasets: Any, source: DataConfig) -> Any:
     )
     if is_path(source.source):
         raise_diagnostics(
-            fault for fault in [None if path.is_dir() else missing_file_diagnostic(path)] if fault
+            diagnostic
+            for diagnostic in [None if path.is_dir() else missing_file_diagnostic(path)]
+            if diagnostic
         )
     builder = FORMAT_OF_SUFFIX.get(Path(path.stem).suffix if path.suffix == ".gz" else path.suffix)
     try:

@@ -119,7 +119,9 @@ def _network(index: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
 
 
 def _mixed(bits: np.ndarray) -> np.ndarray:
-    """Each 64-bit number turned into another that shares no visible pattern with it (the finaliser of SplitMix64)."""
+    """Each 64-bit number turned into another that shares no visible pattern with it (the finaliser of
+    SplitMix64).
+    """
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))

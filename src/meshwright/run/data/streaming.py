@@ -51,7 +51,9 @@ class TokenStream(TokenDataset):
         first = self._sample(0)
         if first is None:
             raise self._empty()
-        identity = f"stream {reader.digest} {tokenizer.digest} {source.sequence} {source.column} {source.chat}"
+        identity = (
+            f"stream {reader.digest} {tokenizer.digest} {source.sequence} {source.column} {source.chat}"
+        )
         self.digest = sha256(identity.encode() + first.ids.astype("<i8").tobytes()).hexdigest()
         how = "passing over" if source.chat else "tokenising"
         self.notes = (
@@ -72,7 +74,9 @@ class TokenStream(TokenDataset):
         return self._item(i) is not None
 
     def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Returns the samples `ids`, fastest in rising order; those after the end of the stream are absent."""
+        """Returns the samples `ids`, fastest in rising order; those after the end of the
+        stream are absent.
+        """
         wanted = [i for i in ids if i != ABSENT_SAMPLE]
         self._buffer = {i: item for i, item in self._buffer.items() if wanted and i >= min(wanted)}
         rows = [None if i == ABSENT_SAMPLE else self._sample(i) for i in ids]
@@ -99,18 +103,18 @@ class TokenStream(TokenDataset):
         return self._passes(self._rows.read) if self._source.chat else self._windows()
 
     def _windows(self) -> Iterator[EncodedDocument]:
-        held, num = [], 0
+        kept, num = [], 0
         for text in self._passes(lambda: map(_raise_diagnostic, self._encode(self._rows.read()))):
-            held.append(text.ids)
+            kept.append(text.ids)
             num += text.ids.size
             if num > self.sequence:
-                tokens, at = np.concatenate(held), 0
+                tokens, at = np.concatenate(kept), 0
                 while num - at > self.sequence:
                     yield EncodedDocument(tokens[at : at + self.sequence + 1])
                     at += self.sequence
-                held, num = [tokens[at:]], num - at
+                kept, num = [tokens[at:]], num - at
         if num > 1:
-            yield EncodedDocument(np.concatenate(held))
+            yield EncodedDocument(np.concatenate(kept))
 
     def _passes(self, read: Callable[[], Iterator[ItemT]]) -> Iterator[ItemT]:
         epoch = 0

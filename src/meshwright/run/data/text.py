@@ -70,10 +70,12 @@ class TextDataset(TokenDataset):
         return num_windows(self.tokens, self.sequence)
 
     def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The samples `ids` as {"input_ids": (n, T), "labels": (n, T)}, both int64; labels are already shifted.
+        """The samples `ids` as {"input_ids": (n, T), "labels": (n, T)}, both int64; labels are already
+        shifted.
 
-        labels[:, t] is the token after input_ids[:, t], or -100 where none follows. The id -1 is an absent sample: inputs
-        of 0 and labels of -100, so that it weighs nothing. Raises IndexError for an id that is neither.
+        labels[:, t] is the token after input_ids[:, t], or -100 where none follows. The id -1 is an absent
+        sample: inputs of 0 and labels of -100, so that it weighs nothing. Raises IndexError for an id that is
+        neither.
         """
         return cut_windows(self.tokens, ids, self.sequence, SEPARATOR)
 
@@ -103,9 +105,9 @@ def list_files(source: DataConfig, patterns: Sequence[str]) -> tuple[Path, ...]:
 def read_text(path: Path) -> tuple[bytes, Diagnostic | None]:
     """Returns the bytes of the text file at `path`, or a diagnostic: missing, unreadable, or not UTF-8."""
     where = printable_path(path)
-    text, fault = read_file(path)
-    if fault:
-        return b"", fault
+    text, diagnostic = read_file(path)
+    if diagnostic:
+        return b"", diagnostic
     fix = "save it as UTF-8 text, or exclude it with data.exclude"
     if zeros := text.count(0):
         return b"", Diagnostic(
@@ -131,9 +133,9 @@ def missing_file_diagnostic(path: Path) -> Diagnostic | None:
 
 def read_file(path: Path) -> tuple[bytes, Diagnostic | None]:
     """Returns the bytes of the file at `path`, or why it cannot be read."""
-    fault = missing_file_diagnostic(path)
-    if fault:
-        return b"", fault
+    diagnostic = missing_file_diagnostic(path)
+    if diagnostic:
+        return b"", diagnostic
     try:
         return path.read_bytes(), None
     except OSError as error:
@@ -179,20 +181,22 @@ def _matches(relative: PurePath, patterns: Sequence[str]) -> bool:
 
 
 def _joined(files: Sequence[Path]) -> bytearray:
-    content, faults = bytearray(), []
+    content, diagnostics = bytearray(), []
     for path in files:
-        text, fault = read_text(path)
-        if fault:
-            faults.append(fault)
+        text, diagnostic = read_text(path)
+        if diagnostic:
+            diagnostics.append(diagnostic)
         elif text:
             content += b"\0" if content else b""
             content += text
-    raise_diagnostics(faults)
+    raise_diagnostics(diagnostics)
     return content
 
 
 def _undecodable(text: bytes) -> int:
-    """The number of bytes that are no part of a UTF-8 character, found in pieces: a large file is not held twice."""
+    """The number of bytes that are no part of a UTF-8 character, found in pieces: a large file is not held
+    twice.
+    """
     decoder = getincrementaldecoder("utf-8")(errors="ignore")
     pieces = (text[i : i + DECODE_NBYTES] for i in range(0, len(text), DECODE_NBYTES))
     return len(text) - sum(len(decoder.decode(piece).encode()) for piece in pieces)

@@ -32,7 +32,11 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.run.data.tokenizer import EncodedDocument
 
 CACHE_VERSION = 1
-ARRAY_DTYPES = {"tokens": "", "document_starts": "<i8", "label_mask": "|u1"}  # the type of tokens stands in meta.json
+ARRAY_DTYPES = {
+    "tokens": "",
+    "document_starts": "<i8",
+    "label_mask": "|u1",
+}  # the type of tokens stands in meta.json
 META_FILE = "meta.json"
 UINT16_VOCAB = 1 << 16
 
@@ -164,5 +168,8 @@ def _opened(place: Path) -> TokenCache:
         )
 
     return TokenCache(
-        mapped("tokens"), mapped("document_starts"), mapped("label_mask") if meta["label_mask"] else None, meta["digest"]
+        mapped("tokens"),
+        mapped("document_starts"),
+        mapped("label_mask") if meta["label_mask"] else None,
+        meta["digest"],
     )

@@ -78,13 +78,13 @@ class PretrainedTokenizer(Tokenizer):
             loaded: Any = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except Exception as error:  # transformers, its hub client and tokenizers raise a dozen kinds for what they cannot load
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            there = (
+            problem = (
                 "holds none that can be read"
                 if Path(name).is_dir()
                 else "is no folder, and the hub gave none"
             )
             fix = "name a folder with tokenizer.json, or a model on the hub (which needs a network, or a filled cache)"
-            raise PlanError(f"no tokenizer: '{name}' {there}: {reason}", fix=fix, location=WHERE) from error
+            raise PlanError(f"no tokenizer: '{name}' {problem}: {reason}", fix=fix, location=WHERE) from error
         known: dict[str, int] = loaded.get_vocab()
         self.hf_tokenizer, self.vocab_size, self.eos_token_id = (
             loaded,
@@ -96,9 +96,9 @@ class PretrainedTokenizer(Tokenizer):
             raise PlanError(
                 text, fix="name a folder with tokenizer.json, or another model on the hub", location=WHERE
             )
-        said = sha256(json.dumps([sorted(known.items()), self.eos_token_id, loaded.chat_template]).encode())
-        said.update(loaded.backend_tokenizer.to_str().encode() if loaded.is_fast else b"slow")
-        self.digest = said.hexdigest()
+        digest = sha256(json.dumps([sorted(known.items()), self.eos_token_id, loaded.chat_template]).encode())
+        digest.update(loaded.backend_tokenizer.to_str().encode() if loaded.is_fast else b"slow")
+        self.digest = digest.hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         found = (
@@ -175,10 +175,10 @@ def cut_windows(
     """
     rows = check_ids(ids, num_windows(tokens, sequence))
     at = rows[:, None] * sequence + np.arange(sequence + 1)
-    there = (rows[:, None] >= 0) & (at < tokens.size)
-    window = tokens[np.where(there, at, 0)].astype(np.int64)
-    inputs = np.where(there[:, :-1], window[:, :-1], pad_id)
-    labels = np.where(there[:, 1:], window[:, 1:], IGNORE_INDEX)
+    problem = (rows[:, None] >= 0) & (at < tokens.size)
+    window = tokens[np.where(problem, at, 0)].astype(np.int64)
+    inputs = np.where(problem[:, :-1], window[:, :-1], pad_id)
+    labels = np.where(problem[:, 1:], window[:, 1:], IGNORE_INDEX)
     return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
 
 
@@ -209,7 +209,9 @@ def num_windows(tokens: np.ndarray, sequence: int) -> int:
 
 
 def check_ids(ids: Sequence[int], num: int) -> np.ndarray:
-    """Returns `ids` as an int64 array. Raises IndexError for an id that is neither a sample nor -1 (absent)."""
+    """Returns `ids` as an int64 array. Raises IndexError for an id that is neither a
+    sample nor -1 (absent).
+    """
     rows = np.asarray(ids, dtype=np.int64)
     wrong = rows[(rows < -1) | (rows >= num)]
     if wrong.size:

@@ -1,7 +1,7 @@
 """Export: a trained model in the formats of other libraries.
 
-    convert_pickle     converts a pickle of tensors, in a child process
-    hf_export          a folder that transformers loads
-    peft_export        an adapter that peft loads
-    roundtrip_check    compares an exported folder with the model here
+convert_pickle     converts a pickle of tensors, in a child process
+hf_export          a folder that transformers loads
+peft_export        an adapter that peft loads
+roundtrip_check    compares an exported folder with the model here
 """

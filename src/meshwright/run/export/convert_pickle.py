@@ -1,10 +1,11 @@
-"""A pickle of tensors turned into safetensors: a script for a child process, imported by nothing.
+"""Converts a pickle of tensors to safetensors: a script for a child process, imported by no module.
 
-    python -I foreign.py FILE OUT REPORT [KEY]
+    python -I convert_pickle.py FILE OUT REPORT [KEY]
 
-The only file here that calls torch.load. A pickle is a program; `weights_only` runs the few instructions that build
-tensors and refuses the rest, and this process has nothing to lose: its environment is empty, its parent believes none of
-its output before reading the header of OUT. REPORT is JSON: {"tensors": 12} or {"refused": "..."}.
+The only module that calls torch.load. A pickle is a program. `weights_only` runs the few instructions that
+build tensors and refuses the rest, and this process has nothing to lose: its environment is empty, and its
+parent reads the header of OUT before it trusts any output. REPORT is JSON: {"tensors": 12} or {"refused":
+"..."}.
 """
 
 import json
@@ -19,27 +20,29 @@ from safetensors.torch import save_file
 
 
 def main(file: str, out: str, key: str = "") -> dict[str, Any]:
-    """Write the tensors in `file` to `out`; with `key`, those of that entry. Returns what to tell the parent."""
+    """Writes the tensors in `file` to `out`; with `key`, those of that entry. Returns the report for the
+    parent.
+    """
     try:
-        held = _loaded(file)
+        contents = _loaded(file)
     except Exception as error:  # torch raises many kinds for what is no pickle, or more than tensors
         return {"refused": _reason(error)}
     if key:
-        if not isinstance(held, Mapping) or key not in held:
-            return {"refused": f"it has no entry '{key}'", "entries": _entries(held)}
-        held = held[key]
-    if isinstance(held, torch.Tensor):
+        if not isinstance(contents, Mapping) or key not in contents:
+            return {"refused": f"it has no entry '{key}'", "entries": _entries(contents)}
+        contents = contents[key]
+    if isinstance(contents, torch.Tensor):
         return {"refused": "it holds one tensor without a name; needed are tensors by name"}
     others = (
-        [name for name, value in held.items() if not isinstance(value, torch.Tensor)]
-        if isinstance(held, Mapping)
+        [name for name, value in contents.items() if not isinstance(value, torch.Tensor)]
+        if isinstance(contents, Mapping)
         else []
     )
-    if not isinstance(held, Mapping) or others or not all(isinstance(name, str) for name in held):
-        return {"refused": "it holds other things than tensors by name", "entries": _entries(held)}
+    if not isinstance(contents, Mapping) or others or not all(isinstance(name, str) for name in contents):
+        return {"refused": "it holds other things than tensors by name", "entries": _entries(contents)}
     seen: set[int] = set()
     tensors = {}
-    for name, value in held.items():
+    for name, value in contents.items():
         shared = (
             value.untyped_storage().data_ptr() in seen
         )  # the format has no ties: each name gets its own bytes
@@ -65,10 +68,10 @@ def _reason(error: Exception) -> str:
     return f"it is no file that torch.save wrote, or it is damaged ({type(error).__name__})"
 
 
-def _entries(held: Any) -> list[str]:
-    if not isinstance(held, Mapping):
-        return [type(held).__name__]
-    return [f"{str(name)[:60]} ({type(value).__name__})" for name, value in list(held.items())[:12]]
+def _entries(contents: Any) -> list[str]:
+    if not isinstance(contents, Mapping):
+        return [type(contents).__name__]
+    return [f"{str(name)[:60]} ({type(value).__name__})" for name, value in list(contents.items())[:12]]
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""A trained model as a folder that `from_pretrained` loads: config, tokenizer, and safetensors under published names.
+"""Writes a trained model as a folder that `from_pretrained` loads: config, tokenizer, and safetensors with
+published names.
 
-    names, shapes          asked of transformers on tensors without values: where each one will lie is known at once
-    config, tokenizer      as transformers writes them; what lay beside the model's source is copied
-    tensors                one group at a time: read, cast, turned into published ones, written at their offsets
-    round trip             the folder is loaded by transformers and must give the logits of the model here
-    rename                 only now the folder has its name
+    names, shapes          from transformers, on tensors without values: the position of each is known at once
+    config, tokenizer      as transformers writes them; files next to the model's source are copied
+    tensors                one group at a time: read, cast, converted to published tensors, written at their offsets
+    round trip             transformers loads the folder, which must give the logits of the model here
+    rename                 only now the folder gets its name
 
-Memory: the tensors of one conversion, twice (a fused tensor of experts and its parts; otherwise one parameter), and then,
-for the round trip, one model, because ours is gone when theirs is loaded. A module that is not of transformers becomes a
-model.safetensors with logical names, which is read back and compared.
+Memory: the tensors of one conversion, twice (a fused tensor of experts and its parts; otherwise one
+parameter), and then, for the round trip, one model, because ours is freed before theirs is loaded. A module
+that is not of transformers becomes a model.safetensors with logical names, which is read back and compared.
 """
 
 import copy
@@ -61,10 +62,11 @@ COMPANION_FILES = (
 
 @dataclass(frozen=True)
 class ExportableModel:
-    """A model and its values: `value(name)` gives a logical parameter (by its first name) or a persistent buffer, whole.
+    """A model and its values: `read_value(name)` returns a full logical parameter (by its first name) or a
+    persistent buffer.
 
-    `beside` is the folder that its config came from, whose tokenizer goes along; None when there is none. `base` is where the
-    base of an adapter lies, if the blueprint does not know.
+    `source_folder` contains the config and tokenizer that are copied; None without one. `adapter_base`
+    locates the base of an adapter if the model does not know it.
     """
 
     deferred_init: DeferredInit
@@ -76,7 +78,9 @@ class ExportableModel:
     def from_checkpoint(
         cls, deferred_init: DeferredInit, tensors: Mapping[str, torch.Tensor]
     ) -> "ExportableModel":
-        """The model whose values are `tensors`, by the names of a checkpoint: "model/...", "buffer/..."."""
+        """Returns the model whose values are `tensors`, by the names of a checkpoint: "model/...",
+        "buffer/...".
+        """
         return cls(
             deferred_init,
             lambda name: tensors[
@@ -87,7 +91,7 @@ class ExportableModel:
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written: the files in `folder`, the bytes of the tensors, and how they were compared."""
+    """What was written: the files in `folder`, the bytes of the tensors, and the comparison."""
 
     folder: Path
     files: tuple[str, ...]
@@ -110,11 +114,13 @@ def export_model(
     *,
     merge: bool = False,
 ) -> ExportResult:
-    """Write the model into `folder`, new or empty, its floating tensors in `dtype` (None: as they are), and compare.
+    """Writes the model into `folder`, new or empty, its floating-point tensors in `dtype` (None: as they
+    are), and compares.
 
-    Of an adapted model, its adapter (`run.export_adapters`), unless it is to `merge` that into its base first. No file is
-    larger than `max_shard_nbytes`, unless one tensor is; an adapter is one file. When the comparison fails nothing stays: look at
-    `round_trip.passed`. Raises PlanError for a folder that is not empty or cannot be written.
+    Of an adapted model it writes the adapter, unless `merge` merges it into its base first. No file is
+    larger than `max_shard_nbytes`, unless one tensor is; an adapter is one file. If the comparison fails,
+    nothing stays (see `round_trip.passed`). Raises PlanError for a folder that is not empty or cannot be
+    written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PlanError(
@@ -137,7 +143,7 @@ def export_model(
 
 
 def initial_model(deferred_init: DeferredInit) -> ExportableModel:
-    """The model of `blueprint` with its initial values."""
+    """Returns the model of `deferred_init` with its initial values."""
     module = deferred_init.instantiate()
     return ExportableModel(
         deferred_init,
@@ -150,9 +156,10 @@ def initial_model(deferred_init: DeferredInit) -> ExportableModel:
 
 
 def check_round_trip(source: ModelConfig, seed: int, folder: Path) -> tuple[RoundTripResult, RoundTripResult]:
-    """The model of `source` with the initial values of `seed`, exported to `folder`, and that folder taken up again.
+    """Exports the model of `source` with the initial values of `seed` to `folder` and loads that folder
+    again.
 
-    How each compares with what transformers loads from `folder`; an export that fails is not taken up.
+    Returns the comparison of both with what transformers loads.
     """
     blueprint = load_model(source, seed).deferred_init
     there = export_model(initial_model(blueprint), folder).round_trip
@@ -213,9 +220,10 @@ def _state(
     value: Callable[[str], torch.Tensor],
     dtype: torch.dtype | None,
 ) -> dict[str, torch.Tensor]:
-    """The tensors to store by name, without values, in the dtype that they will have; a tie is stored once.
+    """Returns the tensors to store by name, without values, in their final dtype; a tied tensor is stored
+    once.
 
-    Buffers keep their own dtype: rounded statistics would be wrong ones.
+    Buffers keep their own dtype: rounded statistics would be other statistics.
     """
     named = dict(module.state_dict())
     if is_transformers_model(module):
@@ -253,7 +261,9 @@ def _state(
 
 
 def _slots(tensors: Sequence[tuple[str, torch.Tensor]], max_nbytes: int) -> dict[str, _Slot]:
-    """Where each tensor will lie: in order, wide dtypes first within a file, so that each starts at a multiple of its width."""
+    """Where each tensor will lie: in order, wide dtypes first within a file, so that each starts at a
+    multiple of its width.
+    """
     shards: list[list[tuple[str, torch.Tensor]]] = [[]]
     filled = 0
     for name, tensor in tensors:

@@ -1,12 +1,12 @@
-"""An adapter as peft writes it, and the model that it makes of its base.
+"""Writes an adapter like peft, or merges it into its base.
 
-    adapter_config.json            what peft says of it, with the name of the base that it belongs to
+    adapter_config.json            written by peft, with the name of the base model
     adapter_model.safetensors      the trained parts under peft's names: ...q_proj.lora_A.weight, ...lm_head.weight
 
-peft is asked which tensors belong to an adapter and what they are called, on a model without values; the values are those of
-the logical parameters, whole, so nothing depends on where they lay while they were trained. Before the folder has its name,
-peft loads it onto the base, and the logits are compared (`run.roundtrip`). Merged, W + (alpha / r) B A is written in the place
-of W, as a model that needs no peft; for that the whole model is in memory once, in float32.
+peft says which tensors belong to an adapter and what they are called, on a model without values. The values
+are those of the full logical parameters, so nothing depends on how they were sharded. Before the folder gets
+its name, peft loads it onto the base, and the logits are compared (`roundtrip_check`). Merged, W + (alpha /
+r) B A replaces W, in a model that needs no peft; for that the whole model is in memory once, in float32.
 """
 
 import copy
@@ -35,12 +35,11 @@ ReadValue = Callable[[str], torch.Tensor]
 def write_adapter(
     deferred_init: DeferredInit, read_value: ReadValue, folder: Path, dtype: torch.dtype | None, base: str
 ) -> tuple[int, RoundTripResult]:
-    """Write the adapter of `blueprint`'s model, its floating tensors in `dtype`, into `folder`; its bytes, how it compares.
+    """Writes the adapter of the model, its floating-point tensors in `dtype`, into `folder`; returns its
+    bytes and the comparison.
 
-    `value(name)` gives a logical parameter; `base` says where the base lies, where peft does not know.
-
-    Raises PlanError for a model with several adapters, an adapter whose base is nowhere, one made of tokens, and one that peft
-    writes in another way than tensor by tensor.
+    `read_value(name)` returns a logical parameter; `base` locates the base model, "" as the adapter's config
+    names it.
     """
     model: Any = _checked(deferred_init.instantiate())
     adapters = list(model.peft_config)
@@ -58,10 +57,7 @@ def write_adapter(
 
 
 def adapter_tensor_names(model: nn.Module, adapter: str) -> dict[str, str]:
-    """The name in the file of every tensor that belongs to `adapter`, and its name in `model`, which needs no values.
-
-    An embedding that has an adapter of its own is left to the base: it was not trained.
-    """
+    """Returns {name in the file: name in `model`} of every tensor of `adapter`; the model needs no values."""
     state = model.state_dict()
     known = {id(tensor): name for name, tensor in state.items()}
     found = import_peft().get_peft_model_state_dict(model, state, adapter, save_embedding_layers=False)
@@ -73,9 +69,10 @@ def adapter_tensor_names(model: nn.Module, adapter: str) -> dict[str, str]:
 
 
 def merge_adapter(deferred_init: DeferredInit, read_value: ReadValue) -> tuple[DeferredInit, ReadValue]:
-    """The model that the adapter makes of its base: a blueprint without recipes, and its values.
+    """Returns the base model with the adapter merged into it: a deferred init without recipes, and its
+    values.
 
-    Raises PlanError for a model without an adapter, or with one made of tokens.
+    Raises PlanError for a model without an adapter, or with one that peft cannot merge.
     """
     if not is_adapted(deferred_init.instantiate()):
         text = f"a {type(deferred_init.instantiate()).__name__} has no adapter that could be merged"
@@ -84,7 +81,7 @@ def merge_adapter(deferred_init: DeferredInit, read_value: ReadValue) -> tuple[D
     load_values(whole, deferred_init, read_value)
     base = whole.merge_and_unload()
     bare, _ = unload_adapters(deferred_init.instantiate())
-    held = {**dict(base.named_parameters()), **dict(base.named_buffers())}
+    kept = {**dict(base.named_parameters()), **dict(base.named_buffers())}
     entries = {name: base.get_parameter(name) for name in logical_names(bare)}
     logical = {
         name: LogicalParam(
@@ -92,7 +89,7 @@ def merge_adapter(deferred_init: DeferredInit, read_value: ReadValue) -> tuple[D
         )
         for name, aliases in logical_names(bare).items()
     }
-    return DeferredInit(bare, logical, {}, InitTape(), 0), lambda name: held[name].detach()
+    return DeferredInit(bare, logical, {}, InitTape(), 0), lambda name: kept[name].detach()
 
 
 def _checked(model: Any) -> Any:
@@ -103,7 +100,6 @@ def _checked(model: Any) -> Any:
 
 
 def _found(base: str) -> str:
-    """`base`, if it can be taken for the place of a base model."""
     if base and (is_hub_id(base) or Path(base).exists()):
         return base
     text = (
@@ -120,7 +116,6 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _check(model: nn.Module, names: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Every tensor has the shape that the model gives it: what lies in shards was brought together before."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for stored, name in names.items():
         if tuple(tensors[stored].shape) != shapes[name]:
@@ -133,9 +128,9 @@ def _check(model: nn.Module, names: Mapping[str, str], tensors: Mapping[str, tor
 def _write_config(model: Any, config: Any, folder: Path) -> None:
     """adapter_config.json; without a task, peft finds the class of the base in it."""
     config.inference_mode = True
-    for key, said in vars(config).items():
-        if isinstance(said, set):
-            setattr(config, key, sorted(said))  # the same file every time
+    for key, config_values in vars(config).items():
+        if isinstance(config_values, set):
+            setattr(config, key, sorted(config_values))  # the same file every time
     kind = type(model.get_base_model())
     named = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
     config.save_pretrained(str(folder), auto_mapping_dict=None if config.task_type else named)

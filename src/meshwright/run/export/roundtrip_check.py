@@ -1,8 +1,10 @@
-"""Whether a folder says what the model here says: the same tokens through both, and the largest difference of the logits.
+"""Compares an exported folder with the model here: the same tokens through both, and the largest difference
+of the logits.
 
-Both compute in float32 on the CPU. When the folder is in a narrower dtype the values here are rounded to it first, so the
-comparison stays as sharp; what the rounding itself changes is measured beside it. Only one of the two models is in memory
-at a time. A model whose inputs cannot be guessed (audio, several modalities) is compared tensor by tensor instead.
+Both compute in float32 on the CPU. If the folder has a narrower dtype, the values here are rounded to it
+first, so the tolerance stays small; the difference that rounding itself makes is reported too. Only one of
+the two models is in memory at a time. A model whose inputs are unknown (audio, several modalities) is
+compared tensor by tensor.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +38,9 @@ ReadValue = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class RoundTripResult:
-    """What was compared, the largest difference, and what is allowed; `rounding` is what a narrower dtype changed."""
+    """What was compared, the largest difference and the tolerance; `rounding_difference` is the effect of a
+    narrower dtype.
+    """
 
     description: str
     max_difference: float
@@ -45,7 +49,7 @@ class RoundTripResult:
 
     @property
     def passed(self) -> bool:
-        """Whether the difference is within the bound; NaN is not."""
+        """Whether the difference is within the tolerance; NaN is not."""
         return self.max_difference <= self.tolerance
 
     def __str__(self) -> str:
@@ -60,9 +64,10 @@ class RoundTripResult:
 def compare_logits(
     deferred_init: DeferredInit, read_value: ReadValue, folder: Path, dtype: torch.dtype | None = None
 ) -> RoundTripResult:
-    """The transformers model of `blueprint` with the values `value(name)` beside what transformers loads from `folder`.
+    """Compares the transformers model with the values `read_value(name)` with the model that transformers
+    loads from `folder`.
 
-    `dtype` is what the folder's floating tensors were rounded to; None: they were not.
+    `dtype` is the dtype to which the folder's floating-point tensors were rounded; None: they were not.
     """
     module = deferred_init.instantiate()
     inputs = probe_inputs(module)
@@ -99,10 +104,11 @@ def compare_adapter(
     dtype: torch.dtype | None,
     names: Mapping[str, str],
 ) -> RoundTripResult:
-    """The adapted model of `blueprint` with the values `value(name)` beside its base with the adapter that peft loads.
+    """Compares the adapted model with the values `read_value(name)` with its base plus the adapter that peft
+    loads.
 
-    `names` are those of the adapter's tensors, in the file and here. The base's own are what they are here, but for those that
-    the adapter brings along: of these nothing is left in the base.
+    `names` maps the adapter's tensors in the file to names here. The base has the values of the model here,
+    but zeros for the adapter's tensors.
     """
     module: Any = deferred_init.instantiate()
     inputs = probe_inputs(module.get_base_model()) if is_transformers_model(module.get_base_model()) else None
@@ -140,7 +146,9 @@ def compare_adapter(
 
 
 def compare_files(folder: Path, dtypes: Mapping[str, torch.dtype], read_value: ReadValue) -> RoundTripResult:
-    """The tensors in the files of `folder` beside `value(name)` in the dtype of each; none may differ in a bit."""
+    """Compares the tensors in the files of `folder` with `read_value(name)` in the dtype of each; every bit
+    must agree.
+    """
     stored = list_tensors(folder)
     wrong = [name for name, dtype in dtypes.items() if name not in stored or stored[name].dtype != dtype]
     worst = max(
@@ -155,9 +163,10 @@ def compare_files(folder: Path, dtypes: Mapping[str, torch.dtype], read_value: R
 
 
 def check_import(source: ModelConfig) -> tuple[RoundTripResult, int]:
-    """The model that `source.weights` gives here beside what transformers loads from the same folder; its parameters.
+    """Compares the model that `source.weights` gives here with the one transformers loads; returns the
+    result and the parameter count.
 
-    Raises PlanError when the weights do not fit, or belong to no model of transformers.
+    Raises PlanError when the weights do not fit, or the model is not one of transformers.
     """
     loaded = load_model(source, seed=0)
     module = loaded.deferred_init.instantiate()
@@ -182,10 +191,10 @@ def check_import(source: ModelConfig) -> tuple[RoundTripResult, int]:
 
 
 def probe_inputs(module: nn.Module) -> dict[str, torch.Tensor] | None:
-    """A few rows of input for a transformers model of text or images; None for one that takes anything else."""
+    """Returns a small input batch for a transformers model of text or images; None for any other model."""
     model: Any = module
     config = model.config
-    said, text = config.to_dict(), config.get_text_config()
+    config_values, text = config.to_dict(), config.get_text_config()
     vocabulary = text.to_dict().get(text.attribute_map.get("vocab_size", "vocab_size"))
     if model.main_input_name == "input_ids" and isinstance(vocabulary, int) and config is text:
         tokens = (
@@ -196,9 +205,9 @@ def probe_inputs(module: nn.Module) -> dict[str, torch.Tensor] | None:
             .view(NUM_SAMPLES, NUM_TOKENS)
         )
         return {"input_ids": tokens} | (
-            {"decoder_input_ids": tokens.flip(1)} if said.get("is_encoder_decoder") else {}
+            {"decoder_input_ids": tokens.flip(1)} if config_values.get("is_encoder_decoder") else {}
         )
-    size, channels = said.get("image_size"), said.get("num_channels", 3)
+    size, channels = config_values.get("image_size"), config_values.get("num_channels", 3)
     if model.main_input_name == "pixel_values" and isinstance(size, int) and isinstance(channels, int):
         return {
             "pixel_values": torch.linspace(-1, 1, NUM_SAMPLES * channels * size * size).view(
@@ -209,7 +218,7 @@ def probe_inputs(module: nn.Module) -> dict[str, torch.Tensor] | None:
 
 
 def load_values(module: nn.Module, deferred_init: DeferredInit, read_value: ReadValue) -> None:
-    """Give `module` (an instance) the values, in float32."""
+    """Gives `module` (an instance) the values, in float32."""
     for first, entry in deferred_init.logical_params.items():
         mine = read_value(first)
         parameter = nn.Parameter(
@@ -226,7 +235,6 @@ def load_values(module: nn.Module, deferred_init: DeferredInit, read_value: Read
 
 
 def _theirs(kind: type[nn.Module], folder: Path) -> nn.Module:
-    """What transformers loads from `folder`, in float32: the class that its config names, or `kind` when that is not its own."""
     config = transformers.AutoConfig.from_pretrained(folder) if kind.__name__ in dir(transformers) else None
     names = [] if config is None else config.architectures or [kind.__name__]
     loader: Any = getattr(transformers, names[0]) if names else kind
@@ -236,7 +244,6 @@ def _theirs(kind: type[nn.Module], folder: Path) -> nn.Module:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from drawing its bar of loaded tensors."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -257,7 +264,6 @@ def _rounded(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _distance(mine: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference of two elements; infinite when the shapes differ, NaN when an element is NaN."""
     if mine.shape != other.shape:
         return float("inf")
     return (mine - other).abs().max().item() if mine.numel() else 0.0

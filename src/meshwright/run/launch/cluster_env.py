@@ -9,16 +9,18 @@
     Kubernetes     JOB_COMPLETION_INDEX   WORLD_SIZE              0                            an Indexed Job, one rank per pod
     SLURM          SLURM_PROCID           SLURM_STEP_NUM_TASKS    SLURM_LOCALID                a task of srun
 
-The first of these that speaks wins, the others must agree: say the same rank and world, or have started one process per
-host (srun round torchrun), or one process in all. Anything else is refused with both named, because every process of
-`srun -n 8 torchrun --standalone` would believe that it is alone.
+The first of these that speaks wins, the others must agree: say the same rank and world, or have started one
+process per host (srun round torchrun), or one process in all. Anything else is refused with both named,
+because every process of `srun -n 8 torchrun --standalone` would believe that it is alone.
 
-An allocation is not a rank. SLURM sets SLURM_PROCID=0 and SLURM_NTASKS in a batch script, in `salloc` and in an
-interactive shell; only a step of srun with several tasks, and no terminal of `srun --pty`, makes ranks. Likewise the
-index of a Kubernetes Indexed Job counts only beside WORLD_SIZE: without it the pods are independent.
+An allocation is not a rank. SLURM sets SLURM_PROCID=0 and SLURM_NTASKS in a batch script, in `salloc` and in
+an interactive shell; only a step of srun with several tasks, and no terminal of `srun --pty`, makes ranks.
+Likewise the index of a Kubernetes Indexed Job counts only beside WORLD_SIZE: without it the pods are
+independent.
 
-MASTER_ADDR and MASTER_PORT are used where they are set. Otherwise ranks on one host meet on its loopback, tasks of SLURM
-on the first host of the step, on a port that follows from the number of the job; else the missing variable is named.
+MASTER_ADDR and MASTER_PORT are used where they are set. Otherwise ranks on one host meet on its loopback,
+tasks of SLURM on the first host of the step, on a port that follows from the number of the job; else the
+missing variable is named.
 
 SLURM's shorthand for hosts and for counts per host.
 
@@ -40,20 +42,20 @@ TASK_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a list such as `node[01-04,07]`; "" of an empty list."""
+    """Returns the first host of a SLURM list such as `node[01-04,07]`; "" of an empty list."""
     found = NODE_ENTRY.match(nodes)
     return FIRST_INDEX.sub(r"\1", found.group()).strip() if found else ""
 
 
 def tasks_per_host(counts: str) -> list[int]:
-    """The counts per host of a list such as `4(x2),3`; [] where it is anything else."""
+    """Returns the counts per host of a SLURM list such as `4(x2),3`; [] for anything else."""
     found = [TASK_COUNT.fullmatch(part) for part in counts.split(",")]
     return (
         [int(match[1]) for match in found if match for _ in range(int(match[2] or 1))] if all(found) else []
     )
 
 
-DEFAULT_PORT = 29500  # where nothing else is said; what torchrun's users expect
+DEFAULT_PORT = 29500  # the default of torchrun
 FIRST_SPECIAL_STEP = (
     0xFFFF_FFF0  # from here on SLURM numbers steps that are not srun's: batch script, interactive, extern
 )
@@ -63,10 +65,10 @@ WHERE = "environment"
 
 @dataclass(frozen=True)
 class LauncherEnv:
-    """Where this process stands in a job, and who says so.
+    """The rank of this process in a job, as another launcher says it.
 
-    `master` and `port` are where the ranks meet (None for a rank alone); `served` when the launcher keeps a store there;
-    `restart` counts earlier attempts of the same job, whose number is `job`.
+    Ranks meet at `master_addr`:`master_port` (None for a single rank); `has_store` if the launcher runs a
+    store there; `num_restarts` counts earlier attempts of the job `job_id`.
     """
 
     launcher: str
@@ -96,9 +98,10 @@ class LauncherEnv:
 
 @dataclass(frozen=True)
 class RankEnv:
-    """This process as one rank of a job, as its environment says.
+    """This process as one rank of a job.
 
-    `store` is the file through which ranks of our own launcher meet; under any other, `place` says where the ranks do.
+    Ranks of our own launcher meet through the file `store_path`; under any other launcher, `launcher_env`
+    says where.
     """
 
     rank: int
@@ -111,7 +114,9 @@ class RankEnv:
 
 @dataclass(frozen=True)
 class LauncherClaim:
-    """What one launcher says of this process. `rank_key` is the variable it says the rank with; None where it is silent."""
+    """What one launcher says of this process. `rank_key` is the variable with the rank; None where the
+    launcher says nothing.
+    """
 
     launcher: str
     rank_key: str
@@ -122,7 +127,7 @@ class LauncherClaim:
 
     @property
     def num_hosts(self) -> int | None:
-        """How many hosts it uses, if it says how many ranks each has."""
+        """The number of hosts, if the launcher says how many ranks each has."""
         return -(-self.world // self.local_world) if self.local_world else None
 
     def __str__(self) -> str:
@@ -130,10 +135,10 @@ class LauncherClaim:
 
 
 def find_launcher_env(env: Mapping[str, str], host: str, *, has_terminal: bool = False) -> LauncherEnv | None:
-    """This process as one rank of the job that `env` tells of; None when it tells of none.
+    """Returns this process as one rank of the job that `env` describes; None if it describes none.
 
-    `terminal`: whether somebody types into this process, as into the shell of `srun --pty bash`.
-    Raises PlanError for variables that are no numbers, that are missing, and for launchers that disagree.
+    `has_terminal`: whether a user types into this process, as into the shell of `srun --pty bash`. Raises
+    PlanError for variables that are no numbers, that are missing, and for launchers that disagree.
     """
     claims = list(_claims(env, has_terminal))
     if not claims:
@@ -165,7 +170,7 @@ def find_launcher_env(env: Mapping[str, str], host: str, *, has_terminal: bool =
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` (a name or number) can only mean this very host."""
+    """Returns whether `address` (a name or number) can only mean this host."""
     try:
         return ip_address(address).is_loopback
     except ValueError:
@@ -233,7 +238,7 @@ def _kubeflow(env: Mapping[str, str]) -> LauncherClaim:
 
 
 def _is_task(env: Mapping[str, str], terminal: bool) -> bool:
-    """Whether srun started this process as one of its tasks, and not as somebody's shell."""
+    """Whether srun started this process as one of its tasks, and not as a user's shell."""
     step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
     if not step.isdecimal() or int(step) >= FIRST_SPECIAL_STEP or "SLURM_PROCID" not in env:
         return False
@@ -241,7 +246,6 @@ def _is_task(env: Mapping[str, str], terminal: bool) -> bool:
 
 
 def _tasks_here(env: Mapping[str, str]) -> int | None:
-    """How many tasks of the step run on this host, of `4(x2),3`: four on the first two hosts, three on the next."""
     per_host = tasks_per_host(env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", "")))
     node = env.get("SLURM_NODEID", "0")
     return per_host[int(node)] if node.isdecimal() and int(node) < len(per_host) else None
@@ -268,7 +272,6 @@ def _stale_world(env: Mapping[str, str], claim: LauncherClaim) -> Iterator[Diagn
 
 
 def _job(env: Mapping[str, str], launcher: str) -> str:
-    """What tells this job from others on the same hosts, as far as the launcher says."""
     if launcher == "torchrun":
         return env.get("TORCHELASTIC_RUN_ID", "")
     if "SLURM_JOB_ID" in env:

@@ -1,19 +1,21 @@
-"""What a rank does when it fails, or when the process that started it is gone.
+"""Records how a rank failed, and ends it when the process that started it is gone.
 
-When one rank fails, its peers fail next, inside a collective, with a message about a closed connection. A terminal full
-of such messages hides the one that matters. So no rank prints its own end: `guard` writes it to a file of its own,
+When one rank fails, its peers fail next, inside a collective, with a message about a closed connection. A
+terminal full of such messages hides the one that matters. So no rank prints its own failure:
+`record_failure` writes it to a file,
 
     failures/rank-1.json    {"rank": 1, "kind": "error", "step": 12, "phase": "backward", "traceback": ...}
 
-with one of four kinds, and run/launch.py shows the first that is not the consequence of another:
+with one of four kinds, and the launcher shows the first that is not the consequence of another:
 
-    own       an error of this rank
-    report    a collective that did not complete, and who is to blame for it (comm/stall.py): shown when no rank has an error
-    peer      a collective that broke because a peer had gone
-    request   a PlanError: what was asked for cannot work; every rank says the same
+    error        an exception of this rank
+    hang         a collective that did not complete, with its hang report: shown when no rank has an error
+    lost_peer    a collective that broke because a peer was gone
+    plan_error   a PlanError: every rank raises the same
 
-The lifeline is the read end of a pipe whose write end only the launching process holds. When that process is gone, for
-whatever reason, the operating system closes its end; a thread of every rank waits for this and ends the rank.
+The lifeline is the read end of a pipe whose write end only the launching process holds. When that process is
+gone, for whatever reason, the operating system closes its end; a thread of every rank waits for this and
+ends the rank.
 """
 
 import faulthandler
@@ -38,7 +40,7 @@ PEER_TYPE = "DistError"  # the base of torch's errors of backends, networks and 
 
 @dataclass
 class RankProgress:
-    """Where a rank is: set by the training loop, told by the record of a failure."""
+    """The step and phase of a rank: set by the training loop, named in the record of a failure."""
 
     step: int | None = None
     phase: str = ""
@@ -46,7 +48,9 @@ class RankProgress:
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """How a rank failed. `time` is in seconds since the epoch; `traceback` is the whole text, chained errors included."""
+    """How a rank failed. `time` is in seconds since the epoch; `traceback` is the full text, chained errors
+    included.
+    """
 
     rank: int
     time: float
@@ -58,7 +62,7 @@ class FailureRecord:
     phase: str = ""
 
     def write(self, folder: Path) -> None:
-        """Write this record to `folder`/failures; a reader sees all of it or nothing."""
+        """Writes this record to `folder`/failures, atomically."""
         path = failure_path(folder, self.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
@@ -67,12 +71,12 @@ class FailureRecord:
 
 
 def failure_path(folder: Path, rank: int) -> Path:
-    """Where `rank` writes how it failed."""
+    """Returns the file in which `rank` records its failure."""
     return folder / "failures" / f"rank-{rank}.json"
 
 
 def read_failures(folder: Path) -> dict[int, FailureRecord]:
-    """The records that ranks have written to `folder`/failures, by rank."""
+    """Returns the records in `folder`/failures, by rank."""
     found = (
         FailureRecord(**json.loads(path.read_text(encoding="ascii")))
         for path in (folder / "failures").glob("rank-*.json")
@@ -84,11 +88,11 @@ def read_failures(folder: Path) -> dict[int, FailureRecord]:
 def record_failure(
     rank: int, folder: Path, lifeline_fd: int | None = None, show: Callable[[str], None] | None = None
 ) -> Iterator[RankProgress]:
-    """Run the body of one rank; the Progress that it yields may be kept up to date.
+    """Runs the body of one rank and records an exception; yields the RankProgress to update.
 
-    An exception in the body is written to `folder`/failures and ends the process with code 1, without a word on the
-    terminal. With `lifeline_fd` (None: nobody to outlive) the process ends when the launching process is gone.
-    `show` is for a rank whose launcher reads no records: it is given the words for a failure, and a PlanError is raised.
+    An exception in the body is written to `folder`/failures and ends the process with code 1, without output
+    on the terminal. With `lifeline_fd` the process ends when the launching process is gone. `show` is for a
+    rank whose launcher reads no records: it is called with the text of a failure, and a PlanError is raised.
     """
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # a crash in native code leaves the Python line in the log
@@ -110,12 +114,12 @@ def record_failure(
             error.add_note(f"This could not be written to {failure_path(folder, rank)}: {unwritable}")
             raise error from error.__cause__
         if show is not None:
-            whole = record.kind == "error" or (record.kind == "hang" and _speaks(error))
-            why = "it waited in vain" if record.kind == "hang" else "it lost a peer"
+            is_full = record.kind == "error" or (record.kind == "hang" and _shows_report(error))
+            reason = "it timed out" if record.kind == "hang" else "it lost a peer"
             show(
                 describe_failure(record)
-                if whole
-                else f"{_headline(record)}: {why}; see {failure_path(folder, rank)}"
+                if is_full
+                else f"{_headline(record)}: {reason}; see {failure_path(folder, rank)}"
             )
         # Not sys.exit: threads and communicators that wait for a lost peer would keep the process from ending.
         sys.stdout.flush()
@@ -124,7 +128,7 @@ def record_failure(
 
 
 def describe_failure(record: FailureRecord) -> str:
-    """How a rank failed, in words: where it was, and its traceback; of a wait in vain, who is to blame for it."""
+    """Returns the failure as text: step, phase and traceback; for a hang, its report."""
     if record.kind == "hang":
         return f"{_headline(record, 'waited in vain')}\n{record.message}"
     return f"{_headline(record)}\n{record.traceback.rstrip()}"
@@ -136,7 +140,9 @@ def _headline(record: FailureRecord, what: str = "failed") -> str:
 
 
 def failure_kind(error: BaseException) -> FailureKind:
-    """Which kind of failure `error` is. An error raised `from` a broken collective is one too."""
+    """Returns the kind of failure of `error`. An error raised `from` a broken collective has the kind of the
+    collective.
+    """
     if isinstance(error, PlanError):
         return "plan_error"
     for cause in _causes(error):
@@ -155,8 +161,8 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__
 
 
-def _speaks(error: BaseException) -> bool:
-    """Whether this rank is the one, of those that have the same report, to show it."""
+def _shows_report(error: BaseException) -> bool:
+    """Whether this rank is the one, among those with the same hang report, that shows it."""
     return any(
         isinstance(cause, CollectiveError) and cause.report and cause.is_reporter for cause in _causes(error)
     )

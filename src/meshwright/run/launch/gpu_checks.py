@@ -1,7 +1,7 @@
-"""What a host says of itself only when torch asks: its GPUs, and whether ranks reach each other.
+"""Checks of this host that need torch: its GPUs, and whether the ranks reach each other.
 
-A collective over a few mebibytes is the one test that finds what all others miss: a firewall, a wrong interface, a name that
-does not resolve, two versions of NCCL. Its time is shown as it was met, once, on whatever else the host was doing.
+A collective over a few mebibytes finds what all other checks miss: a firewall, a wrong interface, a name
+that does not resolve, two versions of NCCL. Its time is one sample, with whatever else the host was doing.
 """
 
 import json
@@ -24,7 +24,7 @@ MAX_MESSAGE_NBYTES = 8192  # bytes that each rank may send of its findings
 
 
 def gpu_findings() -> Iterator[Finding]:
-    """The GPUs that torch sees, and NCCL."""
+    """Checks the GPUs that torch sees, and NCCL."""
     if not torch.cuda.is_available():
         if Path("/dev/nvidia0").exists():
             text = f"there is a GPU, and torch {torch.__version__} cannot use it"
@@ -45,7 +45,7 @@ def gpu_findings() -> Iterator[Finding]:
 
 
 def collective_findings(world: World, backend: str) -> Iterator[Finding]:
-    """Sum over all ranks of `world`, and compare their clocks. Every rank calls it together."""
+    """Sums over all ranks of `world` and compares their clocks. Every rank calls it together."""
     group = world.group(AXES)
     tensor = torch.ones(OPERAND_NBYTES // 4, device=world.device)
     group.all_reduce(tensor).wait()
@@ -65,13 +65,13 @@ def collective_findings(world: World, backend: str) -> Iterator[Finding]:
 
 
 def failed_collective(error: CollectiveError, backend: str) -> Finding:
-    """The finding for ranks that did not reach each other."""
+    """Returns the finding for ranks that did not reach each other."""
     fix = "look at the interfaces above; set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, open the ports between the hosts"
     return Finding(f"collective ({backend})", "failure", str(error).split("\n", 1)[0], fix)
 
 
 def gather_findings(world: World, host: str, findings: Sequence[Finding]) -> dict[str, tuple[Finding, ...]]:
-    """What the ranks of `world` found that is not ok, by host; the same on every rank."""
+    """Returns the findings of the ranks of `world` that are not ok, by host; the same on every rank."""
     bad = [asdict(finding) for finding in findings if finding.level != "ok"]
     while len(letter := json.dumps([host, bad]).encode()) > MAX_MESSAGE_NBYTES:
         bad.pop()
@@ -79,16 +79,16 @@ def gather_findings(world: World, host: str, findings: Sequence[Finding]) -> dic
     group = world.group(AXES)
     letters = mine.new_empty(group.size * MAX_MESSAGE_NBYTES)
     group.all_gather(letters, mine).wait()
-    told = bytes(letters.tolist())
+    gathered = bytes(letters.tolist())
     read = (
-        json.loads(told[start : start + MAX_MESSAGE_NBYTES])
-        for start in range(0, len(told), MAX_MESSAGE_NBYTES)
+        json.loads(gathered[start : start + MAX_MESSAGE_NBYTES])
+        for start in range(0, len(gathered), MAX_MESSAGE_NBYTES)
     )
     return {name: tuple(Finding(**each) for each in found) for name, found in read}
 
 
 def _clocks(world: World) -> Finding:
-    """How far apart the clocks are: the least of several rounds, since waiting only adds to what is seen."""
+    """Measures the distance of the clocks: the smallest of several rounds, since waiting only adds to it."""
     group = world.group(AXES)
     times = torch.empty(group.size, dtype=torch.float64, device=world.device)
     apart = []

@@ -1,10 +1,11 @@
-"""Is this host fit to train? One finding per question, each with its repair; nothing here imports torch.
+"""Checks whether this host can train: one finding per question, each with its repair. Nothing here imports
+torch.
 
     ok        nothing to do
     warning   training works, or works on this host alone; something will be slow, small or exposed
     failure   training cannot work
 
-What needs torch (GPUs, a collective) is asked in run/probe.py.
+Checks that need torch (GPUs, a collective) are in `gpu_checks`.
 """
 
 import os
@@ -40,7 +41,7 @@ MAX_CLOCK_SKEW_S = 2.0
 
 @dataclass(frozen=True)
 class Finding:
-    """The answer to one question: `name` it, how it came out, what was seen, and the repair unless it is ok."""
+    """The answer to one question: its name, its level, what was found, and the repair unless it is ok."""
 
     name: str
     level: FindingLevel
@@ -49,9 +50,9 @@ class Finding:
 
 
 def host_findings(folder: Path, cache: Path, interface: str | None = None) -> Iterator[Finding]:
-    """What is to be said of this host without torch, for runs written to `folder` and downloads kept in `cache`.
+    """Returns all findings about this host without torch, for runs in `folder` and downloads in `cache`.
 
-    `interface` is the one that gloo is told to take (GLOO_SOCKET_IFNAME), if it is.
+    `interface` is the network interface that GLOO_SOCKET_IFNAME names, or None.
     """
     yield _python()
     yield from (_package(name, least) for name, least in MIN_VERSIONS.items())
@@ -132,7 +133,7 @@ def _shared_memory(place: Path) -> Finding:
 
 
 def disk_finding(name: str, folder: Path) -> Finding:
-    """Whether `folder`, which may not exist yet, can be written to, and how much room its disk has."""
+    """Checks whether `folder`, which may not exist yet, is writable, and the free space of its disk."""
     place = _existing(folder)
     usage = shutil.disk_usage(place)
     text = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {place}"
@@ -147,7 +148,6 @@ def disk_finding(name: str, folder: Path) -> Finding:
 
 
 def _file_clock(folder: Path) -> Finding:
-    """The clock against that of the file system, which on a shared one is another host's."""
     try:
         with tempfile.NamedTemporaryFile(dir=_existing(folder)) as file:
             behind = time.time() - os.stat(file.name).st_mtime
@@ -215,7 +215,7 @@ def _listening() -> set[int]:
 
 
 def port_finding(number: int) -> Finding:
-    """Whether a rank 0 could listen at port `number` of this host."""
+    """Checks whether rank 0 could listen at port `number` of this host."""
     with socket.socket() as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,11 +1,11 @@
-"""Job files: the same command as SLURM, Kubernetes or torchrun start it, written out to be read, kept and submitted.
+"""Writes job files: the same command as SLURM, Kubernetes or torchrun start it.
 
-    slurm      a batch script: one task of srun per rank; the command finds its place in SLURM's variables by itself
+    slurm      a batch script: one srun task per rank; the command finds its rank in SLURM's variables
     k8s        a headless service and an Indexed Job (plain batch/v1, no operator): one pod per host
     torchrun   one command line for each host
 
-All of them save and stop before they are ended (SIGUSR1 ahead of SLURM's limit, SIGTERM elsewhere: exit code 143), and
-start again where they stopped. What cannot work (code 2) is not started again.
+All of them save and stop before they are ended (SIGUSR1 ahead of SLURM's limit, SIGTERM elsewhere: exit code
+143), and resume after a restart. A job that cannot work (code 2) is not restarted.
 """
 
 import shlex
@@ -23,10 +23,10 @@ MAX_RESTARTS = 3
 
 @dataclass(frozen=True)
 class JobFile:
-    """What a job file is made of: the words behind `meshwright train`, and where they run.
+    """The contents of a job file: the arguments of `meshwright train`, and where they run.
 
-    `image` and `volume` (CLAIM:PATH, a claim that every pod mounts, and the folder in which the command runs) are for
-    Kubernetes. `gpus`: one per rank.
+    `image` and `volume` (CLAIM:PATH, a claim that every pod mounts, and the folder in which the command
+    runs) are for Kubernetes.
     """
 
     train_args: Sequence[str]
@@ -45,7 +45,9 @@ class JobFile:
 
 
 def distribute_ranks(world: int, num_hosts: int | None, ranks_per_host: int | None) -> tuple[int, int]:
-    """Hosts and ranks per host for `world` ranks; what is None follows. Raises PlanError when they do not make `world`."""
+    """Returns hosts and ranks per host for `world` ranks; what is None is computed. Raises PlanError if
+    their product is not `world`.
+    """
     if num_hosts is None:
         num_hosts = 1 if ranks_per_host is None else max(1, world // ranks_per_host)
     if ranks_per_host is None:
@@ -59,7 +61,7 @@ def distribute_ranks(world: int, num_hosts: int | None, ranks_per_host: int | No
 
 
 def slurm_script(job: JobFile) -> str:
-    """A script for `sbatch`."""
+    """Returns a script for `sbatch`."""
     gpus = f"#SBATCH --gpus-per-node={job.ranks_per_host}\n" if job.gpus else ""
     head = f"""\
         #!/bin/bash
@@ -88,7 +90,7 @@ def slurm_script(job: JobFile) -> str:
 
 
 def torchrun_command(job: JobFile) -> str:
-    """The command line for each host."""
+    """Returns the command line of each host."""
     rest = f"--nproc-per-node={job.ranks_per_host} --max-restarts={MAX_RESTARTS} -m {_train(job)}"
     if job.num_hosts == 1:
         return f"torchrun --standalone {rest}\n"
@@ -101,7 +103,9 @@ def torchrun_command(job: JobFile) -> str:
 
 
 def kubernetes_manifest(job: JobFile) -> str:
-    """A manifest for `kubectl apply`. Raises PlanError without an image, or on several hosts without a volume."""
+    """Returns a manifest for `kubectl apply`. Raises PlanError without an image, or on several hosts without
+    a volume.
+    """
     claim, _, path = job.volume.partition(":")
     raise_diagnostics(_pod_faults(job, claim, path))
     limits = (
@@ -188,15 +192,15 @@ def _pod_command(job: JobFile) -> list[str]:
 def _pod_variables(job: JobFile) -> str:
     if job.ranks_per_host > 1 or job.world == 1:
         return "- {name: PYTHONUNBUFFERED, value: '1'}"
-    said = {
+    text = {
         "RANK": "$(POD_INDEX)",
         "WORLD_SIZE": job.world,
         "LOCAL_RANK": 0,
         "LOCAL_WORLD_SIZE": 1,
         "MASTER_ADDR": _master(job),
     }
-    said |= {"MASTER_PORT": DEFAULT_PORT, "PYTHONUNBUFFERED": 1}
-    return "\n          ".join(f"- {{name: {key}, value: '{value}'}}" for key, value in said.items())
+    text |= {"MASTER_PORT": DEFAULT_PORT, "PYTHONUNBUFFERED": 1}
+    return "\n          ".join(f"- {{name: {key}, value: '{value}'}}" for key, value in text.items())
 
 
 def _master(job: JobFile) -> str:
@@ -204,12 +208,14 @@ def _master(job: JobFile) -> str:
 
 
 def _pod_faults(job: JobFile, claim: str, path: str) -> list[Diagnostic]:
-    faults = []
+    diagnostics = []
     if not job.image:
         text = "a pod needs a container image in which meshwright is installed"
-        faults.append(Diagnostic(text, "name it: --image registry.example/team/meshwright:0.1", "--image"))
+        diagnostics.append(
+            Diagnostic(text, "name it: --image registry.example/team/meshwright:0.1", "--image")
+        )
     if job.volume and not (claim and path.startswith("/")):
-        faults.append(
+        diagnostics.append(
             Diagnostic(
                 f"'{job.volume}' is no volume",
                 "write CLAIM:PATH, as in --volume shared-claim:/work",
@@ -221,8 +227,8 @@ def _pod_faults(job: JobFile, claim: str, path: str) -> list[Diagnostic]:
         fix = (
             "name a claim that all of them can mount (ReadWriteMany), and where: --volume shared-claim:/work"
         )
-        faults.append(Diagnostic(text, fix, "--volume"))
-    return faults
+        diagnostics.append(Diagnostic(text, fix, "--volume"))
+    return diagnostics
 
 
 def _train(job: JobFile) -> str:
@@ -230,7 +236,6 @@ def _train(job: JobFile) -> str:
 
 
 def _quoted(text: str) -> str:
-    """`text` as a string of YAML, whatever is in it."""
     return "'" + text.replace("'", "''") + "'"
 
 

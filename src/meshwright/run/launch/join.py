@@ -1,4 +1,4 @@
-"""The world that ranks make together, whoever started them: this process joined to the others, on its device."""
+"""Joins this process to the other ranks, whoever started them, on its device."""
 
 import logging
 import os
@@ -30,12 +30,10 @@ def join_world(
     check_collectives: bool = False,
     shared_memory: bool = True,
 ) -> Iterator[World]:
-    """The world of `mesh` with this process as one of its ranks, on its GPU if there is one.
+    """Yields the world of `mesh` with this process as one of its ranks, on its GPU if there is one.
 
-    `limits` bound every wait; with `check_collectives` the ranks compare what they issue (comm/agree.py). CPU ranks
-    of one host use `shared` memory where they can (comm/shared).
-
-    Raises PlanError when this host has fewer GPUs than ranks, or when the port of the meeting is taken.
+    `limits` bound every wait. With `check_collectives` the ranks compare what they issue; with
+    `shared_memory` CPU ranks of one host exchange through shared memory.
     """
     cuda = torch.cuda.is_available()
     if mesh.world_size == 1:
@@ -49,7 +47,7 @@ def join_world(
     )
     if cuda:
         torch.cuda.set_device(device)
-    meeting = None if own else _meeting(rank_env.launcher_env)
+    meeting = None if own else _rendezvous_address(rank_env.launcher_env)
     backend = "nccl" if cuda else "gloo"
     path = rank_env.store_path
     with init_world(
@@ -74,7 +72,6 @@ def _abandon() -> None:
 
 
 def _gpu(local_rank: int, visible: int, *, every_visible: bool) -> torch.device:
-    """The GPU of a rank. A scheduler that shows each rank only its own (not `every_visible`) shows it as number 0."""
     alone_on_it = visible == 1 and not every_visible
     if local_rank >= visible and not alone_on_it:
         text = f"rank {local_rank} of this host needs a GPU of its own, and {visible} are visible"
@@ -83,7 +80,7 @@ def _gpu(local_rank: int, visible: int, *, every_visible: bool) -> torch.device:
     return torch.device("cuda", 0 if alone_on_it else local_rank)
 
 
-def _meeting(place: LauncherEnv | None) -> RendezvousEndpoint:
+def _rendezvous_address(place: LauncherEnv | None) -> RendezvousEndpoint:
     if place is None or place.master_addr is None:
         raise PlanError(
             "nothing says where the ranks meet",
@@ -100,7 +97,9 @@ def _meeting(place: LauncherEnv | None) -> RendezvousEndpoint:
 
 
 def check_same_plan(world: World, plan: Plan) -> None:
-    """Return when every rank of `world` has `plan`. Raises PlanError on all of them otherwise: they would wait for ever."""
+    """Returns when every rank of `world` has `plan`. Raises PlanError on all ranks otherwise: they would
+    wait forever.
+    """
     words = sha256(f"{plan.hash} {plan.run}".encode()).digest()
     mine = torch.frombuffer(bytearray(words), dtype=torch.uint8).to(world.device)
     group = world.group(AXES)

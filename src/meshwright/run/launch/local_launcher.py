@@ -1,26 +1,25 @@
-"""The ranks of this machine: started together, watched, and never left behind.
+"""Starts the ranks of this machine, watches them, and leaves none behind.
 
-    parent --+-- rank 0   its output is the parent's            each a session of its own, so that Ctrl-C reaches
+    parent --+-- rank 0   its output is the parent's            each has a session of its own, so that Ctrl-C reaches
              +-- rank 1   its output goes to logs/rank-1.log    only the parent, once, and the parent decides
              +-- ...      (appended)
 
-A rank that ends abnormally ends the job: the others are given a moment to write how they failed (run/guard.py), then
-they are killed, because ranks that wait for a lost peer would wait for ever. Of all failures the earliest that is
-not the consequence of another is returned, to be shown once; the others stay in files.
+A rank that ends abnormally ends the job: the others get a moment to record how they failed
+(`failure_record`), then they are killed, because ranks that wait for a lost peer would wait forever. The
+earliest failure that is not the consequence of another is returned, to be shown once; the others stay in
+files.
 
-    SIGTERM, SIGUSR1   SIGTERM to every rank: save and stop. Who has not ended after `terminate_s` is killed.
+    SIGTERM, SIGUSR1   SIGTERM to every rank: save and stop. A rank that has not ended after `terminate_s` is killed.
     Ctrl-C             the same with `interrupt_s`; a second one kills at once.
-    kill -9            of the parent: ranks notice that their lifeline is cut, and end.
+    kill -9            of the parent: the ranks notice that their lifeline is closed, and end.
 
-Exit codes: 0 done, 1 a rank failed, 2 the request cannot work, 130 after Ctrl-C, 143 after SIGTERM.
+Exit codes: 0 done, 1 a rank failed, 2 the plan cannot work, 130 after Ctrl-C, 143 after SIGTERM.
 
-A folder for temporary files that does not outlive its process for long, even if that process is killed.
+Temporary folders contain a lock file. Its owner holds the lock, which the system releases when the process
+ends, however it ends. The next job first removes the folders whose lock is free, so a killed process leaves
+nothing for long:
 
-A temporary folder is removed by the process that made it, so one that is killed leaves it behind. Here the owner holds a
-lock on a file in it, and the system lets go of the lock when the process ends, however it ends. Whoever makes the next
-folder first removes those whose lock is free.
-
-    meshwright-k3x1/   lock  store        lock held: its job runs          lock free: its job was killed; removed
+    meshwright-k3x1/   lock  store        locked: its job runs          lock free: its job was killed; removed
 """
 
 import fcntl
@@ -47,14 +46,16 @@ PREFIX, LOCK = "meshwright-", "lock"
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A new temporary folder that only this user can read; it is gone afterwards, and so are those of killed processes."""
+    """Yields a new temporary folder that only this user can read; removes it, and those
+    of killed processes.
+    """
     _remove_abandoned()
     with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
         lock = Path(name) / LOCK
         part = lock.with_suffix(".part")
-        with part.open("wb") as held:
-            fcntl.flock(held, fcntl.LOCK_EX)
-            part.rename(lock)  # held before others can see it
+        with part.open("wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            part.rename(lock)  # locked before others can see it
             yield lock.parent
 
 
@@ -78,7 +79,7 @@ CLEAN_EXIT_CODES = (0, -signal.SIGTERM, SIGTERM_EXIT_CODE)  # how a rank may end
 class LaunchTimeouts:
     """How long the parent waits before it kills: for records after a failure, and for a save after a signal.
 
-    `terminate_s` stays below the 30 s after which schedulers such as Kubernetes and SLURM kill by themselves.
+    `terminate_s` is below the 30 s after which schedulers kill.
     """
 
     failure_s: float = 2.0
@@ -88,7 +89,7 @@ class LaunchTimeouts:
 
 @dataclass(frozen=True)
 class FirstFailure:
-    """The rank that failed first, and what to show of it."""
+    """The rank that failed first, and the text to show."""
 
     rank: int
     text: str
@@ -131,14 +132,11 @@ def launch_ranks(
     env: Mapping[str, str],
     timeouts: LaunchTimeouts | None = None,
 ) -> LaunchResult:
-    """How `world` processes of `python child_argv...` ended; none of them, nor what they started, is left.
+    """Starts `world` processes of `python child_argv...` and returns how they ended; none of them, nor their
+    children, is left.
 
-    Every rank finds in its environment, beside `env`: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MESHWRIGHT_STORE
-    (the path for a FileStore), MESHWRIGHT_LIFELINE (a file descriptor for run/guard.py) and, unless `env` has them,
-    GLOO_SOCKET_IFNAME (loopback), OMP_NUM_THREADS (its share of the cores) and PYTHONUNBUFFERED. Logs go to
-    `folder`/logs, failures to `folder`/failures. Call it from the main thread: it handles SIGINT, SIGTERM and SIGUSR1 meanwhile.
-
-    Raises KeyboardInterrupt, and starts nothing, where one came before (run/interrupt.py).
+    Every rank finds in its environment, besides `env`: RANK, LOCAL_RANK, WORLD_SIZE, the store and the
+    lifeline.
     """
     timeouts = timeouts or LaunchTimeouts()
     _forget_failures(folder)
@@ -194,7 +192,9 @@ def _start(argv: Sequence[str], rank: int, folder: Path, env: Mapping[str, str],
 
 
 def _watch(ranks: Sequence[_Rank], received: Sequence[int], limits: LaunchTimeouts) -> tuple[int, ...]:
-    """Return when all ranks have ended, or it is time to kill those that have not: their numbers."""
+    """Returns the ranks to kill: when all have ended (none), or when the time of those
+    that have not is over.
+    """
     told_s: float | None = None
     while alive := [each for each in ranks if each.alive()]:
         now = time.monotonic()
@@ -240,7 +240,11 @@ def _outcome(
             128 + received[0] if stopping else SIGTERM_EXIT_CODE if agreed else 0, None, killed
         )
     reports = sorted((record.time, record.rank) for record in records.values() if record.kind == "hang")
-    if reports and not stopping and not any(record.kind in ("error", "plan_error") for record in records.values()):
+    if (
+        reports
+        and not stopping
+        and not any(record.kind in ("error", "plan_error") for record in records.values())
+    ):
         return LaunchResult(1, _reported(records[reports[0][1]], silent, records, folder), killed)
     _, rank = min(found)
     record = records.get(rank)
@@ -258,7 +262,6 @@ def _outcome(
 def _reported(
     record: FailureRecord, silent: Sequence[_Rank], records: Mapping[int, FailureRecord], folder: Path
 ) -> FirstFailure:
-    """What a rank found out that waited in vain, and how those ended that wrote nothing."""
     said, guesses = describe_failure(record), [_guessed(each) for each in silent]
     # a backend aborts the rank that gets a message of another size than it expects: it is a victim, and the report knows more
     first = [] if any(each.process.returncode == -signal.SIGABRT for each in silent) else guesses
@@ -269,7 +272,6 @@ def _reported(
 
 
 def _guessed(each: _Rank) -> str:
-    """What can be said of a rank that ended without a record: how, why that happens, and the end of its log."""
     code = each.process.returncode
     if code < 0:
         text = f"rank {each.rank} was killed by signal {-code} ({signal.strsignal(-code)})"
@@ -286,7 +288,7 @@ def _guessed(each: _Rank) -> str:
 
 
 def _forget_failures(folder: Path) -> None:
-    """Remove the records of an earlier attempt in the same folder, which would be taken for this one's."""
+    """Removes the records of an earlier attempt in the same folder, which would be taken for this one's."""
     for path in (folder / "failures").glob("rank-*.json"):
         path.unlink()
 
@@ -298,7 +300,7 @@ def _kill_group(pid: int) -> None:
 
 @contextmanager
 def _lifeline() -> Iterator[int]:
-    """The end of a pipe that ranks inherit; the other end closes with this process, or on leaving."""
+    """Yields the read end of a pipe for the ranks; the other end closes with this process, or on exit."""
     read_fd, write_fd = os.pipe()
     try:
         yield read_fd
@@ -309,7 +311,8 @@ def _lifeline() -> Iterator[int]:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The SIGINT and SIGTERM that arrive meanwhile, in order; they do nothing else. The previous handlers come back.
+    """Yields the SIGINT and SIGTERM that arrive meanwhile, in order; they have no other effect. Previous
+    handlers are restored.
 
     SIGUSR1, which schedulers send ahead of a time limit, counts as SIGTERM.
     """

@@ -1,8 +1,8 @@
-"""The network as this host sees it: its interfaces, and which of them leads to the other ranks.
+"""The network interfaces of this host, and the one that leads to the other ranks.
 
-gloo listens on the address that the host's own name stands for. On many hosts that is 127.0.1.1, which nobody else can
-reach, or the address of a network that does not lead to the other ranks; then every rank waits. The interface by which
-packets to the master leave is the right one, and asking the kernel for it sends nothing.
+gloo listens on the address to which the host's own name resolves. On many hosts that is 127.0.1.1, which no
+other host can reach, or an address of another network; then every rank waits. The right interface is the one
+by which packets to the master leave. Asking the kernel for it sends nothing.
 """
 
 import socket
@@ -28,7 +28,9 @@ class NetworkInterface:
 
 
 def list_interfaces() -> Iterator[NetworkInterface]:
-    """The interfaces of this host that are up, once per address; `mbit_s` is 0 where the system does not say."""
+    """Returns the interfaces of this host that are up, once per address; `mbit_s` is 0 where the system does
+    not know it.
+    """
     stats = psutil.net_if_stats()
     for name, entries in psutil.net_if_addrs().items():
         if name not in stats or not stats[name].isup:
@@ -39,15 +41,16 @@ def list_interfaces() -> Iterator[NetworkInterface]:
 
 
 def loopback_interface() -> str:
-    """The name of the interface that leads back to this host."""
+    """Returns the name of the loopback interface."""
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
 def interface_to(address: str) -> str | None:
-    """The interface by which this host reaches others at `address`, or itself when `address` is its own; None without one.
+    """Returns the interface by which this host reaches `address`, or its own if `address` is its own; None
+    without one.
 
-    A name that means loopback here (a host's own name, on Debian) is another host's way to this one, so then it is the
-    interface that leads out.
+    If a name resolves to the loopback here (as a host's own name often does), other hosts do not reach it
+    there; its other address is used.
     """
     for target in (address, EXTERNAL_ADDRESS):
         mine = _source_address(target)
@@ -57,7 +60,7 @@ def interface_to(address: str) -> str | None:
 
 
 def resolve_host(name: str) -> IPv4Address | IPv6Address | None:
-    """What the host name `name` stands for on this host, IPv4 first; None when nothing."""
+    """Returns the address of the host name `name` on this host, IPv4 first; None if it does not resolve."""
     try:
         found = socket.getaddrinfo(name, None)
     except OSError:

@@ -1,6 +1,8 @@
-"""Ctrl-C while a job is prepared: an exception, as usual, which is not forgotten where nobody heard it.
+"""Ctrl-C while a job is prepared: raises KeyboardInterrupt and remembers it, because the exception can be
+lost.
 
-Code that torch runs in callbacks of weak references swallows every exception. Whoever starts ranks asks once more.
+Code that torch runs in callbacks of weak references swallows every exception. Before ranks start,
+`raise_if_interrupted` checks.
 """
 
 import signal
@@ -8,7 +10,7 @@ from types import FrameType
 
 
 class InterruptHandler:
-    """A handler of SIGINT that raises KeyboardInterrupt, and remembers it."""
+    """A handler of SIGINT that raises KeyboardInterrupt and remembers it."""
 
     def __init__(self) -> None:
         self.was_interrupted = False
@@ -19,7 +21,7 @@ class InterruptHandler:
 
 
 def raise_if_interrupted() -> None:
-    """Raise KeyboardInterrupt if an `Interrupt` handles SIGINT, and one has come."""
+    """Raises KeyboardInterrupt if an `InterruptHandler` handles SIGINT and received one."""
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(handler, InterruptHandler) and handler.was_interrupted:
         raise KeyboardInterrupt

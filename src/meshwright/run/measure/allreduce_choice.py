@@ -1,8 +1,8 @@
-"""`algorithm = "auto"`: a strategy's wish for a choice, replaced by a rule once, when the plan is made.
+"""Replaces `algorithm = "auto"` of a strategy by a rule, once, when the plan is made.
 
-The rule comes from the measured links in the file that the key `cluster` of the config names. The plan holds the rule and needs
-that file no more. A run that goes on keeps the rule it began with, as its own plan has it: sums by another algorithm have other
-last bits. Whoever wants a new choice starts in another folder.
+The rule comes from the measured links in the file that the key `cluster` of the config names. The plan
+contains the rule and needs the file no more. A resumed run keeps the rule of its own plan, because another
+algorithm gives other last bits; for a new choice, start in another folder.
 """
 
 import tomllib
@@ -26,10 +26,10 @@ from meshwright.run.measure.network_profile import describe_machine, read_cluste
 def choose_algorithms(
     strategies: Sequence[Strategy], mesh: Mesh, cluster: str, folder: Path
 ) -> tuple[tuple[Strategy, ...], list[str]]:
-    """`strategies` with a rule in place of every auto, and what was chosen and why, in a line each.
+    """Returns `strategies` with a rule in place of every "auto", and one line per choice with its reason.
 
-    `cluster` is the path of a cluster.toml ("": none is named), `folder` that of the run. Raises PlanError when there is
-    something to choose and nothing to choose by.
+    `cluster` is the path of a cluster.toml ("": none), `folder` the run's folder. Raises PlanError if a rule
+    is needed and nothing is measured.
     """
     if not any(_said(strategy).get("algorithm") == AUTO for strategy in strategies):
         return tuple(strategies), []
@@ -73,7 +73,6 @@ def _measured(cluster: str, strategy: Strategy) -> Cluster:
 
 
 def _placed(strategy: Strategy, mesh: Mesh, cluster: Cluster) -> tuple[int, int]:
-    """How many ranks reduce together for `strategy`, and how many of them share a host (0: all)."""
     ranks = mesh.peers(0, _axes(_said(strategy)))
     if not cluster.ranks_per_host or len(ranks) == 1:
         return len(ranks), 0
@@ -82,7 +81,6 @@ def _placed(strategy: Strategy, mesh: Mesh, cluster: Cluster) -> tuple[int, int]
 
 
 def _doubts(cluster: Cluster, path: str) -> Iterator[str]:
-    """Why the measurement may not hold here."""
     here = describe_machine()
     gpu = torch.cuda.is_available()
     if (cluster.transport == "nccl") != gpu:
@@ -92,13 +90,11 @@ def _doubts(cluster: Cluster, path: str) -> Iterator[str]:
         yield f"{path} was measured on another machine ({cluster.machine}; here: {here}): measure where the plan will run"
 
 
-def _axes(said: dict[str, Any]) -> tuple[str, str]:
-    """The axes over which a strategy with these fields sums: its own, and that of ranks with other tokens of the same samples."""
-    return said.get("axis", "dp_replicate"), "cp"
+def _axes(fields: dict[str, Any]) -> tuple[str, str]:
+    return fields.get("axis", "dp_replicate"), "cp"
 
 
 def _kept(strategy: Strategy, mesh: Mesh, folder: Path) -> str | None:
-    """The rule with which the run in `folder` began, where it goes on with as many ranks along the strategy's axes."""
     path = folder / "plan.toml"
     if not path.is_file() or not any((folder / CHECKPOINTS_FOLDER).glob("step-*")):
         return None

@@ -1,20 +1,19 @@
-"""What a device does per second: products, attention, memory and calls, each timed at many sizes.
+"""Measures a device: matrix products, attention, memory and calls per second, each at many sizes.
 
-How each is timed says run/sampling.py: of a cell the median of the samples counts, and the distance of their quartiles is its
-spread.
+`timing` explains the method: of each size the median of the samples counts, and the distance of their
+quartiles is the spread.
 
-    product      the three of a linear layer: x w in forward, g w' and g' x in backward; the mean of them. x and w lie far off
-    attention    torch's fused kernel, no mask; backward: both together less the forward
-    moved        a sum of what lies far off, and one of what was just made and what lies far off, into other far places
-    computed     operations that compute much for each number (run/computing.py)
-    call         a chain of operations on one number
-    slices       products, one after another: how evenly they go (run/evenness.py)
+    matmuls          the three of a linear layer: x w in forward, g w' and g' x in backward; their mean. x and w are not cached
+    attention        torch's fused kernel, no mask; backward: forward and backward together, minus the forward
+    memory_ops       a sum of uncached operands, and one of a cached and an uncached operand, into uncached memory
+    elementwise_ops  operations that compute much for each number (tanh, random numbers ...)
+    call             a chain of operations on one number
+    slices           matrix products, one after another: the jitter of the device
 
-The operations that compute much for each number that they make (core/work.py, RICH), as `bench device` times them.
-
-Memory says what most operations between products take. A tanh takes ten times as long on a CPU, a random number twenty times:
-GPT-2's activation is a seventh of its forward there. Each runs on memory that is there already and fits into a cache, so that
-nothing but the computing counts; on a GPU, where a cache does not matter, on enough numbers to fill the device.
+Most elementwise operations take the time of their memory traffic. On a CPU a tanh takes ten times as long
+and a random number twenty times: GPT-2's activation is a seventh of its forward there. Each is timed on
+memory that fits into a cache, so that only computing counts; on a GPU, where a cache does not matter, on
+enough numbers to fill the device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +46,7 @@ NUM_ROWS_CPU, NUM_ROWS_CUDA, WIDTH = 48, 1 << 17, 512  # on a CPU less than the 
 
 
 def compute_heavy_operations(device: torch.device) -> tuple[int, dict[str, Callable[[], object]]]:
-    """How many numbers each operation makes, and the operations by their names."""
+    """Returns how many numbers each operation produces, and the operations by name."""
     rows = (NUM_ROWS_CUDA if device.type == "cuda" else NUM_ROWS_CPU, WIDTH)
     x, g = (torch.randn(rows, device=device) for _ in range(2))
     aten, norm, above, weight = (
@@ -147,7 +146,9 @@ MEMORY_NBYTES = tuple(
 
 @dataclass(frozen=True)
 class DeviceTimings:
-    """What was measured of a device; seconds of a call forward and backward, and of slices of work in a row."""
+    """The measurements of a device; seconds of a call forward and backward, and of consecutive slices of
+    work.
+    """
 
     matmuls: tuple[MatmulTiming, ...]
     attention: tuple[AttentionTiming, ...]
@@ -160,7 +161,7 @@ class DeviceTimings:
 
 @dataclass(frozen=True)
 class BenchSizes:
-    """What is measured: products, attention, and bytes that are read and written."""
+    """The sizes to measure: matrix products, attention, and bytes that are read and written."""
 
     matmuls: tuple[MatmulSize, ...]
     attention: tuple[AttentionSize, ...]
@@ -168,7 +169,7 @@ class BenchSizes:
 
 
 def bench_sizes(kind: str, *, quick: bool = False) -> BenchSizes:
-    """The usual sizes for a device of `kind`, or, for a `quick` look, those that are soon done."""
+    """Returns the usual sizes for a device of `kind`; with `quick`, the small ones."""
     if quick:
         small = tuple(
             each
@@ -196,9 +197,10 @@ def time_device(
     quick: bool = False,
     barrier: Callable[[], None] = lambda: None,
 ) -> DeviceTimings:
-    """What `device` does at `sizes`, measured with as many threads as torch is set to.
+    """Measures `device` at `sizes` with torch's current number of threads.
 
-    Several ranks that share it `meet` while they look how evenly it goes, so that they do so at the same moment.
+    Several ranks that share the device wait in `barrier` before they measure jitter, so that they do so at
+    the same time.
     """
     watch = DeviceTimer(device, NUM_QUICK_SWEEPS if quick else NUM_SWEEPS, QUICK_SLOT_S if quick else SLOT_S)
     products: list[MatmulTiming] = []
@@ -225,20 +227,25 @@ def time_device(
 def matmul_operations(
     device: torch.device, dtype: torch.dtype, sizes: Sequence[MatmulSize]
 ) -> dict[MatmulSize, Operation]:
-    """The products of linear layers of these sizes."""
+    """Returns the matrix products of linear layers of these sizes."""
     most = max(batch * k * (m + n) for m, n, k, batch in sizes)
     far = UncachedMemory(device, dtype, max(UNCACHED_NBYTES // dtype.itemsize, most))
     return {each: _linear(far, *each) for each in sorted(sizes, key=prod)}
 
 
 def matmul_points(dtype: torch.dtype, samples: Mapping[MatmulSize, Sequence[float]]) -> list[MatmulTiming]:
-    """What the samples say, of which each is of three products."""
+    """Returns the timings of samples that contain three products each."""
     rates = {each: 2.0 * prod(each) / (median(seen) / 3) for each, seen in samples.items()}
-    return [MatmulTiming(*each, _name(dtype), rate, relative_spread(samples[each])) for each, rate in rates.items()]
+    return [
+        MatmulTiming(*each, _name(dtype), rate, relative_spread(samples[each]))
+        for each, rate in rates.items()
+    ]
 
 
 def _linear(far: UncachedMemory, m: int, n: int, k: int, batch: int) -> Operation:
-    """The products of a linear layer from k to n numbers on m tokens; of many at once, as within attention."""
+    """The matrix products of a linear layer from k to n features on m tokens; `batch` of them at once, as in
+    attention.
+    """
     lead = () if batch == 1 else (batch,)
     g, places = (
         random_tensor(far.memory.device, far.memory.dtype, *lead, m, n),
@@ -255,7 +262,7 @@ def _linear(far: UncachedMemory, m: int, n: int, k: int, batch: int) -> Operatio
 def attention_operations(
     device: torch.device, dtype: torch.dtype, sizes: Sequence[AttentionSize], *, backward: bool
 ) -> dict[AttentionSize, Operation]:
-    """Fused attention of these sizes, with its backward or without."""
+    """Returns fused attention of these sizes, with its backward or without."""
     return {each: _attended(device, dtype, each, back=backward) for each in sorted(sizes, key=prod)}
 
 
@@ -264,7 +271,7 @@ def attention_points(
     forward: Mapping[AttentionSize, Sequence[float]],
     both: Mapping[AttentionSize, Sequence[float]],
 ) -> list[AttentionTiming]:
-    """What the samples of forwards say, and of forwards with their backward."""
+    """Returns the timings of attention from samples of forwards, and of forwards with backwards."""
     found = []
     for size in (size for size in forward if size in both):
         first, whole = median(forward[size]), median(both[size])
@@ -289,20 +296,20 @@ def _attended(device: torch.device, dtype: torch.dtype, size: AttentionSize, *, 
 
 
 def memory_operations(device: torch.device, sizes: Sequence[int]) -> dict[int, Operation]:
-    """Sums that read and write so many bytes, two in each."""
+    """Returns sums that read and write these numbers of bytes, two in each."""
     far = UncachedMemory(device, torch.float32, max(UNCACHED_NBYTES // 4, max(sizes) // 12))
     return {nbytes: _added(far, nbytes // 12) for nbytes in sizes}
 
 
 def memory_points(samples: Mapping[int, Sequence[float]]) -> list[MemoryOpTiming]:
-    """What the samples say, of which each is of two sums."""
+    """Returns the timings of samples that contain two sums each."""
     return [
-        MemoryOpTiming(nbytes, 2 * nbytes / median(seen), relative_spread(seen)) for nbytes, seen in samples.items()
+        MemoryOpTiming(nbytes, 2 * nbytes / median(seen), relative_spread(seen))
+        for nbytes, seen in samples.items()
     ]
 
 
 def _added(far: UncachedMemory, numel: int) -> Operation:
-    """A sum of what lies far off, and one with that sum, into other far places; what is too large for the heap, into new ones."""
     if 4 * numel > MAX_MMAP_THRESHOLD:
         first, second, third = (far.take(numel) for _ in range(3))
         return lambda: torch.add(torch.add(first, second), third)
@@ -318,7 +325,7 @@ def _added(far: UncachedMemory, numel: int) -> Operation:
 def compute_heavy_points(
     samples: Mapping[str, Sequence[float]], numel: int, call_s: float
 ) -> list[ElementwiseTiming]:
-    """What the samples say of operations that make `numel` numbers."""
+    """Returns the timings of operations that produce `numel` numbers."""
     return [
         ElementwiseTiming(name, max(median(seen) - call_s, MIN_SECONDS) / numel, relative_spread(seen))
         for name, seen in samples.items()
@@ -326,7 +333,7 @@ def compute_heavy_points(
 
 
 def time_calls(timer: DeviceTimer) -> tuple[float, float]:
-    """Seconds of one call that autograd records, and of its part of a backward."""
+    """Returns the seconds of one call that autograd records, and of its part of a backward."""
     start = torch.ones((), device=timer.device, requires_grad=True)
 
     def chain() -> torch.Tensor:

@@ -1,24 +1,25 @@
-"""What `--hardware` names: a kind of device, a file that says what yours is, or one that `bench device` wrote.
+"""What `--hardware` names: a known kind of device, a file that describes one, or a file of `bench device`.
 
-    h100                     a kind of device that is known (core/devices.csv)
-    device.toml              what `bench device` measured; links come from a cluster.toml, or the maker's facts
+    h100                     a known kind of device (plan/hardware/devices.csv)
+    device.toml              measured by `bench device`; links come from a cluster.toml, or the vendor's data
     my.toml                  a [device] table: five lines
 
         [device]
-        like = "h100"                    a kind that is known; what is written below it differs
-        measured = "device.toml"         what `bench device` measured on one of them
-        name = "X9"                      as you call it
+        like = "h100"                    a known kind; the keys below it override its values
+        measured = "device.toml"         measured by `bench device` on one of them
+        name = "X9"                      your name of it
         tflops = {bfloat16 = 500}        1e12 FLOP/s of matrix products, by dtype
         memory_gb = 64                   GiB of a device
         memory_gb_s = 2000               1e9 bytes per second of its memory
         link_gb_s = 200                  1e9 bytes per second to the devices of its host, one way
         nic_gb_s = 25                    1e9 bytes per second out of its host, one way
         per_host = 8                     devices on a host
-        units = 100                      what computes at once: multiprocessors, compute units, cores
+        units = 100                      multiprocessors, compute units, or cores
 
-        [rates]                          shares that it reaches (planner/rates.py), where you know them
+        [rates]                          the fractions of these peaks that it reaches, where you know them
 
-Without `like` and `measured` all up to per_host are needed, units are those of a usual device. Every fault is told at once.
+Without `like` and `measured` all keys up to per_host are needed; `units` has a usual default. All
+diagnostics of a file are reported at once.
 """
 
 import re
@@ -52,19 +53,21 @@ FRACTION_RATES = (
     "link",
     "nic",
 )
-FRACTION_RATES += ("wave_tail", "tp_overlap", "grad_reduce_overlap")  # of which none is more than 1
-MAX_FACTOR = 1000.0  # times, at most, of a rate that is no share
-RATE_RANGES = {  # of rates that are neither shares nor times, or of which less is known to be wrong
+FRACTION_RATES += ("wave_tail", "tp_overlap", "grad_reduce_overlap")  # fractions, at most 1
+MAX_FACTOR = 1000.0  # upper limit of a rate that is no fraction
+RATE_RANGES = {  # rates with limits of their own
     "attention_backward": (0.01, 5.0, "a share of what attention reaches"),
     "attention_flash1": (0.01, 5.0, "a share of what attention reaches"),
     "attention_flash3": (0.01, 5.0, "times what attention reaches"),
     "half_rate_dim": (1.0, 1e5, "the size of an inner dim"),
     "fabric_half_hosts": (1.0, 1e6, "a number of hosts"),
     "fabric_exponent": (0.1, 20.0, "an exponent"),
-    **dict.fromkeys(("kernel_start_s", "kernel_launch_s", "latency_s"), (0.0, 1.0, "seconds: 3e-5 are 30 us")),
+    **dict.fromkeys(
+        ("kernel_start_s", "kernel_launch_s", "latency_s"), (0.0, 1.0, "seconds: 3e-5 are 30 us")
+    ),
     **dict.fromkeys(("microbatch_overhead_s", "step_overhead_s"), (0.0, 3600.0, "seconds")),
 }
-MAX_VALUES = {  # beyond which a figure is in another unit
+MAX_VALUES = {  # larger values are in another unit
     "memory_gb": (1e4, "GiB: 80 for an H100"),
     "memory_gb_s": (1e6, "1e9 bytes per second: 3350 for an H100"),
     "link_gb_s": (1e5, "1e9 bytes per second: 450 for an H100"),
@@ -83,7 +86,7 @@ DEVICE_FIELDS = {
 
 @dataclass(frozen=True)
 class DeviceTable:
-    """The table [device] as it is written; what is 0 or empty is not said."""
+    """The table [device] as written; 0 or empty means not given."""
 
     like: str = ""
     measured: str = ""
@@ -106,14 +109,14 @@ class _File:
 
 
 def is_hardware_file(hardware: str) -> bool:
-    """Whether `word` is a file, not the name of a kind."""
+    """Returns whether `hardware` is a file, not the name of a kind."""
     return hardware.endswith(".toml") or Path(hardware).is_file()
 
 
 def read_machine(hardware: str, count: int) -> Machine:
-    """`count` devices of what `word` names; see the module. Raises PlanError with all that is wrong with it.
+    """Returns `count` devices of what `hardware` names. Raises PlanError with every diagnostic.
 
-    Where a file says nothing of links, or of hosts, those of the machine are 0: not known.
+    Values that a file does not give (links, devices per host) are 0: unknown.
     """
     if not is_hardware_file(hardware):
         return make_machine(hardware, count)
@@ -129,43 +132,53 @@ def read_machine(hardware: str, count: int) -> Machine:
             fix=DEVICE_FIX,
             location=hardware,
         )
-    faults: list[Diagnostic] = []
-    said = SchemaCheck(str(path), tables={"device": DeviceTable}, diagnostics=faults).convert(
+    diagnostics: list[Diagnostic] = []
+    file = SchemaCheck(str(path), tables={"device": DeviceTable}, diagnostics=diagnostics).convert(
         document, _File, ()
     )
-    if said is None:  # what fits may have faults of its own, which are told with these
+    if file is None:  # what fits may have faults of its own, which are told with these
         document = _fitting(document)
-        said = SchemaCheck(str(path)).convert(document, _File, ())
-    return _described(said, document["device"], path, count, faults)
+        file = SchemaCheck(str(path)).convert(document, _File, ())
+    return _described(file, document["device"], path, count, diagnostics)
 
 
 def with_host_links(machine: Machine, hardware: str) -> Machine:
-    """`given` with a host for its devices. Raises PlanError where they have to meet over links of which nothing is known."""
+    """Returns `machine` with hosts for its devices. Raises PlanError if they communicate over links that are
+    unknown.
+    """
     if machine.num_devices == 1:
         return replace(machine, host_size_override=machine.devices_per_host or 1)
     device, host = machine.device, machine.devices_per_host
-    faults = []
+    diagnostics = []
     for key, known in (("link_gb_s", device.link_rate), ("per_host", host)):
         if not known:
-            faults.append(
-                Diagnostic(f"{machine.num_devices} devices, and nothing is known of {key}", LINKS_FIX, hardware)
+            diagnostics.append(
+                Diagnostic(
+                    f"{machine.num_devices} devices, and nothing is known of {key}", LINKS_FIX, hardware
+                )
             )
     if host and machine.num_devices > host and not device.nic_rate:
-        faults.append(
+        diagnostics.append(
             Diagnostic(
                 f"{machine.num_devices} devices on hosts of {host}, and nothing is known of nic_gb_s",
                 LINKS_FIX,
                 hardware,
             )
         )
-    raise_diagnostics(faults)
+    raise_diagnostics(diagnostics)
     return replace(
-        machine, device=replace(device, devices_per_host=device.devices_per_host or host), host_size_override=host
+        machine,
+        device=replace(device, devices_per_host=device.devices_per_host or host),
+        host_size_override=host,
     )
 
 
 def find_profile(hardware: str) -> DeviceProfile | None:
-    """What `bench device` measured, where `word` names such a file, or one that names it; None for a kind. Raises PlanError."""
+    """Returns the profile of `bench device` if `hardware` names its file, or a file that names it; None for
+    a kind.
+
+    Raises PlanError for a file that cannot be read.
+    """
     if not is_hardware_file(hardware):
         return None
     path = Path(hardware)
@@ -173,12 +186,11 @@ def find_profile(hardware: str) -> DeviceProfile | None:
     if isinstance(document.get("device"), str):
         return parse_measurements(document, DeviceProfile, path)
     table = document.get("device")
-    said = table.get("measured") if isinstance(table, dict) else None
-    return read_profile(path.parent / said) if isinstance(said, str) and said else None
+    file = table.get("measured") if isinstance(table, dict) else None
+    return read_profile(path.parent / file) if isinstance(file, str) and file else None
 
 
 def _fitting(document: dict[str, Any]) -> dict[str, Any]:
-    """What of the document is of the right type, key by key."""
     tables = {name: table for name in ("device", "rates") if isinstance(table := document.get(name), dict)}
     kept: dict[str, Any] = {"device": {}, "rates": {}}
     for name, table in tables.items():
@@ -189,28 +201,30 @@ def _fitting(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _described(
-    said: _File, keys: Iterable[str], path: Path, count: int, before: Iterable[Diagnostic]
+    file: _File, keys: Iterable[str], path: Path, count: int, before: Iterable[Diagnostic]
 ) -> Machine:
-    """The machine of a [device] table in which these `keys` are written. Of what has a fault `before`, no other one is told."""
-    table, faults = said.device, list(before)
-    places = [fault.location for fault in faults]
-    for fault in _faults(said, keys):
-        where = f"{path}: {fault.location}"
+    """Builds the machine of a [device] table with these `keys`. Values with an earlier diagnostic get no
+    second one.
+    """
+    table, diagnostics = file.device, list(before)
+    places = [diagnostic.location for diagnostic in diagnostics]
+    for diagnostic in _faults(file, keys):
+        where = f"{path}: {diagnostic.location}"
         if not any(
             f"{where}.".startswith(f"{each}.") or f"{each}.".startswith(f"{where}.") for each in places
         ):
-            faults.append(replace(fault, location=where))
+            diagnostics.append(replace(diagnostic, location=where))
     profile, base = None, None
     if table.measured:
         try:
             profile = read_profile(path.parent / table.measured)
         except PlanError as error:
-            faults += error.diagnostics
+            diagnostics += error.diagnostics
     if table.like:
         base = find_device(table.like)
         if base is None:
             text = f"'{table.like}' is no device that is known here"
-            faults.append(
+            diagnostics.append(
                 Diagnostic(
                     text,
                     suggest_name(table.like.upper(), [each.name for each in known_devices()]),
@@ -219,13 +233,13 @@ def _described(
             )
     if base is not None and profile is not None and find_device(profile.device) is not base:
         text = f"like = '{table.like}', and {table.measured} was measured on {profile.device}"
-        faults.append(Diagnostic(text, "leave one of the two out", f"{path}: device.measured"))
-    raise_diagnostics(faults)
+        diagnostics.append(Diagnostic(text, "leave one of the two out", f"{path}: device.measured"))
+    raise_diagnostics(diagnostics)
     if base is None:
         base = measured_device(profile) if profile is not None else _bare()
     device = _device(table, base, path)
     rates = load_rates(base.name) if profile is None else measured_rates(profile, device)
-    return Machine(device, count, replace(rates, **said.rates))
+    return Machine(device, count, replace(rates, **file.rates))
 
 
 def _device(table: DeviceTable, base: DeviceSpec, path: Path) -> DeviceSpec:
@@ -251,9 +265,8 @@ def _bare() -> DeviceSpec:
     return DeviceSpec("", "", {}, 0.0, 0.0, 0.0, 0.0, 0, DEFAULT_NUM_UNITS, "")
 
 
-def _faults(said: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
-    """All that is wrong with the figures of a [device] table in which these `keys` are written, and what is missing."""
-    table = said.device
+def _faults(file: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
+    table = file.device
     if not table.like and not table.measured:
         lacking = [
             each.name for each in fields(DeviceTable) if each.name not in ("like", "measured", "units")
@@ -267,7 +280,7 @@ def _faults(said: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
                 )
     for key, (most, unit) in MAX_VALUES.items():
         value = vars(table)[key]
-        if key in keys and not 0 < value < inf:  # a 0 that is written is no word for "not said"
+        if key in keys and not 0 < value < inf:  # a written 0 does not mean "unknown"
             fix = "write a number above 0" + (
                 ", or leave the key out" if table.like or table.measured else ""
             )
@@ -275,7 +288,7 @@ def _faults(said: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
         elif value > most:
             yield Diagnostic(f"{key} = {value:g}, more than {most:g}", f"write {unit}", f"device.{key}")
     yield from _peak_faults(table)
-    for name, value in said.rates.items():
+    for name, value in file.rates.items():
         least, most, unit = RATE_RANGES.get(
             name, (0.0, 1.0 if name in FRACTION_RATES else MAX_FACTOR, "a number of times")
         )
@@ -292,7 +305,6 @@ def _faults(said: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
 
 
 def _peak_faults(table: DeviceTable) -> Iterator[Diagnostic]:
-    """What is wrong with the peaks of products."""
     for dtype, value in table.tflops.items():
         if dtype not in DTYPES:
             bits = re.sub(

@@ -1,12 +1,11 @@
-"""device.toml: what `meshwright bench device` found out about a device, written for people and read by the planner.
+"""Files of measurements, device.toml and cluster.toml: all diagnostics of a file are reported at once;
+writing is atomic.
+
+device.toml is written by `meshwright bench device` for people, and read by the planner:
 
     version, date, kind, device, torch, threads, ranks, memory      what was measured, when and how
-    call_s, call_backward_s                                         seconds that an operation takes at least
-    products, attention, moved, computed, stretches                 core/profile.py says what their figures are
-
-Every fault of a file is reported at once.
-
-Files of figures that were measured, device.toml and cluster.toml: read with every fault at once, written whole or not.
+    call_s, call_backward_s                                         the least seconds of an operation
+    matmuls, attention, memory_ops, elementwise_ops, lag_samples    the measurements: plan/hardware/device_profile.py
 """
 
 import json
@@ -23,10 +22,10 @@ from meshwright.run.telemetry.trace import replace_file
 
 
 class Measurements(Protocol):
-    """What such a file says."""
+    """The contents of such a file."""
 
     def diagnostics(self) -> Iterator[Diagnostic]:
-        """Everything that is wrong with it."""
+        """Yields everything that is wrong with it."""
         ...
 
 
@@ -34,7 +33,7 @@ MeasurementsT = TypeVar("MeasurementsT", bound=Measurements)
 
 
 def read_toml(path: Path, fix: str) -> dict[str, Any]:
-    """The TOML document at `path`. Raises PlanError when there is none, with `fix` as the repair."""
+    """Returns the TOML document at `path`. Raises PlanError when there is none, with `fix` as the repair."""
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError as error:
@@ -52,20 +51,23 @@ def parse_measurements(
     path: Path,
     extra_diagnostics: Callable[[MeasurementsT], Iterable[Diagnostic]] = lambda said: (),
 ) -> MeasurementsT:
-    """The figures of this `kind` in `document`, read from `path`. Raises PlanError with its faults, and those of `also`."""
-    faults: list[Diagnostic] = []
-    found = SchemaCheck(str(path), diagnostics=faults).convert(document, kind, ())
-    if found is not None and not faults:
-        faults += [
-            replace(fault, location=f"{path}: {fault.location}")
-            for fault in (*found.diagnostics(), *extra_diagnostics(found))
+    """Returns the measurements of type `kind` in `document`, read from `path`.
+
+    Raises PlanError with their diagnostics, and those of `extra_diagnostics`.
+    """
+    diagnostics: list[Diagnostic] = []
+    measurements = SchemaCheck(str(path), diagnostics=diagnostics).convert(document, kind, ())
+    if measurements is not None and not diagnostics:
+        diagnostics += [
+            replace(diagnostic, location=f"{path}: {diagnostic.location}")
+            for diagnostic in (*measurements.diagnostics(), *extra_diagnostics(measurements))
         ]
-    raise_diagnostics(faults)
-    return found
+    raise_diagnostics(diagnostics)
+    return measurements
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Write a file of these lines. Raises PlanError when it cannot be written."""
+    """Writes a file of these lines. Raises PlanError when it cannot be written."""
     try:
         replace_file(path, "\n".join([*lines, ""]))
     except OSError as error:
@@ -89,7 +91,7 @@ TABLE_COMMENTS = {
 
 
 def read_profile(path: Path) -> DeviceProfile:
-    """The profile in the file at `path`. Raises PlanError with every fault of it."""
+    """Returns the profile in the file at `path`. Raises PlanError with every diagnostic."""
     return parse_measurements(
         read_toml(path, "measure the device first: meshwright bench device --out device.toml"),
         DeviceProfile,
@@ -98,7 +100,7 @@ def read_profile(path: Path) -> DeviceProfile:
 
 
 def write_profile(profile: DeviceProfile, path: Path) -> DeviceProfile:
-    """Write `profile` to `path`; returns it as a reader gets it, with figures of four digits.
+    """Writes `profile` to `path` with four significant digits, and returns what a reader gets.
 
     Raises PlanError when the file cannot be written.
     """
@@ -109,17 +111,17 @@ def write_profile(profile: DeviceProfile, path: Path) -> DeviceProfile:
 def _lines(profile: DeviceProfile) -> Iterator[str]:
     for key, value in vars(profile).items():
         if key not in TABLE_COMMENTS and not key.startswith("_"):
-            yield f"{key} = {_said(value)}"
-    for key, words in TABLE_COMMENTS.items():
-        yield f"\n# {words}\n{key} = ["
+            yield f"{key} = {_toml_value(value)}"
+    for key, comment in TABLE_COMMENTS.items():
+        yield f"\n# {comment}\n{key} = ["
         yield from _tables(vars(profile)[key])
         yield "]"
 
 
 def _tables(rows: Iterable[object]) -> Iterator[str]:
     for row in rows:
-        yield f"    {{{', '.join(f'{key} = {_said(value)}' for key, value in vars(row).items())}}},"
+        yield f"    {{{', '.join(f'{key} = {_toml_value(value)}' for key, value in vars(row).items())}}},"
 
 
-def _said(value: object) -> str:
+def _toml_value(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)

@@ -1,12 +1,13 @@
-"""cluster.toml: what `meshwright bench network` found out about the links, written for people and read by the planner.
+"""Reads and writes cluster.toml: the links as `meshwright bench network` measured them.
 
     version, date, machine, torch, transport     what was measured, when and where
-    ranks_per_host                                     ranks on each host; 0: all on one
-    [fit_error]                                        how well sizes are predicted that were not fitted
-    [network]                                    the model: core/link.py says what its figures are
-    [[measurements]]                                 one table per algorithm and number of ranks: bytes, seconds, spread
+    ranks_per_host                               ranks on each host; 0: all on one
+    [fit_error]                                  the prediction error at sizes that were not fitted
+    [network]                                    the model of the links: plan/hardware/network_model.py
+    [[measurements]]                             one table per algorithm and number of ranks: bytes, seconds, spread
 
-Every fault of a file is reported at once. The same file always gives the same rule, so it may be kept beside the configs.
+All diagnostics of a file are reported at once. The same file always gives the same rule, so keep it with the
+configs.
 """
 
 import json
@@ -29,14 +30,14 @@ CLUSTER_HEADER = """\
 
 
 def describe_machine() -> str:
-    """The machine in words: its GPU, or its processor and cores. No name by which it could be found."""
+    """Returns the machine as text: its GPU, or its processor and cores. The text contains no host name."""
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name(0)} x {torch.cuda.device_count()}"
     return f"{processor_name()}, {available_cores()} cores"
 
 
 def read_cluster(path: Path) -> Cluster:
-    """The cluster in the file at `path`. Raises PlanError with every fault of it."""
+    """Returns the cluster in the file at `path`. Raises PlanError with every diagnostic."""
     fix = "measure the links first: meshwright bench network --out cluster.toml"
     document = read_toml(path, fix)
     if "device" in document:
@@ -49,7 +50,7 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def write_cluster(cluster: Cluster, path: Path) -> Cluster:
-    """Write `cluster` to `path`; returns it as a reader gets it, with figures of four digits.
+    """Writes `cluster` to `path` with four significant digits, and returns what a reader gets.
 
     Raises PlanError when the file cannot be written.
     """
@@ -93,8 +94,8 @@ def _lines(cluster: Cluster) -> Iterator[str]:
 
 
 def _bands(link: LinkCost) -> str:
-    said = [
+    lines = [
         f"    {{max_nbytes = {band.max_nbytes}, latency_s = {band.latency_s:.4g}, bytes_per_s = {band.bytes_per_s:.4g}}},"
         for band in link.bands
     ]
-    return "\n".join(["bands = [", *said, "]"])
+    return "\n".join(["bands = [", *lines, "]"])

@@ -1,11 +1,12 @@
-"""What a run's folder tells of its machine: seconds of its steps, where they went, what its messages took.
+"""Reads what a run's folder says about its machine: step times, where they were spent, and the time of its
+messages.
 
-    run_info.json            the device
-    metrics.jsonl         seconds of every step; the first of a process warms up and is left out
-    trace/rank-N.json     where steps went, message by message; only of a run with run.trace_steps
+    run_info.json         the device
+    metrics.jsonl         seconds of every step; the first step of a process warms up and is left out
+    trace/rank-N.json     the time of each message; only of a run with run.trace_steps
 
-A message lasts on each rank until its result has come, waiting for slower ranks included. The rank that came last waited for
-nobody, so of all ranks and all traced steps the shortest time of a message counts.
+On each rank a message lasts until its result has arrived, waiting for slower ranks included. The last rank
+waited for none, so the shortest time of a message over all ranks and traced steps counts.
 """
 
 import json
@@ -28,7 +29,7 @@ EQUAL_COLLECTIVES = (
     "all_reduce",
     "all_gather",
     "reduce_scatter",
-)  # in which all send as much: nobody waits for what another computes
+)  # all ranks send as much, so no rank waits for another's result
 COMPUTE_PARTS = ("forward", "backward", "optimizer", "other")
 STEP_KEYS: Mapping[str, type | UnionType] = {
     "seconds": int | float,
@@ -45,7 +46,7 @@ RETRACE_FIX = "trace steps again: --run.trace_steps 3; or remove the folder trac
 
 @dataclass(frozen=True)
 class TimedCollective:
-    """A collective that a run issued, and what it took: `axes` are those along which its ranks lie."""
+    """A collective of a run and its time: `axes` are the mesh axes of its ranks."""
 
     collective: str
     axes: tuple[str, ...]
@@ -54,7 +55,7 @@ class TimedCollective:
 
 
 class CollectiveKey(NamedTuple):
-    """Which message of a step it is: the `number`th of its kind."""
+    """Identifies a collective of a step: the `index`th of its kind."""
 
     collective: str
     axes: str
@@ -64,9 +65,10 @@ class CollectiveKey(NamedTuple):
 
 @dataclass(frozen=True)
 class PreviousRun:
-    """A run that was: the device that computed, and the median of so many steps, in seconds.
+    """A run that ended: its device, and the median step time in seconds over `num_steps` steps.
 
-    Where it was traced, `computed_s` are the seconds that the slowest rank computed in a step, and `messages` what was sent.
+    If it was traced, `compute_s` is the compute time of the slowest rank in a step, and `collectives` are
+    its messages.
     """
 
     folder: Path
@@ -78,7 +80,9 @@ class PreviousRun:
 
 
 def read_previous_run(folder: Path) -> PreviousRun:
-    """What the run in `folder` tells. Raises PlanError when it is no run or has too few steps, or with all that is damaged."""
+    """Reads the run in `folder`. Raises PlanError when it is no run, has too few steps, or with everything
+    that is damaged.
+    """
     where = str(folder)
     if not folder.is_dir():
         raise PlanError(
@@ -86,11 +90,11 @@ def read_previous_run(folder: Path) -> PreviousRun:
             fix="name the folder of a run: run.folder in its config",
             location=where,
         )
-    faults: list[Diagnostic] = []
-    device = _device(folder / ABOUT, faults)
-    seconds = _steps(folder / METRICS_FILE, faults)
-    computed, messages = _traced(folder / TRACES, faults)
-    raise_diagnostics(faults)
+    diagnostics: list[Diagnostic] = []
+    device = _device(folder / ABOUT, diagnostics)
+    seconds = _steps(folder / METRICS_FILE, diagnostics)
+    computed, messages = _traced(folder / TRACES, diagnostics)
+    raise_diagnostics(diagnostics)
     if len(seconds) < MIN_STEPS:
         text = f"{len(seconds)} steps beyond the first were timed; needed are {MIN_STEPS} for a median"
         raise PlanError(text, fix=f"train longer: --train.steps {MIN_STEPS + 2} or more", location=where)
@@ -98,7 +102,6 @@ def read_previous_run(folder: Path) -> PreviousRun:
 
 
 def _text(path: Path, reason: str, diagnostics: list[Diagnostic]) -> str:
-    """What the file says; "" where it is not there, for this `reason`, or cannot be read: a fault."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -121,19 +124,17 @@ def _json(text: str, path: Path, fix: str, diagnostics: list[Diagnostic]) -> Any
     return None
 
 
-def _lacking(said: object, needed: Mapping[str, type | UnionType]) -> str:
-    """Which keys are not there, or are not what is `needed`, in words; "": none of them."""
-    if not isinstance(said, dict):
+def _lacking(document: object, needed: Mapping[str, type | UnionType]) -> str:
+    if not isinstance(document, dict):
         keys = f" with {', '.join(needed)}" if needed else ""
-        return f"{json.dumps(said)[:40]} stands where a table{keys} is needed"
-    bad = [key for key, kind in needed.items() if not isinstance(said.get(key), kind)]
-    given = [f"{key} is {json.dumps(said[key])[:40]}" for key in bad if key in said]
-    missing = [f"there is no {key}" for key in bad if key not in said]
+        return f"{json.dumps(document)[:40]} stands where a table{keys} is needed"
+    bad = [key for key, kind in needed.items() if not isinstance(document.get(key), kind)]
+    given = [f"{key} is {json.dumps(document[key])[:40]}" for key in bad if key in document]
+    missing = [f"there is no {key}" for key in bad if key not in document]
     return ", ".join([*missing, *given])
 
 
 def _device(path: Path, diagnostics: list[Diagnostic]) -> str:
-    """What computed."""
     text = _text(path, "the run has not begun, or is not one of `meshwright train`", diagnostics)
     about = _json(text, path, "name another run", diagnostics) if text else None
     if about is None:
@@ -154,17 +155,16 @@ def _device(path: Path, diagnostics: list[Diagnostic]) -> str:
 
 
 def _steps(path: Path, diagnostics: list[Diagnostic]) -> list[float]:
-    """Seconds of each step but the first and those that were left out, without the wait for data."""
     found = []
     for number, line in enumerate(_text(path, "no step was timed", diagnostics).splitlines(), start=1):
         try:
-            said = json.loads(line)
+            document = json.loads(line)
         except ValueError:  # the last line of a process that was killed
             continue
-        if isinstance(said, dict) and said.get("kind"):
+        if isinstance(document, dict) and document.get("kind"):
             continue
-        lacking = _lacking(said, STEP_KEYS)
-        took = 1.0 if lacking else said["seconds"] - said["data_s"]
+        lacking = _lacking(document, STEP_KEYS)
+        took = 1.0 if lacking else document["seconds"] - document["data_s"]
         if not 0 < took < inf:
             lacking = f"{took:g} seconds without the wait for data, and needed is a number above 0"
         if lacking:
@@ -172,31 +172,31 @@ def _steps(path: Path, diagnostics: list[Diagnostic]) -> list[float]:
             diagnostics.append(
                 Diagnostic(f"line {number} is no step as `train` writes it: {lacking}", fix, str(path))
             )
-        elif not said["skipped"]:
+        elif not document["skipped"]:
             found.append(took)
     return found[1:]
 
 
 def _traced(folder: Path, diagnostics: list[Diagnostic]) -> tuple[float | None, tuple[TimedCollective, ...]]:
-    """Seconds that the slowest rank computed in a traced step, and the shortest time of each message."""
     computed: list[float] = []
     shortest: dict[CollectiveKey, float] = {}
     for path in sorted(folder.glob("rank-*.json")):
         before = len(diagnostics)
-        said = _json(_text(path, "", diagnostics), path, RETRACE_FIX, diagnostics)
+        document = _json(_text(path, "", diagnostics), path, RETRACE_FIX, diagnostics)
         if len(diagnostics) > before:
             continue
-        wrong = _untraced(said)
+        wrong = _untraced(document)
         if wrong:
             diagnostics.append(Diagnostic(f"no trace as `train` writes it: {wrong}", RETRACE_FIX, str(path)))
             continue
         computed.append(
             median(
-                sum(parts[name] for name in COMPUTE_PARTS) for parts in said["otherData"]["seconds"].values()
+                sum(parts[name] for name in COMPUTE_PARTS)
+                for parts in document["otherData"]["seconds"].values()
             )
         )
         seen: Counter[tuple[int, str, str, int]] = Counter()
-        for event in said["traceEvents"]:
+        for event in document["traceEvents"]:
             move = event.get("args", {})
             if move.get("collective") in EQUAL_COLLECTIVES:
                 what = move["collective"], move["axes"], move["bytes"]
@@ -211,21 +211,20 @@ def _traced(folder: Path, diagnostics: list[Diagnostic]) -> tuple[float | None, 
     return (max(computed), messages) if computed else (None, ())
 
 
-def _untraced(said: Any) -> str:
-    """What keeps a document from being a trace, in words; "": nothing."""
-    lacking = _lacking(said, {"otherData": dict, "traceEvents": list}) or _lacking(
-        said["otherData"], {"seconds": dict}
+def _untraced(document: Any) -> str:
+    lacking = _lacking(document, {"otherData": dict, "traceEvents": list}) or _lacking(
+        document["otherData"], {"seconds": dict}
     )
     if lacking:
         return lacking
-    if not said["otherData"]["seconds"]:
+    if not document["otherData"]["seconds"]:
         return "seconds of no step are in it, and needed are those of one"
-    for step, parts in said["otherData"]["seconds"].items():
+    for step, parts in document["otherData"]["seconds"].items():
         if lacking := _lacking(parts, dict.fromkeys(COMPUTE_PARTS, int | float)):
             return f"of step {step} {lacking}"
         if not 0 < sum(parts[name] for name in COMPUTE_PARTS) < inf:
             return f"in step {step} nothing was computed"
-    for number, event in enumerate(said["traceEvents"]):
+    for number, event in enumerate(document["traceEvents"]):
         lacking = _lacking(event, {}) or _lacking(event.get("args", {}), {})
         if not lacking and event.get("args", {}).get("collective") in EQUAL_COLLECTIVES:
             lacking = _lacking(event["args"], TRANSFER_KEYS) or _lacking(event, {"dur": int | float})

@@ -1,18 +1,19 @@
-"""Timing one operation after another, so that what disturbs a device for a while disturbs all of them alike.
+"""Times operations in turn, and measures the jitter of a device.
 
-The method is that of `bench network` (comm/links.py): cells are gone through again and again, forwards and backwards in turn. A
-sample repeats its operation for a slot of time and takes the mean.
+A disturbance of the device shall hit all operations alike. So all of them are timed again and again, forward
+and backward through the list (the method of `bench network`); a sample repeats its operation for a slot of
+time and takes the mean.
 
-Operands lie far off, in no cache, where a layer's do: weights that were used a layer ago, and what a block has kept for its
-backward. Else they are warm, as what a layer takes in mostly is.
+Some operands are in no cache, like those of a layer: weights that were used a layer ago, and activations
+that a block saved for its backward. The others are cached, like the inputs of most layers.
 
-How evenly a device goes (core/steadiness.py): the same work over and over, timed, and put together to longer stretches.
+Jitter: the same work is repeated and timed, and summed over windows of several lengths.
 
-    slices        [ ][  ][ ][ ][   ][ ][ ][  ]        the same products each, some milliseconds; ranks meet before each 64
-    stretches     [ ][  ] ...    [   ][  ] ...    [      ][       ]        of 1, 4, 16 and 64 slices, of which there are enough
+    slices     [ ][  ][ ][ ][   ][ ][ ][  ]        the same products each, some milliseconds; a barrier before each 64
+    windows    [ ][  ] ...    [   ][  ] ...    [      ][       ]        of 1, 4, 16 and 64 slices
 
-Every rank does as much in a slice as every other, and no stretch goes on beyond a meeting: so stretches that are compared are the
-same work at the same moment.
+Every rank does the same work in a slice, and no window crosses a barrier: windows that are compared are the
+same work at the same time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,8 +29,8 @@ import torch
 from meshwright.plan.hardware.device_profile import MIN_MEASUREMENTS
 from meshwright.plan.hardware.stragglers import LagSample
 
-UNCACHED_NBYTES, MAX_OPERANDS = 256 << 20, 512  # bytes, of which each operation reads others, and how often
-MAX_OPERATION_S = 1.0  # an operation that takes longer, and all that are larger, is left out
+UNCACHED_NBYTES, MAX_OPERANDS = 256 << 20, 512  # bytes of operands, and how many of them
+MAX_OPERATION_S = 1.0  # slower operations, and larger sizes, are left out
 
 SizeT = TypeVar("SizeT")
 Operation = Callable[[], object]
@@ -37,19 +38,21 @@ Operation = Callable[[], object]
 
 @dataclass(frozen=True)
 class DeviceTimer:
-    """The clock of a device: a sample repeats its operation for `slot_s` seconds, a cell has `sweeps` samples."""
+    """Times operations on a device: a sample repeats its operation for `slot_s` seconds, `num_sweeps`
+    samples per operation.
+    """
 
     device: torch.device
     num_sweeps: int
     slot_s: float
 
     def synchronize(self) -> None:
-        """Return when the device has done all that it was asked for."""
+        """Waits until the device has finished all work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def time_once(self, operation: Callable[[], object]) -> float:
-        """Seconds of `operation`, alone."""
+        """Returns the seconds of one `operation`."""
         self.synchronize()
         start = perf_counter()
         operation()
@@ -57,7 +60,9 @@ class DeviceTimer:
         return perf_counter() - start
 
     def time_sample(self, operation: Callable[[], object], about_s: float) -> float:
-        """Seconds of `operation`, the mean of as many in a row as fit into a slot; one takes `about_s`."""
+        """Returns the mean seconds of `operation` over as many repetitions as fit into a slot; one takes
+        `about_s`.
+        """
         times = max(1, round(self.slot_s / max(about_s, 1e-7)))
         self.synchronize()
         start = perf_counter()
@@ -68,18 +73,22 @@ class DeviceTimer:
 
 
 class UncachedMemory:
-    """So many numbers of memory, given out piece by piece, round and round: by the time a piece comes again no cache has it."""
+    """Memory of `numel` numbers, handed out piece by piece in turn: when a piece is used again, no cache has
+    it.
+    """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, numel: int) -> None:
         self.memory, self._at = random_tensor(device, dtype, numel), 0
 
     def operands(self, *sizes: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Pieces of these sizes, others each time, for ever: they are cut once, so that cutting takes no time."""
+        """Yields tuples of tensors of these sizes, other memory each time, forever; they are cut once, so
+        that cutting takes no time.
+        """
         count = max(1, min(MAX_OPERANDS, self.memory.numel() // sum(map(prod, sizes))))
         return cycle([tuple(self.take(*size) for size in sizes) for _ in range(count)])
 
     def take(self, *size: int) -> torch.Tensor:
-        """A piece of this size."""
+        """Returns a tensor of this size."""
         numel = prod(size)
         start = self._at if self._at + numel <= self.memory.numel() else 0
         self._at = start + numel
@@ -87,7 +96,9 @@ class UncachedMemory:
 
 
 def time_operations(timer: DeviceTimer, operations: Mapping[SizeT, Operation]) -> dict[SizeT, list[float]]:
-    """The samples of each cell, in seconds. `cells` come in rising order; from one that takes too long on, they are left out."""
+    """Returns the samples of each operation in seconds. `operations` are in order of size; after a slow one,
+    the rest is left out.
+    """
     about: dict[SizeT, float] = {}
     for size, operation in operations.items():
         operation()  # loads kernels, brings the memory
@@ -103,21 +114,22 @@ def time_operations(timer: DeviceTimer, operations: Mapping[SizeT, Operation]) -
 
 
 def random_tensor(device: torch.device, dtype: torch.dtype, *size: int) -> torch.Tensor:
-    """Numbers drawn from a normal distribution."""
+    """Returns a tensor of normally distributed random numbers."""
     return torch.randn(size, device=device).to(dtype)
 
 
-MATMUL_SIZE, NUM_MATMULS = 256, 10  # of a slice: on a core of today about 5 ms, on every rank the same work
+MATMUL_SIZE, NUM_MATMULS = 256, 10  # of a slice: about 5 ms on a core, the same work on every rank
 SLICES_PER_BATCH, NUM_BATCHES, NUM_QUICK_BATCHES = 64, 40, 3
-WINDOW_GROWTH, MIN_WINDOWS = 4, 12  # of a length there are so many stretches at least
+WINDOW_GROWTH, MIN_WINDOWS = 4, 12  # at least so many windows of a length
 
 
 def time_slices(
     device: torch.device, barrier: Callable[[], None] = lambda: None, *, quick: bool = False
 ) -> tuple[float, ...]:
-    """Seconds of each of many slices in a row on `device`, with as many threads as torch is set to; ranks `meet` on the way.
+    """Returns the seconds of consecutive slices of work on `device`, with torch's current number of threads;
+    `barrier` runs between batches.
 
-    None on a GPU: there a slice would time the host, which asks ahead; nobody has looked yet how evenly one goes.
+    Returns () on a GPU: a slice would time the host, which only enqueues.
     """
     if device.type != "cpu":
         return ()
@@ -129,40 +141,42 @@ def time_slices(
 
 
 def slice_batch_timer() -> Callable[[], tuple[float, ...]]:
-    """What works for a batch of slices, and says how many seconds each took."""
+    """Returns a function that runs a batch of slices and returns their seconds."""
     x = torch.randn(MATMUL_SIZE, MATMUL_SIZE)
-    into = torch.empty_like(x)
+    out = torch.empty_like(x)
 
-    def one() -> float:
+    def time_slice() -> float:
         start = perf_counter()
         for _ in range(NUM_MATMULS):
-            torch.mm(x, x, out=into)
+            torch.mm(x, x, out=out)
         return perf_counter() - start
 
-    one()
-    return lambda: tuple(one() for _ in range(SLICES_PER_BATCH))
+    time_slice()
+    return lambda: tuple(time_slice() for _ in range(SLICES_PER_BATCH))
 
 
 def timing_windows(ranks: Sequence[Sequence[float]]) -> tuple[LagSample, ...]:
-    """What the slices of each of `ranks`, in seconds and as they followed each other, say of lengths of which there are enough.
+    """Returns the lag of windows of each length, from the slices of `ranks` in seconds, in order.
 
-    Of several ranks those are compared that worked at the same moment: one that is always slower is behind always, and what slows
-    all of them down keeps nobody waiting. Of one rank all are compared with each other, as if they were of several.
+    The windows of several ranks are compared at the same time: a rank that is always slower always lags, and
+    what slows all of them down makes no rank wait. The windows of a single rank are compared with each
+    other, as if they were of several ranks.
     """
     found, count, shortest = [], 1, min(map(len, ranks)) // SLICES_PER_BATCH * SLICES_PER_BATCH
     while count <= SLICES_PER_BATCH and shortest // count >= MIN_WINDOWS:
-        whole = np.asarray([each[:shortest] for each in ranks]).reshape(len(ranks), -1, count).sum(axis=2)
-        mean = float(whole.mean())
-        apart = (
-            _apart(whole[0]) if len(ranks) == 1 else float(np.mean([_apart(moment) for moment in whole.T]))
+        windows = np.asarray([each[:shortest] for each in ranks]).reshape(len(ranks), -1, count).sum(axis=2)
+        mean = float(windows.mean())
+        distance = (
+            _mean_distance(windows[0])
+            if len(ranks) == 1
+            else float(np.mean([_mean_distance(moment) for moment in windows.T]))
         )
-        found.append(LagSample(mean, apart / 2 / mean))
+        found.append(LagSample(mean, distance / 2 / mean))
         count *= WINDOW_GROWTH
     return tuple(found)
 
 
-def _apart(some: np.ndarray) -> float:
-    """The mean distance of two of these."""
-    count = len(some)
-    places = 2 * np.arange(count) - count + 1
-    return float(2 * (places * np.sort(some)).sum() / (count * (count - 1)))
+def _mean_distance(values: np.ndarray) -> float:
+    count = len(values)
+    weights = 2 * np.arange(count) - count + 1
+    return float(2 * (weights * np.sort(values)).sum() / (count * (count - 1)))

@@ -103,7 +103,10 @@ class RankAccounting:
 
     def _as_dict(self) -> dict[str, Any]:
         device = self._world.device
-        sent = {name: total - self._before.get(name, 0.0) for name, total in self._world.ledger.sent_nbytes.items()}
+        sent = {
+            name: total - self._before.get(name, 0.0)
+            for name, total in self._world.ledger.sent_nbytes.items()
+        }
         return {
             "rank": self._world.rank,
             "device": device_name(device),

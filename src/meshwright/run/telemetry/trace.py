@@ -65,7 +65,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoopPhase:
-    """A phase of the loop around a step (data, step or save); `begin` and `end` are readings of perf_counter."""
+    """A phase of the loop around a step (data, step or save); `begin` and `end` are
+    readings of perf_counter.
+    """
 
     name: str
     begin: float
@@ -172,7 +174,12 @@ class StepTracer:
         return events
 
     def _event(
-        self, name: str, category: str, row: int, times: ProfilerSpan | LoopPhase, event_args: Mapping[str, Any]
+        self,
+        name: str,
+        category: str,
+        row: int,
+        times: ProfilerSpan | LoopPhase,
+        event_args: Mapping[str, Any],
     ) -> dict[str, Any]:
         begin, length = (times.begin + self._epoch) * 1e6, (times.end - times.begin) * 1e6
         where = {"ph": "X", "pid": self._rank, "tid": row, "ts": round(begin, 3), "dur": round(length, 3)}

@@ -114,7 +114,9 @@ class TrackerQueue:
             logger.debug("%s has a full queue and closes when the queue is empty", self.name)
 
     def wait_closed(self) -> None:
-        """Waits for the tracker to close, at most `close_s` seconds; warns about lines that it did not get."""
+        """Waits for the tracker to close, at most `close_s` seconds; warns about lines
+        that it did not get.
+        """
         self._thread.join(self.close_s)
         if self._thread.is_alive():
             text = "the tracker %s did not close within %g s and is abandoned; all lines are in metrics.jsonl"

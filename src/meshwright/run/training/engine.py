@@ -1,4 +1,4 @@
-"""One rank of a plan, with the user's own loop around it: step, evaluate, save, load, export."""
+"""The public trainer: one rank of a plan, for training loops of your own."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -26,9 +26,10 @@ from meshwright.run.training.train_loop import save_checkpoint
 
 
 class Trainer:
-    """One rank of a plan with the user's own loop around it; `reading` says what its model is made of.
+    """One rank of a plan: step, evaluate, save, load, export.
 
-    Inside `with telling`, a rank that runs out of memory says what takes less; steps and evaluations are.
+    A rank that runs out of memory in a step or an evaluation raises OutOfMemory, with the changes of the
+    plan that need less.
     """
 
     def __init__(
@@ -49,19 +50,20 @@ class Trainer:
 
     @property
     def module(self) -> nn.Module:
-        """The model that is trained, on this rank; under a sharded plan, call it in `whole` only."""
+        """The model on this rank. Under a sharded plan, call it inside `full_params` only."""
         return self.executor.state.trained_module.module
 
     @property
     def steps_done(self) -> int:
-        """Global steps taken so far, those before a resume included."""
+        """The number of global steps taken, those before a resume included."""
         return self.executor.steps_done
 
     def step(self, batch: LocalBatch, *, stop: bool = False) -> Metrics:
-        """Train one global step on this rank's rows (see `share`); every rank gets the same metrics back.
+        """Trains one global step on this rank's samples (see `local_batch`); returns the same metrics on
+        every rank.
 
-        A list is one of micro-batches: each has the plan's number of rows, the last one at most that, and rows of any length.
-        Raises OutOfMemory, with the changes of the plan that take less, on a rank that asks for memory and is not given it.
+        A list contains micro-batches: each has the plan's number of samples, the last one at most that, and
+        any sequence length. Raises OutOfMemory on a rank that runs out of memory.
         """
         ledger = self.world.ledger
         ledger.phase, ledger.step = "first_step" if ledger.step is None else "step", self.steps_done + 1
@@ -69,63 +71,69 @@ class Trainer:
             return self.executor.step(batch, stop=stop)
 
     def evaluate(self, batches: Iterable[LocalBatch]) -> Evaluation:
-        """The loss over `batches`, exact over all ranks, each of which calls this with its own rows (see `share`).
+        """Returns the loss over `batches`, exact over all ranks; each rank passes its own samples (see
+        `local_batch`).
 
-        In eval mode and without gradients; parameters, buffers, modes and random streams are untouched. Ranks that have other
-        parts of the model than this one call it with the same rows, as `share` deals them.
+        It runs in eval mode and without gradients, and does not change parameters, buffers, modes and random
+        states. Ranks with other pipeline stages, or other parts of the same samples, pass the same samples.
         """
         with self.oom_advisor:
             return self.executor.evaluate(batches)
 
     @contextmanager
     def full_params(self) -> Iterator[nn.Module]:
-        """The module, to be called without gradients meanwhile: its weights are brought together as they are needed.
+        """Yields the module for forwards without gradients: its parameters are gathered when they are needed.
 
-        All ranks enter, and run the same forwards (`generate` too; one that draws words, with the same seed); all get the
-        outputs. What a plan with shards or parts has between steps is only this rank's share.
+        All ranks enter and run the same forwards (`generate` too, with the same seed if it samples), and all
+        get the outputs. Outside, a rank under a plan with shards or stages has only its own part.
         """
         with torch.no_grad(), self.executor.full_params("GATHER_FULL"):
             yield self.module
 
     def local_batch(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """This rank's rows of a global batch, micro-batch after micro-batch; fewer when the batch is short."""
+        """Returns this rank's samples of a global batch, micro-batch after micro-batch; fewer if the batch
+        is short.
+        """
         return select_local_batch(batch, self.plan, self.world.rank)
 
     def save(self, folder: Path | str) -> Path:
-        """Save a checkpoint of this step into `folder` (all ranks call it); returns its own folder."""
+        """Saves a checkpoint of this step into `folder` and returns its path; all ranks call it."""
         meta = {"plan_hash": self.plan.hash, "torch": torch.__version__}
         return save_checkpoint(Path(folder), self.executor, meta, self.world)
 
     def export(
         self, folder: Path | str, dtype: torch.dtype | None = None, *, merge: bool = False
     ) -> ExportResult | None:
-        """Write the model as a folder that transformers loads and compare it; nothing stays unless `round_trip.passed`.
+        """Writes the model as a folder that transformers loads and compares both; removes it unless
+        `round_trip.passed`.
 
-        Rank 0 does, all ranks call it, and the others return None. Floating weights are stored in `dtype`, or as they are.
-        Of a peft model the adapter is written, as peft does; with `merge`, the model that it makes of its base.
+        All ranks call it; rank 0 writes, the others return None. Floating-point weights are stored in
+        `dtype`, or as they are. Of a peft model the adapter is written, as peft does; with `merge`, the base
+        model with the adapter merged into it.
         """
         parameters = self.executor.gather_parameters(keep_result=self.world.rank == 0, use_masters=True)
         with self.world.ledger.pause_recording():
             buffers = gather_full_buffers(self.plan, self.executor.state, "GATHER_FULL")
         if self.world.rank:
             return None
-        saved = {f"model/{name}": value for name, value in parameters.items()}
-        saved |= {f"buffer/{name}": buffer for name, buffer in buffers.items()}
+        tensors = {f"model/{name}": value for name, value in parameters.items()}
+        tensors |= {f"buffer/{name}": buffer for name, buffer in buffers.items()}
         return export_model(
-            ExportableModel.from_checkpoint(self.analyzed.deferred_init, saved),
+            ExportableModel.from_checkpoint(self.analyzed.deferred_init, tensors),
             Path(folder),
             dtype,
             merge=merge,
         )
 
     def load(self, checkpoint: Path | str) -> int:
-        """Take up the checkpoint in the folder that `save` returned, saved under this or another plan; returns its step.
+        """Loads the checkpoint in the folder that `save` returned, saved under this or another plan; returns
+        its step.
 
-        All ranks call it, and each reads a share of the files to see whether they are whole. Raises the same CheckpointError
-        on all of them for one that is damaged or of another model.
+        All ranks call it; each verifies a share of the files. Raises the same CheckpointError on all ranks
+        for a checkpoint that is damaged or of another model.
         """
         path = Path(checkpoint)
-        ranks = load_consensus(self.world, f"'{path}' was not taken up")
+        ranks = load_consensus(self.world, f"'{path}' was not loaded")
         manifest = verify_checkpoint(
             path, ranks, lambda manifest, place: check_model(manifest, self.executor, place)
         )
@@ -133,7 +141,7 @@ class Trainer:
         return self.steps_done
 
     def close(self) -> None:
-        """Give the module its own forwards back."""
+        """Restores the module's own forward methods."""
         self.executor.close()
 
     def __enter__(self) -> Self:
@@ -144,20 +152,21 @@ class Trainer:
 
 
 def select_local_batch(batch: Batch, plan: Plan, rank: int) -> dict[str, torch.Tensor]:
-    """The rows of a global batch that `rank` plays under `plan`, micro-batch after micro-batch.
+    """Returns the samples of a global batch that `rank` trains on under `plan`, micro-batch after
+    micro-batch.
 
-    Raises PlanError when the batch has more rows than the plan's global batch: they would be left out.
+    Raises PlanError when the batch has more samples than the plan's global batch.
     """
-    num_rows = len(next(iter(batch.values())))
-    if num_rows > plan.job.train.batch:
-        text = f"a batch of {num_rows} rows; the plan's global batch is {plan.job.train.batch}"
+    num_samples = len(next(iter(batch.values())))
+    if num_samples > plan.job.train.batch:
+        text = f"a batch of {num_samples} samples; the plan's global batch is {plan.job.train.batch}"
         raise PlanError(
-            text, fix="pass at most that many rows, or make a plan with this train.batch", location="batch"
+            text, fix="pass at most that many samples, or make a plan with this train.batch", location="batch"
         )
-    rows = [row for row in plan.samples_read(rank) if row < num_rows]
-    if len(rows) == num_rows:
+    local_ids = [index for index in plan.samples_read(rank) if index < num_samples]
+    if len(local_ids) == num_samples:
         return dict(batch)
-    first = rows[0] if rows else 0
-    if not rows or rows[-1] - first + 1 == len(rows):  # one stretch: views, no copy
-        return {key: value[first : first + len(rows)] for key, value in batch.items()}
-    return {key: value[rows] for key, value in batch.items()}
+    first = local_ids[0] if local_ids else 0
+    if not local_ids or local_ids[-1] - first + 1 == len(local_ids):  # contiguous: views, no copy
+        return {key: value[first : first + len(local_ids)] for key, value in batch.items()}
+    return {key: value[local_ids] for key, value in batch.items()}

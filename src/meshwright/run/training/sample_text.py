@@ -1,4 +1,4 @@
-"""A little text from a model that was trained on text: what it has learnt, to be read rather than measured."""
+"""Generates a short text with a trained model, so that a user can read what it learned."""
 
 import torch
 from torch import nn
@@ -17,10 +17,10 @@ def sample_text(
     temperature: float = 0.7,
     tokenizer: Tokenizer | None = None,
 ) -> str:
-    """`prompt` continued by `num_tokens` tokens of `codec` (None: bytes), drawn at `temperature`, seeing `context` tokens back.
+    """Returns `prompt` continued by `num_tokens` tokens, sampled at `temperature` with a context of
+    `context` tokens.
 
-    The same seed gives the same text. Tokens that are no text, and control characters, which would act on a terminal, are
-    shown as replacement characters. The module is put back into the mode in which it was.
+    `tokenizer` None stands for bytes. The same seed gives the same text.
     """
     was_training = module.training
     device = next(module.parameters()).device

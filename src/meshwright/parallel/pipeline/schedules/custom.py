@@ -1,21 +1,23 @@
-"""A schedule of your own: a table with a row per rank, or a Python function that returns one.
+"""Custom schedules: a CSV table with a row per rank, or a Python function that returns one.
 
-Why it works: a schedule is nothing but lists, so a list that somebody wrote is as good as one that this package makes. It goes
-the same way: looked through for what is missing or stands twice, played on paper, drawn, priced, and only then run. Whatever is
-wrong is said at once, each with its row and its column; where ranks would wait for each other for ever, an arrow shows the root.
+Why it works: a schedule is nothing but lists, so a list that a user wrote is as good as one that this
+package makes. It is checked for missing and duplicate actions, simulated, drawn, priced, and only then run.
+All errors are reported at once, each with its row and column; for a deadlock, an arrow shows the root.
 
-    0F0,0F1,0F2,,0B0,,0B1,,0B2         row 1 is rank 0; a cell is stage, kind, micro-batch; an empty cell says nothing
-    ,1F0,1F1,1B0,1F2,1B1,,1B2,         kinds: F forward, B backward, or its halves I (for what went in) and W (for the weights)
+    0F0,0F1,0F2,,0B0,,0B1,,0B2         row 1 is rank 0; a cell is stage, kind, micro-batch; an empty cell is a pause
+    ,1F0,1F1,1B0,1F2,1B1,,1B2,         kinds: F forward, B backward, or its halves I (inputs) and W (weights)
 
-    rank of stage s = the row in which its cells stand;  part of stage s = s
+    rank of virtual stage s = the row in which its cells stand;  stage of virtual stage s = s
 
-These are the tables that torch.distributed.pipelining writes and reads. Cells for what follows from the order (UNSHARD, RESHARD,
-REDUCE_GRAD, SEND_F, RECV_F, SEND_B, RECV_B) may stand between the others and are passed over: the plan makes its own. A pair that
-torch would overlap, (0F4;7B1)OVERLAP_F_B, is its two acts one after the other. A function, file.py:function, is called with the
-numbers of ranks and of micro-batches and returns a list of cells per rank, or an `Order`, which can also put a part on two ranks.
-Where the parts lie must not depend on the micro-batches: it is asked first for as many as there are ranks.
+torch.distributed.pipelining writes and reads these tables. Cells for derived actions (UNSHARD, RESHARD,
+REDUCE_GRAD, SEND_F, RECV_F, SEND_B, RECV_B) may stand between the others and are skipped: the plan makes its
+own. A pair that torch would overlap, (0F4;7B1)OVERLAP_F_B, is its two actions one after the other. A
+function, file.py:function, is called with the numbers of ranks and of micro-batches and returns a list of
+cells per rank, or a `Schedule`, which can also put a stage on two ranks. The placement of stages must not
+depend on the micro-batches: it is asked first for as many as there are ranks.
 Cost: that of the lists.
-Limits: a table is for one number of ranks and of micro-batches; a function may be for all. The plan names the file, not its text.
+Limits: a table is for one number of ranks and of micro-batches; a function may be for all. The plan names
+the file, not its text.
 Paper: Liang et al. 2024, "TorchTitan", arXiv 2410.06511 (schedules from tables).
 """
 

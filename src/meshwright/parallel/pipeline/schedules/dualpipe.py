@@ -1,27 +1,30 @@
-"""DualPipe: micro-batches from both ends at once, so that a forward and a backward can run as one and hide each other's messages.
+"""DualPipe: micro-batches enter from both ends, so a forward and a backward overlap and hide each other's
+messages.
 
-Why it works: half of the micro-batches enter at rank 0 and go up, half enter at the last rank and go down. So every rank has two
-parts of the model, one of each direction, and once it is under way a forward of the one and a backward of the other at any time:
-messages of the one (of experts, of tensors) travel while the other computes. The way to the first gradient is half as long for
-everybody. DualPipeV is the same cut in half: ranks k and p - 1 - k of DualPipe do the same, so one is left out and the other has
-both parts, with one copy of the weights.
+Why it works: half of the micro-batches enter at rank 0 and go up, half enter at the last rank and go down.
+So every rank has two stages of the model, one per direction, and in the steady state always a forward of one
+and a backward of the other: messages of one (of experts, of tensors) travel while the other computes. The
+way to the first gradient is half as long for every rank. DualPipeV is the same cut in half: ranks k and p -
+1 - k of DualPipe do the same, so one is left out and the other has both stages, with one copy of the
+weights.
 
-    p = 4, m = 8    rank 0   F0  F1  F2  F0' I0' W0' F1' F3  B1' F2' B0  ...     0 .. 3 go up, 0' .. 3' (4 .. 7) go down
+    p = 4, m = 8    rank 0   F0  F1  F2  F0' I0' W0' F1' F3  B1' F2' B0  ...     0 .. 3 go up, 0' .. 3' (4 .. 7) down
                     rank 1   F0  F0' F1  F1' F2  B0' F2' B0  F3  B1' F3' ...     B: I and W in one
-                    rank 2   F0' F0  F1' F1  F2' B0  F2  B0' F3' B1  F3  ...     F and B side by side may run as one
+                    rank 2   F0' F0  F1' F1  F2' B0  F2  B0' F3' B1  F3  ...     adjacent F and B may run as one
                     rank 3   F0' F1' F2' F0  I0  W0  F1  F3' B1  F2  B0' ...
 
-    ranks that turn round: h = p / 2 (DualPipe, F, I and W of a part), h = p (DualPipeV, of one of two parts)
-    idle time = (h - 1) (FB + I + W - 3 W)    where a pair is one act of FB = F + I + W and both end together (F <= I)
-              = (h - 1) (F + I - W)           where B is played behind F, as on paper here (W <= I <= F <= I + W)
-    held by a rank = p + 1 micro-batches of a part (DualPipe), 2 p + 1 of one of two (DualPipeV)
+    ranks that turn round: h = p / 2 (DualPipe, F, I and W of a stage), h = p (DualPipeV, of one of two stages)
+    idle time = (h - 1) (FB + I + W - 3 W)    if a pair is one action of FB = F + I + W and both end together (F <= I)
+              = (h - 1) (F + I - W)           if B runs behind F, as simulated here (W <= I <= F <= I + W)
+    held by a rank = p + 1 micro-batches of a stage (DualPipe), 2 p + 1 of one of two (DualPipeV)
 
-Any number of micro-batches works (of 2 or more, one per direction): the lists are those of at least p (2 p) per direction, and
-what is too much is left out.
-Cost: DualPipe keeps the weights twice, and sums the gradients of both copies: S bytes per rank and step for S bytes of weights on
-it, when all backwards are over. Messages between parts as 1F1B (DualPipe), twice (DualPipeV).
-Limits: DualPipe needs an even number of ranks. It is worth its weights where messages inside a part are long.
-Paper: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437 (section 3.2.1); the repository DualPipe, 2025.
+Any number of micro-batches works (2 or more, one per direction): the lists are those of at least p (2 p) per
+direction, and surplus micro-batches are left out.
+Cost: DualPipe keeps the weights twice, and sums the gradients of both copies: S bytes per rank and step for
+S bytes of weights on it, after all backwards. Messages between stages as 1F1B (DualPipe), twice (DualPipeV).
+Limits: DualPipe needs an even number of ranks. It is worth its weights if messages inside a stage are long.
+Paper: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437 (section 3.2.1); the repository
+DualPipe, 2025.
 """
 
 from collections import Counter, deque

@@ -1,24 +1,27 @@
-"""Interleaved 1F1B: several small parts per rank instead of a large one, so that what ranks wait for is smaller too.
+"""Interleaved 1F1B: several small stages per rank instead of a large one, which shrinks the bubble.
 
-Why it works: a rank waits at the begin until a micro-batch has come through the parts before its own, once round the ranks.
-With v parts (chunks) per rank, dealt out in turn, these parts are v times smaller, and so is the wait; all else is 1F1B over p v
-parts. Micro-batches go round in groups: a group through chunk 0, then the same group through chunk 1, then the next group.
+Why it works: at the start a rank waits until a micro-batch has passed the stages before its own, once round
+the ranks. With v virtual stages (model chunks) per rank, assigned round-robin, each stage is v times
+smaller, and so is the wait; all else is 1F1B over p v stages. Micro-batches go round in groups: a group
+through chunk 0, then the same group through chunk 1, then the next.
 
-    p = 2, v = 2: rank 0 has parts 0 and 2, rank 1 has 1 and 3; lower case is the second chunk
+    p = 2, v = 2: rank 0 has stages 0 and 2, rank 1 has 1 and 3; lower case is the second chunk
     rank 0   F0 F1 f0 f1 .. b0 F2 b1 F3 B0 f2 B1 f3 b2 .. b3 .. B2 .. B3
     rank 1   .. F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 .. B2 .. B3 ..
 
-    bubble = (p - 1) (F + B) / v of time, F and B those of a whole rank, where m >= p
+    bubble = (p - 1) (F + B) / v of time, F and B those of a whole rank, if m >= p
              (p - 1 + (v - 1) (p - m)) (F + B) / v otherwise: a small group comes round to a rank that waits for it
     rank 0 holds (v - 1) g + 2 (p - 1) + 1 chunks of micro-batches; g = p: p (1 + (p - 1) / (p v)) times those of a rank
 
-Any number of micro-batches works: m are dealt out into max(1, m // p) groups as even as they can be, so no group is smaller
-than p unless m is, and none waits for its own chunk 0. Where p divides m these are the groups of g = p of the paper.
-Cost: v times as many messages as 1F1B, each of the same size; more memory on the first rank, since forwards run further ahead,
-and most, g < 2 p, where m is just below 2 p.
-Limits: the blocks must be cut into v p parts. With fewer micro-batches than ranks little is won.
-Paper: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", arXiv 2104.04473
-(section 2.2.2); Grattafiori et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783 (section 3.3.2, groups of any size).
+Any number of micro-batches works: m are split into max(1, m // p) groups as even as possible, so no group is
+smaller than p unless m is, and none waits for its own chunk 0. If p divides m these are the groups of g = p
+of the paper.
+Cost: v times as many messages as 1F1B, each of the same size; more memory on the first rank, because
+forwards run further ahead; most, g < 2 p, if m is just below 2 p.
+Limits: the blocks are split into v p stages. With fewer micro-batches than ranks it gains little.
+Paper: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM", arXiv 2104.04473 (section 2.2.2); Grattafiori et al. 2024, "The Llama 3 Herd of Models", arXiv
+2407.21783 (section 3.3.2, groups of any size).
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,24 +1,27 @@
-"""An order made while the clock runs: whenever a rank is free it takes, of what it can do, what a rule puts first.
+"""List scheduling: builds a schedule event by event, and fills the bubbles of a given schedule with W.
+
+Greedy: whenever a rank is free it takes, of the actions that are ready, the one that a rule puts first.
 
     rank 1   F0 .. F1 F2 I0 [now]     ready: F3, W0; known to arrive in a moment: I1
 
-    kinds     which kind goes first. "IFW": gradients at once, W only where nothing else can be done
-    ahead     how many forwards of a part may be under way, per part from it to the last: 1 is 1F1B, 2 is ZB-H2
-    patience  the look-ahead: what is ready waits for what goes first and arrives within this share of its own time
-    deep      of several forwards, that of the later part first
+    kind_priority         order of the kinds. "IFW": input gradients first, W only if nothing else is ready
+    forwards_in_flight    forwards of a stage in flight, per stage from it to the last: 1 is 1F1B, 2 is ZB-H2
+    patience              look-ahead: a ready action waits for one of higher priority that arrives within this
+                          share of its own time
+    deepest_first         of several forwards, that of the later stage first
 
-Memory is counted while the list is made: a forward that does not fit waits, and W makes room. A rank with several parts keeps
-room for what the oldest micro-batch still has to bring, so that this one can always go on, and then the next: no order made
-here is stuck, if a micro-batch fits at all.
+Memory is counted while the list is made: a forward that does not fit waits, and W frees memory. A rank with
+several stages reserves memory for the rest of its oldest micro-batch, so that one can always go on, and then
+the next: no schedule made here deadlocks if one micro-batch fits.
 
-W where ranks would wait: the same forwards and gradients in the same order, the gradients of weights placed anew.
+Filling: the same forwards and input gradients in the same order, with W placed anew.
 
-    before   rank 1   F0  F1  I0  W0  F2  ..  I1  W1  F3  ..  I2  W2        .. waits: the gradient is not there yet
-    after    rank 1   F0  F1  I0  F2  W0  I1  F3  W1  I2  W2                as soon as something has to wait, a W that is owed
+    before   rank 1   F0  F1  I0  W0  F2  ..  I1  W1  F3  ..  I2  W2        .. idle: the gradient has not arrived
+    after    rank 1   F0  F1  I0  F2  W0  I1  F3  W1  I2  W2                a pending W as soon as the rank would idle
 
-Each rank keeps its list of the others. When it is free and the next of them has all that it needs, it does that; while it has to
-wait, it does the oldest W that it owes, unless what it waits for comes within `patience` of the time of that W. W is also done
-where a forward would not fit into the memory.
+Each rank keeps the order of its other actions. If it is free and the next of them has all its inputs, it
+runs that; otherwise it runs its oldest pending W, unless the awaited input arrives within `patience` of the
+time of that W. W also runs if a forward would not fit into the memory.
 """
 
 from collections import deque

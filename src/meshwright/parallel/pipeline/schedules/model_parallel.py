@@ -1,18 +1,21 @@
 """Model parallelism without a pipeline: the model lies on several ranks, and one of them works at a time.
 
-Why it works: a part needs nothing but what the part before it gives out, and backward what the part behind it gives back. So a
-model that is too large for one device is cut into runs of layers, one per rank, and every micro-batch goes through all of them
-and back before the next one starts. Nothing overlaps: this is the lesson that every pipeline answers.
+Why it works: a stage needs only the output of the stage before it, and in backward only the gradient from
+the stage behind it. So a model that is too large for one device is split into runs of layers, one per rank,
+and every micro-batch goes through all of them and back before the next one starts. Nothing overlaps: every
+pipeline schedule improves on this.
 
     rank 0   F0  ..  ..  ..  ..  B0  F1  ..  ..  ..  ..  B1
     rank 1   ..  F0  ..  ..  B0  ..  ..  F1  ..  ..  B1  ..
     rank 2   ..  ..  F0  B0  ..  ..  ..  ..  F1  B1  ..  ..
 
-    time = m p (F + B),  bubble = (p - 1) / p of it, for m micro-batches on p ranks with F and B of a part
+    time = m p (F + B),  bubble = (p - 1) / p of it, for m micro-batches on p ranks with F and B of a stage
 
-Cost: p - 1 of p devices stand still at any time, however many micro-batches there are; activations of one micro-batch, the least
-of all schedules. Sent, as in every pipeline: what crosses a cut, forward, and its gradient, backward, once per micro-batch.
-Limits: none but the speed. For a model that fits no device and runs rarely, an evaluation say, it is enough.
+Cost: p - 1 of p devices are idle at any time, however many micro-batches there are; activations of one
+micro-batch, the least of all schedules. Sent, as in every pipeline: boundary activations, and their
+gradients, once per micro-batch.
+Limits: none but the speed. For a model that fits no device and runs rarely, such as an evaluation, it is
+enough.
 Paper: Huang et al. 2019, "GPipe", arXiv 1811.06965 (figure 2b shows it as what not to do).
 """
 

@@ -1,11 +1,11 @@
-"""The schedules by name: what makes the lists of each, how many parts of the model a rank has in it, and what it refuses.
+"""The schedules by name: how each is built, how many virtual stages a rank has in it, and what it refuses.
 
-1f1b, gpipe, model_parallel, zb_*    part k on rank k
-interleaved                          part k on rank k modulo the ranks; as many per rank as `chunks` says
-zb_v, zb_v_half, zb_v_min, dualpipev part k on rank k, and on 2 ranks - 1 - k behind the turn
-dualpipe                             part k on rank k, and on ranks - 1 - k for the other half of the micro-batches
-automatic                            part k on rank k; with chunks = 2 as zb_v, with more as interleaved
-file.csv, file.py:function           as it says (given.py)
+    1f1b, gpipe, model_parallel, zb_*    stage k on rank k
+    interleaved                          stage k on rank k modulo the ranks; `virtual_stages` per rank
+    zb_v, zb_v_half, zb_v_min, dualpipev stage k on rank k, and on 2 ranks - 1 - k behind the turn
+    dualpipe                             stage k on rank k, and on ranks - 1 - k for half of the micro-batches
+    automatic                            stage k on rank k; with virtual_stages = 2 as zb_v, with more as interleaved
+    file.csv, file.py:function           as the file says (custom.py)
 """
 
 from collections.abc import Callable, Iterator, Mapping

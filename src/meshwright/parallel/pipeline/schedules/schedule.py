@@ -1,22 +1,17 @@
-"""Who runs which part of the model for which micro-batch, one after another: all that a schedule says.
+"""A pipeline schedule: who runs which stage for which micro-batch, one after another; its checks and its
+simulation.
 
-    rank 0   F0  F1  F2  F3  ..  ..  B0  B1  B2  B3        F  forward        B  backward
-    rank 1   ..  F0  F1  F2  F3  B0  B1  B2  B3  ..        I  the half of a backward for what went in    W  that for the weights
+    rank 0   F0  F1  F2  F3  ..  ..  B0  B1  B2  B3        F  forward             B  backward
+    rank 1   ..  F0  F1  F2  F3  B0  B1  B2  B3  ..        I  input gradients     W  weight gradients
 
-The model is cut into *parts*, runs of blocks one behind the other. A *stage* is a part on a rank; a rank may have several. A
-schedule gives each rank its list of slots; what must be sent, what waits for what and when memory returns follows from the
-list, and so does the time it takes:
+The model is split into *stages*, runs of consecutive blocks. A *virtual stage* is a stage on a rank; a rank
+may have several. A schedule gives each rank its list of actions; sends, waits and the lifetime of memory
+follow from the lists, and so does the time:
 
-    F(part, micro) needs F(part - 1, micro)         I or B(part, micro) needs F(part, micro), and I or B(part + 1, micro)
-    W(part, micro) needs I(part, micro)             between two ranks lies the time of a transfer
+    F(stage, m) needs F(stage - 1, m)         I or B(stage, m) needs F(stage, m), and I or B(stage + 1, m)
+    W(stage, m) needs I(stage, m)             between two ranks lies the time of a transfer
 
-Lists are data: drawn, checked and played on paper before anything runs. One in which somebody waits for ever is found here.
-
-What is counted of a schedule: ranks, micro-batches and parts at all, and how often each part was done for each micro-batch.
-
-How often each of the four kinds was done is kept as one number, in sixteen bits each; so whole lists are counted in one pass.
-
-A schedule that was played on paper as spans, to be drawn: its slots, the waits for messages between them, what ranks hold.
+Schedules are data: drawn, checked and simulated before anything runs. The simulation finds deadlocks.
 """
 
 from collections import Counter

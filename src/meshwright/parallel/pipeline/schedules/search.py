@@ -1,26 +1,28 @@
-"""The order with the least bubble for parts that are not alike, within the memory of each rank.
+"""Automatic schedules: the one with the least bubble for uneven stages, within the memory of each rank.
 
-Why it works: the schedules with names are right for parts that all take the same time. The head, a long part, a slow link or a
-rank with little memory bend the best order, and nobody finds it by hand; but any list can be played on paper in milliseconds. So
-all of them are played: the named ones, each with W placed anew, those that a clock makes by many rules (greedy.py), and the best
-of these, changed a little, as often as the budget says.
+Why it works: the named schedules are right for stages that all take the same time. The head, a long stage, a
+slow link or a rank with little memory change the best schedule; but any schedule can be simulated in
+milliseconds. So all of them are: the named ones, each with W placed anew, those of the list scheduler under
+many rules, and random changes of the best of these, within a budget.
 
-    named orders --+--> split, W into the gaps --+
-                   |                             +--> the best that fits --> move slots into its gaps --> the answer
-    rules ---------+--> the clock's orders ------+        ^______________________|  `trials` times
+    named schedules ---+--> split, W into the gaps --+
+                       |                             +--> the best that fits --> move actions into its gaps --> result
+    rules -------------+--> list scheduler ----------+        ^______________________|  `num_trials` times
 
-    bubble = 1 - work of the busiest rank / time of the step         (what no order can avoid is not in it)
+    bubble = 1 - work of the busiest rank / time of the step         (what no schedule can avoid is not in it)
 
-What is guaranteed: the answer is never longer than the best named order that fits, holds at most the limit on every rank, is the
-same whenever it is asked for, and exists whenever any order fits: one micro-batch at a time needs the least memory, and the
-clock falls back on that. That it is the least of all orders is not guaranteed (a job-shop problem); on two ranks with up to three
-micro-batches, where all orders can be tried, it was. How far it may be from it, the work of the busiest rank tells.
-In a plan the times are the operations of its parts, all ranks wait for each other in the end, and two parts per rank are folded.
-Cost: seconds on paper, none in the run: some 60 lists (120 with several parts per rank) and `trials` more are made and played,
-about 10 microseconds per slot each.
-Limits: a stage per part (DualPipe keeps two copies of the weights and is not among the named ones here); times that change from
-step to step are not followed.
-Paper: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv 2401.10241 (section 3: automatic scheduling).
+Guaranteed: the result is never longer than the best named schedule that fits, holds at most the limit on
+every rank, is deterministic, and exists whenever any schedule fits: one micro-batch at a time needs the
+least memory, and the list scheduler falls back on that. The optimum over all schedules is not guaranteed (a
+job-shop problem); on two ranks with up to three micro-batches, where all schedules can be tried, it was
+found. The work of the busiest rank bounds the distance to it. In a plan the times are the operations of its
+stages, all ranks wait for each other at the end, and two stages per rank are V-shaped.
+Cost: seconds while planning, none in the run: some 60 schedules (120 with several stages per rank) and
+`num_trials` more are built and simulated, about 10 microseconds per action each.
+Limits: one virtual stage per stage (DualPipe keeps two copies of the weights and is not among the named ones
+here); times that change from step to step are not followed.
+Paper: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv 2401.10241 (section 3: automatic
+scheduling).
 """
 
 from collections.abc import Callable, Iterator, Sequence

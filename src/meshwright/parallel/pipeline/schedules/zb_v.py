@@ -1,28 +1,31 @@
-"""Folded zero-bubble pipelines: each rank has two parts, one on the way down and one on the way back, and W fills the gaps.
+"""V-shaped zero-bubble pipelines: each rank has two stages, one on the way down and one on the way back; W
+fills gaps.
 
-Why it works: part k lies on rank k for k < p, and on rank 2 p - 1 - k after the turn. Where a rank keeps a micro-batch long in
-the one part it keeps it briefly in the other, so all ranks hold the same; and the loss comes to the rank that began, which has
-work until then. Three orders differ in how long a micro-batch is under way, and so in what is held.
+Why it works: stage k lies on rank k for k < p, and on rank 2 p - 1 - k after the turn. A rank that keeps a
+micro-batch long in one stage keeps it briefly in the other, so all ranks hold the same; and the loss is
+computed on the rank that began, which has work until then. Three schedules differ in how long a micro-batch
+is in flight, and so in memory.
 
-    p = 3, lower case is the second part (5, 4, 3 on ranks 0, 1, 2)
+    p = 3, lower case is the second stage (5, 4, 3 on ranks 0, 1, 2)
     v       rank 0   F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 w2 F5 I0 W0 f3 i3 w3 ...
             rank 1   .. F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 ...
             rank 2   .. .. F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 ...
-    half,   every 6 slots each rank does each of F f i I for the next micro-batch, and W in the two that are left; a micro-batch
-    min     goes on from rank to rank by 1, 2, 1, 2 slots on its four ways (half), by 1, 1, 1, 1 (min)
+    half,   every 6 actions each rank runs each of F f i I for the next micro-batch, and W in the two that are left;
+    min     a micro-batch goes from rank to rank by 1, 2, 1, 2 actions on its four ways (half), by 1, 1, 1, 1 (min)
 
-    idle time of a rank, from its first slot to its last, F, I and W those of a rank with both parts:
-        v     = (p - 1) (F - W)          where F = I >= W: none where all take the same time
-        half <= (p - 1) (F + I + W) / 2  where F = I = W: half of that of 1F1B
+    idle time of a rank, between its first and last action, F, I and W those of a rank with both stages:
+        v     = (p - 1) (F - W)          if F = I >= W: none if all take the same time
+        half <= (p - 1) (F + I + W) / 2  if F = I = W: half of that of 1F1B
         min  <= (p - 1) (F + I + W) 2/3
-    held by a rank, in micro-batches of both its parts = p (v), floor(p / 2) + 1 (half), ceil((p + 2) / 3) (min); 1F1B holds p
+    held by a rank, in micro-batches of both stages = p (v), floor(p / 2) + 1 (half), ceil((p + 2) / 3) (min); 1F1B: p
 
-In `half` and `min` the lists are those of the pattern, with W moved to where ranks would wait when all slots take the same time
-(fill.py). Any number of micro-batches works: few leave slots out.
-Cost: twice the messages of 1F1B. The first and the last part lie on one rank, so tied weights need no sum.
-Limits: the blocks must be cut into 2 p parts; where times are unlike `half` and `min` wait more (automatic.py finds better).
-Paper: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv 2401.10241 (section 6, ZB-V); Qi et al. 2024, "Pipeline
-Parallelism with Controllable Memory", arXiv 2405.15362 (section 3: V-Min, V-Half, ZB-V).
+In `half` and `min` the lists are those of the pattern, with W moved to where ranks would be idle if all
+actions took the same time (list_scheduler.py). Any number of micro-batches works: few leave actions out.
+Cost: twice the messages of 1F1B. The first and the last stage lie on one rank, so tied weights need no sum.
+Limits: the blocks are split into 2 p stages; with uneven times `half` and `min` idle more (search.py finds
+better schedules).
+Paper: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv 2401.10241 (section 6, ZB-V); Qi et al.
+2024, "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362 (section 3: V-Min, V-Half, ZB-V).
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,28 +1,33 @@
-"""Zero-bubble pipelines: the backward in two halves, of which one can wait, so that it fills the bubble.
+"""Zero-bubble pipelines: the backward is split into input and weight gradients; the latter fill the bubble.
 
-Why it works: the rank before needs the gradient of what went in (I) at once; nobody but the optimizer needs that of the weights
-(W). So W stands where a rank would have nothing to do. H1 keeps the memory of 1F1B and delays W so far that the last ranks hold
-as many micro-batches as the first; H2 also begins with more forwards, enough to fill the way there and back, and where F = I = W
-nobody waits from its first slot to its last. 2p is made by a clock for given times (greedy.py), within twice the memory of 1F1B.
+Why it works: the rank before needs the input gradient (I) at once; only the optimizer needs the weight
+gradient (W). So W stands where a rank would be idle. H1 keeps the memory of 1F1B and delays W so far that
+the last ranks hold as many micro-batches as the first; H2 also begins with more forwards, enough to fill the
+way there and back, and if F = I = W no rank is idle between its first and its last action. 2p is made by
+list scheduling for given times (list_scheduler.py), within twice the memory of 1F1B.
 
     H1, p = 3   rank 0   F0 F1 F2 .. .. I0 W0 F3 I1 W1    ...      after I of k, W of k - r and the next F
                 rank 1   .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 ...      p - r forwards ahead
                 rank 2   .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 ...
-    H2, p = 3   rank 0   F0 F1 F2 F3 F4 I0 W0 F5 ...               after I of k, W of k - 2 r; 2 (p - r) - 1 forwards ahead
+    H2, p = 3   rank 0   F0 F1 F2 F3 F4 I0 W0 F5 ...               after I of k, W of k - 2 r; 2 (p - r) - 1 ahead
                 rank 1   .. F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 ...
                 rank 2   .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 ...
 
-    idle time of a rank, from its first slot to its last = (p - 1) (F + I - W) (H1), (p - 1) (F + I - 2 W) (H2), about 0 (2p)
+    idle time of a rank between its first and last action: (p - 1) (F + I - W) (H1), (p - 1) (F + I - 2 W) (H2),
+    about 0 (2p)
     held by the fullest rank = p micro-batches (H1), 2 p - 1 (H2), at most 2 p (2p); needs W <= F and W <= I
 
-Later ranks begin and end later: H2 and 2p have no bubble if each rank steps when its own work is done. If a step waits for all
-ranks, as it does for a norm over all gradients, it takes longer, where F = I = W by (p - 1) F, and H1 is then as short.
-Any number of micro-batches works; below p (H1) and 2 p - 1 (H2) the lists are those of fewer forwards ahead.
-Cost: all that a forward keeps is held until W, and from I on the gradients of what layers give out, in a Llama's block 0.6 of
-what it keeps; a backward in two halves launches more kernels. Bytes are those of 1F1B; weights in shards are gathered for W too.
-Limits: 2p needs about 3 p micro-batches and known times; parts whose I and W cannot be told apart gain nothing. Weights that a
-function written in Python takes in, such as columns divided along tp, have their gradients in I.
-Paper: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv 2401.10241 (sections 2 and 3, tables 1 and 2).
+Later ranks begin and end later: H2 and 2p have no bubble if each rank steps when its own work is done. If a
+step waits for all ranks, as for a norm over all gradients, it takes longer, with F = I = W by (p - 1) F, and
+H1 is then as short. Any number of micro-batches works; below p (H1) and 2 p - 1 (H2) the lists have fewer
+forwards ahead.
+Cost: all that a forward saves is held until W, and from I on the output gradients of layers, in a Llama
+block 0.6 of what it saves; a split backward launches more kernels. Bytes are those of 1F1B; sharded weights
+are gathered for W too.
+Limits: 2p needs about 3 p micro-batches and known times; stages whose I and W cannot be separated gain
+nothing. Weights of a Python autograd function, such as colwise layers along tp, have their gradients in I.
+Paper: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv 2401.10241 (sections 2 and 3, tables 1 and
+2).
 """
 
 from collections.abc import Callable, Iterator

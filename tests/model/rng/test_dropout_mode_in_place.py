@@ -1,4 +1,4 @@
-"""Draws into a tensor that is there: stochastic depth as many models write it."""
+"""In-place draws into an existing tensor, as many models write stochastic depth."""
 
 from collections.abc import Callable
 
@@ -42,7 +42,7 @@ class ByNumpy(nn.Module):
         return self.layer(x) * (2 if np.random.rand() < 2 else 1)
 
 
-def test_draws_by_numpy_are_told_and_not_refused_as_they_may_do_nothing():
+def test_draws_by_numpy_are_reported_and_not_refused():
     notes = analyze(ByNumpy(), {"x": torch.ones(2, 3)}).model_spec.notes
     assert any("the forward draws numbers with numpy.random" in note for note in notes)
     assert not any(

@@ -1,4 +1,4 @@
-"""What surrounds blocks: regions without gradients, hooks, recomputation, memory, and the module that is handed back."""
+"""Around blocks: regions without gradients, hooks, recomputation, memory, and the restored module."""
 
 import gc
 import weakref
@@ -20,7 +20,7 @@ def driven(glue: Forward):
     return done
 
 
-def test_a_region_without_gradients_visits_nothing():
+def test_a_region_without_gradients_has_no_block_calls():
     def glue(model: Chain, x: torch.Tensor) -> object:
         with torch.no_grad():
             x = model.layers[0](model.layers[1](x))
@@ -95,7 +95,7 @@ def test_the_graph_of_a_block_is_gone_after_its_backward():
     assert alive == [[True, True, False], [True, False, False], [False, False, False]]
 
 
-def test_a_detached_drive_leaves_the_module_as_it_was():
+def test_a_detached_driver_leaves_the_module_as_it_was():
     model = Chain(lambda model, x: model.layers[0](x))
     own = model.layers[1].forward = lambda x: x
     drive = ForwardDriver({"layers.0": model.layers[0], "layers.1": model.layers[1]})

@@ -1,4 +1,4 @@
-"""Visits that are run again: what they keep, what must be as it was, and what is said when it is not."""
+"""Recomputed block calls: what they keep, what must be restored, and errors when it is not."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ def forward(
     return drive, model, passed
 
 
-def test_a_backward_without_a_rerun_does_not_pass_silently():
+def test_a_backward_without_recomputation_does_not_pass_silently():
     drive, _, passed = forward(lambda block, x: block.linear(x).tanh())
     with pytest.raises(RuntimeError, match=r"the backward of a has no graph(?s:.*)put a RECOMPUTE before it"):
         backward(passed.block_calls["a"])
@@ -38,7 +38,9 @@ def test_a_backward_without_a_rerun_does_not_pass_silently():
 def test_a_block_that_gives_something_else_is_refused_by_name():
     shapes = iter([6, 5])
     drive, _, passed = forward(lambda block, x: block.linear(x)[:, : next(shapes)])
-    text = r"the block 'a' gives 1 tensors that need gradients when it is run again(?s:.*)depend on nothing but its inputs"
+    text = (
+        r"the block 'a' returns 1 tensors that need gradients when it is recomputed(?s:.*)depend only on its"
+    )
     with pytest.raises(PlanError, match=text):
         drive.recompute(passed.block_calls["a"])
 
@@ -62,7 +64,7 @@ def test_gradients_are_switched_on_and_autocast_is_as_it_was():
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_a_rerun_inside_another_forward_is_no_visit_of_it():
+def test_a_recomputation_inside_another_forward_is_no_block_call_of_it():
     drive, model, passed = forward(lambda block, x: block.linear(x).tanh())
     reached: list[str] = []
 
