@@ -55,7 +55,9 @@ MAX_KERNEL_REACH = 256  # a kernel that reaches over no more tokens is taken wit
 
 
 def convolve_with_halo(runtime: Runtime, axis: str, call: ShardedConv1dCall) -> torch.Tensor:
-    """The convolution of the tokens that this rank runs, [.., channels, tokens]; their neighbours are on ranks of `axis`."""
+    """The convolution of this rank's tokens, [.., channels, tokens], with the neighbours from the ranks of
+    `axis`.
+    """
     space = runtime.plan.sharding
     known, share = call.conv_spec, call.token_shard
     edges = _edges(call.local_input, share.spans, known, space.sequence_sharding.chunks)
@@ -94,7 +96,7 @@ def convolve_with_halo(runtime: Runtime, axis: str, call: ShardedConv1dCall) -> 
 def halo_transfers(
     sharding: ShardingPlan, job: Job, axis: str, convolve: ConvSpec, num_samples: int
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """What one convolution of so many rows moves in a forward, and in a backward."""
+    """The collectives of one convolution of `num_samples` samples: of a forward, and of a backward."""
     ranks = sharding.mesh.size(axis)
     if sharding.sequence_sharding is None or ranks == 1 or not convolve.halo:
         return [], []
@@ -114,7 +116,7 @@ def halo_transfers(
 def check_convolutions(
     name: str, axis: str, sharding: ShardingPlan, sequence_sharding: SequenceSharding
 ) -> Iterator[Diagnostic]:
-    """What keeps the convolutions of this model from running on tokens that the technique `name` deals so."""
+    """Yields why convolutions of this model cannot run on tokens that the strategy `name` shards so."""
     tokens, ranks = sharding.model_spec.sequence_info, sharding.mesh.size(axis)
     found, striped = (
         dict[str, list[str]](),
@@ -142,7 +144,6 @@ def check_convolutions(
 
 
 def _edges(own: torch.Tensor, spans: tuple[TokenRange, ...], known: ConvSpec, chunks: int) -> torch.Tensor:
-    """The last tokens of each span, and its first ones, [.., chunks * reach]; zeros where there are no so many."""
     parts, at = [own.narrow(-1, 0, 0)], 0  # so that a rank that has no tokens takes part in backward
     for begin, end in spans:
         mine = own.narrow(-1, at, end - begin)
@@ -158,7 +159,6 @@ def _edges(own: torch.Tensor, spans: tuple[TokenRange, ...], known: ConvSpec, ch
 def _halo_columns(
     deal: SequenceSharding, length: int, spans: tuple[TokenRange, ...], around: tuple[int, int]
 ) -> tuple[int, ...]:
-    """Where among the edges of all ranks the tokens stand that are before and behind each of `spans`; behind all: nowhere."""
     left, right = around
     dealt = [
         (span, (rank * deal.max_ranges + number) * (left + right))

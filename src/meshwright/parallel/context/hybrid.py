@@ -75,7 +75,9 @@ from meshwright.plan.strategy import Handler, Runtime
 
 @dataclass(frozen=True)
 class HybridContextParallel(ContextParallel):
-    """Tokens of each sample dealt along `axis`: `inner` neighbours exchange them for heads, whose keys travel round the rest."""
+    """Shards the tokens of each sample along `axis`: an all-to-all between `ulysses_degree` neighbours, a
+    ring between groups.
+    """
 
     name: ClassVar[str] = "hybrid_context_parallel"
     ulysses_degree: int = 2
@@ -84,7 +86,7 @@ class HybridContextParallel(ContextParallel):
 
     @property
     def exact(self) -> bool:  # type: ignore[override]  # it depends on a field
-        """Whether keys and values travel as they are."""
+        """Whether keys and values travel in their own dtype."""
         return not self.comm_dtype
 
     def tolerance(self, sharding: ShardingPlan) -> float:
@@ -102,7 +104,11 @@ class HybridContextParallel(ContextParallel):
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         if self.axis == CP_AXIS and self._is_divisible(sharding):
             yield from check_heads(
-                sharding, self.name, self.ulysses_degree, "ulysses_degree", divisors(sharding.mesh.size(CP_AXIS))
+                sharding,
+                self.name,
+                self.ulysses_degree,
+                "ulysses_degree",
+                divisors(sharding.mesh.size(CP_AXIS)),
             )
 
     def sequence_sharding(self, num_ranks: int) -> SequenceSharding:
@@ -142,7 +148,6 @@ class HybridContextParallel(ContextParallel):
     def _attention(
         self, runtime: Runtime, exchange: HeadExchange, recent: MaskCache, asked: ShardedAttentionCall
     ) -> torch.Tensor:
-        """[.., heads, own queries, width of values]."""
         given, deal = attention_inputs(asked, self.name), exchange.sequence_sharding
         mine = exchange.gather_inputs(given, asked, self.name)
         said = {"scale": asked.scale, "causal": asked.is_causal, "dropout_p": given.dropout_p}
@@ -172,7 +177,6 @@ class HybridContextParallel(ContextParallel):
     def _ring_transfers(
         self, space: ShardingPlan, job: Job, attend: AttentionSpec, rows: int
     ) -> tuple[list[Transfer], list[Transfer]]:
-        """Those of one forward, and of one backward."""
         deal = self.sequence_sharding(space.mesh.size(self.axis))
         heads, groups = local_heads(space, attend)
         needs, counts = (

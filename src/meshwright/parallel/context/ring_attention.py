@@ -44,11 +44,16 @@ def ring_attention(
     keep: torch.Tensor | None = None,
     block_mask: BlockMask | None = None,
 ) -> Any:
-    """The attention of this rank's queries, [B, H, n, d], to the keys and values of all, [B, H, n, e]; differentiable.
+    """The attention of this rank's queries, [B, H, n, d], to the keys and values of all ranks: [B, H, n, e];
+    differentiable.
 
-    `key` is [B, G, m, d], `value` [B, G, m, e], H a multiple of G; `mask` has rows of these queries and columns of all keys in
-    order of positions, [B or 1, H or 1, n or 1, all keys]: bool, or float to add. `keep`, bool [B, H, n, all keys], says which
-    weights dropout leaves. `view` is what queries look at through the mask, where that is known. All ranks of the ring call this.
+    All ranks of the ring call it.
+
+    Args:
+        key, value: [B, G, m, d] and [B, G, m, e], H a multiple of G.
+        mask: [B or 1, H or 1, n or 1, all keys in order of positions], bool, or float to add.
+        keep: the weights that dropout keeps, bool [B, H, n, all keys].
+        block_mask: the mask as blocks, if known.
     """
     block_mask = block_mask or MaskCache().block_mask(ring, mask, query.device)
     return _RingAttentionFunction.apply(
@@ -104,7 +109,10 @@ def _forward(
                 "causal": pair.kind == "causal",
                 "scale": circle.scale,
             }
-            said |= {"dropout": _block_dropout(circle, rank, pair, keep), "row_offset": view.row_offset(pair.queries)}
+            said |= {
+                "dropout": _block_dropout(circle, rank, pair, keep),
+                "row_offset": view.row_offset(pair.queries),
+            }
             more = attention(query[mine], keys[theirs], values[theirs], **said)
             out[mine], lse[mine] = merge_outputs(out[mine], lse[mine], *more)
     return out, lse
@@ -113,10 +121,6 @@ def _forward(
 def _backward(
     circle: AttentionRing, grad: Any, saved: Sequence[Any], view: BlockMask, of_mask: Any, *, rounds: bool
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of this rank's queries, keys and values.
-
-    `rounds`: lse has been rounded to the digits of what a mask has added, where that is far from 0.
-    """
     query, key, value, mask, keep, out, lse = saved
     wide, length = accumulation_dtype(query.dtype), circle.max_keys * _per_token(key, value)
     of_query, home = torch.zeros_like(query, dtype=wide), query.new_zeros(length, dtype=wide)
@@ -181,7 +185,6 @@ def _backward(
 def _blocks(
     circle: AttentionRing, key: torch.Tensor, value: torch.Tensor
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """The ranks whose keys and values come by, and those: this one's first. The next ones are under way meanwhile."""
     ranks, keys, values = len(circle.key_spans), key, value
     going = free = key.new_empty(0)
     if ranks > 1:
@@ -204,7 +207,6 @@ def _blocks(
 def _block_dropout(
     circle: AttentionRing, rank: int, pair: QueryKeyBlock, keep: torch.Tensor | None
 ) -> AttentionDropout | None:
-    """What dropout leaves of a pair."""
     return (
         None
         if keep is None
@@ -215,14 +217,12 @@ def _block_dropout(
 
 
 def _per_token(key: torch.Tensor, value: torch.Tensor) -> int:
-    """The elements of one token in a message."""
     return key.shape[0] * key.shape[1] * (key.shape[-1] + value.shape[-1])
 
 
 def _split_message(
     flat: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of so many tokens, or their gradients, in a message."""
     shapes = [(*each.shape[:2], tokens, each.shape[-1]) for each in (key, value)]
     ends = [prod(shape) for shape in shapes]
     return flat[: ends[0]].view(shapes[0]), flat[ends[0] : sum(ends)].view(shapes[1])

@@ -53,7 +53,7 @@ END_OF_CALL = 1e9  # behind all that a visit itself moves
 
 
 def add_glue_gathers(program: Program, sharding: ShardingPlan, job: Job, axis: str) -> Program:
-    """`program` with what glue brings together of the tokens that are dealt along `axis`."""
+    """`program` with the gathers of tokens along `axis` that glue between blocks needs."""
     tokens = sharding.global_plan.model_spec.sequence_info
     if tokens is None or not tokens.gathers:
         return program
@@ -67,8 +67,6 @@ def add_glue_gathers(program: Program, sharding: ShardingPlan, job: Job, axis: s
 
 @dataclass(frozen=True)
 class _GlueTransfers:
-    """By visit: the transfers before and behind its forward, their bytes, those of its backward, at its beginning and its end."""
-
     forward_begin: Mapping[str, Sequence[Transfer]]
     forward_end: Mapping[str, Sequence[Transfer]]
     extra_nbytes: Mapping[str, int]
@@ -77,7 +75,6 @@ class _GlueTransfers:
 
     @classmethod
     def for_rank(cls, space: ShardingPlan, job: Job, axis: str, rows: int) -> "_GlueTransfers":
-        """Those of the visits that the rank runs that sees `space`, on micro-batches of so many rows."""
         tokens = space.global_plan.model_spec.sequence_info
         before, forth, first, last = (defaultdict[str, list[Transfer]](list) for _ in range(4))
         more = defaultdict[str, int](int)
@@ -93,7 +90,6 @@ class _GlueTransfers:
         return cls(before, forth, more, first, last)
 
     def insert(self, action: Action) -> Action:
-        """`action` with what moves in it."""
         visit = LOSS_SITE if action.kind == "LOSS" else action.subject
         early, late = list[Transfer](), list[Transfer]()
         if action.kind in (*FORWARD_KINDS, "LOSS"):
@@ -115,16 +111,11 @@ def _at_time(time: float, moves: Iterable[Transfer]) -> Iterator[Transfer]:
 
 
 def _forward_site(each: GlueGather, parts: Sequence[StageSpec]) -> str:
-    """The visit in whose forward it moves: a part that begins with the one that is given it was handed each rank's own tokens."""
     begins = {part.block_calls[0] for part in parts}
     return each.consumer if each.consumer in begins else each.block_call
 
 
 def _backward_sites(each: GlueGather, home: str, parts: Sequence[StageSpec]) -> Iterator[tuple[str, bool]]:
-    """Behind or before whose backwards a gradient goes back: the visit, and whether at its end.
-
-    What another part took in first has its gradient when that has sent it.
-    """
     mine = next((part for part in parts if home in part.block_calls), None)
     for visit in each.backward_calls:
         if mine is None or visit in mine.block_calls or (visit == LOSS_SITE and mine.is_last):
@@ -136,7 +127,6 @@ def _backward_sites(each: GlueGather, home: str, parts: Sequence[StageSpec]) -> 
 def _gather_and_scatter(
     each: GlueGather, space: ShardingPlan, job: Job, axis: str, rows: int
 ) -> tuple[Transfer, Transfer, int]:
-    """The transfer of a forward, that of its gradient, and the bytes of what is there then, on so many rows."""
     numel, compute = each.numel * (rows if each.per_sample else 1), job.precision.compute
     mixed = compute != job.precision.parameters
     own = not each.dtype or (each.dtype in FLOAT_NBYTES and (mixed or compute == "float64"))
@@ -166,7 +156,7 @@ AttentionTransfers = Callable[
 
 @dataclass(frozen=True)
 class ContextParallel(Strategy):
-    """A technique that deals the tokens of each sample to the ranks along `axis`."""
+    """Base of the strategies that shard the tokens of each sample over the ranks along `axis`."""
 
     phase: ClassVar[StrategyPhase] = "shard"
     needs_sequence_info: ClassVar[bool] = True
@@ -174,7 +164,7 @@ class ContextParallel(Strategy):
 
     @abstractmethod
     def sequence_sharding(self, num_ranks: int) -> SequenceSharding:
-        """Which tokens each of so many ranks has."""
+        """The tokens of each of `num_ranks` ranks."""
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         if self.axis != CP_AXIS:
@@ -193,9 +183,10 @@ def add_attention_comm(
     forward_transfers: AttentionTransfers,
     backward_transfers: AttentionTransfers,
 ) -> Program:
-    """`program` with what attention moves: `forth` wherever a visit runs forward, `back` where its gradients are made; and glue.
+    """`program` with the collectives of attention, convolutions and glue: `forward` in runs of a block call,
+    `backward` in backwards.
 
-    Where backwards come in halves, that is the one for what went in, unless nobody asks for that. So with convolutions.
+    In a split backward they are in the half of input gradients, or in the other if the block call needs none.
     """
     borders = sharding.global_plan.model_spec.stage_boundaries
 
@@ -242,10 +233,10 @@ def add_attention_comm(
 
 
 def local_heads(sharding: ShardingPlan, attend: AttentionSpec) -> tuple[int, int]:
-    """How many heads of queries, and of keys and values, the rank that sees `space` has of one call of attention.
+    """The numbers of query heads and key/value heads of one attention call on the rank of `sharding`.
 
-    Of keys and values that several ranks need it has those of its own heads of queries, as strategies that divide heads have it;
-    where the model repeats them for attention, all of these.
+    Key/value heads that several ranks share count on each; if the model repeats them for attention, one per
+    query head.
     """
     for _, side in _head_sides(sharding, attend.block_call, "colwise", attend):
         (first, end), units = side.dim_split.units_of(side.index, side.num_ranks), side.dim_split.num_units
@@ -260,7 +251,7 @@ def local_heads(sharding: ShardingPlan, attend: AttentionSpec) -> tuple[int, int
 def check_sequence_sharding(
     name: str, axis: str, sharding: ShardingPlan, sharding_for: Callable[[int], SequenceSharding]
 ) -> Iterator[Diagnostic]:
-    """What keeps the tokens of this model's samples from being dealt along `axis`, to so many ranks as `deal` says."""
+    """Yields why the tokens of this model's samples cannot be sharded along `axis` as `sharding_for` says."""
     where, anatomy = f"strategies.{name}", sharding.model_spec
     if axis != CP_AXIS:
         yield Diagnostic(
@@ -297,7 +288,6 @@ def check_sequence_sharding(
 
 
 def _token_mixing_calls(anatomy: ModelSpec) -> Mapping[str, list[str]]:
-    """The visits that need all tokens at once, by why: what layers of one kind do is said once."""
     found: dict[str, list[str]] = {}
     for passing in anatomy.sequence_info.block_calls if anatomy.sequence_info is not None else ():
         if passing.not_sequence_parallel:
@@ -308,10 +298,6 @@ def _token_mixing_calls(anatomy: ModelSpec) -> Mapping[str, list[str]]:
 
 
 def _attention_positions(space: ShardingPlan, visit: str) -> Iterator[tuple[float, AttentionSpec | ConvSpec]]:
-    """The calls of attention and the convolutions of a visit in order, and where they stand among its calls of layers.
-
-    Attention stands before the rows layer that ends it, a convolution behind the last layer that was called before.
-    """
     tokens = space.global_plan.model_spec.sequence_info
     mine = (
         [attend for attend in tokens.attention_calls if attend.block_call == visit]
@@ -342,7 +328,6 @@ def _attention_positions(space: ShardingPlan, visit: str) -> Iterator[tuple[floa
 def _head_sides(
     space: ShardingPlan, visit: str, role: str, attend: AttentionSpec
 ) -> Iterator[tuple[int, DimShard]]:
-    """Of each layer of `role` in `visit` whose heads are those of `attend`, and are divided: its number, and how they are."""
     held = {
         layer: home
         for home in space.param_shardings

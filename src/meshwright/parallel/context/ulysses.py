@@ -65,7 +65,7 @@ from meshwright.plan.strategy import Handler, Runtime
 
 @dataclass(frozen=True)
 class Ulysses(ContextParallel):
-    """Tokens of each sample dealt along `axis`, and in attention heads instead."""
+    """Shards the tokens of each sample along `axis`, and inside attention the heads instead."""
 
     name: ClassVar[str] = "ulysses"
 
@@ -103,7 +103,6 @@ class Ulysses(ContextParallel):
         return {}
 
     def _attention(self, exchange: HeadExchange, asked: ShardedAttentionCall) -> torch.Tensor:
-        """[.., heads, own queries, width of values]."""
         given = attention_inputs(asked, self.name)
         if given.dropout_p:
             return given.restore_shape(
@@ -124,7 +123,6 @@ class Ulysses(ContextParallel):
     def _attention_with_dropout(
         self, exchange: HeadExchange, given: AttentionInputs, asked: ShardedAttentionCall
     ) -> torch.Tensor:
-        """The same with dropout, whose masks are those of one device: torch's function would draw others."""
         mine, rows = exchange.gather_inputs(given, asked, self.name), ((0, asked.query_shard.length),)
         circle = AttentionRing(
             0,

@@ -77,7 +77,6 @@ class BatchSplit(Strategy):
         return reduce_totals_along(met, self.axis)
 
     def _insert_gathers(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
-        """`actions` with the rows of all ranks gathered before a loss that needs the whole batch; once for all axes."""
         anatomy = space.model_spec
         if not anatomy.needs_global_batch or any(action.kind == "GATHER" for action in actions):
             return actions
@@ -111,7 +110,9 @@ class BatchSplit(Strategy):
 
 
 def same_data_diagnostic(what: str, axis: str, where: str) -> Diagnostic:
-    """What is wrong with summing gradients along `axis`, for `what` there, where nothing divides samples or tokens."""
+    """The diagnostic of summing gradients along `axis` although nothing splits samples or tokens there;
+    `what` is replicated.
+    """
     if axis in DATA_AXES:
         text = f"the {what} along {axis} would all see the same samples: nothing splits the batch there"
         return Diagnostic(text, f'add [[strategies]] name = "batch_split", axis = "{axis}"', where)

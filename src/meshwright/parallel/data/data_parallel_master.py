@@ -48,7 +48,7 @@ from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 @dataclass(frozen=True)
 class DataParallelMaster(Strategy):
-    """Whole copies of the weights along `axis`, of which that of the rank at index 0 is stepped and handed out."""
+    """Full replicas of the weights along `axis`; the rank at index 0 steps and broadcasts them."""
 
     name: ClassVar[str] = "data_parallel_master"
     phase: ClassVar[StrategyPhase] = "storage"
@@ -93,7 +93,6 @@ class DataParallelMaster(Strategy):
     def _insert_exchanges(
         self, actions: list[Action], space: ShardingPlan, job: Job, rows: int
     ) -> list[Action]:
-        """`actions`, of one micro-batch, with the exchanges of rows round the forward and the loss."""
         actions = [action for action in actions if action.kind != "GATHER"]  # to the master, not to all
         used = [column for column in space.model_spec.outputs if column.used_by_loss]
         first, at = (
@@ -126,7 +125,6 @@ class DataParallelMaster(Strategy):
         return self._insert_weight_comm(led, space, job)
 
     def _insert_weight_comm(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
-        """`actions` with a REDUCE and a BROADCAST per weight round CLIP and STEP."""
         clip, step = index_of_last(actions, "CLIP") or 0, index_of_last(actions, "STEP") or 0
         dtype, last = job.precision.parameters, (last_backward(actions).name,)
         norm = Transfer("broadcast", (self.axis,), 8, dtype="float64")

@@ -50,10 +50,10 @@ from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 @dataclass(frozen=True)
 class DDP(Strategy):
-    """Whole copies of the weights along `axis`; gradients travel in buckets of about `bucket_mb` MiB.
+    """Full replicas of the weights along `axis`; gradients travel in buckets of about `bucket_mb` MiB.
 
-    `algorithm` says how a bucket is summed: a name of comm/algorithms, such as "ring", or a rule by the size of the message, such
-    as "doubling <= 64 KiB, else ring".
+    `algorithm` sums a bucket: a name of comm/algorithms, such as "ring", or a rule by the size of the
+    message, such as "doubling <= 64 KiB, else ring".
     """
 
     name: ClassVar[str] = "ddp"
@@ -86,7 +86,6 @@ class DDP(Strategy):
     def _insert_buckets(
         self, actions: list[Action], buckets: Iterable[Sequence[ParamGroup]], space: ShardingPlan, job: Job
     ) -> list[Action]:
-        """`actions` with all buckets: once, or for every micro-batch, where each is stepped with alone."""
         alone, behind = (
             stepped_microbatches(actions),
             dict[int, list[Action]](),
@@ -114,10 +113,6 @@ class DDP(Strategy):
         job: Job,
         micro: int | None,
     ) -> "_BucketEnd":
-        """One bucket, summed over `axes`: each bundle is packed right after its own backward (`places`), while it is in cache.
-
-        The whole leaves after the last backward. A bucket of another dtype takes finished sums only, and is unpacked.
-        """
         casts = job.precision.reduce != job.precision.parameters
         tensors = tuple(name for bundle in bucket for name in bundle.names)
         numel = sum(bundle.numel for bundle in bucket)
@@ -152,9 +147,11 @@ class DDP(Strategy):
 
 
 def coalesce(param_groups: Sequence[ParamGroup], max_numel: float) -> list[list[ParamGroup]]:
-    """`bundles` in runs of at most `limit` elements, in order; a bundle above the limit is a run of its own.
+    """`param_groups` in consecutive buckets of at most `max_numel` elements; a larger group is a bucket of
+    its own.
 
-    Slices of unlike sizes are in runs of their own: behind them nothing would lie alike on ranks that have other slices.
+    Groups with uneven slices have buckets of their own: behind them, offsets would differ on ranks with other
+    slices.
     """
     runs: list[list[ParamGroup]] = []
     for bundle in param_groups:
@@ -172,7 +169,7 @@ def coalesce(param_groups: Sequence[ParamGroup], max_numel: float) -> list[list[
 def check_replicas(
     name: str, axis: str, algorithm: str, sharding: ShardingPlan, axes: tuple[str, ...] = GRAD_SUM_AXES
 ) -> Iterator[Diagnostic]:
-    """What is wrong with keeping whole copies along `axis`, which may be one of `axes`."""
+    """Yields what is wrong with full replicas along `axis`, which must be one of `axes`."""
     if axis not in axes:
         yield Diagnostic(
             f"weights cannot be replicated along '{axis}'",
@@ -193,7 +190,6 @@ def check_replicas(
 
 
 def _check_single_axis(name: str, axis: str, space: ShardingPlan) -> Iterator[Diagnostic]:
-    """Copies along two axes would be summed one axis after the other: two messages where one does."""
     copied = [home for home in space.param_shardings if home.param.trainable]
     whole = [
         each
@@ -215,14 +211,11 @@ def _check_single_axis(name: str, axis: str, space: ShardingPlan) -> Iterator[Di
 
 @dataclass(frozen=True)
 class _BucketEnd:
-    """How a bucket ends: who looks at the sums waits for `awaited`; STEP frees the bucket `held` in place of `grads`."""
-
     last_action: Action
     buffer: str = ""
     grads: tuple[str, ...] = ()
 
     def apply(self, actions: list[Action]) -> list[Action]:
-        """`actions`, with this end."""
         awaited, ended = self.last_action, list[Action]()
         if awaited.kind == "UNPACK":
             actions.insert(first_grad_reader(actions, awaited.microbatch), awaited)

@@ -38,9 +38,9 @@ from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 @dataclass(frozen=True)
 class NaiveDDP(Strategy):
-    """Whole copies of the weights along `axis`; one all-reduce per parameter, after the last backward.
+    """Full replicas of the weights along `axis`; one all-reduce per parameter, after the last backward.
 
-    `algorithm` says how each is summed: a name of comm/algorithms, or a rule by the size of the message.
+    `algorithm` sums each: a name of comm/algorithms, or a rule by the size of the message.
     """
 
     name: ClassVar[str] = "naive_ddp"

@@ -61,10 +61,11 @@ GATHER_CHOICES = ("use", "microbatch", "step")
 
 @dataclass(frozen=True)
 class ZeRO(Strategy):
-    """Moments (stage 1), gradients too (2), weights too (3) in equal shards along `axis`, replicated along `across` if given.
+    """Shards optimizer states (stage 1), gradients too (2) and weights too (3) along `axis`; replicates along
+    `replicate_axis`.
 
-    Ranks that have other tokens of the same samples share in the shards. Of stage 3 alone: `gather`, `keep_mb` and `ahead` (see
-    above).
+    Ranks with other tokens of the same samples hold shards too. `gather`, `keep_mb` and `prefetch` are for
+    stage 3 alone (see the module).
     """
 
     name: ClassVar[str] = "zero"
@@ -124,7 +125,6 @@ class ZeRO(Strategy):
         yield from self._check_single_owner(sharding)
 
     def _check_single_owner(self, space: ShardingPlan) -> Iterator[Diagnostic]:
-        """Sums that another strategy takes."""
         stored = [
             axis
             for axis in space.grad_sum_axes
@@ -196,7 +196,6 @@ class ZeRO(Strategy):
     def _unshard_action(
         bundle: ParamGroup, arena: FlatParamSpec, job: Job, what: str, micro: int | None
     ) -> Action:
-        """The UNSHARD of `bundle`, which lies in `arena`, for `what`."""
         first, parameters = bundle.params[0], job.precision.parameters
         dtype, nbytes = first.dtype_for(parameters), arena.shard_numel * first.itemsize(parameters)
         transfer = Transfer("all_gather", arena.axes, nbytes, dtype=dtype)
@@ -205,7 +204,6 @@ class ZeRO(Strategy):
         )
 
     def _insert_step_gathers(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
-        """`actions` with what the last step has stepped handed out once, each bundle ahead of its first use."""
         bundles, arenas = (
             sorted(space.param_groups(), key=lambda bundle: min(_call_indices(bundle, space))),
             space.flat_param_specs(),
@@ -231,7 +229,6 @@ class ZeRO(Strategy):
         )
 
     def _insert_unshard_windows(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
-        """`actions` with an UNSHARD ahead of each stay of a bundle and a RESHARD behind it."""
         bundles, arenas = (
             {bundle.name: bundle for bundle in space.all_param_groups()},
             space.flat_param_specs(),
@@ -280,7 +277,6 @@ def _with_insertions(
     waits: Mapping[int, list[str]],
     behind: Mapping[int, list[Action]],
 ) -> list[Action]:
-    """`actions` with others before and behind some; what stands behind a backward comes after its PACKs and REDUCEs."""
     edited: list[Action] = []
     owed: list[Action] = []
     for i, action in enumerate(actions):
@@ -293,7 +289,6 @@ def _with_insertions(
 
 
 def _needed_groups(action: Action, bundles: Sequence[ParamGroup]) -> tuple[str, ...]:
-    """The bundles that `action` finds whole: those of its visit, and those that glue uses at any time."""
     by_loss = set(action.tensors) if action.kind == "LOSS" else set()
     flat = (bundle for bundle in bundles if bundle.param_shardings[0].flat_shard_axes)
     return tuple(
@@ -309,12 +304,10 @@ def _call_indices(bundle: ParamGroup, space: ShardingPlan) -> list[int]:
 
 
 def _gather_suffix(use: Action, bundle: ParamGroup) -> str:
-    """What a bundle is gathered for, as a part of the name: tied weights are, by several blocks."""
     return f", {use.kind}" + ("" if bundle.block_calls == (use.subject,) else f" of {use.subject}")
 
 
 def _wait_action(fetch: Action) -> Action:
-    """Glue uses the weights of the root whenever it likes: they are there before the forward begins."""
     return Action("WAIT", fetch.subject, fetch.microbatch, waits=(fetch.name,), tensors=fetch.tensors)
 
 

@@ -62,9 +62,10 @@ from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 @dataclass(frozen=True)
 class ActivationCheckpointing(Strategy):
-    """Blocks whose visits match one of `blocks` (none given: all but the last visit) are run again before their backward.
+    """Recomputes the block calls that match one of `blocks` before their backward; without `blocks`, all but
+    the last.
 
-    `keep_mb` MiB of what they compute within are kept all the same; 0: nothing.
+    `keep_mb` MiB of activations are saved all the same; 0: none.
     """
 
     name: ClassVar[str] = "activation_checkpointing"
@@ -93,7 +94,6 @@ class ActivationCheckpointing(Strategy):
         return {"RECOMPUTE": runtime.recompute}
 
     def _checkpoint(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
-        """`actions` with an F_CHECKPOINTED in place of each F of the visits that are chosen, and a RECOMPUTE before its B."""
         chosen = self._choose_block_calls(actions, space, job)
         edited, leans = [], {}
         for action in actions:
@@ -143,10 +143,6 @@ class ActivationCheckpointing(Strategy):
     def _choose_block_calls(
         self, actions: Sequence[Action], space: ShardingPlan, job: Job
     ) -> dict[str, dict[int | None, Action]]:
-        """The visits that are run again, each with room for its RERUNs by micro-batch.
-
-        Ranks that meet within a visit choose alike: by the sizes of the one that has most of it.
-        """
         anatomy, largest = space.model_spec, _largest_rank_view(space)
         sizes, held = (
             block_shares(largest),
@@ -181,12 +177,10 @@ class ActivationCheckpointing(Strategy):
 
 
 def _matches(visit: str, pattern: str) -> bool:
-    """Whether `pattern` is the visit, or the block of which it is one."""
     return fnmatchcase(visit, pattern) or fnmatchcase(block_of(visit), pattern)
 
 
 def _with_kept_inputs(actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
-    """`actions` with what glue gives to visits that are run again, masks among it: kept from the first to its backward."""
     weighed, first = space.model_spec.memory, space.model_spec.block_calls[0]
     if weighed is None:
         return actions
@@ -201,7 +195,6 @@ def _with_kept_inputs(actions: list[Action], space: ShardingPlan, job: Job) -> l
 
 
 def _saved_holds(forward: Action) -> tuple[Allocation, ...]:
-    """What a forward takes that its backward alone needs."""
     return tuple(
         hold
         for hold in forward.allocations
@@ -210,7 +203,6 @@ def _saved_holds(forward: Action) -> tuple[Allocation, ...]:
 
 
 def _largest_rank_view(space: ShardingPlan) -> ShardingPlan:
-    """`space` as the rank sees it that has most, of those that have other slices of weights, or other tokens."""
     where = {
         **dict(space.coordinate),
         **dict.fromkeys(space.param_slice_axes, 0),
@@ -223,7 +215,6 @@ def _largest_rank_view(space: ShardingPlan) -> ShardingPlan:
 
 
 def _max_in_flight(actions: Sequence[Action], visit: str) -> int:
-    """For how many micro-batches a visit waits for its backward at the same time, at most."""
     now = most = 0
     for action in actions:
         if action.subject == visit:

@@ -19,7 +19,7 @@ value that several later stages use goes from each to the next one, so no rank s
 returns the same way, and is summed on it. Values that depend on no other stage (masks, positions) are
 computed by each stage. Stages on the same rank pass values without sending.
 
-    bytes = 2 sum over micro-batches, boundaries and values of numel x itemsize        (there, and the gradient back)
+    bytes = 2 sum over micro-batches, boundaries and values of numel x itemsize     (and the gradient back)
 
 In a split backward, I computes the gradients that other stages wait for, and W, any time later, those of
 weights (model/blocks/split_backward.py). `schedule` is a name, "automatic" (a search, for uneven stages), or
@@ -37,7 +37,7 @@ If the ranks of a stage have slices of a value (tokens with sequence or context 
 and nobody gathers it in between (plan/sharding/stage_values.py). If they all have the full value, every rank
 sends all of it over a link of its own; with `scatter` each sends one t-th, and the next stage gathers:
 
-    bytes between stages, per rank    N full     N/t sliced     N/t with `scatter`, and (t-1)/t N received in the stage
+    bytes between stages, per rank    N full     N/t sliced     N/t with `scatter`, and (t-1)/t N received
 
 That pays if links between stages are slower than those within: stages on other hosts. Ranks that own whole
 matrices (Muon with slices) step those of their own stage (plan/step/matrix_owners.py).
@@ -78,9 +78,14 @@ from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 
 def balance_stages(costs: Mapping[str, float], boundaries: Sequence[str], num_stages: int) -> tuple[str, ...]:
-    """The visits, of `opened`, with which the second and later ones of `count` parts begin; `costs` are in order of the forward.
+    """The block calls, of `boundaries`, with which the second and later of `num_stages` stages begin.
 
-    There must be `count - 1` open borders at least.
+    The most expensive stage is as cheap as possible; of equal splits the one with the earliest boundaries is
+    taken:
+
+        most(k, j) = min over i of max(most(k - 1, i), cost of the block calls from i to j)
+
+    `costs` are in order of the forward; there are at least `num_stages - 1` boundaries.
     """
     visits = list(costs)
     before = [0.0, *accumulate(costs.values())]
@@ -106,9 +111,10 @@ def _with_last_stage(
 
 @dataclass(frozen=True)
 class Pipeline(Strategy):
-    """Puts runs of layers on the ranks along `axis`, `chunks` on each, which work in the order of `schedule`.
+    """Puts runs of layers on the ranks along `axis`, `virtual_stages` on each, in the order of `schedule`.
 
-    With `scatter`, of a value that several ranks of a part have alike each sends a piece, and the next part puts them together.
+    With `scatter`, of a value that several ranks of a stage hold alike each sends a piece, and the next stage
+    gathers it.
     """
 
     name: ClassVar[str] = "pipeline"
@@ -194,7 +200,6 @@ class Pipeline(Strategy):
             )
 
     def _fewer_stages_fix(self, ranks: int, known: int) -> str:
-        """What makes fewer parts than `known` of them, in words."""
         chunks, found = self._num_virtual_stages, find_schedule(self.schedule)
         ways = [f"set mesh.pp to {known // chunks} at most"] if known >= 2 * chunks else []
         if chunks > 1 and known >= ranks:
@@ -210,7 +215,6 @@ class Pipeline(Strategy):
         yield from self._check_boundary_values(sharding)
 
     def _check_boundary_values(self, space: ShardingPlan) -> Iterator[Diagnostic]:
-        """Values of which nobody knows what a rank has, and a wish to send pieces where each rank has something else to send."""
         values = [value for part in self._find_stages(space) or () for value in part.outputs]
         yield from stage_value_diagnostics(space, values)
         if self.scatter and not any(map(StageValueShards(space, values).replicated_axes, values)):
@@ -250,7 +254,7 @@ class Pipeline(Strategy):
         )
 
     def build_schedule(self, sharding: ShardingPlan, num_microbatches: int) -> Schedule:
-        """Who runs which part for which of so many micro-batches, all ranks of the pipeline together."""
+        """The schedule of all pipeline ranks for `num_microbatches` micro-batches."""
         asked = self._request(sharding, num_microbatches)
         made, idle = _cached_schedule(asked), _idle_stages(asked)
         if made.virtual_stages != self._placement(sharding):
@@ -284,23 +288,19 @@ class Pipeline(Strategy):
 
     @property
     def _file_digest(self) -> str:
-        """What names the contents of the file that says the schedule; nothing for one with a name."""
         return file_digest(self.schedule) if is_schedule_source(self.schedule) else ""
 
     @property
     def _num_virtual_stages(self) -> int:
-        """The parts per rank."""
         found = find_schedule(self.schedule)
         return max(self.virtual_stages, 0) or (
             1 if found is None else found.num_virtual_stages or found.default_virtual_stages
         )
 
     def _placement(self, space: ShardingPlan) -> tuple[VirtualStage, ...]:
-        """Where the parts lie; nothing where that cannot be told, which `check` says."""
         return _cached_placement(self.schedule, self._file_digest, space.mesh.pp, self._num_virtual_stages)
 
     def _num_stages(self, space: ShardingPlan) -> int:
-        """How many parts there are; 0 where that cannot be told."""
         return len({stage.stage for stage in self._placement(space)})
 
     def _insert_send_recv(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
@@ -313,7 +313,6 @@ class Pipeline(Strategy):
         ).insert(actions)
 
     def _find_stages(self, space: ShardingPlan) -> tuple[StageSpec, ...] | None:
-        """The parts; None where they cannot be made, which `check` tells."""
         anatomy = space.global_plan.model_spec
         borders, count = anatomy.stage_boundaries, self._num_stages(space)
         if borders is None or count < 2 or count > len(borders.open_boundaries()) + 1:
@@ -342,17 +341,11 @@ class Pipeline(Strategy):
 def _sum_per_stage(
     visits: Sequence[str], each: Sequence[int], parts: Sequence[StageSpec]
 ) -> tuple[float, ...]:
-    """What each of `parts` has of a number that each visit has."""
     of = dict(zip(visits, each, strict=True))
     return tuple(float(sum(map(of.__getitem__, part.block_calls))) for part in parts)
 
 
 class _ScheduleRequest(NamedTuple):
-    """What the lists of a schedule follow from; `file` changes where a file gives other ones.
-
-    What parts cost is the operations of their forwards, and those for their weights' gradients; a backward has two of a forward.
-    """
-
     schedule: str
     file: str
     num_ranks: int
@@ -363,7 +356,6 @@ class _ScheduleRequest(NamedTuple):
 
 
 def _declare_blocks_fix(space: ShardingPlan) -> str:
-    """How a model that is one block is told of more: the modules that hold its weights."""
     holders = list(
         dict.fromkeys(weight.name.rpartition(".")[0] for weight in space.global_plan.model_spec.params)
     )
@@ -372,7 +364,6 @@ def _declare_blocks_fix(space: ShardingPlan) -> str:
 
 @lru_cache(maxsize=32)
 def _cached_schedule(asked: _ScheduleRequest) -> Schedule:
-    """The lists of a schedule, which are asked for once per rank."""
     found, forward = find_schedule(asked.schedule), asked.forward_flops
     if found is None:
         raise ValueError("a plan was made although its pipeline has faults")
@@ -394,7 +385,6 @@ def _cached_schedule(asked: _ScheduleRequest) -> Schedule:
 
 @lru_cache(maxsize=32)
 def _idle_stages(asked: _ScheduleRequest) -> tuple[VirtualStage, ...]:
-    """The stages of them that do nothing."""
     made = _cached_schedule(asked)
     busy = {slot.virtual_stage for slots in made.actions for slot in slots}
     return tuple(stage for number, stage in enumerate(made.virtual_stages) if number not in busy)
@@ -402,18 +392,15 @@ def _idle_stages(asked: _ScheduleRequest) -> tuple[VirtualStage, ...]:
 
 @lru_cache(maxsize=8)
 def _cached_routes(parts: tuple[StageSpec, ...], asked: _ScheduleRequest) -> TransferRoutes:
-    """The ways of values between these parts, likewise."""
     return TransferRoutes(parts, _cached_schedule(asked))
 
 
 @lru_cache(maxsize=8)
 def _cached_stages(borders: StageBoundaries, cuts: tuple[str, ...]) -> tuple[StageSpec, ...]:
-    """The parts that begin with `cuts`, likewise."""
     return borders.stages(cuts)
 
 
 @lru_cache(maxsize=32)
 def _cached_placement(schedule: str, file: str, ranks: int, chunks: int) -> tuple[VirtualStage, ...]:
-    """Where the parts of a schedule lie, likewise; nothing where it refuses."""
     found = find_schedule(schedule)
     return () if found is None or list(found.check(ranks, 1)) else found.virtual_stages(ranks, chunks)

@@ -3,19 +3,20 @@ gradients back.
 
     SEND        a value, to the next stage that needs it          RECV        that value
     SEND_GRAD   its gradient, back to where it came from          RECV_GRAD   that gradient
-    CONCAT      joins the pieces of a received value              CONCAT_GRAD joins the pieces of a received gradient
+    CONCAT      joins received pieces of a value                  CONCAT_GRAD joins those of a gradient
 
-    F of a stage     waits for the RECVs of its inputs, which stand before the previous run of a stage on the rank: a
-                     message travels during that run
-    SEND             stands behind the last block call of the stage that made the value; before the first of one that
-                     forwards it
-    RECV_GRAD        stands one run before the stage's backward, too; SEND_GRAD behind the backward of its first block call
+    F of a stage     waits for the RECVs of its inputs, which stand before the previous run of a stage on the
+                     rank: a message travels during that run
+    SEND             stands behind the last block call of the stage that made the value; before the first of
+                     one that forwards it
+    RECV_GRAD        stands one run before the stage's backward, too; SEND_GRAD behind the backward of its
+                     first block call
 
 If a value is sliced, each rank sends its own slice (plan/sharding/stage_values.py). With `scatter` each of
 several ranks that have the same full value sends a piece of it, and CONCAT, behind the RECV, joins the
 pieces:
 
-    RECV piece 0 of 2 --> CONCAT along tp --> F         rank 0 of tp          half the bytes between the stages,
+    RECV piece 0 of 2 --> CONCAT along tp --> F         rank 0 of tp          half the bytes between stages,
     RECV piece 1 of 2 --> CONCAT along tp --> F         rank 1 of tp          the rest within them
 
 Users of a value forward it, and stages that do not use it never see it. In a V-shaped placement the skip
@@ -63,7 +64,7 @@ from meshwright.plan.step.single_device import (
 
 
 class TransferRoutes:
-    """The way of every value of every micro-batch between `parts` whose lists are those of `order`."""
+    """The routes of all values of every micro-batch between `stages` under `schedule`."""
 
     def __init__(self, stages: Sequence[StageSpec], schedule: Schedule) -> None:
         self._parts, self._order = stages, schedule
@@ -75,19 +76,19 @@ class TransferRoutes:
         self._micros: dict[int, _MicrobatchTransfers] = {}
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """The rank that runs `part` for the micro-batch."""
+        """The rank that runs `stage` for the micro-batch."""
         return self._rank[stage, microbatch]
 
     def transfers(self, microbatch: int) -> list[StageTransfer]:
-        """The hops of the values of a micro-batch; parts on the same rank hand over without sending."""
+        """The transfers of a micro-batch's values; stages on one rank pass values without sending."""
         return self._microbatch_transfers(microbatch).transfers
 
     def transfers_into(self, stage: int, microbatch: int) -> list[StageTransfer]:
-        """Those of them that end with `part`."""
+        """Those that end at `stage`."""
         return self._microbatch_transfers(microbatch).by_target[stage]
 
     def transfers_from(self, stage: int, microbatch: int) -> list[StageTransfer]:
-        """Those of them that begin with `part`."""
+        """Those that begin at `stage`."""
         return self._microbatch_transfers(microbatch).by_source[stage]
 
     def _microbatch_transfers(self, micro: int) -> "_MicrobatchTransfers":
@@ -101,7 +102,9 @@ class TransferRoutes:
         return self._micros[micro]
 
     def order_receives(self, actions: Iterable[Action], pp_rank: int) -> list[Action]:
-        """`actions` of the rank `mine`, with what it receives of each other rank in the order in which that sends it."""
+        """`actions` of `pp_rank`, with its receives from each other rank in the order in which that rank
+        sends.
+        """
         actions = list(actions)
         receives = {action.name: action for action in actions if action.stream == "recv"}
         left = {
@@ -122,7 +125,6 @@ class TransferRoutes:
 
     @cached_property
     def _receive_names(self) -> dict[tuple[int, int], list[str]]:
-        """What each rank sends to each other, in its order: the names of the receives."""
         found: dict[tuple[int, int], list[str]] = {}
         for source, slots in enumerate(self._order.actions):
             for slot in (slot for slot in slots if slot.kind != "W"):
@@ -142,8 +144,6 @@ class TransferRoutes:
 
 
 class _MicrobatchTransfers:
-    """The hops of a micro-batch between so many parts, by the part with which they begin and end."""
-
     def __init__(self, found: list[StageTransfer], num_parts: int) -> None:
         self.transfers = found
         self.by_source: list[list[StageTransfer]] = [[] for _ in range(num_parts)]
@@ -157,7 +157,7 @@ SCALAR_NBYTES = {"TOKEN_COUNT": COUNT_NBYTES, "LOSS_SUM": 8}  # the loss: float6
 
 
 class SendRecvInsertion:
-    """What the rank that sees `space` sends and receives, in its list, when its parts run in this order."""
+    """Inserts the sends and receives of the rank of `sharding` into its actions."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class SendRecvInsertion:
         self._routes, self._mine = routes, dict(sharding.coordinate)[axis]
 
     def insert(self, actions: list[Action]) -> list[Action]:
-        """`actions` with what is received before each run of a part, and sent behind it."""
+        """`actions` with receives before each run of a stage, and sends behind it."""
         rows, done, taken = (
             samples_per_microbatch(actions, self._space, self._job),
             list[Action](),
@@ -207,7 +207,6 @@ class SendRecvInsertion:
         return self._issue_receives_early(self._routes.order_receives(done, self._mine))
 
     def _issue_receives_early(self, actions: Sequence[Action]) -> list[Action]:
-        """`actions`, with what a run of a part waits for asked for before the run that comes before it."""
         starts = {("F", part.block_calls[0]) for part in self._parts}
         starts |= {(kind, part.block_calls[-1]) for part in self._parts for kind in ("B", "I", "W")}
         done, before, coming = (
@@ -231,7 +230,6 @@ class SendRecvInsertion:
         return done
 
     def _reduce_along_axis(self, action: Action) -> Action:
-        """`action`; TOKEN_COUNT and LOSS_SUM along the axis too: all hear of a wish to stop, and of the loss that the last part takes."""
         if action.kind not in SCALAR_NBYTES:
             return action
         axes = action.transfer.axes if action.transfer else ()
@@ -279,7 +277,6 @@ class SendRecvInsertion:
     def _forwarded_sends(
         self, part: int, action: Action, arriving: Sequence[Action], rows: int
     ) -> Iterator[Action]:
-        """What the part forwards of earlier ones: as soon as it is there, and not when the part has run."""
         for hop, sent in self._sends(part, action, rows, back=False):
             if hop.value not in self._parts[part].outputs:
                 yield replace(
@@ -289,7 +286,6 @@ class SendRecvInsertion:
     def _transfers_with_peers(
         self, part: int, action: Action, *, to: bool, back: bool
     ) -> Iterator[tuple[StageTransfer, int]]:
-        """The hops that end with `part`, or begin there, between this rank and another for this micro-batch, and that one."""
         micro = action.microbatch or 0
         for hop in (
             self._routes.transfers_into(part, micro) if to else self._routes.transfers_from(part, micro)
@@ -313,6 +309,5 @@ class SendRecvInsertion:
 
 
 def _held_buffers(arriving: Sequence[Action]) -> Iterator[str]:
-    """What is held when all of these have been done."""
     freed = {name for action in arriving for name in action.frees}
     return (hold.name for action in arriving for hold in action.allocations if hold.name not in freed)

@@ -48,11 +48,6 @@ PlannedMove = tuple[
 
 @dataclass(frozen=True)
 class _BlockCallComm:
-    """The collectives of one visit, and the bytes that its forward keeps inside because inputs were gathered.
-
-    `first` and `late` are those of the halves of its backward.
-    """
-
     forward: tuple[Transfer, ...]
     backward: tuple[Transfer, ...]
     input_backward: tuple[Transfer, ...]
@@ -60,7 +55,6 @@ class _BlockCallComm:
     extra_nbytes: int
 
     def insert(self, action: Action) -> Action:
-        """`action`, one of the visit, with what is moved in it."""
         met = {
             **dict.fromkeys(FORWARD_KINDS, self.forward),
             "B": self.backward,
@@ -79,7 +73,7 @@ class _BlockCallComm:
 def add_planned_comm(
     program: Program, layer_shardings: LayerShardings, sharding: ShardingPlan, job: Job
 ) -> Program:
-    """`program` with the moves of all layers in the forwards and backwards in which they are taken."""
+    """`program` with the collectives of all sharded layers in the forwards and backwards that run them."""
 
     def met(actions: list[Action]) -> list[Action]:
         visits = _block_call_comm(
@@ -94,14 +88,13 @@ def add_planned_comm(
 
 
 def reduce_token_count_along(program: Program, axis: str) -> Program:
-    """`program` with TOKEN_COUNT taken along `axis` too: a wish to stop is heard by all."""
+    """`program` with TOKEN_COUNT summed along `axis` too, so that every rank learns of a stop request."""
     return reduce_totals_along(program, axis, ("TOKEN_COUNT",))
 
 
 def _block_call_comm(
     ways: LayerShardings, space: ShardingPlan, job: Job, rows: int
 ) -> dict[str, _BlockCallComm]:
-    """What is booked of every visit that calls a layer with a way, in micro-batches of so many rows."""
     calls: dict[str, list[ShardedCall]] = {}
     sums = joint_sums(space.model_spec.layer_calls, ways)
     for at, call in enumerate(_local_calls(space)):
@@ -135,7 +128,6 @@ def _block_call_comm(
 
 
 def _local_calls(space: ShardingPlan) -> Iterator[LayerCall]:
-    """The calls of the model, as they are on the tokens that this rank has."""
     for call in space.model_spec.layer_calls:
         share = local_fraction(space, call.block_call, call.name)
         yield (
@@ -148,7 +140,6 @@ def _local_calls(space: ShardingPlan) -> Iterator[LayerCall]:
 def _gathered_numel(
     calls: Iterable[ShardedCall], rows: int, space: ShardingPlan, learning: Collection[str]
 ) -> int:
-    """The elements that a forward keeps inside of inputs that were gathered, besides the slices that are counted already."""
     kept = {
         (call.input_id, way.input_redistribution): call.in_numel
         for _, call, way in calls
@@ -163,7 +154,6 @@ def _gathered_numel(
 
 
 def _forward_moves(calls: Iterable[ShardedCall], rows: int) -> Iterator[PlannedMove]:
-    """The moves of `calls` in a forward of so many rows. Of what several take in there is one."""
     taken = set()
     for at, call, way in calls:
         if way.input_redistribution is not None and (call.input_id, way.input_redistribution) not in taken:
@@ -183,10 +173,6 @@ def _backward_moves(
     leaves: Mapping[str, Sequence[LayerParam]],
     learning: Collection[str],
 ) -> Iterator[tuple[PlannedMove, bool]]:
-    """Likewise in a backward: of gradients that are needed, of those of what is shared, and once more of what nobody has kept.
-
-    Each with whether it is in the half for weights: of what is shared, and used in the visit once, by no joint product.
-    """
     alike: dict[tuple[int, Redistribution | None], list[LayerCall]] = {}
     first: dict[tuple[str, str], int] = {}
     uses: Counter[tuple[str, str]] = Counter()
@@ -224,7 +210,6 @@ def _backward_moves(
 
 
 def _trainable_layers(space: ShardingPlan) -> frozenset[str]:
-    """The layers of which a matrix is trained: its gradient needs what went in."""
     matrices = [
         home.param for home in space.param_shardings if home.param.trainable and len(home.param.shape) > 1
     ]

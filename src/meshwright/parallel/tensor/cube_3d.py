@@ -81,7 +81,9 @@ MATMUL_ROLES = ("colwise", "rowwise")
 
 @dataclass(frozen=True)
 class TensorParallel3D(Strategy):
-    """Matrices divided on either side, along `axis` and tp_depth, and the stream along both, in a cube with dp_shard."""
+    """Shards both sides of matrices, along `axis` and tp_depth, and the stream along both, in a cube with
+    dp_shard.
+    """
 
     name: ClassVar[str] = "tensor_parallel"
     mode: ClassVar[str] = "3d"
@@ -105,7 +107,7 @@ class TensorParallel3D(Strategy):
             yield Diagnostic(text, 'remove name = "vocab_parallel"', "strategies.tensor_parallel")
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
-        """How layers compute, by role; norms, packed matrices and what is tied by name."""
+        """The layer shardings by role; those of norms, packed matrices and tied weights by layer name."""
         b, c = self.axis, DEPTH_AXIS
         product = LayerSharding(
             {c: "in", b: "out"},
@@ -187,7 +189,6 @@ class TensorParallel3D(Strategy):
         return {}
 
     def _sharded_sides(self, space: ShardingPlan) -> Iterator[ShardedSide]:
-        """The outputs of products are dealt to all ranks of a plane in the end."""
         yield from (
             side
             for side in sharded_sides(space, self.layer_shardings(space))
@@ -197,7 +198,6 @@ class TensorParallel3D(Strategy):
             yield from ((cut.num_units, 2 if cut.side == "out" else 1, weight) for cut in weight.dim_splits)
 
     def _packed_layers(self, space: ShardingPlan) -> Iterator[tuple[str, tuple[tuple[int, ...], int]]]:
-        """The layers whose outputs come in several sections, each with what of those a rank computes, and the depth."""
         for weight in (
             weight
             for weight in space.model_spec.params
@@ -210,7 +210,6 @@ class TensorParallel3D(Strategy):
 
 
 def _refined_cut(cut: DimSplit, parts: int) -> DimSplit:
-    """`cut` with each of its sections in so many: ranks take a slice of each."""
     sections = tuple(section // parts for section in cut.sections for _ in range(parts))
     return DimSplit(cut.dim, max(1, cut.num_units // parts), sections, cut.side)
 
@@ -223,6 +222,5 @@ def _regrouped_linear(
     held: ParamTensors,
     x: torch.Tensor,
 ) -> torch.Tensor:
-    """The product, whose features come section after section, with those of each rank along the depth together."""
     y = linear(runtime, module, held, x)
     return torch.cat([part.unflatten(-1, (depth, -1)) for part in y.split(sections, -1)], -1).flatten(-2)

@@ -44,7 +44,7 @@ from meshwright.plan.strategy import Runtime
 def shared_kv_shardings(
     sharding: ShardingPlan, axis: str, layer_shardings: LayerShardings
 ) -> dict[str, LayerSharding]:
-    """By name, the ways of columns layers that stay whole, because ranks share some of what they give out."""
+    """The shardings of replicated colwise layers by name: those whose outputs several ranks share."""
     ranks = sharding.mesh.size(axis)
     layers = dict.fromkeys(
         layer
@@ -65,7 +65,7 @@ def shared_kv_shardings(
 def with_kv_row_selection(
     sharding: ShardingPlan, axis: str, layer_shardings: LayerShardings
 ) -> LayerShardings:
-    """`ways`, those of layers that stay whole computing with the rows that this rank needs."""
+    """`layer_shardings`, with replicated layers computing only the rows that this rank needs."""
     index, ranks = dict(sharding.coordinate)[axis], sharding.mesh.size(axis)
     named = {name: home.param for home in sharding.param_shardings for name in home.param.names}
     spans: dict[str, dict[str, DimRanges]] = {}
@@ -86,7 +86,9 @@ def with_kv_row_selection(
 
 
 def bind_local_heads(runtime: Runtime, *axes: str) -> None:
-    """Have modules hold this rank's numbers, and blocks be given its portions, while they compute; heads lie along `axes`."""
+    """Patch modules to use this rank's head counts, and blocks to take its per-head inputs; heads are
+    sharded along `axes`.
+    """
     space: ShardingPlan = runtime.plan.sharding
     index, ranks = space.mesh.index(dict(space.coordinate), axes), space.mesh.group_size(axes)
     numbers: dict[str, list[SizeAttribute]] = {}

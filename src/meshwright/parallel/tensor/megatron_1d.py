@@ -68,9 +68,10 @@ from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 @dataclass(frozen=True)
 class TensorParallel(Strategy):
-    """Pairs of linear layers divided along `axis`.
+    """Shards pairs of linear layers along `axis`.
 
-    Rows layers compute and send what they give out in `chunks` of samples, each while the one before is under way.
+    Rowwise layers compute and send their output in `num_overlap_chunks` chunks of samples, each while the one
+    before is sent.
     """
 
     name: ClassVar[str] = "tensor_parallel"
@@ -86,14 +87,16 @@ class TensorParallel(Strategy):
             return
         if self.num_overlap_chunks < 1:
             fix = "write a number from 1 up; with 1, rows layers send what they give out whole"
-            yield Diagnostic(f"num_overlap_chunks = {self.num_overlap_chunks}", fix, f"{where}.num_overlap_chunks")
+            yield Diagnostic(
+                f"num_overlap_chunks = {self.num_overlap_chunks}", fix, f"{where}.num_overlap_chunks"
+            )
         yield from check_sharded_once(sharding, self.axis, where)
         yield from check_layer_pairs(sharding.model_spec, where)
         yield from check_units(sharding, self.layer_shardings(sharding))
         yield from check_gathered_layers(sharding, self.axis)
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
-        """How layers compute, by role; the stream lies where the space says."""
+        """The layer shardings by role; the stream has the placement of `sharding`."""
         stream = sharding.residual_layout.placement(self.axis)
         columns = LayerSharding(
             {self.axis: "out"},

@@ -75,9 +75,9 @@ SHARDABLE_ROLES = ("colwise", "rowwise", "between_pair", *EMBEDDING_ROLES, *LM_H
 
 @dataclass(frozen=True)
 class TensorParallel2D(Strategy):
-    """Matrices and the stream divided by width along `axis`, in a square with dp_shard.
+    """Shards matrices and the stream by width along `axis`, in a square with dp_shard.
 
-    With `again`, what a layer takes in is gathered once more for backward, and not kept.
+    With `regather`, inputs of layers are gathered once more in backward, and not saved.
     """
 
     name: ClassVar[str] = "tensor_parallel"
@@ -102,7 +102,9 @@ class TensorParallel2D(Strategy):
         yield from check_weight_shards(sharding, "strategies.tensor_parallel")
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
-        """How layers compute, by role, norms and what is tied by name; not those that another strategy divides by words."""
+        """The layer shardings by role; norms and tied weights by layer name. Layers sharded by vocabulary
+        are left out.
+        """
         product = LayerSharding(
             {self.axis: "out"},
             input_redistribution=Redistribution(self.axis, WIDTH_SHARD, R),
@@ -171,7 +173,7 @@ class TensorParallel2D(Strategy):
 
 
 def norm_shardings(sharding: ShardingPlan, axes: tuple[str, ...]) -> LayerShardings:
-    """How the norms of a model compute, by name, where the stream is divided by width along `axes`, innermost last."""
+    """The shardings of norms by name, if the stream is sharded by width along `axes`, innermost last."""
     found = {}
     for call in (call for call in sharding.model_spec.layer_calls if call.role == "norm"):
         if call.norm_formula is not None:
@@ -193,7 +195,9 @@ def norm_shardings(sharding: ShardingPlan, axes: tuple[str, ...]) -> LayerShardi
 def with_redistributions(
     before: tuple[Redistribution, ...], compute: ComputeFn, after: tuple[Redistribution, ...] = ()
 ) -> dict[str, Any]:
-    """Of a way, `compute` and `within`: what is computed between several moves of the input and several of the output."""
+    """The fields `compute` and `inner_redistributions` of a LayerSharding with several redistributions of
+    input and output.
+    """
     return {
         "compute": partial(_compute_between, before, compute, after),
         "within": partial(_redistributions_of, before, after),
@@ -201,7 +205,9 @@ def with_redistributions(
 
 
 def tied_embeddings(model_spec: ModelSpec) -> Iterator[tuple[ParamSpec, str, str, bool]]:
-    """The weights that a table and a head share, with these two, and whether the head is a plain product."""
+    """The weights that an embedding and a head share, with these two, and whether the head is a plain
+    product.
+    """
     roles = {call.name: call.role for call in model_spec.layer_calls}
     for weight in model_spec.params:
         tables, heads = (
@@ -212,7 +218,7 @@ def tied_embeddings(model_spec: ModelSpec) -> Iterator[tuple[ParamSpec, str, str
 
 
 def vocab_sharded_layers(sharding: ShardingPlan, axis: str) -> set[str]:
-    """The roles, and the layers by name, that another strategy divides by words along `axis`."""
+    """The roles and layer names that another strategy shards by vocabulary along `axis`."""
     roles, found = {call.name: call.role for call in sharding.model_spec.layer_calls}, set()
     for home in sharding.param_shardings:
         words = home.param.split_of_side({"embedding": "in", "lm_head": "out"}.get(home.param.role, ""))
@@ -226,7 +232,7 @@ def vocab_sharded_layers(sharding: ShardingPlan, axis: str) -> set[str]:
 
 
 def check_roles(sharding: ShardingPlan, where: str) -> Iterator[Diagnostic]:
-    """Weights that nobody knows how to divide, where no rank has all of the stream."""
+    """Yields parameters without a known sharding, since no rank has the full stream."""
     left = [weight for weight in sharding.model_spec.params if weight.role not in SHARDABLE_ROLES]
     if left:
         why = f": {left[0].not_shardable_reason}" if left[0].not_shardable_reason else ""
@@ -240,7 +246,7 @@ def check_roles(sharding: ShardingPlan, where: str) -> Iterator[Diagnostic]:
 
 
 def check_square_mesh(sharding: ShardingPlan, axes: tuple[str, ...]) -> Iterator[Diagnostic]:
-    """A grid whose sides differ."""
+    """Yields a grid whose sides differ."""
     sizes = [sharding.mesh.size(axis) for axis in axes]
     if min(sizes) == max(sizes) > 1:
         return
@@ -257,7 +263,7 @@ ShardedSide = tuple[
 
 
 def sharded_sides(sharding: ShardingPlan, layer_shardings: LayerShardings) -> Iterator[ShardedSide]:
-    """The sides of weights that are divided."""
+    """The sides of weights that are sharded."""
     for weight in sharding.model_spec.params:
         way = find_layer_sharding(layer_shardings, weight.layers[0], weight.role)
         sides = [way.weight_side(axis, weight) for axis in way.weight_sides] if way else []
@@ -267,7 +273,7 @@ def sharded_sides(sharding: ShardingPlan, layer_shardings: LayerShardings) -> It
 
 
 def check_even_units(sides: Iterable[ShardedSide], ranks_per_axis: int) -> Iterator[Diagnostic]:
-    """Units that do not divide by the ranks of a grid with `side` ranks along each axis; one fault per number of units."""
+    """Yields units that do not divide by the ranks of a grid, one diagnostic per number of units."""
     sides = list(sides)
     found: dict[tuple[int, int], list[ParamSpec]] = {}
     for units, power, weight in sides:
@@ -296,7 +302,9 @@ def check_even_units(sides: Iterable[ShardedSide], ranks_per_axis: int) -> Itera
 
 
 def check_weight_shards(sharding: ShardingPlan, where: str, replicate_axis: str = "") -> Iterator[Diagnostic]:
-    """The rows of the grid share the storage of their slices; along `across`, if given, they are copied."""
+    """Yields missing weight shards over the rows of the grid; along `replicate_axis`, if given, they are
+    replicated.
+    """
     if sharding.token_axes:
         text = f"ranks along {' and '.join(sharding.token_axes)} have some of the tokens of a sample each, and a grid wants all of them"
         yield Diagnostic(text, 'use the strategy "tensor_parallel", or set mesh.cp = 1', where)
@@ -355,7 +363,6 @@ def _redistributions_of(
 def _statistics_gathers(
     axes: tuple[str, ...], ranks: Mapping[str, int], call: LayerCall
 ) -> Iterator[tuple[Redistribution, int]]:
-    """The gathers of the statistics of a norm's slices, each with the elements per sample that it brings."""
     if call.norm_formula is not None:
         numel = call.in_numel // call.norm_formula.normalized_size * call.norm_formula.num_statistics
         for axis in axes:
@@ -371,7 +378,6 @@ def _sharded_norm(
     held: ParamTensors,
     x: torch.Tensor,
 ) -> torch.Tensor:
-    """The slice of a norm's output, of a slice of its input."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     known = norm_statistics(formula, wide)
     for axis in axes:

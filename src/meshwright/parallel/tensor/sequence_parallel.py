@@ -58,7 +58,9 @@ TOKEN_SHARD = S(1)  # the place of a stream [rows, tokens, width] of which each 
 
 @dataclass(frozen=True)
 class SequenceParallel(Strategy):
-    """The stream between pairs divided by tokens along `axis`. With `again`, gathered inputs are not kept for backward."""
+    """Shards the stream between pairs by tokens along `axis`. With `regather`, gathered inputs are not
+    saved for backward.
+    """
 
     name: ClassVar[str] = "sequence_parallel"
     phase: ClassVar[StrategyPhase] = "shard"
@@ -106,7 +108,6 @@ class SequenceParallel(Strategy):
             )
 
     def _check_with_context_parallel(self, space: ShardingPlan) -> Iterator[Diagnostic]:
-        """Where tokens are dealt to other ranks too, what each has must divide."""
         ranks, deal = space.mesh.size(self.axis), space.sequence_sharding
         if deal is None:
             return
@@ -123,7 +124,7 @@ class SequenceParallel(Strategy):
                 return
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
-        """How norms on slices compute, by name."""
+        """The shardings of norms on slices, by layer name."""
         norms = [
             call
             for call in sharding.model_spec.layer_calls
@@ -157,10 +158,6 @@ class SequenceParallel(Strategy):
     def _stream_borders(
         self, space: ShardingPlan
     ) -> Iterator[tuple[ResidualFlow, Redistribution | None, Redistribution | None]]:
-        """What becomes of the stream where visits begin or end its slices: where it is taken in, and where it is given out.
-
-        Nothing casts it there.
-        """
         cut, joined = (
             Redistribution(self.axis, I, TOKEN_SHARD, in_param_dtype=True),
             Redistribution(self.axis, TOKEN_SHARD, I, in_param_dtype=True),
@@ -172,7 +169,6 @@ class SequenceParallel(Strategy):
                 yield passage, cut if first else None, joined if last else None
 
     def _insert_stream_comm(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
-        """`actions`, with the stream put together at the end of forwards, and its gradient at the end of backwards."""
         rows, met = samples_per_microbatch(actions, space, job), dict[tuple[str, bool], list[Transfer]]()
         for passage, first, last in self._stream_borders(space):
             numel = (
@@ -213,7 +209,6 @@ def _block_with_stream_comm(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """What a block computes, with the stream cut where it takes it in, put together where it gives it out."""
     if isinstance(passage.arg, int):
         args = (
             *args[: passage.arg],
@@ -231,7 +226,6 @@ def _block_with_stream_comm(
 
 
 def _sequence_parallel_calls(anatomy: ModelSpec) -> tuple[str, ...]:
-    """The visits through which the stream goes in slices: those with pairs, and norms that it passes just before or behind."""
     known = {
         each.block_call: each
         for each in anatomy.residual_flows
@@ -250,7 +244,6 @@ def _sequence_parallel_calls(anatomy: ModelSpec) -> tuple[str, ...]:
 
 
 def _check_single_use(space: ShardingPlan, where: str) -> Iterator[Diagnostic]:
-    """Layers that take in slices in one call, and whole tensors in another."""
     taken: dict[str, set[bool]] = {}
     for call in space.model_spec.layer_calls:
         if call.role in ("colwise", "norm"):
@@ -264,7 +257,6 @@ def _check_single_use(space: ShardingPlan, where: str) -> Iterator[Diagnostic]:
 
 
 def _check_token_wise(anatomy: ModelSpec, where: str) -> Iterator[Diagnostic]:
-    """Blocks with pairs that cannot run on a slice of the tokens: one fault per reason."""
     known = {each.block_call: each for each in anatomy.residual_flows}
     reasons: dict[str, tuple[str, str]] = {}
     for visit in dict.fromkeys(call.block_call for call in anatomy.layer_calls if call.role == "rowwise"):

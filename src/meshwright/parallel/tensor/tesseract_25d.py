@@ -46,9 +46,10 @@ DEPTH_AXIS = "dp_replicate"  # the axis along which squares lie one behind the o
 
 @dataclass(frozen=True)
 class TensorParallel25D(Strategy):
-    """Matrices and the stream divided by width along `axis`, in squares with dp_shard, one square per rank of dp_replicate.
+    """Shards matrices and the stream by width along `axis`, in squares with dp_shard, one per rank of
+    dp_replicate.
 
-    With `again`, what a layer takes in is gathered once more for backward, and not kept.
+    With `regather`, inputs of layers are gathered once more in backward, and not saved.
     """
 
     name: ClassVar[str] = "tensor_parallel"

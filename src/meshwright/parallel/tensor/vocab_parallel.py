@@ -61,7 +61,7 @@ VOCAB_ROLES = ("embedding", "lm_head")
 
 @dataclass(frozen=True)
 class VocabParallel(Strategy):
-    """Tables and heads divided by words along `axis`."""
+    """Shards embeddings and heads by vocabulary along `axis`."""
 
     name: ClassVar[str] = "vocab_parallel"
     phase: ClassVar[StrategyPhase] = "shard"
@@ -86,7 +86,7 @@ class VocabParallel(Strategy):
         yield from check_units(sharding, self.layer_shardings(sharding))
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
-        """How layers compute, by role; the stream lies where the space says."""
+        """The layer shardings by role; the stream has the placement of `sharding`."""
         calls, compute = (
             sharding.global_plan.model_spec.layer_calls,
             linear if sharding.num_loss_chunks == 1 else _linear_without_comm,
@@ -141,7 +141,6 @@ class VocabParallel(Strategy):
         return {}
 
     def _insert_loss_gathers(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
-        """`actions`, LOSS with the numbers that ranks tell each other of each token."""
         logits = space.model_spec.logits
         if logits is None:
             return actions
@@ -161,7 +160,9 @@ class VocabParallel(Strategy):
 
 
 def can_shard_vocab(model_spec: ModelSpec, num_ranks: int) -> bool:
-    """Whether the model has a table or a head that can be divided by words among so many ranks."""
+    """Whether the model has an embedding or a head that can be sharded by vocabulary over `num_ranks`
+    ranks.
+    """
     words = [
         weight.split_of_side("in" if weight.role == "embedding" else "out")
         for weight in model_spec.params
@@ -171,7 +172,7 @@ def can_shard_vocab(model_spec: ModelSpec, num_ranks: int) -> bool:
 
 
 def unsharded_vocab_notes(model_spec: ModelSpec) -> Iterator[str]:
-    """What to say of tables and heads that no rank can have a part of, by words, and why."""
+    """Yields a note on each embedding and head that is not sharded by vocabulary, with the reason."""
     kept = [
         weight
         for weight in model_spec.params
@@ -185,14 +186,12 @@ def unsharded_vocab_notes(model_spec: ModelSpec) -> Iterator[str]:
 def _linear_without_comm(
     runtime: Runtime, module: nn.Module, held: ParamTensors, x: torch.Tensor
 ) -> torch.Tensor:
-    """The product, with nothing beside it: the loss makes it."""
     return F.linear(x, held["weight"], held.get("bias"))
 
 
 def _embed_local_rows(
     words: range, total: int, runtime: Runtime, module: nn.Module, held: ParamTensors, ids: torch.Tensor
 ) -> torch.Tensor:
-    """The rows of `words`, which this rank has of `total`, and zeros for the others. An id that is no word fails as ever."""
     table = cast(nn.Embedding, module)
     padding, elsewhere = (
         table.padding_idx,

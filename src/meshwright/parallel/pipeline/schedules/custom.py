@@ -4,7 +4,7 @@ Why it works: a schedule is nothing but lists, so a list that a user wrote is as
 package makes. It is checked for missing and duplicate actions, simulated, drawn, priced, and only then run.
 All errors are reported at once, each with its row and column; for a deadlock, an arrow shows the root.
 
-    0F0,0F1,0F2,,0B0,,0B1,,0B2         row 1 is rank 0; a cell is stage, kind, micro-batch; an empty cell is a pause
+    0F0,0F1,0F2,,0B0,,0B1,,0B2         row 1 is rank 0; a cell is stage, kind, micro-batch; empty: a pause
     ,1F0,1F1,1B0,1F2,1B1,,1B2,         kinds: F forward, B backward, or its halves I (inputs) and W (weights)
 
     rank of virtual stage s = the row in which its cells stand;  stage of virtual stage s = s
@@ -53,7 +53,7 @@ CELL_FORMAT = "write stage, kind and micro-batch, as in 1F0, where the kind is F
 
 
 class ScheduleCell(NamedTuple):
-    """A slot and where it was written; rows and columns begin at 1."""
+    """An action and its cell in the table; rows and columns begin at 1."""
 
     action: ScheduleAction
     row: int
@@ -61,14 +61,16 @@ class ScheduleCell(NamedTuple):
 
     @property
     def location(self) -> str:
-        """Where it stands, in words."""
+        """The row and column, in words."""
         return f"row {self.row}, column {self.column}"
 
 
 def load_schedule(source: str, num_ranks: int, num_microbatches: int) -> Schedule:
-    """The order that `source` gives, a path of a CSV or `file.py:function`, for as many ranks and micro-batches as the plan has.
+    """The schedule of `source`, a path of a CSV or `file.py:function`, for the plan's numbers of ranks and
+    micro-batches.
 
-    Raises PlanError with everything that is wrong with it.
+    Raises:
+        PlanError: with all errors of the schedule.
     """
     return _checked_schedule(
         _read_source(source, num_ranks, num_microbatches), source, num_ranks, num_microbatches
@@ -76,7 +78,6 @@ def load_schedule(source: str, num_ranks: int, num_microbatches: int) -> Schedul
 
 
 def _read_source(source: str, ranks: int, micros: int) -> Schedule | Sequence[Sequence[str]]:
-    """What `source` says, unread."""
     path, _, function = source.rpartition(":")
     if path.endswith(".py"):
         return _call_function(Path(path), function, ranks, micros)
@@ -92,14 +93,15 @@ def _read_source(source: str, ranks: int, micros: int) -> Schedule | Sequence[Se
 
 
 def is_schedule_source(name: str) -> bool:
-    """Whether `name` is meant as a file with a schedule, not as the name of one."""
+    """Whether `name` is a file with a schedule, not the name of one."""
     return name.endswith(".csv") or ".py:" in name
 
 
 def load_virtual_stages(source: str, num_ranks: int) -> tuple[VirtualStage, ...]:
-    """Where the parts lie that `source` orders; a function is asked for as many micro-batches as there are ranks.
+    """The placement of stages in `source`; a function is called for as many micro-batches as ranks.
 
-    Raises PlanError where it cannot be read, or is for another number of ranks.
+    Raises:
+        PlanError: it cannot be read, or is for another number of ranks.
     """
     made, faults, _ = _parse(_read_source(source, num_ranks, num_ranks), source, num_ranks)
     raise_diagnostics(faults)
@@ -107,7 +109,7 @@ def load_virtual_stages(source: str, num_ranks: int) -> tuple[VirtualStage, ...]
 
 
 def file_digest(source: str) -> str:
-    """16 hex digits that name what the file of `source` holds; nothing where there is none."""
+    """16 hex digits of the contents of the file of `source`; "" if there is none."""
     path = _path(source)
     return sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
@@ -117,7 +119,7 @@ def _path(source: str) -> Path:
 
 
 def to_csv(schedule: Schedule) -> str:
-    """`order` as a CSV with a row per rank, without pauses."""
+    """`schedule` as a CSV with a row per rank, without pauses."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(
         [f"{s.virtual_stage}{s.kind}{s.microbatch}" for s in slots] for slots in schedule.actions
@@ -126,7 +128,6 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def _call_function(path: Path, function: str, ranks: int, micros: int) -> Schedule | Sequence[Sequence[str]]:
-    """What the function returns."""
     try:
         made = runpy.run_path(str(path))
     except (Exception, SystemExit) as error:  # one that leaves would end the command without a word
@@ -157,7 +158,6 @@ def _call_function(path: Path, function: str, ranks: int, micros: int) -> Schedu
 
 
 def _describe_error(error: BaseException, path: Path) -> str:
-    """What was raised, and the last line of the file at `path` that led to it."""
     lines = [
         frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
     ]
@@ -176,7 +176,6 @@ def _is_table(rows: object) -> bool:
 def _checked_schedule(
     given: Schedule | Sequence[Sequence[str]], source: str, ranks: int, micros: int
 ) -> Schedule:
-    """The order of `given`. Raises PlanError with everything that is wrong with it."""
     made, faults, cells = _parse(given, source, ranks)
     if made.num_microbatches != micros:
         text = f"{source} is for {made.num_microbatches} micro-batches, and the plan has {micros}"
@@ -200,7 +199,6 @@ def _checked_schedule(
 def _parse(
     given: Schedule | Sequence[Sequence[str]], source: str, ranks: int
 ) -> tuple[Schedule, list[Diagnostic], list[list[ScheduleCell]]]:
-    """The order of `given`, what is wrong with it as lists, and its cells. Raises PlanError where it cannot be read."""
     if isinstance(given, Schedule):
         made, cells = (
             given,
@@ -237,7 +235,6 @@ def _with_positions(
 
 
 def _parse_cells(rows: Sequence[Sequence[str]]) -> tuple[list[list[ScheduleCell]], list[Diagnostic]]:
-    """The cells that order something, row by row, and what cannot be read."""
     cells: list[list[ScheduleCell]] = []
     faults: list[Diagnostic] = []
     for number, row in enumerate(rows, start=1):
@@ -270,7 +267,6 @@ def _parse_cells(rows: Sequence[Sequence[str]]) -> tuple[list[list[ScheduleCell]
 
 
 def _check_rows(rows: Sequence[Sequence[ScheduleCell]]) -> list[Diagnostic]:
-    """Stages in two rows, slots that stand twice, numbers of stages that are left out."""
     faults: list[Diagnostic] = []
     homes: dict[int, ScheduleCell] = {}
     seen: dict[ScheduleAction, ScheduleCell] = {}

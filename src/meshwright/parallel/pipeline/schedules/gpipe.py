@@ -26,7 +26,9 @@ from meshwright.plan.job.errors import Diagnostic
 
 
 def gpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The lists of `ranks` ranks, a part each: backward in the order of forward, so that the oldest is let go of first."""
+    """The schedule GPipe, one stage per rank; backwards in the order of forwards free the oldest
+    activations first.
+    """
     return Schedule.with_looped_placement(
         [ScheduleAction(kind, rank, micro) for kind in ("F", "B") for micro in range(num_microbatches)]
         for rank in range(num_ranks)
@@ -34,5 +36,5 @@ def gpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def check_gpipe(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
-    """Why these counts cannot work."""
+    """Yields why these counts cannot work."""
     yield from check_counts(num_ranks, num_microbatches)

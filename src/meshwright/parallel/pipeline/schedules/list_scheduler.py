@@ -16,8 +16,8 @@ the next: no schedule made here deadlocks if one micro-batch fits.
 
 Filling: the same forwards and input gradients in the same order, with W placed anew.
 
-    before   rank 1   F0  F1  I0  W0  F2  ..  I1  W1  F3  ..  I2  W2        .. idle: the gradient has not arrived
-    after    rank 1   F0  F1  I0  F2  W0  I1  F3  W1  I2  W2                a pending W as soon as the rank would idle
+    before   rank 1   F0  F1  I0  W0  F2  ..  I1  W1  F3  ..  I2  W2        .. idle: no gradient yet
+    after    rank 1   F0  F1  I0  F2  W0  I1  F3  W1  I2  W2                a pending W instead of idling
 
 Each rank keeps the order of its other actions. If it is free and the next of them has all its inputs, it
 runs that; otherwise it runs its oldest pending W, unless the awaited input arrives within `patience` of the
@@ -45,7 +45,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class PriorityRule:
-    """What goes first; see above."""
+    """A priority rule of the list scheduler; see the module."""
 
     kind_priority: str = "IFW"
     forwards_in_flight: float = inf
@@ -55,8 +55,6 @@ class PriorityRule:
 
 @dataclass
 class _GreedyRank:
-    """Where a rank stands: its slots so far, what it holds, and what has been sent to it, with the time of arrival."""
-
     stages: tuple[int, ...]
     memory_limit: float
     free_at: float = 0.0
@@ -75,17 +73,19 @@ def greedy_schedule(
     rule: PriorityRule,
     limits: Sequence[float] = (),
 ) -> Schedule:
-    """The order that `rule` makes of stages with one part each, with at most `limits[rank]` of memory held on each rank.
+    """The schedule that `rule` builds, one virtual stage per stage, with at most `limits[rank]` of memory on
+    each rank.
 
-    A micro-batch must fit: a rank's limit is at least the sum of what its parts hold.
+    A rank's limit is at least the memory of one micro-batch on all its stages.
     """
     return _ListScheduler(virtual_stages, num_microbatches, costs, rule, limits).run()
 
 
 def longest_rank_time(timeline: ScheduleTimeline) -> float:
-    """The longest that a rank takes from its first slot to its last, as published bubble rates count.
+    """The longest time of a rank from its first action to its last, as in published bubble rates.
 
-    It is the time of a step if steps follow each other rank by rank; if all ranks wait for each other in between, `end` is.
+    It is the time of a step if ranks step one by one; if all ranks wait for each other in between, that is
+    `end`.
     """
     return max((spans[-1][1] - spans[0][0] for spans in timeline.spans if spans), default=0.0)
 
@@ -98,8 +98,6 @@ def fits_memory(timeline: ScheduleTimeline, limits: Sequence[float]) -> bool:
 
 
 class _ListScheduler:
-    """The ranks at work, event by event."""
-
     def __init__(
         self,
         stages: Sequence[VirtualStage],
@@ -136,7 +134,6 @@ class _ListScheduler:
         return Schedule(self.stages, tuple(tuple(rank.actions) for rank in self.ranks))
 
     def _turn(self, number: int, rank: _GreedyRank, now: float) -> None:
-        """Let a free rank begin what goes first, or wait."""
         waiting = inf
         for ready, slot, part in sorted(self._choices(rank), key=self._key):
             took = self.seconds[slot.kind][part]
@@ -153,7 +150,6 @@ class _ListScheduler:
         return self.rule.kind_priority.index(slot.kind), -part if late else part
 
     def _choices(self, rank: _GreedyRank) -> Iterator[tuple[float, ScheduleAction, int]]:
-        """What `rank` can do, or knows when it can."""
         for part in rank.stages:
             stage, micro = self.stage_of[part], rank.backwards[part]
             ready = rank.arrival_times.get(("I", part, micro), inf)
@@ -171,7 +167,6 @@ class _ListScheduler:
             yield 0.0, rank.pending_w[0], self.stages[rank.pending_w[0].virtual_stage].stage
 
     def _fits(self, rank: _GreedyRank, part: int, micro: int) -> bool:
-        """Whether there is room for the forward, and behind it for what the oldest micro-batch still brings."""
         if rank.memory_limit == inf:
             return True
         oldest = min(rank.forwards.values())
@@ -211,7 +206,7 @@ class _ListScheduler:
 
 
 def split_backwards(schedule: Schedule) -> Schedule:
-    """`order` with every B as I and W, one behind the other: the gradient for the rank before goes out earlier."""
+    """`schedule` with every B as I and W, one behind the other, so input gradients leave earlier."""
     kinds: Mapping[str, tuple[PassKind, ...]] = {"F": ("F",), "I": ("I",), "W": ("W",), "B": ("I", "W")}
     lists = (
         tuple(
@@ -227,14 +222,14 @@ def split_backwards(schedule: Schedule) -> Schedule:
 def fill_bubbles(
     schedule: Schedule, costs: StageCosts, limits: Sequence[float], patience: float = 1.0
 ) -> Schedule:
-    """`order`, which has no B, with W placed anew; no rank holds more than `limits[rank]`, if `order` does not."""
+    """`schedule`, which has no B, with W placed anew; no rank holds more than `limits[rank]`, if
+    `schedule` does not.
+    """
     return _BubbleFilling(schedule, costs, limits, patience).run()
 
 
 @dataclass
 class _FillingRank:
-    """Where a rank stands: what is still to do, what it owes, what it has done."""
-
     remaining: deque[ScheduleAction]
     memory_limit: float
     pending_w: deque[ScheduleAction] = field(default_factory=deque)
@@ -244,8 +239,6 @@ class _FillingRank:
 
 
 class _BubbleFilling:
-    """The ranks at work, event by event. What has ended is known by a number: 2 (micro parts + part), a gradient by 1 more."""
-
     def __init__(self, order: Schedule, costs: StageCosts, limits: Sequence[float], patience: float) -> None:
         self.stages, self.parts, self.transfer, self.patience = (
             order.virtual_stages,
@@ -274,7 +267,6 @@ class _BubbleFilling:
         return Schedule(self.stages, tuple(tuple(rank.actions) for rank in self.ranks))
 
     def _turn(self, number: int, rank: _FillingRank, now: float) -> None:
-        """Let a free rank do the next of its list, or W, or wait."""
         ready, missing = self._ready(number, rank)
         if ready <= now:
             self._do(number, rank, rank.remaining.popleft(), now)
@@ -289,7 +281,6 @@ class _BubbleFilling:
             self.waiting.setdefault(missing, []).append(number)
 
     def _ready(self, number: int, rank: _FillingRank) -> tuple[float, int]:
-        """When the next of the list can begin; if that is not known, what it waits for (-1: nothing, W makes room first)."""
         if not rank.remaining:
             return inf, -1
         kind, stage, micro = rank.remaining[0]

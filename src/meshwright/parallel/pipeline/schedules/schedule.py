@@ -35,7 +35,7 @@ COMPLETE_COUNTS = (KIND_UNITS["F"] + KIND_UNITS["B"], KIND_UNITS["F"] + KIND_UNI
 
 
 def check_counts(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) -> Iterator[Diagnostic]:
-    """What no schedule can do: no rank, no micro-batch, no part per rank."""
+    """Yields counts that no schedule allows: no rank, no micro-batch, no virtual stage per rank."""
     for count, what, key in (
         (num_ranks, "ranks", "mesh.pp"),
         (num_microbatches, "micro-batches", "micro_batch"),
@@ -48,7 +48,7 @@ def check_counts(num_ranks: int, num_microbatches: int, num_virtual_stages: int 
 def missing_actions(
     done: Mapping[tuple[int, int], int], num_stages: int, microbatches: Sequence[int]
 ) -> Iterator[str]:
-    """What parts have not done of micro-batches, or too often; alike ones in one line."""
+    """Yields actions that are missing or run too often; equal ones of several micro-batches in one line."""
     wrong: dict[tuple[int, int], list[int]] = {}
     for part in range(num_stages):
         for micro in microbatches:
@@ -67,7 +67,7 @@ def missing_actions(
 
 
 def format_numbers(sorted_numbers: Sequence[int]) -> str:
-    """Rising numbers in words: 0 .. 3, 5, 7 .. 9."""
+    """Ascending numbers as text: 0 .. 3, 5, 7 .. 9."""
     runs: list[list[int]] = []
     for number in sorted_numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -83,7 +83,7 @@ Dependency = tuple[str, int, int]  # (F or I, part, micro)
 
 
 class ScheduleAction(NamedTuple):
-    """One act of a rank: `kind` of the stage with this number, for this micro-batch."""
+    """One action of a rank: a pass of `virtual_stage`, an index into the schedule's, for one micro-batch."""
 
     kind: PassKind
     virtual_stage: int
@@ -94,7 +94,9 @@ class ScheduleAction(NamedTuple):
 
 
 class VirtualStage(NamedTuple):
-    """Where a part of the model runs. Two stages may run the same part, on several ranks, for other micro-batches."""
+    """A stage on a pipeline rank. Two virtual stages may run the same stage, on several ranks, for other
+    micro-batches.
+    """
 
     pp_rank: int
     stage: int
@@ -102,7 +104,7 @@ class VirtualStage(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The stages by number, and the slots of each rank in the order in which it does them."""
+    """The virtual stages by number, and the actions of each rank in order."""
 
     virtual_stages: tuple[VirtualStage, ...]
     actions: tuple[tuple[ScheduleAction, ...], ...]
@@ -111,7 +113,9 @@ class Schedule:
     def with_looped_placement(
         cls, actions: Iterable[Iterable[tuple[PassKind, int, int]]], num_virtual_stages: int = 1
     ) -> "Schedule":
-        """The order of `slots`, a list per rank, where part `k` is stage `k` and lies on rank `k` modulo the ranks."""
+        """The schedule of `actions`, a list per rank, with stage k as virtual stage k on rank k modulo the
+        ranks.
+        """
         lists = tuple(tuple(ScheduleAction(*slot) for slot in each) for each in actions)
         return cls(
             tuple(VirtualStage(part % len(lists), part) for part in range(len(lists) * num_virtual_stages)),
@@ -120,21 +124,23 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of pipeline ranks."""
         return len(self.actions)
 
     @property
     def num_stages(self) -> int:
-        """Into how many parts the model is cut."""
+        """The number of stages of the model."""
         return 1 + max((stage.stage for stage in self.virtual_stages), default=-1)
 
     @property
     def num_microbatches(self) -> int:
-        """How many micro-batches go through."""
+        """The number of micro-batches."""
         return len({slot[2] for slots in self.actions for slot in slots})
 
     def dependencies_of(self, action: ScheduleAction) -> Iterator[Dependency]:
-        """What must have ended before `slot`, as (F or I, part, micro): B counts as I, which gives the same gradient."""
+        """What must end before `action`, as (F or I, stage, micro-batch); B counts as I, which gives the
+        same gradient.
+        """
         part, micro = self.virtual_stages[action.virtual_stage].stage, action.microbatch
         if action.kind == "F":
             if part:
@@ -147,12 +153,14 @@ class Schedule:
                 yield "I", part + 1, micro
 
     def output_of(self, action: ScheduleAction) -> Dependency | None:
-        """What others may wait for once `slot` has ended; None for W."""
+        """The dependency of others that `action` fulfils; None for W."""
         part = self.virtual_stages[action.virtual_stage].stage
         return None if action.kind == "W" else ("F" if action.kind == "F" else "I", part, action.microbatch)
 
     def errors(self) -> Iterator[str]:
-        """What is wrong with the lists as lists: slots on the wrong rank, twice, or missing. `play` tells who waits for ever."""
+        """Yields errors of the lists: actions on the wrong rank, duplicate or missing. `simulate` finds
+        deadlocks.
+        """
         stages, parts = self.virtual_stages, self.num_stages
         done: dict[tuple[int, int], int] = {}  # (part, micro) -> how often each kind, as one number
         place: dict[tuple[int, int], int] = {}  # (part, micro) -> the stage that does it
@@ -184,9 +192,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Seconds (or any unit) of F, I and W by part; B takes I and W together. `transfer` lies between two ranks.
+    """Seconds (or any unit) of F, I and W by stage; B takes I and W together. `transfer` lies between two
+    ranks.
 
-    Memory in any unit: a part keeps `held` from F to the backward, of which `late` stays from I to W.
+    Memory in any unit: a stage holds `activation_memory` from F to the backward, and `weight_grad_memory` of
+    it from I to W.
     """
 
     forward: Sequence[float]
@@ -206,7 +216,7 @@ class StageCosts:
         transfer: float = 0.0,
         activation_memory: float = 1.0,
     ) -> "StageCosts":
-        """Of equal parts, each of which takes these times and keeps `held` of a micro-batch, all of it until W."""
+        """The costs of equal stages; a micro-batch holds `activation_memory` until W."""
         each = [activation_memory] * num_stages
         return cls(
             [forward] * num_stages,
@@ -218,7 +228,7 @@ class StageCosts:
         )
 
     def seconds(self, kind: PassKind, stage: int) -> float:
-        """How long a slot of this kind takes."""
+        """The time of a pass of this kind."""
         if kind == "F":
             return self.forward[stage]
         return {
@@ -230,7 +240,7 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class ScheduleTimeline:
-    """When each slot of each rank starts and ends, and the most memory that a rank holds."""
+    """The start and end of each action of each rank, and each rank's peak memory."""
 
     schedule: Schedule
     spans: tuple[tuple[tuple[float, float], ...], ...]
@@ -238,23 +248,25 @@ class ScheduleTimeline:
 
     @property
     def end(self) -> float:
-        """When the last slot ends; the first starts at 0."""
+        """The end of the last action; the first starts at 0."""
         return max((spans[-1][1] for spans in self.spans if spans), default=0.0)
 
     def busy_time(self, rank: int) -> float:
-        """How long `rank` works."""
+        """The time that `rank` computes."""
         return sum(end - start for start, end in self.spans[rank])
 
     @property
     def bubble(self) -> float:
-        """The share of the time in which ranks wait, over all of them: (end - work) / end, as published rates are stated."""
+        """The idle share of all ranks' time: (end - work) / end, as in published rates."""
         return 1.0 - sum(map(self.busy_time, range(self.schedule.num_ranks))) / (
             self.end * self.schedule.num_ranks
         )
 
 
 class ScheduleDeadlock(Exception):
-    """Nobody can go on. The message shows where each rank stands; an arrow marks the root: `rank`, at its slot number `at`."""
+    """The ranks wait for each other. The message shows each rank's action; an arrow marks the root:
+    `action_index` of `rank`.
+    """
 
     def __init__(self, text: str, rank: int = 0, action_index: int = 0) -> None:
         super().__init__(text)
@@ -262,9 +274,11 @@ class ScheduleDeadlock(Exception):
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> ScheduleTimeline:
-    """`order`, which has no faults, on paper: every slot as early as its list and what it needs allow.
+    """The timeline of `schedule`, which has no errors: every action runs as early as its list and its
+    dependencies allow.
 
-    Raises Stuck where the lists make ranks wait for each other for ever.
+    Raises:
+        ScheduleDeadlock: the lists make ranks wait for each other.
     """
     paper = _Simulation(schedule, costs)
     while paper.ready:
@@ -280,8 +294,6 @@ def simulate(schedule: Schedule, costs: StageCosts) -> ScheduleTimeline:
 
 
 class _Simulation:
-    """How far each rank has come. What has ended is known by a number: 2 (micro parts + part), and 1 more for a gradient."""
-
     def __init__(self, order: Schedule, costs: StageCosts) -> None:
         self.slots, self.parts, self.transfer = order.actions, order.num_stages, costs.transfer
         self.part = [stage.stage for stage in order.virtual_stages]
@@ -294,7 +306,6 @@ class _Simulation:
         self.ready = list(range(order.num_ranks))
 
     def advance(self, rank: int) -> None:
-        """Play `rank` until it waits for another one; those who waited for what it did become ready."""
         spans, ended, waiting, parts = self.spans[rank], self.ended, self.waiting, self.parts
         free = spans[-1][1] if spans else 0.0
         for kind, stage, micro in islice(self.slots[rank], len(spans), None):
@@ -323,7 +334,9 @@ class _Simulation:
 
 
 def memory_over_time(schedule: Schedule, costs: StageCosts, rank: int) -> list[tuple[float, float]]:
-    """What `rank` holds during each of its slots, and after it: F takes when it starts, backwards give back when they end."""
+    """The memory of `rank` during and after each of its actions: F allocates at its start, backwards free
+    at their end.
+    """
     if not costs.activation_memory:
         return []
     late = costs.weight_grad_memory or [0.0] * len(costs.activation_memory)
@@ -340,7 +353,6 @@ def memory_over_time(schedule: Schedule, costs: StageCosts, rank: int) -> list[t
 
 
 def _deadlock(order: Schedule, at: Sequence[int]) -> ScheduleDeadlock:
-    """Where each rank stands (`at` its slot with this number) and what it waits for."""
     stands = {
         rank: slots[done]
         for rank, (done, slots) in enumerate(zip(at, order.actions, strict=True))
@@ -375,7 +387,6 @@ def _deadlock(order: Schedule, at: Sequence[int]) -> ScheduleDeadlock:
 def _deadlock_root(
     order: Schedule, at: Sequence[int], needed: Mapping[int, Sequence[Dependency]]
 ) -> tuple[int, str]:
-    """The rank at which a standstill begins, and why: from the first rank that waits, along what each waits for."""
     doers: dict[Dependency | None, tuple[int, int]] = {}
     for rank in needed:
         for index in range(at[rank], len(order.actions[rank])):
@@ -396,7 +407,7 @@ def _deadlock_root(
 
 
 def schedule_spans(timeline: ScheduleTimeline, costs: StageCosts) -> list[list[TimelineSpan]]:
-    """The spans of a schedule on paper. Where a rank is free and waits for a transfer, this is a span of its own."""
+    """The spans of a simulated schedule, to be drawn; a wait for a transfer is a span of its own."""
     order = timeline.schedule
     ended = {
         order.output_of(slot): (end, rank)

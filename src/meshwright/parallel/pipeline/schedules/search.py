@@ -6,7 +6,7 @@ milliseconds. So all of them are: the named ones, each with W placed anew, those
 many rules, and random changes of the best of these, within a budget.
 
     named schedules ---+--> split, W into the gaps --+
-                       |                             +--> the best that fits --> move actions into its gaps --> result
+                       |                             +--> the best that fits --> move actions into gaps --> result
     rules -------------+--> list scheduler ----------+        ^______________________|  `num_trials` times
 
     bubble = 1 - work of the busiest rank / time of the step         (what no schedule can avoid is not in it)
@@ -69,7 +69,9 @@ KIND_PRIORITIES = ("IFW", "IWF", "FIW")
 def automatic_schedule(
     num_ranks: int, num_microbatches: int, num_virtual_stages: int, costs: StageCosts
 ) -> Schedule:
-    """The lists found where all ranks wait for each other at the end; two parts per rank are folded."""
+    """The best schedule found if all ranks wait for each other at the end; two stages per rank are
+    V-shaped.
+    """
     stages = (
         v_shaped_placement(num_ranks)
         if num_virtual_stages == 2
@@ -90,15 +92,17 @@ def search_schedule(
     num_trials: int = 200,
     virtual_stages: tuple[VirtualStage, ...] = (),
 ) -> ScheduleTimeline:
-    """The order found for these costs and its times; the number of parts is that of the costs, `ranks` or a multiple of it.
+    """The timeline of the best schedule found for these costs, of `num_ranks` stages or a multiple.
 
     Args:
-        limits: what each rank may hold, in the unit of `costs.held`; nothing: all they want.
-        measure: what shall be least. `longest` if ranks step one by one, `Timeline.end` if they wait for each other.
-        trials: how many changes to the best order are tried.
-        stages: where the parts shall lie; nothing: wherever that is best.
+        limits: memory of each rank, in the unit of `costs.activation_memory`; empty: unlimited.
+        measure: what is minimised: `longest_rank_time` if ranks step one by one, `ScheduleTimeline.end` if
+            they wait.
+        num_trials: random changes of the best schedule.
+        virtual_stages: the placement of stages; empty: the best one.
 
-    Raises PlanError if the counts do not go together or a micro-batch does not fit, with the smallest limits that do.
+    Raises:
+        PlanError: the counts do not match, or one micro-batch does not fit; with the smallest limits that do.
     """
     raise_diagnostics(check_search(num_ranks, num_microbatches, costs, limits))
     room = list(limits) or [inf] * num_ranks
@@ -117,7 +121,7 @@ def search_schedule(
 
 
 def named_schedules(num_ranks: int, num_microbatches: int, num_stages: int) -> Iterator[tuple[str, Schedule]]:
-    """The schedules with names for so many parts, a multiple of the ranks, one stage each."""
+    """The named schedules for that many stages, a multiple of the ranks, one virtual stage each."""
     if num_stages == num_ranks:
         yield "model_parallel", model_parallel.model_parallel_schedule(num_ranks, num_microbatches)
         yield "gpipe", gpipe.gpipe_schedule(num_ranks, num_microbatches)
@@ -139,7 +143,7 @@ def named_schedules(num_ranks: int, num_microbatches: int, num_stages: int) -> I
 def check_search(
     num_ranks: int, num_microbatches: int, costs: StageCosts, limits: Sequence[float] = ()
 ) -> Iterator[Diagnostic]:
-    """Why no order can be found."""
+    """Yields why no schedule can be found."""
     parts = len(costs.forward)
     counts = list(check_counts(num_ranks, num_microbatches))
     yield from counts
@@ -173,14 +177,12 @@ def check_search(
 
 
 def _placements(ranks: int, parts: int) -> Iterator[tuple[VirtualStage, ...]]:
-    """Where parts can lie: dealt out in turn, and, if there are two per rank, folded."""
     yield tuple(VirtualStage(part % ranks, part) for part in range(parts))
     if parts == 2 * ranks:
         yield v_shaped_placement(ranks)
 
 
 def _min_memory(ranks: int, stages: Sequence[VirtualStage], costs: StageCosts) -> list[float]:
-    """What one micro-batch holds on each rank when it turns round."""
     return [
         sum(costs.activation_memory[stage.stage] for stage in stages if stage.pp_rank == rank)
         for rank in range(ranks)
@@ -214,7 +216,6 @@ def _rules(chunks: int) -> Iterator[PriorityRule]:
 def _improve(
     best: ScheduleTimeline, costs: StageCosts, room: Sequence[float], measure: TimelineMeasure, trials: int
 ) -> ScheduleTimeline:
-    """`best` with slots moved, as long as that is no worse; the same moves whenever it is called."""
     random = Random(0)
     bound = max(map(best.busy_time, range(best.schedule.num_ranks)))
     for _ in range(trials):
@@ -230,7 +231,6 @@ def _improve(
 
 
 def _move_action(timeline: ScheduleTimeline, random: Random) -> Schedule:
-    """The order with one slot put earlier: into a gap before which it could have begun, or else before its neighbour."""
     order = timeline.schedule
     rank = random.choice([rank for rank, slots in enumerate(order.actions) if len(slots) > 1] or [0])
     slots, spans = list(order.actions[rank]), timeline.spans[rank]
