@@ -303,8 +303,8 @@ class _RankComparison:
         """Compares the rank's samples with those of the reference's global batch."""
         self._record_error("samples", 0.0)
         expected = self._parity_case.plan.samples_read(self._report.rank)
-        for key, whole in truth.batch.items():
-            read_batch = whole[[row for row in expected if row < len(whole)]]
+        for key, full in truth.batch.items():
+            read_batch = full[[index for index in expected if index < len(full)]]
             actual = read_batch[:0] if batch is None else batch[key]
             if actual.shape != read_batch.shape or not torch.equal(actual, read_batch):
                 self._add_difference("samples", key, "", None)

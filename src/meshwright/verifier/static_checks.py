@@ -54,13 +54,16 @@ def check_tied_params(plan: Plan) -> Iterator[tuple[str, str]]:
         for tied_sum in tied_sums:
             yield from ((role, text) for text in _check_tied_sum(tied_sum, actions, users, plan))
     for one, other in combinations(range(len(lists)), 2):
-        own_names, theirs = (
+        own_names, other_names = (
             list(_tied_sums_with(lists[a], b, plan)) for a, b in ((one, other), (other, one))
         )
-        for left, right in zip_longest(own_names, theirs):
+        for left, right in zip_longest(own_names, other_names):
             if left != right:
-                said = " and ".join(tied_sum[0] if tied_sum else "nothing" for tied_sum in (left, right))
-                text = f"its sums with {role_of({'pp': other})} along pp differ: {said} are at the same place"
+                differing = " and ".join(tied_sum[0] if tied_sum else "nothing" for tied_sum in (left, right))
+                text = (
+                    f"its sums with {role_of({'pp': other})} along pp differ: {differing} are at the "
+                    "same place"
+                )
                 yield role_of({"pp": one}), text
                 break
 

@@ -153,7 +153,7 @@ class OptimizerUpdate:
                 for optimizer in () if self._is_user_made else self._optimizers:
                     if isinstance(
                         optimizer, PerParamOptimizer
-                    ):  # its moments have dtypes and shapes of their own: core/rules.py
+                    ):  # its moments have dtypes and shapes of their own: plan/optimizer_spec.py
                         continue
                     states = optimizer.state.get(parameter, {}).values()
                     elementwise = (

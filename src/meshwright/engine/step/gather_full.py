@@ -52,7 +52,9 @@ def gather_full_buffers(plan: Plan, state: RankState, action: str) -> dict[str, 
 
     All ranks call it.
     """
-    blocks_by_rank = [{block_of(visit) for visit in stage} for stage in plan.sharding.block_calls_by_pp_rank]
+    blocks_by_rank = [
+        {block_of(block_call) for block_call in stage} for stage in plan.sharding.block_calls_by_pp_rank
+    ]
     buffers = dict(persistent_buffers(state.trained_module.module))
     for name in buffers if blocks_by_rank else ():
         inner_blocks = [block for block in state.trained_module.blocks if name.startswith(f"{block}.")]
