@@ -48,7 +48,7 @@ def attention_inputs(call: ShardedAttentionCall, name: str) -> AttentionInputs:
     Raises:
         PlanError: queries, keys or the mask are not those of this rank's tokens.
     """
-    where = f"strategies.{name}"
+    location = f"strategies.{name}"
     query, key, value = (_autocast(each) for each in (call.query, call.key, call.value))
     mask = None if call.mask is None else _autocast(call.mask)
     for what, tensor, share in (
@@ -59,7 +59,7 @@ def attention_inputs(call: ShardedAttentionCall, name: str) -> AttentionInputs:
         if tensor.shape[-2] != share.num_tokens:
             text = f"attention takes in {tensor.shape[-2]} {what}, and this rank has {share.num_tokens} of {share.length} tokens"
             raise PlanError(
-                text, fix="attend to the tokens of the row alone, or set mesh.cp = 1", location=where
+                text, fix="attend to the tokens of the row alone, or set mesh.cp = 1", location=location
             )
     if mask is not None:
         keys = call.key_shard.length
@@ -70,7 +70,7 @@ def attention_inputs(call: ShardedAttentionCall, name: str) -> AttentionInputs:
         ):
             text = f"the mask is of shape {list(mask.shape)}; needed are rows for {call.query_shard.num_tokens} queries of this rank"
             fix = "give the block a mask of shape [rows, heads, tokens, tokens], made outside of it; and is_causal = False"
-            raise PlanError(f"{text}, and columns for all {keys} keys", fix=fix, location=where)
+            raise PlanError(f"{text}, and columns for all {keys} keys", fix=fix, location=location)
     mask, together, bias = (
         _mask_to_4d(each, query, call.key_shard.length) for each in (mask, call.group_mask_rows, call.bias)
     )

@@ -58,15 +58,15 @@ def convolve_with_halo(runtime: Runtime, axis: str, call: ShardedConv1dCall) -> 
     """The convolution of this rank's tokens, [.., channels, tokens], with the neighbours from the ranks of
     `axis`.
     """
-    space = runtime.plan.sharding
+    sharding = runtime.plan.sharding
     known, share = call.conv_spec, call.token_shard
-    edges = _edges(call.local_input, share.spans, known, space.sequence_sharding.chunks)
+    edges = _edges(call.local_input, share.spans, known, sharding.sequence_sharding.chunks)
     dim, spans = edges.ndim - 1, with_padding(share.spans)
     met = F.pad(
         runtime.redistribute(edges, axis, S(dim), R), (0, 1)
     )  # behind all, a zero for what is not in the row
     columns = torch.tensor(
-        _halo_columns(space.sequence_sharding, share.length, spans, (known.left_halo, known.right_halo)),
+        _halo_columns(sharding.sequence_sharding, share.length, spans, (known.left_halo, known.right_halo)),
         device=met.device,
     )
     around, made, at = (
@@ -157,13 +157,13 @@ def _edges(own: torch.Tensor, spans: tuple[TokenRange, ...], known: ConvSpec, ch
 
 @lru_cache(maxsize=256)  # every convolution asks for it in every forward
 def _halo_columns(
-    deal: SequenceSharding, length: int, spans: tuple[TokenRange, ...], around: tuple[int, int]
+    sequence_sharding: SequenceSharding, length: int, spans: tuple[TokenRange, ...], around: tuple[int, int]
 ) -> tuple[int, ...]:
     left, right = around
     dealt = [
-        (span, (rank * deal.max_ranges + number) * (left + right))
-        for rank in range(deal.num_ranks)
-        for number, span in enumerate(deal.token_ranges(length, rank))
+        (span, (rank * sequence_sharding.max_ranges + number) * (left + right))
+        for rank in range(sequence_sharding.num_ranks)
+        for number, span in enumerate(sequence_sharding.token_ranges(length, rank))
     ]
 
     def before(position: int) -> int:
@@ -172,7 +172,7 @@ def _halo_columns(
     def behind(position: int) -> int:
         return next(at + left + position - begin for (begin, end), at in dealt if begin <= position < end)
 
-    found, nowhere = list[int](), deal.num_ranks * deal.max_ranges * (left + right)
+    found, nowhere = list[int](), sequence_sharding.num_ranks * sequence_sharding.max_ranges * (left + right)
     for begin, end in spans:
         found += [before(each) if each >= 0 else nowhere for each in range(begin - left, begin)]
         found += [behind(each) if each < length else nowhere for each in range(end, end + right)]

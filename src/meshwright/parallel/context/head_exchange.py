@@ -117,8 +117,8 @@ class HeadExchange:
                 else tensor
             )
 
-        space: ShardingPlan = runtime.plan.sharding
-        return cls(sequence_sharding, dict(space.coordinate)[axis], move, has_masks_by_query(space))
+        sharding: ShardingPlan = runtime.plan.sharding
+        return cls(sequence_sharding, dict(sharding.coordinate)[axis], move, has_masks_by_query(sharding))
 
     def gather_inputs(
         self, inputs: AttentionInputs, call: ShardedAttentionCall, name: str
@@ -308,26 +308,26 @@ def check_heads(
         for depth in _end_ranks(sharding, "tp_depth")
         for place in _end_ranks(sharding, "tp")
     }
-    for attend in tokens.attention_calls if tokens else ():
+    for attention_call in tokens.attention_calls if tokens else ():
         for coordinate in sorted(ends):
-            heads, _ = local_heads(replace(sharding, coordinate=coordinate), attend)
-            found.setdefault(heads, {})[attend.block_call] = None
+            heads, _ = local_heads(replace(sharding, coordinate=coordinate), attention_call)
+            found.setdefault(heads, {})[attention_call.block_call] = None
     good = [size for size in sizes if all(heads % size == 0 for heads in found)]
     fix = "take ring, which leaves heads together" + (
         f"; or set {where} to {' or '.join(map(str, good))}" if good else ""
     )
-    for heads, visits in sorted(found.items()):
+    for heads, block_calls in sorted(found.items()):
         if heads % num_ranks:
-            more = f" and {len(visits) - MAX_REPORTED} more" if len(visits) > MAX_REPORTED else ""
+            more = f" and {len(block_calls) - MAX_REPORTED} more" if len(block_calls) > MAX_REPORTED else ""
             yield Diagnostic(
-                f"{', '.join([*visits][:MAX_REPORTED])}{more}: {UNEVEN_HEADS.format(heads, num_ranks)}",
+                f"{', '.join([*block_calls][:MAX_REPORTED])}{more}: {UNEVEN_HEADS.format(heads, num_ranks)}",
                 fix,
                 f"strategies.{name}",
             )
 
 
-def _end_ranks(space: ShardingPlan, axis: str) -> set[int]:
-    return {0, space.mesh.size(axis) - 1}
+def _end_ranks(sharding: ShardingPlan, axis: str) -> set[int]:
+    return {0, sharding.mesh.size(axis) - 1}
 
 
 def _mask_in_dtype(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

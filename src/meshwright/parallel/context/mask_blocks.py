@@ -173,17 +173,17 @@ class KeyIntervals:
             _interval_bounds(part)
             for part in mask[:, 0].split(max(1, min(step, MAX_MASK_ELEMENTS // each)), 1)
         ]
-        told = torch.cat(found, 2).cpu().numpy()
+        gathered = torch.cat(found, 2).cpu().numpy()
         return (
-            cls(*(np.broadcast_to(part, (mask.shape[0], queries)) for part in told[:2]))
-            if told[2].all()
+            cls(*(np.broadcast_to(part, (mask.shape[0], queries)) for part in gathered[:2]))
+            if gathered[2].all()
             else None
         )
 
     def sample_groups(self) -> list[TokenRange | None]:
         """Ranges of consecutive samples with equal intervals; None: all samples."""
-        told = np.concatenate((self.first, self.end), 1)
-        starts = [0, *(np.flatnonzero((told[1:] != told[:-1]).any(1)) + 1).tolist(), len(told)]
+        gathered = np.concatenate((self.first, self.end), 1)
+        starts = [0, *(np.flatnonzero((gathered[1:] != gathered[:-1]).any(1)) + 1).tolist(), len(gathered)]
         return [None] if len(starts) == 2 else list(pairwise(starts))
 
 
@@ -201,8 +201,8 @@ def _interval_bounds(mask: torch.Tensor) -> torch.Tensor:
         mask.gather(-1, first), mask.shape[-1] - behind, 0
     )  # of a query that looks at nothing: 0 and 0
     at = torch.arange(mask.shape[-1], device=mask.device, dtype=torch.int32)
-    said = (at >= first.int()) & (at < last.int())
-    certain = certain & ~(said ^ mask).any(-1)  # a sum would take five times as long
+    kwargs = (at >= first.int()) & (at < last.int())
+    certain = certain & ~(kwargs ^ mask).any(-1)  # a sum would take five times as long
     return torch.stack((first.squeeze(-1), last.squeeze(-1), certain.long()))
 
 
@@ -351,12 +351,12 @@ class DenseMask:
                         else [(part > NEG_INF).any(), (part == 0).all()]
                     )
                     named.append((row, rank, column))
-        told = (
+        gathered = (
             torch.stack(flags).view(-1, 2).tolist() if flags else []
         )  # one wait for the device, not one per part
         known: dict[tuple[int, int, int], MaskKind | None] = {
             name: "all" if free and self._rows[name[0]] not in self._deep else "some" if seen else None
-            for name, (seen, free) in zip(named, told, strict=True)
+            for name, (seen, free) in zip(named, gathered, strict=True)
         }
         return lambda row, rank, column: known[row, rank, column]
 
@@ -422,8 +422,8 @@ class MaskCache:
             return self._rules[ring]
         source_mask = mask if source_mask is None else source_mask
         known = (ring, source_mask._version) if cacheable and not source_mask.is_inference() else None
-        for given, said, view in self._masks:
-            if given() is source_mask and said == known:
+        for given, kwargs, view in self._masks:
+            if given() is source_mask and kwargs == known:
                 return view
         bounds = KeyIntervals.from_mask(mask, len(ring.query_positions))
         if bounds is None:

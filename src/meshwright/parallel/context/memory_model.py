@@ -85,7 +85,9 @@ def add_attention_memory(
     sharding: ShardingPlan,
     job: Job,
     in_flight_nbytes: Callable[[Action], int] = lambda action: 0,
-    memory_of: Callable[[AttentionSpec, int], AttentionMemory] = lambda attend, rows: AttentionMemory(),
+    memory_of: Callable[[AttentionSpec, int], AttentionMemory] = lambda attention_call, num_samples: (
+        AttentionMemory()
+    ),
 ) -> Program:
     """`program` with the memory of attention: `memory_of` a call on a number of samples, and
     `in_flight_nbytes` of a backward.
@@ -93,11 +95,14 @@ def add_attention_memory(
     tokens = sharding.global_plan.model_spec.sequence_info
 
     def roomy(actions: list[Action]) -> list[Action]:
-        rows = samples_per_microbatch(actions, sharding, job)
-        known, rooms = activation_memory(sharding, job, rows), dict[str, AttentionMemory]()
-        for attend in tokens.attention_calls if tokens is not None else ():
-            before, own = rooms.get(attend.block_call, AttentionMemory()), memory_of(attend, rows)
-            rooms[attend.block_call] = AttentionMemory(
+        num_samples = samples_per_microbatch(actions, sharding, job)
+        known, rooms = activation_memory(sharding, job, num_samples), dict[str, AttentionMemory]()
+        for attention_call in tokens.attention_calls if tokens is not None else ():
+            before, own = (
+                rooms.get(attention_call.block_call, AttentionMemory()),
+                memory_of(attention_call, num_samples),
+            )
+            rooms[attention_call.block_call] = AttentionMemory(
                 before.saved_nbytes + own.saved_nbytes, max(before.backward_nbytes, own.backward_nbytes)
             )
         return [

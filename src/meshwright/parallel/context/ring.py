@@ -118,50 +118,51 @@ class RingAttention(ContextParallel):
         return {}
 
     def _forward_transfers(
-        self, space: ShardingPlan, job: Job, attend: AttentionSpec, rows: int
+        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, rows: int
     ) -> list[Transfer]:
-        return self._ring_transfers(space, job, attend, rows)[0]
+        return self._ring_transfers(sharding, job, attention_call, rows)[0]
 
     def _backward_transfers(
-        self, space: ShardingPlan, job: Job, attend: AttentionSpec, rows: int
+        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, rows: int
     ) -> list[Transfer]:
-        return self._ring_transfers(space, job, attend, rows)[1]
+        return self._ring_transfers(sharding, job, attention_call, rows)[1]
 
     def _ring_transfers(
-        self, space: ShardingPlan, job: Job, attend: AttentionSpec, rows: int
+        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, rows: int
     ) -> tuple[list[Transfer], list[Transfer]]:
-        ranks = space.mesh.size(self.axis)
-        most = max(self.sequence_sharding(ranks).num_tokens_by_rank(attend.key_len))
-        _, groups = local_heads(space, attend)
+        ranks = sharding.mesh.size(self.axis)
+        most = max(self.sequence_sharding(ranks).num_tokens_by_rank(attention_call.key_len))
+        _, groups = local_heads(sharding, attention_call)
         return ring_transfers(
-            rows * groups * most * (attend.head_dim + attend.value_head_dim),
+            rows * groups * most * (attention_call.head_dim + attention_call.value_head_dim),
             ranks - 1,
             self.axis,
             self.comm_dtype,
             job,
         )
 
-    def _attention(self, runtime: Runtime, recent: MaskCache, asked: ShardedAttentionCall) -> torch.Tensor:
-        given, space = attention_inputs(asked, self.name), runtime.plan.sharding
-        deal = self.sequence_sharding(space.mesh.size(self.axis))
-        said = {"scale": asked.scale, "causal": asked.is_causal, "dropout_p": given.dropout_p}
-        circle = recent.ring(
-            (asked.query_shard.length, asked.key_shard.length, *said.values()),
+    def _attention(self, runtime: Runtime, recent: MaskCache, call: ShardedAttentionCall) -> torch.Tensor:
+        given, sharding = attention_inputs(call, self.name), runtime.plan.sharding
+        sequence_sharding = self.sequence_sharding(sharding.mesh.size(self.axis))
+        kwargs = {"scale": call.scale, "causal": call.is_causal, "dropout_p": given.dropout_p}
+        ring = recent.ring(
+            (call.query_shard.length, call.key_shard.length, *kwargs.values()),
             lambda: AttentionRing(
-                index=dict(space.coordinate)[self.axis],
-                query_spans=asked.query_shard.spans,
+                index=dict(sharding.coordinate)[self.axis],
+                query_spans=call.query_shard.spans,
                 key_spans=tuple(
-                    deal.token_ranges(asked.key_shard.length, index) for index in range(deal.num_ranks)
+                    sequence_sharding.token_ranges(call.key_shard.length, index)
+                    for index in range(sequence_sharding.num_ranks)
                 ),
                 shift=lambda output, tensor: runtime.shift(output, tensor, self.axis),
                 comm_dtype=torch.bfloat16 if self.comm_dtype else None,
-                **said,
+                **kwargs,
             ),
         )
-        keep, keeps = dropout_keep_mask(asked, circle.query_spans), asked.query_shard.caches_slices
-        view = recent.block_mask(circle, given.mask, given.query.device, asked.mask, cacheable=keeps)
+        keep, keeps = dropout_keep_mask(call, ring.query_spans), call.query_shard.caches_slices
+        view = recent.block_mask(ring, given.mask, given.query.device, call.mask, cacheable=keeps)
         return given.restore_shape(
-            ring_attention(circle, given.query, given.key, given.value, given.mask, keep, view)
+            ring_attention(ring, given.query, given.key, given.value, given.mask, keep, view)
         )
 
 

@@ -74,17 +74,19 @@ class ActivationCheckpointing(Strategy):
     keep_mb: float = 0.0
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        visits, where = sharding.model_spec.block_calls, "strategies.activation_checkpointing"
+        block_calls, location = sharding.model_spec.block_calls, "strategies.activation_checkpointing"
         for pattern in self.blocks:
-            if not any(_matches(visit, pattern) for visit in visits):
+            if not any(_matches(block_call, pattern) for block_call in block_calls):
                 text = f"'{pattern}' is no block of {sharding.model_spec.name}"
-                yield Diagnostic(text, suggest_name(pattern, visits), f"{where}.blocks")
-        if not self.blocks and len(visits) == 1:
-            text = f"the model runs as one block, '{visits[0]}', whose backward follows its forward at once: nothing is spared"
-            yield Diagnostic(text, "declare its layers as blocks: Model(blocks=[...])", f"{where}.blocks")
+                yield Diagnostic(text, suggest_name(pattern, block_calls), f"{location}.blocks")
+        if not self.blocks and len(block_calls) == 1:
+            text = f"the model runs as one block, '{block_calls[0]}', whose backward follows its forward at once: nothing is spared"
+            yield Diagnostic(text, "declare its layers as blocks: Model(blocks=[...])", f"{location}.blocks")
         if not 0 <= self.keep_mb < inf:
             yield Diagnostic(
-                f"keep_mb = {self.keep_mb}", "write a number from 0 up; 0 keeps nothing", f"{where}.keep_mb"
+                f"keep_mb = {self.keep_mb}",
+                "write a number from 0 up; 0 keeps nothing",
+                f"{location}.keep_mb",
             )
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
@@ -93,8 +95,8 @@ class ActivationCheckpointing(Strategy):
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         return {"RECOMPUTE": runtime.recompute}
 
-    def _checkpoint(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
-        chosen = self._choose_block_calls(actions, space, job)
+    def _checkpoint(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
+        chosen = self._choose_block_calls(actions, sharding, job)
         edited, leans = [], {}
         for action in actions:
             action = replace(
@@ -138,53 +140,57 @@ class ActivationCheckpointing(Strategy):
                 edited.append(again)
                 action = with_waits(action, (again.name,))
             edited.append(action)
-        return _with_kept_inputs(edited, space, job) if chosen else edited
+        return _with_kept_inputs(edited, sharding, job) if chosen else edited
 
     def _choose_block_calls(
-        self, actions: Sequence[Action], space: ShardingPlan, job: Job
+        self, actions: Sequence[Action], sharding: ShardingPlan, job: Job
     ) -> dict[str, dict[int | None, Action]]:
-        anatomy, largest = space.model_spec, _largest_rank_view(space)
+        model_spec, largest = sharding.model_spec, _largest_rank_view(sharding)
         sizes, held = (
             block_shares(largest),
-            activation_memory(largest, job, samples_per_microbatch(actions, space, job)),
+            activation_memory(largest, job, samples_per_microbatch(actions, sharding, job)),
         )
         forwards = {
             action.subject: action
             for action in actions
-            if action.kind == "F" and self._is_selected(action.subject, anatomy)
+            if action.kind == "F" and self._is_selected(action.subject, model_spec)
         }
-        order = list(anatomy.block_calls)
-        alive = {visit: _max_in_flight(actions, visit) for visit in forwards}
-        known = bool(anatomy.saved_numel)  # else what it hands on stands for it
+        order = list(model_spec.block_calls)
+        alive = {block_call: _max_in_flight(actions, block_call) for block_call in forwards}
+        known = bool(model_spec.saved_numel)  # else what it hands on stands for it
         nbytes = {
-            visit: alive[visit] * (held[visit].saved_nbytes if known else held[visit].output_nbytes)
-            for visit in forwards
+            block_call: alive[block_call]
+            * (held[block_call].saved_nbytes if known else held[block_call].output_nbytes)
+            for block_call in forwards
         }
         left = self.keep_mb * 2**20
         worth = {
-            visit: sizes[visit].flops * alive[visit] / each if each else inf for visit, each in nbytes.items()
+            block_call: sizes[block_call].flops * alive[block_call] / each if each else inf
+            for block_call, each in nbytes.items()
         }
-        for visit in sorted(forwards, key=lambda visit: (-worth[visit], -order.index(visit))):
-            if nbytes[visit] <= left:
-                left -= nbytes[visit]
-                del forwards[visit]
-        return {visit: {} for visit in forwards}
+        for block_call in sorted(
+            forwards, key=lambda block_call: (-worth[block_call], -order.index(block_call))
+        ):
+            if nbytes[block_call] <= left:
+                left -= nbytes[block_call]
+                del forwards[block_call]
+        return {block_call: {} for block_call in forwards}
 
-    def _is_selected(self, visit: str, anatomy: ModelSpec) -> bool:
+    def _is_selected(self, block_call: str, model_spec: ModelSpec) -> bool:
         if not self.blocks:
-            return visit != anatomy.block_calls[-1]
-        return any(_matches(visit, pattern) for pattern in self.blocks)
+            return block_call != model_spec.block_calls[-1]
+        return any(_matches(block_call, pattern) for pattern in self.blocks)
 
 
-def _matches(visit: str, pattern: str) -> bool:
-    return fnmatchcase(visit, pattern) or fnmatchcase(block_of(visit), pattern)
+def _matches(block_call: str, pattern: str) -> bool:
+    return fnmatchcase(block_call, pattern) or fnmatchcase(block_of(block_call), pattern)
 
 
-def _with_kept_inputs(actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
-    weighed, first = space.model_spec.memory, space.model_spec.block_calls[0]
+def _with_kept_inputs(actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
+    weighed, first = sharding.model_spec.memory, sharding.model_spec.block_calls[0]
     if weighed is None:
         return actions
-    more = (weighed.glue_outputs - weighed.glue).total(samples_per_microbatch(actions, space, job))
+    more = (weighed.glue_outputs - weighed.glue).total(samples_per_microbatch(actions, sharding, job))
 
     def holding(action: Action) -> Action:
         if action.kind not in FORWARD_KINDS or action.subject != first:
@@ -202,22 +208,22 @@ def _saved_holds(forward: Action) -> tuple[Allocation, ...]:
     )
 
 
-def _largest_rank_view(space: ShardingPlan) -> ShardingPlan:
-    where = {
-        **dict(space.coordinate),
-        **dict.fromkeys(space.param_slice_axes, 0),
+def _largest_rank_view(sharding: ShardingPlan) -> ShardingPlan:
+    location = {
+        **dict(sharding.coordinate),
+        **dict.fromkeys(sharding.param_slice_axes, 0),
     }  # units are dealt out larger first
-    if space.sequence_sharding is not None and space.model_spec.sequence_info is not None:
-        counts = space.sequence_sharding.num_tokens_by_rank(space.model_spec.sequence_info.length)
-        peers = space.mesh.peers(space.mesh.rank(where), space.token_axes)
-        where = space.mesh.coordinate(peers[counts.index(max(counts))])
-    return space.at_coordinate(where)
+    if sharding.sequence_sharding is not None and sharding.model_spec.sequence_info is not None:
+        counts = sharding.sequence_sharding.num_tokens_by_rank(sharding.model_spec.sequence_info.length)
+        peers = sharding.mesh.peers(sharding.mesh.rank(location), sharding.token_axes)
+        location = sharding.mesh.coordinate(peers[counts.index(max(counts))])
+    return sharding.at_coordinate(location)
 
 
-def _max_in_flight(actions: Sequence[Action], visit: str) -> int:
+def _max_in_flight(actions: Sequence[Action], block_call: str) -> int:
     now = most = 0
     for action in actions:
-        if action.subject == visit:
+        if action.subject == block_call:
             now += (action.kind == "F") - (action.kind in WEIGHT_GRAD_KINDS)
             most = max(most, now)
     return most

@@ -72,9 +72,9 @@ class PipeDream(Strategy):
     split_points: tuple[str, ...] = ()
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        yield from (self._renamed(fault) for fault in self._pipeline.check(job, sharding))
+        yield from (self._renamed(diagnostic) for diagnostic in self._pipeline.check(job, sharding))
         each = "every micro-batch is an update of its own, and no rank has all gradients of one at a time"
-        for asked, key, what, fix in (
+        for call, key, what, fix in (
             (job.train.clip > 0, "train.clip", f"train.clip = {job.train.clip}", "set train.clip = 0"),
             (
                 job.guard.action != "off",
@@ -101,23 +101,25 @@ class PipeDream(Strategy):
                 "use one that is a sum over rows",
             ),
         ):
-            if asked:
+            if call:
                 yield Diagnostic(f"{what}: {each}", f'{fix}, or use the strategy "pipeline"', key)
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        where = f"strategies.{self.name}"
+        location = f"strategies.{self.name}"
         tied = [
-            home.param.name
-            for home in sharding.param_shardings
-            if len(sharding.pp_ranks_using(home.param)) > 1 and home.param.trainable
+            param_sharding.param.name
+            for param_sharding in sharding.param_shardings
+            if len(sharding.pp_ranks_using(param_sharding.param)) > 1 and param_sharding.param.trainable
         ]
         if tied:
             text = f"{len(tied)} parameters ({tied[0]}...) are used by parts on several ranks, which would step them apart"
             fix = 'untie them, choose cuts that leave all their users in one part, or use the strategy "pipeline"'
-            yield Diagnostic(text, fix, f"{where}.cuts")
+            yield Diagnostic(text, fix, f"{location}.cuts")
         else:
-            yield from (self._renamed(fault) for fault in self._pipeline.check_combined(sharding))
-        shards = sorted({axis for home in sharding.param_shardings for axis in home.flat_shard_axes})
+            yield from (self._renamed(diagnostic) for diagnostic in self._pipeline.check_combined(sharding))
+        shards = sorted(
+            {axis for param_sharding in sharding.param_shardings for axis in param_sharding.flat_shard_axes}
+        )
         if shards or sharding.primary_rank_axes:
             what = (
                 f"cut into shards along {' and '.join(shards)}"
@@ -125,7 +127,7 @@ class PipeDream(Strategy):
                 else f"stepped by one rank along {sharding.primary_rank_axes[0]}"
             )
             text = f"weights are {what}, which nobody does for single micro-batches"
-            yield Diagnostic(text, 'use the strategy "ddp" beside it, or "pipeline" in its place', where)
+            yield Diagnostic(text, 'use the strategy "ddp" beside it, or "pipeline" in its place', location)
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         return self._pipeline.place(sharding)
@@ -143,11 +145,11 @@ class PipeDream(Strategy):
             weight.numel * weight.itemsize(job.precision.parameters)
             for weight in sharding.model_spec.trainable
         )
-        told = sharding.mesh.group_size(sharding.data_axes) > 1
+        gathered = sharding.mesh.group_size(sharding.data_axes) > 1
         crossed = self._pipeline.rewrite(program, sharding, job)
         crossed = (
             crossed.edit(lambda actions: [_count_per_microbatch(action, actions) for action in actions])
-            if told
+            if gathered
             else crossed
         )
         return crossed.edit(lambda actions: _insert_stashing(actions, held))
@@ -163,9 +165,9 @@ class PipeDream(Strategy):
     def _pipeline(self) -> Pipeline:
         return Pipeline(axis=self.axis, schedule="1f1b", split_points=self.split_points)
 
-    def _renamed(self, fault: Diagnostic) -> Diagnostic:
+    def _renamed(self, diagnostic: Diagnostic) -> Diagnostic:
         return replace(
-            fault, location=fault.location.replace("strategies.pipeline", f"strategies.{self.name}")
+            diagnostic, location=diagnostic.location.replace("strategies.pipeline", f"strategies.{self.name}")
         )
 
 
@@ -192,19 +194,21 @@ def weight_versions(schedule: Schedule, *, stashing: bool = True) -> list[Weight
     With `stashing`, a backward uses the weights of its forward; otherwise the newest ones.
     """
     found: list[WeightVersion] = []
-    for slots in schedule.actions:
+    for actions in schedule.actions:
         seen = [0] * len(schedule.virtual_stages)
         used: dict[tuple[int, int], int] = {}
         newest: dict[tuple[int, int], int] = {}
-        for kind, stage, micro in slots:
+        for kind, stage, microbatch in actions:
             if kind == "F":
-                used[stage, micro] = seen[stage]
+                used[stage, microbatch] = seen[stage]
             if kind in ("B", "I"):
-                newest[stage, micro] = seen[stage]
+                newest[stage, microbatch] = seen[stage]
             if kind in ("B", "W"):
-                forward = used[stage, micro]
+                forward = used[stage, microbatch]
                 found.append(
-                    WeightVersion(stage, micro, forward, forward if stashing else newest[stage, micro])
+                    WeightVersion(
+                        stage, microbatch, forward, forward if stashing else newest[stage, microbatch]
+                    )
                 )
                 seen[stage] += 1
     return found
@@ -213,16 +217,16 @@ def weight_versions(schedule: Schedule, *, stashing: bool = True) -> list[Weight
 def max_versions_kept(schedule: Schedule) -> list[int]:
     """The largest number of weight versions that each stage holds at once, the newest one included."""
     most = [1] * len(schedule.virtual_stages)
-    for slots in schedule.actions:
+    for actions in schedule.actions:
         seen = [0] * len(schedule.virtual_stages)
         used: dict[tuple[int, int], int] = {}
-        for kind, stage, micro in slots:
+        for kind, stage, microbatch in actions:
             if kind == "F":
-                used[stage, micro] = seen[stage]
+                used[stage, microbatch] = seen[stage]
             needed = {version for (at, _), version in used.items() if at == stage}
             most[stage] = max(most[stage], len(needed | {seen[stage]}))
             if kind in ("B", "W"):
-                del used[stage, micro]
+                del used[stage, microbatch]
                 seen[stage] += 1
     return most
 
@@ -240,31 +244,33 @@ def _count_per_microbatch(action: Action, actions: Sequence[Action]) -> Action:
 
 
 def _insert_stashing(actions: Sequence[Action], nbytes: int) -> list[Action]:
-    met, order = forward_versions(actions), stepped_microbatches(actions)
-    last = {met[micro]: micro for micro in order}  # the last backward that needs a version
+    met, schedule = forward_versions(actions), stepped_microbatches(actions)
+    last = {met[microbatch]: microbatch for microbatch in schedule}  # the last backward that needs a version
     rooms: dict[int, str] = {}
-    free = [f"old weights({room})" for room in reversed(range(len(order)))]
+    free = [f"old weights({room})" for room in reversed(range(len(schedule)))]
     begun: set[int] = set()
     done, newest = list[Action](), 0
     for action in actions:
-        micro = action.microbatch or 0
-        stale = action.kind in ("B", "LOCAL_NORM") and met[micro] < newest
-        if action.kind == "B" and micro not in begun:
-            begun.add(micro)
-            done += [Action("LOAD_STASHED", rooms[met[micro]], micro)] if stale else []
+        microbatch = action.microbatch or 0
+        stale = action.kind in ("B", "LOCAL_NORM") and met[microbatch] < newest
+        if action.kind == "B" and microbatch not in begun:
+            begun.add(microbatch)
+            done += [Action("LOAD_STASHED", rooms[met[microbatch]], microbatch)] if stale else []
         elif action.kind == "LOCAL_NORM" and stale:
-            ends = last[met[micro]] == micro
-            room = rooms.pop(met[micro]) if ends else rooms[met[micro]]
-            done.append(Action("LOAD_LATEST", room, micro, waits=action.waits, frees=(room,) if ends else ()))
+            ends = last[met[microbatch]] == microbatch
+            room = rooms.pop(met[microbatch]) if ends else rooms[met[microbatch]]
+            done.append(
+                Action("LOAD_LATEST", room, microbatch, waits=action.waits, frees=(room,) if ends else ())
+            )
             free += [room] if ends else []
         if action.kind == "STEP":
-            if last.get(newest, micro) != micro:
+            if last.get(newest, microbatch) != microbatch:
                 rooms[newest] = free.pop()
                 done.append(
                     Action(
                         "STASH",
                         rooms[newest],
-                        micro,
+                        microbatch,
                         waits=action.waits,
                         allocations=(Allocation(rooms[newest], nbytes),),
                     )

@@ -54,7 +54,7 @@ def linear_deferring_weight_grad(
     *,
     transposed: bool,
 ) -> torch.Tensor:
-    """x W^T + b; its backward appends the computation of W's gradient to `deferred`. `transposed`: W is
+    """X W^T + b; its backward appends the computation of W's gradient to `deferred`. `transposed`: W is
     [in, out].
     """
     kind = x.device.type

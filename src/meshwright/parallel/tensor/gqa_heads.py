@@ -48,7 +48,7 @@ def shared_kv_shardings(
     ranks = sharding.mesh.size(axis)
     layers = dict.fromkeys(
         layer
-        for weight in (home.param for home in sharding.param_shardings)
+        for weight in (param_sharding.param for param_sharding in sharding.param_shardings)
         for layer in weight.layers
         if weight.role == "colwise"
         and (cut := weight.split_of_side("out")) is not None
@@ -67,7 +67,11 @@ def with_kv_row_selection(
 ) -> LayerShardings:
     """`layer_shardings`, with replicated layers computing only the rows that this rank needs."""
     index, ranks = dict(sharding.coordinate)[axis], sharding.mesh.size(axis)
-    named = {name: home.param for home in sharding.param_shardings for name in home.param.names}
+    named = {
+        name: param_sharding.param
+        for param_sharding in sharding.param_shardings
+        for name in param_sharding.param.names
+    }
     spans: dict[str, dict[str, DimRanges]] = {}
     for name, weight in named.items():
         layer, _, leaf = name.rpartition(".")
@@ -89,14 +93,14 @@ def bind_local_heads(runtime: Runtime, *axes: str) -> None:
     """Patch modules to use this rank's head counts, and blocks to take its per-head inputs; heads are
     sharded along `axes`.
     """
-    space: ShardingPlan = runtime.plan.sharding
-    index, ranks = space.mesh.index(dict(space.coordinate), axes), space.mesh.group_size(axes)
+    sharding: ShardingPlan = runtime.plan.sharding
+    index, ranks = sharding.mesh.index(dict(sharding.coordinate), axes), sharding.mesh.group_size(axes)
     numbers: dict[str, list[SizeAttribute]] = {}
-    for number in space.model_spec.size_attributes:
+    for number in sharding.model_spec.size_attributes:
         numbers.setdefault(number.module, []).append(number)
     for name, each in numbers.items():
         runtime.replace_forward(name, partial(_forward_with_local_numbers, each, index, ranks, {}))
-    for portion in space.model_spec.per_head_inputs:
+    for portion in sharding.model_spec.per_head_inputs:
         runtime.wrap_forward(portion.block, partial(_forward_with_portion, portion, index, ranks))
 
 

@@ -161,17 +161,27 @@ def joint_sums(calls: Iterable[LayerCall], layer_shardings: LayerShardings) -> d
     """
     found: dict[tuple[int, Redistribution], list[str]] = {}
     for call in (call for call in calls if call.sum_id):
-        way = find_layer_sharding(layer_shardings, call.name, call.role)
-        if way is not None and way.output_redistribution is not None and way.output_is_partial:
-            found.setdefault((call.sum_id, way.output_redistribution), []).append(call.name)
+        layer_sharding = find_layer_sharding(layer_shardings, call.name, call.role)
+        if (
+            layer_sharding is not None
+            and layer_sharding.output_redistribution is not None
+            and layer_sharding.output_is_partial
+        ):
+            found.setdefault((call.sum_id, layer_sharding.output_redistribution), []).append(call.name)
     return {layer: tuple(layers) for layers in found.values() if len(layers) > 1 for layer in layers}
 
 
 def shard_param(param_sharding: ParamSharding, layer_shardings: LayerShardings) -> ParamSharding:
     """`param_sharding` as the sharding of its layer requires."""
-    way = find_layer_sharding(layer_shardings, param_sharding.param.layers[0], param_sharding.param.role)
-    for axis in way.weight_sides if way else ():
-        cut = param_sharding.param.split_of_side(way.weight_side(axis, param_sharding.param)) if way else None
+    layer_sharding = find_layer_sharding(
+        layer_shardings, param_sharding.param.layers[0], param_sharding.param.role
+    )
+    for axis in layer_sharding.weight_sides if layer_sharding else ():
+        cut = (
+            param_sharding.param.split_of_side(layer_sharding.weight_side(axis, param_sharding.param))
+            if layer_sharding
+            else None
+        )
         if cut is not None:
             place = S(cut.dim)
             layout, grad, stored = (
@@ -188,28 +198,32 @@ def shard_param(param_sharding: ParamSharding, layer_shardings: LayerShardings) 
 
 def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
     """Patch every layer to compute as its sharding says."""
-    space: ShardingPlan = runtime.plan.sharding
+    sharding: ShardingPlan = runtime.plan.sharding
     came: InputOrigins = WeakIdKeyDictionary()
-    parameters, gates = params_by_layer(space.param_shardings), dict[str, dict[int | str, Redistribution]]()
-    turns = joint_sum_members(joint_sums(space.model_spec.layer_calls, layer_shardings))
-    for call in {(call.name, call.role): call for call in space.model_spec.layer_calls}.values():
-        way = find_layer_sharding(layer_shardings, call.name, call.role)
-        if way is not None:
+    parameters, gates = (
+        params_by_layer(sharding.param_shardings),
+        dict[str, dict[int | str, Redistribution]](),
+    )
+    turns = joint_sum_members(joint_sums(sharding.model_spec.layer_calls, layer_shardings))
+    for call in {(call.name, call.role): call for call in sharding.model_spec.layer_calls}.values():
+        layer_sharding = find_layer_sharding(layer_shardings, call.name, call.role)
+        if layer_sharding is not None:
             leaves = tuple(
                 (leaf, axis)
-                for axis in way.shared_param_axes
+                for axis in layer_sharding.shared_param_axes
                 for leaf, _ in unsharded_params(parameters.get(call.name, ()), axis)
             )
             runtime.replace_forward(
-                call.name, partial(_layer_forward, runtime, way, leaves, came, turns.get(call.name))
+                call.name,
+                partial(_layer_forward, runtime, layer_sharding, leaves, came, turns.get(call.name)),
             )
             if (
-                way.input_redistribution is not None
-                and call.block_call in space.sequence_sliced_calls
+                layer_sharding.input_redistribution is not None
+                and call.block_call in sharding.sequence_sliced_calls
                 and call.outer_module
             ):
                 gates.setdefault(call.outer_module, {}).update(
-                    dict.fromkeys(call.outer_args, way.input_redistribution)
+                    dict.fromkeys(call.outer_args, layer_sharding.input_redistribution)
                 )
     for gate, moves in gates.items():
         runtime.wrap_forward(gate, partial(_gate_with_redistributions, runtime, moves, came))
@@ -271,7 +285,7 @@ def _gate_with_redistributions(
 
 def _layer_forward(
     runtime: Runtime,
-    way: LayerSharding,
+    layer_sharding: LayerSharding,
     shared: SharedParams,
     came: InputOrigins,
     turn: JointSumMember | None,
@@ -281,44 +295,44 @@ def _layer_forward(
     **named: Any,
 ) -> torch.Tensor:
     given: Any = x if x is None else came.get(x, x)
-    x = x if given is not x else redistribute(runtime, x, way.input_redistribution)
+    x = x if given is not x else redistribute(runtime, x, layer_sharding.input_redistribution)
     held: dict[str, Any] = dict(module._parameters)
     for leaf, axis in shared:
         held[leaf] = runtime.redistribute(held[leaf], axis, I, R)
-    biases = [held["bias"]] if way.output_is_partial and held.get("bias") is not None else []
+    biases = [held["bias"]] if layer_sharding.output_is_partial and held.get("bias") is not None else []
     held |= {"bias": None} if biases else {}  # added once, to the sum
 
     def compute(x: Any) -> torch.Tensor:
-        return way.compute(runtime, module, held, x, *more, **named)
+        return layer_sharding.compute(runtime, module, held, x, *more, **named)
 
-    if turn is not None and way.output_redistribution is not None and turn.defers_sum:
+    if turn is not None and layer_sharding.output_redistribution is not None and turn.defers_sum:
         return turn.contribute(
             compute(x),
             biases,
-            way.output_redistribution.dst,
-            runtime.plan.mesh.size(way.output_redistribution.axis),
+            layer_sharding.output_redistribution.dst,
+            runtime.plan.mesh.size(layer_sharding.output_redistribution.axis),
         )
     waiting: Iterator[torch.Tensor] = iter(())
     if turn is not None:
         handed, others = turn.collect()
-        waiting, biases = iter(split_samples(handed, way.num_chunks)), [*biases, *others]
-    with _saved_for_backward(runtime, way, given):
+        waiting, biases = iter(split_samples(handed, layer_sharding.num_chunks)), [*biases, *others]
+    with _saved_for_backward(runtime, layer_sharding, given):
         y = run_in_chunks(
             x,
-            way.num_chunks,
+            layer_sharding.num_chunks,
             lambda part: add_summand(compute(part), next(waiting, None)),
-            lambda y, meanwhile: redistribute(runtime, y, way.output_redistribution, meanwhile),
+            lambda y, meanwhile: redistribute(runtime, y, layer_sharding.output_redistribution, meanwhile),
         )
     return y + reduce(torch.add, biases) if biases else y
 
 
 def _saved_for_backward(
-    runtime: Runtime, way: LayerSharding, given: torch.Tensor
+    runtime: Runtime, layer_sharding: LayerSharding, given: torch.Tensor
 ) -> AbstractContextManager[Any]:
-    move = way.input_redistribution
+    move = layer_sharding.input_redistribution
     return (
         nullcontext()
-        if move is None or not way.regather
+        if move is None or not layer_sharding.regather
         else runtime.redistribute_in_backward(given, move.axis, move.src, move.dst)
     )
 
@@ -326,13 +340,15 @@ def _saved_for_backward(
 def params_by_layer(param_shardings: Iterable[ParamSharding]) -> dict[str, list[LayerParam]]:
     """The parameters of every layer, by their names in the layer."""
     found: dict[str, list[LayerParam]] = {}
-    for home in param_shardings:
-        for name in home.param.names:
+    for param_sharding in param_shardings:
+        for name in param_sharding.param.names:
             owner, _, leaf = name.rpartition(".")
-            found.setdefault(owner, []).append((leaf, home))
+            found.setdefault(owner, []).append((leaf, param_sharding))
     return found
 
 
 def unsharded_params(params: Iterable[LayerParam], axis: str) -> list[LayerParam]:
     """Those of `params` that are not sharded along `axis`."""
-    return [(leaf, home) for leaf, home in params if axis not in home.sliced_dims]
+    return [
+        (leaf, param_sharding) for leaf, param_sharding in params if axis not in param_sharding.sliced_dims
+    ]

@@ -87,12 +87,12 @@ class TensorParallel2D(Strategy):
     regather: bool = True
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        where = "strategies.tensor_parallel"
+        location = "strategies.tensor_parallel"
         if self.axis != "tp":
-            yield wrong_axis_diagnostic(self.axis, "matrices", where)
+            yield wrong_axis_diagnostic(self.axis, "matrices", location)
             return
-        yield from check_sharded_once(sharding, self.axis, where)
-        yield from check_roles(sharding, where)
+        yield from check_sharded_once(sharding, self.axis, location)
+        yield from check_roles(sharding, location)
         yield from check_square_mesh(sharding, (ROW_AXIS, self.axis))
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
@@ -111,7 +111,7 @@ class TensorParallel2D(Strategy):
             regather=self.regather,
         )
         looked_up = LayerSharding({self.axis: "out"}, compute=module_forward)
-        ways = {
+        layer_shardings = {
             "colwise": product,
             "rowwise": product,
             "between_pair": LayerSharding(
@@ -126,12 +126,12 @@ class TensorParallel2D(Strategy):
             **norm_shardings(sharding, (self.axis,)),
         }
         for weight, table, head, divisible in tied_embeddings(sharding.global_plan.model_spec):
-            ways[head] = (
+            layer_shardings[head] = (
                 LayerSharding({self.axis: "in"}, output_redistribution=Redistribution(self.axis, P, I))
                 if divisible
-                else ways["lm_head_unsharded"]
+                else layer_shardings["lm_head_unsharded"]
             )
-            ways[table] = (
+            layer_shardings[table] = (
                 looked_up
                 if divisible
                 else LayerSharding(
@@ -140,20 +140,20 @@ class TensorParallel2D(Strategy):
                     compute=module_forward,
                 )
             )
-            ways[weight.layers[0]] = ways[
+            layer_shardings[weight.layers[0]] = layer_shardings[
                 table if weight.role in EMBEDDING_ROLES else head
             ]  # its sides are those of its role
         return {
-            layer: way
-            for layer, way in ways.items()
+            layer: layer_sharding
+            for layer, layer_sharding in layer_shardings.items()
             if layer not in vocab_sharded_layers(sharding, self.axis)
         }
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        ways = self.layer_shardings(sharding)
+        layer_shardings = self.layer_shardings(sharding)
 
-        def divided(home: ParamSharding) -> ParamSharding:
-            return shard_param(home, ways)
+        def divided(param_sharding: ParamSharding) -> ParamSharding:
+            return shard_param(param_sharding, layer_shardings)
 
         return (
             sharding.map_param_shardings(divided)
@@ -220,13 +220,15 @@ def tied_embeddings(model_spec: ModelSpec) -> Iterator[tuple[ParamSpec, str, str
 def vocab_sharded_layers(sharding: ShardingPlan, axis: str) -> set[str]:
     """The roles and layer names that another strategy shards by vocabulary along `axis`."""
     roles, found = {call.name: call.role for call in sharding.model_spec.layer_calls}, set()
-    for home in sharding.param_shardings:
-        words = home.param.split_of_side({"embedding": "in", "lm_head": "out"}.get(home.param.role, ""))
-        divided = words is not None and home.sliced_dims.get(axis) == words.dim
+    for param_sharding in sharding.param_shardings:
+        words = param_sharding.param.split_of_side(
+            {"embedding": "in", "lm_head": "out"}.get(param_sharding.param.role, "")
+        )
+        divided = words is not None and param_sharding.sliced_dims.get(axis) == words.dim
         if divided and (
-            home.param.role == "embedding" or sharding.logits_layout.placement(axis) == WIDTH_SHARD
+            param_sharding.param.role == "embedding" or sharding.logits_layout.placement(axis) == WIDTH_SHARD
         ):
-            layers = home.param.layers
+            layers = param_sharding.param.layers
             found |= {*layers, *(roles[layer] for layer in layers if layer in roles)}
     return found
 
@@ -265,8 +267,12 @@ ShardedSide = tuple[
 def sharded_sides(sharding: ShardingPlan, layer_shardings: LayerShardings) -> Iterator[ShardedSide]:
     """The sides of weights that are sharded."""
     for weight in sharding.model_spec.params:
-        way = find_layer_sharding(layer_shardings, weight.layers[0], weight.role)
-        sides = [way.weight_side(axis, weight) for axis in way.weight_sides] if way else []
+        layer_sharding = find_layer_sharding(layer_shardings, weight.layers[0], weight.role)
+        sides = (
+            [layer_sharding.weight_side(axis, weight) for axis in layer_sharding.weight_sides]
+            if layer_sharding
+            else []
+        )
         yield from (
             (cut.num_units, sides.count(cut.side), weight) for cut in weight.dim_splits if cut.side in sides
         )
@@ -310,14 +316,14 @@ def check_weight_shards(sharding: ShardingPlan, where: str, replicate_axis: str 
         yield Diagnostic(text, 'use the strategy "tensor_parallel", or set mesh.cp = 1', where)
     axes = (ROW_AXIS, replicate_axis) if replicate_axis else (ROW_AXIS,)
     whole = [
-        home
-        for home in sharding.param_shardings
-        if home.param.trainable and home.storage_layout.placement(ROW_AXIS) != S(FLAT)
+        param_sharding
+        for param_sharding in sharding.param_shardings
+        if param_sharding.param.trainable and param_sharding.storage_layout.placement(ROW_AXIS) != S(FLAT)
     ]
     cut = [
-        home
-        for home in sharding.param_shardings
-        if home.param.trainable and replicate_axis in home.flat_shard_axes
+        param_sharding
+        for param_sharding in sharding.param_shardings
+        if param_sharding.param.trainable and replicate_axis in param_sharding.flat_shard_axes
     ]
     if whole or cut or not set(axes) <= set(sharding.data_axes):
         text = f"nothing keeps weights in shards along {ROW_AXIS}, the rows of the grid: each would hold whole columns of it"

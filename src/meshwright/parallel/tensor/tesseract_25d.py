@@ -59,12 +59,12 @@ class TensorParallel25D(Strategy):
     regather: bool = True
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        where = "strategies.tensor_parallel"
+        location = "strategies.tensor_parallel"
         if self.axis != "tp":
-            yield wrong_axis_diagnostic(self.axis, "matrices", where)
+            yield wrong_axis_diagnostic(self.axis, "matrices", location)
             return
-        yield from check_sharded_once(sharding, self.axis, where)
-        yield from check_roles(sharding, where)
+        yield from check_sharded_once(sharding, self.axis, location)
+        yield from check_roles(sharding, location)
         yield from check_square_mesh(sharding, (ROW_AXIS, self.axis))
         if sharding.mesh.size(DEPTH_AXIS) == 1:
             text = f"there is one square, {sharding.mesh}; needed are several, along {DEPTH_AXIS}"

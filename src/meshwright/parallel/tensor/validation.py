@@ -30,9 +30,9 @@ def wrong_axis_diagnostic(axis: str, what: str, where: str) -> Diagnostic:
 def check_sharded_once(sharding: ShardingPlan, axis: str, where: str) -> Iterator[Diagnostic]:
     """Yields matrices that another strategy shards along `axis` already."""
     divided = [
-        home.param.name
-        for home in sharding.param_shardings
-        if axis in home.sliced_dims and home.param.role in SHARDED_ROLES
+        param_sharding.param.name
+        for param_sharding in sharding.param_shardings
+        if axis in param_sharding.sliced_dims and param_sharding.param.role in SHARDED_ROLES
     ]
     if divided:
         text = (
@@ -76,10 +76,10 @@ def check_layer_pairs(model_spec: ModelSpec, where: str) -> Iterator[Diagnostic]
 def check_units(sharding: ShardingPlan, layer_shardings: LayerShardings) -> Iterator[Diagnostic]:
     """Yields weights with fewer units than ranks along an axis, one diagnostic per number of units."""
     found: dict[tuple[str, int], list[ParamSpec]] = {}
-    for weight in (home.param for home in sharding.param_shardings):
-        way = find_layer_sharding(layer_shardings, weight.layers[0], weight.role)
-        for axis in way.weight_sides if way else ():
-            cut = weight.split_of_side(way.weight_side(axis, weight)) if way else None
+    for weight in (param_sharding.param for param_sharding in sharding.param_shardings):
+        layer_sharding = find_layer_sharding(layer_shardings, weight.layers[0], weight.role)
+        for axis in layer_sharding.weight_sides if layer_sharding else ():
+            cut = weight.split_of_side(layer_sharding.weight_side(axis, weight)) if layer_sharding else None
             if cut is not None and cut.max_ranks < sharding.mesh.size(axis):
                 found.setdefault((axis, cut.max_ranks), []).append(weight)
     for (axis, units), weights in sorted(found.items()):
@@ -97,9 +97,9 @@ def check_gathered_layers(sharding: ShardingPlan, axis: str) -> Iterator[Diagnos
     """Yields layers with gathered outputs whose number of features does not divide by the ranks of `axis`."""
     ranks = sharding.mesh.size(axis)
     for weight in (
-        home.param
-        for home in sharding.param_shardings
-        if home.param.role == "colwise_gather_output" and len(home.param.shape) > 1
+        param_sharding.param
+        for param_sharding in sharding.param_shardings
+        if param_sharding.param.role == "colwise_gather_output" and len(param_sharding.param.shape) > 1
     ):
         cut = weight.split_of_side("out")
         if cut is not None and cut.num_units % ranks:

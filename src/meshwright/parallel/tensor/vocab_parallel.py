@@ -68,9 +68,9 @@ class VocabParallel(Strategy):
     axis: str = "tp"
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        where = "strategies.vocab_parallel"
+        location = "strategies.vocab_parallel"
         if self.axis != "tp":
-            yield wrong_axis_diagnostic(self.axis, "words", where)
+            yield wrong_axis_diagnostic(self.axis, "words", location)
             return
         if not can_shard_vocab(sharding.model_spec, 1):
             found = {
@@ -82,7 +82,7 @@ class VocabParallel(Strategy):
             text = f"{sharding.model_spec.name} has no table and no head that can be divided by words" + (
                 f" ({kept})" if kept else ""
             )
-            yield Diagnostic(text, "leave the strategy out; they stay whole on every rank", where)
+            yield Diagnostic(text, "leave the strategy out; they stay whole on every rank", location)
         yield from check_units(sharding, self.layer_shardings(sharding))
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
@@ -108,10 +108,10 @@ class VocabParallel(Strategy):
         }
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        ways = self.layer_shardings(sharding)
+        layer_shardings = self.layer_shardings(sharding)
 
-        def divided(home: ParamSharding) -> ParamSharding:
-            return shard_param(home, ways)
+        def divided(param_sharding: ParamSharding) -> ParamSharding:
+            return shard_param(param_sharding, layer_shardings)
 
         if sharding.model_spec.logits is not None:
             sharding = sharding.with_logits_placement(self.axis, WIDTH_SHARD)
@@ -124,33 +124,37 @@ class VocabParallel(Strategy):
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        space: ShardingPlan = runtime.plan.sharding
-        ways = dict(self.layer_shardings(space))
-        whole = [home.param for home in space.global_plan.param_shardings]
+        sharding: ShardingPlan = runtime.plan.sharding
+        layer_shardings = dict(self.layer_shardings(sharding))
+        whole = [param_sharding.param for param_sharding in sharding.global_plan.param_shardings]
         named = {name: weight for weight in whole for name in weight.names}
         for layer in dict.fromkeys(
-            call.name for call in space.model_spec.layer_calls if call.role == "embedding"
+            call.name for call in sharding.model_spec.layer_calls if call.role == "embedding"
         ):
             weight = named[f"{layer}.weight"]
             words = (
-                range(*space.slice_range(weight.name, self.axis)),
+                range(*sharding.slice_range(weight.name, self.axis)),
                 weight.dim_split(0).num_units,
             )  # rows, whatever the head calls them
-            ways[layer] = replace(ways["embedding"], compute=partial(_embed_local_rows, *words))
-        bind_layers(runtime, ways)
+            layer_shardings[layer] = replace(
+                layer_shardings["embedding"], compute=partial(_embed_local_rows, *words)
+            )
+        bind_layers(runtime, layer_shardings)
         return {}
 
-    def _insert_loss_gathers(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
-        logits = space.model_spec.logits
+    def _insert_loss_gathers(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
+        logits = sharding.model_spec.logits
         if logits is None:
             return actions
         dtype = "float64" if job.precision.compute == "float64" else "float32"
-        each = samples_per_microbatch(actions, space, job) * logits.num_reduced_values * FLOAT_NBYTES[dtype]
-        told = (
-            Transfer("all_gather", (self.axis,), each * size, dtype=dtype)
-            for size in chunk_sizes(num_local_logit_tokens(space), space.num_loss_chunks)
+        each = (
+            samples_per_microbatch(actions, sharding, job) * logits.num_reduced_values * FLOAT_NBYTES[dtype]
         )
-        inner = tuple(told)
+        gathered = (
+            Transfer("all_gather", (self.axis,), each * size, dtype=dtype)
+            for size in chunk_sizes(num_local_logit_tokens(sharding), sharding.num_loss_chunks)
+        )
+        inner = tuple(gathered)
         return [
             replace(action, inner_transfers=(*action.inner_transfers, *inner))
             if action.kind == "LOSS"

@@ -56,12 +56,12 @@ def dualpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
 
     def slots(rank: int) -> Iterator[ScheduleAction]:
         early, late = (rank, num_ranks + rank) if rank < half else (num_ranks + rank, rank)
-        for kind, stage, micro in _number_microbatches(
+        for kind, stage, microbatch in _number_microbatches(
             _rank_passes(early, late, half, min(rank, num_ranks - 1 - rank), each)
         ):
             upwards = stage < num_ranks
-            if micro < (up if upwards else num_microbatches - up):
-                yield ScheduleAction(kind, stage, micro if upwards else up + micro)
+            if microbatch < (up if upwards else num_microbatches - up):
+                yield ScheduleAction(kind, stage, microbatch if upwards else up + microbatch)
 
     stages = [VirtualStage(rank, rank) for rank in range(num_ranks)] + [
         VirtualStage(rank, num_ranks - 1 - rank) for rank in range(num_ranks)
@@ -79,7 +79,9 @@ def dualpipev_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     )
     return Schedule(
         v_shaped_placement(num_ranks),
-        tuple(tuple(slot for slot in slots if slot.microbatch < num_microbatches) for slots in lists),
+        tuple(
+            tuple(action for action in actions if action.microbatch < num_microbatches) for actions in lists
+        ),
     )
 
 

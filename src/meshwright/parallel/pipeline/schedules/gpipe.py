@@ -30,7 +30,11 @@ def gpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     activations first.
     """
     return Schedule.with_looped_placement(
-        [ScheduleAction(kind, rank, micro) for kind in ("F", "B") for micro in range(num_microbatches)]
+        [
+            ScheduleAction(kind, rank, microbatch)
+            for kind in ("F", "B")
+            for microbatch in range(num_microbatches)
+        ]
         for rank in range(num_ranks)
     )
 

@@ -50,11 +50,11 @@ def interleaved_schedule(num_ranks: int, num_microbatches: int, num_virtual_stag
         ahead = min((num_virtual_stages - 1) * max(sizes) + hops * (num_ranks - 1 - rank), len(forwards))
         for at in range(ahead + len(backwards)):
             if at < len(forwards):
-                chunk, micro = forwards[at]
-                yield ScheduleAction("F", chunk * num_ranks + rank, micro)
+                chunk, microbatch = forwards[at]
+                yield ScheduleAction("F", chunk * num_ranks + rank, microbatch)
             if at >= ahead:
-                chunk, micro = backwards[at - ahead]
-                yield ScheduleAction("B", chunk * num_ranks + rank, micro)
+                chunk, microbatch = backwards[at - ahead]
+                yield ScheduleAction("B", chunk * num_ranks + rank, microbatch)
 
     return Schedule.with_looped_placement(map(slots, range(num_ranks)), num_virtual_stages)
 
@@ -71,7 +71,7 @@ def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
 def _chunk_order(sizes: Sequence[int], chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
     first = 0
     for size in sizes:
-        yield from ((chunk, first + micro) for chunk in chunks for micro in range(size))
+        yield from ((chunk, first + microbatch) for chunk in chunks for microbatch in range(size))
         first += size
 
 

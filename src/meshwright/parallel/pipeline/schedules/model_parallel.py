@@ -28,7 +28,11 @@ from meshwright.plan.job.errors import Diagnostic
 def model_parallel_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """The schedule without pipelining: forward and backward of one micro-batch, then those of the next."""
     return Schedule.with_looped_placement(
-        [ScheduleAction(kind, rank, micro) for micro in range(num_microbatches) for kind in ("F", "B")]
+        [
+            ScheduleAction(kind, rank, microbatch)
+            for microbatch in range(num_microbatches)
+            for kind in ("F", "B")
+        ]
         for rank in range(num_ranks)
     )
 

@@ -35,11 +35,11 @@ def one_f_one_b_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _rank_actions(rank: int, ahead: int, micros: int) -> Iterator[ScheduleAction]:
-    yield from (ScheduleAction("F", rank, micro) for micro in range(ahead))
-    for micro in range(micros - ahead):
-        yield ScheduleAction("F", rank, micro + ahead)
-        yield ScheduleAction("B", rank, micro)
-    yield from (ScheduleAction("B", rank, micro) for micro in range(micros - ahead, micros))
+    yield from (ScheduleAction("F", rank, microbatch) for microbatch in range(ahead))
+    for microbatch in range(micros - ahead):
+        yield ScheduleAction("F", rank, microbatch + ahead)
+        yield ScheduleAction("B", rank, microbatch)
+    yield from (ScheduleAction("B", rank, microbatch) for microbatch in range(micros - ahead, micros))
 
 
 def check_one_f_one_b(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:

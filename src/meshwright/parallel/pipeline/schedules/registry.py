@@ -55,8 +55,14 @@ class ScheduleEntry:
         ).virtual_stages
 
 
-def _fixed_entry(order: Callable[[int, int], Schedule], refuse: CountCheck, chunks: int = 1) -> ScheduleEntry:
-    return ScheduleEntry(lambda ranks, micros, _chunks, _costs: order(ranks, micros), refuse, chunks)
+def _fixed_entry(
+    schedule: Callable[[int, int], Schedule], refuse: CountCheck, chunks: int = 1
+) -> ScheduleEntry:
+    return ScheduleEntry(
+        lambda num_ranks, num_microbatches, _chunks, _costs: schedule(num_ranks, num_microbatches),
+        refuse,
+        chunks,
+    )
 
 
 SCHEDULES: Mapping[str, ScheduleEntry] = MappingProxyType(

@@ -50,12 +50,12 @@ def missing_actions(
 ) -> Iterator[str]:
     """Yields actions that are missing or run too often; equal ones of several micro-batches in one line."""
     wrong: dict[tuple[int, int], list[int]] = {}
-    for part in range(num_stages):
-        for micro in microbatches:
-            count = done.get((part, micro), 0)
+    for stage in range(num_stages):
+        for microbatch in microbatches:
+            count = done.get((stage, microbatch), 0)
             if count not in COMPLETE_COUNTS:
-                wrong.setdefault((part, count), []).append(micro)
-    for (part, count), which in wrong.items():
+                wrong.setdefault((stage, count), []).append(microbatch)
+    for (stage, count), which in wrong.items():
         found = (
             "".join(kind * (count // weight % (1 << COUNT_BITS)) for kind, weight in KIND_UNITS.items())
             or "nothing"
@@ -63,7 +63,7 @@ def missing_actions(
         several = (
             f"micro-batches {format_numbers(which)} have" if len(which) > 1 else f"micro-batch {which[0]} has"
         )
-        yield f"{several} {found} in part {part}: needed is one F, and one B or one I and one W"
+        yield f"{several} {found} in part {stage}: needed is one F, and one B or one I and one W"
 
 
 def format_numbers(sorted_numbers: Sequence[int]) -> str:
@@ -116,9 +116,11 @@ class Schedule:
         """The schedule of `actions`, a list per rank, with stage k as virtual stage k on rank k modulo the
         ranks.
         """
-        lists = tuple(tuple(ScheduleAction(*slot) for slot in each) for each in actions)
+        lists = tuple(tuple(ScheduleAction(*action) for action in each) for each in actions)
         return cls(
-            tuple(VirtualStage(part % len(lists), part) for part in range(len(lists) * num_virtual_stages)),
+            tuple(
+                VirtualStage(stage % len(lists), stage) for stage in range(len(lists) * num_virtual_stages)
+            ),
             lists,
         )
 
@@ -135,27 +137,27 @@ class Schedule:
     @property
     def num_microbatches(self) -> int:
         """The number of micro-batches."""
-        return len({slot[2] for slots in self.actions for slot in slots})
+        return len({action[2] for actions in self.actions for action in actions})
 
     def dependencies_of(self, action: ScheduleAction) -> Iterator[Dependency]:
         """What must end before `action`, as (F or I, stage, micro-batch); B counts as I, which gives the
         same gradient.
         """
-        part, micro = self.virtual_stages[action.virtual_stage].stage, action.microbatch
+        stage, microbatch = self.virtual_stages[action.virtual_stage].stage, action.microbatch
         if action.kind == "F":
-            if part:
-                yield "F", part - 1, micro
+            if stage:
+                yield "F", stage - 1, microbatch
         elif action.kind == "W":
-            yield "I", part, micro
+            yield "I", stage, microbatch
         else:
-            yield "F", part, micro
-            if part + 1 < self.num_stages:
-                yield "I", part + 1, micro
+            yield "F", stage, microbatch
+            if stage + 1 < self.num_stages:
+                yield "I", stage + 1, microbatch
 
     def output_of(self, action: ScheduleAction) -> Dependency | None:
         """The dependency of others that `action` fulfils; None for W."""
-        part = self.virtual_stages[action.virtual_stage].stage
-        return None if action.kind == "W" else ("F" if action.kind == "F" else "I", part, action.microbatch)
+        stage = self.virtual_stages[action.virtual_stage].stage
+        return None if action.kind == "W" else ("F" if action.kind == "F" else "I", stage, action.microbatch)
 
     def errors(self) -> Iterator[str]:
         """Yields errors of the lists: actions on the wrong rank, duplicate or missing. `simulate` finds
@@ -165,29 +167,29 @@ class Schedule:
         done: dict[tuple[int, int], int] = {}  # (part, micro) -> how often each kind, as one number
         place: dict[tuple[int, int], int] = {}  # (part, micro) -> the stage that does it
         split: dict[tuple[int, int], set[int]] = {}
-        for rank, slots in enumerate(self.actions):
-            once = dict.fromkeys(slots)
-            if len(once) < len(slots):
+        for rank, actions in enumerate(self.actions):
+            once = dict.fromkeys(actions)
+            if len(once) < len(actions):
                 yield from (
-                    f"rank {rank} does {slot} {n} times" for slot, n in Counter(slots).items() if n > 1
+                    f"rank {rank} does {action} {n} times" for action, n in Counter(actions).items() if n > 1
                 )
-            for kind, stage, micro in once:
+            for kind, stage, microbatch in once:
                 if not 0 <= stage < len(stages):
-                    yield f"rank {rank} does {kind}{micro} of stage {stage}, and there are {len(stages)} stages"
+                    yield f"rank {rank} does {kind}{microbatch} of stage {stage}, and there are {len(stages)} stages"
                     continue
                 at, part = stages[stage]
                 if at != rank:
-                    yield f"rank {rank} does {kind}{micro} of stage {stage}, which lies on rank {at}"
-                key = part, micro
+                    yield f"rank {rank} does {kind}{microbatch} of stage {stage}, which lies on rank {at}"
+                key = part, microbatch
                 done[key] = done.get(key, 0) + KIND_UNITS[kind]
                 if place.setdefault(key, stage) != stage:
                     split.setdefault(key, {place[key]}).add(stage)
-        micros = sorted({micro for _, micro in done})
-        if micros != list(range(len(micros))):
-            yield f"the micro-batches are {format_numbers(micros)}: needed are 0 .. {len(micros) - 1}, each number once"
-        yield from missing_actions(done, parts, micros)
-        for (part, micro), at in sorted(split.items()):
-            yield f"micro-batch {micro} is split in part {part}, over the stages {', '.join(map(str, sorted(at)))}"
+        num_microbatches = sorted({microbatch for _, microbatch in done})
+        if num_microbatches != list(range(len(num_microbatches))):
+            yield f"the micro-batches are {format_numbers(num_microbatches)}: needed are 0 .. {len(num_microbatches) - 1}, each number once"
+        yield from missing_actions(done, parts, num_microbatches)
+        for (part, microbatch), at in sorted(split.items()):
+            yield f"micro-batch {microbatch} is split in part {part}, over the stages {', '.join(map(str, sorted(at)))}"
 
 
 @dataclass(frozen=True)
@@ -284,7 +286,7 @@ def simulate(schedule: Schedule, costs: StageCosts) -> ScheduleTimeline:
     while paper.ready:
         paper.advance(paper.ready.pop())
     at = [len(spans) for spans in paper.spans]
-    if at != [len(slots) for slots in schedule.actions]:
+    if at != [len(actions) for actions in schedule.actions]:
         raise _deadlock(schedule, at)
     peaks = tuple(
         max((during for during, _ in memory_over_time(schedule, costs, rank)), default=0.0)
@@ -306,18 +308,18 @@ class _Simulation:
         self.ready = list(range(order.num_ranks))
 
     def advance(self, rank: int) -> None:
-        spans, ended, waiting, parts = self.spans[rank], self.ended, self.waiting, self.parts
+        spans, ended, waiting, stages = self.spans[rank], self.ended, self.waiting, self.parts
         free = spans[-1][1] if spans else 0.0
-        for kind, stage, micro in islice(self.slots[rank], len(spans), None):
+        for kind, stage, microbatch in islice(self.slots[rank], len(spans), None):
             part = self.part[stage]
-            own = 2 * (micro * parts + part)
+            own = 2 * (microbatch * stages + part)
             needs: tuple[int, ...] = ()
             if kind == "F":
                 needs = (own - 2,) if part else ()
             elif kind == "W":
                 needs = (own + 1,)
             else:
-                needs = (own, own + 3) if part + 1 < parts else (own,)
+                needs = (own, own + 3) if part + 1 < stages else (own,)
             start = free
             for need in needs:
                 if need not in ended:
@@ -352,32 +354,34 @@ def memory_over_time(schedule: Schedule, costs: StageCosts, rank: int) -> list[t
     return found
 
 
-def _deadlock(order: Schedule, at: Sequence[int]) -> ScheduleDeadlock:
+def _deadlock(schedule: Schedule, at: Sequence[int]) -> ScheduleDeadlock:
     stands = {
-        rank: slots[done]
-        for rank, (done, slots) in enumerate(zip(at, order.actions, strict=True))
-        if done < len(slots)
+        rank: actions[done]
+        for rank, (done, actions) in enumerate(zip(at, schedule.actions, strict=True))
+        if done < len(actions)
     }
     ended = {
-        order.output_of(slot) for done, slots in zip(at, order.actions, strict=True) for slot in slots[:done]
+        schedule.output_of(action)
+        for done, actions in zip(at, schedule.actions, strict=True)
+        for action in actions[:done]
     }
     needed = {
-        rank: [need for need in order.dependencies_of(slot) if need not in ended]
-        for rank, slot in stands.items()
+        rank: [need for need in schedule.dependencies_of(action) if need not in ended]
+        for rank, action in stands.items()
     }
     kinds = {
-        order.output_of(slot): slot.kind for slots in order.actions for slot in slots
+        schedule.output_of(action): action.kind for actions in schedule.actions for action in actions
     }  # B where no I gives a gradient
-    root, why = _deadlock_root(order, at, needed)
+    root, why = _deadlock_root(schedule, at, needed)
     lines = ["nobody can go on:"]
-    for rank, slots in enumerate(order.actions):
+    for rank, actions in enumerate(schedule.actions):
         if rank in stands:
             what = " and ".join(
                 f"{kinds.get(need, need[0])}{need[2]} of part {need[1]}" for need in needed[rank]
             )
             arrow = f"  <-- {why}" if rank == root else ""
             lines.append(
-                f"  rank {rank}: slot {at[rank]} of {len(slots)}, {stands[rank]}, waits for {what}{arrow}"
+                f"  rank {rank}: slot {at[rank]} of {len(actions)}, {stands[rank]}, waits for {what}{arrow}"
             )
         else:
             lines.append(f"  rank {rank}: finished")
@@ -385,12 +389,12 @@ def _deadlock(order: Schedule, at: Sequence[int]) -> ScheduleDeadlock:
 
 
 def _deadlock_root(
-    order: Schedule, at: Sequence[int], needed: Mapping[int, Sequence[Dependency]]
+    schedule: Schedule, at: Sequence[int], needed: Mapping[int, Sequence[Dependency]]
 ) -> tuple[int, str]:
     doers: dict[Dependency | None, tuple[int, int]] = {}
     for rank in needed:
-        for index in range(at[rank], len(order.actions[rank])):
-            doers.setdefault(order.output_of(order.actions[rank][index]), (rank, index))
+        for index in range(at[rank], len(schedule.actions[rank])):
+            doers.setdefault(schedule.output_of(schedule.actions[rank][index]), (rank, index))
     path = [min(needed)]
     while path[-1] not in path[:-1]:
         rank = path[-1]
@@ -400,36 +404,42 @@ def _deadlock_root(
             if doers[need][0] == rank:
                 return rank, f"waits for ever: it does that itself, later, in slot {doers[need][1]}"
         path.append(doers[needed[rank][0]][0])
-    circle = path[path.index(path[-1]) : -1]
-    first = circle.index(min(circle))
-    turned = [*circle[first:], *circle[:first], circle[first]]
+    ring = path[path.index(path[-1]) : -1]
+    first = ring.index(min(ring))
+    turned = [*ring[first:], *ring[:first], ring[first]]
     return turned[0], f"waits for ever: {' for '.join(f'rank {rank}' for rank in turned)}"
 
 
 def schedule_spans(timeline: ScheduleTimeline, costs: StageCosts) -> list[list[TimelineSpan]]:
     """The spans of a simulated schedule, to be drawn; a wait for a transfer is a span of its own."""
-    order = timeline.schedule
+    schedule = timeline.schedule
     ended = {
-        order.output_of(slot): (end, rank)
-        for rank, (slots, spans) in enumerate(zip(order.actions, timeline.spans, strict=True))
-        for slot, (_, end) in zip(slots, spans, strict=True)
+        schedule.output_of(action): (end, rank)
+        for rank, (actions, spans) in enumerate(zip(schedule.actions, timeline.spans, strict=True))
+        for action, (_, end) in zip(actions, spans, strict=True)
     }
     rows: list[list[TimelineSpan]] = []
-    for rank, (slots, spans) in enumerate(zip(order.actions, timeline.spans, strict=True)):
-        mine = sorted(number for number, stage in enumerate(order.virtual_stages) if stage.pp_rank == rank)
-        holds = memory_over_time(order, costs, rank) or [(0.0, 0.0)] * len(slots)
+    for rank, (actions, spans) in enumerate(zip(schedule.actions, timeline.spans, strict=True)):
+        mine = sorted(number for number, stage in enumerate(schedule.virtual_stages) if stage.pp_rank == rank)
+        holds = memory_over_time(schedule, costs, rank) or [(0.0, 0.0)] * len(actions)
         row: list[TimelineSpan] = []
         free, now = 0.0, 0.0
-        for slot, (begin, end), (during, after) in zip(slots, spans, holds, strict=True):
+        for action, (begin, end), (during, after) in zip(actions, spans, holds, strict=True):
             sent = max(
-                (ended[need][0] for need in order.dependencies_of(slot) if ended[need][1] != rank),
+                (ended[need][0] for need in schedule.dependencies_of(action) if ended[need][1] != rank),
                 default=begin,
             )
             if max(free, sent) < begin:
                 row.append(TimelineSpan("~", max(free, sent), begin, memory=now, memory_after=now))
             row.append(
                 TimelineSpan(
-                    slot.kind, begin, end, slot.microbatch, mine.index(slot.virtual_stage), during, after
+                    action.kind,
+                    begin,
+                    end,
+                    action.microbatch,
+                    mine.index(action.virtual_stage),
+                    during,
+                    after,
                 )
             )
             free, now = end, after

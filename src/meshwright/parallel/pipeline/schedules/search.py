@@ -75,7 +75,7 @@ def automatic_schedule(
     stages = (
         v_shaped_placement(num_ranks)
         if num_virtual_stages == 2
-        else tuple(VirtualStage(part % num_ranks, part) for part in range(num_ranks * num_virtual_stages))
+        else tuple(VirtualStage(stage % num_ranks, stage) for stage in range(num_ranks * num_virtual_stages))
     )
     return search_schedule(
         num_ranks, num_microbatches, costs, measure=lambda timeline: timeline.end, virtual_stages=stages
@@ -144,21 +144,21 @@ def check_search(
     num_ranks: int, num_microbatches: int, costs: StageCosts, limits: Sequence[float] = ()
 ) -> Iterator[Diagnostic]:
     """Yields why no schedule can be found."""
-    parts = len(costs.forward)
+    stages = len(costs.forward)
     counts = list(check_counts(num_ranks, num_microbatches))
     yield from counts
     if counts:
         return
-    if parts == 0 or parts % num_ranks:
-        text = f"costs of {parts} parts on {num_ranks} ranks; needed is the same number of parts on each"
+    if stages == 0 or stages % num_ranks:
+        text = f"costs of {stages} parts on {num_ranks} ranks; needed is the same number of parts on each"
         yield Diagnostic(
-            text, f"cut the model into {max(1, round(parts / num_ranks)) * num_ranks} parts", PIPELINE_KEY
+            text, f"cut the model into {max(1, round(stages / num_ranks)) * num_ranks} parts", PIPELINE_KEY
         )
     elif limits and (len(limits) != num_ranks or not costs.activation_memory):
         text = f"{len(limits)} limits for {num_ranks} ranks, with {'' if costs.activation_memory else 'no '}word of what a micro-batch holds"
         yield Diagnostic(text, "give a limit per rank, and costs.held per part", PIPELINE_KEY)
     elif limits:
-        least = [_min_memory(num_ranks, placed, costs) for placed in _placements(num_ranks, parts)]
+        least = [_min_memory(num_ranks, placed, costs) for placed in _placements(num_ranks, stages)]
         if not any(_covers(limits, each) for each in least):
             fewest = min(
                 least,
@@ -176,9 +176,9 @@ def check_search(
             )
 
 
-def _placements(ranks: int, parts: int) -> Iterator[tuple[VirtualStage, ...]]:
-    yield tuple(VirtualStage(part % ranks, part) for part in range(parts))
-    if parts == 2 * ranks:
+def _placements(ranks: int, stages: int) -> Iterator[tuple[VirtualStage, ...]]:
+    yield tuple(VirtualStage(stage % ranks, stage) for stage in range(stages))
+    if stages == 2 * ranks:
         yield v_shaped_placement(ranks)
 
 
@@ -195,9 +195,9 @@ def _covers(limits: Sequence[float], least: Sequence[float]) -> bool:
 
 def _candidates(ranks: int, micros: int, costs: StageCosts, room: Sequence[float]) -> Iterator[Schedule]:
     parts = len(costs.forward)
-    for _, order in named_schedules(ranks, micros, parts):
-        yield order
-        yield from (fill_bubbles(split_backwards(order), costs, room, patience) for patience in (0.5, 1.0))
+    for _, schedule in named_schedules(ranks, micros, parts):
+        yield schedule
+        yield from (fill_bubbles(split_backwards(schedule), costs, room, patience) for patience in (0.5, 1.0))
     for stages in _placements(ranks, parts):
         if room[0] == inf or _covers(room, _min_memory(ranks, stages, costs)):
             yield from (greedy_schedule(stages, micros, costs, rule, room) for rule in _rules(parts // ranks))
@@ -231,13 +231,14 @@ def _improve(
 
 
 def _move_action(timeline: ScheduleTimeline, random: Random) -> Schedule:
-    order = timeline.schedule
-    rank = random.choice([rank for rank, slots in enumerate(order.actions) if len(slots) > 1] or [0])
-    slots, spans = list(order.actions[rank]), timeline.spans[rank]
-    gaps = [at for at in range(1, len(slots)) if spans[at][0] > spans[at - 1][1] * (1 + ROUNDING)]
-    to = random.choice(gaps) if gaps and random.random() < 0.7 else random.randrange(max(1, len(slots) - 1))
-    later = min(to + 1 + int(random.expovariate(0.3)), len(slots) - 1)
-    slots.insert(to, slots.pop(later))
+    schedule = timeline.schedule
+    rank = random.choice([rank for rank, actions in enumerate(schedule.actions) if len(actions) > 1] or [0])
+    actions, spans = list(schedule.actions[rank]), timeline.spans[rank]
+    gaps = [at for at in range(1, len(actions)) if spans[at][0] > spans[at - 1][1] * (1 + ROUNDING)]
+    to = random.choice(gaps) if gaps and random.random() < 0.7 else random.randrange(max(1, len(actions) - 1))
+    later = min(to + 1 + int(random.expovariate(0.3)), len(actions) - 1)
+    actions.insert(to, actions.pop(later))
     return Schedule(
-        order.virtual_stages, tuple(chain(order.actions[:rank], [tuple(slots)], order.actions[rank + 1 :]))
+        schedule.virtual_stages,
+        tuple(chain(schedule.actions[:rank], [tuple(actions)], schedule.actions[rank + 1 :])),
     )

@@ -61,7 +61,7 @@ class VSchedulePattern(NamedTuple):
 
 def v_shaped_placement(num_ranks: int) -> tuple[VirtualStage, ...]:
     """Two stages per rank, on the way down and back."""
-    return tuple(VirtualStage(min(part, 2 * num_ranks - 1 - part), part) for part in range(2 * num_ranks))
+    return tuple(VirtualStage(min(stage, 2 * num_ranks - 1 - stage), stage) for stage in range(2 * num_ranks))
 
 
 def zb_v_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -109,8 +109,8 @@ def _rank_passes(rank: int, ranks: int, micros: int) -> Iterator[StagePass]:
     yield from repeat_passes(ahead - rank, ("F", down))
     yield from repeat_passes(rank, ("F", back), ("F", down))
     yield from repeat_passes(ranks - rank, *gradient)
-    for micro in range(micros - ranks):
-        if micro < micros - ahead:
+    for microbatch in range(micros - ranks):
+        if microbatch < micros - ahead:
             yield "F", down
         yield from (("I", down), ("W", down), *gradient)
     yield from repeat_passes(rank, ("I", down), ("I", back))
@@ -121,12 +121,12 @@ def _rank_passes(rank: int, ranks: int, micros: int) -> Iterator[StagePass]:
 
 def _first_microbatches(acts: Iterator[StagePass], micros: int) -> tuple[ScheduleAction, ...]:
     done: dict[StagePass, int] = {}
-    slots = []
+    actions = []
     for act in acts:
-        micro = done[act] = done.get(act, -1) + 1
-        if micro < micros:
-            slots.append(ScheduleAction(*act, micro))
-    return tuple(slots)
+        microbatch = done[act] = done.get(act, -1) + 1
+        if microbatch < micros:
+            actions.append(ScheduleAction(*act, microbatch))
+    return tuple(actions)
 
 
 def _repeat_pattern(ranks: int, micros: int, pattern: VSchedulePattern) -> Schedule:
@@ -135,13 +135,13 @@ def _repeat_pattern(ranks: int, micros: int, pattern: VSchedulePattern) -> Sched
     for rank in range(ranks):
         begins = _begin_times(rank, ranks, pattern)
         timed = sorted(
-            (begin + micro * ACTIONS_PER_MICROBATCH, *act, micro)
+            (begin + microbatch * ACTIONS_PER_MICROBATCH, *act, microbatch)
             for act, begin in begins.items()
-            for micro in range(micros)
+            for microbatch in range(micros)
         )
-        lists.append(tuple(ScheduleAction(kind, part, micro) for _, kind, part, micro in timed))
-    order, costs = Schedule(v_shaped_placement(ranks), tuple(lists)), StageCosts.uniform(2 * ranks)
-    return fill_bubbles(order, costs, simulate(order, costs).peak_memory)
+        lists.append(tuple(ScheduleAction(kind, stage, microbatch) for _, kind, stage, microbatch in timed))
+    schedule, costs = Schedule(v_shaped_placement(ranks), tuple(lists)), StageCosts.uniform(2 * ranks)
+    return fill_bubbles(schedule, costs, simulate(schedule, costs).peak_memory)
 
 
 def _begin_times(rank: int, ranks: int, pattern: VSchedulePattern) -> dict[StagePass, int]:
@@ -157,17 +157,17 @@ def _begin_times(rank: int, ranks: int, pattern: VSchedulePattern) -> dict[Stage
         ("I", down): again + (others - rank) * pattern.steps[3],
     }
     free = [
-        slot
-        for slot in range(ACTIONS_PER_MICROBATCH)
-        if slot not in {each % ACTIONS_PER_MICROBATCH for each in begins.values()}
+        action
+        for action in range(ACTIONS_PER_MICROBATCH)
+        if action not in {each % ACTIONS_PER_MICROBATCH for each in begins.values()}
     ]
     gradients = (begins["I", down], begins["I", back])
-    soonest = min((_next_free_times(gradients, slots) for slots in permutations(free, 2)), key=sum)
+    soonest = min((_next_free_times(gradients, actions) for actions in permutations(free, 2)), key=sum)
     return {**begins, ("W", down): soonest[0], ("W", back): soonest[1]}
 
 
-def _next_free_times(begins: Sequence[int], slots: Sequence[int]) -> list[int]:
+def _next_free_times(begins: Sequence[int], actions: Sequence[int]) -> list[int]:
     return [
-        begin + 1 + (slot - begin - 1) % ACTIONS_PER_MICROBATCH
-        for begin, slot in zip(begins, slots, strict=True)
+        begin + 1 + (action - begin - 1) % ACTIONS_PER_MICROBATCH
+        for begin, action in zip(begins, actions, strict=True)
     ]

@@ -94,8 +94,8 @@ def zb_schedule_within_memory(
         for rule in PRIORITY_RULES
     ]
     timed = [
-        simulate(order, costs)
-        for order in (*hand, *(fill_bubbles(order, costs, limits) for order in hand), *made)
+        simulate(schedule, costs)
+        for schedule in (*hand, *(fill_bubbles(schedule, costs, limits) for schedule in hand), *made)
     ]
     return min(
         (timeline for timeline in timed if fits_memory(timeline, limits)), key=longest_rank_time
@@ -118,11 +118,11 @@ def _handcrafted(
 
 
 def _rank_actions(rank: int, ahead: int, late: int, micros: int) -> Iterator[ScheduleAction]:
-    yield from (ScheduleAction("F", rank, micro) for micro in range(ahead))
-    for micro in range(micros):
-        yield ScheduleAction("I", rank, micro)
-        if micro >= late:
-            yield ScheduleAction("W", rank, micro - late)
-        if micro + ahead < micros:
-            yield ScheduleAction("F", rank, micro + ahead)
-    yield from (ScheduleAction("W", rank, micro) for micro in range(micros - late, micros))
+    yield from (ScheduleAction("F", rank, microbatch) for microbatch in range(ahead))
+    for microbatch in range(micros):
+        yield ScheduleAction("I", rank, microbatch)
+        if microbatch >= late:
+            yield ScheduleAction("W", rank, microbatch - late)
+        if microbatch + ahead < micros:
+            yield ScheduleAction("F", rank, microbatch + ahead)
+    yield from (ScheduleAction("W", rank, microbatch) for microbatch in range(micros - late, micros))
