@@ -247,7 +247,7 @@ def test_a_sum_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
     def forget(acts: ActionHandlers, action: Action) -> None:
         acts.state.works[action.name] = CompletedWork()
 
-    assert broken(monkeypatch, ActionHandlers, "tie", forget)
+    assert broken(monkeypatch, ActionHandlers, "reduce_tied", forget)
 
 
 def test_a_norm_that_counts_a_weight_twice_is_noticed(monkeypatch: pytest.MonkeyPatch):
