@@ -206,12 +206,10 @@ def trace_rank(
         with ExitStack() as stack:
             if fake:
                 stack.enter_context(_answer_reads(subject.module))
-            works: dict[str, Work] = defaultdict(
-                CompletedWork
-            )  # waits for a missing collective return at once: it is reported below
-            unguarded_plan = replace(
-                plan, job=replace(plan.job, guard=LossGuard())
-            )  # fake numbers are not checked
+            # waits for a missing collective return at once: it is reported below
+            works: dict[str, Work] = defaultdict(CompletedWork)
+            # fake numbers are not checked
+            unguarded_plan = replace(plan, job=replace(plan.job, guard=LossGuard()))
             player = Executor(
                 unguarded_plan,
                 RankState(subject, world, loss, works=works),

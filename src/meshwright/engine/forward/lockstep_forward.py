@@ -56,9 +56,8 @@ class LockstepForward:
             plan.mesh.size(axis) > 1 for axis in plan.sharding.residual_layout.axes_with("S")
         )
         self._owners: dict[str, int] = {}
-        for index, stage in reversed(
-            list(enumerate(plan.sharding.block_calls_by_pp_rank))
-        ):  # the first of several ranks that have a block runs it
+        # the first of several ranks that have a block runs it
+        for index, stage in reversed(list(enumerate(plan.sharding.block_calls_by_pp_rank))):
             self._owners |= {block_of(block_call): index for block_call in stage}
         # a single mode, because a cache may outlive a forward
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -138,9 +137,8 @@ class LockstepForward:
         fakes = {key: self._mode.from_tensor(tensor) for key, tensor in reals.items()}
         real_by_fake = {id(fake): reals[key] for key, fake in fakes.items()}
         before = [(mark, mark.captured[:]) for mark in capture_marks()]
-        inputs = replace_tensors(
-            (args, kwargs), fakes
-        )  # in place, so that writes of the block into lists and dicts stay
+        # in place, so that writes of the block into lists and dicts stay
+        inputs = replace_tensors((args, kwargs), fakes)
         try:
             with self._mode, self._fake_weights(name):
                 return run(*inputs[0], **inputs[1])

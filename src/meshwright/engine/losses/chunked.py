@@ -263,10 +263,10 @@ class _ChunkedLossFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         result, ctx.result = ctx.result, None
         factor = grads[0] / ctx.seed  # exactly 1 where backward starts from loss_factor
-        for each in (result.taken, result.weight, result.bias):
+        for each in (result.hidden, result.weight, result.bias):
             if each is not None:
                 each *= factor.to(each.dtype)
-        return result.taken, result.weight, result.bias, None, None, None
+        return result.hidden, result.weight, result.bias, None, None, None
 
 
 def _add_product(to: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor) -> None:

@@ -4,9 +4,9 @@ Every rank sends as many samples of a tensor as a microbatch has in the plan. A 
 pads with zeros, which are removed before use, so messages have one size and no rank waits. Tensors are sent
 as bytes; floats as float32 (float64 with float64 parameters), which represents every narrower float exactly.
 
-    all_gather   each rank computes the same loss on all samples. It keeps the full gradient of its own samples,
-                 which no other rank has; of a tensor that all ranks have (a logit scale) it keeps 1/n, because
-                 n ranks will sum it
+    all_gather   each rank computes the same loss on all samples. It keeps the full gradient of its own
+                 samples, which no other rank has; of a tensor that all ranks have (a logit scale) it
+                 keeps 1/n, because n ranks will sum it
     gather       index 0 of the group computes the loss; SCATTER sends each rank the gradient of its samples
 
 Before the forward, SCATTER may distribute the samples themselves, when index 0 alone has read them.

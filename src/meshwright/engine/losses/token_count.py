@@ -55,9 +55,10 @@ class TokenCounter:
         )
         self._totals = (weight, self._stop, self._rows, tokens, *each_weight)
         if action.transfer is not None:
+            # replicas with the same samples count once
             replica_axes = [
                 axis for axis in action.transfer.axes if axis not in self._plan.sharding.data_axes
-            ]  # replicas with the same samples count once
+            ]
             coordinate = self._plan.mesh.coordinate(state.world.rank)
             is_first_replica = not any(coordinate[axis] for axis in replica_axes)
             header = (

@@ -65,9 +65,8 @@ def model_state_dict(trained_module: TrainedModule, flat_params: FlatParams) -> 
             found |= (
                 {f"model/{name}": _full_shard(optimizer_params[name])} if name in optimizer_params else {}
             )
-        elif (
-            param_shard is not None and name in flat_params.reported_param_names
-        ):  # beside slices, copies of a shard may end elsewhere
+        # beside slices, copies of a shard may end elsewhere
+        elif param_shard is not None and name in flat_params.reported_param_names:
             found[f"model/{name}"] = TensorShard(
                 flat_params.shard_values(param_shard), param_shard.begin, weight.shape, spans
             )
@@ -208,11 +207,12 @@ def load_optimizer_state(
         by_element = sliced or (not is_scalar and tensor.shape == shapes[name])
         if by_element and id(optimizer_params[name]) in following_params and tensor.dtype == dtypes.get(name):
             tensor = tensor.to(optimizer_params[name].dtype)
+        # what is not trained here is refused below
         if (
             name not in optimizer_params
             or name in flat_params.matrix_owners.optimizer_params
             or param_shard is None
-        ):  # what is not trained here is refused below
+        ):
             return tensor
         if key in blockwise_keys[id(optimizer_params[name])]:
             return tensor[param_shard.begin // QUANT_BLOCK_NUMEL : -(-param_shard.end // QUANT_BLOCK_NUMEL)]

@@ -96,7 +96,7 @@ class WeightStash:
                 self._free.append(self._stashed.pop(name))
 
     def discard_all(self) -> None:
-        """Points the weights to the latest version and frees all others, after a step that did not complete."""
+        """Points the weights to the latest version and frees all others, after a failed step."""
         self.load_latest(Action("LOAD_LATEST", frees=tuple(self._stashed)))
 
     def _set_weights(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -188,9 +188,8 @@ class MasterWeights:
     def _round_masters(self, names: list[str]) -> None:
         for name in names:
             if name in self._masters:
-                self._weights[name].data.copy_(
-                    self._masters[name]
-                )  # graphs that have met an older version see no write
+                # graphs that have met an older version see no write
+                self._weights[name].data.copy_(self._masters[name])
 
 
 @dataclass

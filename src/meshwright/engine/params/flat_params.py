@@ -39,9 +39,8 @@ class FlatParams:
         self._dtype, self._reduce_dtype, self._grad_dtype, self._master_dtype = (
             roles[r] for r in ("parameters", "reduce", "gradients", "master")
         )
-        self._example_param = next(
-            iter(state.trained_module.parameters.values())
-        )  # buffers are of its kind: on its device, fake where it is
+        # buffers are of its kind: on its device, fake where it is
+        self._example_param = next(iter(state.trained_module.parameters.values()))
         self._buffers: dict[str, torch.Tensor] = {}
         self.by_param_group: dict[str, FlatParam] = {}
         self.grad_sqnorm = torch.zeros(1, dtype=torch.float64)  # the norm's, of this rank's shards or of all
@@ -75,13 +74,11 @@ class FlatParams:
             plan, state, self._by_name.keys() | self.matrix_owners.param_names
         )
         sums = [action for action in plan.actions if action.kind in ("REDUCE", "ACCUMULATE")]
-        self._grads_in_place = not any(
-            action.kind == "ACCUMULATE" or action.allocations for action in sums
-        )  # gradients stay where they are summed
+        # gradients stay where they are summed
+        self._grads_in_place = not any(action.kind == "ACCUMULATE" or action.allocations for action in sums)
         packs = (action for action in plan.actions if action.kind == "PACK")
-        self._pack_buffer_names = {
-            hold.name for action in packs for hold in action.allocations
-        }  # buffers that gradients are packed into
+        # buffers that gradients are packed into
+        self._pack_buffer_names = {hold.name for action in packs for hold in action.allocations}
         self._packed_buffers: dict[str, torch.Tensor] = {}  # what is under way, by the name of its PACK
 
     def optimizer_params(self) -> dict[str, nn.Parameter]:
@@ -183,7 +180,7 @@ class FlatParams:
         return True
 
     def reduce(self, action: Action) -> None:
-        """Starts the reduce-scatter of packed gradients into shards, or the all-reduce of shards over replicas."""
+        """Starts the reduce-scatter of packed gradients, or the all-reduce of shards over replicas."""
         flat_param, move = self._by_name[action.tensors[0]], action.transfer
         if move is None:
             return
@@ -202,9 +199,8 @@ class FlatParams:
         flat_param = self._by_name[action.tensors[0]]
         local_grads = self._packed_buffer(action)[flat_param.shard_slice]
         gradient = self._gradient(flat_param)
-        gradient.copy_(local_grads) if action.allocations else gradient.add_(
-            local_grads
-        )  # the first is there when it takes room
+        # the first is there when it takes room
+        gradient.copy_(local_grads) if action.allocations else gradient.add_(local_grads)
 
     def _packed_buffer(self, action: Action) -> torch.Tensor:
         return self._packed_buffers[replace(action, kind="PACK").name]
@@ -398,7 +394,7 @@ class FlatParams:
         return self._buffers[name][: nbytes - nbytes % dtype.itemsize].view(dtype)
 
     def memory_by_category(self) -> dict[str, int]:
-        """Returns bytes by category: parameters (shards, or the full tensors that contain them), master, gradients, buffers.
+        """Returns bytes by category: parameters, master, gradients, buffers.
 
         A buffer in which gradients stay counts as gradients.
         """

@@ -50,15 +50,13 @@ class MatrixOwners:
             roles["master"],
         )
         self._casts_gradients = self._grad_dtype != stepped
-        self._parcels: dict[str, list[tuple[MatrixParcel, tuple[str, ...]]]] = defaultdict(
-            list
-        )  # by param group; the names sent here
+        # by param group; the names sent here
+        self._parcels: dict[str, list[tuple[MatrixParcel, tuple[str, ...]]]] = defaultdict(list)
         self._slices_of_rank: dict[
             tuple[str, ...], list[dict[str, _ParamSlice]]
         ] = {}  # by axes, of every rank along them
-        self._example_param = (
-            next(iter(state.trained_module.parameters.values())).detach().new_empty(0)
-        )  # no memory: shards come and go
+        # no memory: shards come and go
+        self._example_param = next(iter(state.trained_module.parameters.values())).detach().new_empty(0)
         self._gradients: dict[str, torch.Tensor] = {}
         self.param_names: set[str] = set()
         self.optimizer_params: dict[str, nn.Parameter] = {}

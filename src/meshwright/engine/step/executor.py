@@ -249,12 +249,10 @@ class Executor(StrategyRuntime):
             if self._stage_io is None
             else self._stage_io.first_block_calls
         )
-        self._forward_starts = [
-            i for i, action in forwards if action.subject in first_block_calls
-        ]  # positions where a forward of the model starts
-        self._current_entries: Sequence[ResolvedAction] = (
-            self._entries
-        )  # the entries of this step, profiled or not
+        # positions where a forward of the model starts
+        self._forward_starts = [i for i, action in forwards if action.subject in first_block_calls]
+        # the entries of this step, profiled or not
+        self._current_entries: Sequence[ResolvedAction] = self._entries
 
     def step(self, batch: LocalBatch, *, stop: bool = False, profiler: StepProfiler | None = None) -> Metrics:
         """Trains one global step on this rank's samples; returns the same metrics on every rank.

@@ -34,9 +34,8 @@ def gather_full_values(
         BROADCAST_DTYPES.index(local[weight.name].dtype) if source == group.index else 0
         for weight, source in owners
     ]
-    dtype_codes = torch.tensor(
-        local_codes, dtype=torch.float64, device=device
-    )  # a parameter with a master has another dtype than a frozen one
+    # a parameter with a master has another dtype than a frozen one
+    dtype_codes = torch.tensor(local_codes, dtype=torch.float64, device=device)
     group.all_reduce(dtype_codes, action=action).wait()
     for (weight, source), code in zip(owners, dtype_codes.tolist(), strict=True):
         blank = torch.empty(

@@ -78,9 +78,8 @@ class ReplayFindings:
             count or 1.0,
             loss_sum,
         )
-        self._params_by_last_backward: dict[str | None, list[str]] = defaultdict(
-            list
-        )  # by the block call whose backward completes them
+        # by the block call whose backward completes them
+        self._params_by_last_backward: dict[str | None, list[str]] = defaultdict(list)
         pp_ranks = {
             param_sharding.param.name: plan.sharding.pp_ranks_using(param_sharding.param)
             for param_sharding in plan.sharding.logical_param_shardings
@@ -325,9 +324,8 @@ def _merge_findings(
         return findings.loss, findings.sqnorms, phase, block
     coordinate = plan.mesh.coordinate(state.world.rank)
     counted_params = set(sharding.params_counted_in_sum(coordinate))
-    reports_loss = not any(
-        coordinate[axis] for axis in sharding.model_parallel_axes if axis != "pp"
-    )  # ranks with other slices have the same loss
+    # ranks with other slices have the same loss
+    reports_loss = not any(coordinate[axis] for axis in sharding.model_parallel_axes if axis != "pp")
     local_numbers = [findings.sqnorms[name] if name in counted_params else 0.0 for name in names]
     microbatch, phase, block = findings.first_nonfinite or (-1, "", "")
     local_numbers += [
