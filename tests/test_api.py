@@ -240,7 +240,7 @@ def test_a_batch_larger_than_the_plans_is_refused_not_cut():
     with mw.parallelize(analyzed, plan, loss=squares()) as trainer, pytest.raises(mw.PlanError) as caught:
         trainer.local_batch(batch(0, BATCH + 1))
     (fault,) = caught.value.diagnostics
-    assert fault.problem == f"a batch of {BATCH + 1} rows; the plan's global batch is {BATCH}"
+    assert fault.problem == f"a batch of {BATCH + 1} samples; the plan's global batch is {BATCH}"
 
 
 def test_a_checkpoint_is_found_by_its_contents_not_by_the_name_of_its_folder(tmp_path):

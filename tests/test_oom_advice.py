@@ -101,7 +101,7 @@ def test_parts_are_told_of_schedules_with_fewer_micro_batches_in_flight_and_of_s
     assert found.index(leaner) < [change.description for change in found].index("micro_batch = 1")
     again = make_plan(READING, JOB, Mesh(pp=2), (Pipeline(),), 2)
     assert leaner.description not in [change.description for change in plan_changes(READING, again, 0)]
-    assert "use more ranks (mesh.dp_shard, or mesh.pp for smaller parts)" in oom_message(
+    assert "use more ranks (mesh.dp_shard, or mesh.pp for smaller stages)" in oom_message(
         MemoryError(), plan, 0, MemoryUsage(0, 1, None, {}), []
     )
 
@@ -115,7 +115,7 @@ def test_the_tokens_of_a_row_are_dealt_to_the_ranks_that_had_rows_of_their_own(s
     assert (change.plan.mesh, change.plan.micro_batch) == (Mesh(cp=2), 1)
     assert change.nbytes < sum(planned_nbytes(plan, 0).values())
     assert verify(long, change.plan, batches(1, change.plan.job.train.batch, 40)).passed
-    assert "mesh.dp_shard, or mesh.cp for fewer tokens of each row" in oom_message(
+    assert "mesh.dp_shard, or mesh.cp for fewer tokens of each sample" in oom_message(
         MemoryError(), plan, 0, MemoryUsage(0, 1, None, {}), [], sequence_shardable=can_shard_sequence(long)
     )
 
@@ -149,7 +149,7 @@ def test_no_change_is_told_that_would_be_refused_of_the_model(monkeypatch: pytes
             raise PlanError("its blocks do what no rank can", fix="leave mesh.cp at 1", location="model")
 
     assert any("cp" in change.description for change in plan_changes(long, plan, 0))
-    monkeypatch.setattr(oom_advice, "refuse_model", never_dealt)
+    monkeypatch.setattr(oom_advice, "check_plan_for_model", never_dealt)
     found = [change.plan for change in plan_changes(long, plan, 0)]
     assert found
     assert all(plan in asked and plan.mesh.cp == 1 for plan in found)

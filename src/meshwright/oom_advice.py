@@ -218,8 +218,8 @@ def oom_message(
         lines.append(
             f"  {word} {each.description}: {format_nbytes(each.nbytes)} planned instead of {format_nbytes(sum(planned.values()))}"
         )
-    more = "mesh.dp_shard" + (", or mesh.cp for fewer tokens of each row" if sequence_shardable else "")
-    more += "" if plan.mesh.pp == 1 else ", or mesh.pp for smaller parts"
+    more = "mesh.dp_shard" + (", or mesh.cp for fewer tokens of each sample" if sequence_shardable else "")
+    more += "" if plan.mesh.pp == 1 else ", or mesh.pp for smaller stages"
     if not changes:
         lines.append(f"  no change of this plan takes less: use more ranks ({more}), or a smaller model")
     elif fits is None and limit is not None:

@@ -117,7 +117,7 @@ def test_a_mesh_that_divides_shows_where_every_parameter_lies(config: Path, tmp_
     assert "parameters over tp 2" in done.output
     rows = {row["pattern"]: row for row in json.loads((tmp_path / "found.json").read_text())["parameters"]}
     assert rows["model.layers.*.mlp.up_proj.weight"]["config"] == "tp: out side, 32 features"
-    assert "no strategy divides norms" in rows["model.norm.weight"]["why"]
+    assert "no strategy divides norms" in rows["model.norm.weight"]["not_sharded_reason"]
 
 
 def test_without_one_it_shows_what_could_be_divided(config: Path):
@@ -143,8 +143,8 @@ def test_parts_of_a_model_are_explained_one_by_one(config: Path, tmp_path: Path)
     rows = {row["pattern"]: row for row in json.loads((tmp_path / "found.json").read_text())["parameters"]}
     up = rows["model.layers.*.mlp.up_proj.weight"]
     assert up["count"] == 2
-    assert sum(up["parts"]) == up["nbytes"] // 2
-    assert rows["lm_head.weight"]["parts"][0] == 0
+    assert sum(up["stage_nbytes"]) == up["nbytes"] // 2
+    assert rows["lm_head.weight"]["stage_nbytes"][0] == 0
 
 
 def test_more_parts_than_blocks_are_said_behind_the_tables(config: Path):

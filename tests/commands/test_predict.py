@@ -121,14 +121,14 @@ def test_a_config_names_its_hardware_from_its_own_folder(folder: Path):
 def test_unknown_links_cost_nothing_and_that_is_said(folder: Path):
     found = prediction_hardware(str(folder / "device.toml"), "", 2)
     assert isinstance(found.network_time, UnknownNetworkTime)
-    assert "nothing is known of the links" in found.notes[0]
+    assert "the links between ranks are unknown" in found.notes[0]
     assert "links" not in str(prediction_hardware(str(folder / "device.toml"), "", 1).notes)
 
 
 def test_ranks_share_the_cores_that_were_busy_while_one_was_measured(folder: Path):
     four = prediction_hardware(str(folder / "device.toml"), str(folder / "cluster.toml"), 4)
     assert (four.cores_per_host, four.threads_per_rank, four.slowdown, four.async_launch) == (2, 1, 1.0, False)
-    assert four.notes[0] == "4 ranks share 2 cores: what they do at once takes as much longer"
+    assert four.notes[0] == "4 ranks share 2 cores: work at the same time slows down accordingly"
     assert isinstance(four.network_time, MeasuredNetworkTime)
     one = prediction_hardware(str(folder / "device.toml"), "", 1)
     assert (one.threads_per_rank, one.slowdown) == (2, 0.5)

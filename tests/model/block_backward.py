@@ -23,8 +23,8 @@ Forward = Callable[..., Any]
 class Driven:
     """The block calls of the driver, and gradients by logical name, of the driver and of one backward."""
 
-    reading: AnalyzedModel
-    visits: list[str]
+    analyzed: AnalyzedModel
+    block_calls: list[str]
     gradients: Gradients
     truth: Gradients
 
@@ -44,7 +44,7 @@ class Driven:
     @property
     def in_glue(self) -> list[str]:
         """The parameters that the anatomy says glue uses."""
-        return [weight.name for weight in self.reading.model_spec.params if "(root)" in weight.block_calls]
+        return [weight.name for weight in self.analyzed.model_spec.params if "(root)" in weight.block_calls]
 
 
 def weigh(outputs: Any) -> torch.Tensor:
@@ -53,7 +53,7 @@ def weigh(outputs: Any) -> torch.Tensor:
     return sum((t * torch.arange(t.numel(), dtype=t.dtype).mul(0.7).cos().view(t.shape)).sum() for t in found)
 
 
-def reading_of(
+def analyze_model(
     build: Callable[[], nn.Module], example: Mapping[str, torch.Tensor], blocks: Sequence[str] | None = None
 ) -> AnalyzedModel:
     """The reading of the model that `build` makes, on `example` without targets."""
@@ -69,30 +69,33 @@ def both_ways(
 ) -> Driven:
     """Gradients of `total(model(**example))`, both ways; the two losses must be equal to the last bit.
 
-    So must be the gradients of a third run, which recomputes every block before its backward, or is `refused`.
+    So must be the gradients of a third run, which recomputes blocks before their backward, or is `refused`.
     """
-    reading = reading_of(build, example, blocks)
-    alone = copy.deepcopy(reading.make_module("cpu", torch.float64)[0])
+    analyzed = analyze_model(build, example, blocks)
+    alone = copy.deepcopy(analyzed.make_module("cpu", torch.float64)[0])
     inputs = {key: value.double() if value.is_floating_point() else value for key, value in example.items()}
     expected = total(alone(**inputs))
     expected.backward()
-    visits, gradients = _driven(reading, inputs, total, expected)
+    block_calls, gradients = _driven(analyzed, inputs, total, expected)
     for value in inputs.values():
         value.grad = None
     if refused:
         with pytest.raises(PlanError, match=refused):
-            _driven(reading, inputs, total, expected, lean=True)
+            _driven(analyzed, inputs, total, expected, lean=True)
         return Driven(
-            reading, visits, gradients, {name: parameter.grad for name, parameter in alone.named_parameters()}
+            analyzed,
+            block_calls,
+            gradients,
+            {name: parameter.grad for name, parameter in alone.named_parameters()},
         )
-    lean = _driven(reading, inputs, total, expected, lean=True)[1]
+    lean = _driven(analyzed, inputs, total, expected, lean=True)[1]
     assert all(_same(lean[name], gradient) for name, gradient in gradients.items())
     truth = {name: parameter.grad for name, parameter in alone.named_parameters()}
-    return Driven(reading, visits, gradients, truth)
+    return Driven(analyzed, block_calls, gradients, truth)
 
 
 def _driven(
-    reading: AnalyzedModel,
+    analyzed: AnalyzedModel,
     inputs: Mapping[str, torch.Tensor],
     total: Callable[[Any], torch.Tensor],
     expected: torch.Tensor,
@@ -100,23 +103,23 @@ def _driven(
     lean: bool = False,
 ) -> tuple[list[str], Gradients]:
     """The visits and gradients of the model of `reading`, block by block."""
-    module, found, parameters = reading.make_module("cpu", torch.float64)
-    drive, visits = ForwardDriver(found, in_place=reading.model_spec.writes_in_place), list[str]()
+    module, found, parameters = analyzed.make_module("cpu", torch.float64)
+    driver, block_calls = ForwardDriver(found, in_place=analyzed.model_spec.writes_in_place), list[str]()
 
-    def reach(visit: str) -> bool:
-        visits.append(visit)
+    def reach(block_call: str) -> bool:
+        block_calls.append(block_call)
         return lean
 
-    outputs, closing, passed = drive.forward(reach, lambda: module(**inputs))
+    outputs, final_call, forward_pass = driver.forward(reach, lambda: module(**inputs))
     loss = total(outputs)
     assert torch.equal(loss, expected)
     loss.backward()
-    backward(closing)
-    for visit in reversed(visits):
-        drive.recompute(passed.block_calls[visit])
-        backward(passed.block_calls[visit])
-    drive.detach()
-    return visits, {name: parameter.grad for name, parameter in parameters.items()}
+    backward(final_call)
+    for block_call in reversed(block_calls):
+        driver.recompute(forward_pass.block_calls[block_call])
+        backward(forward_pass.block_calls[block_call])
+    driver.detach()
+    return block_calls, {name: parameter.grad for name, parameter in parameters.items()}
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -6,7 +6,7 @@ from math import prod
 
 from meshwright.plan.model_spec.op_costs import AttentionSize
 from meshwright.plan.step.action import Transfer
-from meshwright.planner.program_cost.device_time import Ground
+from meshwright.planner.program_cost.device_time import ExecutionTarget
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,7 @@ class Even:
     rich_s: float = 0.0
     late: float = 0.0
 
-    def product_seconds(
-        self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32"
-    ) -> float:
+    def matmul_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
         return 2 * m * n * k * batch / self.flops_per_s if self.flops_per_s else 0.0
 
     def attention_seconds(
@@ -34,11 +32,11 @@ class Even:
         times = 10 if backward else 4
         return times * prod(size) / self.flops_per_s if self.flops_per_s else 0.0
 
-    def moved_seconds(self, nbytes: float, operation: str = "", numbers: float = 0.0) -> float:
-        return (nbytes / self.bytes_per_s if self.bytes_per_s else 0.0) + numbers * self.rich_s
+    def memory_op_seconds(self, nbytes: float, operation: str = "", output_numel: float = 0.0) -> float:
+        return (nbytes / self.bytes_per_s if self.bytes_per_s else 0.0) + output_numel * self.rich_s
 
-    def behind_seconds(self, seconds: float, ranks: int) -> float:
-        return self.late * seconds * (ranks - 1)
+    def straggler_seconds(self, seconds: float, num_ranks: int) -> float:
+        return self.late * seconds * (num_ranks - 1)
 
 
 @dataclass(frozen=True)
@@ -60,13 +58,13 @@ def ground(
     cores: int = 0,
     rich: float = 0.0,
     late: float = 0.0,
-) -> Ground:
+) -> ExecutionTarget:
     """A ground of such a device and such links, on which calls come one after the other."""
-    return Ground(
+    return ExecutionTarget(
         "even",
         Even(flops, moved, call_s, call_s, rich, late),
         Evenly(links),
-        ahead=False,
-        cores=cores,
-        block=0,
+        async_launch=False,
+        cores_per_host=cores,
+        attention_block=0,
     )

@@ -53,9 +53,7 @@ def import_(
     ],
     revision: Annotated[str, typer.Option(help="A branch, tag or commit of a hub id.")] = "",
 ) -> None:
-    """Compare loaded weights with those that transformers loads, and print the [model] table that trains
-    them.
-    """
+    """Compare loaded weights with those of transformers, and print the `model` table that trains them."""
     with exit_on_error():
         model, round_trip, numel = import_command("weights").import_weights(source, revision)
         if not round_trip.passed:

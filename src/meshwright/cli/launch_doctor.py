@@ -57,9 +57,7 @@ def doctor(
     folder: Annotated[Path, typer.Option(help="The folder of runs; its disk is checked.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Check whether this host can train, in under 20 s. Under a launcher, all ranks try a collective
-    together.
-    """
+    """Check whether this host can train, in under 20 s; under a launcher, all ranks try a collective."""
     with exit_on_error():
         interface = gloo_interface()  # before current_rank chooses one
         rank_env, command = current_rank(), import_command("doctor")

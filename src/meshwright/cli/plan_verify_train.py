@@ -76,9 +76,7 @@ def inspect(
     config: ConfigArgument,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write the description here too.")] = None,
 ) -> None:
-    """Show what the model of a config is made of: blocks, parameters, and how tensor
-    parallelism splits them.
-    """
+    """Show what the model of a config is made of: blocks, parameters, tensor-parallel layers."""
     with exit_on_error(INSPECT_OPTIONS):
         command = import_command("plan")
         explanation = command.explain_model(config, context.args)

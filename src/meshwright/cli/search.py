@@ -1,6 +1,4 @@
-"""The command `search`: chooses mesh, strategies and micro-batch for a model and a machine, before either is
-rented.
-"""
+"""The command `search`: chooses mesh, strategies and micro-batch for a model and a machine."""
 
 from collections.abc import Sequence
 from math import inf

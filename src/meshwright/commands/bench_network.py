@@ -164,7 +164,7 @@ def bench_job(rank_env: RankEnv, request: NetworkBenchRequest, out: Path) -> Clu
             location="bench network",
         )
     if place.rank % place.local_world != place.local_rank or place.world % place.local_world:
-        text = f"rank {place.rank} is number {place.local_rank} of {place.local_world} on its host: ranks do not lie host by host"
+        text = f"rank {place.rank} is number {place.local_rank} of {place.local_world} on its host: consecutive ranks are not on one host"
         fix = "start as many ranks on every host, neighbours on one host (srun --distribution=block)"
         raise PlanError(text, fix=fix, location="bench network")
     per_host = 0 if place.local_world == place.world else place.local_world
@@ -261,7 +261,7 @@ def _sizes(text: str, diagnostics: list[Diagnostic]) -> tuple[int, ...]:
             found.append(low)
             low *= 2
     if len(set(found)) < 3:
-        text = f"{len(set(found))} sizes: latency and rate cannot be told apart, and no size is left to judge the model by"
+        text = f"{len(set(found))} sizes: latency and bandwidth cannot be separated, and no size is left to check the model"
         diagnostics.append(
             Diagnostic(text, "name at least 3: --sizes 1KiB,64KiB,4MiB; or a range: 1KiB..64MiB", "--sizes")
         )

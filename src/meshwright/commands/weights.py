@@ -199,7 +199,7 @@ def _said(report: Path, ended: subprocess.CompletedProcess[bytes]) -> dict[str, 
         output = json.loads(report.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         output = None
-    last = ended.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+    last = ended.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
     return (
         output
         if isinstance(output, dict)

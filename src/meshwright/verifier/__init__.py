@@ -6,5 +6,6 @@ Without running it, by its messages, and by its numbers.
     trace           the messages of ranks on fake tensors, compared with the program
     reference       one device: the numbers that every plan must reproduce
     parity          every rank's numbers and messages, compared with the reference
+    parity_case     the plan, model, random numbers and samples that parity compares
     verdict         the outcome of parity, in words and as JSON
 """

@@ -32,9 +32,8 @@ from meshwright.plan.step.single_device import FORWARD_KINDS, stepped_microbatch
 from meshwright.verifier.reference import ParityCase, Reference, ReferenceStep, TensorsByName
 from meshwright.verifier.verdict import COMPARED_QUANTITIES, QUANTITIES, Difference, Verdict, diagnose_cause
 
-PlannedMessage = tuple[
-    str, str, tuple[str, ...], int, str
-]  # action, collective, axes, bytes of the operand, algorithm
+# action, collective, axes, bytes of the operand, algorithm
+PlannedMessage = tuple[str, str, tuple[str, ...], int, str]
 
 
 class PlannedMessages:
@@ -44,9 +43,8 @@ class PlannedMessages:
         self._parity_case = parity_case
         columns = (*parity_case.plan.model_spec.inputs, *parity_case.plan.model_spec.targets)
         self._column_names = {column.name for column in columns}
-        self._plans = {
-            frozenset((column.name, column.shape) for column in columns): parity_case.plan
-        }  # by the shapes of one sample
+        # by the shapes of one sample
+        self._plans = {frozenset((column.name, column.shape) for column in columns): parity_case.plan}
 
     def messages(
         self, rank: int, step_shapes: Sequence[tuple[BatchShapes, ...]]
@@ -137,9 +135,8 @@ class RankReport:
     max_errors: dict[str, float] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     sent_entries: list[LedgerEntry] = field(default_factory=list)
-    microbatch_shapes: list[tuple[BatchShapes, ...]] = field(
-        default_factory=list
-    )  # by step, of each microbatch; none: as planned
+    # by step, of each microbatch; none: as planned
+    microbatch_shapes: list[tuple[BatchShapes, ...]] = field(default_factory=list)
     num_steps: int = 0
 
 
@@ -303,8 +300,8 @@ class _RankComparison:
         """Compares the rank's samples with those of the reference's global batch."""
         self._record_error("samples", 0.0)
         expected = self._parity_case.plan.samples_read(self._report.rank)
-        for key, whole in truth.batch.items():
-            read_batch = whole[[row for row in expected if row < len(whole)]]
+        for key, full in truth.batch.items():
+            read_batch = full[[index for index in expected if index < len(full)]]
             actual = read_batch[:0] if batch is None else batch[key]
             if actual.shape != read_batch.shape or not torch.equal(actual, read_batch):
                 self._add_difference("samples", key, "", None)

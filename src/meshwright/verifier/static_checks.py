@@ -54,13 +54,16 @@ def check_tied_params(plan: Plan) -> Iterator[tuple[str, str]]:
         for tied_sum in tied_sums:
             yield from ((role, text) for text in _check_tied_sum(tied_sum, actions, users, plan))
     for one, other in combinations(range(len(lists)), 2):
-        own_names, theirs = (
+        own_names, other_names = (
             list(_tied_sums_with(lists[a], b, plan)) for a, b in ((one, other), (other, one))
         )
-        for left, right in zip_longest(own_names, theirs):
+        for left, right in zip_longest(own_names, other_names):
             if left != right:
-                said = " and ".join(tied_sum[0] if tied_sum else "nothing" for tied_sum in (left, right))
-                text = f"its sums with {role_of({'pp': other})} along pp differ: {said} are at the same place"
+                differing = " and ".join(tied_sum[0] if tied_sum else "nothing" for tied_sum in (left, right))
+                text = (
+                    f"its sums with {role_of({'pp': other})} along pp differ: {differing} are at the "
+                    "same place"
+                )
                 yield role_of({"pp": one}), text
                 break
 
@@ -355,9 +358,8 @@ def _check_gradients(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
             (last[block_call] for block_call in weight.block_calls if block_call in last), default=-1
         )
         for axis, collective in param_sharding.grad_reductions().items() if weight.trainable else ():
-            collective = (
-                "reduce" if axis in plan.sharding.primary_rank_axes else collective
-            )  # one rank receives the sum, and steps for all
+            # one rank receives the sum, and steps for all
+            collective = "reduce" if axis in plan.sharding.primary_rank_axes else collective
             transfers = [mover for mover in movers[weight.name] if _has_transfer(mover, collective, axis)]
             found = [mover.name for mover in transfers]
             if len(transfers) > 1 and all(mover.microbatch is not None for mover in transfers):
@@ -477,9 +479,8 @@ def _check_whole_batch(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
     if plan.num_data == 1 or not (anatomy.needs_global_batch or plan.sharding.primary_rank_axes):
         return
     needed_names = [column.name for column in anatomy.outputs if column.used_by_loss and column.per_sample]
-    needed_names += (
-        [] if plan.sharding.primary_rank_axes else [column.name for column in anatomy.targets]
-    )  # a rank that reads for all has them
+    # a rank that reads for all has them
+    needed_names += [] if plan.sharding.primary_rank_axes else [column.name for column in anatomy.targets]
     for loss in (action for action in actions if action.kind == "LOSS"):
         waited_names = transitive_waits(actions, loss)
         arrived = {

@@ -119,7 +119,7 @@ class TraceVerdict:
                 f"{ranks} issued the {self.num_messages} collectives that the program states, in each "
                 f"of {self.num_steps} steps"
             )
-        listing = "".join(f"\n  {fault}" for fault in self.diagnostics[:MAX_SHOWN])
+        listing = "".join(f"\n  {diagnostic}" for diagnostic in self.diagnostics[:MAX_SHOWN])
         others = (
             f"\n  and {len(self.diagnostics) - MAX_SHOWN} more" if len(self.diagnostics) > MAX_SHOWN else ""
         )
@@ -152,11 +152,11 @@ def trace(
         text = f"there is no rank {missing[0]} in {plan.mesh}" if missing else "no rank is named"
         raise PlanError(text, fix=f"choose from 0 to {plan.mesh.world_size - 1}", location="trace")
     planned = planned_collectives(plan)
-    played = [trace_rank(plan, rank, loss, make_trained_module, num_steps, fake=fake) for rank in ranks]
-    faults = [
-        fault
-        for rank_trace in played
-        for fault in compare_trace(planned_collectives(plan.for_rank(rank_trace.rank)), rank_trace)
+    traces = [trace_rank(plan, rank, loss, make_trained_module, num_steps, fake=fake) for rank in ranks]
+    diagnostics = [
+        diagnostic
+        for rank_trace in traces
+        for diagnostic in compare_trace(planned_collectives(plan.for_rank(rank_trace.rank)), rank_trace)
     ]
     return TraceVerdict(
         plan=plan.hash,
@@ -164,12 +164,12 @@ def trace(
         model=plan.model_spec.name,
         ranks=ranks,
         num_steps=num_steps,
-        passed=not faults,
+        passed=not diagnostics,
         num_messages=len(planned),
-        sent_nbytes=max(rank_trace.sent_nbytes for rank_trace in played),
+        sent_nbytes=max(rank_trace.sent_nbytes for rank_trace in traces),
         tensor_kind="fake" if fake else "real",
         planned_nbytes={message.action: message.nbytes for message in planned},
-        diagnostics=tuple(faults),
+        diagnostics=tuple(diagnostics),
     )
 
 
@@ -206,12 +206,10 @@ def trace_rank(
         with ExitStack() as stack:
             if fake:
                 stack.enter_context(_answer_reads(subject.module))
-            works: dict[str, Work] = defaultdict(
-                CompletedWork
-            )  # waits for a missing collective return at once: it is reported below
-            unguarded_plan = replace(
-                plan, job=replace(plan.job, guard=LossGuard())
-            )  # fake numbers are not checked
+            # waits for a missing collective return at once: it is reported below
+            works: dict[str, Work] = defaultdict(CompletedWork)
+            # fake numbers are not checked
+            unguarded_plan = replace(plan, job=replace(plan.job, guard=LossGuard()))
             player = Executor(
                 unguarded_plan,
                 RankState(subject, world, loss, works=works),
@@ -257,24 +255,26 @@ def _differences(
         stated[message.action].append(message)
     same_order = len(planned) == len(issued)
     for action, messages in stated.items():
-        mine = issued_by_action.get(action, [])
-        if mine == messages:
+        issued_messages = issued_by_action.get(action, [])
+        if issued_messages == messages:
             continue
         same_order = False
         stated_text = "; ".join(map(str, messages))
-        if not mine:
+        if not issued_messages:
             yield action, f"{action} issued nothing, and the program states: {stated_text}"
-        elif len(mine) > len(messages):
+        elif len(issued_messages) > len(messages):
             expected = "the one" if len(messages) == 1 else f"the {len(messages)}"
             yield (
                 action,
-                f"{action} issued {len(mine)} collectives ({'; '.join(map(str, mine))}), not {expected} "
+                f"{action} issued {len(issued_messages)} collectives "
+                f"({'; '.join(map(str, issued_messages))}), not {expected} "
                 f"stated: {stated_text}",
             )
         else:
             yield (
                 action,
-                f"{action} issued: {'; '.join(map(str, mine))}, and the program states: {stated_text}",
+                f"{action} issued: {'; '.join(map(str, issued_messages))}, and the program states: "
+                f"{stated_text}",
             )
     for action in [action for action in issued_by_action if action not in stated]:
         same_order = False
@@ -283,9 +283,12 @@ def _differences(
             f"{action or 'no action'} issued: {issued_by_action[action][0]}, and the program states no "
             "collective for it",
         )
-    for mine, message in zip(issued, planned, strict=False) if same_order else ():
-        if mine != message:
-            yield mine.action, f"{mine.action} came where the program has {message.action}: the order differs"
+    for issued_message, message in zip(issued, planned, strict=False) if same_order else ():
+        if issued_message != message:
+            yield (
+                issued_message.action,
+                f"{issued_message.action} came where the program has {message.action}: the order differs",
+            )
             return
 
 

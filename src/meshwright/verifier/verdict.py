@@ -14,6 +14,7 @@ from typing import Any
 
 from meshwright.plan.job.errors import PlanError
 
+# by every rank
 COMPARED_QUANTITIES = (
     "initial value",
     "samples",
@@ -21,12 +22,13 @@ COMPARED_QUANTITIES = (
     "loss",
     "grad norm",
     "parameter",
-)  # by every rank
+)
+# within a step, the earlier one is the cause of the later
 QUANTITIES = (
     *COMPARED_QUANTITIES,
     "replica",
     "ledger",
-)  # within a step, the earlier one is the cause of the later
+)
 
 
 @dataclass(frozen=True)

@@ -109,5 +109,5 @@ def test_orders_that_are_not_searched_never_win():
         asked = run_search(SearchOptions(model, devices, "a100", 48))
         every = SearchConstraints().apply(asked.request)
         assert (
-            search(every, 1).best[0] == search(type(every)(**{**vars(every), "orders": SCHEDULES}), 1).best[0]
+            search(every, 1).best[0] == search(type(every)(**{**vars(every), "schedules": SCHEDULES}), 1).best[0]
         )

@@ -85,11 +85,11 @@ def test_what_a_run_cannot_teach_is_refused(files: tuple[str, str], tmp_path: Pa
         return calibrate_from_run(folder, read_previous_run(folder), known, shapes)
 
     with pytest.raises(
-        PlanError, match="the run computed on NVIDIA A100-SXM4-80GB, and the plan is for Abacus 7"
+        PlanError, match="the run used NVIDIA A100-SXM4-80GB, and the plan is for Abacus 7"
     ):
         learned(run_folder(tmp_path / "a", device="NVIDIA A100-SXM4-80GB"))
-    with pytest.raises(PlanError, match="the run has 'naive', which plans that are chosen do not have"):
-        learned(run_folder(tmp_path / "b", store="naive"))
+    with pytest.raises(PlanError, match="the run has 'naive_ddp', which `search` does not model"):
+        learned(run_folder(tmp_path / "b", store="naive_ddp"))
     folder = run_folder(tmp_path / "c")
     (folder / "plan.toml").unlink()
     with pytest.raises(PlanError, match=r"there is no plan.toml in"):
@@ -117,7 +117,7 @@ def test_a_gpu_is_known_by_what_its_driver_calls_it(tmp_path: Path):
 )
 def test_a_kind_whose_name_is_part_of_another_one_is_not_that_kind(tmp_path: Path, hardware: str, ran: str):
     run = run_folder(tmp_path / "run", device=ran)
-    with pytest.raises(PlanError, match=f"the run computed on {ran}, and the plan is for"):
+    with pytest.raises(PlanError, match=f"the run used {ran}, and the plan is for"):
         search_machine(hardware, 2, "", str(run), shapes)
 
 
@@ -140,14 +140,14 @@ def test_a_device_with_a_name_of_its_own_is_known_by_what_it_is_like(
     _, notes = search_machine(
         str(tmp_path / "my.toml"), 2, "", str(run_folder(tmp_path / "run", device=ran)), shapes
     )
-    assert any("learnt from" in note for note in notes)
+    assert any("calibrated with" in note for note in notes)
     other = run_folder(tmp_path / "other", device="NVIDIA H200")
     with pytest.raises(PlanError, match="says with `like` or `measured` which kind it is"):
         search_machine(str(tmp_path / "my.toml"), 2, "", str(other), shapes)
 
 
 def test_a_plan_is_laid_out_as_a_search_would(tmp_path: Path):
-    text = PLAN.format(micro=2, store="replicate", more="")
+    text = PLAN.format(micro=2, store="ddp", more="")
     text = text.replace(
         '{ name = "ddp", axis = "dp_replicate" }',
         '{ name = "zero", axis = "dp_shard", stage = 2 }, {name = "activation_checkpointing"}',
@@ -155,7 +155,7 @@ def test_a_plan_is_laid_out_as_a_search_would(tmp_path: Path):
     path = tmp_path / "plan.toml"
     path.write_text(
         text.replace("dp_replicate = 2", "dp_shard = 2\npp = 2\ntp = 3\ncp = 2").replace(
-            '"batch", axis = "dp_replicate"', '"batch", axis = "dp_shard"'
+            '"batch_split", axis = "dp_replicate"', '"batch_split", axis = "dp_shard"'
         )
     )
     request = read_request(path, (), STRATEGIES)

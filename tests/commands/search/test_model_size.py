@@ -171,7 +171,7 @@ def test_a_config_without_the_length_of_rows_asks_for_it(tmp_path: Path):
     config.save_pretrained(tmp_path)
     with pytest.raises(
         PlanError,
-        match=r"--sequence: .* does not say how long rows are \(max_position_embeddings\)\n.*--sequence 2048",
+        match=r"--sequence: .* has no sequence length \(max_position_embeddings\)\n.*--sequence 2048",
     ):
         model_shape(str(tmp_path), 0)
     assert model_shape(str(tmp_path), 2048).sequence == 2048
@@ -185,7 +185,7 @@ def test_a_model_of_several_parts_is_told_as_one_with_the_sizes_of_its_text(tmp_
     config.save_pretrained(tmp_path / "clip")
     with pytest.raises(PlanError) as raised:
         model_shape(str(tmp_path / "clip"), 0)
-    assert "is a model of several parts (text_config, vision_config)" in str(raised.value)
+    assert "is a model of several models (text_config, vision_config)" in str(raised.value)
     assert '"clip: layers 2 hidden 32 heads 2 vocab 77 sequence 64 ffn 64"' in str(raised.value)
 
 
@@ -229,7 +229,7 @@ def test_a_window_of_attention_is_told_where_rows_are_longer(tmp_path: Path):
     config.save_pretrained(tmp_path)
     said = [line for line in size_warnings(model_size(str(tmp_path), 512)) if "attend" in line]
     assert said == [
-        "2 of 4 layers attend to 32 tokens of rows of 512: it is priced as if each token saw all before it, so expect less than"
+        "2 of 4 layers attend to 32 tokens of samples of 512: it is priced as if each token saw all before it, so expect less than"
         " these seconds."
     ]
     assert not [line for line in size_warnings(model_size(str(tmp_path), 32)) if "attend" in line]

@@ -71,7 +71,7 @@ def test_the_winner_is_a_config_that_resolves(tmp_path: Path):
     path.write_text(path.read_text() + '\n[model]\nsource = "a"\n')
     request = read_request(path, ["--data.source", "b"], STRATEGIES)
     assert (request.mesh["tp"], request.mesh["pp"]) == (4, 2)
-    assert {"pipeline", "line", "sequence", "vocabulary"} <= {
+    assert {"pipeline", "tensor_parallel", "sequence_parallel", "vocab_parallel"} <= {
         strategy.name for strategy in request.strategies or ()
     }
     assert request.job.train.batch == 128
@@ -140,7 +140,7 @@ def test_all_that_contradicts_itself_is_told_at_once():
     with pytest.raises(PlanError) as raised:
         run_search(SearchOptions(SMALL, 8, "a100", 64, constraints=("tp", "pp=3")))
     assert "'tp' has no value" in str(raised.value)
-    assert "write WORD=VALUE, for example tp=8" in str(raised.value)
+    assert "write NAME=VALUE, for example tp=8" in str(raised.value)
     assert "pp 3 on 8 devices" in str(raised.value)
 
 

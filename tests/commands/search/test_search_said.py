@@ -70,7 +70,7 @@ def test_sizes_alone_are_not_enough(capsys: pytest.CaptureFixture[str]):
         ),
         (["--hardware", "a100:4,h100", "--batch", 64], "how many devices are h100?"),
         (["--hardware", "a100:4,h100:4", "--batch", 64, "--fit", "layers"], "on several kinds of devices"),
-        (["--hardware", "a100:4,h100:4", "--batch", 64, "--cluster", "c.toml"], "leave it away"),
+        (["--hardware", "a100:4,h100:4", "--batch", 64, "--cluster", "c.toml"], "leave it out"),
         (["--hardware", "a100", "--devices", 8, "--batch", 64, "--fit", "bach"], "did you mean 'batch'?"),
         (["--hardware", "a100", "--devices", 8, "--batch", 64, "--price", 2], "no training time to price"),
         (["--hardware", "a100", "--devices", 8, "--batch", 64, "--tokens", "inf"], "needed are finite numbers"),

@@ -185,7 +185,7 @@ def test_an_output_that_is_not_per_row_and_differs_between_ranks_is_refused():
     reading = reading_of_towers(model=Pooling)
     with pytest.raises(
         PlanError,
-        match=r"(?s)takes an output that is not per row, and the ranks do not hold the same.*repair:",
+        match=r"(?s)takes an output that is not per sample, and the ranks do not hold the same.*repair:",
     ):
         verify(reading, towers_plan(reading, Mesh(dp_replicate=3)), global_batches(24), loss=CONTRASTIVE)
 
@@ -232,7 +232,7 @@ def test_another_kind_of_loss_than_the_plan_knows_is_refused():
     ):
         with pytest.raises(
             PlanError,
-            match=r"(?s)the loss is a sum over rows, and the plan was made for one of the whole batch",
+            match=r"(?s)the loss is a sum over samples, and the plan was made for one of the whole batch",
         ):
             call()
 
@@ -246,6 +246,6 @@ def test_rows_of_another_shape_than_the_plan_knows_are_refused():
     batch = {key: value if key != "kind" else value[:, None].repeat(1, 3) for key, value in pairs(12).items()}
     plan = towers_plan(reading, Mesh(dp_replicate=3), job=replace(tiny_job(), train=TrainConfig(batch=12)))
     with pytest.raises(
-        PlanError, match=r"(?s)kind has rows of the shape \[3\]; the plan was made for \[2\].*pad it"
+        PlanError, match=r"(?s)kind has samples of the shape \[3\]; the plan was made for \[2\].*pad it"
     ):
         verify(reading, plan, [batch], loss=wide)

@@ -68,7 +68,7 @@ def test_weights_of_one_change_nothing():
     [
         (
             torch.ones(2),
-            r"(?s)loss_weights of shape \[2\] beside labels of shape \[2, 3\].*one weight per label",
+            r"(?s)loss_weights of shape \[2\] with labels of shape \[2, 3\].*one weight per label",
         ),
         (torch.full((2, 3), -0.5), r"(?s)loss_weights from -0.5 up.*from 0 up"),
         (torch.full((2, 3), float("inf")), r"(?s)weigh inf; needed is a number from 0 up.*loss_weights"),

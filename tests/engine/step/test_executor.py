@@ -77,7 +77,7 @@ def test_a_step_with_too_many_or_unequal_rows_is_refused():
     done = pair(micro_batch=4)
     with pytest.raises(
         ValueError,
-        match=r"13 rows and this rank plays 12 in a step; pass at most that many, or raise train\.batch",
+        match=r"13 samples and this rank takes 12 in a step; pass at most that many, or raise train\.batch",
     ):
         done.player.step(rows(13))
     with pytest.raises(ValueError, match="the batch holds input_ids 12, labels 11; needed are the same rows"):

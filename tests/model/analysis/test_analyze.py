@@ -13,7 +13,7 @@ from meshwright.model.blocks.discovery import WHOLE_MODEL
 from meshwright.model.loading.loader import Model, load_factory, load_model
 from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError
-from tests.model.block_backward import both_ways, reading_of
+from tests.model.block_backward import both_ways, analyze_model
 
 X = {"x": torch.linspace(-1, 1, 12).view(2, 6)}
 
@@ -44,8 +44,8 @@ class Chained(nn.Module):
 def test_a_model_without_a_chain_runs_as_one_block_and_that_is_said():
     done = both_ways(Plain, X)
     assert done.error < 1e-14
-    assert done.visits == [WHOLE_MODEL] == list(done.reading.model_spec.block_calls)
-    assert done.reading.model_spec.notes == (
+    assert done.block_calls == [WHOLE_MODEL] == list(done.analyzed.model_spec.block_calls)
+    assert done.analyzed.model_spec.notes == (
         "no chain of blocks was found: the model runs as one block, so nothing overlaps with its backward",
     )
 
@@ -57,9 +57,9 @@ def test_a_chain_whose_parts_alone_are_called_runs_as_one_block():
         return x
 
     done = both_ways(lambda: Chained(rule), X)
-    assert done.visits == [WHOLE_MODEL]
+    assert done.block_calls == [WHOLE_MODEL]
     assert done.error < 1e-14
-    assert {weight.block_calls for weight in done.reading.model_spec.params} == {(WHOLE_MODEL,)}
+    assert {weight.block_calls for weight in done.analyzed.model_spec.params} == {(WHOLE_MODEL,)}
 
 
 def test_parameters_in_glue_and_written_buffers_are_noted():
@@ -74,7 +74,7 @@ def test_parameters_in_glue_and_written_buffers_are_noted():
             self.count += 1
             return super().forward(x)
 
-    reading = reading_of(Noted, X)
+    reading = analyze_model(Noted, X)
     assert reading.written_buffers == ("count",)
     assert reading.model_spec.notes == (
         "4 parameters are used outside blocks (layers.1.weight...): complete after the last backward",
@@ -92,9 +92,9 @@ def test_parameters_in_glue_and_written_buffers_are_noted():
 )
 def test_a_forward_that_looks_at_values_is_tried_on_real_ones(look: object):
     done = both_ways(lambda: Chained(lambda model, x: model.layers[1](look(model, model.layers[0](x)))), X)
-    assert done.visits == ["layers.0", "layers.1"]
+    assert done.block_calls == ["layers.0", "layers.1"]
     assert done.error < 1e-14
-    assert done.reading.model_spec.flops == (72, 72)
+    assert done.analyzed.model_spec.flops == (72, 72)
 
 
 def test_an_error_in_a_forward_that_looks_at_values_is_the_models_own():
@@ -107,7 +107,7 @@ def test_an_error_in_a_forward_that_looks_at_values_is_the_models_own():
         PlanError,
         match=r"fails in a trial run on rows like x \[2, 6\] float32: KeyError: 'nothing for these values'",
     ):
-        reading_of(lambda: Chained(rule), X)
+        analyze_model(lambda: Chained(rule), X)
 
 
 def test_an_example_that_does_not_fit_the_forward_is_refused_with_its_shapes():
@@ -143,7 +143,7 @@ def test_an_example_without_common_rows_is_refused(example: dict[str, torch.Tens
 
 def test_the_stand_in_row_is_free_of_the_examples_graph():
     x = torch.ones(1, 6, requires_grad=True)
-    reading = reading_of(Plain, {"x": (x * 2).expand(4, 6)})
+    reading = analyze_model(Plain, {"x": (x * 2).expand(4, 6)})
     assert reading.example["x"].shape == (1, 6)
     assert reading.example["x"].grad_fn is None
     assert x.grad is None
@@ -151,8 +151,8 @@ def test_the_stand_in_row_is_free_of_the_examples_graph():
 
 def test_dropout_is_seen_and_reading_leaves_the_generator_alone():
     state = torch.get_rng_state()
-    assert reading_of(lambda: Plain(0.5), X).model_spec.has_dropout
-    assert not reading_of(Plain, X).model_spec.has_dropout
+    assert analyze_model(lambda: Plain(0.5), X).model_spec.has_dropout
+    assert not analyze_model(Plain, X).model_spec.has_dropout
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -162,16 +162,16 @@ def test_a_part_in_eval_mode_stays_so_and_a_model_in_eval_mode_trains():
         model.drop.eval()
         return model
 
-    module, _, _ = reading_of(part, X).make_module("cpu", torch.float32)
+    module, _, _ = analyze_model(part, X).make_module("cpu", torch.float32)
     assert [module.training, module.drop.training] == [True, False]
-    assert not reading_of(part, X).model_spec.has_dropout
-    reading = reading_of(lambda: Plain(0.5).eval(), X)
+    assert not analyze_model(part, X).model_spec.has_dropout
+    reading = analyze_model(lambda: Plain(0.5).eval(), X)
     assert reading.model_spec.has_dropout
     assert all(inner.training for inner in reading.make_module("cpu", torch.float32)[0].modules())
 
 
 def test_every_instance_is_its_own_and_starts_alike():
-    reading = reading_of(Plain, X)
+    reading = analyze_model(Plain, X)
     one, blocks, parameters = reading.make_module("cpu", torch.float64)
     other, _, _ = reading.make_module("cpu", torch.float64)
     assert blocks == {WHOLE_MODEL: one}
@@ -216,8 +216,8 @@ def test_two_batch_sizes_tell_the_batch_dim_of_what_is_drawn_from_others():
             x = nn.functional.dropout(self.layers[1](x.transpose(0, 1).flatten(1)), 0.5)  # (batch, 6)
             return nn.functional.dropout((x @ bias).view(-1, 2), 0.5)  # (3 batch, 2)
 
-    sites = reading_of(lambda: Drawing(None), X).draw_sites
-    assert [sites.layout(site) for site in sites.layouts] == ["second", "shared", "first", "rows"]
+    sites = analyze_model(lambda: Drawing(None), X).draw_sites
+    assert [sites.layout(site) for site in sites.layouts] == ["dim1", "shared", "dim0", "flattened"]
 
 
 def test_a_model_of_six_billion_parameters_is_read_in_the_memory_of_a_small_one(tmp_path: Path):

@@ -54,8 +54,8 @@ class Net(nn.Module):
 
 
 def planned(model: nn.Module, cuts: tuple[str, ...] = ("layers.2",)) -> Plan:
-    reading = analyze(model, {"x": torch.ones(2, 4), "y": torch.zeros(2)}, loss=LOSS)
-    return make_plan(reading, tiny_job(), Mesh(pp=2), (Pipeline(split_points=cuts),), 1)
+    analyzed = analyze(model, {"x": torch.ones(2, 4), "y": torch.zeros(2)}, loss=LOSS)
+    return make_plan(analyzed, tiny_job(), Mesh(pp=2), (Pipeline(split_points=cuts),), 1)
 
 
 def own() -> list[nn.Module]:
@@ -77,8 +77,8 @@ def test_one_that_is_not_saved_is_nobodys_state():
 
 
 def test_whole_models_may_write_what_they_like():
-    reading = analyze(Net(own(), Counter()), {"x": torch.ones(2, 4), "y": torch.zeros(2)}, loss=LOSS)
-    assert make_plan(reading, tiny_job(), Mesh(dp_replicate=2), (BatchSplit(), DDP())).mesh.world_size == 2
+    analyzed = analyze(Net(own(), Counter()), {"x": torch.ones(2, 4), "y": torch.zeros(2)}, loss=LOSS)
+    assert make_plan(analyzed, tiny_job(), Mesh(dp_replicate=2), (BatchSplit(), DDP())).mesh.world_size == 2
 
 
 def test_a_buffer_of_several_blocks_is_refused_by_name_where_it_would_be_divided():

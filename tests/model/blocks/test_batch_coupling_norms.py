@@ -43,7 +43,7 @@ def frozen(norm: nn.Module) -> Normed:
     return model
 
 
-def reading_of(build: Callable[[], nn.Module]) -> mw.AnalyzedModel:
+def analyze_model(build: Callable[[], nn.Module]) -> mw.AnalyzedModel:
     return mw.analyze(build, rows(4), loss=LOSS)
 
 
@@ -67,16 +67,16 @@ def reading_of(build: Callable[[], nn.Module]) -> mw.AnalyzedModel:
 def test_a_norm_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(
     build: Callable[[], nn.Module], said: str
 ):
-    reading = reading_of(build)
+    analyzed = analyze_model(build)
     for mesh, micro_batch in ((mw.Mesh(dp_replicate=3), 0), (mw.Mesh(), 4)):
         with pytest.raises(PlanError) as caught:
-            mw.make_plan(reading, tiny_job(), mesh, micro_batch=micro_batch)
+            mw.make_plan(analyzed, tiny_job(), mesh, micro_batch=micro_batch)
         assert "1 batch norms (norm...) would take statistics of a part of the global batch" in str(
             caught.value
         )
         assert said in str(caught.value)
     assert (
-        mw.make_plan(reading, tiny_job()).num_microbatches == 1
+        mw.make_plan(analyzed, tiny_job()).num_microbatches == 1
     )  # on one device at once it is what it always was
 
 
@@ -85,18 +85,18 @@ def test_a_norm_that_would_see_some_of_the_tokens_is_refused():
     with pytest.raises(
         PlanError, match=r"take statistics of a part of the global batch \(3 ranks x 1 micro-batches\)"
     ):
-        mw.make_plan(reading_of(lambda: Normed(nn.BatchNorm1d(6))), tiny_job(), mw.Mesh(cp=3), strategies)
+        mw.make_plan(analyze_model(lambda: Normed(nn.BatchNorm1d(6))), tiny_job(), mw.Mesh(cp=3), strategies)
 
 
 def test_frozen_statistics_equal_one_device():
     def build() -> nn.Module:
         return frozen(nn.BatchNorm1d(6))
 
-    reading = reading_of(build)
-    plan = mw.make_plan(reading, tiny_job(), mw.Mesh(dp_replicate=3), micro_batch=2)
+    analyzed = analyze_model(build)
+    plan = mw.make_plan(analyzed, tiny_job(), mw.Mesh(dp_replicate=3), micro_batch=2)
     data = rows()
     verdict = mw.verify(
-        reading, plan, [{key: value[i : i + 12] for key, value in data.items()} for i in (0, 12)], loss=LOSS
+        analyzed, plan, [{key: value[i : i + 12] for key, value in data.items()} for i in (0, 12)], loss=LOSS
     )
     assert verdict.passed, str(verdict)
 
@@ -113,18 +113,18 @@ def test_only_norms_that_mix_samples_are_found():
     "spectral", [parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["new", "old"]
 )
 def test_a_spectral_norm_goes_on_once_in_a_step(spectral: Callable[[nn.Module], nn.Module]):
-    reading = mw.analyze(Normed(spectral(nn.Linear(6, 6))), rows(4), loss=LOSS)
+    analyzed = mw.analyze(Normed(spectral(nn.Linear(6, 6))), rows(4), loss=LOSS)
     with pytest.raises(
         PlanError, match=r"1 spectral norms \(norm.*\) iterate in every forward: 3 micro-batches"
     ):
-        mw.make_plan(reading, tiny_job(), micro_batch=4)
+        mw.make_plan(analyzed, tiny_job(), micro_batch=4)
     verdict = mw.verify(
-        reading, mw.make_plan(reading, tiny_job(), mw.Mesh(dp_replicate=2)), [rows(12)], loss=LOSS
+        analyzed, mw.make_plan(analyzed, tiny_job(), mw.Mesh(dp_replicate=2)), [rows(12)], loss=LOSS
     )
     assert verdict.passed, verdict
 
 
 def test_a_spectral_norm_of_the_old_kind_has_no_shards():
-    reading = mw.analyze(Normed(nn.utils.spectral_norm(nn.Linear(6, 6))), rows(4), loss=LOSS)
+    analyzed = mw.analyze(Normed(nn.utils.spectral_norm(nn.Linear(6, 6))), rows(4), loss=LOSS)
     with pytest.raises(PlanError, match=r"use torch.nn.utils.parametrizations.spectral_norm"):
-        mw.make_plan(reading, tiny_job(), mw.Mesh(dp_shard=2))
+        mw.make_plan(analyzed, tiny_job(), mw.Mesh(dp_shard=2))

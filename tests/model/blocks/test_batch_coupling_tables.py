@@ -57,7 +57,7 @@ def rows() -> dict[str, torch.Tensor]:
     return {key: torch.randint(WORDS, (ROWS, 5), generator=thrown) for key in ("input_ids", "labels")}
 
 
-def reading_of(words: Callable[[], nn.Module], *, tied: bool = False) -> mw.AnalyzedModel:
+def analyze_model(words: Callable[[], nn.Module], *, tied: bool = False) -> mw.AnalyzedModel:
     return mw.analyze(lambda: Own(words(), tied=tied), rows())
 
 
@@ -86,10 +86,10 @@ def counted() -> nn.Module:
 def test_a_table_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(
     words: Callable[[], nn.Module], said: str
 ):
-    reading = reading_of(words)
+    analyzed = analyze_model(words)
     for mesh in (mw.Mesh(dp_replicate=2), mw.Mesh(dp_shard=3)):
         with pytest.raises(PlanError) as caught:
-            mw.make_plan(reading, tiny_job(), mesh)
+            mw.make_plan(analyzed, tiny_job(), mesh)
         assert said in str(caught.value)
         assert "repair: remove it" in str(caught.value)
         assert "or train on one device with micro_batch = 0" in str(caught.value)
@@ -98,37 +98,37 @@ def test_a_table_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(
 @pytest.mark.parametrize("words", [normed, counted])
 def test_so_is_one_that_would_see_some_of_the_tokens(words: Callable[[], nn.Module]):
     with pytest.raises(PlanError, match="a part of the global batch"):
-        mw.make_plan(reading_of(words), tiny_job(), mw.Mesh(cp=3), (RingAttention(), DDP(axis="cp")))
+        mw.make_plan(analyze_model(words), tiny_job(), mw.Mesh(cp=3), (RingAttention(), DDP(axis="cp")))
 
 
 def test_micro_batches_divide_counts_and_leave_norms_alone():
     with pytest.raises(PlanError, match="1 ranks x 3 micro-batches"):
-        mw.make_plan(reading_of(counted), tiny_job(), micro_batch=4)
+        mw.make_plan(analyze_model(counted), tiny_job(), micro_batch=4)
     with pytest.raises(
         PlanError, match="with max_norm is written"
     ):  # the head has used what is written later
-        mw.make_plan(reading_of(normed, tied=True), tiny_job(), micro_batch=4)
-    reading = reading_of(normed)
-    verdict = mw.verify(reading, mw.make_plan(reading, tiny_job(), micro_batch=4), [rows(), rows()])
+        mw.make_plan(analyze_model(normed, tied=True), tiny_job(), micro_batch=4)
+    analyzed = analyze_model(normed)
+    verdict = mw.verify(analyzed, mw.make_plan(analyzed, tiny_job(), micro_batch=4), [rows(), rows()])
     assert verdict.passed, verdict
 
 
 def test_what_a_master_would_undo_is_refused():
     halves = PrecisionConfig("bfloat16", "bfloat16", master="float32")
     with pytest.raises(PlanError, match=r"its master \(float32\) would overwrite it"):
-        mw.make_plan(reading_of(normed), tiny_job(precision=halves))
+        mw.make_plan(analyze_model(normed), tiny_job(precision=halves))
 
 
 @pytest.mark.parametrize("words", [normed, counted, lambda: nn.Embedding(WORDS, WIDTH, padding_idx=3)])
 def test_on_one_device_all_of_them_train(words: Callable[[], nn.Module]):
-    reading = reading_of(words)
-    assert mw.verify(reading, mw.make_plan(reading, tiny_job()), [rows()]).passed
+    analyzed = analyze_model(words)
+    assert mw.verify(analyzed, mw.make_plan(analyzed, tiny_job()), [rows()]).passed
 
 
 def test_a_table_without_coupled_samples_is_split():
-    reading = reading_of(lambda: nn.Embedding(WORDS, WIDTH, padding_idx=3))
-    assert reading.table_uses == ()
-    assert mw.verify(reading, mw.make_plan(reading, tiny_job(), mw.Mesh(dp_replicate=2)), [rows()]).passed
+    analyzed = analyze_model(lambda: nn.Embedding(WORDS, WIDTH, padding_idx=3))
+    assert analyzed.table_uses == ()
+    assert mw.verify(analyzed, mw.make_plan(analyzed, tiny_job(), mw.Mesh(dp_replicate=2)), [rows()]).passed
 
 
 class Written(nn.Module):
@@ -160,13 +160,13 @@ def test_a_write_that_would_be_lost_is_refused(mesh: mw.Mesh, changes: dict[str,
     with pytest.raises(
         PlanError, match=f"the forward writes into the parameter 'words.layer.weight', and {said}"
     ):
-        mw.make_plan(reading_of(Written), tiny_job(**changes), mesh)
+        mw.make_plan(analyze_model(Written), tiny_job(**changes), mesh)
 
 
 def test_a_write_that_all_ranks_make_alike_is_that_of_one_device():
-    reading = reading_of(Written)
+    analyzed = analyze_model(Written)
     assert mw.verify(
-        reading, mw.make_plan(reading, tiny_job(), mw.Mesh(dp_replicate=2)), [rows(), rows()]
+        analyzed, mw.make_plan(analyzed, tiny_job(), mw.Mesh(dp_replicate=2)), [rows(), rows()]
     ).passed
 
 
@@ -186,14 +186,14 @@ def batch_norm(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_statistics_by_torchs_function_are_those_of_all_samples():
-    reading = reading_of(lambda: Scaled(batch_norm))
+    analyzed = analyze_model(lambda: Scaled(batch_norm))
     for mesh, micro_batch in ((mw.Mesh(dp_replicate=2), 0), (mw.Mesh(), 4)):
         with pytest.raises(
             PlanError, match=r"F.batch_norm in .* would take statistics of a part of the global batch"
         ):
-            mw.make_plan(reading, tiny_job(), mesh, micro_batch=micro_batch)
-    assert mw.make_plan(reading, tiny_job()).num_microbatches == 1
-    assert reading_of(lambda: Scaled(F.instance_norm)).table_uses == ()  # it sees one row at a time
+            mw.make_plan(analyzed, tiny_job(), mesh, micro_batch=micro_batch)
+    assert mw.make_plan(analyzed, tiny_job()).num_microbatches == 1
+    assert analyze_model(lambda: Scaled(F.instance_norm)).table_uses == ()  # it sees one row at a time
 
 
 @pytest.mark.parametrize(
@@ -203,4 +203,4 @@ def test_gradients_that_are_sparse_are_refused(words: Callable[[], nn.Module]):
     with pytest.raises(
         PlanError, match=r"is sparse, and sparse gradients cannot be reduced\n.*remove sparse = True"
     ):
-        mw.make_plan(reading_of(words), tiny_job())
+        mw.make_plan(analyze_model(words), tiny_job())

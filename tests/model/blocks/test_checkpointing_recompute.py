@@ -19,30 +19,30 @@ def forward(
 ) -> tuple[ForwardDriver, Chain, ForwardPass]:
     """One forward of a chain of one block, which is lean; the loss has been taken."""
     model = Chain(glue or (lambda model, x: model.layers[0](x)), block)
-    drive = ForwardDriver({"a": model.layers[0]})
-    outputs, closing, passed = drive.forward(lambda visit: True, lambda: model(X))
+    driver = ForwardDriver({"a": model.layers[0]})
+    outputs, final_call, forward_pass = driver.forward(lambda block_call: True, lambda: model(X))
     outputs.sum().backward()
-    backward(closing)
-    return drive, model, passed
+    backward(final_call)
+    return driver, model, forward_pass
 
 
 def test_a_backward_without_recomputation_does_not_pass_silently():
-    drive, _, passed = forward(lambda block, x: block.linear(x).tanh())
+    driver, _, forward_pass = forward(lambda block, x: block.linear(x).tanh())
     with pytest.raises(RuntimeError, match=r"the backward of a has no graph(?s:.*)put a RECOMPUTE before it"):
-        backward(passed.block_calls["a"])
-    drive.recompute(passed.block_calls["a"])
-    drive.recompute(passed.block_calls["a"])  # a second time there is nothing to do
-    backward(passed.block_calls["a"])
+        backward(forward_pass.block_calls["a"])
+    driver.recompute(forward_pass.block_calls["a"])
+    driver.recompute(forward_pass.block_calls["a"])  # a second time there is nothing to do
+    backward(forward_pass.block_calls["a"])
 
 
 def test_a_block_that_gives_something_else_is_refused_by_name():
     shapes = iter([6, 5])
-    drive, _, passed = forward(lambda block, x: block.linear(x)[:, : next(shapes)])
+    driver, _, forward_pass = forward(lambda block, x: block.linear(x)[:, : next(shapes)])
     text = (
         r"the block 'a' returns 1 tensors that need gradients when it is recomputed(?s:.*)depend only on its"
     )
     with pytest.raises(PlanError, match=text):
-        drive.recompute(passed.block_calls["a"])
+        driver.recompute(forward_pass.block_calls["a"])
 
 
 def test_gradients_are_switched_on_and_autocast_is_as_it_was():
@@ -57,25 +57,25 @@ def test_gradients_are_switched_on_and_autocast_is_as_it_was():
         with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
             return model.layers[0](x)
 
-    drive, _, passed = forward(block, glue)
+    driver, _, forward_pass = forward(block, glue)
     with torch.no_grad():
-        drive.recompute(passed.block_calls["a"])
+        driver.recompute(forward_pass.block_calls["a"])
     assert seen == [(True, True, torch.bfloat16)] * 2
     assert not torch.is_autocast_enabled("cpu")
 
 
 def test_a_recomputation_inside_another_forward_is_no_block_call_of_it():
-    drive, model, passed = forward(lambda block, x: block.linear(x).tanh())
+    driver, model, forward_pass = forward(lambda block, x: block.linear(x).tanh())
     reached: list[str] = []
 
-    def reach(visit: str) -> bool:
-        reached.append(visit)
-        drive.recompute(passed.block_calls["a"])
+    def reach(block_call: str) -> bool:
+        reached.append(block_call)
+        driver.recompute(forward_pass.block_calls["a"])
         return False
 
-    _, _, other = drive.forward(reach, lambda: model(X))
+    _, _, other = driver.forward(reach, lambda: model(X))
     assert reached == ["a"]
-    assert len(passed.block_calls["a"].outputs) == len(other.block_calls["a"].outputs) == 1
+    assert len(forward_pass.block_calls["a"].outputs) == len(other.block_calls["a"].outputs) == 1
 
 
 def test_lists_and_dicts_are_copied_and_tensors_are_not():

@@ -88,7 +88,7 @@ def test_declared_blocks_that_cannot_be_are_all_refused_at_once():
     model.alias = model.head
     with pytest.raises(PlanError) as caught:
         find_blocks(model, ["body.layer.1", "body", "body.norm", "head", "alias"])
-    said = [str(fault) for fault in caught.value.diagnostics]
+    said = [str(diagnostic) for diagnostic in caught.value.diagnostics]
     assert said == [
         "model.blocks: the model has no module 'body.layer.1'\n  repair: did you mean 'body.layers.1'?",
         "model.blocks: 'body.norm' is inside 'body', and both are declared as blocks\n"

@@ -6,7 +6,15 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
 from meshwright.plan.job.errors import PlanError
-from tests.model.block_backward import Block, Chain, Driven, Forward, both_ways, reading_of, writing_in_place
+from tests.model.block_backward import (
+    Block,
+    Chain,
+    Driven,
+    Forward,
+    analyze_model,
+    both_ways,
+    writing_in_place,
+)
 
 X = {"x": torch.linspace(-2, 2, 24).view(4, 6)}
 
@@ -28,7 +36,7 @@ def test_skips_over_blocks_and_values_that_many_blocks_take():
         return model.head(third * first + mixed), second
 
     done = driven(glue)
-    assert done.visits == ["layers.0", "layers.1", "layers.2", "head"]
+    assert done.block_calls == ["layers.0", "layers.1", "layers.2", "head"]
     assert done.in_glue == ["scale"]  # used by nothing, so complete at the end
 
 
@@ -39,8 +47,8 @@ def test_a_block_called_several_times_has_several_block_calls():
         return model.head(x)
 
     done = driven(glue)
-    assert done.visits == ["layers.1", "layers.0", "layers.1#2", "layers.0#2", "head"]
-    weights = {weight.name: weight.block_calls for weight in done.reading.model_spec.params}
+    assert done.block_calls == ["layers.1", "layers.0", "layers.1#2", "layers.0#2", "head"]
+    weights = {weight.name: weight.block_calls for weight in done.analyzed.model_spec.params}
     assert weights["layers.0.linear.weight"] == ("layers.0", "layers.0#2")
     assert weights["layers.2.linear.weight"] == ("(root)",)
 
@@ -63,7 +71,7 @@ def test_a_parameter_handed_to_another_block_belongs_to_both():
             x = layer(x, model.layers[2].linear.weight)
         return model.layers[2](x, model.layers[2].linear.weight)
 
-    weights = {weight.name: weight.block_calls for weight in driven(glue, block).reading.model_spec.params}
+    weights = {weight.name: weight.block_calls for weight in driven(glue, block).analyzed.model_spec.params}
     assert weights["layers.2.linear.weight"] == ("layers.0", "layers.1", "layers.2")
     assert weights["layers.2.linear.bias"] == ("layers.2",)
 
@@ -86,8 +94,8 @@ def test_a_block_called_by_another_block_is_a_part_of_it():
 
     done = both_ways(Outer, X)
     assert done.error < 1e-14
-    assert done.visits == ["layers.0", "layers.1", "layers.2"]
-    assert done.reading.model_spec.params[0].block_calls == ("layers.0", "layers.1", "layers.2")
+    assert done.block_calls == ["layers.0", "layers.1", "layers.2"]
+    assert done.analyzed.model_spec.params[0].block_calls == ("layers.0", "layers.1", "layers.2")
 
 
 def test_parts_of_a_block_called_directly_are_glue():
@@ -96,7 +104,7 @@ def test_parts_of_a_block_called_directly_are_glue():
         return model.head(model.layers[1].linear(x))
 
     done = driven(glue)
-    assert done.visits == ["layers.1", "head"]
+    assert done.block_calls == ["layers.1", "head"]
     assert {"layers.0.linear.weight", "layers.1.linear.weight"} <= set(done.in_glue)
 
 
@@ -114,7 +122,7 @@ def test_several_inputs_and_outputs_with_views_integers_and_things_that_are_no_t
             x, y, total = same + 1, z.tanh() * y, total + part.sum() * index + most.values
         return x * total, y
 
-    assert driven(glue, block).visits == ["layers.0", "layers.1", "layers.2"]
+    assert driven(glue, block).block_calls == ["layers.0", "layers.1", "layers.2"]
 
 
 def test_lists_that_blocks_write_into_stay_the_callers_lists():
@@ -128,7 +136,7 @@ def test_lists_that_blocks_write_into_stay_the_callers_lists():
             x = layer(x, past)
         return x, past[0], past[4], past[2:4]
 
-    assert driven(glue, block).visits == ["layers.0", "layers.1", "layers.2"]
+    assert driven(glue, block).block_calls == ["layers.0", "layers.1", "layers.2"]
 
 
 def test_objects_that_hold_tensors_unseen_pass_uncut():
@@ -148,7 +156,7 @@ def test_objects_that_hold_tensors_unseen_pass_uncut():
 
 def test_writing_in_place_into_a_blocks_output():
     done = driven(writing_in_place, lambda block, x: block.linear(x))
-    assert done.reading.model_spec.writes_in_place
+    assert done.analyzed.model_spec.writes_in_place
 
 
 def test_glue_that_is_overwritten_after_a_block_took_it():
@@ -163,7 +171,7 @@ def test_glue_that_is_overwritten_after_a_block_took_it():
         r"an input of the block 'layers\.1' was written in place after the block ran, and its recomputation"
     )
     done = driven(glue, lambda block, x: x + block.linear.bias, refused=again)
-    assert done.visits == ["layers.0", "layers.1", "layers.2"]
+    assert done.block_calls == ["layers.0", "layers.1", "layers.2"]
 
 
 def test_a_block_that_overwrites_its_input_is_refused_by_name():
@@ -176,7 +184,7 @@ def test_a_block_that_overwrites_its_input_is_refused_by_name():
     with pytest.raises(
         PlanError, match=r"(?s)the block 'layers\.0' writes into its input in place.*inplace=False"
     ):
-        reading_of(lambda: Chain(glue, lambda block, x: block.linear(F.relu(x, inplace=True))), X)
+        analyze_model(lambda: Chain(glue, lambda block, x: block.linear(F.relu(x, inplace=True))), X)
 
 
 def test_frozen_parameters_and_a_frozen_embedding():
@@ -201,4 +209,4 @@ def test_frozen_parameters_and_a_frozen_embedding():
         "layers.0.linear.bias",
         "layers.1.linear.bias",
     }
-    assert done.visits == ["embed", "layers.0", "layers.1", "layers.2"]
+    assert done.block_calls == ["embed", "layers.0", "layers.1", "layers.2"]

@@ -47,10 +47,10 @@ def test_gradients_of_a_causal_language_model_are_those_of_one_backward(name: st
     driven = both_ways(build(family, "ForCausalLM", sizes), PADDED, total=lambda out: out.logits.sin().sum())
     assert driven.error < 1e-14
     assert driven.in_glue == []
-    layers = [visit for visit in driven.visits if visit.split(".")[-1].isdigit()]
+    layers = [block_call for block_call in driven.block_calls if block_call.split(".")[-1].isdigit()]
     assert len(layers) == 2
-    assert tuple(driven.visits) == driven.reading.model_spec.block_calls
-    assert driven.reading.model_spec.notes == ()
+    assert tuple(driven.block_calls) == driven.analyzed.model_spec.block_calls
+    assert driven.analyzed.model_spec.notes == ()
 
 
 def test_a_tied_head_is_one_parameter_of_two_block_calls():
@@ -67,7 +67,7 @@ def test_a_tied_head_is_one_parameter_of_two_block_calls():
     driven = both_ways(
         build("GPT2", "LMHeadModel", sizes), {"input_ids": TOKENS}, total=lambda out: out.logits.sin().sum()
     )
-    tied = driven.reading.model_spec.params[0]
+    tied = driven.analyzed.model_spec.params[0]
     assert (tied.name, tied.block_calls) == ("transformer.wte.weight", ("transformer.wte", "lm_head"))
     assert tied.aliases == ("lm_head.weight",)
     assert driven.error < 1e-14
@@ -77,7 +77,7 @@ def test_bert_with_a_masked_language_head():
     sizes = {**WIDE, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     driven = both_ways(build("Bert", "ForMaskedLM", sizes), PADDED, total=lambda out: out.logits.sin().sum())
     assert driven.error < 1e-14
-    assert "bert.encoder.layer.1" in driven.visits
+    assert "bert.encoder.layer.1" in driven.block_calls
     assert driven.in_glue == []
 
 
@@ -88,7 +88,7 @@ def test_vit_with_a_class_head():
         build("ViT", "ForImageClassification", sizes), image, total=lambda out: out.logits.sin().sum()
     )
     assert driven.error < 1e-14
-    assert len([visit for visit in driven.visits if visit.split(".")[-1].isdigit()]) == 2
+    assert len([block_call for block_call in driven.block_calls if block_call.split(".")[-1].isdigit()]) == 2
 
 
 def test_t5_uses_its_shared_embedding_in_three_block_calls():
@@ -106,7 +106,7 @@ def test_t5_uses_its_shared_embedding_in_three_block_calls():
         build("T5", "ForConditionalGeneration", sizes), PAIRS, total=lambda out: out.logits.sin().sum()
     )
     assert driven.error < 1e-14
-    shared = driven.reading.model_spec.params[0]
+    shared = driven.analyzed.model_spec.params[0]
     assert shared.name == "shared.weight"
     assert shared.block_calls == ("encoder.embed_tokens", "decoder.embed_tokens", "lm_head")
 
@@ -130,7 +130,7 @@ def test_bart_hands_the_end_of_its_encoder_to_every_layer_of_its_decoder():
         build("Bart", "ForConditionalGeneration", sizes), PAIRS, total=lambda out: out.logits.sin().sum()
     )
     assert driven.error < 1e-14
-    assert driven.reading.model_spec.params[0].block_calls == (
+    assert driven.analyzed.model_spec.params[0].block_calls == (
         "model.encoder.embed_tokens",
         "model.decoder.embed_tokens",
         "lm_head",

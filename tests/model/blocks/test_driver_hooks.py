@@ -27,7 +27,7 @@ def test_a_region_without_gradients_has_no_block_calls():
         return model.layers[0](x)
 
     done = driven(glue)
-    assert done.visits == ["layers.0"]
+    assert done.block_calls == ["layers.0"]
     assert done.gradients["layers.1.linear.weight"] is None
 
 
@@ -60,12 +60,12 @@ def test_inputs_that_require_gradients_receive_them():
     assert done.error < 1e-14
     x = X["x"].clone().requires_grad_()
     model = Chain(lambda model, x: model.layers[0](x) + x)
-    drive = ForwardDriver({"layers.0": model.layers[0]})
-    outputs, closing, passed = drive.forward(lambda visit: None, lambda: model(x[:]))
+    driver = ForwardDriver({"layers.0": model.layers[0]})
+    outputs, final_call, forward_pass = driver.forward(lambda block_call: None, lambda: model(x[:]))
     outputs.sum().backward()
-    backward(closing)
-    backward(passed.block_calls["layers.0"])
-    drive.detach()
+    backward(final_call)
+    backward(forward_pass.block_calls["layers.0"])
+    driver.detach()
     (expected,) = torch.autograd.grad(model(x).sum(), x)
     assert torch.allclose(x.grad, expected, rtol=1e-6)
 
@@ -79,16 +79,16 @@ def test_the_graph_of_a_block_is_gone_after_its_backward():
         return y.sum(-1, keepdim=True) * x
 
     model = Chain(lambda model, x: model.layers[2](model.layers[1](model.layers[0](x)) * 2) * 2, block)
-    drive = ForwardDriver({f"layers.{i}": model.layers[i] for i in range(3)})
+    driver = ForwardDriver({f"layers.{i}": model.layers[i] for i in range(3)})
     gc.collect()
     gc.disable()
     try:
-        outputs, closing, passed = drive.forward(lambda visit: None, lambda: model(X["x"]))
+        outputs, final_call, forward_pass = driver.forward(lambda block_call: None, lambda: model(X["x"]))
         outputs.sum().backward()
-        backward(closing)
+        backward(final_call)
         alive = []
-        for visit in ("layers.2", "layers.1", "layers.0"):
-            backward(passed.block_calls.pop(visit))
+        for block_call in ("layers.2", "layers.1", "layers.0"):
+            backward(forward_pass.block_calls.pop(block_call))
             alive.append([ref() is not None for ref in kept])
     finally:
         gc.enable()
@@ -98,11 +98,11 @@ def test_the_graph_of_a_block_is_gone_after_its_backward():
 def test_a_detached_driver_leaves_the_module_as_it_was():
     model = Chain(lambda model, x: model.layers[0](x))
     own = model.layers[1].forward = lambda x: x
-    drive = ForwardDriver({"layers.0": model.layers[0], "layers.1": model.layers[1]})
+    driver = ForwardDriver({"layers.0": model.layers[0], "layers.1": model.layers[1]})
     assert torch.equal(
         model(X["x"]), model.layers[0].linear(X["x"]).tanh()
     )  # outside a drive, the block's own forward
-    drive.detach()
-    drive.detach()
+    driver.detach()
+    driver.detach()
     assert "forward" not in vars(model.layers[0])
     assert model.layers[1].forward is own

@@ -10,7 +10,7 @@ from torch import nn
 from meshwright.model.blocks.driver import ForwardDriver
 from meshwright.model.blocks.graph_check import GraphPieces, backward_nodes, is_leaf_node, split_graph
 from meshwright.plan.job.errors import PlanError
-from tests.model.block_backward import both_ways, reading_of
+from tests.model.block_backward import analyze_model, both_ways
 
 X = {"x": torch.linspace(-2, 2, 24).view(4, 6)}
 
@@ -51,10 +51,10 @@ def side_sum(model: Net, x: torch.Tensor) -> object:
 
 def test_a_side_channel_into_glue_is_refused_by_the_name_of_its_block():
     with pytest.raises(PlanError) as caught:
-        reading_of(lambda: Net(torch.square, side_sum), X)
+        analyze_model(lambda: Net(torch.square, side_sum), X)
     said = str(caught.value)
     assert "bypasses the outputs of the block 'layers." in said
-    assert "it meets the glue between blocks" in said
+    assert "it reaches the glue between blocks" in said
     assert (
         "repair: pass that tensor as an argument, return it among the outputs, or declare a larger block"
         in said
@@ -65,7 +65,7 @@ def test_a_side_channel_from_block_to_block_is_refused():
     with pytest.raises(
         PlanError, match=r"bypasses the outputs of the block 'layers\.0': it reaches the block 'layers\.1'"
     ):
-        reading_of(lambda: Net(torch.square, lambda model, x: x, share=True), X)
+        analyze_model(lambda: Net(torch.square, lambda model, x: x, share=True), X)
 
 
 def test_the_repairs_work():
@@ -90,7 +90,7 @@ def test_gradients_taken_between_blocks_are_refused():
         PlanError,
         match=r"takes gradients itself \(grad\) between blocks(?s:.*)'\(model\)' is the whole model",
     ):
-        reading_of(lambda: Net(torch.detach, finish), X)
+        analyze_model(lambda: Net(torch.detach, finish), X)
     done = both_ways(lambda: Net(torch.detach, finish), X, blocks=["(model)"])
     assert done.error < 1e-14
 
@@ -108,16 +108,16 @@ def test_gradients_taken_inside_a_block_are_exact():
 
     done = both_ways(lambda: nn.Sequential(nn.Linear(6, 6), Force(), Force()), {"input": X["x"]})
     assert done.error < 1e-14
-    assert done.visits == ["0", "1", "2"]
+    assert done.block_calls == ["0", "1", "2"]
 
 
 def forward_of(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, GraphPieces]:
-    drive = ForwardDriver(dict(model.named_children()))
+    driver = ForwardDriver(dict(model.named_children()))
     try:
-        outputs, closing, passed = drive.forward(lambda visit: None, lambda: model(x))
+        outputs, final_call, forward_pass = driver.forward(lambda block_call: None, lambda: model(x))
     finally:
-        drive.detach()
-    return outputs, split_graph(passed, closing)
+        driver.detach()
+    return outputs, split_graph(forward_pass, final_call)
 
 
 def test_every_piece_knows_the_parameters_it_uses():

@@ -130,14 +130,14 @@ def rows() -> dict[str, torch.Tensor]:
     return {key: torch.randint(67, (4, 9), generator=thrown) for key in ("input_ids", "labels")}
 
 
-def planned(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy) -> Plan:
+def planned(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy) -> Plan:
     job = Job(
         ModelConfig("own"),
         DataConfig("random", sequence=9),
         TrainConfig(batch=4),
         OptimizerConfig("sgd", lr=0.1),
     )
-    return make_plan(reading, job, mesh, strategies, 1)
+    return make_plan(analyzed, job, mesh, strategies, 1)
 
 
 COPIES = DDP(axis="cp")
@@ -154,9 +154,9 @@ COPIES = DDP(axis="cp")
     ids=str,
 )
 def test_an_untracked_write_is_refused_where_the_tensor_is_kept(mesh: Mesh, strategies: tuple[Strategy, ...]):
-    reading = analyze(lambda: Masked(lambda mask: mask.data), rows())
+    analyzed = analyze(lambda: Masked(lambda mask: mask.data), rows())
     with pytest.raises(PlanError) as caught:
-        planned(reading, mesh, *strategies)
+        planned(analyzed, mesh, *strategies)
     assert (
         "glue writes by way of '.data' into an earlier input of a block (at test_inplace_writes.py:"
         in str(caught.value)
@@ -167,8 +167,8 @@ def test_an_untracked_write_is_refused_where_the_tensor_is_kept(mesh: Mesh, stra
 
 
 def test_where_nobody_keeps_it_that_is_as_on_one_device():
-    reading = analyze(lambda: Masked(lambda mask: mask.data), rows())
-    verdict = verify(reading, planned(reading, Mesh(dp_replicate=2), BatchSplit(), DDP()), [rows()])
+    analyzed = analyze(lambda: Masked(lambda mask: mask.data), rows())
+    verdict = verify(analyzed, planned(analyzed, Mesh(dp_replicate=2), BatchSplit(), DDP()), [rows()])
     assert verdict.passed, verdict
 
 
@@ -194,14 +194,14 @@ def handed_out() -> AnalyzedModel:
     ("mesh", "strategy"), [(Mesh(cp=3), RingAttention()), (Mesh(cp=4), HybridContextParallel())], ids=str
 )
 def test_of_memory_that_is_handed_out_ranks_keep_nothing(mesh: Mesh, strategy: Strategy):
-    reading = handed_out()
-    assert reading.sequence_info is not None
-    assert reading.sequence_info.has_untracked_writes
-    verdict = verify(reading, planned(reading, mesh, strategy, COPIES), [rows()])
+    analyzed = handed_out()
+    assert analyzed.sequence_info is not None
+    assert analyzed.sequence_info.has_untracked_writes
+    verdict = verify(analyzed, planned(analyzed, mesh, strategy, COPIES), [rows()])
     assert verdict.passed, verdict
 
 
 def test_a_mask_that_is_kept_all_the_same_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(block_trace, "UNTRACKED_ACCESS", frozenset())
-    reading = handed_out()
-    assert not verify(reading, planned(reading, Mesh(cp=3), RingAttention(), COPIES), [rows()]).passed
+    analyzed = handed_out()
+    assert not verify(analyzed, planned(analyzed, Mesh(cp=3), RingAttention(), COPIES), [rows()]).passed

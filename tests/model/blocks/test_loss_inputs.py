@@ -13,7 +13,7 @@ BATCH = {"x": torch.zeros(3, 4), "labels": torch.zeros(3, 2, dtype=torch.int64)}
 ROWS, SHARED, SPARE = torch.ones(3, 5), torch.ones(()), torch.ones(3, dtype=torch.bool)
 
 
-def judge(total: Any, *, whole_batch: bool = False) -> LossSpec:
+def loss_spec(total: Any, *, whole_batch: bool = False) -> LossSpec:
     return LossSpec(total, ("labels",), whole_batch)
 
 
@@ -23,7 +23,7 @@ def test_the_tensors_of_a_batch_are_batch_tensors_per_sample():
 
 def test_outputs_differ_by_being_per_sample_and_by_being_used():
     found = loss_inputs(
-        judge(lambda outputs, batch: outputs["a"].sum() * outputs["s"]),
+        loss_spec(lambda outputs, batch: outputs["a"].sum() * outputs["s"]),
         BATCH,
         {"a": ROWS, "s": SHARED, "m": SPARE},
     )
@@ -35,13 +35,16 @@ def test_outputs_differ_by_being_per_sample_and_by_being_used():
 
 
 def test_a_tensor_that_stands_twice_is_one_column():
-    assert len(loss_inputs(judge(lambda outputs, batch: outputs[0].sum()), BATCH, (ROWS, [ROWS]))) == 1
+    assert len(loss_inputs(loss_spec(lambda outputs, batch: outputs[0].sum()), BATCH, (ROWS, [ROWS]))) == 1
 
 
 def test_a_second_size_tells_a_dim_of_the_batch_from_another_of_the_same_length():
     three = torch.ones(3, 3)
     found = loss_inputs(
-        judge(lambda outputs, batch: outputs[0].sum()), BATCH, (three, three + 1), (torch.ones(5, 3), three)
+        loss_spec(lambda outputs, batch: outputs[0].sum()),
+        BATCH,
+        (three, three + 1),
+        (torch.ones(5, 3), three),
     )
     assert [(column.shape, column.per_sample) for column in found] == [((3,), True), ((3, 3), False)]
 
@@ -49,7 +52,7 @@ def test_a_second_size_tells_a_dim_of_the_batch_from_another_of_the_same_length(
 def test_a_loss_that_cannot_be_played_is_taken_to_use_all():
     assert all(
         column.used_by_loss
-        for column in loss_inputs(judge(lambda outputs, batch: outputs.nothing), BATCH, (ROWS, SHARED))
+        for column in loss_inputs(loss_spec(lambda outputs, batch: outputs.nothing), BATCH, (ROWS, SHARED))
     )
 
 
@@ -59,13 +62,13 @@ def test_only_a_loss_of_the_whole_batch_is_kept_from_the_inputs(whole_batch: boo
         return outputs[0].sum() + batch["x"].sum()
 
     if not whole_batch:
-        assert [column.used_by_loss for column in loss_inputs(judge(greedy), BATCH, (ROWS, SHARED))] == [
+        assert [column.used_by_loss for column in loss_inputs(loss_spec(greedy), BATCH, (ROWS, SHARED))] == [
             True,
             False,
         ]
         return
     with pytest.raises(PlanError, match="reads 'x', which is not among its targets"):
-        loss_inputs(judge(greedy, whole_batch=True), BATCH, (ROWS, SHARED))
+        loss_inputs(loss_spec(greedy, whole_batch=True), BATCH, (ROWS, SHARED))
 
 
 def test_the_wire_is_as_wide_as_the_parameters_and_knows_its_dtypes():

@@ -11,8 +11,8 @@ from tests.model.blocks.test_driver import X
 
 def inside_of(block, glue=None) -> dict[str, int]:
     chain = glue or (lambda model, x: model.head(model.layers[1](model.layers[0](x))))
-    reading = analyze(lambda: Chain(chain, block), X)
-    return dict(zip(reading.model_spec.block_calls, reading.model_spec.saved_numel, strict=True))
+    analyzed = analyze(lambda: Chain(chain, block), X)
+    return dict(zip(analyzed.model_spec.block_calls, analyzed.model_spec.saved_numel, strict=True))
 
 
 def test_what_a_block_takes_in_and_hands_on_and_its_weights_do_not_count():
@@ -57,6 +57,6 @@ def test_what_two_block_calls_save_was_made_by_neither():
 
 
 def test_a_module_without_blocks_is_one_block_call():
-    reading = analyze(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), {"input": X["x"]})
-    assert sum(reading.model_spec.saved_numel) >= 0
-    assert len(reading.model_spec.saved_numel) == len(reading.model_spec.block_calls)
+    analyzed = analyze(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), {"input": X["x"]})
+    assert sum(analyzed.model_spec.saved_numel) >= 0
+    assert len(analyzed.model_spec.saved_numel) == len(analyzed.model_spec.block_calls)

@@ -19,23 +19,25 @@ Gradients = dict[str, torch.Tensor | None]
 
 def gradients(model: nn.Module, *, halves: bool, lean: bool = False) -> tuple[Gradients, int]:
     """The gradients of all parameters, and the operations of the backward."""
-    drive = ForwardDriver({"embed": model.embed, "block": model.block, "head": model.head}, in_place=True)
+    driver = ForwardDriver({"embed": model.embed, "block": model.block, "head": model.head}, in_place=True)
     model.zero_grad()
     ids = torch.tensor([3, 1, 4, 1, 5, 9])
     try:
-        out, closing, passed = drive.forward(lambda visit: lean and visit == "block", lambda: model(ids))
+        out, final_call, forward_pass = driver.forward(
+            lambda block_call: lean and block_call == "block", lambda: model(ids)
+        )
     finally:
-        drive.detach()
+        driver.detach()
     with FlopCounterMode(display=False) as counted:
         backward_from((out * torch.arange(3.0, dtype=torch.float64)).square().sum(), 1.0)
-        backward(closing)
+        backward(final_call)
         owed = []
-        for visit in reversed(list(passed.block_calls.values())):
-            drive.recompute(visit)
+        for block_call in reversed(list(forward_pass.block_calls.values())):
+            driver.recompute(block_call)
             if halves:
-                owed.append(input_backward(visit))
+                owed.append(input_backward(block_call))
             else:
-                backward(visit)
+                backward(block_call)
         for each in owed:
             each.run()
     return {name: p.grad for name, p in model.named_parameters()}, counted.get_total_flops()
@@ -69,13 +71,15 @@ def test_a_block_that_is_run_again_has_halves_too():
 def started(block: str) -> tuple[nn.Module, set[str]]:
     """A model whose first halves have run, and the parameters that have a gradient by then."""
     model = made(block)
-    drive = ForwardDriver({"embed": model.embed, "block": model.block, "head": model.head}, in_place=True)
-    out, closing, passed = drive.forward(lambda visit: None, lambda: model(torch.tensor([3, 1, 4])))
-    drive.detach()
+    driver = ForwardDriver({"embed": model.embed, "block": model.block, "head": model.head}, in_place=True)
+    out, final_call, forward_pass = driver.forward(
+        lambda block_call: None, lambda: model(torch.tensor([3, 1, 4]))
+    )
+    driver.detach()
     backward_from(out.square().sum(), 1.0)
-    backward(closing)
-    for visit in reversed(list(passed.block_calls.values())):
-        input_backward(visit)
+    backward(final_call)
+    for block_call in reversed(list(forward_pass.block_calls.values())):
+        input_backward(block_call)
     return model, {name for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -96,23 +100,23 @@ def test_the_input_half_skips_weights_but_for_those_it_cannot_separate(block: st
 def under_way() -> tuple[nn.Module, BlockCall]:
     """A Llama of one layer, and the visit of that, to whose outputs gradients have come."""
     model = llama(num_hidden_layers=1).double()
-    drive = ForwardDriver({"layer": model.model.layers[0]})
-    out, closing, passed = drive.forward(
-        lambda visit: None, lambda: model(torch.arange(9)[None], use_cache=False)
+    driver = ForwardDriver({"layer": model.model.layers[0]})
+    out, final_call, forward_pass = driver.forward(
+        lambda block_call: None, lambda: model(torch.arange(9)[None], use_cache=False)
     )
-    drive.detach()
+    driver.detach()
     backward_from(out.logits.square().sum(), 1.0)
-    backward(closing)
-    return model, passed.block_calls["layer"]
+    backward(final_call)
+    return model, forward_pass.block_calls["layer"]
 
 
 def test_of_a_llama_each_half_has_half_of_the_products():
-    model, visit = under_way()
+    model, block_call = under_way()
     share = block_shares(ShardingPlan.one_device(Mesh(), known(num_hidden_layers=1).model_spec))[
         "model.layers.0"
     ]
     with FlopCounterMode(display=False) as first:
-        owed = input_backward(visit)
+        owed = input_backward(block_call)
     with FlopCounterMode(display=False) as second:
         owed.run()
     weights = sum(p.numel() for p in model.model.layers[0].parameters() if p.ndim == 2)
@@ -124,9 +128,9 @@ def test_of_a_llama_each_half_has_half_of_the_products():
 
 
 def test_between_the_halves_waits_what_the_plan_says():
-    space = ShardingPlan.one_device(Mesh(), known(num_hidden_layers=1).model_spec)
-    _, visit = under_way()
-    owed = input_backward(visit)
+    sharding = ShardingPlan.one_device(Mesh(), known(num_hidden_layers=1).model_spec)
+    _, block_call = under_way()
+    owed = input_backward(block_call)
     left = (
         gradient.untyped_storage()
         for _, left, _ in owed.frontiers
@@ -134,7 +138,7 @@ def test_between_the_halves_waits_what_the_plan_says():
         if gradient is not None
     )
     nbytes = {storage._cdata: storage.nbytes() for storage in left}
-    assert sum(nbytes.values()) == 8 * block_shares(space)["model.layers.0"].deferred_grad_numel
+    assert sum(nbytes.values()) == 8 * block_shares(sharding)["model.layers.0"].deferred_grad_numel
 
 
 def test_what_the_forward_kept_goes_with_the_second_half():
@@ -143,12 +147,14 @@ def test_what_the_forward_kept_goes_with_the_second_half():
     model.block.up.register_forward_hook(
         lambda module, given, out: kept.append(StorageWeakRef(out.untyped_storage()))
     )
-    drive = ForwardDriver({"block": model.block})
-    out, closing, passed = drive.forward(lambda visit: None, lambda: model(torch.tensor([3, 1, 4])))
-    drive.detach()
+    driver = ForwardDriver({"block": model.block})
+    out, final_call, forward_pass = driver.forward(
+        lambda block_call: None, lambda: model(torch.tensor([3, 1, 4]))
+    )
+    driver.detach()
     backward_from(out.square().sum(), 1.0)
-    backward(closing)
-    owed = input_backward(passed.block_calls["block"])
+    backward(final_call)
+    owed = input_backward(forward_pass.block_calls["block"])
     assert not kept[0].expired()
     owed.run()
     assert kept[0].expired()

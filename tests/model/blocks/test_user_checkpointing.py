@@ -41,9 +41,9 @@ def again(*, reentrant: bool) -> nn.Module:
 def test_what_backward_computes_again_is_as_wide_as_in_the_forward(
     mesh: Mesh, strategies: tuple[Strategy, ...], reentrant: bool
 ):
-    reading, plan = planned(again(reentrant=reentrant), mesh, strategies)
-    assert reading.model_spec.user_checkpointed_calls == LAYERS
-    verdict = verify(reading, plan, batches(2))
+    analyzed, plan = planned(again(reentrant=reentrant), mesh, strategies)
+    assert analyzed.model_spec.user_checkpointed_calls == LAYERS
+    verdict = verify(analyzed, plan, batches(2))
     assert verdict.passed, verdict
 
 
@@ -99,10 +99,10 @@ class Again(nn.Module):
 
 
 def test_a_block_that_runs_again_on_a_value_of_another_part_says_what_to_turn_off():
-    reading, plan = planned(Again(), Mesh(pp=2), (Pipeline(split_points=("layers.2",)),))
+    analyzed, plan = planned(Again(), Mesh(pp=2), (Pipeline(split_points=("layers.2",)),))
     said = r"the block 'layers\.2' takes in 'layers\.1', which comes from another part, and runs again"
     with pytest.raises(PlanError, match=said) as caught:
-        verify(reading, plan, batches(1))
+        verify(analyzed, plan, batches(1))
     assert "turn the model's own checkpointing off" in str(caught.value)
 
 

@@ -114,17 +114,17 @@ def test_code_from_a_repository_is_never_run(tmp_path: Path):
 def test_unknown_overrides_are_refused_together_with_the_nearest(tmp_path: Path):
     with pytest.raises(PlanError) as caught:
         config_factory(written(tmp_path, LLAMA), {"num_hiden_layers": 1, "vocab": 2, "use_cache": True})
-    faults = caught.value.diagnostics
-    assert [fault.location for fault in faults] == [
+    diagnostics = caught.value.diagnostics
+    assert [diagnostic.location for diagnostic in diagnostics] == [
         f"model.overrides.{name}" for name in ("num_hiden_layers", "vocab", "use_cache")
     ]
-    assert faults[0].fix == "did you mean 'num_hidden_layers'?"
+    assert diagnostics[0].fix == "did you mean 'num_hidden_layers'?"
 
 
 @pytest.mark.parametrize(
     ("config", "what", "fix"),
     [
-        ("{", "cannot be read as JSON", "repair the file"),
+        ("{", "cannot be read as JSON", "correct the file"),
         ("[]", "holds a list; a config is an object", "transformers config.json"),
         ({"hidden_size": 3}, "has no model_type", 'for example "llama"'),
         ({"model_type": "llamma"}, "the model type 'llamma' is not known", "did you mean 'llama'?"),

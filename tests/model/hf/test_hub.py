@@ -106,11 +106,13 @@ def test_settings_without_effect_are_refused(source: ModelConfig, words: str):
 
 @pytest.mark.parametrize("revision", ["", "main", COMMIT[:8]])
 def test_code_of_others_needs_a_commit(revision: str):
-    faults = list(ModelConfig("org/name", revision=revision, trust_remote_code=True).diagnostics())
-    assert [fault.location for fault in faults] == ["model.trust_remote_code"]
-    assert "40 hexadecimal digits" in faults[0].fix
+    diagnostics = list(ModelConfig("org/name", revision=revision, trust_remote_code=True).diagnostics())
+    assert [diagnostic.location for diagnostic in diagnostics] == ["model.trust_remote_code"]
+    assert "40 hexadecimal digits" in diagnostics[0].fix
     assert not list(ModelConfig("org/name", revision=COMMIT, trust_remote_code=True).diagnostics())
 
 
 def test_skip_without_weights_is_refused():
-    assert [fault.location for fault in ModelConfig("x.json", skip=("a",)).diagnostics()] == ["model.skip"]
+    assert [diagnostic.location for diagnostic in ModelConfig("x.json", skip=("a",)).diagnostics()] == [
+        "model.skip"
+    ]

@@ -58,7 +58,7 @@ def with_z(outputs: Any, batch: Any) -> torch.Tensor:
 def test_an_auxiliary_loss_reaches_the_routers_through_what_was_captured(family: str):
     done = driven(family, lambda outputs: outputs.logits.sin().sum() + 100 * outputs.aux_loss)
     assert done.error < 1e-14
-    assert done.reading.num_captured == {"router_logits": 2}
+    assert done.analyzed.num_captured == {"router_logits": 2}
     without = driven(family, lambda outputs: outputs.logits.sin().sum())
     router = next(name for name in done.gradients if "mlp.gate" in name)
     assert not torch.allclose(done.gradients[router], without.gradients[router])
@@ -81,9 +81,9 @@ def test_nothing_is_marked_when_nothing_is_captured():
 
 def verdict(total: Callable[[Any, Any], torch.Tensor], ranks: int, micro_batch: int = 0) -> bool:
     loss = Loss(total, USUAL.count)
-    reading = analyze(lambda: Model(build(), loss=loss), ROWS, loss=loss)
-    plan = make_plan(reading, tiny_job(6), Mesh(dp_replicate=ranks), micro_batch=micro_batch)
-    return verify(reading, plan, [ROWS, ROWS], loss=loss).passed
+    analyzed = analyze(lambda: Model(build(), loss=loss), ROWS, loss=loss)
+    plan = make_plan(analyzed, tiny_job(6), Mesh(dp_replicate=ranks), micro_batch=micro_batch)
+    return verify(analyzed, plan, [ROWS, ROWS], loss=loss).passed
 
 
 def test_a_sum_over_router_logits_trains_exactly_on_three_ranks():

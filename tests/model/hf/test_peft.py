@@ -52,14 +52,18 @@ STORES = ["whole", 1, 2, 3]
 
 
 def planned(
-    reading: AnalyzedModel, ranks: int, store: str | int, micro_batch: int = 0, **changes: object
+    analyzed: AnalyzedModel, ranks: int, store: str | int, micro_batch: int = 0, **changes: object
 ) -> Plan:
     """The plan over `ranks` ranks, with whole copies or with shards of that stage."""
     job = tiny_job(**changes)
     if store == "whole":
-        return make_plan(reading, job, Mesh(dp_replicate=ranks), micro_batch=micro_batch)
+        return make_plan(analyzed, job, Mesh(dp_replicate=ranks), micro_batch=micro_batch)
     return make_plan(
-        reading, job, Mesh(dp_shard=ranks), (BatchSplit(axis="dp_shard"), ZeRO(stage=int(store))), micro_batch
+        analyzed,
+        job,
+        Mesh(dp_shard=ranks),
+        (BatchSplit(axis="dp_shard"), ZeRO(stage=int(store))),
+        micro_batch,
     )
 
 
@@ -112,10 +116,10 @@ def test_the_base_is_what_is_left_without_the_adapters():
 
 
 def test_adapters_start_as_peft_starts_them():
-    print_ = defer_init(adapted(modules_to_save=["lm_head"]), 7)
-    for name, entry in print_.logical_params.items():
+    deferred = defer_init(adapted(modules_to_save=["lm_head"]), 7)
+    for name, entry in deferred.logical_params.items():
         assert entry.requires_grad == ("lora_" in name or "modules_to_save" in name), name
-        value = print_.initial_value(name)
+        value = deferred.initial_value(name)
         if "lora_B" in name:
             assert not value.any(), name
         elif "lora_A" in name:
@@ -123,22 +127,22 @@ def test_adapters_start_as_peft_starts_them():
             assert 0.8 * bound < value.abs().max() <= bound, name
     head = "base_model.model.lm_head"
     assert torch.equal(
-        print_.initial_value(f"{head}.original_module.weight"),
-        print_.initial_value(f"{head}.modules_to_save.default.weight"),
+        deferred.initial_value(f"{head}.original_module.weight"),
+        deferred.initial_value(f"{head}.modules_to_save.default.weight"),
     )
 
 
 def test_the_base_takes_stored_weights_and_the_adapters_the_seed(tmp_path: Path):
     theirs = stored_base(tmp_path).state_dict()
-    print_ = adapted_reading(weights=tmp_path, modules_to_save=["lm_head"]).deferred_init
-    _, names = unload_adapters(print_.instantiate())
+    deferred = adapted_reading(weights=tmp_path, modules_to_save=["lm_head"]).deferred_init
+    _, names = unload_adapters(deferred.instantiate())
     assert set(names.values()) >= set(theirs)
-    for name in print_.logical_params:
+    for name in deferred.logical_params:
         if name in names:
-            assert torch.equal(print_.initial_value(name), theirs[names[name]]), name
+            assert torch.equal(deferred.initial_value(name), theirs[names[name]]), name
         else:
             assert "lora_" in name
-    assert print_.pretrained_source is not None
+    assert deferred.pretrained_source is not None
 
 
 def test_adapters_that_start_from_values_of_the_base_are_refused_with_stored_weights(tmp_path: Path):
@@ -162,22 +166,22 @@ def test_weights_of_another_base_are_refused(tmp_path: Path):
     ("option", "ranks"), [("plain", 2), ("a trained copy of the head", 2), *((each, 3) for each in OPTIONS)]
 )
 def test_it_equals_one_device(option: str, ranks: int, store: str | int):
-    reading = adapted_reading(**OPTIONS[option])
-    plan = planned(reading, ranks, store, micro_batch=2)
+    analyzed = adapted_reading(**OPTIONS[option])
+    plan = planned(analyzed, ranks, store, micro_batch=2)
     assert static_checks(plan) == []
-    verdict = verdict_of(case_of(reading, plan), steps=2)
+    verdict = verdict_of(case_of(analyzed, plan), steps=2)
     assert verdict.passed, str(verdict)
 
 
 def test_ranks_on_paper_send_what_the_program_says():
-    reading = adapted_reading()
-    traced = trace(reading, planned(reading, 3, 3, precision=PrecisionConfig()))
+    analyzed = adapted_reading()
+    traced = trace(analyzed, planned(analyzed, 3, 3, precision=PrecisionConfig()))
     assert traced.passed, str(traced)
 
 
 def test_an_adapter_that_is_summed_on_one_rank_only_is_noticed():
-    reading = adapted_reading()
-    plan = planned(reading, 3, 3)
+    analyzed = adapted_reading()
+    plan = planned(analyzed, 3, 3)
     adapter = next(weight.name for weight in plan.model_spec.trainable if "lora_B" in weight.name)
 
     def apart(case, world):
@@ -185,31 +189,31 @@ def test_an_adapter_that_is_summed_on_one_rank_only_is_noticed():
             own = case.make_trained_module
 
             def spoiled():
-                subject = own()
-                subject.parameters[adapter].register_hook(lambda grad: grad * 1.01)
-                return subject
+                trained_module = own()
+                trained_module.parameters[adapter].register_hook(lambda grad: grad * 1.01)
+                return trained_module
 
             return replace(case, make_trained_module=spoiled)
         return case
 
-    verdict = verdict_of(case_of(reading, plan), steps=1, on_rank=apart)
+    verdict = verdict_of(case_of(analyzed, plan), steps=1, on_rank=apart)
     assert not verdict.passed
     assert verdict.first_difference.quantity in ("gradient", "grad norm")
 
 
 @pytest.mark.parametrize("store", STORES)
 def test_only_adapters_are_summed_stepped_and_given_gradients(store: str | int):
-    reading = adapted_reading()
-    plan = planned(reading, 3, store, optimizer=OptimizerConfig("adamw", lr=0.1))
+    analyzed = adapted_reading()
+    plan = planned(analyzed, 3, store, optimizer=OptimizerConfig("adamw", lr=0.1))
     trained = {weight.name for weight in plan.model_spec.trainable}
     assert all("lora_" in name for name in trained)
 
     def rank(world: World) -> tuple[set[str], set[str], set[str], dict[str, int]]:
-        player = player_of(reading, plan, world)
-        before = bits({name: value.clone() for name, value in player.gather_parameters().items()})
+        executor = player_of(analyzed, plan, world)
+        before = bits({name: value.clone() for name, value in executor.gather_parameters().items()})
         for _ in range(2):
-            player.step({key: value[4 * world.rank : 4 * world.rank + 4] for key, value in rows().items()})
-        after = bits(player.gather_parameters())
+            executor.step({key: value[4 * world.rank : 4 * world.rank + 4] for key, value in rows().items()})
+        after = bits(executor.gather_parameters())
         summed = {
             name
             for action in plan.program.actions("pp0")
@@ -218,15 +222,15 @@ def test_only_adapters_are_summed_stepped_and_given_gradients(store: str | int):
         }
         held = {
             name
-            for name, parameter in player.state.trained_module.parameters.items()
+            for name, parameter in executor.state.trained_module.parameters.items()
             if parameter.grad is not None
         }
-        player.close()
+        executor.close()
         return (
             {name for name in after if after[name] != before[name]},
             summed,
             held,
-            player.memory_by_category(),
+            executor.memory_by_category(),
         )
 
     reports = run_on_threads(rank, plan.mesh)
@@ -248,24 +252,24 @@ def test_only_adapters_are_summed_stepped_and_given_gradients(store: str | int):
 
 @pytest.mark.parametrize("store", ["whole", 3])
 def test_a_narrow_base_stays_narrow_under_wider_adapters(store: str | int):
-    reading = adapted_reading(config={"dtype": torch.bfloat16})
-    plan = planned(reading, 2, store, precision=PrecisionConfig())
-    alone = planned(reading, 1, "whole", precision=PrecisionConfig())
+    analyzed = adapted_reading(config={"dtype": torch.bfloat16})
+    plan = planned(analyzed, 2, store, precision=PrecisionConfig())
+    alone = planned(analyzed, 1, "whole", precision=PrecisionConfig())
     widths = {weight.trainable: weight.itemsize("float32") for weight in plan.model_spec.params}
     assert widths == {True: 4, False: 2}
 
     def losses(plan: Plan) -> Callable[[World], list[float]]:
         def rank(world: World) -> list[float]:
-            player = player_of(reading, plan, world)
+            executor = player_of(analyzed, plan, world)
             first = world.rank * plan.local_batch
             batch = {key: value[first : first + plan.local_batch] for key, value in rows().items()}
-            found = [player.step(batch).loss for _ in range(3)]
-            dtypes = {name: value.dtype for name, value in player.gather_parameters().items()}
+            found = [executor.step(batch).loss for _ in range(3)]
+            dtypes = {name: value.dtype for name, value in executor.gather_parameters().items()}
             assert all(
                 dtypes[w.name] == (torch.float32 if w.trainable else torch.bfloat16)
                 for w in plan.model_spec.params
             )
-            assert player.memory_by_category()["parameters"] == state_bytes(plan, world.rank).parameters
+            assert executor.memory_by_category()["parameters"] == state_bytes(plan, world.rank).parameters
             return found
 
         return rank

@@ -24,7 +24,7 @@ def only(module: nn.Module, parameter: nn.Parameter) -> nn.Module:
 
 
 def assert_alike(found: nn.Module, ordinary: nn.Module):
-    """Shapes, constants, zeros and buffers equal; random parameters alike in mean and std (6 standard errors)."""
+    """Shapes, constants, zeros and buffers equal; random ones alike in mean and std (6 standard errors)."""
     expected = dict(ordinary.named_parameters())
     assert list(dict(found.named_parameters())) == list(expected)
     for name, value in found.named_parameters():

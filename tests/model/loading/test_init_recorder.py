@@ -201,7 +201,7 @@ def test_what_cannot_be_replayed_is_refused_by_name(build: Callable[[], nn.Modul
 def test_all_parameters_that_are_never_initialised_are_reported_together():
     with pytest.raises(PlanError) as caught:
         defer_init(lambda: nn.ParameterList(nn.Parameter(torch.empty(2)) for _ in range(3)), 0)
-    assert [fault.location for fault in caught.value.diagnostics] == ["0", "1", "2"]
+    assert [diagnostic.location for diagnostic in caught.value.diagnostics] == ["0", "1", "2"]
 
 
 def test_a_parameter_larger_than_any_memory_is_constructed():

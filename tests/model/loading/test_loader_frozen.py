@@ -47,18 +47,18 @@ def test_a_tied_parameter_is_frozen_under_any_of_its_names(tmp_path):
 def test_patterns_that_match_nothing_are_refused_one_by_one(tmp_path):
     with pytest.raises(PlanError) as caught:
         trained(tmp_path, ["embed.*", "hed.weight", "nothing.*"])
-    faults = caught.value.diagnostics
-    assert [fault.location for fault in faults] == ["model.frozen"] * 2
-    assert faults[0].problem == "'hed.weight' matches no parameter of the model"
-    assert faults[0].fix.startswith("did you mean 'head.weight'?")
-    assert "'module.*' matches all parameters of a module" in faults[1].fix
+    diagnostics = caught.value.diagnostics
+    assert [diagnostic.location for diagnostic in diagnostics] == ["model.frozen"] * 2
+    assert diagnostics[0].problem == "'hed.weight' matches no parameter of the model"
+    assert diagnostics[0].fix.startswith("did you mean 'head.weight'?")
+    assert "'module.*' matches all parameters of a module" in diagnostics[1].fix
 
 
 def test_a_model_that_is_frozen_whole_is_refused():
     loaded = load_factory(Tiny, 0, "tiny", frozen=("*",))
-    reading = analyze(loaded, rows(2), ("labels",))
+    analyzed = analyze(loaded, rows(2), ("labels",))
     with pytest.raises(PlanError, match=r"none of the \d+ parameters of tiny is trained"):
-        plan_of(reading, 1)
+        plan_of(analyzed, 1)
 
 
 class Adapted(nn.Module):
@@ -85,33 +85,33 @@ def adapted() -> nn.Module:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_model_with_frozen_parts_equals_one_device(ranks: int):
-    for reading in (
+    for analyzed in (
         analyze(load_factory(Tiny, 0, "tiny", frozen=("embed.*", "layers.1.*")), rows(2), ("labels",)),
         analyze(load_factory(adapted, 0, "adapted"), rows(2), ("labels",)),
     ):
-        verdict = verdict_of(case_of(reading, plan_of(reading, ranks)))
+        verdict = verdict_of(case_of(analyzed, plan_of(analyzed, ranks)))
         assert verdict.passed, verdict
 
 
 def test_only_adapters_are_trained_sent_and_kept_in_the_optimizer():
-    reading = analyze(load_factory(adapted, 0, "adapted"), rows(2), ("labels",))
+    analyzed = analyze(load_factory(adapted, 0, "adapted"), rows(2), ("labels",))
     names = [f"layers.{i}.linear.{part}" for i in range(3) for part in ("down", "up")]
-    assert sorted(weight.name for weight in reading.model_spec.trainable) == names
-    plan = plan_of(reading, 3, job=tiny_job(optimizer=OptimizerConfig("adamw", lr=0.1)))
-    numel = sum(weight.numel for weight in reading.model_spec.trainable)
+    assert sorted(weight.name for weight in analyzed.model_spec.trainable) == names
+    plan = plan_of(analyzed, 3, job=tiny_job(optimizer=OptimizerConfig("adamw", lr=0.1)))
+    numel = sum(weight.numel for weight in analyzed.model_spec.trainable)
 
     def rank(world: World) -> tuple[set[str], set[str], float]:
-        player = player_of(reading, plan, world)
-        before = bits({name: p.clone() for name, p in player.state.trained_module.parameters.items()})
+        executor = player_of(analyzed, plan, world)
+        before = bits({name: p.clone() for name, p in executor.state.trained_module.parameters.items()})
         world.ledger.is_recording = True
         for _ in range(2):
-            player.step(part(rows(), 4 * world.rank, 4 * world.rank + 4))
-        after = bits(player.state.trained_module.parameters)
+            executor.step(part(rows(), 4 * world.rank, 4 * world.rank + 4))
+        after = bits(executor.state.trained_module.parameters)
         moved = {name for name in after if after[name] != before[name]}
         moments = {
-            name.rpartition("/")[2] for name in player.state_dict() if name.startswith("optimizer/exp_avg/")
+            name.rpartition("/")[2] for name in executor.state_dict() if name.startswith("optimizer/exp_avg/")
         }
-        player.close()
+        executor.close()
         sent = sum(entry.nbytes for entry in world.ledger.entries if entry.action.startswith("REDUCE"))
         return moved, moments, sent
 
@@ -122,8 +122,8 @@ def test_only_adapters_are_trained_sent_and_kept_in_the_optimizer():
 
 
 def test_a_frozen_model_s_plan_has_another_hash():
-    reading = reading_of()
-    plan = plan_of(reading, 1)
+    analyzed = reading_of()
+    plan = plan_of(analyzed, 1)
     other = replace(plan.job, model=replace(plan.job.model, frozen=("embed.*",)))
     assert replace(plan, job=other).hash != plan.hash
     assert plan.mesh == Mesh()

@@ -42,10 +42,10 @@ def test_what_transformers_wrote_gives_its_logits(tmp_path: Path, family: str):
 
 def test_values_are_stored_ones_and_not_those_of_the_seed(tmp_path: Path):
     theirs = published(tmp_path)
-    print_ = taken_up(tmp_path).deferred_init
-    assert torch.equal(print_.initial_value("lm_head.weight"), theirs.lm_head.weight)
+    deferred = taken_up(tmp_path).deferred_init
+    assert torch.equal(deferred.initial_value("lm_head.weight"), theirs.lm_head.weight)
     assert torch.equal(
-        print_.initial_value("lm_head.weight", torch.bfloat16), theirs.lm_head.weight.bfloat16()
+        deferred.initial_value("lm_head.weight", torch.bfloat16), theirs.lm_head.weight.bfloat16()
     )
 
 
@@ -160,18 +160,18 @@ def test_what_is_skipped_starts_from_the_seed_or_stays_unread(tmp_path: Path):
         tmp_path,
         lambda tensors: tensors.update({"spare.weight": torch.ones(2)}) or tensors.pop("lm_head.weight"),
     )
-    print_ = taken_up(tmp_path, skip=("lm_head.*", "spare.*")).deferred_init
-    assert print_.initial_value("lm_head.weight").std().item() == pytest.approx(0.02, rel=0.3)
-    assert not torch.equal(print_.initial_value("lm_head.weight"), theirs.lm_head.weight)
-    assert torch.equal(print_.initial_value("model.norm.weight"), theirs.model.norm.weight)
+    deferred = taken_up(tmp_path, skip=("lm_head.*", "spare.*")).deferred_init
+    assert deferred.initial_value("lm_head.weight").std().item() == pytest.approx(0.02, rel=0.3)
+    assert not torch.equal(deferred.initial_value("lm_head.weight"), theirs.lm_head.weight)
+    assert torch.equal(deferred.initial_value("model.norm.weight"), theirs.model.norm.weight)
 
 
 def test_skip_forgives_another_shape(tmp_path: Path):
     published(tmp_path)
-    print_ = taken_up(
+    deferred = taken_up(
         tmp_path, overrides={"vocab_size": 44}, skip=("lm_head.*", "model.embed_tokens.*")
     ).deferred_init
-    assert print_.initial_value("lm_head.weight").shape == (44, 16)
+    assert deferred.initial_value("lm_head.weight").shape == (44, 16)
 
 
 def test_a_module_of_anybody_takes_weights_under_its_own_names(tmp_path: Path):

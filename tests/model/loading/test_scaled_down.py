@@ -87,10 +87,10 @@ def test_the_copy_has_two_layers_runs_and_is_small(architecture: str, tmp_path: 
     example = {"input_ids": ids, "labels": ids}
     if "Conditional" in architecture:
         example["decoder_input_ids"] = ids[:, :7]
-    anatomy = analyze(load_model(job.model, 0), example, ("labels",)).model_spec
-    layers = [visit for visit in anatomy.block_calls if visit.split(".")[-1].isdigit()]
+    model_spec = analyze(load_model(job.model, 0), example, ("labels",)).model_spec
+    layers = [block_call for block_call in model_spec.block_calls if block_call.split(".")[-1].isdigit()]
     assert len(layers) == (4 if "Conditional" in architecture else 2)
-    assert anatomy.numel < 500_000
+    assert model_spec.numel < 500_000
 
 
 def test_what_groups_heads_and_what_the_user_set_stay(tmp_path: Path):

@@ -18,21 +18,21 @@ from meshwright.plan.job.errors import PlanError
 F64 = torch.float64
 
 
-def learnt(forward: Callable[[int], object], *batches: int) -> DrawSites:
+def trial_sites(forward: Callable[[int], object], *batches: int) -> DrawSites:
     """The sites of `forward(batch)`, from one trial per batch size."""
-    dice = StatelessRNG(0)
+    stateless_rng = StatelessRNG(0)
     for batch in batches or (7,):
-        with record_draw_sites(dice, batch):
+        with record_draw_sites(stateless_rng, batch):
             forward(batch)
-    return dice.sites
+    return stateless_rng.sites
 
 
 def run(
     sites: DrawSites, ids: torch.Tensor, forward: Callable[[], torch.Tensor], step: int = 0
 ) -> torch.Tensor:
-    dice = StatelessRNG(0, sites)
-    dice.begin_forward(step, ids)
-    with StatelessDropout(dice):
+    stateless_rng = StatelessRNG(0, sites)
+    stateless_rng.begin_forward(step, ids)
+    with StatelessDropout(stateless_rng):
         return forward()
 
 
@@ -123,9 +123,9 @@ def test_attention_drops_probabilities_by_the_mask_of_their_site():
     q, k = (torch.randn(2, 3, 5, 5, dtype=F64) for _ in range(2))
     eye = torch.eye(5, dtype=F64).expand(2, 3, 5, 5)
     dropped = run(on("/0"), torch.arange(2), lambda: F.scaled_dot_product_attention(q, k, eye, dropout_p=0.5))
-    dice = StatelessRNG(0, on("/0"))
-    dice.begin_forward(0, torch.arange(2))
-    mask = dice.keep_mask((2, 3, 5, 5), 0.5, q.device)
+    stateless_rng = StatelessRNG(0, on("/0"))
+    stateless_rng.begin_forward(0, torch.arange(2))
+    mask = stateless_rng.keep_mask((2, 3, 5, 5), 0.5, q.device)
     plain = (q @ k.transpose(-2, -1) / math.sqrt(5)).softmax(-1)
     assert torch.allclose(dropped, plain * mask * 2, rtol=1e-12)
 
@@ -165,7 +165,7 @@ def test_a_transformer_of_torch_is_the_same_however_the_batch_is_divided(
     model, dim = Layers(batch_first).train(), 0 if batch_first else 1
     x = torch.randn((6, 5, 8) if batch_first else (5, 6, 8), dtype=F64)
     ids = torch.tensor([4, 5, 6, 17, 18, 19])
-    sites = learnt(lambda batch: model(x.narrow(dim, 0, 1).repeat_interleave(batch, dim)), 7, 11)
+    sites = trial_sites(lambda batch: model(x.narrow(dim, 0, 1).repeat_interleave(batch, dim)), 7, 11)
     assert len(sites.layouts) == 2 * 4
     whole = run(sites, ids, lambda: model(x))
     pieces = [
@@ -192,7 +192,7 @@ def test_gpt2_has_the_same_loss_and_gradients_in_one_batch_and_in_two(attention:
         .train()
     )
     tokens, ids = torch.randint(0, 40, (4, 9)), torch.tensor([10, 11, 30, 31])
-    sites = learnt(lambda batch: model(input_ids=tokens[:1].expand(batch, -1)))
+    sites = trial_sites(lambda batch: model(input_ids=tokens[:1].expand(batch, -1)))
     assert len(sites.layouts) == 1 + 2 * 3
     assert set(map(sites.layout, sites.layouts)) == {"dim0"}
 
@@ -222,7 +222,7 @@ def test_sdpa_and_eager_attention_drop_the_same_probabilities():
     tokens, logits = torch.randint(0, 40, (3, 9)), []
     for attention in ("eager", "sdpa"):
         model.set_attn_implementation(attention)
-        sites = learnt(lambda batch: model(input_ids=tokens[:1].expand(batch, -1)))
+        sites = trial_sites(lambda batch: model(input_ids=tokens[:1].expand(batch, -1)))
         logits.append(run(sites, torch.arange(3), lambda: model(input_ids=tokens).logits))
     assert torch.allclose(*logits, rtol=1e-10, atol=1e-12)
 
@@ -238,7 +238,7 @@ def test_bart_trains_although_it_rolls_for_layer_drop():
     def forward(rows: torch.Tensor) -> torch.Tensor:
         return model(input_ids=rows, decoder_input_ids=rows).logits
 
-    sites = learnt(lambda batch: forward(tokens[:1].expand(batch, -1)))
+    sites = trial_sites(lambda batch: forward(tokens[:1].expand(batch, -1)))
     whole = run(sites, torch.arange(4), lambda: forward(tokens))
     halves = [run(sites, torch.arange(i, i + 2), lambda i=i: forward(tokens[i : i + 2])) for i in (0, 2)]
     assert torch.allclose(torch.cat(halves), whole, rtol=1e-11, atol=1e-12)
@@ -249,7 +249,7 @@ def test_stochastic_depth_draws_one_number_per_sample():
         return x * (0.5 + torch.rand((len(x), 1, 1), dtype=x.dtype, device=x.device)).floor()
 
     x = torch.ones(8, 2, 3)
-    sites = learnt(lambda batch: forward(torch.ones(batch, 2, 3)))
+    sites = trial_sites(lambda batch: forward(torch.ones(batch, 2, 3)))
     whole = run(sites, torch.arange(8), lambda: forward(x))
     ones = torch.cat([run(sites, torch.tensor([i]), lambda i=i: forward(x[i : i + 1])) for i in range(8)])
     assert torch.equal(whole, ones)
@@ -258,9 +258,9 @@ def test_stochastic_depth_draws_one_number_per_sample():
 
 def test_rand_takes_its_arguments_as_torch_does():
     sites = DrawSites({f"/{i}": ("shared",) for i in range(4)})
-    dice = StatelessRNG(0, sites)
-    dice.begin_forward(0, torch.arange(1))
-    with StatelessDropout(dice):
+    stateless_rng = StatelessRNG(0, sites)
+    stateless_rng.begin_forward(0, torch.arange(1))
+    with StatelessDropout(stateless_rng):
         found = [
             torch.rand(2, 3),
             torch.rand([]),
@@ -273,18 +273,18 @@ def test_rand_takes_its_arguments_as_torch_does():
 
 def test_a_trial_on_fake_tensors_learns_the_same_sites():
     model = transformers.GPT2LMHeadModel(copy.deepcopy(GPT2)).train()
-    real = learnt(lambda batch: model(input_ids=torch.zeros(batch, 9, dtype=torch.int64)))
+    real = trial_sites(lambda batch: model(input_ids=torch.zeros(batch, 9, dtype=torch.int64)))
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fake = learnt(lambda batch: model(input_ids=torch.zeros(batch, 9, dtype=torch.int64)))
+        fake = trial_sites(lambda batch: model(input_ids=torch.zeros(batch, 9, dtype=torch.int64)))
     assert fake == real
 
 
 def test_a_trial_keeps_everything_and_ends():
-    dice, x = StatelessRNG(0), torch.randn(7, 3)
-    with record_draw_sites(dice, 7):
+    stateless_rng, x = StatelessRNG(0), torch.randn(7, 3)
+    with record_draw_sites(stateless_rng, 7):
         assert torch.equal(F.dropout(x, 0.5), x * 2)
-    dice.begin_forward(0, torch.arange(7))
-    with StatelessDropout(dice):
+    stateless_rng.begin_forward(0, torch.arange(7))
+    with StatelessDropout(stateless_rng):
         assert (F.dropout(x, 0.5) == 0).any()
 
 
@@ -311,24 +311,24 @@ X = torch.rand(3, 4, 8)
     ],
 )
 def test_other_randomness_is_refused_by_name_with_the_repair(draw: Callable[[], object], name: str, fix: str):
-    dice = StatelessRNG(0)
-    dice.enter_block("layers.2")
-    with pytest.raises(PlanError) as caught, StatelessDropout(dice):
+    stateless_rng = StatelessRNG(0)
+    stateless_rng.enter_block("layers.2")
+    with pytest.raises(PlanError) as caught, StatelessDropout(stateless_rng):
         draw()
-    fault = caught.value.diagnostics[0]
-    assert fault.problem.startswith(f"{name} draws random numbers in training")
-    assert fix in fault.fix
-    assert fault.location == "layers.2"
+    diagnostic = caught.value.diagnostics[0]
+    assert diagnostic.problem.startswith(f"{name} draws random numbers in training")
+    assert fix in diagnostic.fix
+    assert diagnostic.location == "layers.2"
 
 
 def test_randomness_below_the_functions_of_torch_is_found_by_the_trial():
     model = nn.LSTM(4, 4, num_layers=2, dropout=0.5).train()
     with pytest.raises(PlanError, match="draws random numbers in training"):
-        learnt(lambda batch: model(torch.ones(3, batch, 4)))
+        trial_sites(lambda batch: model(torch.ones(3, batch, 4)))
     with pytest.raises(PlanError, match="draws random numbers in training"):
-        learnt(lambda batch: nn.FractionalMaxPool2d(2, output_size=2)(torch.ones(batch, 3, 8, 8)))
+        trial_sites(lambda batch: nn.FractionalMaxPool2d(2, output_size=2)(torch.ones(batch, 3, 8, 8)))
 
 
 def test_fused_attention_without_dropout_passes_the_trial():
     q = torch.randn(7, 2, 5, 8)
-    assert not learnt(lambda batch: F.scaled_dot_product_attention(q, q, q)).layouts
+    assert not trial_sites(lambda batch: F.scaled_dot_product_attention(q, q, q)).layouts

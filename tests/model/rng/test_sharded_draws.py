@@ -11,7 +11,9 @@ from meshwright.plan.model_spec.dim_split import DimSplit
 CPU = torch.device("cpu")
 
 
-def dice(sites: DrawSites, rows: list[int], divisions: tuple[DrawSharding, ...] = ()) -> StatelessRNG:
+def stateless_rng(
+    sites: DrawSites, rows: list[int], divisions: tuple[DrawSharding, ...] = ()
+) -> StatelessRNG:
     found = StatelessRNG(7, sites)
     found.set_shardings({"block/0": divisions})
     found.begin_forward(3, torch.tensor(rows))
@@ -19,7 +21,7 @@ def dice(sites: DrawSites, rows: list[int], divisions: tuple[DrawSharding, ...] 
     return found
 
 
-def learnt(*shape: int) -> DrawSites:
+def trial_sites(*shape: int) -> DrawSites:
     """What a trial on 5 samples finds of a site that draws that shape."""
     sites = DrawSites()
     for batch in (5, 3):
@@ -34,34 +36,36 @@ WHOLE = {"heads": (5, 6, 4, 4), "features": (5, 4, 24), "second": (4, 5, 24), "s
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", WHOLE)
 def test_slices_put_together_are_the_whole(kind: str, ranks: int):
-    sites, rows = learnt(*WHOLE[kind]), [4, 0, 9]
+    sites, rows = trial_sites(*WHOLE[kind]), [4, 0, 9]
     shape = [3 if size == 5 else size for size in WHOLE[kind]]
     dim = {"heads": 1, "shared": 0}.get(kind, 2)
-    whole = dice(sites, rows).keep_mask(shape, 0.5, CPU)
+    whole = stateless_rng(sites, rows).keep_mask(shape, 0.5, CPU)
     parts = []
     for index in range(ranks):
         local = [*shape[:dim], DimSplit(0, 3, (shape[dim],)).size(index, ranks), *shape[dim + 1 :]]
         parts.append(
-            dice(sites, rows, (DrawSharding(ranks, index, dim_split=HEADS),)).keep_mask(local, 0.5, CPU)
+            stateless_rng(sites, rows, (DrawSharding(ranks, index, dim_split=HEADS),)).keep_mask(
+                local, 0.5, CPU
+            )
         )
     assert torch.equal(torch.cat(parts, dim), whole)
 
 
 @pytest.mark.parametrize("dim", [-1, -2])
 def test_a_slice_of_the_residual_stream_is_known_by_its_dim(dim: int):
-    sites = learnt(5, 8, 8)
-    whole = dice(sites, [1, 2]).uniform((2, 8, 8), torch.float64, CPU)
+    sites = trial_sites(5, 8, 8)
+    whole = stateless_rng(sites, [1, 2]).uniform((2, 8, 8), torch.float64, CPU)
     local = [2, 8, 8]
     local[dim] = 4
-    part = dice(sites, [1, 2], (DrawSharding(2, 1, dim),)).uniform(local, torch.float64, CPU)
+    part = stateless_rng(sites, [1, 2], (DrawSharding(2, 1, dim),)).uniform(local, torch.float64, CPU)
     assert torch.equal(part, whole.narrow(dim, 4, 4))
 
 
 def test_what_is_whole_on_every_rank_is_drawn_whole():
-    sites = learnt(5, 1, 1)
-    mine = dice(sites, [1, 2], (DrawSharding(2, 1, dim_split=HEADS), DrawSharding(2, 1, -2)))
+    sites = trial_sites(5, 1, 1)
+    mine = stateless_rng(sites, [1, 2], (DrawSharding(2, 1, dim_split=HEADS), DrawSharding(2, 1, -2)))
     assert torch.equal(
-        mine.keep_mask((2, 1, 1), 0.5, CPU), dice(sites, [1, 2]).keep_mask((2, 1, 1), 0.5, CPU)
+        mine.keep_mask((2, 1, 1), 0.5, CPU), stateless_rng(sites, [1, 2]).keep_mask((2, 1, 1), 0.5, CPU)
     )
 
 

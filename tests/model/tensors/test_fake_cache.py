@@ -64,8 +64,8 @@ def test_a_trial_leaves_no_fakes_behind():
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pp=2)], ids=str)
 def test_a_model_that_remembers_tables_equals_one_device(mesh: Mesh):
-    reading, plan = planned(Tabled(), mesh, (Pipeline(),) if mesh.pp > 1 else ())
-    verdict = verify(reading, plan, batches(2))
+    analyzed, plan = planned(Tabled(), mesh, (Pipeline(),) if mesh.pp > 1 else ())
+    verdict = verify(analyzed, plan, batches(2))
     assert verdict.passed, verdict
 
 
@@ -89,8 +89,8 @@ class Within(nn.Module):
 
 
 def test_a_table_in_a_cache_that_all_layers_use_allows_every_stage_boundary():
-    reading, plan = planned(Within(), Mesh(pp=2), (Pipeline(split_points=("layers.2",)),))
-    verdict = verify(reading, plan, batches(2))
+    analyzed, plan = planned(Within(), Mesh(pp=2), (Pipeline(split_points=("layers.2",)),))
+    verdict = verify(analyzed, plan, batches(2))
     assert verdict.passed, verdict
 
 

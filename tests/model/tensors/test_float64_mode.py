@@ -7,7 +7,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.model.tensors.float64_mode import Float64Mode, in_float64, run_in_float64
-from tests.model.block_backward import reading_of
+from tests.model.block_backward import analyze_model
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
 
@@ -60,15 +60,15 @@ def test_no_digit_is_lost_on_the_way():
 
 
 def test_a_module_made_in_float64_computes_in_it_and_one_in_float32_as_written():
-    reading = reading_of(Casting, {"x": X.float()})
-    wide, _, _ = reading.make_module("cpu", torch.float64)
+    analyzed = analyze_model(Casting, {"x": X.float()})
+    wide, _, _ = analyzed.make_module("cpu", torch.float64)
     assert wide(X).dtype == torch.float64
     assert torch.equal(wide(X), wide.linear(X))
-    assert reading.make_module("cpu", torch.float32)[0](X.float()).dtype == torch.float32
+    assert analyzed.make_module("cpu", torch.float32)[0](X.float()).dtype == torch.float32
     with FakeTensorMode(
         allow_non_fake_inputs=True
     ) as mode:  # as when it is learnt what crosses between parts
-        assert reading.make_module("cpu", torch.float64, mode)[0](mode.from_tensor(X)).dtype == torch.float64
+        assert analyzed.make_module("cpu", torch.float64, mode)[0](mode.from_tensor(X)).dtype == torch.float64
 
 
 def test_a_widened_module_takes_what_it_took():

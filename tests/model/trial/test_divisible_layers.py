@@ -27,9 +27,9 @@ class Block(nn.Module):
         return x + self.odd(x).mean()
 
 
-def weights(**sockets: str) -> dict[str, ParamSpec]:
+def weights(**layer_roles: str) -> dict[str, ParamSpec]:
     tokens = torch.zeros(2, 5, dtype=torch.long)
-    roles = {f"layers.*.{name}": role for name, role in sockets.items()}
+    roles = {f"layers.*.{name}": role for name, role in layer_roles.items()}
     return {
         w.name: w
         for w in analyze(

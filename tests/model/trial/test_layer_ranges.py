@@ -50,10 +50,10 @@ def test_a_pair_has_its_products_and_what_lies_between():
 
 
 def test_attention_between_heads_belongs_to_its_pair():
-    reading, _ = planned(llama(), Mesh())
-    layer = [call for call in reading.model_spec.layer_calls if call.block_call == "model.layers.0"]
-    at = reading.model_spec.block_calls.index("model.layers.0")
-    assert sum(call.flops for call in layer) == reading.model_spec.flops[at]
+    analyzed, _ = planned(llama(), Mesh())
+    layer = [call for call in analyzed.model_spec.layer_calls if call.block_call == "model.layers.0"]
+    at = analyzed.model_spec.block_calls.index("model.layers.0")
+    assert sum(call.flops for call in layer) == analyzed.model_spec.flops[at]
     width, attended = SIZES["hidden_size"], next(call for call in layer if call.name.endswith("o_proj"))
     assert attended.flops == TOKENS * 2 * width * width + 2 * 2 * TOKENS * TOKENS * width
     assert batches(1)[0]["input_ids"].shape == (ROWS, TOKENS)

@@ -102,11 +102,11 @@ def test_only_the_open_section_is_written():
 
 
 def test_a_trial_of_a_model_sees_as_many_operations_as_are_counted():
-    anatomy = known().model_spec
+    model_spec = known().model_spec
     works = known().measure_memory(torch.float32, torch.float32).ops
-    assert [done.block_call for done in works.block_calls] == list(anatomy.block_calls)
-    for visit, flops in zip(anatomy.block_calls, anatomy.flops, strict=True):
-        done = works.by_block_call[visit]
+    assert [done.block_call for done in works.block_calls] == list(model_spec.block_calls)
+    for block_call, flops in zip(model_spec.block_calls, model_spec.flops, strict=True):
+        done = works.by_block_call[block_call]
         assert done.forward.flops(4) == 4 * flops
         pairs = sum(each.flops(4) for each in done.forward.attention)
         assert (

@@ -17,7 +17,7 @@ from meshwright.model.trial.trial import (
     param_block_calls,
     run_trial,
 )
-from tests.model.block_backward import reading_of
+from tests.model.block_backward import analyze_model
 
 X = torch.linspace(-1, 1, PROBE_BATCH * 6).view(PROBE_BATCH, 6)
 
@@ -38,17 +38,17 @@ def test_operations_and_the_stream_of_a_llama_are_those_counted_by_hand():
         num_key_value_heads=kv_heads,
         use_cache=False,
     )
-    anatomy = reading_of(
+    model_spec = analyze_model(
         lambda: LlamaForCausalLM(config), {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
     ).model_spec
     head = width // heads
     projections = 2 * tokens * width * (heads * head + 2 * kv_heads * head + width)
     attention = 2 * 2 * heads * tokens * tokens * head
     layer = projections + attention + 2 * tokens * 3 * width * inner
-    assert anatomy.flops == (0, layer, layer, 0, 2 * tokens * width * vocabulary)
-    assert anatomy.output_numel == (tokens * width,) * 4 + (tokens * vocabulary,)
+    assert model_spec.flops == (0, layer, layer, 0, 2 * tokens * width * vocabulary)
+    assert model_spec.output_numel == (tokens * width,) * 4 + (tokens * vocabulary,)
     layer_numel = width * (heads * head + 2 * kv_heads * head + width) + 3 * width * inner + 2 * width
-    assert anatomy.numel == 2 * layer_numel + width + 2 * vocabulary * width
+    assert model_spec.numel == 2 * layer_numel + width + 2 * vocabulary * width
 
 
 def test_block_calls_are_announced_in_order_after_an_empty_one():
@@ -94,11 +94,15 @@ def test_the_users_of_every_parameter_are_read_off_the_graph():
 
 
 def test_the_block_calls_of_a_parameter_are_those_that_contain_or_use_it():
-    visits = ("embed", "layer", "layer#2", "head")
-    assert param_block_calls(["layer"], set(), visits) == ("layer", "layer#2")
-    assert param_block_calls(["head"], {"embed"}, visits) == ("embed", "head")
-    assert param_block_calls(["head"], {"(root)"}, visits) == ("head", "(root)")
-    assert param_block_calls([], set(), visits) == param_block_calls(["other"], set(), visits) == ("(root)",)
+    block_calls = ("embed", "layer", "layer#2", "head")
+    assert param_block_calls(["layer"], set(), block_calls) == ("layer", "layer#2")
+    assert param_block_calls(["head"], {"embed"}, block_calls) == ("embed", "head")
+    assert param_block_calls(["head"], {"(root)"}, block_calls) == ("head", "(root)")
+    assert (
+        param_block_calls([], set(), block_calls)
+        == param_block_calls(["other"], set(), block_calls)
+        == ("(root)",)
+    )
 
 
 def test_buffers_that_the_forward_writes_are_named():
@@ -179,5 +183,5 @@ def test_a_position_table_called_with_a_shape_is_no_layer_use():
                 x = layer(x)
             return x
 
-    anatomy = reading_of(Placed, {"x": X}).model_spec
-    assert anatomy.block_calls == ("positions", "layers.0", "layers.1")
+    model_spec = analyze_model(Placed, {"x": X}).model_spec
+    assert model_spec.block_calls == ("positions", "layers.0", "layers.1")

@@ -258,9 +258,9 @@ def test_a_gradient_handed_to_the_wrong_rank_is_noticed(
         ),
         (
             "REDUCE(head.weight)",
-            "the gradient of head.weight stays a pending sum over dp_replicate: no reduce moves it",
+            "the gradient of head.weight stays a partial sum over dp_replicate: no reduce moves it",
         ),
-        ("GATHER(output0)", "LOSS(0) needs all rows of output0 and waits for no GATHER of them"),
+        ("GATHER(output0)", "LOSS(0) needs all samples of output0 and waits for no GATHER of them"),
     ],
 )
 def test_an_exchange_that_is_left_out_is_no_proof(reading: AnalyzedModel, left_out: str, said: str):

@@ -98,7 +98,7 @@ def test_weights_that_are_gathered_for_each_use_travel_twice_but_for_the_last_bl
 
 def ledger_of(reading: AnalyzedModel, plan: Plan, world) -> dict[str, float]:
     """What one rank sends in one step, per action, held against the program in passing."""
-    world.ledger.recording = True
+    world.ledger.is_recording = True
     player_of(reading, plan, world).step({key: value[: plan.local_batch] for key, value in rows().items()})
     issued = [(e.action, e.collective, e.axes, e.nbytes, e.algorithm) for e in world.ledger.entries]
     assert issued == planned_messages(plan)
@@ -188,7 +188,7 @@ def test_a_budget_keeps_weights_that_would_be_gathered_again():
         (ZeRO(replicate_axis="dp_shard"), r"axis and across are both dp_shard"),
         (ZeRO(gather="never"), r"gather = 'never'"),
         (ZeRO(keep_mb=-1.0), r"keep_mb = -1.0"),
-        (ZeRO(stage=2, prefetch=2), r"ahead with stage 2, which keeps weights whole"),
+        (ZeRO(stage=2, prefetch=2), r"prefetch with stage 2, which keeps weights whole"),
     ],
     ids=str,
 )
@@ -199,7 +199,7 @@ def test_it_refuses(zero: ZeRO, text: str):
 
 def test_shards_without_copies_along_the_other_axis_are_told_to_be_copied():
     with pytest.raises(
-        PlanError, match=r'stay partial sums over dp_replicate\n.*replicate_axis = "dp_replicate" in the strategy'
+        PlanError, match=r'stay partial sums over dp_replicate\n.*replicate_axis = "dp_replicate" in their strategy'
     ):
         Plan.make(
             tiny_job(), Mesh(dp_replicate=2, dp_shard=2), Paper().anatomy, (BatchSplit(), SHARD, ZeRO())
@@ -219,9 +219,9 @@ def test_whole_copies_and_shards_are_refused_together():
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("UNSHARD", "which no UNSHARD has brought together"),
-        ("REDUCE", "stays a pending sum over dp_shard"),
-        ("RESHARD", "which UNSHARD(layer0, F, 0) holds already"),
+        ("UNSHARD", "which no UNSHARD has gathered"),
+        ("REDUCE", "stays a partial sum over dp_shard"),
+        ("RESHARD", "which UNSHARD(layer0, F, 0) has allocated already"),
     ],
 )
 def test_the_proof_misses_a_forgotten_action(kind: str, text: str):

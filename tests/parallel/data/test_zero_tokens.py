@@ -92,7 +92,7 @@ def test_it_equals_one_device(store: str, micro_batch: int):
 def test_sums_that_leave_the_tokens_of_others_out_are_noticed(store: Strategy):
     mesh, forgets = Mesh(dp_replicate=2, cp=3), SumsOver(axes=("dp_replicate",))
     plan = on_paper(mesh, BatchSplit(), DEALT, store, forgets)
-    assert any("stays a pending sum over cp" in str(fault) for fault in static_checks(plan))
+    assert any("stays a partial sum over cp" in str(fault) for fault in static_checks(plan))
 
 
 def test_a_sum_over_samples_alone_leaves_another_gradient():

@@ -172,7 +172,7 @@ def test_logits_that_a_forward_changes_after_the_trial_are_refused():
     reading = analyze(Changing, rows(2))
     player = player_of(reading, make_plan(reading, tiny_job(), Mesh(), (ChunkedLoss(),)), single_rank_world(CPU))
     Changing.changes = True
-    with pytest.raises(PlanError, match=r"was changed behind the head(?s:.*)leave out the strategy"):
+    with pytest.raises(PlanError, match=r"was changed after the head(?s:.*)remove the strategy"):
         player.step({key: value[:12] for key, value in rows().items()})
 
 

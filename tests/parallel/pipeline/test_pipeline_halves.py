@@ -178,7 +178,7 @@ def early(kind: str, before: str) -> Edit:
             lambda actions: [
                 replace(a, kind="B") if a.name == "W(model.embed_tokens, 5)" else a for a in actions
             ],
-            "B(model.embed_tokens, 5) is a whole backward, and halves of it stand beside it",
+            "B(model.embed_tokens, 5) is a full backward, and a half of it is listed too",
         ),
     ],
 )

@@ -230,7 +230,7 @@ def test_the_owner_of_a_matrix_runs_its_part():
         found = [weight.name for _, weight in owned_params(plan.sharding, rank)]
         assert set(found) <= {home.param.name for home in mine.sharding.param_shardings}
         owned += found
-    matrices = [each.param.name for each in plan.sharding.all_ranks.param_shardings if each.matrix_owner_axes]
+    matrices = [each.param.name for each in plan.sharding.all_ranks.param_shardings if each.owner_axes]
     assert sorted(owned) == sorted(matrices)
 
 

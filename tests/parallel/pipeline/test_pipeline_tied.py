@@ -247,11 +247,11 @@ def test_a_sum_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
     def forget(acts: ActionHandlers, action: Action) -> None:
         acts.state.works[action.name] = CompletedWork()
 
-    assert broken(monkeypatch, ActionHandlers, "tie", forget)
+    assert broken(monkeypatch, ActionHandlers, "reduce_tied", forget)
 
 
 def test_a_norm_that_counts_a_weight_twice_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    assert broken(monkeypatch, ShardingPlan, "_led_by", lambda space, coordinate: iter(space.param_shardings))
+    assert broken(monkeypatch, ShardingPlan, "_first_user_params", lambda space, coordinate: iter(space.param_shardings))
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_two_copies_of_every_part_are_one_model(
         for name in [role]
     } == {
         "pp0",
-        f"stage{mesh.pp - 1}",
+        f"pp{mesh.pp - 1}",
     }
 
 

@@ -177,7 +177,7 @@ def test_a_table_alone_is_divided_when_the_loss_needs_whole_logits():
     verdict = verify(reading, plan, uneven(2), loss=loss)
     assert verdict.passed, str(verdict)
     with pytest.raises(
-        PlanError, match=r"the loss needs whole logits, and the plan divides them(?s:.*)the same loss"
+        PlanError, match=r"the loss needs full logits, and the plan shards them(?s:.*)the same loss"
     ):
         verify(*planned(known(), Mesh(tp=2), BOTH), uneven(1), loss=loss)
 

@@ -7,15 +7,15 @@ import pytest
 
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.parallel.data.ddp import DDP
-from meshwright.parallel.memory.tiled_compute import ChunkedLoss
+from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.program_cost import action_cost
-from meshwright.planner.program_cost.action_cost import Prices
-from meshwright.planner.program_cost.device_time import Ground
+from meshwright.planner.program_cost.action_cost import ActionCosts
+from meshwright.planner.program_cost.device_time import ExecutionTarget
 from tests.parallel.tensor.odd_llama import known, planned
 from tests.planner.simple_machine import ground
 
@@ -38,9 +38,9 @@ def plan_of(mesh: Mesh = ALONE, micro: int = 0) -> Plan:
     return planned(known(**SIZES), mesh, micro=micro, rows=ROWS)[1]
 
 
-def priced(plan: Plan, on: Ground, rank: int = 0) -> dict[str, float]:
+def priced(plan: Plan, on: ExecutionTarget, rank: int = 0) -> dict[str, float]:
     """Seconds of the actions of a rank, by name; those of a kind, all together, by its kind."""
-    prices, found = Prices(plan, rank, on), {}
+    prices, found = ActionCosts(plan, rank, on), {}
     for action in plan.for_rank(rank).actions:
         seconds = prices.cost(action).seconds
         found[action.name] = seconds
@@ -81,7 +81,7 @@ def test_what_lies_between_products_passes_through_memory():
     plan = plan_of()
     done = plan.model_spec.memory.ops.by_block_call["model.layers.0"]
     found = priced(plan, ground(moved=1e9))
-    assert found["F(model.layers.0, 0)"] == pytest.approx(done.forward.moved(ROWS) / 1e9, rel=1e-3)
+    assert found["F(model.layers.0, 0)"] == pytest.approx(done.forward.memory_op_nbytes(ROWS) / 1e9, rel=1e-3)
     states = 28 * sum(
         weight.numel for weight in plan.model_spec.trainable
     )  # gradient; weights and two moments, read and written
@@ -90,8 +90,8 @@ def test_what_lies_between_products_passes_through_memory():
 
 def test_what_computes_much_is_told_apart():
     plan = plan_of()
-    passed = plan.model_spec.memory.ops.loss.passed
-    numbers = sum(each.count * each.numbers.at(ROWS) for each in passed)
+    passed = plan.model_spec.memory.ops.loss.memory_ops
+    numbers = sum(each.count * each.output_numel.total(ROWS) for each in passed)
     assert {each.operation for each in passed} == {"", "_log_softmax", "_log_softmax_backward_data"}
     assert numbers == 2 * ROWS * TOKENS * 68
     assert priced(plan, ground(rich=1e-9))["LOSS"] == pytest.approx(1e-9 * numbers)
@@ -110,7 +110,7 @@ def test_the_loss_of_divided_words_looks_at_those_that_are_here(ranks: int):
     assert sum(each) == pytest.approx((18 * 4 * ROWS * TOKENS * 68 + told) / 1e9)
     rich = [priced(plan, ground(rich=1e-9), rank)["LOSS"] for rank in range(ranks)]
     assert sum(rich) == pytest.approx(2 * ROWS * TOKENS * 68 * 1e-9)
-    assert priced(plan, ground(call_s=1.0))["LOSS"] == pytest.approx(action_cost.CALLS)
+    assert priced(plan, ground(call_s=1.0))["LOSS"] == pytest.approx(action_cost.LOGITS_CALLS_PER_CHUNK)
     tiled = planned(
         known(**SIZES),
         Mesh(tp=ranks),
@@ -130,7 +130,7 @@ def test_what_is_exchanged_within_a_block_is_put_in_order_before_and_after(monke
     ).inner_transfers
     assert [move.collective for move in inner] == ["all_to_all"] * 4
     found = priced(plan, ground(moved=1e9))
-    monkeypatch.setattr(action_cost, "TURNED", {})
+    monkeypatch.setattr(action_cost, "LAYOUT_COPIES", {})
     copied = found["F(model.layers.0, 0)"] - priced(plan, ground(moved=1e9))["F(model.layers.0, 0)"]
     assert copied == pytest.approx(2 * 2 * sum(move.nbytes for move in inner) / 1e9)
 
@@ -139,9 +139,9 @@ def test_short_operations_take_a_call_each():
     plan = plan_of()
     done = plan.model_spec.memory.ops.by_block_call["model.norm"]
     on = ground(call_s=1e-3)
-    assert priced(plan, on)["F(model.norm, 0)"] == pytest.approx(1e-3 * done.forward.calls)
-    assert priced(plan, replace(on, slower=2.0))["F(model.norm, 0)"] == pytest.approx(
-        2e-3 * done.forward.calls
+    assert priced(plan, on)["F(model.norm, 0)"] == pytest.approx(1e-3 * done.forward.num_ops)
+    assert priced(plan, replace(on, slowdown=2.0))["F(model.norm, 0)"] == pytest.approx(
+        2e-3 * done.forward.num_ops
     )
 
 
@@ -167,9 +167,9 @@ def test_an_operation_taken_for_another_size_is_noticed():
     plan = plan_of()
     weighed = plan.model_spec.memory
     done = weighed.ops.by_block_call["model.layers.0"]
-    first, *rest = done.forward.products
+    first, *rest = done.forward.matmuls
     wrong = replace(
-        done, forward=replace(done.forward, products=(replace(first, n=first.m, m=first.m), *rest))
+        done, forward=replace(done.forward, matmuls=(replace(first, n=first.m, m=first.m), *rest))
     )
     works = replace(
         weighed.ops, visits=tuple(wrong if each is done else each for each in weighed.ops.block_calls)
@@ -193,5 +193,5 @@ def test_without_its_operations_a_block_is_one_square_product():
             plan.sharding, model_spec=anatomy, all_ranks=replace(plan.sharding.all_ranks, model_spec=anatomy)
         ),
     )
-    assert not Prices(bare, 0, ground()).seen
+    assert not ActionCosts(bare, 0, ground()).ops_known
     assert priced(bare, ground(flops=1.0))["F"] == pytest.approx(ROWS * sum(plan.model_spec.flops))

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.report.html.charts import curves
-from meshwright.report.html.run_page import page
-from meshwright.report.timeline.run_record import Record, read_record
+from meshwright.report.html.charts import curves_figure
+from meshwright.report.html.run_page import run_page
+from meshwright.report.timeline.run_record import RunRecord, read_run_record
 from tests.report.small_runs import course
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -29,21 +29,21 @@ CURVE = r'class="js-line"[^>]* d="M[^"]+L[^"]+"'  # the sample in a legend has n
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory) -> Record:
-    return read_record(course(tmp_path_factory.mktemp("runs") / "one"))
+def one(tmp_path_factory) -> RunRecord:
+    return read_run_record(course(tmp_path_factory.mktemp("runs") / "one"))
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory) -> Record:
-    return read_record(course(tmp_path_factory.mktemp("runs") / "other", ranks=1, lr=0.5, trace_steps=0))
+def other(tmp_path_factory) -> RunRecord:
+    return read_run_record(course(tmp_path_factory.mktemp("runs") / "other", ranks=1, lr=0.5, trace_steps=0))
 
 
-def rendered(folder: Path, *records: Record) -> str:
+def rendered(folder: Path, *records: RunRecord) -> str:
     """The page as a browser shows it, without its scripts."""
     if BROWSER is None:
         pytest.skip("no Chromium was found: apt-get install chromium")
     file = folder / "report.html"
-    file.write_text(page(records, "0"), encoding="utf-8")
+    file.write_text(run_page(records, "0"), encoding="utf-8")
     argv = [
         BROWSER,
         "--headless",
@@ -75,8 +75,8 @@ def test_a_browser_draws_the_curves_the_step_and_where_time_and_memory_went(tmp_
     step = drawing(text, "timeline-0")
     for row in (
         "planned",
-        "stage0 compute",
-        "stage0 wire",
+        "pp0 compute",
+        "pp0 comm",
         "rank 0 compute",
         "rank 2 wire",
         "measured, step",
@@ -107,7 +107,7 @@ def without_scripts(text: str) -> str:
 
 
 def test_nothing_is_fetched(one, other):
-    text = page([one, other], "0")
+    text = run_page([one, other], "0")
     assert text.count("Plotly.newPlot(") >= 7
     assert not re.search(
         r"<script[^>]+src|<link|<img|<iframe|@import|url\(\s*['\"]?http", without_scripts(text)
@@ -118,12 +118,12 @@ def test_nothing_is_fetched(one, other):
 
 def test_texts_of_a_run_are_escaped(one):
     evil = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
-    about = {**one.about, "hash": evil, "words": {evil: evil}, "versions": {evil: evil}}
+    about = {**one.run_info, "hash": evil, "summary": {evil: evil}, "versions": {evil: evil}}
     traces = json.loads(json.dumps(one.traces).replace("REDUCE(0)", evil.replace('"', "")))
     traces = {int(rank): trace for rank, trace in traces.items()}
     settings = {**one.settings, "model.source": evil}
-    record = replace(one, name=evil, about=about, traces=traces, notes=(evil,), settings=settings)
-    text = page([record, one], "0")
+    record = replace(one, name=evil, run_info=about, traces=traces, notes=(evil,), settings=settings)
+    text = run_page([record, one], "0")
     assert evil not in text
     assert "<script>alert" not in text
     assert "<img" not in without_scripts(text)
@@ -131,7 +131,7 @@ def test_texts_of_a_run_are_escaped(one):
 
 
 def test_a_run_that_recorded_only_metrics_has_its_curves_and_says_what_is_missing(one):
-    text = page([Record("bare", one.steps, [], {})], "0")
+    text = run_page([RunRecord("bare", one.steps, [], {})], "0")
     assert 'id="curves"' in text
     for said in (
         "has not recorded where its time went",
@@ -145,13 +145,15 @@ def test_a_run_that_recorded_only_metrics_has_its_curves_and_says_what_is_missin
 
 
 def test_a_run_without_a_step_has_a_page(one):
-    text = page([replace(one, steps=[], traces={}, ranks={}, notes=("no step has ended yet",))], "0")
+    text = run_page(
+        [replace(one, steps=[], traces={}, rank_accounts={}, notes=("no step has ended yet",))], "0"
+    )
     assert "no step yet" in text
     assert "no step has ended yet" in text
 
 
 def test_without_a_trace_the_time_of_all_steps_is_shown_by_phase(one):
-    text = page([replace(one, traces={})], "0")
+    text = run_page([replace(one, traces={})], "0")
     assert "Means over all steps of the last start" in text
     assert 'id="time-0"' in text
 
@@ -159,22 +161,22 @@ def test_without_a_trace_the_time_of_all_steps_is_shown_by_phase(one):
 def test_a_long_run_is_thinned_and_that_is_said(one):
     steps = [{**one.steps[0], "step": step} for step in range(1, 9002)]
     long = replace(one, steps=steps)
-    assert len(curves([long]).data[0].x) <= 4000
-    assert "Of 9,001 steps, evenly chosen ones are drawn." in page([long], "0")
+    assert len(curves_figure([long]).data[0].x) <= 4000
+    assert "Of 9,001 steps, evenly chosen ones are drawn." in run_page([long], "0")
 
 
 def test_evaluations_are_drawn_with_the_loss(one):
     evaluated = replace(one, evaluations=[{"kind": "evaluation", "step": 3, "loss": 1.5}])
-    added = [trace for trace in curves([evaluated]).data if "evaluation" in trace.name]
+    added = [trace for trace in curves_figure([evaluated]).data if "evaluation" in trace.name]
     assert [(trace.x, trace.y) for trace in added] == [((3,), (1.5,))]
 
 
 def test_the_noise_of_the_gradient_has_a_curve_where_a_run_measured_it(one):
-    assert len(curves([one]).data) == 4
+    assert len(curves_figure([one]).data) == 4
     measured = replace(
         one, steps=[{**line, "noise_scale": None if line["step"] < 3 else 7.5} for line in one.steps]
     )
-    figure = curves([one, measured])
+    figure = curves_figure([one, measured])
     assert len(figure.data) == 10
     assert set(figure.data[-1].y) == {7.5}
     assert min(figure.data[-1].x) == 3
@@ -182,4 +184,4 @@ def test_the_noise_of_the_gradient_has_a_curve_where_a_run_measured_it(one):
 
 
 def test_two_runs_with_the_same_plan_say_so(one):
-    assert "Nothing: the two plans are the same." in page([one, one], "0")
+    assert "Nothing: the two plans are the same." in run_page([one, one], "0")

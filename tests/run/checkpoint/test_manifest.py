@@ -88,7 +88,7 @@ HOSTILE = [
     (f"{W}|dtype", "float3", "the dtype 'float3' is unknown"),
     (f"{W}|dtype", ["float32"], "a string is needed"),
     (f"{W}|extra", 1, "unknown: 'extra'"),
-    (f"{W}|shape", [5, 3], "slices are missing: 3 elements lie in no file"),
+    (f"{W}|shape", [5, 3], "slices are missing: 3 elements are in no file"),
     (f"{W}|shape", [3, 3], r"a slice at \(2, 0\) of \(2, 3\) leaves \(3, 3\)"),
     (f"{W}|shape", [12], "leaves"),
     (f"{W}|shape", "43", "a list is needed"),

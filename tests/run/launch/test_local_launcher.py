@@ -78,7 +78,7 @@ raise KeyError("the cause")
     assert "KeyError: 'the cause'" in outcome.failure.text
     assert "Connection closed" not in outcome.failure.text
     assert outcome.failure.text.endswith(
-        f"what the other ranks said: {failure_path(tmp_path, 0)}, {failure_path(tmp_path, 2)}"
+        f"the other ranks reported: {failure_path(tmp_path, 0)}, {failure_path(tmp_path, 2)}"
     )
 
 
@@ -119,7 +119,7 @@ for_ever()
         "rank 1 was killed by signal 9 (Killed)\nif nobody did this, the system did, for want of memory"
     )
     assert f"the end of {tmp_path / 'logs' / 'rank-1.log'}:\nthe last words" in outcome.failure.text
-    assert outcome.failure.text.endswith(f"what the other ranks said: {failure_path(tmp_path, 0)}")
+    assert outcome.failure.text.endswith(f"the other ranks reported: {failure_path(tmp_path, 0)}")
 
 
 def test_a_crash_in_native_code_shows_the_python_line(tmp_path):

@@ -54,7 +54,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
         ({}, "there is no machine"),
         ({"machine": {"device": "cpu"}}, "there is no processor"),
         ({"machine": "cpu"}, 'machine is "cpu"'),
-        ([], "[] stands where a table with machine is needed"),
+        ([], "[] is written where a table with machine is needed"),
     ],
 )
 def test_a_run_that_does_not_say_what_computed_is_refused(tmp_path: Path, said: object, told: str):
@@ -73,7 +73,7 @@ def test_a_run_that_does_not_say_what_computed_is_refused(tmp_path: Path, said: 
         ('{"seconds": "1", "data_s": 0, "skipped": false}', 'seconds is "1"'),
         ('{"seconds": 0.0, "data_s": 0.0, "skipped": false}', "0 seconds without the wait for data"),
         ('{"seconds": NaN, "data_s": 0.0, "skipped": false}', "nan seconds"),
-        ("3", "3 stands where a table with seconds, data_s, skipped is needed"),
+        ("3", "3 is written where a table with seconds, data_s, skipped is needed"),
     ],
 )
 def test_a_line_that_no_journal_writes_is_named_by_its_number(tmp_path: Path, line: str, told: str):
@@ -103,7 +103,7 @@ PARTS = dict.fromkeys(("forward", "backward", "optimizer", "other"), 0.1)
         ),
         (
             {"traceEvents": [3], "otherData": {"seconds": {"2": PARTS}}},
-            "of event 0 3 stands where a table is needed",
+            "of event 0 3 is written where a table is needed",
         ),
         (
             {

@@ -114,7 +114,7 @@ def test_a_tracker_that_hangs_holds_nobody_up(caplog):
     said = [record.getMessage() for record in caplog.records]
     assert "the tracker slow did not close within 0.05 s and is abandoned" in said[0]
     assert (
-        f"the tracker slow was too slow: {desk.num_dropped} lines were not told; all are in metrics.jsonl"
+        f"the tracker slow was too slow: {desk.num_dropped} lines were dropped; all are in metrics.jsonl"
         in said[1]
     )
 

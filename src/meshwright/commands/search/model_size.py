@@ -77,7 +77,7 @@ def size_warnings(size: ModelSize) -> Iterator[str]:
         "it is priced as if each token saw all before it",
     )
     if size.num_windowed_layers and size.attention_window < shape.sequence:
-        text = f"{size.num_windowed_layers} of {shape.layers} layers attend to {size.attention_window:,} tokens of rows of {shape.sequence:,}"
+        text = f"{size.num_windowed_layers} of {shape.layers} layers attend to {size.attention_window:,} tokens of samples of {shape.sequence:,}"
         yield f"{text}: {full}, so expect less than these seconds."
     if size.is_bidirectional:
         yield f"Attention goes both ways: {full}, so expect attention to take up to twice as long."
@@ -129,7 +129,7 @@ def _of_config(source: str, sequence: int) -> ModelSize:
     config_values, sizes = config.to_dict(), _sizes(config)
     positions = _learnt(module, sizes["sequence"])
     if 0 < positions < sequence:
-        text = f"{source} has learnt {positions} positions, and rows of {sequence} tokens are asked for"
+        text = f"{source} has {positions} learned positions, and --sequence {sequence} is given"
         fix = f"--sequence {positions} at most, or say more in the config: max_position_embeddings"
         raise PlanError(text, fix=fix, location="--sequence")
     if sequence:
@@ -187,7 +187,7 @@ def _unsized(source: str, config: Any, sequence: int) -> Iterator[Diagnostic]:
         parts = ", ".join(
             name for name, part in config.to_dict().items() if isinstance(part, dict) and "model_type" in part
         )
-        problem = f"{source} is a model of several parts ({parts}), which are not searched yet"
+        problem = f"{source} is a model of several models ({parts}), which are not searched yet"
         inner = _sizes(text) | _beside(text.to_dict()) | ({"sequence": sequence} if sequence else {})
         config_values = " ".join(
             f"{name} {size}" for name, size in inner.items() if isinstance(size, int) and size
@@ -199,7 +199,7 @@ def _unsized(source: str, config: Any, sequence: int) -> Iterator[Diagnostic]:
             "MODEL",
         )
     elif lacking == [HF_CONFIG_KEYS["sequence"]]:
-        problem = f"the config of {source} does not say how long rows are ({lacking[0]})"
+        problem = f"the config of {source} has no sequence length ({lacking[0]})"
         yield Diagnostic(problem, "say it: --sequence 2048", "--sequence")
     elif lacking:
         yield Diagnostic(
@@ -211,7 +211,7 @@ def _unsized(source: str, config: Any, sequence: int) -> Iterator[Diagnostic]:
 
 def _nowhere(source: str) -> Iterator[Diagnostic]:
     if not Path(source).exists() and ".py" not in source and not is_hub_id(source):
-        text = f"there is no file or folder '{source}', and no sizes are said"
+        text = f"there is no file or folder '{source}', and it gives no sizes"
         fix = f"say sizes in words: {SHAPE_FORMAT}; or name a folder with config.json, a .json file, file.py:factory"
         yield Diagnostic(text, f"{fix}, or a hub id (ORG/NAME)", "MODEL")
 

@@ -16,15 +16,13 @@ def no_result_error(request: SearchRequest, result: SearchResult) -> PlanError:
     """Returns the PlanError that says why `request` has no `result`."""
     shape, kind = request.shape, request.machine
     if result.nearest_miss is None:
-        text = (
-            f"no mesh of {kind.num_devices} devices takes {request.batch} rows of {shape.name} as it is fixed"
-        )
+        text = f"no mesh of {kind.num_devices} devices takes {request.batch} samples of {shape.name} with these choices"
         diagnostic, copies = (
             empty_search_diagnostic(request),
             sorted({mesh.dp for mesh in candidate_meshes(replace(request, batch=kind.num_devices))}),
         )
         if diagnostic is None and copies and not any(request.batch % dp == 0 for dp in copies):
-            what = f"{request.batch} rows on {' or '.join(map(str, copies))} copies"
+            what = f"{request.batch} samples on {' or '.join(map(str, copies))} copies"
             diagnostic = Diagnostic(
                 what,
                 f"each copy takes as many: choose a batch of {copies[0] * (request.batch // copies[0] + 1)}",
@@ -63,7 +61,7 @@ def _repair(request: SearchRequest) -> str:
                 devices_by_kind=(),
             )
             if fits(larger):
-                also = f" and {rows} rows" if rows != batch else ""
+                also = f" and {rows} samples" if rows != batch else ""
                 also += ", dp not fixed" if "dp" in request.fixed else ""
                 return f"more devices ({many}{also}), or ones with more memory"
-    return f"ones with more memory, or a smaller model or shorter rows: {count << MAX_DOUBLINGS:,} of these devices are not enough"
+    return f"ones with more memory, or a smaller model or shorter samples: {count << MAX_DOUBLINGS:,} of these devices are not enough"

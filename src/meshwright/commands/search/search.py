@@ -251,8 +251,8 @@ def _limited(options: SearchOptions, request: SearchRequest, kinds: Sequence[Mac
     found = find_max_fit(request, options.max_fit, options.num_kept)
     if found is None or not found.result.best:
         least = {
-            "batch": "one row",
-            "sequence": "a row of 64 tokens",
+            "batch": "one sample",
+            "sequence": "a sample of 64 tokens",
             "layers": "one layer",
             "devices": "131,072 devices",
         }

@@ -61,9 +61,7 @@ class BackwardHandlers:
     def _run_backward(self, action: Action, run: Callable[[BlockCall], None]) -> None:
         microbatch, stage_io = action.microbatch or 0, self._stage_io
         _, final_glue = self._state.final_glue.pop(microbatch, (None, None))
-        if (
-            final_glue is not None
-        ):  # the glue behind the last block, when the gradient of the outputs has come from elsewhere
+        if final_glue is not None:  # the glue after the last block, when the outputs have their gradient
             backward(final_glue)
         call = self._state.forward_passes[microbatch].block_calls.pop(action.subject, None)
         if call is None and stage_io is not None and not stage_io.is_stage_boundary(action.subject):

@@ -25,9 +25,8 @@ from meshwright.plan.sharding.placement import Placement
 from meshwright.plan.step.action import neighbour_indices
 
 OverlapFn = Callable[[], None] | None  # runs while a collective is under way
-RedistributionKey = tuple[
-    int, int, str, Placement, Placement
-]  # a tensor's id and version, the axis, src, dst
+# a tensor's id and version, the axis, src, dst
+RedistributionKey = tuple[int, int, str, Placement, Placement]
 
 
 class BlockCollectives:

@@ -152,7 +152,9 @@ def _until_all_end(batches: Iterable[LocalBatch], state: RankState, plan: Plan) 
 def whole_batch_diagnostics(loss: Loss) -> Iterator[Diagnostic]:
     """Yields a diagnostic for evaluating a `loss` that needs the whole batch."""
     if loss.whole_batch:
-        text = "the loss compares all rows of a batch, so there is no loss over the batches of an evaluation"
+        text = (
+            "the loss compares all samples of a batch, so there is no loss over the batches of an evaluation"
+        )
         yield Diagnostic(text, "remove [evaluate], and evaluate in a callback", "evaluate")
 
 

@@ -56,9 +56,8 @@ class LockstepForward:
             plan.mesh.size(axis) > 1 for axis in plan.sharding.residual_layout.axes_with("S")
         )
         self._owners: dict[str, int] = {}
-        for index, stage in reversed(
-            list(enumerate(plan.sharding.block_calls_by_pp_rank))
-        ):  # the first of several ranks that have a block runs it
+        # the first of several ranks that have a block runs it
+        for index, stage in reversed(list(enumerate(plan.sharding.block_calls_by_pp_rank))):
             self._owners |= {block_of(block_call): index for block_call in stage}
         # a single mode, because a cache may outlive a forward
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -138,9 +137,8 @@ class LockstepForward:
         fakes = {key: self._mode.from_tensor(tensor) for key, tensor in reals.items()}
         real_by_fake = {id(fake): reals[key] for key, fake in fakes.items()}
         before = [(mark, mark.captured[:]) for mark in capture_marks()]
-        inputs = replace_tensors(
-            (args, kwargs), fakes
-        )  # in place, so that writes of the block into lists and dicts stay
+        # in place, so that writes of the block into lists and dicts stay
+        inputs = replace_tensors((args, kwargs), fakes)
         try:
             with self._mode, self._fake_weights(name):
                 return run(*inputs[0], **inputs[1])
@@ -165,14 +163,17 @@ class LockstepForward:
         tables = [table for _, module in modules for table in (module._parameters, module._buffers)]
         if name not in self._fake_weights_by_block:
             table_shapes = [
-                (at, {} if module in self._sharded_layers else self._full_shapes)
-                for at, module in modules
+                (module_name, {} if module in self._sharded_layers else self._full_shapes)
+                for module_name, module in modules
                 for _ in range(2)
             ]
             with self._mode:
                 self._fake_weights_by_block[name] = [
-                    {key: self._empty(each, whole.get(f"{at}.{key}")) for key, each in table.items()}
-                    for table, (at, whole) in zip(tables, table_shapes, strict=True)
+                    {
+                        key: self._empty(each, full_shapes.get(f"{module_name}.{key}"))
+                        for key, each in table.items()
+                    }
+                    for table, (module_name, full_shapes) in zip(tables, table_shapes, strict=True)
                 ]
         original = [dict(table) for table in tables]
         for table, fake_tables in zip(tables, self._fake_weights_by_block[name], strict=True):
@@ -231,7 +232,7 @@ def _encode_outputs(
 ) -> torch.Tensor:
     """Returns a row per tensor: its dtype and shape, or, for one of the block's inputs, which of them."""
     tables = {id(tensor): -1 - table for table, tensor in enumerate(inputs)}
-    rows = []
+    descriptions = []
     for tensor in output_tensors:
         if isinstance(tensor, FakeTensor):
             text = (
@@ -243,7 +244,7 @@ def _encode_outputs(
                 fix="hand them over as arguments of the block, bare or in tuples and lists",
                 location="model",
             )
-        rows.append(
+        descriptions.append(
             [
                 tables.get(id(tensor), BROADCAST_DTYPES.index(tensor.dtype)),
                 tensor.ndim,
@@ -251,4 +252,4 @@ def _encode_outputs(
                 *[0] * (MAX_DIMS - tensor.ndim),
             ]
         )
-    return torch.tensor(rows, dtype=torch.int64).view(-1, 2 + MAX_DIMS)
+    return torch.tensor(descriptions, dtype=torch.int64).view(-1, 2 + MAX_DIMS)

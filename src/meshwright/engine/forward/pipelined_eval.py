@@ -245,7 +245,10 @@ class PipelinedEvaluation:
         inputs = {value.name: evaluation_forward.values[value.name] for value in local_stage.inputs}
         device, options = (
             self._state.world.device,
-            {"before_block": lambda visit: None, "glue_shape": evaluation_forward.value_shapes.glue_shape},
+            {
+                "before_block": lambda block_call: None,
+                "glue_shape": evaluation_forward.value_shapes.glue_shape,
+            },
         )
         with self._sequence_runner.forward_context(evaluation_forward.microbatch.batch):
             call = partial(module, **evaluation_forward.inputs)

@@ -110,9 +110,8 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
         self._sequence_sharding, self._sequence_info = sequence_sharding, sequence_info
         self._group = state.world.group(plan.sharding.token_axes)
         self.is_first_rank = self._group.index == 0
-        precision = (
-            plan.job.precision
-        )  # under autocast, what glue brings together travels as products take it
+        # under autocast, what glue brings together travels as products take it
+        precision = plan.job.precision
         self._comm_dtype = (
             None if precision.compute == precision.parameters else getattr(torch, precision.compute)
         )
@@ -128,11 +127,12 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
                 self.next_attention_shards(self._current_call) if self._is_sharded_call() else None
             ),
         )
+        # stages announce the blocks that they run
         self._handles = [
             handle
             for name, block in (
                 state.trained_module.blocks.items() if not plan.sharding.block_calls_by_pp_rank else ()
-            )  # stages announce the blocks that they run
+            )
             for handle in (
                 block.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True),
                 block.register_forward_hook(self._leave, with_kwargs=True, prepend=True),

@@ -150,9 +150,8 @@ class StageIO:
         if stage_run.closing_call is None or stage_run.forward_pass is None:
             raise RuntimeError("a stage ran without gradients in a step")
         in_flight.stage_runs[first_block_call] = stage_run
-        in_flight.values |= {
-            name: leaf.detach() for name, leaf in stage_run.sent_values.items()
-        }  # for other stages of this rank
+        # for other stages of this rank
+        in_flight.values |= {name: leaf.detach() for name, leaf in stage_run.sent_values.items()}
         forward_pass = self._state.forward_passes.setdefault(microbatch, stage_run.forward_pass)
         if forward_pass is not stage_run.forward_pass:
             forward_pass.block_calls |= stage_run.forward_pass.block_calls
@@ -170,9 +169,8 @@ class StageIO:
             return
         in_flight = self._by_microbatch[microbatch]
         stage_run = in_flight.stage_runs[stage.block_calls[0]]
-        for name in (
-            stage_run.sent_values.keys() & in_flight.gradients.keys()
-        ):  # a rank that has sent all these gradients has received the value
+        # a rank that has sent all these gradients has received the value
+        for name in stage_run.sent_values.keys() & in_flight.gradients.keys():
             for work in in_flight.sends.pop(name, ()):
                 work.wait()  # returns at once and frees the value
         inner_grads = {}  # values inside the stage's graph share one backward
@@ -195,10 +193,11 @@ class StageIO:
         for name, leaf in in_flight.stage_runs.pop(first_block_call).received_values.items():
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             in_flight.gradients.setdefault(name, []).append(gradient)
+        # no other stage of this rank needs them any more
         for stage_value in (
             *stage.inputs,
             *stage.outputs,
-        ):  # no other stage of this rank needs them any more
+        ):
             in_flight.values.pop(stage_value.name, None)
 
     def start_send_recv(self, action: Action) -> None:

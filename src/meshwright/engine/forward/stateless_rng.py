@@ -116,9 +116,8 @@ def draw_shardings(plan: Plan, rank: int, sites: DrawSites) -> dict[str, tuple[D
         colwise, num_samples = (
             layers.get(f"{layer}.weight") for layer in sites.layer_pairs.get(site, ("", ""))
         )
-        splits = _dim_splits(colwise, "out") or _dim_splits(
-            num_samples, "in"
-        )  # columns that heads share may be whole on every rank
+        # columns that heads share may be whole on every rank
+        splits = _dim_splits(colwise, "out") or _dim_splits(num_samples, "in")
         site_shardings = []
         for axis in (
             axis

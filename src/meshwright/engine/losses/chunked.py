@@ -27,7 +27,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.rank_share import chunked_head_call
 from meshwright.plan.step.chunked_loss import chunk_sizes
 
-CHUNKED_LOSS_FIX = "leave out the strategy that takes the loss in pieces"
+CHUNKED_LOSS_FIX = "remove the strategy chunked_loss"
 TOKEN_DIM = 1  # the dim of them
 
 
@@ -74,7 +74,7 @@ class ChunkedLossRuntime:
         )
         if storage_id(hidden) not in self._head_inputs or hidden.ndim <= TOKEN_DIM:
             text = (
-                f"what the loss takes, {list(hidden.shape)}, was changed behind the head, which leaves "
+                f"what the loss takes, {list(hidden.shape)}, was changed after the head, which leaves "
                 "its product to the loss"
             )
             raise PlanError(
@@ -179,10 +179,10 @@ class _ChunkedLossCall:
         head_params: list[Any],
         chunk: slice,
         result: _LossAndGradients,
-        seed: float | None,
+        loss_factor: float | None,
     ) -> torch.Tensor:
         batch = {key: self._chunk_of(value, chunk) for key, value in self.batch.items()}
-        if seed is None:
+        if loss_factor is None:
             return self.loss.total(
                 replace_tensors(copy_containers(self.outputs), {id(self.hidden): F.linear(x, *head_params)}),
                 batch,
@@ -200,7 +200,7 @@ class _ChunkedLossCall:
         with torch.enable_grad():
             total = self._loss_of_logits(x.requires_grad_(), head_params, batch, on_logits_grad)
             if total.requires_grad:
-                torch.autograd.backward([total], [torch.full_like(total, seed)])
+                torch.autograd.backward([total], [torch.full_like(total, loss_factor)])
         return total.detach()
 
     def _loss_of_logits(
@@ -252,21 +252,21 @@ class _ChunkedLossFunction(torch.autograd.Function):
         weight: torch.Tensor,
         bias: Any,
         call: _ChunkedLossCall,
-        pieces: int,
-        seed: float,
+        num_chunks: int,
+        loss_factor: float,
     ) -> torch.Tensor:
-        result = call.compute(hidden, weight, bias, pieces, seed)
-        ctx.result, ctx.seed = result, torch.full_like(result.total, seed)
+        result = call.compute(hidden, weight, bias, num_chunks, loss_factor)
+        ctx.result, ctx.seed = result, torch.full_like(result.total, loss_factor)
         return result.total
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         result, ctx.result = ctx.result, None
         factor = grads[0] / ctx.seed  # exactly 1 where backward starts from loss_factor
-        for each in (result.taken, result.weight, result.bias):
+        for each in (result.hidden, result.weight, result.bias):
             if each is not None:
                 each *= factor.to(each.dtype)
-        return result.taken, result.weight, result.bias, None, None, None
+        return result.hidden, result.weight, result.bias, None, None, None
 
 
 def _add_product(to: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor) -> None:

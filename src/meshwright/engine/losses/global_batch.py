@@ -4,9 +4,9 @@ Every rank sends as many samples of a tensor as a microbatch has in the plan. A 
 pads with zeros, which are removed before use, so messages have one size and no rank waits. Tensors are sent
 as bytes; floats as float32 (float64 with float64 parameters), which represents every narrower float exactly.
 
-    all_gather   each rank computes the same loss on all samples. It keeps the full gradient of its own samples,
-                 which no other rank has; of a tensor that all ranks have (a logit scale) it keeps 1/n, because
-                 n ranks will sum it
+    all_gather   each rank computes the same loss on all samples. It keeps the full gradient of its own
+                 samples, which no other rank has; of a tensor that all ranks have (a logit scale) it
+                 keeps 1/n, because n ranks will sum it
     gather       index 0 of the group computes the loss; SCATTER sends each rank the gradient of its samples
 
 Before the forward, SCATTER may distribute the samples themselves, when index 0 alone has read them.
@@ -212,10 +212,10 @@ class GlobalBatchLoss:
         facts_by_rank = facts.view(torch.int64).view(group.size, -1)  # as bits: a NaN equals a NaN
         if not (facts_by_rank[:, 1:] == facts_by_rank[0, 1:]).all():
             text = (
-                "the loss of the whole batch takes an output that is not per row, and the ranks do not "
+                "the loss of the whole batch takes an output that is not per sample, and the ranks do not "
                 "hold the same"
             )
-            fix = "return it per row (rows along dim 0), or compute it from parameters alone"
+            fix = "return it per sample (samples along dim 0), or compute it from parameters alone"
             raise PlanError(text, fix=fix, location="loss")
         return facts.view(torch.float64).view(group.size, -1)[:, 0].long().tolist()
 
@@ -236,7 +236,7 @@ class GlobalBatchLoss:
         """Returns `samples` padded with zeros to `size`, in the dtype in which they are sent."""
         if tuple(samples.shape[1:]) != batch_column.shape:
             text = (
-                f"{batch_column.name} has rows of the shape {list(samples.shape[1:])}; the plan was "
+                f"{batch_column.name} has samples of the shape {list(samples.shape[1:])}; the plan was "
                 f"made for {list(batch_column.shape)}"
             )
             fix = "give every sample one shape (pad it), and make the plan from an example of that shape"

@@ -40,8 +40,8 @@ class TokenCounter:
         """Computes the weights of this rank's samples, and starts their sum over the ranks."""
         state = self._state
         counted = [
-            state.loss.count_weight_and_tokens(micro)
-            for micro in state.microbatches[: state.num_real_microbatches]
+            state.loss.count_weight_and_tokens(microbatch)
+            for microbatch in state.microbatches[: state.num_real_microbatches]
         ]
         state.microbatch_weights = [weight for weight, _ in counted]
         weight, tokens = (sum(numbers) for numbers in zip((0.0, 0.0), *counted, strict=True))
@@ -55,9 +55,10 @@ class TokenCounter:
         )
         self._totals = (weight, self._stop, self._rows, tokens, *each_weight)
         if action.transfer is not None:
+            # replicas with the same samples count once
             replica_axes = [
                 axis for axis in action.transfer.axes if axis not in self._plan.sharding.data_axes
-            ]  # the same rows: counted once
+            ]
             coordinate = self._plan.mesh.coordinate(state.world.rank)
             is_first_replica = not any(coordinate[axis] for axis in replica_axes)
             header = (
@@ -94,4 +95,4 @@ class TokenCounter:
     @property
     def num_updates(self) -> int:
         """The number of microbatches that had an update of their own; 1 if none had."""
-        return sum(self.loss_weight(micro) > 0 for micro in self._own_step_microbatches) or 1
+        return sum(self.loss_weight(microbatch) > 0 for microbatch in self._own_step_microbatches) or 1

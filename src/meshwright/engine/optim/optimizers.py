@@ -89,9 +89,8 @@ def _groups_by_rule(
         group = groups.setdefault(
             (rule_key, lr, weight_decay), {"params": [], "lr": lr, "weight_decay": weight_decay}
         )
-        if (
-            name in parameters
-        ):  # groups are the same on every rank, also where one has no piece of their weights
+        # groups are the same on every rank, also where one has no piece of their weights
+        if name in parameters:
             group["params"].append(parameters[name])
     if unused:
         text = (

@@ -113,11 +113,13 @@ def check_shard_alignments(
     names = {id(parameter): name for name, parameter in parameters.items()}
     for optimizer in optimizers:
         needed, kind = required_shard_alignment(optimizer), type(optimizer).__name__
-        mine = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+        param_names = [
+            names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]
+        ]
         cut = next(
             (
                 name
-                for name in mine
+                for name in param_names
                 if name in shard_alignments and _is_too_fine(shard_alignments[name], needed)
             ),
             None,

@@ -56,7 +56,7 @@ def model_state_dict(trained_module: TrainedModule, flat_params: FlatParams) -> 
     found: dict[str, SavedTensor] = {}
     optimizer_params = flat_params.matrix_owners.optimizer_params
     for weight in trained_module.model_spec.params:
-        name, piece, spans = (
+        name, param_shard, spans = (
             weight.name,
             flat_params.param_shard(weight.name),
             flat_params.param_slices.spans(weight.name),
@@ -65,11 +65,10 @@ def model_state_dict(trained_module: TrainedModule, flat_params: FlatParams) -> 
             found |= (
                 {f"model/{name}": _full_shard(optimizer_params[name])} if name in optimizer_params else {}
             )
-        elif (
-            piece is not None and name in flat_params.reported_param_names
-        ):  # beside slices, copies of a shard may end elsewhere
+        # beside slices, copies of a shard may end elsewhere
+        elif param_shard is not None and name in flat_params.reported_param_names:
             found[f"model/{name}"] = TensorShard(
-                flat_params.shard_values(piece), piece.begin, weight.shape, spans
+                flat_params.shard_values(param_shard), param_shard.begin, weight.shape, spans
             )
         elif not flat_params.is_flattened(name):
             value = flat_params.master_weights.exact_value(name, trained_module.parameters[name])
@@ -85,7 +84,7 @@ def filter_stage_state(
     """Returns `state_dict` without the entries of pipeline stages of other ranks, which save them."""
     if not trained_module.remote_param_names:
         return dict(state_dict)
-    local_blocks = {block_of(visit) for visit in trained_module.model_spec.block_calls}
+    local_blocks = {block_of(block_call) for block_call in trained_module.model_spec.block_calls}
     remote_prefixes = tuple(
         f"buffer/{block}." for block in trained_module.blocks if block not in local_blocks
     )
@@ -112,23 +111,25 @@ def optimizer_state_dict(
     optimizer_params, blockwise_keys = flat_params.optimizer_params(), _blockwise_keys(optimizers)
     for entry, value in local_optimizer_state(optimizers, optimizer_params, numbers).items():
         key, _, name = entry.partition("/")
-        piece, spans = flat_params.param_shard(name), flat_params.param_slices.spans(name)
-        if piece is not None and name not in flat_params.reported_param_names:
+        param_shard, spans = flat_params.param_shard(name), flat_params.param_slices.spans(name)
+        if param_shard is not None and name not in flat_params.reported_param_names:
             continue
         if name in flat_params.matrix_owners.param_names:
             found[f"optimizer/{entry}"] = _full_shard(value)
         elif spans and not entry.startswith("group.") and value.ndim:
             found[f"optimizer/{entry}"] = _state_shard(
-                entry, value, piece, optimizer_params[name], shapes[name], spans
+                entry, value, param_shard, optimizer_params[name], shapes[name], spans
             )
-        elif piece is None or entry.startswith("group."):
+        elif param_shard is None or entry.startswith("group."):
             found[f"optimizer/{entry}"] = value
         elif key in blockwise_keys[id(optimizer_params[name])]:
             num_blocks = -(-trained_module.parameters[name].numel() // QUANT_BLOCK_NUMEL)
-            found[f"optimizer/{entry}"] = TensorShard(value, piece.begin // QUANT_BLOCK_NUMEL, (num_blocks,))
+            found[f"optimizer/{entry}"] = TensorShard(
+                value, param_shard.begin // QUANT_BLOCK_NUMEL, (num_blocks,)
+            )
         else:
             found[f"optimizer/{entry}"] = _state_shard(
-                entry, value, piece, optimizer_params[name], shapes[name]
+                entry, value, param_shard, optimizer_params[name], shapes[name]
             )
     return found
 
@@ -146,21 +147,21 @@ def load_model_state(
         for name, parameter in trained_module.parameters.items():
             if flat_params.is_flattened(name) and not flat_params.stores_locally(name):
                 continue
-            whole = (
+            owned_value = (
                 state_dict[f"model/{name}"] if name in flat_params.matrix_owners.optimizer_params else None
             )
-            mine = (
+            local_value = (
                 flat_params.param_slices.load_slice(name, state_dict, f"model/{name}")
-                if whole is None
-                else flat_params.param_slices.local_slice(name, whole)
+                if owned_value is None
+                else flat_params.param_slices.local_slice(name, owned_value)
             )
-            dtypes[name] = mine.dtype
+            dtypes[name] = local_value.dtype
             if flat_params.is_flattened(name):
-                flat_params.load_values(name, mine)
+                flat_params.load_values(name, local_value)
             else:
-                flat_params.master_weights.load_values(name, parameter, mine)
-            if whole is not None:
-                flat_params.matrix_owners.load_values(name, whole)
+                flat_params.master_weights.load_values(name, parameter, local_value)
+            if owned_value is not None:
+                flat_params.matrix_owners.load_values(name, owned_value)
         for name, buffer in persistent_buffers(trained_module.module):
             buffer.copy_(state_dict[f"buffer/{name}"])
     return dtypes
@@ -190,9 +191,9 @@ def load_optimizer_state(
         for p in group["params"]
     }
 
-    def part(entry: str) -> torch.Tensor:
+    def load_entry(entry: str) -> torch.Tensor:
         key, _, name = entry.partition("/")
-        piece, is_scalar = (
+        param_shard, is_scalar = (
             flat_params.param_shard(name),
             key.partition(":")[0] == "step" or name not in optimizer_params,
         )
@@ -206,34 +207,35 @@ def load_optimizer_state(
         by_element = sliced or (not is_scalar and tensor.shape == shapes[name])
         if by_element and id(optimizer_params[name]) in following_params and tensor.dtype == dtypes.get(name):
             tensor = tensor.to(optimizer_params[name].dtype)
+        # what is not trained here is refused below
         if (
             name not in optimizer_params
             or name in flat_params.matrix_owners.optimizer_params
-            or piece is None
-        ):  # what is not trained here is refused below
+            or param_shard is None
+        ):
             return tensor
         if key in blockwise_keys[id(optimizer_params[name])]:
-            return tensor[piece.begin // QUANT_BLOCK_NUMEL : -(-piece.end // QUANT_BLOCK_NUMEL)]
+            return tensor[param_shard.begin // QUANT_BLOCK_NUMEL : -(-param_shard.end // QUANT_BLOCK_NUMEL)]
         return (
-            tensor.reshape(-1)[piece.begin : piece.end].view(optimizer_params[name].shape)
+            tensor.reshape(-1)[param_shard.begin : param_shard.end].view(optimizer_params[name].shape)
             if by_element
             else tensor
         )
 
     names = ((entry, entry.partition("/")[2]) for entry in state_dict)
-    mine = [
+    local_value = [
         entry
         for entry, name in names
         if name in optimizer_params
         or name not in {*trained_module.trainable_parameters, *trained_module.remote_param_names}
     ]
-    load_local_optimizer_state(optimizers, optimizer_params, LazyTensors(mine, part))
+    load_local_optimizer_state(optimizers, optimizer_params, LazyTensors(local_value, load_entry))
 
 
 def _state_shard(
     entry: str,
     value: torch.Tensor,
-    piece: ParamShard | None,
+    param_shard: ParamShard | None,
     stepped: torch.Tensor,
     shape: tuple[int, ...],
     spans: tuple[DimRanges, ...] = (),
@@ -243,7 +245,7 @@ def _state_shard(
     Raises PlanError for a state that belongs to a part of the weight and is neither a number nor one value
     per element.
     """
-    begin = 0 if piece is None else piece.begin
+    begin = 0 if param_shard is None else param_shard.begin
     if value.ndim and value.shape == stepped.shape:
         return TensorShard(value.reshape(-1), begin, shape, spans)
     if value.ndim and (spans or stepped.numel() < prod(shape)):

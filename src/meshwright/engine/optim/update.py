@@ -56,9 +56,8 @@ class OptimizerUpdate:
             for clip in clips
         }
         self._divisor, self._checked = 1.0, False
-        self._norm_needs_collective = bool(
-            plan.sharding.grad_norm_axes
-        )  # no rank knows the norm: GLOBAL_NORM adds it up
+        # no rank knows the norm: GLOBAL_NORM adds it up
+        self._norm_needs_collective = bool(plan.sharding.grad_norm_axes)
         self._buffer = torch.empty(0)
         self.weight_stash = flat_params.master_weights.weight_stash
 
@@ -151,9 +150,8 @@ class OptimizerUpdate:
                 if gradient is not None:
                     yield "gradients", name, gradient
                 for optimizer in () if self._is_user_made else self._optimizers:
-                    if isinstance(
-                        optimizer, PerParamOptimizer
-                    ):  # its moments have dtypes and shapes of their own: core/rules.py
+                    # its moments have dtypes and shapes of their own: plan/optimizer_spec.py
+                    if isinstance(optimizer, PerParamOptimizer):
                         continue
                     states = optimizer.state.get(parameter, {}).values()
                     elementwise = (

@@ -96,7 +96,7 @@ class WeightStash:
                 self._free.append(self._stashed.pop(name))
 
     def discard_all(self) -> None:
-        """Points the weights to the latest version and frees all others, after a step that did not complete."""
+        """Points the weights to the latest version and frees all others, after a failed step."""
         self.load_latest(Action("LOAD_LATEST", frees=tuple(self._stashed)))
 
     def _set_weights(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -188,9 +188,8 @@ class MasterWeights:
     def _round_masters(self, names: list[str]) -> None:
         for name in names:
             if name in self._masters:
-                self._weights[name].data.copy_(
-                    self._masters[name]
-                )  # graphs that have met an older version see no write
+                # graphs that have met an older version see no write
+                self._weights[name].data.copy_(self._masters[name])
 
 
 @dataclass
@@ -230,15 +229,15 @@ class FlatParam:
 
     def param_shard(self, name: str) -> ParamShard:
         """Returns the part of the weight `name` in the shard, which must have one."""
-        return next(piece for piece in self.param_shards if piece.name == name)
+        return next(param_shard for param_shard in self.param_shards if param_shard.name == name)
 
     def param_gradient(self, name: str) -> torch.Tensor | None:
         """Returns the summed gradient of that part, flat; None before the first backward."""
-        piece = self.param_shard(name)
+        param_shard = self.param_shard(name)
         return (
             None
             if self.gradient is None
-            else self.gradient[piece.shard_offset : piece.shard_offset + piece.numel]
+            else self.gradient[param_shard.shard_offset : param_shard.shard_offset + param_shard.numel]
         )
 
     @property
@@ -272,9 +271,9 @@ class FlatParam:
 
     def update_group(self, gradient: torch.Tensor) -> UpdateGroup:
         """Returns the stepped parameters, with views of `gradient`."""
-        gradients = tuple(self.shard_view(gradient, piece) for piece in self.param_shards)
+        gradients = tuple(self.shard_view(gradient, param_shard) for param_shard in self.param_shards)
         return UpdateGroup(
-            tuple(self.optimizer_params[piece.name] for piece in self.param_shards),
+            tuple(self.optimizer_params[param_shard.name] for param_shard in self.param_shards),
             gradients,
             self.update_shard_from_master,
         )

@@ -39,9 +39,8 @@ class FlatParams:
         self._dtype, self._reduce_dtype, self._grad_dtype, self._master_dtype = (
             roles[r] for r in ("parameters", "reduce", "gradients", "master")
         )
-        self._example_param = next(
-            iter(state.trained_module.parameters.values())
-        )  # buffers are of its kind: on its device, fake where it is
+        # buffers are of its kind: on its device, fake where it is
+        self._example_param = next(iter(state.trained_module.parameters.values()))
         self._buffers: dict[str, torch.Tensor] = {}
         self.by_param_group: dict[str, FlatParam] = {}
         self.grad_sqnorm = torch.zeros(1, dtype=torch.float64)  # the norm's, of this rank's shards or of all
@@ -75,13 +74,11 @@ class FlatParams:
             plan, state, self._by_name.keys() | self.matrix_owners.param_names
         )
         sums = [action for action in plan.actions if action.kind in ("REDUCE", "ACCUMULATE")]
-        self._grads_in_place = not any(
-            action.kind == "ACCUMULATE" or action.allocations for action in sums
-        )  # gradients stay where they are summed
+        # gradients stay where they are summed
+        self._grads_in_place = not any(action.kind == "ACCUMULATE" or action.allocations for action in sums)
         packs = (action for action in plan.actions if action.kind == "PACK")
-        self._pack_buffer_names = {
-            hold.name for action in packs for hold in action.allocations
-        }  # buffers that gradients are packed into
+        # buffers that gradients are packed into
+        self._pack_buffer_names = {hold.name for action in packs for hold in action.allocations}
         self._packed_buffers: dict[str, torch.Tensor] = {}  # what is under way, by the name of its PACK
 
     def optimizer_params(self) -> dict[str, nn.Parameter]:
@@ -127,7 +124,9 @@ class FlatParams:
         return (
             None
             if flat_param is None
-            else next((piece for piece in flat_param.param_shards if piece.name == name), None)
+            else next(
+                (param_shard for param_shard in flat_param.param_shards if param_shard.name == name), None
+            )
         )
 
     def stores_locally(self, name: str) -> bool:
@@ -143,9 +142,9 @@ class FlatParams:
 
         All of it where it is stored unsharded.
         """
-        flat_param, piece = self._by_name[name], self.param_shard(name)
-        if piece is not None:
-            flat_param.load_values(piece, values)
+        flat_param, param_shard = self._by_name[name], self.param_shard(name)
+        if param_shard is not None:
+            flat_param.load_values(param_shard, values)
         if not flat_param.is_sharded:
             flat_param.views[name].copy_(values)
 
@@ -181,7 +180,7 @@ class FlatParams:
         return True
 
     def reduce(self, action: Action) -> None:
-        """Starts the reduce-scatter of packed gradients into shards, or the all-reduce of shards over replicas."""
+        """Starts the reduce-scatter of packed gradients, or the all-reduce of shards over replicas."""
         flat_param, move = self._by_name[action.tensors[0]], action.transfer
         if move is None:
             return
@@ -198,11 +197,10 @@ class FlatParams:
     def accumulate(self, action: Action) -> None:
         """Adds the reduced shard of one microbatch to the sum of those before it."""
         flat_param = self._by_name[action.tensors[0]]
-        mine = self._packed_buffer(action)[flat_param.shard_slice]
+        local_grads = self._packed_buffer(action)[flat_param.shard_slice]
         gradient = self._gradient(flat_param)
-        gradient.copy_(mine) if action.allocations else gradient.add_(
-            mine
-        )  # the first is there when it takes room
+        # the first is there when it takes room
+        gradient.copy_(local_grads) if action.allocations else gradient.add_(local_grads)
 
     def _packed_buffer(self, action: Action) -> torch.Tensor:
         return self._packed_buffers[replace(action, kind="PACK").name]
@@ -212,29 +210,31 @@ class FlatParams:
 
         GLOBAL_NORM sums it.
         """
-        mine = [
+        local_grads = [
             part
             for flat_param in self.by_param_group.values()
             if flat_param.gradient is not None
             for part in self._norm_parts(flat_param, flat_param.gradient)
         ]
-        whole = (
+        full_tensor = (
             p
             for name, p in self._state.trained_module.trainable_parameters.items()
             if name not in self._by_name and name in self._norm_param_names
         )
-        mine += [parameter.grad for parameter in whole if parameter.grad is not None]
+        local_grads += [parameter.grad for parameter in full_tensor if parameter.grad is not None]
         self.grad_sqnorm = (
-            total_norm(mine).double().square().view(1) if mine else torch.zeros_like(self.grad_sqnorm)
+            total_norm(local_grads).double().square().view(1)
+            if local_grads
+            else torch.zeros_like(self.grad_sqnorm)
         )
 
     def _norm_parts(self, flat_param: FlatParam, gradient: torch.Tensor) -> list[torch.Tensor]:
         if all(name in self._norm_param_names for name, _, _ in flat_param.spec.params):
             return [gradient]
         return [
-            gradient[piece.shard_offset : piece.shard_offset + piece.numel]
-            for piece in flat_param.param_shards
-            if piece.name in self._norm_param_names
+            gradient[param_shard.shard_offset : param_shard.shard_offset + param_shard.numel]
+            for param_shard in flat_param.param_shards
+            if param_shard.name in self._norm_param_names
         ]
 
     @property
@@ -257,7 +257,7 @@ class FlatParams:
             if (
                 flat_param.is_sharded
                 and ROOT not in flat_param.block_calls
-                and any(block_of(visit) == block for visit in flat_param.block_calls)
+                and any(block_of(block_call) == block for block_call in flat_param.block_calls)
             ):
                 flat_param.group.all_gather(flat_param.full_tensor, flat_param.shard, action=action).wait()
 
@@ -291,26 +291,26 @@ class FlatParams:
     def _gather_params(
         self, flat_param: FlatParam, shard: torch.Tensor, action: str
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        whole = shard.new_empty(flat_param.spec.numel)
-        flat_param.group.all_gather(whole, shard, action=action).wait()
+        full_tensor = shard.new_empty(flat_param.spec.numel)
+        flat_param.group.all_gather(full_tensor, shard, action=action).wait()
         for name, numel, start in flat_param.spec.params:
             yield (
                 name,
                 self.param_slices.gather_full(
-                    name, whole[start : start + numel].view(flat_param.views[name].shape), action
+                    name, full_tensor[start : start + numel].view(flat_param.views[name].shape), action
                 ),
             )
 
     def _make_unsharded(self, spec: FlatParamSpec) -> FlatParam:
-        whole = self._example_param.new_zeros(spec.numel, dtype=self._dtype)
-        flat_param = self._add_master(self._make_flat_param(spec, whole))
-        pieces = {piece.name: piece for piece in flat_param.param_shards}
+        full_tensor = self._example_param.new_zeros(spec.numel, dtype=self._dtype)
+        flat_param = self._add_master(self._make_flat_param(spec, full_tensor))
+        param_shards = {param_shard.name: param_shard for param_shard in flat_param.param_shards}
         for name, view in flat_param.views.items():
             values = self._initial_value(name)
             with torch.no_grad():
                 view.copy_(values)
-                if name in pieces:
-                    flat_param.load_values(pieces[name], values)
+                if name in param_shards:
+                    flat_param.load_values(param_shards[name], values)
             self._state.trained_module.parameters[name].data = view
         return flat_param
 
@@ -323,8 +323,8 @@ class FlatParams:
         )
         flat_param, parameters = self._add_master(flat_param), self._state.trained_module.parameters
         with torch.no_grad():
-            for piece in flat_param.param_shards:
-                flat_param.load_values(piece, self._initial_value(piece.name))
+            for param_shard in flat_param.param_shards:
+                flat_param.load_values(param_shard, self._initial_value(param_shard.name))
         for name, view in flat_param.views.items():
             parameters[name].data = view
         return flat_param
@@ -333,15 +333,21 @@ class FlatParams:
         blank = self._state.trained_module.initial_values
         return blank[name] if name in blank else self._state.trained_module.parameters[name].detach()
 
-    def _make_flat_param(self, spec: FlatParamSpec, whole: torch.Tensor) -> FlatParam:
+    def _make_flat_param(self, spec: FlatParamSpec, full_tensor: torch.Tensor) -> FlatParam:
         group, shapes = self._state.world.group(spec.axes), self._state.trained_module.parameters
         views = {
-            name: whole[start : start + numel].view(shapes[name].shape) for name, numel, start in spec.params
+            name: full_tensor[start : start + numel].view(shapes[name].shape)
+            for name, numel, start in spec.params
         }
         flat_param = FlatParam(
-            spec, group, whole, whole, views, self._param_shardings[spec.params[0][0]].param.block_calls
+            spec,
+            group,
+            full_tensor,
+            full_tensor,
+            views,
+            self._param_shardings[spec.params[0][0]].param.block_calls,
         )
-        flat_param.shard = whole[flat_param.shard_slice]
+        flat_param.shard = full_tensor[flat_param.shard_slice]
         return flat_param
 
     def _add_master(self, flat_param: FlatParam) -> FlatParam:
@@ -356,9 +362,11 @@ class FlatParams:
             )
         return flat_param
 
-    def _optimizer_shape(self, piece: ParamShard) -> tuple[int, ...]:
-        param_sharding = self._param_shardings[piece.name]
-        return param_sharding.param.shape if param_sharding.shard_alignment == "matrix" else (piece.numel,)
+    def _optimizer_shape(self, param_shard: ParamShard) -> tuple[int, ...]:
+        param_sharding = self._param_shardings[param_shard.name]
+        return (
+            param_sharding.param.shape if param_sharding.shard_alignment == "matrix" else (param_shard.numel,)
+        )
 
     def _gradient(self, flat_param: FlatParam) -> torch.Tensor:
         gradient = flat_param.gradient
@@ -371,8 +379,10 @@ class FlatParams:
     def _set_gradient(flat_param: FlatParam, gradient: torch.Tensor) -> None:
         flat_param.gradient = gradient
         if gradient.dtype == flat_param.optimizer_tensor.dtype:  # else it is cast when it is read
-            for piece in flat_param.param_shards if flat_param.optimizer_params else ():
-                flat_param.optimizer_params[piece.name].grad = flat_param.shard_view(gradient, piece)
+            for param_shard in flat_param.param_shards if flat_param.optimizer_params else ():
+                flat_param.optimizer_params[param_shard.name].grad = flat_param.shard_view(
+                    gradient, param_shard
+                )
 
     def _buffer(self, name: str, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns the buffer `name` as elements of `dtype`.
@@ -384,7 +394,7 @@ class FlatParams:
         return self._buffers[name][: nbytes - nbytes % dtype.itemsize].view(dtype)
 
     def memory_by_category(self) -> dict[str, int]:
-        """Returns bytes by category: parameters (shards, or the full tensors that contain them), master, gradients, buffers.
+        """Returns bytes by category: parameters, master, gradients, buffers.
 
         A buffer in which gradients stay counts as gradients.
         """

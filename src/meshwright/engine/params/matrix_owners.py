@@ -50,19 +50,17 @@ class MatrixOwners:
             roles["master"],
         )
         self._casts_gradients = self._grad_dtype != stepped
-        self._parcels: dict[str, list[tuple[MatrixParcel, tuple[str, ...]]]] = defaultdict(
-            list
-        )  # by bundle; the names sent here
+        # by param group; the names sent here
+        self._parcels: dict[str, list[tuple[MatrixParcel, tuple[str, ...]]]] = defaultdict(list)
         self._slices_of_rank: dict[
             tuple[str, ...], list[dict[str, _ParamSlice]]
         ] = {}  # by axes, of every rank along them
-        self._example_param = (
-            next(iter(state.trained_module.parameters.values())).detach().new_empty(0)
-        )  # no memory: shards come and go
+        # no memory: shards come and go
+        self._example_param = next(iter(state.trained_module.parameters.values())).detach().new_empty(0)
         self._gradients: dict[str, torch.Tensor] = {}
         self.param_names: set[str] = set()
         self.optimizer_params: dict[str, nn.Parameter] = {}
-        self._owned_names: dict[str, list[str]] = defaultdict(list)  # what is stepped here, by bundle
+        self._owned_names: dict[str, list[str]] = defaultdict(list)  # stepped here, by param group
         for parcel in matrix_parcels(plan.sharding):
             names = parcel.names_by_shard[_mesh_index(plan.mesh, state.world.rank, parcel.shard_axes)]
             self._parcels[parcel.param_group].append((parcel, names))

@@ -59,7 +59,7 @@ class ParamSlices:
         if not self._dim_shards:
             return
         flattened_names = {
-            name for arena in self._plan.sharding.flat_param_specs().values() for name, _, _ in arena.params
+            name for spec in self._plan.sharding.flat_param_specs().values() for name, _, _ in spec.params
         }
         for name in self._dim_shards:
             parameter = trained_module.parameters[name]

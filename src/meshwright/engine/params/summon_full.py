@@ -15,7 +15,7 @@ from meshwright.engine.runtime.state import TrainedModule
 from meshwright.model.blocks.driver import ForwardDriver
 from meshwright.plan.model_spec.model_spec import block_of
 
-UnshardFn = Callable[[str], None]  # has the weights of a block whole
+UnshardFn = Callable[[str], None]  # gathers the weights of a block
 
 
 @contextmanager
@@ -62,11 +62,11 @@ class _UnshardOrder:
         self._fetch = fetch
         self._remaining: list[str] = []
 
-    def begin(self, visits: Sequence[str]) -> None:
-        self._remaining = [block_of(visit) for visit in visits]
+    def begin(self, block_calls: Sequence[str]) -> None:
+        self._remaining = [block_of(block_call) for block_call in block_calls]
 
-    def reach(self, visit: str) -> None:
-        block = block_of(visit)
+    def reach(self, block_call: str) -> None:
+        block = block_of(block_call)
         if block not in self._remaining:  # called more often than in the plan
             self._fetch(block)
         while block in self._remaining:

@@ -5,8 +5,8 @@ page filled with zeros first. Whether a large tensor lies at that end is luck, a
 with all its activations: measured, 25 M Llama, 1,024 tokens per rank: 35,000 to 58,000 page faults per step,
 and 13 % of its CPU.
 
-    step      allocate activations ... free them  heap  [ weights | activations ]  ->  [ weights |    free     ]
-    kernel    (nothing)                                                                kept for the next step
+    step      allocate activations ... free them heap [ weights | activations ]  ->  [ weights |    free     ]
+    kernel    (nothing)                                                               kept for the next step
 
 The setting holds for the whole process, as glibc's own MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_
 would. Memory left over from building the model and from the first steps is returned once, so that the process

@@ -222,7 +222,7 @@ class Loss:
             fix = "give the batch that key, or pass a loss of your own: Model(loss=...)"
             raise PlanError(text, fix=fix, location="loss") from error
         if not 0 <= weight < inf:
-            text = f"the rows of this step weigh {weight}; needed is a number from 0 up"
+            text = f"the samples of this step weigh {weight}; needed is a number from 0 up"
             raise PlanError(text, fix="correct Loss.count, or the loss_weights of the batch", location="loss")
         tokens = self.count_tokens(batch)
         return weight, weight if tokens is None else float(tokens)
@@ -266,7 +266,7 @@ def token_cross_entropy(label_smoothing: float = 0.0) -> Loss:
 def check_loss(plan: Plan, loss: Loss) -> None:
     """Raises PlanError when `loss` is not of the kind for which `plan` was made."""
     if loss.whole_batch != plan.model_spec.needs_global_batch:
-        kinds = {True: "one of the whole batch", False: "a sum over rows"}
+        kinds = {True: "one of the whole batch", False: "a sum over samples"}
         text = (
             f"the loss is {kinds[loss.whole_batch]}, and the plan was made for "
             f"{kinds[plan.model_spec.needs_global_batch]}"
@@ -279,19 +279,19 @@ def check_loss(plan: Plan, loss: Loss) -> None:
         and (loss.vocab_parallel is None or loss.vocab_parallel.num_token_stats != logits.num_reduced_values)
     ):
         problem = (
-            "needs whole logits"
+            "needs full logits"
             if loss.vocab_parallel is None
-            else f"tells {loss.vocab_parallel.num_token_stats} numbers of a token"
+            else f"exchanges {loss.vocab_parallel.num_token_stats} numbers per token"
         )
         text = (
-            f"the loss {problem}, and the plan divides them by words and has {logits.num_reduced_values} "
-            "numbers of a token told"
+            f"the loss {problem}, and the plan shards them along the vocabulary and exchanges "
+            f"{logits.num_reduced_values} numbers per token"
         )
         raise PlanError(text, fix=SAME_LOSS_FIX, location="loss")
 
 
 def empty_loss_error(where: str) -> PlanError:
-    """Returns the error for a step in which nothing counts; `location` says of what, "of the 12 samples"."""
+    """Returns the error for a step in which nothing counts; `where` says of what, "of the 12 samples"."""
     fix = "check how labels are made: -100 leaves a token out, and so does a loss weight of 0"
     return PlanError(f"nothing counts in any {where}: the loss is undefined", fix=fix, location="data")
 
@@ -363,6 +363,8 @@ def _weights(batch: Batch) -> torch.Tensor:
     """
     labels, weights = batch["labels"], batch[LOSS_WEIGHTS_KEY]
     if weights.shape != labels.shape:
-        text = f"loss_weights of shape {list(weights.shape)} beside labels of shape {list(labels.shape)}"
-        raise PlanError(text, fix="give one weight per label: (rows, tokens)", location="batch.loss_weights")
+        text = f"loss_weights of shape {list(weights.shape)} with labels of shape {list(labels.shape)}"
+        raise PlanError(
+            text, fix="give one weight per label: (samples, tokens)", location="batch.loss_weights"
+        )
     return torch.where(labels != IGNORE_INDEX, weights, 0)

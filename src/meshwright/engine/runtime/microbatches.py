@@ -39,7 +39,9 @@ def split_microbatches(
 def microbatch_shapes(batch: LocalBatch, plan: Plan, dummy_batch: Batch) -> tuple[BatchShapes, ...]:
     """Returns the shapes of each microbatch of a step, those of `dummy_batch` included."""
     microbatches, _ = split_microbatches(batch, plan, dummy_batch, torch.device("meta"))
-    return tuple(tuple((key, tuple(value.shape)) for key, value in micro.items()) for micro in microbatches)
+    return tuple(
+        tuple((key, tuple(value.shape)) for key, value in microbatch.items()) for microbatch in microbatches
+    )
 
 
 def _check_given(
@@ -56,7 +58,7 @@ def _check_given(
             f"micro-batches of {', '.join(map(str, counts))} rows; needed are at most "
             f"{plan.num_microbatches} of {plan.micro_batch}"
         )
-        raise ValueError(f"{text}; pass full ones, of which the last may have fewer rows")
+        raise ValueError(f"{text}; pass full ones, of which the last may have fewer samples")
     filled = [*batches, *[stand_in] * (plan.num_microbatches - len(counts))]
     return [{key: value.to(device) for key, value in microbatch.items()} for microbatch in filled], sum(
         counts
@@ -88,11 +90,11 @@ def count_samples(batch: Batch, plan: Plan) -> int:
     num_samples = {key: len(value) for key, value in batch.items()}
     if len(set(num_samples.values())) != 1:
         listed = ", ".join(f"{key} {num}" for key, num in num_samples.items()) or "no tensors"
-        text = f"the batch holds {listed}; needed are the same rows in every tensor"
-        raise ValueError(f"{text}; pass None when this rank has no rows left")
+        text = f"the batch holds {listed}; needed are as many samples in every tensor"
+        raise ValueError(f"{text}; pass None when this rank has no samples left")
     num = next(iter(num_samples.values()))
     limit = plan.job.train.batch if plan.sharding.primary_rank_axes else plan.local_batch
     if num > limit:
-        text = f"the batch has {num} rows and this rank plays {limit} in a step"
+        text = f"the batch has {num} samples and this rank takes {limit} in a step"
         raise ValueError(f"{text}; pass at most that many, or raise train.batch")
     return num

@@ -44,9 +44,8 @@ class GradBucket:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
         self.parameters = dict(parameters)
-        first = next(
-            iter(self.parameters.values())
-        )  # the buffer is of its kind: on its device, and fake where it is fake
+        # the buffer is of its kind: on its device, and fake where it is fake
+        first = next(iter(self.parameters.values()))
         self.buffer = first.new_empty(sum(p.numel() for p in self.parameters.values()), dtype=dtype)
         self.views: dict[str, torch.Tensor] = {}
         start = 0
@@ -165,13 +164,11 @@ class RankState:
     grad_norm: float = 0.0
     loss_factor: float = 1.0  # the loss is multiplied by it before its backward
     current_action: str = ""  # the ledger name of collectives inside a block
-    local_sqnorms: dict[str, torch.Tensor] = field(
-        default_factory=dict
-    )  # squared norms of gradients before they are summed
+    # squared norms of gradients before they are summed
+    local_sqnorms: dict[str, torch.Tensor] = field(default_factory=dict)
     noise_scale: float | None = None
-    grad_norm_tensor: torch.Tensor = field(
-        default_factory=lambda: torch.zeros(1, dtype=torch.float64)
-    )  # as it travels to other ranks
+    # as it travels to other ranks
+    grad_norm_tensor: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
 
     def begin_step(self, microbatches: list[Batch], num_real_microbatches: int) -> None:
         """Clears the last step, which may have failed, and sets the microbatches; dummies come last."""

@@ -29,9 +29,8 @@ from meshwright.comm.collectives.group import Work
 from meshwright.plan.step.action import Action, StreamName
 from meshwright.plan.strategy import Handler
 
-ResolvedAction = tuple[
-    Action, Handler | None, tuple[str, ...]
-]  # an action, its handler, and the comm actions it waits for
+# an action, its handler, and the comm actions it waits for
+ResolvedAction = tuple[Action, Handler | None, tuple[str, ...]]
 Timestamp = float | torch.cuda.Event
 
 GLUE, WAIT, ISSUE = "glue", "wait", "issue"  # kinds of spans that are not actions

@@ -249,12 +249,10 @@ class Executor(StrategyRuntime):
             if self._stage_io is None
             else self._stage_io.first_block_calls
         )
-        self._forward_starts = [
-            i for i, action in forwards if action.subject in first_block_calls
-        ]  # positions where a forward of the model starts
-        self._current_entries: Sequence[ResolvedAction] = (
-            self._entries
-        )  # the entries of this step, profiled or not
+        # positions where a forward of the model starts
+        self._forward_starts = [i for i, action in forwards if action.subject in first_block_calls]
+        # the entries of this step, profiled or not
+        self._current_entries: Sequence[ResolvedAction] = self._entries
 
     def step(self, batch: LocalBatch, *, stop: bool = False, profiler: StepProfiler | None = None) -> Metrics:
         """Trains one global step on this rank's samples; returns the same metrics on every rank.
@@ -276,12 +274,12 @@ class Executor(StrategyRuntime):
             start, _, waits = self._entries[start_position]
             wait_for_works(waits, state.works, profiler)  # glue before the block may read what arrived
             state.current_action = start.name
-            micro = start.microbatch or 0
+            microbatch = start.microbatch or 0
             if profiler is None:
-                acts.forward(micro, self._before_block(micro), first_block_call=start.subject)
+                acts.forward(microbatch, self._before_block(microbatch), first_block_call=start.subject)
             else:
-                with profiler.record_span(f"forward({micro})", GLUE):
-                    acts.forward(micro, self._before_block(micro), profiler.end_span, start.subject)
+                with profiler.record_span(f"forward({microbatch})", GLUE):
+                    acts.forward(microbatch, self._before_block(microbatch), profiler.end_span, start.subject)
         self._execute_until(len(self._entries))
         wait_for_works(state.works, state.works, profiler)
         self.steps_done += 1
@@ -408,14 +406,14 @@ class Executor(StrategyRuntime):
             group["lr"] = base * scale
         return self._base_lrs[0] * scale
 
-    def _before_block(self, micro: int) -> BeforeBlock:
+    def _before_block(self, microbatch: int) -> BeforeBlock:
         """Returns the hook that a block calls before it runs: it executes the list up to the block's F.
 
         The hook returns whether the forward is checkpointed.
         """
 
         def before_block(block_call: str) -> bool:
-            target = self._forward_positions.get((block_call, micro))
+            target = self._forward_positions.get((block_call, microbatch))
             if target is None or target < self._cursor:
                 planned = " ".join(self.plan.sharding.model_spec.block_calls)
                 problem = "out of the order" if target is not None else "more often than in the order"

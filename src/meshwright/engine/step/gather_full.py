@@ -34,9 +34,8 @@ def gather_full_values(
         BROADCAST_DTYPES.index(local[weight.name].dtype) if source == group.index else 0
         for weight, source in owners
     ]
-    dtype_codes = torch.tensor(
-        local_codes, dtype=torch.float64, device=device
-    )  # a parameter with a master has another dtype than a frozen one
+    # a parameter with a master has another dtype than a frozen one
+    dtype_codes = torch.tensor(local_codes, dtype=torch.float64, device=device)
     group.all_reduce(dtype_codes, action=action).wait()
     for (weight, source), code in zip(owners, dtype_codes.tolist(), strict=True):
         blank = torch.empty(
@@ -52,7 +51,9 @@ def gather_full_buffers(plan: Plan, state: RankState, action: str) -> dict[str, 
 
     All ranks call it.
     """
-    blocks_by_rank = [{block_of(visit) for visit in stage} for stage in plan.sharding.block_calls_by_pp_rank]
+    blocks_by_rank = [
+        {block_of(block_call) for block_call in stage} for stage in plan.sharding.block_calls_by_pp_rank
+    ]
     buffers = dict(persistent_buffers(state.trained_module.module))
     for name in buffers if blocks_by_rank else ():
         inner_blocks = [block for block in state.trained_module.blocks if name.startswith(f"{block}.")]

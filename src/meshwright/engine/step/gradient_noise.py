@@ -64,9 +64,8 @@ class GradientNoiseScale:
         }
         self._state, self._action_handlers = state, action_handlers
         self._is_measured = plan.job.train.noise_scale
-        self._num_parts = (
-            plan.num_microbatches if plan.num_data > 1 else 1
-        )  # microbatches in a gradient that is measured once
+        # microbatches in a gradient that is measured once
+        self._num_parts = plan.num_microbatches if plan.num_data > 1 else 1
         self._microbatch_by_action = {
             action.name: action.microbatch for action in plan.actions if action.kind == "GRAD_SQNORM"
         }
@@ -82,9 +81,8 @@ class GradientNoiseScale:
         )
         coordinate = plan.mesh.coordinate(state.world.rank)
         self._counted_params = frozenset(plan.sharding.params_counted_in_sum(coordinate))
-        self._reports_weights = not any(
-            coordinate[axis] for axis in plan.sharding.model_parallel_axes
-        )  # other model-parallel ranks have the same
+        # other model-parallel ranks have the same
+        self._reports_weights = not any(coordinate[axis] for axis in plan.sharding.model_parallel_axes)
         self._message = torch.zeros(3, dtype=torch.float64)
         self._averages = torch.zeros(2, dtype=torch.float64)
 

@@ -78,13 +78,12 @@ class ReplayFindings:
             count or 1.0,
             loss_sum,
         )
-        self._params_by_last_backward: dict[str | None, list[str]] = defaultdict(
-            list
-        )  # by the block call whose backward completes them
+        # by the block call whose backward completes them
+        self._params_by_last_backward: dict[str | None, list[str]] = defaultdict(list)
         pp_ranks = {
-            home.param.name: plan.sharding.pp_ranks_using(home.param)
-            for home in plan.sharding.logical_param_shardings
-            if home.param.trainable
+            param_sharding.param.name: plan.sharding.pp_ranks_using(param_sharding.param)
+            for param_sharding in plan.sharding.logical_param_shardings
+            if param_sharding.param.trainable
         }
         self.tied_param_users = {name: indices for name, indices in pp_ranks.items() if len(indices) > 1}
         for weight in self._model_spec.trainable:
@@ -315,19 +314,18 @@ def _merge_findings(
     plan: Plan, state: RankState, findings: ReplayFindings
 ) -> tuple[float, Mapping[str, float], StepPhase, str]:
     """Returns loss, squared norms and the first non-finite place, over ranks with the same samples."""
-    space, names, block_calls = (
+    sharding, names, block_calls = (
         plan.sharding,
         [weight.name for weight in plan.model_spec.trainable],
         plan.model_spec.block_calls,
     )
-    if not space.model_parallel_axes:
+    if not sharding.model_parallel_axes:
         _, phase, block = findings.first_nonfinite or (0, "", "")
         return findings.loss, findings.sqnorms, phase, block
     coordinate = plan.mesh.coordinate(state.world.rank)
-    counted_params = set(space.params_counted_in_sum(coordinate))
-    reports_loss = not any(
-        coordinate[axis] for axis in space.model_parallel_axes if axis != "pp"
-    )  # ranks with other slices have the same loss
+    counted_params = set(sharding.params_counted_in_sum(coordinate))
+    # ranks with other slices have the same loss
+    reports_loss = not any(coordinate[axis] for axis in sharding.model_parallel_axes if axis != "pp")
     local_numbers = [findings.sqnorms[name] if name in counted_params else 0.0 for name in names]
     microbatch, phase, block = findings.first_nonfinite or (-1, "", "")
     local_numbers += [
@@ -336,7 +334,7 @@ def _merge_findings(
         STEP_PHASES.index(phase),
         block_calls.index(block) if block in block_calls else -1,
     ]
-    group = state.world.group(space.model_parallel_axes)
+    group = state.world.group(sharding.model_parallel_axes)
     message = torch.tensor(local_numbers, dtype=torch.float64, device=state.world.device)
     gathered_messages = message.new_empty(group.size * len(message))
     group.all_gather(gathered_messages, message, action="SPIKE_DIAGNOSIS").wait()

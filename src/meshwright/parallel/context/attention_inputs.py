@@ -20,10 +20,12 @@ from meshwright.plan.model_spec.sequence_info import TokenRange, num_positions
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What is asked: query [B, H, n, d], key [B, G, m, d], value [B, G, m, e], and a mask or None.
+    """query [B, H, n, d], key [B, G, m, d], value [B, G, m, e] and mask of one attention call; the mask may
+    be None.
 
-    The mask is [B or 1, H or 1, n or 1, all keys]; `shape` is that of what comes out, in the dims of what was asked. Weights are
-    dropped with probability `drop`. `together` and `bias` are those of `Asked`, in the dims of the mask.
+    The mask is [B or 1, H or 1, n or 1, all keys]. `output_shape` is the shape of the output in the dims of
+    the call. Attention weights are dropped with probability `dropout_p`. `gathered_mask` and `bias` are those
+    of the call, in the dims of the mask.
     """
 
     query: torch.Tensor
@@ -36,16 +38,17 @@ class AttentionInputs:
     bias: torch.Tensor | None = None
 
     def restore_shape(self, out: torch.Tensor) -> torch.Tensor:
-        """`out`, [B, H, n, e], in the dims of what was asked."""
+        """`out`, [B, H, n, e], in the dims of the call."""
         return out.reshape(self.output_shape)
 
 
 def attention_inputs(call: ShardedAttentionCall, name: str) -> AttentionInputs:
-    """`asked`, for the technique `name`.
+    """The inputs of `call` in four dims, for the strategy `name`.
 
-    Raises PlanError where queries, keys or the mask are not those of this rank's tokens.
+    Raises:
+        PlanError: queries, keys or the mask are not those of this rank's tokens.
     """
-    where = f"strategies.{name}"
+    location = f"strategies.{name}"
     query, key, value = (_autocast(each) for each in (call.query, call.key, call.value))
     mask = None if call.mask is None else _autocast(call.mask)
     for what, tensor, share in (
@@ -56,7 +59,7 @@ def attention_inputs(call: ShardedAttentionCall, name: str) -> AttentionInputs:
         if tensor.shape[-2] != share.num_tokens:
             text = f"attention takes in {tensor.shape[-2]} {what}, and this rank has {share.num_tokens} of {share.length} tokens"
             raise PlanError(
-                text, fix="attend to the tokens of the row alone, or set mesh.cp = 1", location=where
+                text, fix="attend to the tokens of the row alone, or set mesh.cp = 1", location=location
             )
     if mask is not None:
         keys = call.key_shard.length
@@ -67,7 +70,7 @@ def attention_inputs(call: ShardedAttentionCall, name: str) -> AttentionInputs:
         ):
             text = f"the mask is of shape {list(mask.shape)}; needed are rows for {call.query_shard.num_tokens} queries of this rank"
             fix = "give the block a mask of shape [rows, heads, tokens, tokens], made outside of it; and is_causal = False"
-            raise PlanError(f"{text}, and columns for all {keys} keys", fix=fix, location=where)
+            raise PlanError(f"{text}, and columns for all {keys} keys", fix=fix, location=location)
     mask, together, bias = (
         _mask_to_4d(each, query, call.key_shard.length) for each in (mask, call.group_mask_rows, call.bias)
     )
@@ -80,9 +83,10 @@ def attention_inputs(call: ShardedAttentionCall, name: str) -> AttentionInputs:
 def dropout_keep_mask(
     call: ShardedAttentionCall, query_spans: tuple[TokenRange, ...], heads: TokenRange | None = None
 ) -> torch.Tensor | None:
-    """Which weights dropout leaves to queries at the positions `rows`, bool [B, H, rows, all keys]; None: there is none.
+    """The attention weights that dropout keeps for the queries in `query_spans`, bool [B, H, n, all keys];
+    None without dropout.
 
-    It is what one device draws. `heads` are some of those of queries here, which come in four dims then.
+    It equals the draw of one device. `heads` is the range of query heads on this rank, if it has only some.
     """
     if not call.dropout_p:
         return None
@@ -95,7 +99,6 @@ def dropout_keep_mask(
 
 
 def _mask_to_4d(mask: torch.Tensor | None, query: torch.Tensor, keys: int) -> torch.Tensor | None:
-    """A mask in four dims, with columns of all keys."""
     if mask is None:
         return None
     before = mask.shape[:-2] if query.ndim <= 4 else query.shape[:-2]
@@ -104,14 +107,12 @@ def _mask_to_4d(mask: torch.Tensor | None, query: torch.Tensor, keys: int) -> to
 
 
 def _to_4d(tensor: torch.Tensor) -> torch.Tensor:
-    """In four dims, [rows, heads, tokens, width]."""
     if tensor.ndim < 4:
         return tensor.reshape(*[1] * (4 - tensor.ndim), *tensor.shape)
     return tensor if tensor.ndim == 4 else tensor.flatten(0, -4)
 
 
 def _autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """As products take it under autocast."""
     kind = tensor.device.type
     casts = tensor.is_floating_point() and torch.is_autocast_enabled(kind)
     return tensor.to(torch.get_autocast_dtype(kind)) if casts else tensor
@@ -121,10 +122,10 @@ MaskKind = Literal["all", "causal", "some"]
 
 
 class PendingTransfer(Protocol):
-    """A transfer under way."""
+    """A transfer in flight."""
 
     def wait(self) -> None:
-        """Return when what comes is there, and what goes has gone."""
+        """Return when the received tensor is complete and the sent one may be overwritten."""
 
 
 ShiftFn = Callable[
@@ -134,10 +135,11 @@ ShiftFn = Callable[
 
 @dataclass(frozen=True, eq=False)
 class AttentionRing:
-    """The ranks of a ring as the one at `index` sees them: the positions of its own queries, and of the keys of every rank.
+    """The ranks of a ring, seen from the one at `index`: the positions of its own queries, and of the keys of
+    every rank.
 
-    `causal`: a query looks at keys at its position and before. Keys and values travel in `wire`; None: as they are. Dropout
-    takes weights with probability `drop`.
+    `causal`: a query attends to keys at its position and before. Keys and values travel in `comm_dtype`;
+    None: in their own. Dropout drops attention weights with probability `dropout_p`.
     """
 
     index: int
@@ -151,31 +153,31 @@ class AttentionRing:
 
     @cached_property
     def num_keys(self) -> tuple[int, ...]:
-        """How many keys each rank has."""
+        """The number of keys of each rank."""
         return tuple(map(num_positions, self.key_spans))
 
     @property
     def max_keys(self) -> int:
-        """The keys of the rank that has most."""
+        """The number of keys of the rank with most keys."""
         return max(self.num_keys)
 
     @cached_property
     def key_positions(self) -> tuple[np.ndarray, ...]:
-        """The positions of the keys of every rank, one by one, rising."""
+        """The positions of the keys of every rank, ascending."""
         return tuple(map(span_positions, self.key_spans))
 
     @cached_property
     def query_positions(self) -> np.ndarray:
-        """Those of this rank's queries."""
+        """The positions of this rank's queries, ascending."""
         return span_positions(self.query_spans)
 
 
 @dataclass(frozen=True)
 class QueryKeyBlock:
-    """Rows of this rank's queries and keys of one block, as they lie there, of some samples (None: of all).
+    """A range of this rank's queries and of one rank's keys, both local, of some samples (None: of all).
 
-    A kernel goes through them: with no mask where each query looks at all, with its own where it looks at keys up to its number,
-    and with one that is handed to it where it looks at some.
+    Its `kind` selects the mask: none ("full"), the kernel's own ("causal": query i attends to keys up to i),
+    or a mask tensor ("partial").
     """
 
     queries: TokenRange
@@ -185,12 +187,12 @@ class QueryKeyBlock:
 
     @property
     def query_index(self) -> tuple[slice, slice, slice]:
-        """Where the rows are in [samples, heads, queries, ..]."""
+        """The index of the queries in [samples, heads, queries, ..]."""
         return self._sample_index, slice(None), slice(*self.queries)
 
     @property
     def key_index(self) -> tuple[slice, slice, slice]:
-        """Where the keys are in [samples, heads, keys, ..]."""
+        """The index of the keys in [samples, heads, keys, ..]."""
         return self._sample_index, slice(None), slice(*self.keys)
 
     @property
@@ -199,20 +201,26 @@ class QueryKeyBlock:
 
 
 class BlockMask(Protocol):
-    """What this rank's queries look at."""
+    """The keys that this rank's queries attend to, as blocks."""
 
     def blocks(self, rank: int) -> Sequence[QueryKeyBlock]:
-        """What is computed of this rank's queries and the keys of `rank`."""
+        """The blocks of this rank's queries and the keys of `rank` that are computed."""
 
     def dense_mask(
         self, rank: int, block: QueryKeyBlock, full_mask: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor | None:
-        """The mask of a pair, [samples or 1, heads or 1, rows or 1, keys], of the `whole` one; None where it needs none."""
+        """The mask of a block, [samples or 1, heads or 1, queries or 1, keys], cut from `full_mask`; None
+        if it needs none.
+        """
 
     def row_offset(self, queries: TokenRange) -> torch.Tensor | None:
-        """From where scores of these queries are counted, [samples or 1, heads or 1, rows or 1, 1]; None: from 0, all of them."""
+        """The offset of the scores of these queries, [samples or 1, heads or 1, queries or 1, 1]; None: 0
+        everywhere.
+        """
 
     def add_mask_grad(
         self, rank: int, block: QueryKeyBlock, grad: torch.Tensor, mask_grad: torch.Tensor
     ) -> None:
-        """Add `part`, a gradient of the mask of a pair, to where that comes from in `into`, that of the whole one."""
+        """Add `grad`, the gradient of the mask of a block, to its place in `mask_grad`, that of the full
+        mask.
+        """

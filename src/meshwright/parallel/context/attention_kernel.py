@@ -43,14 +43,14 @@ NEG_INF = float("-inf")
 
 @dataclass(frozen=True)
 class AttentionDropout:
-    """Dropout with probability `p` of the weights, of which those in `keep` stay: bool, [B, H, n, m]."""
+    """Dropout of attention weights with probability `p`; `keep`, bool [B, H, n, m], marks those that stay."""
 
     keep: torch.Tensor
     p: float
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what lse, and sums over blocks, are kept: float32, or float64 for that."""
+    """The dtype of lse and of sums over blocks: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -64,7 +64,7 @@ def math_attention(
     dropout: AttentionDropout | None = None,
     row_offset: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `kernel.attend` says."""
+    """`attention` by matmuls and a softmax."""
     outs, sums, wide = [], [], accumulation_dtype(query.dtype)
     key, value = key.to(wide), value.to(wide)
     for rows in _query_chunks(query, key):
@@ -92,7 +92,7 @@ def math_attention_backward(
     dropout: AttentionDropout | None = None,
     row_offset: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `kernel.attend_backward` says."""
+    """`attention_backward` by matmuls and a softmax."""
     wide, of_query = accumulation_dtype(query.dtype), []
     keys, values = key.to(wide), value.to(wide)
     of_key, of_value = torch.zeros_like(keys), torch.zeros_like(values)
@@ -120,7 +120,6 @@ def math_attention_backward(
 
 
 def _query_chunks(query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:
-    """Rows of queries whose scores fit into CHUNK; one at least."""
     rows, each = query.shape[2], query.shape[0] * query.shape[1] * key.shape[2]
     step = max(1, MAX_SCORES // max(1, each))
     yield from (slice(first, min(rows, first + step)) for first in range(0, rows, step))
@@ -149,19 +148,16 @@ def _mask_rows(mask: torch.Tensor, rows: slice) -> torch.Tensor:
 
 
 def _apply_dropout(weights: torch.Tensor, thin: AttentionDropout | None, rows: slice) -> torch.Tensor:
-    """What dropout leaves of weights, or of their gradients."""
     if thin is None:
         return weights
     return weights.masked_fill(~thin.keep[:, :, rows], 0.0) * (1 / (1 - thin.p) if thin.p < 1 else 0.0)
 
 
 def _group_heads(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Rows by the head of keys that they share, [B, G, heads per group x rows, ..], of a tensor by head."""
     return tensor.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
 
 
 def _ungroup_heads(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """The other way round: [B, H, rows, ..]."""
     heads = query.shape[1]
     return tensor.unflatten(2, (heads // tensor.shape[1], -1)).flatten(1, 2)
 
@@ -181,10 +177,15 @@ def attention(
     dropout: AttentionDropout | None = None,
     row_offset: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention of `query` to these keys and values, [B, H, n, e], and its lse, [B, H, n]; see the module for shapes.
+    """The attention of `query` to these keys and values, [B, H, n, e], and its lse, [B, H, n]; shapes as in
+    the module.
 
-    `causal`: query i looks at the keys up to i, and there are as many of both; then there is no mask. Of a row whose mask is
-    far from 0 everywhere, lse is counted from `above`, [B or 1, H or 1, n or 1, 1], where that is given. Autograd sees nothing.
+    Not recorded by autograd.
+
+    Args:
+        causal: query i attends to the keys up to i; there are as many of both, and no mask.
+        row_offset: subtracted from the scores of rows whose mask is far from 0 everywhere, [B or 1, H or 1, n
+            or 1, 1]; lse is relative to it.
     """
     if not query.numel() or not key.shape[-2]:
         return _empty_output(query, value)
@@ -215,10 +216,12 @@ def attention_backward(
     dropout: AttentionDropout | None = None,
     row_offset: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What these keys and values add to the gradients of query, key and value, of their shapes.
+    """The contributions of these keys and values to the gradients of query, key and value, of their shapes.
 
-    `out` and `lse` are those of the attention to all keys, of which these are some, and `grad` is the gradient of that `out`. The
-    gradient of the mask is added to `of_mask`, which has its shape, where that is given.
+    Args:
+        grad: the gradient of `out`.
+        out, lse: of the attention to all keys, of which these are some.
+        mask_grad: the gradient of the mask is added to it if given; of the shape of the mask.
     """
     if not query.numel() or not key.shape[-2]:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
@@ -242,7 +245,7 @@ def attention_backward(
 def merge_outputs(
     out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention to the keys of both, from those to some (`out`, `lse`) and to others; in the dtype of `out`."""
+    """The attention to two sets of keys, from the outputs and lse of both; in the dtype of `out`."""
     part = torch.sigmoid(other_lse - lse).masked_fill_(
         other_lse == NEG_INF, 0.0
     )  # of nothing and nothing: nothing
@@ -252,7 +255,6 @@ def merge_outputs(
 
 
 def _choose_kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> str:
-    """Which kernel can do it; "" where none can."""
     kind, dtype = query.device.type, query.dtype
     if kind == "cpu" and dtype.is_floating_point and dtype.itemsize > 1:
         return "cpu"
@@ -277,7 +279,6 @@ def _empty_output(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """`mask` as what is added to scores."""
     if mask is None or mask.dtype != torch.bool:
         return None if mask is None else mask.detach().to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask.logical_not(), NEG_INF)
@@ -286,13 +287,11 @@ def _additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tenso
 def _fix_masked_rows(
     out: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a kernel says of rows that may look at nothing, put right."""
     seen = (mask if mask.dtype == torch.bool else mask > NEG_INF).any(-1)
     return out.masked_fill(~seen.unsqueeze(-1), 0.0), lse.masked_fill(~seen, NEG_INF)
 
 
 def _pad_width(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """`tensor` with zeros up to `width`, and no stride within a row."""
     if tensor.shape[-1] != width:
         return F.pad(tensor, (0, width - tensor.shape[-1]))
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
@@ -397,7 +396,6 @@ def _repeat_kv(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _aligned_bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """The mask as the kernel wants it: rows that begin at multiples of 16 elements."""
     bias = _additive_mask(mask, query.dtype)
     if bias is None:
         return None

@@ -55,16 +55,18 @@ MAX_KERNEL_REACH = 256  # a kernel that reaches over no more tokens is taken wit
 
 
 def convolve_with_halo(runtime: Runtime, axis: str, call: ShardedConv1dCall) -> torch.Tensor:
-    """The convolution of the tokens that this rank runs, [.., channels, tokens]; their neighbours are on ranks of `axis`."""
-    space = runtime.plan.sharding
+    """The convolution of this rank's tokens, [.., channels, tokens], with the neighbours from the ranks of
+    `axis`.
+    """
+    sharding = runtime.plan.sharding
     known, share = call.conv_spec, call.token_shard
-    edges = _edges(call.local_input, share.spans, known, space.sequence_sharding.chunks)
+    edges = _edges(call.local_input, share.spans, known, sharding.sequence_sharding.chunks)
     dim, spans = edges.ndim - 1, with_padding(share.spans)
     met = F.pad(
         runtime.redistribute(edges, axis, S(dim), R), (0, 1)
     )  # behind all, a zero for what is not in the row
     columns = torch.tensor(
-        _halo_columns(space.sequence_sharding, share.length, spans, (known.left_halo, known.right_halo)),
+        _halo_columns(sharding.sequence_sharding, share.length, spans, (known.left_halo, known.right_halo)),
         device=met.device,
     )
     around, made, at = (
@@ -94,7 +96,7 @@ def convolve_with_halo(runtime: Runtime, axis: str, call: ShardedConv1dCall) -> 
 def halo_transfers(
     sharding: ShardingPlan, job: Job, axis: str, convolve: ConvSpec, num_samples: int
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """What one convolution of so many rows moves in a forward, and in a backward."""
+    """The collectives of one convolution of `num_samples` samples: of a forward, and of a backward."""
     ranks = sharding.mesh.size(axis)
     if sharding.sequence_sharding is None or ranks == 1 or not convolve.halo:
         return [], []
@@ -114,7 +116,7 @@ def halo_transfers(
 def check_convolutions(
     name: str, axis: str, sharding: ShardingPlan, sequence_sharding: SequenceSharding
 ) -> Iterator[Diagnostic]:
-    """What keeps the convolutions of this model from running on tokens that the technique `name` deals so."""
+    """Yields why convolutions of this model cannot run on tokens that the strategy `name` shards so."""
     tokens, ranks = sharding.model_spec.sequence_info, sharding.mesh.size(axis)
     found, striped = (
         dict[str, list[str]](),
@@ -142,7 +144,6 @@ def check_convolutions(
 
 
 def _edges(own: torch.Tensor, spans: tuple[TokenRange, ...], known: ConvSpec, chunks: int) -> torch.Tensor:
-    """The last tokens of each span, and its first ones, [.., chunks * reach]; zeros where there are no so many."""
     parts, at = [own.narrow(-1, 0, 0)], 0  # so that a rank that has no tokens takes part in backward
     for begin, end in spans:
         mine = own.narrow(-1, at, end - begin)
@@ -156,14 +157,13 @@ def _edges(own: torch.Tensor, spans: tuple[TokenRange, ...], known: ConvSpec, ch
 
 @lru_cache(maxsize=256)  # every convolution asks for it in every forward
 def _halo_columns(
-    deal: SequenceSharding, length: int, spans: tuple[TokenRange, ...], around: tuple[int, int]
+    sequence_sharding: SequenceSharding, length: int, spans: tuple[TokenRange, ...], around: tuple[int, int]
 ) -> tuple[int, ...]:
-    """Where among the edges of all ranks the tokens stand that are before and behind each of `spans`; behind all: nowhere."""
     left, right = around
     dealt = [
-        (span, (rank * deal.max_ranges + number) * (left + right))
-        for rank in range(deal.num_ranks)
-        for number, span in enumerate(deal.token_ranges(length, rank))
+        (span, (rank * sequence_sharding.max_ranges + number) * (left + right))
+        for rank in range(sequence_sharding.num_ranks)
+        for number, span in enumerate(sequence_sharding.token_ranges(length, rank))
     ]
 
     def before(position: int) -> int:
@@ -172,7 +172,7 @@ def _halo_columns(
     def behind(position: int) -> int:
         return next(at + left + position - begin for (begin, end), at in dealt if begin <= position < end)
 
-    found, nowhere = list[int](), deal.num_ranks * deal.max_ranges * (left + right)
+    found, nowhere = list[int](), sequence_sharding.num_ranks * sequence_sharding.max_ranges * (left + right)
     for begin, end in spans:
         found += [before(each) if each >= 0 else nowhere for each in range(begin - left, begin)]
         found += [behind(each) if each < length else nowhere for each in range(end, end + right)]

@@ -45,9 +45,10 @@ ExchangeFn = Callable[[torch.Tensor, Placement, Placement], torch.Tensor]
 
 @dataclass(frozen=True)
 class KVHeadAssignment:
-    """Which heads of keys and values each rank is sent, all as many; `uses` are those that its own heads of queries use of them.
+    """The key/value heads that each rank receives, equally many; `used_heads` are those that each of its
+    query heads uses.
 
-    Without `uses` neighbouring heads of queries share one, on every rank as many.
+    Without `used_heads`, consecutive query heads share one, equally many on every rank.
     """
 
     sent_heads: tuple[tuple[int, ...], ...]
@@ -55,7 +56,9 @@ class KVHeadAssignment:
 
     @classmethod
     def for_heads(cls, heads: int, groups: int, num_ranks: int) -> "KVHeadAssignment":
-        """Where `heads` of queries, which share `groups` of keys and values, go to so many ranks; they divide evenly."""
+        """The assignment of `heads` query heads, which share `groups` key/value heads, to `num_ranks`
+        ranks; they divide evenly.
+        """
         each, shared = heads // num_ranks, heads // groups
         found = [
             tuple(dict.fromkeys(head // shared for head in _head_indices(rank, each)))
@@ -74,7 +77,7 @@ class KVHeadAssignment:
 
     @property
     def num_sent(self) -> int:
-        """How many heads of keys and values a rank is sent."""
+        """The number of key/value heads that each rank receives."""
         return len(self.sent_heads[0])
 
     @property
@@ -87,9 +90,10 @@ class KVHeadAssignment:
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """What the rank at `index` and its neighbours, `deal.inner` of them, make of a call of attention; `move` moves among those.
+    """The exchange of one attention call between the rank at `index` and its `ulysses_degree` neighbours;
+    `move` runs it.
 
-    `by_query` tells whether masks that are sent have a row for each query: of a rank with one token that cannot be seen.
+    `mask_by_query`: exchanged masks have a row per query; on a rank with one token the shape cannot tell.
     """
 
     sequence_sharding: SequenceSharding
@@ -99,7 +103,7 @@ class HeadExchange:
 
     @classmethod
     def along_axis(cls, axis: str, sequence_sharding: SequenceSharding, runtime: Runtime) -> "HeadExchange":
-        """That of the rank which is `runtime`."""
+        """The exchange along `axis` of the rank of `runtime`."""
         near = (
             sequence_sharding.num_inner_ranks
             if sequence_sharding.num_inner_ranks < sequence_sharding.num_ranks
@@ -113,13 +117,13 @@ class HeadExchange:
                 else tensor
             )
 
-        space: ShardingPlan = runtime.plan.sharding
-        return cls(sequence_sharding, dict(space.coordinate)[axis], move, has_masks_by_query(space))
+        sharding: ShardingPlan = runtime.plan.sharding
+        return cls(sequence_sharding, dict(sharding.coordinate)[axis], move, has_masks_by_query(sharding))
 
     def gather_inputs(
         self, inputs: AttentionInputs, call: ShardedAttentionCall, name: str
     ) -> AttentionInputs:
-        """What `name` is asked, with the tokens of all neighbours, and this rank's heads of it."""
+        """`inputs` with the tokens of all neighbours, and this rank's heads."""
         heads, near = inputs.query.shape[1], self.sequence_sharding.num_inner_ranks
         if heads % near:
             raise PlanError(
@@ -141,7 +145,7 @@ class HeadExchange:
         )
 
     def head_range(self, inputs: AttentionInputs) -> tuple[int, int]:
-        """Which of the heads of queries that were `given` this rank computes."""
+        """The range of the query heads of `inputs` that this rank computes."""
         each, place = (
             inputs.query.shape[1] // self.sequence_sharding.num_inner_ranks,
             self.index % self.sequence_sharding.num_inner_ranks,
@@ -149,13 +153,15 @@ class HeadExchange:
         return place * each, (place + 1) * each
 
     def to_heads(self, tensor: torch.Tensor, length: int) -> torch.Tensor:
-        """[B, h, own tokens, w] -> [B, h / near, tokens of all neighbours, w], of samples of `length` tokens."""
+        """[B, h, local tokens, w] -> [B, h / degree, tokens of all neighbours, w], for samples of `length`
+        tokens.
+        """
         return self._without_padding(
             self.move(_pad_tokens(tensor, self._max_tokens(length)), TOKEN_SHARD, HEAD_SHARD), length
         )
 
     def to_tokens(self, tensor: torch.Tensor, length: int) -> torch.Tensor:
-        """The way back: [B, h / near, tokens of all neighbours, w] -> [B, h, own tokens, w]."""
+        """[B, h / degree, tokens of all neighbours, w] -> [B, h, local tokens, w]."""
         counts, most = self._token_counts(length), self._max_tokens(length)
         even = min(counts) == most
         filled = (
@@ -167,7 +173,6 @@ class HeadExchange:
         )
 
     def _kv_heads(self, tensor: torch.Tensor, length: int, needs: KVHeadAssignment) -> torch.Tensor:
-        """Keys, or values: the heads that this rank needs."""
         if not needs.is_identity:
             sent = [head for own in needs.sent_heads for head in own]
             tensor = tensor.index_select(1, torch.tensor(sent, device=tensor.device))
@@ -182,7 +187,6 @@ class HeadExchange:
         )
 
     def _exchange_mask(self, given: AttentionInputs, length: int, name: str) -> torch.Tensor | None:
-        """The mask for all queries of the neighbours, and this rank's heads."""
         if given.mask is None or self.sequence_sharding.num_inner_ranks == 1:
             return given.mask
         if given.gathered_mask is None:
@@ -195,7 +199,6 @@ class HeadExchange:
         )
 
     def _send_mask(self, mask: torch.Tensor, given: AttentionInputs, length: int, name: str) -> torch.Tensor:
-        """A mask that each rank has for its own queries, for those of all neighbours and this rank's heads."""
         if not self.mask_by_query:
             if mask.shape[2] > 1:
                 text = f"attention takes a mask of shape {list(mask.shape)}, made in a block, and in the trial run there was none"
@@ -227,7 +230,7 @@ class HeadExchange:
 
 
 def has_masks_by_query(sharding: ShardingPlan) -> bool:
-    """Whether any mask that is sent has a row for each query: all are sent as if they had."""
+    """Whether any exchanged mask has a row per query: then all are exchanged as if they had."""
     tokens = sharding.global_plan.model_spec.sequence_info
     masks = [each.mask for each in (tokens.attention_calls if tokens else ()) if each.mask is not None]
     return any(mask.per_query and not mask.is_replicated for mask in masks)
@@ -241,7 +244,9 @@ def exchange_transfers(
     attend: AttentionSpec,
     num_samples: int,
 ) -> tuple[list[Transfer], list[Transfer], list[Transfer], list[Transfer]]:
-    """What one call of attention moves: taking in, giving out; backwards, of what is given out, and of what was taken in."""
+    """The collectives of one attention call: of inputs and outputs in forward, of outputs and inputs in
+    backward.
+    """
     if sequence_sharding.num_inner_ranks == 1:
         return [], [], [], []
     heads, groups = local_heads(sharding, attend)
@@ -293,9 +298,9 @@ def exchange_transfers(
 def check_heads(
     sharding: ShardingPlan, name: str, num_ranks: int, where: str, sizes: Iterable[int] = ()
 ) -> Iterator[Diagnostic]:
-    """Calls of attention whose heads do not divide by so many ranks; where other ranks have some of them, theirs.
+    """Yields the attention calls whose heads do not divide by `num_ranks`, on any tensor-parallel rank.
 
-    `where` is the key that says how many ranks these are, and could as well say one of `sizes`.
+    `where` is the key of that number of ranks; `sizes` are its other possible values.
     """
     tokens, found = sharding.global_plan.model_spec.sequence_info, dict[int, dict[str, None]]()
     ends = {
@@ -303,27 +308,26 @@ def check_heads(
         for depth in _end_ranks(sharding, "tp_depth")
         for place in _end_ranks(sharding, "tp")
     }
-    for attend in tokens.attention_calls if tokens else ():
+    for attention_call in tokens.attention_calls if tokens else ():
         for coordinate in sorted(ends):
-            heads, _ = local_heads(replace(sharding, coordinate=coordinate), attend)
-            found.setdefault(heads, {})[attend.block_call] = None
+            heads, _ = local_heads(replace(sharding, coordinate=coordinate), attention_call)
+            found.setdefault(heads, {})[attention_call.block_call] = None
     good = [size for size in sizes if all(heads % size == 0 for heads in found)]
     fix = "take ring, which leaves heads together" + (
         f"; or set {where} to {' or '.join(map(str, good))}" if good else ""
     )
-    for heads, visits in sorted(found.items()):
+    for heads, block_calls in sorted(found.items()):
         if heads % num_ranks:
-            more = f" and {len(visits) - MAX_REPORTED} more" if len(visits) > MAX_REPORTED else ""
+            more = f" and {len(block_calls) - MAX_REPORTED} more" if len(block_calls) > MAX_REPORTED else ""
             yield Diagnostic(
-                f"{', '.join([*visits][:MAX_REPORTED])}{more}: {UNEVEN_HEADS.format(heads, num_ranks)}",
+                f"{', '.join([*block_calls][:MAX_REPORTED])}{more}: {UNEVEN_HEADS.format(heads, num_ranks)}",
                 fix,
                 f"strategies.{name}",
             )
 
 
-def _end_ranks(space: ShardingPlan, axis: str) -> set[int]:
-    """Those that may have unlike numbers of heads: what does not divide goes to the first."""
-    return {0, space.mesh.size(axis) - 1}
+def _end_ranks(sharding: ShardingPlan, axis: str) -> set[int]:
+    return {0, sharding.mesh.size(axis) - 1}
 
 
 def _mask_in_dtype(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -335,11 +339,9 @@ def _head_indices(rank: int, each: int) -> range:
 
 
 def _first_tokens(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """The first tokens: where they are all, nothing is copied backwards."""
     return tensor if tensor.shape[2] == count else tensor.narrow(2, 0, count)
 
 
 def _pad_tokens(tensor: torch.Tensor, most: int) -> torch.Tensor:
-    """`tensor` with so many tokens: zeros behind its own."""
     short = most - tensor.shape[2]
     return F.pad(tensor, (0, 0, 0, short)) if short else tensor

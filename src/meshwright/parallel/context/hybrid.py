@@ -75,7 +75,9 @@ from meshwright.plan.strategy import Handler, Runtime
 
 @dataclass(frozen=True)
 class HybridContextParallel(ContextParallel):
-    """Tokens of each sample dealt along `axis`: `inner` neighbours exchange them for heads, whose keys travel round the rest."""
+    """Shards the tokens of each sample along `axis`: an all-to-all between `ulysses_degree` neighbours, a
+    ring between groups.
+    """
 
     name: ClassVar[str] = "hybrid_context_parallel"
     ulysses_degree: int = 2
@@ -84,7 +86,7 @@ class HybridContextParallel(ContextParallel):
 
     @property
     def exact(self) -> bool:  # type: ignore[override]  # it depends on a field
-        """Whether keys and values travel as they are."""
+        """Whether keys and values travel in their own dtype."""
         return not self.comm_dtype
 
     def tolerance(self, sharding: ShardingPlan) -> float:
@@ -102,7 +104,11 @@ class HybridContextParallel(ContextParallel):
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         if self.axis == CP_AXIS and self._is_divisible(sharding):
             yield from check_heads(
-                sharding, self.name, self.ulysses_degree, "ulysses_degree", divisors(sharding.mesh.size(CP_AXIS))
+                sharding,
+                self.name,
+                self.ulysses_degree,
+                "ulysses_degree",
+                divisors(sharding.mesh.size(CP_AXIS)),
             )
 
     def sequence_sharding(self, num_ranks: int) -> SequenceSharding:
@@ -113,22 +119,33 @@ class HybridContextParallel(ContextParallel):
         )
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        deal = self.sequence_sharding(sharding.mesh.size(self.axis))
+        sequence_sharding = self.sequence_sharding(sharding.mesh.size(self.axis))
 
-        def forth(attend: AttentionSpec, rows: int) -> list[Transfer]:
-            taken, given, *_ = exchange_transfers(sharding, job, self.axis, deal, attend, rows)
-            return taken + self._ring_transfers(sharding, job, attend, rows)[0] + given
+        def forth(attention_call: AttentionSpec, rows: int) -> list[Transfer]:
+            taken, given, *_ = exchange_transfers(
+                sharding, job, self.axis, sequence_sharding, attention_call, rows
+            )
+            return taken + self._ring_transfers(sharding, job, attention_call, rows)[0] + given
 
-        def back(attend: AttentionSpec, rows: int) -> list[Transfer]:
-            *_, of_given, of_taken = exchange_transfers(sharding, job, self.axis, deal, attend, rows)
-            return of_given + self._ring_transfers(sharding, job, attend, rows)[1] + of_taken
+        def back(attention_call: AttentionSpec, rows: int) -> list[Transfer]:
+            *_, of_given, of_taken = exchange_transfers(
+                sharding, job, self.axis, sequence_sharding, attention_call, rows
+            )
+            return of_given + self._ring_transfers(sharding, job, attention_call, rows)[1] + of_taken
 
         program = reduce_totals_along(add_attention_comm(program, sharding, job, forth, back), self.axis)
         of = partial(
-            exchange_memory if deal.num_inner_ranks > 1 else ring_memory, sharding, job, deal
+            exchange_memory if sequence_sharding.num_inner_ranks > 1 else ring_memory,
+            sharding,
+            job,
+            sequence_sharding,
         )  # groups of one exchange nothing
         return add_attention_memory(
-            program, sharding, job, partial(in_flight_nbytes, deal.num_ranks // deal.num_inner_ranks), of
+            program,
+            sharding,
+            job,
+            partial(in_flight_nbytes, sequence_sharding.num_ranks // sequence_sharding.num_inner_ranks),
+            of,
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
@@ -140,58 +157,60 @@ class HybridContextParallel(ContextParallel):
         return {}
 
     def _attention(
-        self, runtime: Runtime, exchange: HeadExchange, recent: MaskCache, asked: ShardedAttentionCall
+        self, runtime: Runtime, exchange: HeadExchange, recent: MaskCache, call: ShardedAttentionCall
     ) -> torch.Tensor:
-        """[.., heads, own queries, width of values]."""
-        given, deal = attention_inputs(asked, self.name), exchange.sequence_sharding
-        mine = exchange.gather_inputs(given, asked, self.name)
-        said = {"scale": asked.scale, "causal": asked.is_causal, "dropout_p": given.dropout_p}
-        circle = recent.ring(
-            (asked.query_shard.length, asked.key_shard.length, *said.values()),
+        given, sequence_sharding = attention_inputs(call, self.name), exchange.sequence_sharding
+        mine = exchange.gather_inputs(given, call, self.name)
+        kwargs = {"scale": call.scale, "causal": call.is_causal, "dropout_p": given.dropout_p}
+        ring = recent.ring(
+            (call.query_shard.length, call.key_shard.length, *kwargs.values()),
             lambda: AttentionRing(
-                index=exchange.index // deal.num_inner_ranks,
-                query_spans=deal.inner_group_ranges(asked.query_shard.length, exchange.index),
+                index=exchange.index // sequence_sharding.num_inner_ranks,
+                query_spans=sequence_sharding.inner_group_ranges(call.query_shard.length, exchange.index),
                 key_spans=tuple(
-                    deal.inner_group_ranges(asked.key_shard.length, first)
-                    for first in range(0, deal.num_ranks, deal.num_inner_ranks)
+                    sequence_sharding.inner_group_ranges(call.key_shard.length, first)
+                    for first in range(0, sequence_sharding.num_ranks, sequence_sharding.num_inner_ranks)
                 ),
                 shift=lambda output, tensor: runtime.shift(
-                    output, tensor, self.axis, offset=deal.num_inner_ranks
+                    output, tensor, self.axis, offset=sequence_sharding.num_inner_ranks
                 ),
                 comm_dtype=torch.bfloat16 if self.comm_dtype else None,
-                **said,
+                **kwargs,
             ),
         )
-        keep = dropout_keep_mask(asked, circle.query_spans, exchange.head_range(given))
+        keep = dropout_keep_mask(call, ring.query_spans, exchange.head_range(given))
         view = recent.block_mask(
-            circle, mine.mask, mine.query.device, asked.mask, cacheable=asked.query_shard.caches_slices
+            ring, mine.mask, mine.query.device, call.mask, cacheable=call.query_shard.caches_slices
         )
-        out = ring_attention(circle, mine.query, mine.key, mine.value, mine.mask, keep, view)
-        return given.restore_shape(exchange.to_tokens(out, asked.query_shard.length))
+        out = ring_attention(ring, mine.query, mine.key, mine.value, mine.mask, keep, view)
+        return given.restore_shape(exchange.to_tokens(out, call.query_shard.length))
 
     def _ring_transfers(
-        self, space: ShardingPlan, job: Job, attend: AttentionSpec, rows: int
+        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, rows: int
     ) -> tuple[list[Transfer], list[Transfer]]:
-        """Those of one forward, and of one backward."""
-        deal = self.sequence_sharding(space.mesh.size(self.axis))
-        heads, groups = local_heads(space, attend)
+        sequence_sharding = self.sequence_sharding(sharding.mesh.size(self.axis))
+        heads, groups = local_heads(sharding, attention_call)
         needs, counts = (
-            KVHeadAssignment.for_heads(heads, groups, deal.num_inner_ranks),
-            deal.num_tokens_by_rank(attend.key_len),
+            KVHeadAssignment.for_heads(heads, groups, sequence_sharding.num_inner_ranks),
+            sequence_sharding.num_tokens_by_rank(attention_call.key_len),
         )
         most = max(
-            sum(counts[first : first + deal.num_inner_ranks])
-            for first in range(0, deal.num_ranks, deal.num_inner_ranks)
+            sum(counts[first : first + sequence_sharding.num_inner_ranks])
+            for first in range(0, sequence_sharding.num_ranks, sequence_sharding.num_inner_ranks)
         )
         numel = (
             rows
-            * (heads // deal.num_inner_ranks if needs.used_heads else needs.num_sent)
+            * (heads // sequence_sharding.num_inner_ranks if needs.used_heads else needs.num_sent)
             * most
-            * (attend.head_dim + attend.value_head_dim)
+            * (attention_call.head_dim + attention_call.value_head_dim)
         )
         return ring_transfers(
-            numel, deal.num_ranks // deal.num_inner_ranks - 1, self.axis, self.comm_dtype, job
+            numel,
+            sequence_sharding.num_ranks // sequence_sharding.num_inner_ranks - 1,
+            self.axis,
+            self.comm_dtype,
+            job,
         )
 
-    def _is_divisible(self, space: ShardingPlan) -> bool:
-        return self.ulysses_degree > 0 and space.mesh.size(CP_AXIS) % self.ulysses_degree == 0
+    def _is_divisible(self, sharding: ShardingPlan) -> bool:
+        return self.ulysses_degree > 0 and sharding.mesh.size(CP_AXIS) % self.ulysses_degree == 0

@@ -13,8 +13,8 @@ bounds rise alike have known forms:
     low, high        constant            high rises by 1           both rise by 1           low rises by 1
                      # # # #             # # #                     # # # .                  # # # #
                      # # # #             # # # #                   . # # #                  . # # #
-    kernels          one, no mask        one for common keys,      tiles of rows, a mask    tiles of rows, a mask
-                                         one causal                each                     each
+    kernels          one, no mask        one for common keys,      tiles of rows, a         tiles of rows, a
+                                         one causal                mask each                mask each
     from             documents, prefix   causal masks              windows                  ends of windows
 
 No tile is fully masked. A kernel call costs as much time as `call_cost` pairs of a query and a key, and a
@@ -45,7 +45,7 @@ BOUND_SLOPES = ((0, 0), (0, 1), (1, 1), (1, 0))  # by how much low and high rise
 
 @dataclass(frozen=True)
 class MaskRegion:
-    """Rows and keys that a kernel goes through; `some`: with a mask."""
+    """A range of queries and keys that one kernel call computes."""
 
     queries: TokenRange
     keys: TokenRange
@@ -53,7 +53,7 @@ class MaskRegion:
 
     @property
     def num_pairs(self) -> int:
-        """What it costs in pairs, but for the call."""
+        """Its cost in pairs, without that of the call."""
         rows, keys = self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
         if self.kind == "causal":
             return rows * (rows + 1) // 2
@@ -63,9 +63,11 @@ class MaskRegion:
 def find_regions(
     low: np.ndarray, high: np.ndarray, call_cost: int = CPU_CALL_COST, split_row: int = 0
 ) -> list[MaskRegion]:
-    """The regions that hold all that queries look at, in order of rows; what begins at row `cut` is apart from what ends there.
+    """The regions that cover all attended pairs, in order of queries; none crosses the row `split_row`.
 
-    `low` and `high` are [queries], int; low is at most high, and where they are equal a query looks at nothing.
+    Args:
+        low, high: [queries], int; query i attends to the keys low[i] up to high[i], none if they are equal.
+        call_cost: cost of a kernel call, in pairs of a query and a key.
     """
     found = list[tuple[MaskRegion, ...]]()  # those of the same rows are together
     for begin, end in _query_runs(low, high, split_row):
@@ -78,12 +80,11 @@ def find_regions(
 
 
 def regions_cost(regions: Sequence[MaskRegion], call_cost: int) -> int:
-    """What they cost, in pairs."""
+    """The cost of these regions, in pairs of a query and a key."""
     return sum(region.num_pairs + call_cost for region in regions)
 
 
 def _query_runs(low: np.ndarray, high: np.ndarray, cut: int) -> Iterator[TokenRange]:
-    """Stretches of queries that look at something, along which bounds rise by one of FORMS."""
     lows, highs = np.diff(low), np.diff(high)
     ends = (
         np.flatnonzero((np.diff(lows) != 0) | (np.diff(highs) != 0)) + 1
@@ -107,7 +108,6 @@ def _query_runs(low: np.ndarray, high: np.ndarray, cut: int) -> Iterator[TokenRa
 def _run_regions(
     low: np.ndarray, high: np.ndarray, begin: int, end: int, call: int
 ) -> Iterator[tuple[MaskRegion, ...]]:
-    """What kernels go through for the queries of a run, in parts that have rows of their own."""
     rows, first, last = (begin, end), int(low[begin]), int(high[begin])
     rises = (int(low[end - 1]) > first, int(high[end - 1]) > last)
     if rises == (False, False):
@@ -127,7 +127,6 @@ def _run_regions(
 def _merged_region(
     above: tuple[MaskRegion, ...], below: tuple[MaskRegion, ...], call: int
 ) -> tuple[MaskRegion, ...] | None:
-    """One region for the rows of both, where that costs less than both, and no more for each row than `above`."""
     parts = (*above, *below)
     rows = above[0].queries[0], below[-1].queries[1]
     keys = min(region.keys[0] for region in parts), max(region.keys[1] for region in parts)
@@ -147,14 +146,16 @@ CACHE_SIZE = 4  # lengths, and masks, that are remembered
 
 @dataclass(frozen=True)
 class KeyIntervals:
-    """The positions of keys from `first` up to `last` that each query looks at, [samples or 1, queries]; alike: none."""
+    """The interval of key positions, `first` up to `end`, that each query attends to, [samples or 1,
+    queries]; empty if equal.
+    """
 
     first: np.ndarray
     end: np.ndarray
 
     @classmethod
     def without_mask(cls, ring: AttentionRing) -> "KeyIntervals":
-        """Without a mask."""
+        """The intervals of `ring` without a mask tensor: all keys, or the causal ones."""
         count = len(ring.query_positions)
         keys = sum(ring.num_keys)
         last = ring.query_positions + 1 if ring.causal else np.full(count, keys)
@@ -162,7 +163,9 @@ class KeyIntervals:
 
     @classmethod
     def from_mask(cls, mask: torch.Tensor, queries: int) -> "KeyIntervals | None":
-        """Those that `mask`, [samples or 1, heads or 1, queries or 1, keys], leaves; None where that is not all it says."""
+        """The intervals of `mask`, [samples or 1, heads or 1, queries or 1, keys]; None if it is not made
+        of intervals.
+        """
         if mask.requires_grad or isinstance(mask, FakeTensor) or mask.shape[1] != 1 or not mask.numel():
             return None
         each, step = mask.shape[0] * mask.shape[3], mask.shape[2]
@@ -170,22 +173,21 @@ class KeyIntervals:
             _interval_bounds(part)
             for part in mask[:, 0].split(max(1, min(step, MAX_MASK_ELEMENTS // each)), 1)
         ]
-        told = torch.cat(found, 2).cpu().numpy()
+        gathered = torch.cat(found, 2).cpu().numpy()
         return (
-            cls(*(np.broadcast_to(part, (mask.shape[0], queries)) for part in told[:2]))
-            if told[2].all()
+            cls(*(np.broadcast_to(part, (mask.shape[0], queries)) for part in gathered[:2]))
+            if gathered[2].all()
             else None
         )
 
     def sample_groups(self) -> list[TokenRange | None]:
-        """Samples that are neighbours and alike; None: all are."""
-        told = np.concatenate((self.first, self.end), 1)
-        starts = [0, *(np.flatnonzero((told[1:] != told[:-1]).any(1)) + 1).tolist(), len(told)]
+        """Ranges of consecutive samples with equal intervals; None: all samples."""
+        gathered = np.concatenate((self.first, self.end), 1)
+        starts = [0, *(np.flatnonzero((gathered[1:] != gathered[:-1]).any(1)) + 1).tolist(), len(gathered)]
         return [None] if len(starts) == 2 else list(pairwise(starts))
 
 
 def _interval_bounds(mask: torch.Tensor) -> torch.Tensor:
-    """Of a mask [samples, queries, keys] the first and the last bound of each query, and whether they say all: int64."""
     certain = torch.ones((), dtype=torch.bool, device=mask.device)
     if mask.dtype != torch.bool:
         free, deep = mask == 0, mask > NEG_INF
@@ -199,13 +201,13 @@ def _interval_bounds(mask: torch.Tensor) -> torch.Tensor:
         mask.gather(-1, first), mask.shape[-1] - behind, 0
     )  # of a query that looks at nothing: 0 and 0
     at = torch.arange(mask.shape[-1], device=mask.device, dtype=torch.int32)
-    said = (at >= first.int()) & (at < last.int())
-    certain = certain & ~(said ^ mask).any(-1)  # a sum would take five times as long
+    kwargs = (at >= first.int()) & (at < last.int())
+    certain = certain & ~(kwargs ^ mask).any(-1)  # a sum would take five times as long
     return torch.stack((first.squeeze(-1), last.squeeze(-1), certain.long()))
 
 
 class IntervalMask:
-    """A view of `circle` within `bounds`."""
+    """The block mask of `ring` given by `intervals`."""
 
     def __init__(self, ring: AttentionRing, intervals: KeyIntervals, call_cost: int) -> None:
         self._circle, self._bounds, self._call = ring, intervals, call_cost
@@ -214,7 +216,7 @@ class IntervalMask:
         self._tensors: dict[int, torch.Tensor] = {}
 
     def blocks(self, rank: int) -> list[QueryKeyBlock]:
-        """What is computed of this rank's queries and the keys of `rank`."""
+        """The blocks of this rank's queries and the keys of `rank` that are computed."""
         if rank not in self._pairs:
             self._pairs[rank] = self._build_blocks(rank)
         return self._pairs[rank]
@@ -222,7 +224,7 @@ class IntervalMask:
     def dense_mask(
         self, rank: int, block: QueryKeyBlock, full_mask: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor | None:
-        """[samples or 1, 1, rows, keys]: which keys lie within the bounds."""
+        """[samples or 1, 1, queries, keys]: which keys lie within the intervals."""
         if block.kind != "some":
             return None
         if rank not in self._tensors:
@@ -232,17 +234,16 @@ class IntervalMask:
         return ((at >= low) & (at < high)).unsqueeze(1)
 
     def row_offset(self, queries: TokenRange) -> torch.Tensor | None:
-        """Nothing is added to what a query looks at."""
+        """None: nothing is added to scores."""
         return None
 
     def add_mask_grad(
         self, rank: int, block: QueryKeyBlock, grad: torch.Tensor, mask_grad: torch.Tensor
     ) -> None:
-        """Bounds have no gradient."""
+        """Does nothing: intervals have no gradient."""
         raise RuntimeError("the gradient of a mask that was taken as a rule")
 
     def _local_bounds(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """The bounds among the keys of `rank`, counted there."""
         low, high = (
             np.searchsorted(self._circle.key_positions[rank], each)
             for each in (self._bounds.first, self._bounds.end)
@@ -273,9 +274,10 @@ class IntervalMask:
 
 
 class DenseMask:
-    """A view of `circle` through a mask of any kind, [samples or 1, heads or 1, queries or 1, all keys]: of bools, or to add.
+    """The block mask of `ring` given by a tensor, [samples or 1, heads or 1, queries or 1, all keys], bool or
+    added.
 
-    Rows and keys are taken in parts, and parts of one kind that are neighbours together.
+    Queries and keys are taken in parts; neighbouring parts of one kind are merged.
     """
 
     def __init__(self, ring: AttentionRing, mask: torch.Tensor) -> None:
@@ -291,7 +293,7 @@ class DenseMask:
         self._kinds = self._classify_blocks(mask)
 
     def blocks(self, rank: int) -> list[QueryKeyBlock]:
-        """What is computed of this rank's queries and the keys of `rank`."""
+        """The blocks of this rank's queries and the keys of `rank` that are computed."""
         runs: dict[tuple[TokenRange, MaskKind], list[QueryKeyBlock]] = {}
         for row, rows in enumerate(self._rows):
             line = list[QueryKeyBlock]()
@@ -312,20 +314,20 @@ class DenseMask:
     def dense_mask(
         self, rank: int, block: QueryKeyBlock, full_mask: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor | None:
-        """The part of the mask."""
+        """The part of `full_mask` of a partial block."""
         return (
             self._block_of(full_mask, rank, block) if block.kind == "some" and full_mask is not None else None
         )
 
     def row_offset(self, queries: TokenRange) -> torch.Tensor | None:
-        """The largest entry of each row, where it is further than DEEP from 0; elsewhere 0."""
+        """The largest entry of each row if it is further than LARGE_OFFSET from 0; elsewhere 0."""
         met = any(queries[0] < end and begin < queries[1] for begin, end in self._deep)
         return self._rows_of(self._above, queries) if met and self._above is not None else None
 
     def add_mask_grad(
         self, rank: int, block: QueryKeyBlock, grad: torch.Tensor, mask_grad: torch.Tensor
     ) -> None:
-        """Add `part`, a gradient of the mask of a pair, to where that comes from in `into`."""
+        """Add `grad` to the columns of the block in `mask_grad`."""
         places = torch.tensor(self._circle.key_positions[rank][slice(*block.keys)], device=mask_grad.device)
         self._rows_of(mask_grad, block.queries).index_add_(-1, places, grad)
 
@@ -336,7 +338,6 @@ class DenseMask:
         return mask[:, :, slice(*rows)] if mask.shape[2] > 1 else mask
 
     def _classify_blocks(self, mask: torch.Tensor) -> Callable[[int, int, int], MaskKind | None]:
-        """What is left of each pair of parts; None: nothing."""
         if mask.requires_grad or isinstance(mask, FakeTensor):
             return lambda row, rank, column: "some"
         flags, named = list[torch.Tensor](), list[tuple[int, int, int]]()
@@ -350,22 +351,17 @@ class DenseMask:
                         else [(part > NEG_INF).any(), (part == 0).all()]
                     )
                     named.append((row, rank, column))
-        told = (
+        gathered = (
             torch.stack(flags).view(-1, 2).tolist() if flags else []
         )  # one wait for the device, not one per part
         known: dict[tuple[int, int, int], MaskKind | None] = {
             name: "all" if free and self._rows[name[0]] not in self._deep else "some" if seen else None
-            for name, (seen, free) in zip(named, told, strict=True)
+            for name, (seen, free) in zip(named, gathered, strict=True)
         }
         return lambda row, rank, column: known[row, rank, column]
 
 
 def _row_offset(mask: torch.Tensor) -> torch.Tensor | None:
-    """From where scores are counted of rows that `mask` takes far from 0, with all keys; None: it has none.
-
-    What is added hides a row whole then: on one device it is larger than scores have digits, so all keys that it treats alike
-    weigh the same. Rounded to its digits, lse would not tell how many those are.
-    """
     if not mask.is_floating_point() or isinstance(mask, FakeTensor) or not mask.numel():
         return None
     most = mask.detach().amax(-1, keepdim=True)
@@ -376,12 +372,13 @@ def _row_offset(mask: torch.Tensor) -> torch.Tensor | None:
 def select_columns(
     mask_rows: torch.Tensor, key_spans: Sequence[TokenRange], keys: TokenRange
 ) -> torch.Tensor:
-    """Of `rows`, [.., all keys], those columns that a rank with the keys in `spans` has at `keys`."""
+    """Of `mask_rows`, [.., all keys], the columns of the local keys `keys` of a rank whose keys are in
+    `key_spans`.
+    """
     return select_spans(mask_rows, -1, select_positions(key_spans, *keys))
 
 
 def _token_parts(spans: Sequence[TokenRange]) -> tuple[TokenRange, ...]:
-    """Stretches of the tokens in `spans`, as they lie on their rank: one for each; where there are many, PARTS alike."""
     ends = np.cumsum([0, *(end - begin for begin, end in spans)])
     if len(spans) > NUM_PARTS:
         ends = np.unique(ends[-1] * np.arange(NUM_PARTS + 1) // NUM_PARTS)
@@ -389,7 +386,7 @@ def _token_parts(spans: Sequence[TokenRange]) -> tuple[TokenRange, ...]:
 
 
 class MaskCache:
-    """What a rank has found out about calls of attention, kept for the layers that ask the same."""
+    """Rings and block masks of a rank's attention calls, shared by layers with equal calls."""
 
     def __init__(self) -> None:
         self._circles: dict[Hashable, AttentionRing] = {}
@@ -397,7 +394,7 @@ class MaskCache:
         self._masks: list[tuple[weakref.ref[torch.Tensor], tuple[Hashable, ...], IntervalMask]] = []
 
     def ring(self, key: Hashable, make: Callable[[], AttentionRing]) -> AttentionRing:
-        """The circle of that key; what `make` gives where that is new."""
+        """The ring of that key; built with `make` if it is new."""
         if key not in self._circles:
             while len(self._circles) >= CACHE_SIZE:
                 self._rules.pop(self._circles.pop(next(iter(self._circles))), None)
@@ -413,9 +410,10 @@ class MaskCache:
         *,
         cacheable: bool = True,
     ) -> BlockMask:
-        """What `circle` looks at through `mask`, which was made of the one that was `asked` with, on `device`.
+        """The block mask of `ring` for `mask`, derived from the mask `source_mask` of the call.
 
-        It `keeps` that for who asks with the same, unless that may be written with nobody told.
+        It is cached by `source_mask` if `cacheable`: a tensor that may be overwritten without a version
+        change is not.
         """
         call = CPU_CALL_COST if device.type == "cpu" else DEVICE_CALL_COST
         if mask is None:
@@ -424,8 +422,8 @@ class MaskCache:
             return self._rules[ring]
         source_mask = mask if source_mask is None else source_mask
         known = (ring, source_mask._version) if cacheable and not source_mask.is_inference() else None
-        for given, said, view in self._masks:
-            if given() is source_mask and said == known:
+        for given, kwargs, view in self._masks:
+            if given() is source_mask and kwargs == known:
                 return view
         bounds = KeyIntervals.from_mask(mask, len(ring.query_positions))
         if bounds is None:

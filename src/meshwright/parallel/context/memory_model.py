@@ -30,7 +30,7 @@ from meshwright.plan.step.single_device import (
 
 @dataclass(frozen=True)
 class AttentionMemory:
-    """Bytes of one visit in a micro-batch: kept inside, and on top in its backward."""
+    """Bytes of attention in one block call and micro-batch: saved, and in addition during its backward."""
 
     saved_nbytes: int = 0
     backward_nbytes: int = 0
@@ -43,7 +43,9 @@ def ring_memory(
     attend: AttentionSpec,
     num_samples: int,
 ) -> AttentionMemory:
-    """What a ring adds to one call of attention: its output is copied for the product behind, which may write into that."""
+    """Memory that a ring adds to one attention call: a copy of its output for the next product, which may
+    overwrite it.
+    """
     heads, _ = local_heads(sharding, attend)
     return AttentionMemory(
         num_samples
@@ -61,7 +63,7 @@ def exchange_memory(
     attend: AttentionSpec,
     num_samples: int,
 ) -> AttentionMemory:
-    """What an exchange of tokens for heads adds to one call of attention."""
+    """Memory that the exchange of tokens and heads adds to one attention call."""
     if sequence_sharding.num_inner_ranks == 1:
         return AttentionMemory()
     heads, groups = local_heads(sharding, attend)
@@ -83,17 +85,24 @@ def add_attention_memory(
     sharding: ShardingPlan,
     job: Job,
     in_flight_nbytes: Callable[[Action], int] = lambda action: 0,
-    memory_of: Callable[[AttentionSpec, int], AttentionMemory] = lambda attend, rows: AttentionMemory(),
+    memory_of: Callable[[AttentionSpec, int], AttentionMemory] = lambda attention_call, num_samples: (
+        AttentionMemory()
+    ),
 ) -> Program:
-    """`program` with this memory: `of` a call of attention on so many rows, and what is `travelling` in a backward."""
+    """`program` with the memory of attention: `memory_of` a call on a number of samples, and
+    `in_flight_nbytes` of a backward.
+    """
     tokens = sharding.global_plan.model_spec.sequence_info
 
     def roomy(actions: list[Action]) -> list[Action]:
-        rows = samples_per_microbatch(actions, sharding, job)
-        known, rooms = activation_memory(sharding, job, rows), dict[str, AttentionMemory]()
-        for attend in tokens.attention_calls if tokens is not None else ():
-            before, own = rooms.get(attend.block_call, AttentionMemory()), memory_of(attend, rows)
-            rooms[attend.block_call] = AttentionMemory(
+        num_samples = samples_per_microbatch(actions, sharding, job)
+        known, rooms = activation_memory(sharding, job, num_samples), dict[str, AttentionMemory]()
+        for attention_call in tokens.attention_calls if tokens is not None else ():
+            before, own = (
+                rooms.get(attention_call.block_call, AttentionMemory()),
+                memory_of(attention_call, num_samples),
+            )
+            rooms[attention_call.block_call] = AttentionMemory(
                 before.saved_nbytes + own.saved_nbytes, max(before.backward_nbytes, own.backward_nbytes)
             )
         return [

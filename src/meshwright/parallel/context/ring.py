@@ -75,7 +75,9 @@ COMM_DTYPES = ("", "bfloat16")
 
 @dataclass(frozen=True)
 class RingAttention(ContextParallel):
-    """Tokens of each sample dealt along `axis`; keys and values travel round it, in the dtype `wire` where that is not empty."""
+    """Shards the tokens of each sample along `axis`; keys and values travel round it, in `comm_dtype` if
+    given.
+    """
 
     name: ClassVar[str] = "ring"
     load_balance: Literal["zigzag", "contiguous", "striped"] = "zigzag"
@@ -83,7 +85,7 @@ class RingAttention(ContextParallel):
 
     @property
     def exact(self) -> bool:  # type: ignore[override]  # it depends on a field
-        """Whether keys and values travel as they are."""
+        """Whether keys and values travel in their own dtype."""
         return not self.comm_dtype
 
     def tolerance(self, sharding: ShardingPlan) -> float:
@@ -116,64 +118,63 @@ class RingAttention(ContextParallel):
         return {}
 
     def _forward_transfers(
-        self, space: ShardingPlan, job: Job, attend: AttentionSpec, rows: int
+        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, rows: int
     ) -> list[Transfer]:
-        """The shifts of one forward: keys and values."""
-        return self._ring_transfers(space, job, attend, rows)[0]
+        return self._ring_transfers(sharding, job, attention_call, rows)[0]
 
     def _backward_transfers(
-        self, space: ShardingPlan, job: Job, attend: AttentionSpec, rows: int
+        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, rows: int
     ) -> list[Transfer]:
-        """Those of one backward."""
-        return self._ring_transfers(space, job, attend, rows)[1]
+        return self._ring_transfers(sharding, job, attention_call, rows)[1]
 
     def _ring_transfers(
-        self, space: ShardingPlan, job: Job, attend: AttentionSpec, rows: int
+        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, rows: int
     ) -> tuple[list[Transfer], list[Transfer]]:
-        ranks = space.mesh.size(self.axis)
-        most = max(self.sequence_sharding(ranks).num_tokens_by_rank(attend.key_len))
-        _, groups = local_heads(space, attend)
+        ranks = sharding.mesh.size(self.axis)
+        most = max(self.sequence_sharding(ranks).num_tokens_by_rank(attention_call.key_len))
+        _, groups = local_heads(sharding, attention_call)
         return ring_transfers(
-            rows * groups * most * (attend.head_dim + attend.value_head_dim),
+            rows * groups * most * (attention_call.head_dim + attention_call.value_head_dim),
             ranks - 1,
             self.axis,
             self.comm_dtype,
             job,
         )
 
-    def _attention(self, runtime: Runtime, recent: MaskCache, asked: ShardedAttentionCall) -> torch.Tensor:
-        given, space = attention_inputs(asked, self.name), runtime.plan.sharding
-        deal = self.sequence_sharding(space.mesh.size(self.axis))
-        said = {"scale": asked.scale, "causal": asked.is_causal, "dropout_p": given.dropout_p}
-        circle = recent.ring(
-            (asked.query_shard.length, asked.key_shard.length, *said.values()),
+    def _attention(self, runtime: Runtime, recent: MaskCache, call: ShardedAttentionCall) -> torch.Tensor:
+        given, sharding = attention_inputs(call, self.name), runtime.plan.sharding
+        sequence_sharding = self.sequence_sharding(sharding.mesh.size(self.axis))
+        kwargs = {"scale": call.scale, "causal": call.is_causal, "dropout_p": given.dropout_p}
+        ring = recent.ring(
+            (call.query_shard.length, call.key_shard.length, *kwargs.values()),
             lambda: AttentionRing(
-                index=dict(space.coordinate)[self.axis],
-                query_spans=asked.query_shard.spans,
+                index=dict(sharding.coordinate)[self.axis],
+                query_spans=call.query_shard.spans,
                 key_spans=tuple(
-                    deal.token_ranges(asked.key_shard.length, index) for index in range(deal.num_ranks)
+                    sequence_sharding.token_ranges(call.key_shard.length, index)
+                    for index in range(sequence_sharding.num_ranks)
                 ),
                 shift=lambda output, tensor: runtime.shift(output, tensor, self.axis),
                 comm_dtype=torch.bfloat16 if self.comm_dtype else None,
-                **said,
+                **kwargs,
             ),
         )
-        keep, keeps = dropout_keep_mask(asked, circle.query_spans), asked.query_shard.caches_slices
-        view = recent.block_mask(circle, given.mask, given.query.device, asked.mask, cacheable=keeps)
+        keep, keeps = dropout_keep_mask(call, ring.query_spans), call.query_shard.caches_slices
+        view = recent.block_mask(ring, given.mask, given.query.device, call.mask, cacheable=keeps)
         return given.restore_shape(
-            ring_attention(circle, given.query, given.key, given.value, given.mask, keep, view)
+            ring_attention(ring, given.query, given.key, given.value, given.mask, keep, view)
         )
 
 
 def ring_sharding(load_balance: str, num_ranks: int, ulysses_degree: int = 1) -> SequenceSharding:
-    """The deal of that name."""
+    """The sequence sharding of that load balancing."""
     return SequenceSharding(
         num_ranks, ulysses_degree, zigzag=load_balance == "zigzag", striped=load_balance == "striped"
     )
 
 
 def check_ring(name: str, load_balance: str, comm_dtype: str) -> Iterator[Diagnostic]:
-    """What is wrong with what the technique `name` is told of its ring."""
+    """Yields what is wrong with the ring options of the strategy `name`."""
     if load_balance not in LOAD_BALANCES:
         yield Diagnostic(
             f"load_balance = '{load_balance}'",
@@ -190,7 +191,7 @@ def check_ring(name: str, load_balance: str, comm_dtype: str) -> Iterator[Diagno
 
 
 def comm_rounding(sharding: ShardingPlan, comm_dtype: str) -> float:
-    """How far off what a model computes may be where keys and values travel in `wire` (see above)."""
+    """The relative error that `comm_dtype` may cause (see the module)."""
     tokens = sharding.global_plan.model_spec.sequence_info
     return 4 * 2.0**-9 * len(tokens.attention_calls) if comm_dtype and tokens is not None else 0.0
 
@@ -198,9 +199,10 @@ def comm_rounding(sharding: ShardingPlan, comm_dtype: str) -> float:
 def ring_transfers(
     numel: int, num_steps: int, axis: str, comm_dtype: str, job: Job
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """Those of one forward and of one backward round a ring of so many steps; each message has `numel` elements.
+    """The collectives of a forward and of a backward round a ring of `num_steps` steps, `numel` elements per
+    message.
 
-    Backwards each message of gradients stands behind the next one of keys and values.
+    In backward each message of gradients stands behind the next one of keys and values.
     """
     wide = "float64" if job.precision.compute == "float64" else "float32"
     dtypes = (comm_dtype or job.precision.compute, wide)
@@ -215,6 +217,8 @@ def ring_transfers(
 
 
 def in_flight_nbytes(num_ranks: int, action: Action) -> int:
-    """Bytes that travel in a backward, in a ring of so many ranks: messages of keys, home, and those of gradients."""
+    """Bytes of the messages of a backward in a ring of `num_ranks`: keys, the gradients at home, and
+    travelling gradients.
+    """
     sent = [move.nbytes for move in action.inner_transfers if move.collective == "shift"]
     return 2 * sent[0] + min(num_ranks + 1, 4) * sent[-1] if sent else 0

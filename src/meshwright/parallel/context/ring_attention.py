@@ -44,11 +44,16 @@ def ring_attention(
     keep: torch.Tensor | None = None,
     block_mask: BlockMask | None = None,
 ) -> Any:
-    """The attention of this rank's queries, [B, H, n, d], to the keys and values of all, [B, H, n, e]; differentiable.
+    """The attention of this rank's queries, [B, H, n, d], to the keys and values of all ranks: [B, H, n, e];
+    differentiable.
 
-    `key` is [B, G, m, d], `value` [B, G, m, e], H a multiple of G; `mask` has rows of these queries and columns of all keys in
-    order of positions, [B or 1, H or 1, n or 1, all keys]: bool, or float to add. `keep`, bool [B, H, n, all keys], says which
-    weights dropout leaves. `view` is what queries look at through the mask, where that is known. All ranks of the ring call this.
+    All ranks of the ring call it.
+
+    Args:
+        key, value: [B, G, m, d] and [B, G, m, e], H a multiple of G.
+        mask: [B or 1, H or 1, n or 1, all keys in order of positions], bool, or float to add.
+        keep: the weights that dropout keeps, bool [B, H, n, all keys].
+        block_mask: the mask as blocks, if known.
     """
     block_mask = block_mask or MaskCache().block_mask(ring, mask, query.device)
     return _RingAttentionFunction.apply(
@@ -91,35 +96,34 @@ class _RingAttentionFunction(torch.autograd.Function):
 
 
 def _forward(
-    circle: AttentionRing, query: Any, key: Any, value: Any, masks: tuple[Any, Any], view: BlockMask
+    ring: AttentionRing, query: Any, key: Any, value: Any, masks: tuple[Any, Any], view: BlockMask
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wide, (whole, keep) = accumulation_dtype(query.dtype), masks
     out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide)
     lse = query.new_full(query.shape[:-1], NEG_INF, dtype=wide)
-    for rank, keys, values in _blocks(circle, key, value):
+    for rank, keys, values in _blocks(ring, key, value):
         for pair in view.blocks(rank):
             mine, theirs = pair.query_index, pair.key_index
-            said: dict[str, Any] = {
+            kwargs: dict[str, Any] = {
                 "mask": view.dense_mask(rank, pair, whole, query.device),
                 "causal": pair.kind == "causal",
-                "scale": circle.scale,
+                "scale": ring.scale,
             }
-            said |= {"dropout": _block_dropout(circle, rank, pair, keep), "row_offset": view.row_offset(pair.queries)}
-            more = attention(query[mine], keys[theirs], values[theirs], **said)
+            kwargs |= {
+                "dropout": _block_dropout(ring, rank, pair, keep),
+                "row_offset": view.row_offset(pair.queries),
+            }
+            more = attention(query[mine], keys[theirs], values[theirs], **kwargs)
             out[mine], lse[mine] = merge_outputs(out[mine], lse[mine], *more)
     return out, lse
 
 
 def _backward(
-    circle: AttentionRing, grad: Any, saved: Sequence[Any], view: BlockMask, of_mask: Any, *, rounds: bool
+    ring: AttentionRing, grad: Any, saved: Sequence[Any], view: BlockMask, of_mask: Any, *, rounds: bool
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of this rank's queries, keys and values.
-
-    `rounds`: lse has been rounded to the digits of what a mask has added, where that is far from 0.
-    """
     query, key, value, mask, keep, out, lse = saved
-    wide, length = accumulation_dtype(query.dtype), circle.max_keys * _per_token(key, value)
-    of_query, home = torch.zeros_like(query, dtype=wide), query.new_zeros(length, dtype=wide)
+    wide, length = accumulation_dtype(query.dtype), ring.max_keys * _per_token(key, value)
+    of_query, param_sharding = torch.zeros_like(query, dtype=wide), query.new_zeros(length, dtype=wide)
 
     def add(
         rank: int,
@@ -137,92 +141,88 @@ def _backward(
             )
             into = None if of_mask is None or cut is None else torch.zeros_like(cut)
             given = grad[mine], query[mine], keys[theirs], values[theirs], out[mine], lse[mine]
-            said: dict[str, Any] = {
+            kwargs: dict[str, Any] = {
                 "mask": cut,
                 "causal": pair.kind == "causal",
-                "scale": circle.scale,
+                "scale": ring.scale,
                 "mask_grad": into,
             }
-            said |= {
-                "dropout": _block_dropout(circle, rank, pair, keep),
+            kwargs |= {
+                "dropout": _block_dropout(ring, rank, pair, keep),
                 "row_offset": None if rounds else view.row_offset(pair.queries),
             }
-            found = attention_backward(*given, **said)
+            found = attention_backward(*given, **kwargs)
             for all_of, more in zip((of_query[mine], of_keys[theirs], of_values[theirs]), found, strict=True):
                 all_of += more
             if into is not None:
                 view.add_mask_grad(rank, pair, into, of_mask)
 
-    own = view.blocks(circle.index)
+    own = view.blocks(ring.index)
     late = own[
         len(own) // 2 :
     ]  # while the last gradients come home: without them, nothing would be computed then
-    free, gone, came, coming = list[torch.Tensor](), home, home, None
-    for step, (rank, keys, values) in enumerate(_blocks(circle, key, value)):
+    free, gone, came, coming = list[torch.Tensor](), param_sharding, param_sharding, None
+    for step, (rank, keys, values) in enumerate(_blocks(ring, key, value)):
         if step == 0:
-            add(rank, own[: len(own) // 2], keys, values, home)
+            add(rank, own[: len(own) // 2], keys, values, param_sharding)
             continue
-        mine = (free.pop() if free else torch.empty_like(home)).zero_()
+        mine = (free.pop() if free else torch.empty_like(param_sharding)).zero_()
         add(rank, view.blocks(rank), keys, values, mine)
         if coming is not None:
             coming.wait()
             mine += came
             free += [gone, came]
-        gone, came = mine, free.pop() if free else torch.empty_like(home)
-        coming = circle.shift(came, gone)
-    add(circle.index, late, key, value, home)
+        gone, came = mine, free.pop() if free else torch.empty_like(param_sharding)
+        coming = ring.shift(came, gone)
+    add(ring.index, late, key, value, param_sharding)
     if coming is not None:
         coming.wait()
-        home += came
-    of_key, of_value = _split_message(home, key, value, key.shape[2])
+        param_sharding += came
+    of_key, of_value = _split_message(param_sharding, key, value, key.shape[2])
     return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
 
 
 def _blocks(
-    circle: AttentionRing, key: torch.Tensor, value: torch.Tensor
+    ring: AttentionRing, key: torch.Tensor, value: torch.Tensor
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """The ranks whose keys and values come by, and those: this one's first. The next ones are under way meanwhile."""
-    ranks, keys, values = len(circle.key_spans), key, value
+    ranks, keys, values = len(ring.key_spans), key, value
     going = free = key.new_empty(0)
     if ranks > 1:
-        going = key.new_zeros(circle.max_keys * _per_token(key, value), dtype=circle.comm_dtype or key.dtype)
+        going = key.new_zeros(ring.max_keys * _per_token(key, value), dtype=ring.comm_dtype or key.dtype)
         free = torch.empty_like(going)
         for view, own in zip(_split_message(going, key, value, key.shape[2]), (key, value), strict=True):
             view.copy_(own)
     for step in range(ranks):
-        rank, coming = (circle.index - step) % ranks, None
+        rank, coming = (ring.index - step) % ranks, None
         if step + 1 < ranks:
-            coming = circle.shift(free, going)
+            coming = ring.shift(free, going)
         yield rank, keys, values
         if coming is not None:
             coming.wait()
             going, free = free, going
-            found = _split_message(going, key, value, circle.num_keys[rank - 1])
+            found = _split_message(going, key, value, ring.num_keys[rank - 1])
             keys, values = (view.to(key.dtype) for view in found)
 
 
 def _block_dropout(
-    circle: AttentionRing, rank: int, pair: QueryKeyBlock, keep: torch.Tensor | None
+    ring: AttentionRing, rank: int, pair: QueryKeyBlock, keep: torch.Tensor | None
 ) -> AttentionDropout | None:
-    """What dropout leaves of a pair."""
     return (
         None
         if keep is None
         else AttentionDropout(
-            select_columns(keep[pair.query_index], circle.key_spans[rank], pair.keys), circle.dropout_p
+            select_columns(keep[pair.query_index], ring.key_spans[rank], pair.keys), ring.dropout_p
         )
     )
 
 
 def _per_token(key: torch.Tensor, value: torch.Tensor) -> int:
-    """The elements of one token in a message."""
     return key.shape[0] * key.shape[1] * (key.shape[-1] + value.shape[-1])
 
 
 def _split_message(
     flat: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of so many tokens, or their gradients, in a message."""
     shapes = [(*each.shape[:2], tokens, each.shape[-1]) for each in (key, value)]
     ends = [prod(shape) for shape in shapes]
     return flat[: ends[0]].view(shapes[0]), flat[ends[0] : sum(ends)].view(shapes[1])

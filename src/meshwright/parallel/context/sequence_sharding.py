@@ -53,7 +53,7 @@ END_OF_CALL = 1e9  # behind all that a visit itself moves
 
 
 def add_glue_gathers(program: Program, sharding: ShardingPlan, job: Job, axis: str) -> Program:
-    """`program` with what glue brings together of the tokens that are dealt along `axis`."""
+    """`program` with the gathers of tokens along `axis` that glue between blocks needs."""
     tokens = sharding.global_plan.model_spec.sequence_info
     if tokens is None or not tokens.gathers:
         return program
@@ -67,8 +67,6 @@ def add_glue_gathers(program: Program, sharding: ShardingPlan, job: Job, axis: s
 
 @dataclass(frozen=True)
 class _GlueTransfers:
-    """By visit: the transfers before and behind its forward, their bytes, those of its backward, at its beginning and its end."""
-
     forward_begin: Mapping[str, Sequence[Transfer]]
     forward_end: Mapping[str, Sequence[Transfer]]
     extra_nbytes: Mapping[str, int]
@@ -77,36 +75,37 @@ class _GlueTransfers:
 
     @classmethod
     def for_rank(cls, space: ShardingPlan, job: Job, axis: str, rows: int) -> "_GlueTransfers":
-        """Those of the visits that the rank runs that sees `space`, on micro-batches of so many rows."""
         tokens = space.global_plan.model_spec.sequence_info
         before, forth, first, last = (defaultdict[str, list[Transfer]](list) for _ in range(4))
         more = defaultdict[str, int](int)
         for each in tokens.gathers if tokens is not None else ():
-            home = _forward_site(each, space.stages)
-            if not (home in space.model_spec.block_calls or (home == LOSS_SITE and space.computes_loss)):
+            param_sharding = _forward_site(each, space.stages)
+            if not (
+                param_sharding in space.model_spec.block_calls
+                or (param_sharding == LOSS_SITE and space.computes_loss)
+            ):
                 continue
             there, back, nbytes = _gather_and_scatter(each, space, job, axis, rows)
-            (before if home != each.block_call else forth)[home].append(there)
-            more[home] += nbytes
-            for place, ends in dict.fromkeys(_backward_sites(each, home, space.stages)):
+            (before if param_sharding != each.block_call else forth)[param_sharding].append(there)
+            more[param_sharding] += nbytes
+            for place, ends in dict.fromkeys(_backward_sites(each, param_sharding, space.stages)):
                 (last if ends else first)[place].insert(0, back)  # what was made last flows first
         return cls(before, forth, more, first, last)
 
     def insert(self, action: Action) -> Action:
-        """`action` with what moves in it."""
-        visit = LOSS_SITE if action.kind == "LOSS" else action.subject
+        block_call = LOSS_SITE if action.kind == "LOSS" else action.subject
         early, late = list[Transfer](), list[Transfer]()
         if action.kind in (*FORWARD_KINDS, "LOSS"):
-            early += self.forward_begin.get(visit, ())
-            late += self.forward_end.get(visit, ())
+            early += self.forward_begin.get(block_call, ())
+            late += self.forward_end.get(block_call, ())
         if action.kind in (*INPUT_GRAD_KINDS, "LOSS"):
-            early += self.backward_begin.get(visit, ())
-            late += self.backward_end.get(visit, ())
+            early += self.backward_begin.get(block_call, ())
+            late += self.backward_end.get(block_call, ())
         if not early and not late:
             return action
         inner = *_at_time(-END_OF_CALL, early), *action.inner_transfers, *_at_time(END_OF_CALL, late)
         held = output_name(action.subject, action.microbatch or 0)
-        more = self.extra_nbytes.get(visit, 0) if action.kind in FORWARD_KINDS else 0
+        more = self.extra_nbytes.get(block_call, 0) if action.kind in FORWARD_KINDS else 0
         return replace(with_extra_memory(action, held, more), inner_transfers=inner)
 
 
@@ -115,44 +114,40 @@ def _at_time(time: float, moves: Iterable[Transfer]) -> Iterator[Transfer]:
 
 
 def _forward_site(each: GlueGather, parts: Sequence[StageSpec]) -> str:
-    """The visit in whose forward it moves: a part that begins with the one that is given it was handed each rank's own tokens."""
     begins = {part.block_calls[0] for part in parts}
     return each.consumer if each.consumer in begins else each.block_call
 
 
-def _backward_sites(each: GlueGather, home: str, parts: Sequence[StageSpec]) -> Iterator[tuple[str, bool]]:
-    """Behind or before whose backwards a gradient goes back: the visit, and whether at its end.
-
-    What another part took in first has its gradient when that has sent it.
-    """
-    mine = next((part for part in parts if home in part.block_calls), None)
-    for visit in each.backward_calls:
-        if mine is None or visit in mine.block_calls or (visit == LOSS_SITE and mine.is_last):
-            yield visit, True
+def _backward_sites(
+    each: GlueGather, param_sharding: str, parts: Sequence[StageSpec]
+) -> Iterator[tuple[str, bool]]:
+    mine = next((part for part in parts if param_sharding in part.block_calls), None)
+    for block_call in each.backward_calls:
+        if mine is None or block_call in mine.block_calls or (block_call == LOSS_SITE and mine.is_last):
+            yield block_call, True
         else:
             yield mine.block_calls[-1], False
 
 
 def _gather_and_scatter(
-    each: GlueGather, space: ShardingPlan, job: Job, axis: str, rows: int
+    each: GlueGather, sharding: ShardingPlan, job: Job, axis: str, rows: int
 ) -> tuple[Transfer, Transfer, int]:
-    """The transfer of a forward, that of its gradient, and the bytes of what is there then, on so many rows."""
     numel, compute = each.numel * (rows if each.per_sample else 1), job.precision.compute
     mixed = compute != job.precision.parameters
     own = not each.dtype or (each.dtype in FLOAT_NBYTES and (mixed or compute == "float64"))
     dtype = compute if own else each.dtype
-    if not each.num_tokens or space.sequence_sharding is None:
+    if not each.num_tokens or sharding.sequence_sharding is None:
         wide = "float64" if "float64" in ((each.dtype if not own or mixed else ""), compute) else "float32"
         move = Transfer("all_reduce", (axis,), numel * FLOAT_NBYTES[wide], dtype=wide)
         return move, move, numel * FLOAT_NBYTES[wide]
     share = (
         numel
         // each.num_tokens
-        * max(space.sequence_sharding.num_tokens_by_rank(each.num_tokens))
+        * max(sharding.sequence_sharding.num_tokens_by_rank(each.num_tokens))
         * PARAM_DTYPE_NBYTES[dtype]
     )
     forth = Transfer("all_gather", (axis,), share, dtype=dtype)
-    back = Transfer("reduce_scatter", (axis,), share * space.sequence_sharding.num_ranks, dtype=dtype)
+    back = Transfer("reduce_scatter", (axis,), share * sharding.sequence_sharding.num_ranks, dtype=dtype)
     return forth, back, numel * PARAM_DTYPE_NBYTES[dtype]
 
 
@@ -166,7 +161,7 @@ AttentionTransfers = Callable[
 
 @dataclass(frozen=True)
 class ContextParallel(Strategy):
-    """A technique that deals the tokens of each sample to the ranks along `axis`."""
+    """Base of the strategies that shard the tokens of each sample over the ranks along `axis`."""
 
     phase: ClassVar[StrategyPhase] = "shard"
     needs_sequence_info: ClassVar[bool] = True
@@ -174,7 +169,7 @@ class ContextParallel(Strategy):
 
     @abstractmethod
     def sequence_sharding(self, num_ranks: int) -> SequenceSharding:
-        """Which tokens each of so many ranks has."""
+        """The tokens of each of `num_ranks` ranks."""
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         if self.axis != CP_AXIS:
@@ -183,7 +178,7 @@ class ContextParallel(Strategy):
             sharding.with_batch_placement(CP_AXIS, S(1)),
             sequence_sharding=self.sequence_sharding(sharding.mesh.size(CP_AXIS)),
         )
-        return dealt.map_param_shardings(lambda home: home.with_partial_grad(CP_AXIS))
+        return dealt.map_param_shardings(lambda param_sharding: param_sharding.with_partial_grad(CP_AXIS))
 
 
 def add_attention_comm(
@@ -193,11 +188,12 @@ def add_attention_comm(
     forward_transfers: AttentionTransfers,
     backward_transfers: AttentionTransfers,
 ) -> Program:
-    """`program` with what attention moves: `forth` wherever a visit runs forward, `back` where its gradients are made; and glue.
+    """`program` with the collectives of attention, convolutions and glue: `forward` in runs of a block call,
+    `backward` in backwards.
 
-    Where backwards come in halves, that is the one for what went in, unless nobody asks for that. So with convolutions.
+    In a split backward they are in the half of input gradients, or in the other if the block call needs none.
     """
-    borders = sharding.global_plan.model_spec.stage_boundaries
+    boundaries = sharding.global_plan.model_spec.stage_boundaries
 
     def moved(each: AttentionSpec | ConvSpec, rows: int, *, forward: bool) -> Sequence[Transfer]:
         if isinstance(each, ConvSpec):
@@ -211,7 +207,7 @@ def add_attention_comm(
                 replace(move, position=at) for at, each in mine for move in moved(each, rows, forward=True)
             ]
         else:
-            late = borders is not None and not borders.input_needs_grad(action.subject)
+            late = boundaries is not None and not boundaries.input_needs_grad(action.subject)
             if action.kind not in ("B", "W" if late else "I"):
                 return action
             needed = [(at, each) for at, each in reversed(mine) if each.needs_grad]
@@ -242,10 +238,10 @@ def add_attention_comm(
 
 
 def local_heads(sharding: ShardingPlan, attend: AttentionSpec) -> tuple[int, int]:
-    """How many heads of queries, and of keys and values, the rank that sees `space` has of one call of attention.
+    """The numbers of query heads and key/value heads of one attention call on the rank of `sharding`.
 
-    Of keys and values that several ranks need it has those of its own heads of queries, as strategies that divide heads have it;
-    where the model repeats them for attention, all of these.
+    Key/value heads that several ranks share count on each; if the model repeats them for attention, one per
+    query head.
     """
     for _, side in _head_sides(sharding, attend.block_call, "colwise", attend):
         (first, end), units = side.dim_split.units_of(side.index, side.num_ranks), side.dim_split.num_units
@@ -260,46 +256,47 @@ def local_heads(sharding: ShardingPlan, attend: AttentionSpec) -> tuple[int, int
 def check_sequence_sharding(
     name: str, axis: str, sharding: ShardingPlan, sharding_for: Callable[[int], SequenceSharding]
 ) -> Iterator[Diagnostic]:
-    """What keeps the tokens of this model's samples from being dealt along `axis`, to so many ranks as `deal` says."""
-    where, anatomy = f"strategies.{name}", sharding.model_spec
+    """Yields why the tokens of this model's samples cannot be sharded along `axis` as `sharding_for` says."""
+    location, model_spec = f"strategies.{name}", sharding.model_spec
     if axis != CP_AXIS:
         yield Diagnostic(
-            f"axis = '{axis}'; tokens are dealt along {CP_AXIS}", f'write axis = "{CP_AXIS}"', f"{where}.axis"
+            f"axis = '{axis}'; tokens are dealt along {CP_AXIS}",
+            f'write axis = "{CP_AXIS}"',
+            f"{location}.axis",
         )
         return
     ranks = sharding.mesh.size(axis)
     other = f"mesh.{CP_AXIS} = 1 and mesh.dp_shard = {ranks} are as many ranks"
     if sharding.sequence_sharding is not None:
         text = f"the tokens of each sample are dealt along {CP_AXIS} already"
-        yield Diagnostic(text, "keep one of the strategies that deal them", where)
-    if anatomy.sequence_info is None:
-        text = f"nothing is known of tokens in {anatomy.name}: no integer input of its example has them, as [rows, tokens]"
+        yield Diagnostic(text, "keep one of the strategies that deal them", location)
+    if model_spec.sequence_info is None:
+        text = f"nothing is known of tokens in {model_spec.name}: no integer input of its example has them, as [rows, tokens]"
         text += ", and no block takes in [rows, tokens, width] and attends to them by F.scaled_dot_product_attention"
         yield Diagnostic(
             text,
             f"give it an example batch that has one (input_ids), or declare smaller blocks; or {other}",
-            where,
+            location,
         )
         return
-    if anatomy.sequence_info.batch_dependent_reason:
+    if model_spec.sequence_info.batch_dependent_reason:
         fix = f"compute it for all rows and tokens at once (hidden[rows, last] for a loop over rows); or {other}"
-        yield Diagnostic(anatomy.sequence_info.batch_dependent_reason, fix, where)
-    for why, visits in _token_mixing_calls(anatomy).items():
-        more = f" (and so in {len(visits) - 1} more blocks)" if len(visits) > 1 else ""
+        yield Diagnostic(model_spec.sequence_info.batch_dependent_reason, fix, location)
+    for why, block_calls in _token_mixing_calls(model_spec).items():
+        more = f" (and so in {len(block_calls) - 1} more blocks)" if len(block_calls) > 1 else ""
         fix = (
             f"compute what needs all tokens between blocks, or by F.scaled_dot_product_attention; or {other}"
         )
-        yield Diagnostic(f"a block cannot run on some of the tokens: {why}{more}", fix, where)
+        yield Diagnostic(f"a block cannot run on some of the tokens: {why}{more}", fix, location)
     yield from check_convolutions(name, axis, sharding, sharding_for(ranks))
-    if anatomy.needs_global_batch:
+    if model_spec.needs_global_batch:
         text = f"the loss takes the rows of the whole batch at once, and along {CP_AXIS} each rank has some of the tokens of a row"
         yield Diagnostic(text, f"write a loss that is a sum over tokens or rows; or {other}", "loss")
 
 
-def _token_mixing_calls(anatomy: ModelSpec) -> Mapping[str, list[str]]:
-    """The visits that need all tokens at once, by why: what layers of one kind do is said once."""
+def _token_mixing_calls(model_spec: ModelSpec) -> Mapping[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for passing in anatomy.sequence_info.block_calls if anatomy.sequence_info is not None else ():
+    for passing in model_spec.sequence_info.block_calls if model_spec.sequence_info is not None else ():
         if passing.not_sequence_parallel:
             found.setdefault(LAYER_NUMBER.sub("*", passing.not_sequence_parallel), []).append(
                 passing.block_call
@@ -307,24 +304,30 @@ def _token_mixing_calls(anatomy: ModelSpec) -> Mapping[str, list[str]]:
     return found
 
 
-def _attention_positions(space: ShardingPlan, visit: str) -> Iterator[tuple[float, AttentionSpec | ConvSpec]]:
-    """The calls of attention and the convolutions of a visit in order, and where they stand among its calls of layers.
-
-    Attention stands before the rows layer that ends it, a convolution behind the last layer that was called before.
-    """
-    tokens = space.global_plan.model_spec.sequence_info
+def _attention_positions(
+    sharding: ShardingPlan, block_call: str
+) -> Iterator[tuple[float, AttentionSpec | ConvSpec]]:
+    tokens = sharding.global_plan.model_spec.sequence_info
     mine = (
-        [attend for attend in tokens.attention_calls if attend.block_call == visit]
+        [
+            attention_call
+            for attention_call in tokens.attention_calls
+            if attention_call.block_call == block_call
+        ]
         if tokens is not None
         else []
     )
     others = (
-        [each for each in tokens.conv_calls if each.block_call == visit and each.halo]
+        [each for each in tokens.conv_calls if each.block_call == block_call and each.halo]
         if tokens is not None
         else []
     )
     calls = (
-        [(at, call.name) for at, call in enumerate(space.model_spec.layer_calls) if call.block_call == visit]
+        [
+            (at, call.name)
+            for at, call in enumerate(sharding.model_spec.layer_calls)
+            if call.block_call == block_call
+        ]
         if others
         else []
     )
@@ -334,31 +337,30 @@ def _attention_positions(space: ShardingPlan, visit: str) -> Iterator[tuple[floa
             last = max([last, *(at + 0.5 for at, name in calls if name in each.prior_layers)])
             yield last, each
         if number < len(mine):
-            ends = [at for at, _ in _head_sides(space, visit, "rowwise", mine[number])]
+            ends = [at for at, _ in _head_sides(sharding, block_call, "rowwise", mine[number])]
             last = ends[number] - 0.5 if number < len(ends) else last
             yield last, mine[number]
 
 
 def _head_sides(
-    space: ShardingPlan, visit: str, role: str, attend: AttentionSpec
+    sharding: ShardingPlan, block_call: str, role: str, attention_call: AttentionSpec
 ) -> Iterator[tuple[int, DimShard]]:
-    """Of each layer of `role` in `visit` whose heads are those of `attend`, and are divided: its number, and how they are."""
     held = {
-        layer: home
-        for home in space.param_shardings
-        for layer in home.param.layers
-        if _has_heads(home.param, attend)
+        layer: param_sharding
+        for param_sharding in sharding.param_shardings
+        for layer in param_sharding.param.layers
+        if _has_heads(param_sharding.param, attention_call)
     }
-    for at, call in enumerate(space.model_spec.layer_calls):
-        if call.block_call == visit and call.role == role and call.name in held:
-            for side in space.dim_shards(held[call.name], dict(space.coordinate)):
+    for at, call in enumerate(sharding.model_spec.layer_calls):
+        if call.block_call == block_call and call.role == role and call.name in held:
+            for side in sharding.dim_shards(held[call.name], dict(sharding.coordinate)):
                 if _is_head_dim(call, held[call.name].param, side.dim_split.dim):
                     yield at, side
 
 
-def _has_heads(weight: ParamSpec, attend: AttentionSpec) -> bool:
+def _has_heads(weight: ParamSpec, attention_call: AttentionSpec) -> bool:
     return any(
-        cut.max_ranks == attend.num_heads and attend.num_kv_heads % cut.num_units == 0
+        cut.max_ranks == attention_call.num_heads and attention_call.num_kv_heads % cut.num_units == 0
         for cut in weight.dim_splits
     )
 

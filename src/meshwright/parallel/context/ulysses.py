@@ -65,7 +65,7 @@ from meshwright.plan.strategy import Handler, Runtime
 
 @dataclass(frozen=True)
 class Ulysses(ContextParallel):
-    """Tokens of each sample dealt along `axis`, and in attention heads instead."""
+    """Shards the tokens of each sample along `axis`, and inside attention the heads instead."""
 
     name: ClassVar[str] = "ulysses"
 
@@ -81,67 +81,71 @@ class Ulysses(ContextParallel):
         return SequenceSharding(num_ranks, num_inner_ranks=num_ranks, zigzag=False)
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        deal = self.sequence_sharding(sharding.mesh.size(self.axis))
+        sequence_sharding = self.sequence_sharding(sharding.mesh.size(self.axis))
 
-        def forth(attend: AttentionSpec, rows: int) -> list[Transfer]:
-            taken, given, *_ = exchange_transfers(sharding, job, self.axis, deal, attend, rows)
+        def forth(attention_call: AttentionSpec, rows: int) -> list[Transfer]:
+            taken, given, *_ = exchange_transfers(
+                sharding, job, self.axis, sequence_sharding, attention_call, rows
+            )
             return taken + given
 
-        def back(attend: AttentionSpec, rows: int) -> list[Transfer]:
-            *_, of_given, of_taken = exchange_transfers(sharding, job, self.axis, deal, attend, rows)
+        def back(attention_call: AttentionSpec, rows: int) -> list[Transfer]:
+            *_, of_given, of_taken = exchange_transfers(
+                sharding, job, self.axis, sequence_sharding, attention_call, rows
+            )
             return of_given + of_taken
 
         program = reduce_totals_along(add_attention_comm(program, sharding, job, forth, back), self.axis)
         return add_attention_memory(
-            program, sharding, job, memory_of=partial(exchange_memory, sharding, job, deal)
+            program, sharding, job, memory_of=partial(exchange_memory, sharding, job, sequence_sharding)
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        deal = self.sequence_sharding(runtime.plan.sharding.mesh.size(self.axis))
+        sequence_sharding = self.sequence_sharding(runtime.plan.sharding.mesh.size(self.axis))
         runtime.set_convolution(partial(convolve_with_halo, runtime, self.axis))
-        runtime.set_attention(partial(self._attention, HeadExchange.along_axis(self.axis, deal, runtime)))
+        runtime.set_attention(
+            partial(self._attention, HeadExchange.along_axis(self.axis, sequence_sharding, runtime))
+        )
         return {}
 
-    def _attention(self, exchange: HeadExchange, asked: ShardedAttentionCall) -> torch.Tensor:
-        """[.., heads, own queries, width of values]."""
-        given = attention_inputs(asked, self.name)
+    def _attention(self, exchange: HeadExchange, call: ShardedAttentionCall) -> torch.Tensor:
+        given = attention_inputs(call, self.name)
         if given.dropout_p:
             return given.restore_shape(
                 exchange.to_tokens(
-                    self._attention_with_dropout(exchange, given, asked), asked.query_shard.length
+                    self._attention_with_dropout(exchange, given, call), call.query_shard.length
                 )
             )
-        mine = exchange.gather_inputs(given, asked, self.name)
+        mine = exchange.gather_inputs(given, call, self.name)
         grouped = mine.query.shape[1] != mine.key.shape[1]
         out = F.scaled_dot_product_attention(
             *(mine.query, mine.key, mine.value, mine.mask),
-            is_causal=asked.is_causal,
-            scale=asked.scale,
+            is_causal=call.is_causal,
+            scale=call.scale,
             enable_gqa=grouped,
         )
-        return given.restore_shape(exchange.to_tokens(out, asked.query_shard.length))
+        return given.restore_shape(exchange.to_tokens(out, call.query_shard.length))
 
     def _attention_with_dropout(
-        self, exchange: HeadExchange, given: AttentionInputs, asked: ShardedAttentionCall
+        self, exchange: HeadExchange, given: AttentionInputs, call: ShardedAttentionCall
     ) -> torch.Tensor:
-        """The same with dropout, whose masks are those of one device: torch's function would draw others."""
-        mine, rows = exchange.gather_inputs(given, asked, self.name), ((0, asked.query_shard.length),)
-        circle = AttentionRing(
+        mine, num_samples = exchange.gather_inputs(given, call, self.name), ((0, call.query_shard.length),)
+        ring = AttentionRing(
             0,
-            rows,
-            (((0, asked.key_shard.length),),),
-            asked.scale,
-            asked.is_causal,
+            num_samples,
+            (((0, call.key_shard.length),),),
+            call.scale,
+            call.is_causal,
             _no_shift,
             dropout_p=given.dropout_p,
         )
         return ring_attention(
-            circle,
+            ring,
             mine.query,
             mine.key,
             mine.value,
             mine.mask,
-            dropout_keep_mask(asked, rows, exchange.head_range(given)),
+            dropout_keep_mask(call, num_samples, exchange.head_range(given)),
         )
 
 

@@ -66,7 +66,7 @@ class BatchSplit(Strategy):
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         split = sharding.with_batch_placement(self.axis, S(0))
-        return split.map_param_shardings(lambda home: home.with_partial_grad(self.axis))
+        return split.map_param_shardings(lambda param_sharding: param_sharding.with_partial_grad(self.axis))
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         met = program.edit(
@@ -76,20 +76,19 @@ class BatchSplit(Strategy):
         )
         return reduce_totals_along(met, self.axis)
 
-    def _insert_gathers(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
-        """`actions` with the rows of all ranks gathered before a loss that needs the whole batch; once for all axes."""
-        anatomy = space.model_spec
-        if not anatomy.needs_global_batch or any(action.kind == "GATHER" for action in actions):
+    def _insert_gathers(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
+        model_spec = sharding.model_spec
+        if not model_spec.needs_global_batch or any(action.kind == "GATHER" for action in actions):
             return actions
-        rows, at = (
-            job.train.batch // space.mesh.group_size(space.data_axes),
+        num_samples, at = (
+            job.train.batch // sharding.mesh.group_size(sharding.data_axes),
             index_of_last(actions, "LOSS") or 0,
         )
-        used = [column for column in anatomy.outputs if column.used_by_loss]
+        used = [column for column in model_spec.outputs if column.used_by_loss]
         sizes = {BATCH_INFO: 8 * (1 + sum(not column.per_sample for column in used))}
-        for column in (*anatomy.targets, *used):
+        for column in (*model_spec.targets, *used):
             if column.per_sample:
-                sizes[column.name] = rows * column.nbytes(job.precision.parameters)
+                sizes[column.name] = num_samples * column.nbytes(job.precision.parameters)
         forward = next(action.name for action in reversed(actions) if action.kind in FORWARD_KINDS)
         gathers = [
             Action(
@@ -111,7 +110,9 @@ class BatchSplit(Strategy):
 
 
 def same_data_diagnostic(what: str, axis: str, where: str) -> Diagnostic:
-    """What is wrong with summing gradients along `axis`, for `what` there, where nothing divides samples or tokens."""
+    """The diagnostic of summing gradients along `axis` although nothing splits samples or tokens there;
+    `what` is replicated.
+    """
     if axis in DATA_AXES:
         text = f"the {what} along {axis} would all see the same samples: nothing splits the batch there"
         return Diagnostic(text, f'add [[strategies]] name = "batch_split", axis = "{axis}"', where)

@@ -48,31 +48,31 @@ from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 @dataclass(frozen=True)
 class DataParallelMaster(Strategy):
-    """Whole copies of the weights along `axis`, of which that of the rank at index 0 is stepped and handed out."""
+    """Full replicas of the weights along `axis`; the rank at index 0 steps and broadcasts them."""
 
     name: ClassVar[str] = "data_parallel_master"
     phase: ClassVar[StrategyPhase] = "storage"
     axis: str = "dp_replicate"
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        where = f"strategies.{self.name}"
+        location = f"strategies.{self.name}"
         yield from check_replicas(self.name, self.axis, "backend", sharding, DATA_AXES)
         others = [axis for axis in AXES if axis != self.axis and sharding.mesh.size(axis) > 1]
         if others:
             text = f"the ranks along {' and '.join(others)} would each have a master of their own"
-            yield Diagnostic(text, f'set mesh.{others[0]} = 1, or use the strategy "ddp"', where)
+            yield Diagnostic(text, f'set mesh.{others[0]} = 1, or use the strategy "ddp"', location)
         shared = [
             column for column in sharding.model_spec.outputs if column.used_by_loss and not column.per_sample
         ]
         if shared:
             one = shared[0]
             text = f"the loss takes {one.name} of shape {list(one.shape)}, which is not per row: it would be that of the master"
-            yield Diagnostic(text, 'use the strategy "ddp"', where)
+            yield Diagnostic(text, 'use the strategy "ddp"', location)
         for column in (
             *sharding.model_spec.inputs,
             *(column for column in sharding.model_spec.outputs if column.used_by_loss),
         ):
-            yield from column.diagnostics(where)
+            yield from column.diagnostics(location)
         if job.precision.reduce != job.precision.parameters:
             text = f"gradients travel in {job.precision.parameters} here, and precision.reduce is {job.precision.reduce}"
             yield Diagnostic(text, 'use the strategy "ddp", or make the two dtypes equal', "precision.reduce")
@@ -80,22 +80,23 @@ class DataParallelMaster(Strategy):
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         led = replace(sharding, primary_rank_axes=(*sharding.primary_rank_axes, self.axis))
         return led.map_param_shardings(
-            lambda home: replace(home, grad_layout=home.grad_layout.with_placement(self.axis, I))
+            lambda param_sharding: replace(
+                param_sharding, grad_layout=param_sharding.grad_layout.with_placement(self.axis, I)
+            )
         )
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        rows = job.train.batch // sharding.mesh.group_size(sharding.data_axes)
-        return program.edit(lambda actions: self._insert_exchanges(actions, sharding, job, rows))
+        num_samples = job.train.batch // sharding.mesh.group_size(sharding.data_axes)
+        return program.edit(lambda actions: self._insert_exchanges(actions, sharding, job, num_samples))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         return {"REDUCE": runtime.start_collective}
 
     def _insert_exchanges(
-        self, actions: list[Action], space: ShardingPlan, job: Job, rows: int
+        self, actions: list[Action], sharding: ShardingPlan, job: Job, rows: int
     ) -> list[Action]:
-        """`actions`, of one micro-batch, with the exchanges of rows round the forward and the loss."""
         actions = [action for action in actions if action.kind != "GATHER"]  # to the master, not to all
-        used = [column for column in space.model_spec.outputs if column.used_by_loss]
+        used = [column for column in sharding.model_spec.outputs if column.used_by_loss]
         first, at = (
             next(i for i, action in enumerate(actions) if action.kind in FORWARD_KINDS),
             index_of_last(actions, "LOSS") or 0,
@@ -109,7 +110,7 @@ class DataParallelMaster(Strategy):
 
         handed = [
             Action("SCATTER", c.name, waits=("TOKEN_COUNT()",), transfer=moved("scatter", c))
-            for c in space.model_spec.inputs
+            for c in sharding.model_spec.inputs
         ]
         met = [
             Action("GATHER", c.name, stream="comm", waits=(forward,), transfer=moved("gather", c))
@@ -123,16 +124,15 @@ class DataParallelMaster(Strategy):
         others = tuple(wait for wait in loss.waits if not wait.startswith("GATHER"))
         loss = with_waits(replace(loss, waits=others), [gather.name for gather in met])
         led = [*actions[:first], *handed, *actions[first:at], *met, loss, *back, *actions[at + 1 :]]
-        return self._insert_weight_comm(led, space, job)
+        return self._insert_weight_comm(led, sharding, job)
 
-    def _insert_weight_comm(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
-        """`actions` with a REDUCE and a BROADCAST per weight round CLIP and STEP."""
+    def _insert_weight_comm(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
         clip, step = index_of_last(actions, "CLIP") or 0, index_of_last(actions, "STEP") or 0
         dtype, last = job.precision.parameters, (last_backward(actions).name,)
         norm = Transfer("broadcast", (self.axis,), 8, dtype="float64")
         reduces: list[Action] = []
         copies = [Action("BROADCAST", GRAD_NORM, stream="comm", waits=("CLIP()",), transfer=norm)]
-        for weight in space.model_spec.trainable:
+        for weight in sharding.model_spec.trainable:
             names = (weight.name,)
             sums = Transfer("reduce", (self.axis,), weight.numel * FLOAT_NBYTES[dtype], dtype=dtype)
             reduces.append(

@@ -50,10 +50,10 @@ from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 @dataclass(frozen=True)
 class DDP(Strategy):
-    """Whole copies of the weights along `axis`; gradients travel in buckets of about `bucket_mb` MiB.
+    """Full replicas of the weights along `axis`; gradients travel in buckets of about `bucket_mb` MiB.
 
-    `algorithm` says how a bucket is summed: a name of comm/algorithms, such as "ring", or a rule by the size of the message, such
-    as "doubling <= 64 KiB, else ring".
+    `algorithm` sums a bucket: a name of comm/algorithms, such as "ring", or a rule by the size of the
+    message, such as "doubling <= 64 KiB, else ring".
     """
 
     name: ClassVar[str] = "ddp"
@@ -71,7 +71,9 @@ class DDP(Strategy):
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         axes = sharding.with_token_axes(self.axis)
         return sharding.map_param_shardings(
-            lambda home: replace(home, grad_layout=home.grad_layout.with_placement(axes, I))
+            lambda param_sharding: replace(
+                param_sharding, grad_layout=param_sharding.grad_layout.with_placement(axes, I)
+            )
         )
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
@@ -84,19 +86,21 @@ class DDP(Strategy):
         return {"REDUCE": runtime.start_collective}
 
     def _insert_buckets(
-        self, actions: list[Action], buckets: Iterable[Sequence[ParamGroup]], space: ShardingPlan, job: Job
+        self, actions: list[Action], buckets: Iterable[Sequence[ParamGroup]], sharding: ShardingPlan, job: Job
     ) -> list[Action]:
-        """`actions` with all buckets: once, or for every micro-batch, where each is stepped with alone."""
         alone, behind = (
             stepped_microbatches(actions),
             dict[int, list[Action]](),
         )  # what stands behind which action
-        found, ends, axes = BackwardIndex(actions), list[_BucketEnd](), space.with_token_axes(self.axis)
+        found, ends, axes = BackwardIndex(actions), list[_BucketEnd](), sharding.with_token_axes(self.axis)
         for number, bucket in enumerate(buckets):
-            for micro in alone or (None,):
-                places = [found.completing(bundle, space.model_spec.block_calls, micro) for bundle in bucket]
+            for microbatch in alone or (None,):
+                places = [
+                    found.completing(param_group, sharding.model_spec.block_calls, microbatch)
+                    for param_group in bucket
+                ]
                 ends.append(
-                    self._insert_bucket(actions, places, behind, str(number), bucket, axes, job, micro)
+                    self._insert_bucket(actions, places, behind, str(number), bucket, axes, job, microbatch)
                 )
         done = [each for i, action in enumerate(actions) for each in (action, *behind.get(i, ()))]
         for end in ends:
@@ -114,25 +118,21 @@ class DDP(Strategy):
         job: Job,
         micro: int | None,
     ) -> "_BucketEnd":
-        """One bucket, summed over `axes`: each bundle is packed right after its own backward (`places`), while it is in cache.
-
-        The whole leaves after the last backward. A bucket of another dtype takes finished sums only, and is unpacked.
-        """
         casts = job.precision.reduce != job.precision.parameters
-        tensors = tuple(name for bundle in bucket for name in bundle.names)
-        numel = sum(bundle.numel for bundle in bucket)
+        tensors = tuple(name for param_group in bucket for name in param_group.names)
+        numel = sum(param_group.numel for param_group in bucket)
         held = Allocation(f"bucket({name})", numel * FLOAT_NBYTES[job.precision.reduce])
         packs = list[Action]()
-        for bundle, own in zip(bucket, places, strict=True):
+        for param_group, own in zip(bucket, places, strict=True):
             at = own[-1 if casts else 0]
-            grads = () if casts else (grad_name(bundle),)
+            grads = () if casts else (grad_name(param_group),)
             takes = () if packs else (held,)
             pack = Action(
                 "PACK",
-                bundle.name,
+                param_group.name,
                 micro,
                 waits=(actions[at].name,),
-                tensors=bundle.names,
+                tensors=param_group.names,
                 allocations=takes,
                 frees=grads,
             )
@@ -152,27 +152,29 @@ class DDP(Strategy):
 
 
 def coalesce(param_groups: Sequence[ParamGroup], max_numel: float) -> list[list[ParamGroup]]:
-    """`bundles` in runs of at most `limit` elements, in order; a bundle above the limit is a run of its own.
+    """`param_groups` in consecutive buckets of at most `max_numel` elements; a larger group is a bucket of
+    its own.
 
-    Slices of unlike sizes are in runs of their own: behind them nothing would lie alike on ranks that have other slices.
+    Groups with uneven slices have buckets of their own: behind them, offsets would differ on ranks with other
+    slices.
     """
     runs: list[list[ParamGroup]] = []
-    for bundle in param_groups:
+    for param_group in param_groups:
         if (
             runs
-            and runs[-1][-1].is_uneven == bundle.is_uneven
-            and sum(other.numel for other in runs[-1]) + bundle.numel <= max_numel
+            and runs[-1][-1].is_uneven == param_group.is_uneven
+            and sum(other.numel for other in runs[-1]) + param_group.numel <= max_numel
         ):
-            runs[-1].append(bundle)
+            runs[-1].append(param_group)
         else:
-            runs.append([bundle])
+            runs.append([param_group])
     return runs
 
 
 def check_replicas(
     name: str, axis: str, algorithm: str, sharding: ShardingPlan, axes: tuple[str, ...] = GRAD_SUM_AXES
 ) -> Iterator[Diagnostic]:
-    """What is wrong with keeping whole copies along `axis`, which may be one of `axes`."""
+    """Yields what is wrong with full replicas along `axis`, which must be one of `axes`."""
     if axis not in axes:
         yield Diagnostic(
             f"weights cannot be replicated along '{axis}'",
@@ -181,9 +183,9 @@ def check_replicas(
         )
     elif axis not in sharding.grad_sum_axes:
         yield same_data_diagnostic("copies", axis, f"strategies.{name}")
-    elif any(home.flat_shard_axes for home in sharding.param_shardings):
+    elif any(param_sharding.flat_shard_axes for param_sharding in sharding.param_shardings):
         text = f"{name} keeps whole copies along {axis}, and zero cuts the weights into shards"
-        cut = any(axis in home.flat_shard_axes for home in sharding.param_shardings)
+        cut = any(axis in param_sharding.flat_shard_axes for param_sharding in sharding.param_shardings)
         more = "" if cut else f', and write replicate_axis = "{axis}" in the strategy zero'
         yield Diagnostic(text, f"remove {name}{more}", f"strategies.{name}")
     else:
@@ -192,9 +194,8 @@ def check_replicas(
     yield from algorithm_faults(algorithm, ranks, f"strategies.{name}.algorithm")
 
 
-def _check_single_axis(name: str, axis: str, space: ShardingPlan) -> Iterator[Diagnostic]:
-    """Copies along two axes would be summed one axis after the other: two messages where one does."""
-    copied = [home for home in space.param_shardings if home.param.trainable]
+def _check_single_axis(name: str, axis: str, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+    copied = [param_sharding for param_sharding in sharding.param_shardings if param_sharding.param.trainable]
     whole = [
         each
         for each in GRAD_SUM_AXES
@@ -204,10 +205,10 @@ def _check_single_axis(name: str, axis: str, space: ShardingPlan) -> Iterator[Di
     if others:
         text, ranks = (
             f"weights are kept whole along {others[0]} already, and now along {axis} too",
-            space.mesh.group_size((*others, axis)),
+            sharding.mesh.group_size((*others, axis)),
         )
         fix = f"make it one axis: mesh.{others[0]} = {ranks}, mesh.{axis} = 1"
-        tokens = [each for each in (*others, axis) if each in space.token_axes]
+        tokens = [each for each in (*others, axis) if each in sharding.token_axes]
         if tokens:
             fix = f"keep one of them, along an axis of samples if there is one: it sums over {' and '.join(tokens)} too"
         yield Diagnostic(text, fix, f"strategies.{name}.axis")
@@ -215,14 +216,11 @@ def _check_single_axis(name: str, axis: str, space: ShardingPlan) -> Iterator[Di
 
 @dataclass(frozen=True)
 class _BucketEnd:
-    """How a bucket ends: who looks at the sums waits for `awaited`; STEP frees the bucket `held` in place of `grads`."""
-
     last_action: Action
     buffer: str = ""
     grads: tuple[str, ...] = ()
 
     def apply(self, actions: list[Action]) -> list[Action]:
-        """`actions`, with this end."""
         awaited, ended = self.last_action, list[Action]()
         if awaited.kind == "UNPACK":
             actions.insert(first_grad_reader(actions, awaited.microbatch), awaited)

@@ -38,9 +38,9 @@ from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 @dataclass(frozen=True)
 class NaiveDDP(Strategy):
-    """Whole copies of the weights along `axis`; one all-reduce per parameter, after the last backward.
+    """Full replicas of the weights along `axis`; one all-reduce per parameter, after the last backward.
 
-    `algorithm` says how each is summed: a name of comm/algorithms, or a rule by the size of the message.
+    `algorithm` sums each: a name of comm/algorithms, or a rule by the size of the message.
     """
 
     name: ClassVar[str] = "naive_ddp"
@@ -57,7 +57,9 @@ class NaiveDDP(Strategy):
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         axes = sharding.with_token_axes(self.axis)
         return sharding.map_param_shardings(
-            lambda home: replace(home, grad_layout=home.grad_layout.with_placement(axes, I))
+            lambda param_sharding: replace(
+                param_sharding, grad_layout=param_sharding.grad_layout.with_placement(axes, I)
+            )
         )
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
@@ -66,24 +68,28 @@ class NaiveDDP(Strategy):
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         return {"REDUCE": runtime.start_collective}
 
-    def _insert_reduces(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
-        for micro in stepped_microbatches(actions) or (
+    def _insert_reduces(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
+        for microbatch in stepped_microbatches(actions) or (
             None,
         ):  # each that is stepped with alone, or all of them
-            actions = self._reduce_each(actions, space, job, micro)
+            actions = self._reduce_each(actions, sharding, job, microbatch)
         return actions
 
     def _reduce_each(
-        self, actions: list[Action], space: ShardingPlan, job: Job, micro: int | None
+        self, actions: list[Action], sharding: ShardingPlan, job: Job, micro: int | None
     ) -> list[Action]:
         end = first_grad_reader(actions, micro)
         reduces = []
         rule = SizeRule.parse(self.algorithm)
-        for weight in (home.param for home in space.param_shardings if home.param.trainable):
+        for weight in (
+            param_sharding.param
+            for param_sharding in sharding.param_shardings
+            if param_sharding.param.trainable
+        ):
             nbytes = weight.numel * FLOAT_NBYTES[job.precision.parameters]
             transfer = Transfer(
                 "all_reduce",
-                space.with_token_axes(self.axis),
+                sharding.with_token_axes(self.axis),
                 nbytes,
                 rule.algorithm_for(nbytes),
                 job.precision.parameters,

@@ -61,10 +61,11 @@ GATHER_CHOICES = ("use", "microbatch", "step")
 
 @dataclass(frozen=True)
 class ZeRO(Strategy):
-    """Moments (stage 1), gradients too (2), weights too (3) in equal shards along `axis`, replicated along `across` if given.
+    """Shards optimizer states (stage 1), gradients too (2) and weights too (3) along `axis`; replicates along
+    `replicate_axis`.
 
-    Ranks that have other tokens of the same samples share in the shards. Of stage 3 alone: `gather`, `keep_mb` and `ahead` (see
-    above).
+    Ranks with other tokens of the same samples hold shards too. `gather`, `keep_mb` and `prefetch` are for
+    stage 3 alone (see the module).
     """
 
     name: ClassVar[str] = "zero"
@@ -77,28 +78,28 @@ class ZeRO(Strategy):
     prefetch: int = 1
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        where = "strategies.zero"
+        location = "strategies.zero"
         if self.stage not in STAGES:
             text = f"stage {self.stage}; needed is 1 (moments), 2 (and gradients) or 3 (and weights)"
             yield Diagnostic(
-                text, "write stage = 3; to cut nothing into shards, use replicate", f"{where}.stage"
+                text, "write stage = 3; to cut nothing into shards, use replicate", f"{location}.stage"
             )
         if self.gather not in GATHER_CHOICES:
             yield Diagnostic(
-                f"gather = '{self.gather}'", suggest_name(self.gather, GATHER_CHOICES), f"{where}.gather"
+                f"gather = '{self.gather}'", suggest_name(self.gather, GATHER_CHOICES), f"{location}.gather"
             )
         if not 0 <= self.keep_mb < inf or self.prefetch < 0:
             text = f"keep_mb = {self.keep_mb}, prefetch = {self.prefetch}"
-            yield Diagnostic(text, "write numbers from 0 up; prefetch = 1 is a good start", where)
+            yield Diagnostic(text, "write numbers from 0 up; prefetch = 1 is a good start", location)
         for key, axis in (("axis", self.axis), ("replicate_axis", self.replicate_axis)):
             if axis and axis not in GRAD_SUM_AXES:
                 yield Diagnostic(
                     f"{key} = '{axis}' is no axis of data parallelism",
                     suggest_name(axis, DATA_AXES),
-                    f"{where}.{key}",
+                    f"{location}.{key}",
                 )
             elif axis and axis not in sharding.grad_sum_axes:
-                yield same_data_diagnostic("shards", axis, where)
+                yield same_data_diagnostic("shards", axis, location)
         unused = [
             key
             for key, usual in (("gather", "use"), ("keep_mb", 0.0), ("prefetch", 1))
@@ -106,44 +107,48 @@ class ZeRO(Strategy):
         ]
         if unused and self.stage in (1, 2):
             text = f"{' and '.join(unused)} with stage {self.stage}, which keeps weights whole"
-            yield Diagnostic(text, f"remove {' and '.join(unused)}, or set stage = 3", where)
+            yield Diagnostic(text, f"remove {' and '.join(unused)}, or set stage = 3", location)
         yield from self._check_dtypes(sharding)
         if self.axis == self.replicate_axis:
             yield Diagnostic(
                 f"axis and across are both {self.axis}",
                 "shard along one axis, replicate along the other",
-                where,
+                location,
             )
         elif self.replicate_axis in sharding.token_axes:
             text = f"replicate_axis = '{self.replicate_axis}', where ranks have other tokens of a sample: shards are cut along {self.axis} and it"
             yield Diagnostic(
                 text,
                 'remove across, or write the other axis of samples there: "dp_replicate"',
-                f"{where}.replicate_axis",
+                f"{location}.replicate_axis",
             )
         yield from self._check_single_owner(sharding)
 
-    def _check_single_owner(self, space: ShardingPlan) -> Iterator[Diagnostic]:
-        """Sums that another strategy takes."""
+    def _check_single_owner(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         stored = [
             axis
-            for axis in space.grad_sum_axes
-            if any(axis not in home.grad_layout.axes_with("P") for home in _trainable(space))
+            for axis in sharding.grad_sum_axes
+            if any(
+                axis not in param_sharding.grad_layout.axes_with("P")
+                for param_sharding in _trainable(sharding)
+            )
         ]
         if taken := [
-            axis for axis in stored if axis in (*space.with_token_axes(self.axis), self.replicate_axis)
+            axis for axis in stored if axis in (*sharding.with_token_axes(self.axis), self.replicate_axis)
         ]:
             text = f"another strategy stores the weights along {' and '.join(taken)} already"
-            other = [axis for axis in stored if axis in space.data_axes and axis != self.axis]
+            other = [axis for axis in stored if axis in sharding.data_axes and axis != self.axis]
             more = f'; zero replicates by itself: replicate_axis = "{other[0]}"' if other else ""
             yield Diagnostic(text, f"keep one of them{more}", "strategies.zero")
-        elif cut := sorted({axis for home in space.param_shardings for axis in home.flat_shard_axes}):
+        elif cut := sorted(
+            {axis for param_sharding in sharding.param_shardings for axis in param_sharding.flat_shard_axes}
+        ):
             text = f"the weights are cut into shards along {' and '.join(cut)} already, and now along {self.axis} too"
             fix = f'keep one of them, along one axis; zero replicates by itself: replicate_axis = "{cut[0]}"'
             yield Diagnostic(text, fix, "strategies.zero")
 
-    def _check_dtypes(self, space: ShardingPlan) -> Iterator[Diagnostic]:
-        for weight in (home.param for home in space.param_shardings):
+    def _check_dtypes(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        for weight in (param_sharding.param for param_sharding in sharding.param_shardings):
             if weight.dtype and weight.trainable:
                 text = f"{weight.name} is trained in {weight.dtype}, and shards are stepped in the dtype of the job"
                 yield Diagnostic(text, "make it a parameter of real floats, or freeze it", weight.name)
@@ -158,18 +163,20 @@ class ZeRO(Strategy):
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         axes = sharding.with_token_axes(self.axis)
 
-        def stored(home: ParamSharding) -> ParamSharding:
+        def stored(param_sharding: ParamSharding) -> ParamSharding:
             return (
-                replace(home, storage_layout=home.storage_layout.with_placement(axes, S(FLAT)))
+                replace(
+                    param_sharding, storage_layout=param_sharding.storage_layout.with_placement(axes, S(FLAT))
+                )
                 if self.stage == 3
-                else home
+                else param_sharding
             )
 
-        def shard(home: ParamSharding) -> ParamSharding:
-            grad = home.grad_layout.with_placement(axes, S(FLAT)).with_placement(
+        def shard(param_sharding: ParamSharding) -> ParamSharding:
+            grad = param_sharding.grad_layout.with_placement(axes, S(FLAT)).with_placement(
                 (self.replicate_axis,) if self.replicate_axis else (), I
             )
-            return replace(stored(home), grad_layout=grad)
+            return replace(stored(param_sharding), grad_layout=grad)
 
         return sharding.map_param_shardings(shard).map_param_shardings(stored, frozen=True)
 
@@ -194,59 +201,81 @@ class ZeRO(Strategy):
 
     @staticmethod
     def _unshard_action(
-        bundle: ParamGroup, arena: FlatParamSpec, job: Job, what: str, micro: int | None
+        param_group: ParamGroup, flat_param_spec: FlatParamSpec, job: Job, what: str, micro: int | None
     ) -> Action:
-        """The UNSHARD of `bundle`, which lies in `arena`, for `what`."""
-        first, parameters = bundle.params[0], job.precision.parameters
-        dtype, nbytes = first.dtype_for(parameters), arena.shard_numel * first.itemsize(parameters)
-        transfer = Transfer("all_gather", arena.axes, nbytes, dtype=dtype)
+        first, parameters = param_group.params[0], job.precision.parameters
+        dtype, nbytes = first.dtype_for(parameters), flat_param_spec.shard_numel * first.itemsize(parameters)
+        transfer = Transfer("all_gather", flat_param_spec.axes, nbytes, dtype=dtype)
         return Action(
-            "UNSHARD", f"{bundle.name}{what}", micro, "comm", tensors=bundle.names, transfer=transfer
+            "UNSHARD",
+            f"{param_group.name}{what}",
+            micro,
+            "comm",
+            tensors=param_group.names,
+            transfer=transfer,
         )
 
-    def _insert_step_gathers(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
-        """`actions` with what the last step has stepped handed out once, each bundle ahead of its first use."""
-        bundles, arenas = (
-            sorted(space.param_groups(), key=lambda bundle: min(_call_indices(bundle, space))),
-            space.flat_param_specs(),
+    def _insert_step_gathers(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
+        param_groups, flat_param_specs = (
+            sorted(
+                sharding.param_groups(), key=lambda param_group: min(_call_indices(param_group, sharding))
+            ),
+            sharding.flat_param_specs(),
         )
         gathers = {
-            bundle.name: self._unshard_action(bundle, arenas[bundle.name], job, "", None)
-            for bundle in bundles
+            param_group.name: self._unshard_action(
+                param_group, flat_param_specs[param_group.name], job, "", None
+            )
+            for param_group in param_groups
         }
         first = next(i for i, action in enumerate(actions) if action.kind in FORWARD_KINDS)
         waiting = [
-            self._with_gather_waits(action, bundles, {b: g.name for b, g in gathers.items()})
+            self._with_gather_waits(action, param_groups, {b: g.name for b, g in gathers.items()})
             for action in actions[first:]
         ]
-        ready = [_wait_action(gathers[bundle.name]) for bundle in bundles if ROOT in bundle.block_calls]
+        ready = [
+            _wait_action(gathers[param_group.name])
+            for param_group in param_groups
+            if ROOT in param_group.block_calls
+        ]
         return [*actions[:first], *gathers.values(), *ready, *waiting]
 
     @staticmethod
-    def _with_gather_waits(action: Action, bundles: Sequence[ParamGroup], names: Mapping[str, str]) -> Action:
+    def _with_gather_waits(
+        action: Action, param_groups: Sequence[ParamGroup], names: Mapping[str, str]
+    ) -> Action:
         if action.kind not in PARAM_USE_KINDS:
             return action
         return with_waits(
-            action, [names[bundle.name] for bundle in bundles if action.subject in bundle.block_calls]
+            action,
+            [
+                names[param_group.name]
+                for param_group in param_groups
+                if action.subject in param_group.block_calls
+            ],
         )
 
-    def _insert_unshard_windows(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
-        """`actions` with an UNSHARD ahead of each stay of a bundle and a RESHARD behind it."""
-        bundles, arenas = (
-            {bundle.name: bundle for bundle in space.all_param_groups()},
-            space.flat_param_specs(),
+    def _insert_unshard_windows(
+        self, actions: list[Action], sharding: ShardingPlan, job: Job
+    ) -> list[Action]:
+        param_groups, flat_param_specs = (
+            {param_group.name: param_group for param_group in sharding.all_param_groups()},
+            sharding.flat_param_specs(),
         )
         widths = {
-            name: bundle.params[0].itemsize(job.precision.parameters) for name, bundle in bundles.items()
+            name: param_group.params[0].itemsize(job.precision.parameters)
+            for name, param_group in param_groups.items()
         }
-        nbytes = {name: arena.numel * widths[name] for name, arena in arenas.items()}
+        nbytes = {
+            name: flat_param_spec.numel * widths[name] for name, flat_param_spec in flat_param_specs.items()
+        }
         at = [
             i
             for i, action in enumerate(actions)
             if action.kind in PARAM_USE_KINDS or (action.kind == "LOSS" and action.tensors)
         ]
         uses = [
-            ParamUse(_needed_groups(actions[i], list(bundles.values())), actions[i].microbatch or 0)
+            ParamUse(_needed_groups(actions[i], list(param_groups.values())), actions[i].microbatch or 0)
             for i in at
         ]
         found = unshard_windows(uses, nbytes, self.gather, self.keep_mb * 2**20, self.prefetch)
@@ -255,17 +284,21 @@ class ZeRO(Strategy):
         behind: dict[int, list[Action]] = {}
         waits: dict[int, list[str]] = {}
         for stay in found:
-            bundle, first = bundles[stay.param_group], actions[at[stay.first_use]]
+            param_group, first = param_groups[stay.param_group], actions[at[stay.first_use]]
             held = Allocation(f"weight buffer {number[stay.param_group]}", sizes[number[stay.param_group]])
             fetch = self._unshard_action(
-                bundle, arenas[stay.param_group], job, _gather_suffix(first, bundle), first.microbatch
+                param_group,
+                flat_param_specs[stay.param_group],
+                job,
+                _gather_suffix(first, param_group),
+                first.microbatch,
             )
             fetch = replace(fetch, allocations=(held,))
             release = Action(
                 "RESHARD", fetch.subject, fetch.microbatch, tensors=fetch.tensors, frees=(held.name,)
             )
             before.setdefault(at[stay.fetch_use], []).append(fetch)
-            if ROOT in bundle.block_calls:
+            if ROOT in param_group.block_calls:
                 before[at[stay.fetch_use]].append(_wait_action(fetch))
             behind.setdefault(at[stay.last_use], []).append(release)
             for use in range(stay.first_use, stay.last_use + 1):
@@ -280,7 +313,6 @@ def _with_insertions(
     waits: Mapping[int, list[str]],
     behind: Mapping[int, list[Action]],
 ) -> list[Action]:
-    """`actions` with others before and behind some; what stands behind a backward comes after its PACKs and REDUCEs."""
     edited: list[Action] = []
     owed: list[Action] = []
     for i, action in enumerate(actions):
@@ -292,10 +324,9 @@ def _with_insertions(
     return edited + owed
 
 
-def _needed_groups(action: Action, bundles: Sequence[ParamGroup]) -> tuple[str, ...]:
-    """The bundles that `action` finds whole: those of its visit, and those that glue uses at any time."""
+def _needed_groups(action: Action, param_groups: Sequence[ParamGroup]) -> tuple[str, ...]:
     by_loss = set(action.tensors) if action.kind == "LOSS" else set()
-    flat = (bundle for bundle in bundles if bundle.param_shardings[0].flat_shard_axes)
+    flat = (param_group for param_group in param_groups if param_group.param_shardings[0].flat_shard_axes)
     return tuple(
         each.name
         for each in flat
@@ -303,23 +334,21 @@ def _needed_groups(action: Action, bundles: Sequence[ParamGroup]) -> tuple[str, 
     )
 
 
-def _call_indices(bundle: ParamGroup, space: ShardingPlan) -> list[int]:
-    order = space.model_spec.block_calls
-    return [-1 if visit == ROOT else order.index(visit) for visit in bundle.block_calls]
+def _call_indices(param_group: ParamGroup, sharding: ShardingPlan) -> list[int]:
+    order = sharding.model_spec.block_calls
+    return [-1 if block_call == ROOT else order.index(block_call) for block_call in param_group.block_calls]
 
 
-def _gather_suffix(use: Action, bundle: ParamGroup) -> str:
-    """What a bundle is gathered for, as a part of the name: tied weights are, by several blocks."""
-    return f", {use.kind}" + ("" if bundle.block_calls == (use.subject,) else f" of {use.subject}")
+def _gather_suffix(use: Action, param_group: ParamGroup) -> str:
+    return f", {use.kind}" + ("" if param_group.block_calls == (use.subject,) else f" of {use.subject}")
 
 
 def _wait_action(fetch: Action) -> Action:
-    """Glue uses the weights of the root whenever it likes: they are there before the forward begins."""
     return Action("WAIT", fetch.subject, fetch.microbatch, waits=(fetch.name,), tensors=fetch.tensors)
 
 
-def _trainable(space: ShardingPlan) -> list[ParamSharding]:
-    return [home for home in space.param_shardings if home.param.trainable]
+def _trainable(sharding: ShardingPlan) -> list[ParamSharding]:
+    return [param_sharding for param_sharding in sharding.param_shardings if param_sharding.param.trainable]
 
 
 def _no_op(action: Action) -> None:

@@ -62,9 +62,10 @@ from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 @dataclass(frozen=True)
 class ActivationCheckpointing(Strategy):
-    """Blocks whose visits match one of `blocks` (none given: all but the last visit) are run again before their backward.
+    """Recomputes the block calls that match one of `blocks` before their backward; without `blocks`, all but
+    the last.
 
-    `keep_mb` MiB of what they compute within are kept all the same; 0: nothing.
+    `keep_mb` MiB of activations are saved all the same; 0: none.
     """
 
     name: ClassVar[str] = "activation_checkpointing"
@@ -73,17 +74,19 @@ class ActivationCheckpointing(Strategy):
     keep_mb: float = 0.0
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        visits, where = sharding.model_spec.block_calls, "strategies.activation_checkpointing"
+        block_calls, location = sharding.model_spec.block_calls, "strategies.activation_checkpointing"
         for pattern in self.blocks:
-            if not any(_matches(visit, pattern) for visit in visits):
+            if not any(_matches(block_call, pattern) for block_call in block_calls):
                 text = f"'{pattern}' is no block of {sharding.model_spec.name}"
-                yield Diagnostic(text, suggest_name(pattern, visits), f"{where}.blocks")
-        if not self.blocks and len(visits) == 1:
-            text = f"the model runs as one block, '{visits[0]}', whose backward follows its forward at once: nothing is spared"
-            yield Diagnostic(text, "declare its layers as blocks: Model(blocks=[...])", f"{where}.blocks")
+                yield Diagnostic(text, suggest_name(pattern, block_calls), f"{location}.blocks")
+        if not self.blocks and len(block_calls) == 1:
+            text = f"the model runs as one block, '{block_calls[0]}', whose backward follows its forward at once: nothing is spared"
+            yield Diagnostic(text, "declare its layers as blocks: Model(blocks=[...])", f"{location}.blocks")
         if not 0 <= self.keep_mb < inf:
             yield Diagnostic(
-                f"keep_mb = {self.keep_mb}", "write a number from 0 up; 0 keeps nothing", f"{where}.keep_mb"
+                f"keep_mb = {self.keep_mb}",
+                "write a number from 0 up; 0 keeps nothing",
+                f"{location}.keep_mb",
             )
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
@@ -92,9 +95,8 @@ class ActivationCheckpointing(Strategy):
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         return {"RECOMPUTE": runtime.recompute}
 
-    def _checkpoint(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
-        """`actions` with an F_CHECKPOINTED in place of each F of the visits that are chosen, and a RECOMPUTE before its B."""
-        chosen = self._choose_block_calls(actions, space, job)
+    def _checkpoint(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
+        chosen = self._choose_block_calls(actions, sharding, job)
         edited, leans = [], {}
         for action in actions:
             action = replace(
@@ -138,59 +140,57 @@ class ActivationCheckpointing(Strategy):
                 edited.append(again)
                 action = with_waits(action, (again.name,))
             edited.append(action)
-        return _with_kept_inputs(edited, space, job) if chosen else edited
+        return _with_kept_inputs(edited, sharding, job) if chosen else edited
 
     def _choose_block_calls(
-        self, actions: Sequence[Action], space: ShardingPlan, job: Job
+        self, actions: Sequence[Action], sharding: ShardingPlan, job: Job
     ) -> dict[str, dict[int | None, Action]]:
-        """The visits that are run again, each with room for its RERUNs by micro-batch.
-
-        Ranks that meet within a visit choose alike: by the sizes of the one that has most of it.
-        """
-        anatomy, largest = space.model_spec, _largest_rank_view(space)
+        model_spec, largest = sharding.model_spec, _largest_rank_view(sharding)
         sizes, held = (
             block_shares(largest),
-            activation_memory(largest, job, samples_per_microbatch(actions, space, job)),
+            activation_memory(largest, job, samples_per_microbatch(actions, sharding, job)),
         )
         forwards = {
             action.subject: action
             for action in actions
-            if action.kind == "F" and self._is_selected(action.subject, anatomy)
+            if action.kind == "F" and self._is_selected(action.subject, model_spec)
         }
-        order = list(anatomy.block_calls)
-        alive = {visit: _max_in_flight(actions, visit) for visit in forwards}
-        known = bool(anatomy.saved_numel)  # else what it hands on stands for it
+        order = list(model_spec.block_calls)
+        alive = {block_call: _max_in_flight(actions, block_call) for block_call in forwards}
+        known = bool(model_spec.saved_numel)  # else what it hands on stands for it
         nbytes = {
-            visit: alive[visit] * (held[visit].saved_nbytes if known else held[visit].output_nbytes)
-            for visit in forwards
+            block_call: alive[block_call]
+            * (held[block_call].saved_nbytes if known else held[block_call].output_nbytes)
+            for block_call in forwards
         }
         left = self.keep_mb * 2**20
         worth = {
-            visit: sizes[visit].flops * alive[visit] / each if each else inf for visit, each in nbytes.items()
+            block_call: sizes[block_call].flops * alive[block_call] / each if each else inf
+            for block_call, each in nbytes.items()
         }
-        for visit in sorted(forwards, key=lambda visit: (-worth[visit], -order.index(visit))):
-            if nbytes[visit] <= left:
-                left -= nbytes[visit]
-                del forwards[visit]
-        return {visit: {} for visit in forwards}
+        for block_call in sorted(
+            forwards, key=lambda block_call: (-worth[block_call], -order.index(block_call))
+        ):
+            if nbytes[block_call] <= left:
+                left -= nbytes[block_call]
+                del forwards[block_call]
+        return {block_call: {} for block_call in forwards}
 
-    def _is_selected(self, visit: str, anatomy: ModelSpec) -> bool:
+    def _is_selected(self, block_call: str, model_spec: ModelSpec) -> bool:
         if not self.blocks:
-            return visit != anatomy.block_calls[-1]
-        return any(_matches(visit, pattern) for pattern in self.blocks)
+            return block_call != model_spec.block_calls[-1]
+        return any(_matches(block_call, pattern) for pattern in self.blocks)
 
 
-def _matches(visit: str, pattern: str) -> bool:
-    """Whether `pattern` is the visit, or the block of which it is one."""
-    return fnmatchcase(visit, pattern) or fnmatchcase(block_of(visit), pattern)
+def _matches(block_call: str, pattern: str) -> bool:
+    return fnmatchcase(block_call, pattern) or fnmatchcase(block_of(block_call), pattern)
 
 
-def _with_kept_inputs(actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
-    """`actions` with what glue gives to visits that are run again, masks among it: kept from the first to its backward."""
-    weighed, first = space.model_spec.memory, space.model_spec.block_calls[0]
+def _with_kept_inputs(actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
+    weighed, first = sharding.model_spec.memory, sharding.model_spec.block_calls[0]
     if weighed is None:
         return actions
-    more = (weighed.glue_outputs - weighed.glue).total(samples_per_microbatch(actions, space, job))
+    more = (weighed.glue_outputs - weighed.glue).total(samples_per_microbatch(actions, sharding, job))
 
     def holding(action: Action) -> Action:
         if action.kind not in FORWARD_KINDS or action.subject != first:
@@ -201,7 +201,6 @@ def _with_kept_inputs(actions: list[Action], space: ShardingPlan, job: Job) -> l
 
 
 def _saved_holds(forward: Action) -> tuple[Allocation, ...]:
-    """What a forward takes that its backward alone needs."""
     return tuple(
         hold
         for hold in forward.allocations
@@ -209,24 +208,22 @@ def _saved_holds(forward: Action) -> tuple[Allocation, ...]:
     )
 
 
-def _largest_rank_view(space: ShardingPlan) -> ShardingPlan:
-    """`space` as the rank sees it that has most, of those that have other slices of weights, or other tokens."""
-    where = {
-        **dict(space.coordinate),
-        **dict.fromkeys(space.param_slice_axes, 0),
+def _largest_rank_view(sharding: ShardingPlan) -> ShardingPlan:
+    location = {
+        **dict(sharding.coordinate),
+        **dict.fromkeys(sharding.param_slice_axes, 0),
     }  # units are dealt out larger first
-    if space.sequence_sharding is not None and space.model_spec.sequence_info is not None:
-        counts = space.sequence_sharding.num_tokens_by_rank(space.model_spec.sequence_info.length)
-        peers = space.mesh.peers(space.mesh.rank(where), space.token_axes)
-        where = space.mesh.coordinate(peers[counts.index(max(counts))])
-    return space.at_coordinate(where)
+    if sharding.sequence_sharding is not None and sharding.model_spec.sequence_info is not None:
+        counts = sharding.sequence_sharding.num_tokens_by_rank(sharding.model_spec.sequence_info.length)
+        peers = sharding.mesh.peers(sharding.mesh.rank(location), sharding.token_axes)
+        location = sharding.mesh.coordinate(peers[counts.index(max(counts))])
+    return sharding.at_coordinate(location)
 
 
-def _max_in_flight(actions: Sequence[Action], visit: str) -> int:
-    """For how many micro-batches a visit waits for its backward at the same time, at most."""
+def _max_in_flight(actions: Sequence[Action], block_call: str) -> int:
     now = most = 0
     for action in actions:
-        if action.subject == visit:
+        if action.subject == block_call:
             now += (action.kind == "F") - (action.kind in WEIGHT_GRAD_KINDS)
             most = max(most, now)
     return most

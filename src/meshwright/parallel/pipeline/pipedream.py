@@ -12,7 +12,7 @@ slightly old on the first stages: descent with a bounded delay.
     rank 1   ....  F0/0  F1/0  ....  B0/0  F2/1  B1/0  F3/2  B2/1  F4/3  B3/2  F5/4
     rank 2   ....  ....  F0/0  B0/0  F1/1  B1/1  F2/2  B2/2  F3/3  B3/3  F4/4  B4/4
 
-    micro-batch k, stage s of p:  w(s, k + 1) = w(s, k) - rate * gradient of stage s at versions v(0, k) .. v(p - 1, k)
+    micro-batch k, stage s of p:  w(s, k + 1) = w(s, k) - rate * gradient s at versions v(0, k) .. v(p - 1, k)
     v(s, k) = max(0, k - (p - 1 - s)): once the pipeline is full, p - 1 - s updates old
 
 A STEP stands behind each backward, of that micro-batch alone and over its own token count. STASH (keep the
@@ -20,7 +20,7 @@ weights, because a backward will need them) stands before a STEP if forwards are
 the kept weights into the model) and LOAD_LATEST (put the newest ones back) surround a backward whose forward
 used older ones:
 
-    rank 0   F0 F1 F2  B0  STASH STEP  F3  LOAD_STASHED B1 LOAD_LATEST  STASH STEP  F4 ...  B5 STEP  LOSS_SUM ...
+    rank 0   F0 F1 F2  B0  STASH STEP  F3  LOAD_STASHED B1 LOAD_LATEST  STASH STEP  F4 ... STEP  LOSS_SUM
 
 A step of the run is `train.batch` samples, as everywhere; after it weights can be saved, evaluated and
 resumed under another plan. So at its end the pipeline drains, and the first micro-batches of the next step
@@ -61,7 +61,9 @@ from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 @dataclass(frozen=True)
 class PipeDream(Strategy):
-    """Puts runs of layers on the ranks along `axis`, which begin with `cuts`; every micro-batch is an update of its own."""
+    """Puts stages that begin at `split_points` on the ranks along `axis`; every micro-batch is an update
+    of its own.
+    """
 
     name: ClassVar[str] = "pipedream"
     phase: ClassVar[StrategyPhase] = "schedule"
@@ -70,9 +72,9 @@ class PipeDream(Strategy):
     split_points: tuple[str, ...] = ()
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        yield from (self._renamed(fault) for fault in self._pipeline.check(job, sharding))
+        yield from (self._renamed(diagnostic) for diagnostic in self._pipeline.check(job, sharding))
         each = "every micro-batch is an update of its own, and no rank has all gradients of one at a time"
-        for asked, key, what, fix in (
+        for call, key, what, fix in (
             (job.train.clip > 0, "train.clip", f"train.clip = {job.train.clip}", "set train.clip = 0"),
             (
                 job.guard.action != "off",
@@ -99,23 +101,25 @@ class PipeDream(Strategy):
                 "use one that is a sum over rows",
             ),
         ):
-            if asked:
+            if call:
                 yield Diagnostic(f"{what}: {each}", f'{fix}, or use the strategy "pipeline"', key)
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        where = f"strategies.{self.name}"
+        location = f"strategies.{self.name}"
         tied = [
-            home.param.name
-            for home in sharding.param_shardings
-            if len(sharding.pp_ranks_using(home.param)) > 1 and home.param.trainable
+            param_sharding.param.name
+            for param_sharding in sharding.param_shardings
+            if len(sharding.pp_ranks_using(param_sharding.param)) > 1 and param_sharding.param.trainable
         ]
         if tied:
             text = f"{len(tied)} parameters ({tied[0]}...) are used by parts on several ranks, which would step them apart"
             fix = 'untie them, choose cuts that leave all their users in one part, or use the strategy "pipeline"'
-            yield Diagnostic(text, fix, f"{where}.cuts")
+            yield Diagnostic(text, fix, f"{location}.cuts")
         else:
-            yield from (self._renamed(fault) for fault in self._pipeline.check_combined(sharding))
-        shards = sorted({axis for home in sharding.param_shardings for axis in home.flat_shard_axes})
+            yield from (self._renamed(diagnostic) for diagnostic in self._pipeline.check_combined(sharding))
+        shards = sorted(
+            {axis for param_sharding in sharding.param_shardings for axis in param_sharding.flat_shard_axes}
+        )
         if shards or sharding.primary_rank_axes:
             what = (
                 f"cut into shards along {' and '.join(shards)}"
@@ -123,7 +127,7 @@ class PipeDream(Strategy):
                 else f"stepped by one rank along {sharding.primary_rank_axes[0]}"
             )
             text = f"weights are {what}, which nobody does for single micro-batches"
-            yield Diagnostic(text, 'use the strategy "ddp" beside it, or "pipeline" in its place', where)
+            yield Diagnostic(text, 'use the strategy "ddp" beside it, or "pipeline" in its place', location)
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         return self._pipeline.place(sharding)
@@ -141,11 +145,11 @@ class PipeDream(Strategy):
             weight.numel * weight.itemsize(job.precision.parameters)
             for weight in sharding.model_spec.trainable
         )
-        told = sharding.mesh.group_size(sharding.data_axes) > 1
+        gathered = sharding.mesh.group_size(sharding.data_axes) > 1
         crossed = self._pipeline.rewrite(program, sharding, job)
         crossed = (
             crossed.edit(lambda actions: [_count_per_microbatch(action, actions) for action in actions])
-            if told
+            if gathered
             else crossed
         )
         return crossed.edit(lambda actions: _insert_stashing(actions, held))
@@ -154,23 +158,23 @@ class PipeDream(Strategy):
         return self._pipeline.bind(runtime)
 
     def build_schedule(self, sharding: ShardingPlan, num_microbatches: int) -> Schedule:
-        """Who runs which part for which of so many micro-batches, all ranks of the pipeline together."""
+        """The schedule of all pipeline ranks for `num_microbatches` micro-batches."""
         return self._pipeline.build_schedule(sharding, num_microbatches)
 
     @property
     def _pipeline(self) -> Pipeline:
-        """The exact one with the same lists."""
         return Pipeline(axis=self.axis, schedule="1f1b", split_points=self.split_points)
 
-    def _renamed(self, fault: Diagnostic) -> Diagnostic:
-        """What is wrong with the exact one, as it is said here."""
+    def _renamed(self, diagnostic: Diagnostic) -> Diagnostic:
         return replace(
-            fault, location=fault.location.replace("strategies.pipeline", f"strategies.{self.name}")
+            diagnostic, location=diagnostic.location.replace("strategies.pipeline", f"strategies.{self.name}")
         )
 
 
 class WeightVersion(NamedTuple):
-    """How many updates the weights of `stage` have seen that a micro-batch meets, forward and backward."""
+    """The numbers of updates of the weights of `virtual_stage` that a micro-batch uses, in forward and in
+    backward.
+    """
 
     virtual_stage: int
     microbatch: int
@@ -179,58 +183,60 @@ class WeightVersion(NamedTuple):
 
 
 def pipedream_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The lists of `ranks` ranks, a part each, for `micros` micro-batches: all those after which the pipeline empties."""
+    """The schedule of one step: 1F1B, after which the pipeline drains."""
     return one_f_one_b.one_f_one_b_schedule(num_ranks, num_microbatches)
 
 
 def weight_versions(schedule: Schedule, *, stashing: bool = True) -> list[WeightVersion]:
-    """The weights that each stage uses for each micro-batch when it updates them after each backward, in the order of backwards.
+    """The weight versions that each stage uses for each micro-batch with an update after each backward, in
+    that order.
 
-    `stashed` keeps the weights of a forward for its backward; otherwise a backward meets the newest ones.
+    With `stashing`, a backward uses the weights of its forward; otherwise the newest ones.
     """
     found: list[WeightVersion] = []
-    for slots in schedule.actions:
+    for actions in schedule.actions:
         seen = [0] * len(schedule.virtual_stages)
         used: dict[tuple[int, int], int] = {}
         newest: dict[tuple[int, int], int] = {}
-        for kind, stage, micro in slots:
+        for kind, stage, microbatch in actions:
             if kind == "F":
-                used[stage, micro] = seen[stage]
+                used[stage, microbatch] = seen[stage]
             if kind in ("B", "I"):
-                newest[stage, micro] = seen[stage]
+                newest[stage, microbatch] = seen[stage]
             if kind in ("B", "W"):
-                forward = used[stage, micro]
+                forward = used[stage, microbatch]
                 found.append(
-                    WeightVersion(stage, micro, forward, forward if stashing else newest[stage, micro])
+                    WeightVersion(
+                        stage, microbatch, forward, forward if stashing else newest[stage, microbatch]
+                    )
                 )
                 seen[stage] += 1
     return found
 
 
 def max_versions_kept(schedule: Schedule) -> list[int]:
-    """The most versions of its weights that each stage keeps at once, the newest one among them."""
+    """The largest number of weight versions that each stage holds at once, the newest one included."""
     most = [1] * len(schedule.virtual_stages)
-    for slots in schedule.actions:
+    for actions in schedule.actions:
         seen = [0] * len(schedule.virtual_stages)
         used: dict[tuple[int, int], int] = {}
-        for kind, stage, micro in slots:
+        for kind, stage, microbatch in actions:
             if kind == "F":
-                used[stage, micro] = seen[stage]
+                used[stage, microbatch] = seen[stage]
             needed = {version for (at, _), version in used.items() if at == stage}
             most[stage] = max(most[stage], len(needed | {seen[stage]}))
             if kind in ("B", "W"):
-                del used[stage, micro]
+                del used[stage, microbatch]
                 seen[stage] += 1
     return most
 
 
 def check_pipedream(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
-    """Why these counts cannot work."""
+    """Yields why these counts cannot work."""
     yield from check_counts(num_ranks, num_microbatches)
 
 
 def _count_per_microbatch(action: Action, actions: Sequence[Action]) -> Action:
-    """`action`; a TOKEN_COUNT that tells what counts in each micro-batch, too: ranks have other rows."""
     if action.kind != "TOKEN_COUNT" or action.transfer is None:
         return action
     nbytes = action.transfer.nbytes + 8 * len(stepped_microbatches(actions))
@@ -238,35 +244,33 @@ def _count_per_microbatch(action: Action, actions: Sequence[Action]) -> Action:
 
 
 def _insert_stashing(actions: Sequence[Action], nbytes: int) -> list[Action]:
-    """The list of a rank with its own versions: `nbytes` are those of its weights that are stepped.
-
-    A room holds one version. That of the forward of a micro-batch is asked for where it is no longer the newest one.
-    """
-    met, order = forward_versions(actions), stepped_microbatches(actions)
-    last = {met[micro]: micro for micro in order}  # the last backward that needs a version
+    met, schedule = forward_versions(actions), stepped_microbatches(actions)
+    last = {met[microbatch]: microbatch for microbatch in schedule}  # the last backward that needs a version
     rooms: dict[int, str] = {}
-    free = [f"old weights({room})" for room in reversed(range(len(order)))]
+    free = [f"old weights({room})" for room in reversed(range(len(schedule)))]
     begun: set[int] = set()
     done, newest = list[Action](), 0
     for action in actions:
-        micro = action.microbatch or 0
-        stale = action.kind in ("B", "LOCAL_NORM") and met[micro] < newest
-        if action.kind == "B" and micro not in begun:
-            begun.add(micro)
-            done += [Action("LOAD_STASHED", rooms[met[micro]], micro)] if stale else []
+        microbatch = action.microbatch or 0
+        stale = action.kind in ("B", "LOCAL_NORM") and met[microbatch] < newest
+        if action.kind == "B" and microbatch not in begun:
+            begun.add(microbatch)
+            done += [Action("LOAD_STASHED", rooms[met[microbatch]], microbatch)] if stale else []
         elif action.kind == "LOCAL_NORM" and stale:
-            ends = last[met[micro]] == micro
-            room = rooms.pop(met[micro]) if ends else rooms[met[micro]]
-            done.append(Action("LOAD_LATEST", room, micro, waits=action.waits, frees=(room,) if ends else ()))
+            ends = last[met[microbatch]] == microbatch
+            room = rooms.pop(met[microbatch]) if ends else rooms[met[microbatch]]
+            done.append(
+                Action("LOAD_LATEST", room, microbatch, waits=action.waits, frees=(room,) if ends else ())
+            )
             free += [room] if ends else []
         if action.kind == "STEP":
-            if last.get(newest, micro) != micro:
+            if last.get(newest, microbatch) != microbatch:
                 rooms[newest] = free.pop()
                 done.append(
                     Action(
                         "STASH",
                         rooms[newest],
-                        micro,
+                        microbatch,
                         waits=action.waits,
                         allocations=(Allocation(rooms[newest], nbytes),),
                     )

@@ -19,7 +19,7 @@ value that several later stages use goes from each to the next one, so no rank s
 returns the same way, and is summed on it. Values that depend on no other stage (masks, positions) are
 computed by each stage. Stages on the same rank pass values without sending.
 
-    bytes = 2 sum over micro-batches, boundaries and values of numel x itemsize        (there, and the gradient back)
+    bytes = 2 sum over micro-batches, boundaries and values of numel x itemsize     (and the gradient back)
 
 In a split backward, I computes the gradients that other stages wait for, and W, any time later, those of
 weights (model/blocks/split_backward.py). `schedule` is a name, "automatic" (a search, for uneven stages), or
@@ -37,7 +37,7 @@ If the ranks of a stage have slices of a value (tokens with sequence or context 
 and nobody gathers it in between (plan/sharding/stage_values.py). If they all have the full value, every rank
 sends all of it over a link of its own; with `scatter` each sends one t-th, and the next stage gathers:
 
-    bytes between stages, per rank    N full     N/t sliced     N/t with `scatter`, and (t-1)/t N received in the stage
+    bytes between stages, per rank    N full     N/t sliced     N/t with `scatter`, and (t-1)/t N received
 
 That pays if links between stages are slower than those within: stages on other hosts. Ranks that own whole
 matrices (Muon with slices) step those of their own stage (plan/step/matrix_owners.py).
@@ -78,23 +78,28 @@ from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 
 def balance_stages(costs: Mapping[str, float], boundaries: Sequence[str], num_stages: int) -> tuple[str, ...]:
-    """The visits, of `opened`, with which the second and later ones of `count` parts begin; `costs` are in order of the forward.
+    """The block calls, of `boundaries`, with which the second and later of `num_stages` stages begin.
 
-    There must be `count - 1` open borders at least.
+    The most expensive stage is as cheap as possible; of equal splits the one with the earliest boundaries is
+    taken:
+
+        most(k, j) = min over i of max(most(k - 1, i), cost of the block calls from i to j)
+
+    `costs` are in order of the forward; there are at least `num_stages - 1` boundaries.
     """
-    visits = list(costs)
+    block_calls = list(costs)
     before = [0.0, *accumulate(costs.values())]
-    starts = [0, *(visits.index(visit) for visit in boundaries), len(visits)]
+    starts = [0, *(block_calls.index(block_call) for block_call in boundaries), len(block_calls)]
     best: dict[int, tuple[float, tuple[int, ...]]] = {end: (before[end], ()) for end in starts[1:]}
-    for parts in range(2, num_stages + 1):
-        ends = starts[parts:]
+    for stages in range(2, num_stages + 1):
+        ends = starts[stages:]
         best = {
             end: min(
                 _with_last_stage(best, start, before[end] - before[start]) for start in best if start < end
             )
             for end in ends
         }
-    return tuple(visits[at] for at in best[len(visits)][1])
+    return tuple(block_calls[at] for at in best[len(block_calls)][1])
 
 
 def _with_last_stage(
@@ -106,9 +111,10 @@ def _with_last_stage(
 
 @dataclass(frozen=True)
 class Pipeline(Strategy):
-    """Puts runs of layers on the ranks along `axis`, `chunks` on each, which work in the order of `schedule`.
+    """Puts runs of layers on the ranks along `axis`, `virtual_stages` on each, in the order of `schedule`.
 
-    With `scatter`, of a value that several ranks of a part have alike each sends a piece, and the next part puts them together.
+    With `scatter`, of a value that several ranks of a stage hold alike each sends a piece, and the next stage
+    gathers it.
     """
 
     name: ClassVar[str] = "pipeline"
@@ -120,20 +126,20 @@ class Pipeline(Strategy):
     scatter: bool = False
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        where = "strategies.pipeline"
+        location = "strategies.pipeline"
         if self.axis != "pp":
             yield Diagnostic(
-                f"layers cannot be put along '{self.axis}'", 'write axis = "pp"', f"{where}.axis"
+                f"layers cannot be put along '{self.axis}'", 'write axis = "pp"', f"{location}.axis"
             )
         schedule = find_schedule(self.schedule)
         if schedule is None:
             yield Diagnostic(
                 f"there is no schedule '{self.schedule}'",
                 suggest_name(self.schedule, SCHEDULES),
-                f"{where}.schedule",
+                f"{location}.schedule",
             )
         if schedule is not None:
-            yield from self._check_virtual_stages(sharding, schedule, where)
+            yield from self._check_virtual_stages(sharding, schedule, location)
         if sharding.mesh.pp == 1:
             yield Diagnostic(
                 "a pipeline of one rank", "set mesh.pp to 2 or more, or remove the strategy", "mesh.pp"
@@ -142,13 +148,13 @@ class Pipeline(Strategy):
             yield Diagnostic(
                 "nothing is known of what crosses the borders between blocks",
                 "read the model with its borders",
-                where,
+                location,
             )
         else:
-            yield from self._check_split(sharding, sharding.model_spec.stage_boundaries, where)
+            yield from self._check_split(sharding, sharding.model_spec.stage_boundaries, location)
 
     def _check_virtual_stages(
-        self, space: ShardingPlan, schedule: ScheduleEntry, where: str
+        self, sharding: ShardingPlan, schedule: ScheduleEntry, location: str
     ) -> Iterator[Diagnostic]:
         if self.virtual_stages < 0 or (
             self.virtual_stages and schedule.num_virtual_stages not in (0, self.virtual_stages)
@@ -160,60 +166,69 @@ class Pipeline(Strategy):
                 f", and {self.schedule} has {several} per rank" if schedule.num_virtual_stages else ""
             )
             free = " or ".join(f'"{name}"' for name, each in SCHEDULES.items() if not each.num_virtual_stages)
-            yield Diagnostic(text, f"leave chunks away, or write schedule = {free}", f"{where}.chunks")
-        yield from schedule.check(space.mesh.pp, 1)
+            yield Diagnostic(text, f"leave chunks away, or write schedule = {free}", f"{location}.chunks")
+        yield from schedule.check(sharding.mesh.pp, 1)
 
-    def _check_split(self, space: ShardingPlan, borders: StageBoundaries, where: str) -> Iterator[Diagnostic]:
-        chunks, parts, known = (
+    def _check_split(
+        self, sharding: ShardingPlan, boundaries: StageBoundaries, location: str
+    ) -> Iterator[Diagnostic]:
+        num_virtual_stages, stages, known = (
             self._num_virtual_stages,
-            self._num_stages(space),
-            len(borders.open_boundaries()) + 1,
+            self._num_stages(sharding),
+            len(boundaries.open_boundaries()) + 1,
         )
-        if (parts or space.mesh.pp) > known:
-            ranks = f"{space.mesh.pp} ranks" + (f" of {chunks} parts each" if chunks > 1 else "")
-            text = (
-                f"{ranks} for a model that can be cut into {known} parts ({len(borders.block_calls)} blocks)"
+        if (stages or sharding.mesh.pp) > known:
+            num_ranks = f"{sharding.mesh.pp} ranks" + (
+                f" of {num_virtual_stages} parts each" if num_virtual_stages > 1 else ""
             )
+            text = f"{num_ranks} for a model that can be cut into {known} parts ({len(boundaries.block_calls)} blocks)"
             text += "".join(
                 f"; none can begin with '{each.block_call}': {each.reason}"
-                for each in borders.closed_boundaries[:1]
+                for each in boundaries.closed_boundaries[:1]
             )
-            fix = self._fewer_stages_fix(space.mesh.pp, known)
-            fix += "".join(f"; or {each.fix}" for each in borders.closed_boundaries[:1])
+            fix = self._fewer_stages_fix(sharding.mesh.pp, known)
+            fix += "".join(f"; or {each.fix}" for each in boundaries.closed_boundaries[:1])
             yield Diagnostic(
-                text, fix + (_declare_blocks_fix(space) if len(borders.block_calls) == 1 else ""), "mesh.pp"
+                text,
+                fix + (_declare_blocks_fix(sharding) if len(boundaries.block_calls) == 1 else ""),
+                "mesh.pp",
             )
-        if self.split_points and parts and len(self.split_points) != parts - 1:
+        if self.split_points and stages and len(self.split_points) != stages - 1:
             text = (
-                f"{len(self.split_points)} cuts make {len(self.split_points) + 1} parts; needed are {parts}"
+                f"{len(self.split_points)} cuts make {len(self.split_points) + 1} parts; needed are {stages}"
             )
-            yield Diagnostic(text, f"name {parts - 1} block{'s' * (parts > 2)}, or none", f"{where}.cuts")
+            yield Diagnostic(
+                text, f"name {stages - 1} block{'s' * (stages > 2)}, or none", f"{location}.cuts"
+            )
         if self.split_points:
             yield from (
-                replace(fault, location=f"{where}.cuts") for fault in borders.diagnostics(self.split_points)
+                replace(diagnostic, location=f"{location}.cuts")
+                for diagnostic in boundaries.diagnostics(self.split_points)
             )
 
     def _fewer_stages_fix(self, ranks: int, known: int) -> str:
-        """What makes fewer parts than `known` of them, in words."""
-        chunks, found = self._num_virtual_stages, find_schedule(self.schedule)
-        ways = [f"set mesh.pp to {known // chunks} at most"] if known >= 2 * chunks else []
-        if chunks > 1 and known >= ranks:
+        num_virtual_stages, found = self._num_virtual_stages, find_schedule(self.schedule)
+        layer_shardings = (
+            [f"set mesh.pp to {known // num_virtual_stages} at most"]
+            if known >= 2 * num_virtual_stages
+            else []
+        )
+        if num_virtual_stages > 1 and known >= ranks:
             free = found is not None and not found.num_virtual_stages and not found.source
-            ways.append(
+            layer_shardings.append(
                 f"set chunks to {known // ranks} at most"
                 if free
                 else 'take a schedule of one part per rank, as "1f1b"'
             )
-        return ", or ".join(ways) or "set mesh.pp to 1, and remove the strategy"
+        return ", or ".join(layer_shardings) or "set mesh.pp to 1, and remove the strategy"
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         yield from self._check_boundary_values(sharding)
 
-    def _check_boundary_values(self, space: ShardingPlan) -> Iterator[Diagnostic]:
-        """Values of which nobody knows what a rank has, and a wish to send pieces where each rank has something else to send."""
-        values = [value for part in self._find_stages(space) or () for value in part.outputs]
-        yield from stage_value_diagnostics(space, values)
-        if self.scatter and not any(map(StageValueShards(space, values).replicated_axes, values)):
+    def _check_boundary_values(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        values = [value for stage in self._find_stages(sharding) or () for value in stage.outputs]
+        yield from stage_value_diagnostics(sharding, values)
+        if self.scatter and not any(map(StageValueShards(sharding, values).replicated_axes, values)):
             text = "scatter = true, and no several ranks have the same to send: values go in slices already, or no weight does"
             yield Diagnostic(text, "leave scatter away", "strategies.pipeline.scatter")
 
@@ -225,18 +240,21 @@ class Pipeline(Strategy):
         mine = [
             [stage.stage for stage in stages if stage.pp_rank == rank] for rank in range(sharding.mesh.pp)
         ]
-        visits = (tuple(visit for part in own for visit in parts[part].block_calls) for own in mine)
-        return sharding.with_pipeline(visits, tuple(part.block_calls[0] for part in parts[1:]))
+        block_calls = (
+            tuple(block_call for part in own for block_call in parts[part].block_calls) for own in mine
+        )
+        return sharding.with_pipeline(block_calls, tuple(part.block_calls[0] for part in parts[1:]))
 
     def order_stage_calls(
         self, stage_calls: Sequence[StageCalls], sharding: ShardingPlan
     ) -> Sequence[StageCalls]:
-        parts, mine = self._stages(sharding), dict(sharding.coordinate)[self.axis]
-        order = self.build_schedule(sharding, len({turn.microbatch for turn in stage_calls}))
-        slots = (
-            (slot, parts[order.virtual_stages[slot.virtual_stage].stage]) for slot in order.actions[mine]
+        stages, mine = self._stages(sharding), dict(sharding.coordinate)[self.axis]
+        schedule = self.build_schedule(sharding, len({turn.microbatch for turn in stage_calls}))
+        actions = (
+            (action, stages[schedule.virtual_stages[action.virtual_stage].stage])
+            for action in schedule.actions[mine]
         )
-        return [StageCalls(slot.kind, part.block_calls, slot.microbatch) for slot, part in slots]
+        return [StageCalls(action.kind, stage.block_calls, action.microbatch) for action, stage in actions]
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         return program.edit(lambda actions: self._insert_send_recv(actions, sharding, job))
@@ -250,10 +268,10 @@ class Pipeline(Strategy):
         )
 
     def build_schedule(self, sharding: ShardingPlan, num_microbatches: int) -> Schedule:
-        """Who runs which part for which of so many micro-batches, all ranks of the pipeline together."""
-        asked = self._request(sharding, num_microbatches)
-        made, idle = _cached_schedule(asked), _idle_stages(asked)
-        if made.virtual_stages != self._placement(sharding):
+        """The schedule of all pipeline ranks for `num_microbatches` micro-batches."""
+        call = self._request(sharding, num_microbatches)
+        schedule, idle = _cached_schedule(call), _idle_stages(call)
+        if schedule.virtual_stages != self._placement(sharding):
             text = f"{self.schedule} puts parts on other ranks for {num_microbatches} micro-batches than for {sharding.mesh.pp}"
             raise PlanError(
                 text,
@@ -261,21 +279,21 @@ class Pipeline(Strategy):
                 location="strategies.pipeline.schedule",
             )
         if idle:
-            part, rank = idle[0]
-            text = f"{self.schedule} has no micro-batch for part {part} on rank {rank} of the pipeline, but {num_microbatches} in all"
+            stage, rank = idle[0]
+            text = f"{self.schedule} has no micro-batch for part {stage} on rank {rank} of the pipeline, but {num_microbatches} in all"
             raise PlanError(text, fix="make more of them: a smaller micro_batch", location="micro_batch")
-        return made
+        return schedule
 
-    def _request(self, space: ShardingPlan, micros: int) -> "_ScheduleRequest":
-        anatomy, known = space.global_plan.model_spec, self._stages(space)
+    def _request(self, sharding: ShardingPlan, micros: int) -> "_ScheduleRequest":
+        model_spec, known = sharding.global_plan.model_spec, self._stages(sharding)
         forward, weights = (
-            _sum_per_stage(anatomy.block_calls, flops, known)
-            for flops in (anatomy.flops, weight_grad_flops(anatomy))
+            _sum_per_stage(model_spec.block_calls, flops, known)
+            for flops in (model_spec.flops, weight_grad_flops(model_spec))
         )
         return _ScheduleRequest(
             self.schedule,
             self._file_digest,
-            space.mesh.pp,
+            sharding.mesh.pp,
             micros,
             self._num_virtual_stages,
             forward,
@@ -284,75 +302,66 @@ class Pipeline(Strategy):
 
     @property
     def _file_digest(self) -> str:
-        """What names the contents of the file that says the schedule; nothing for one with a name."""
         return file_digest(self.schedule) if is_schedule_source(self.schedule) else ""
 
     @property
     def _num_virtual_stages(self) -> int:
-        """The parts per rank."""
         found = find_schedule(self.schedule)
         return max(self.virtual_stages, 0) or (
             1 if found is None else found.num_virtual_stages or found.default_virtual_stages
         )
 
-    def _placement(self, space: ShardingPlan) -> tuple[VirtualStage, ...]:
-        """Where the parts lie; nothing where that cannot be told, which `check` says."""
-        return _cached_placement(self.schedule, self._file_digest, space.mesh.pp, self._num_virtual_stages)
+    def _placement(self, sharding: ShardingPlan) -> tuple[VirtualStage, ...]:
+        return _cached_placement(self.schedule, self._file_digest, sharding.mesh.pp, self._num_virtual_stages)
 
-    def _num_stages(self, space: ShardingPlan) -> int:
-        """How many parts there are; 0 where that cannot be told."""
-        return len({stage.stage for stage in self._placement(space)})
+    def _num_stages(self, sharding: ShardingPlan) -> int:
+        return len({stage.stage for stage in self._placement(sharding)})
 
-    def _insert_send_recv(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
-        asked, parts = (
-            self._request(space, len({action.microbatch for action in actions if action.kind == "F"})),
-            self._stages(space),
+    def _insert_send_recv(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
+        call, stages = (
+            self._request(sharding, len({action.microbatch for action in actions if action.kind == "F"})),
+            self._stages(sharding),
         )
         return SendRecvInsertion(
-            parts, _cached_routes(parts, asked), space, job, self.axis, scatter=self.scatter
+            stages, _cached_routes(stages, call), sharding, job, self.axis, scatter=self.scatter
         ).insert(actions)
 
-    def _find_stages(self, space: ShardingPlan) -> tuple[StageSpec, ...] | None:
-        """The parts; None where they cannot be made, which `check` tells."""
-        anatomy = space.global_plan.model_spec
-        borders, count = anatomy.stage_boundaries, self._num_stages(space)
-        if borders is None or count < 2 or count > len(borders.open_boundaries()) + 1:
+    def _find_stages(self, sharding: ShardingPlan) -> tuple[StageSpec, ...] | None:
+        model_spec = sharding.global_plan.model_spec
+        boundaries, count = model_spec.stage_boundaries, self._num_stages(sharding)
+        if boundaries is None or count < 2 or count > len(boundaries.open_boundaries()) + 1:
             return None
         if self.split_points and (
-            len(self.split_points) != count - 1 or list(borders.diagnostics(self.split_points))
+            len(self.split_points) != count - 1 or list(boundaries.diagnostics(self.split_points))
         ):
             return None
-        if space.split_points:
-            return _cached_stages(borders, space.split_points)
+        if sharding.split_points:
+            return _cached_stages(boundaries, sharding.split_points)
         return _cached_stages(
-            borders,
+            boundaries,
             self.split_points
             or balance_stages(
-                dict(zip(anatomy.block_calls, anatomy.flops, strict=True)), borders.open_boundaries(), count
+                dict(zip(model_spec.block_calls, model_spec.flops, strict=True)),
+                boundaries.open_boundaries(),
+                count,
             ),
         )
 
-    def _stages(self, space: ShardingPlan) -> tuple[StageSpec, ...]:
-        parts = self._find_stages(space)
-        if parts is None:
+    def _stages(self, sharding: ShardingPlan) -> tuple[StageSpec, ...]:
+        stages = self._find_stages(sharding)
+        if stages is None:
             raise ValueError("a plan was made although its pipeline has faults")
-        return parts
+        return stages
 
 
 def _sum_per_stage(
-    visits: Sequence[str], each: Sequence[int], parts: Sequence[StageSpec]
+    block_calls: Sequence[str], each: Sequence[int], stages: Sequence[StageSpec]
 ) -> tuple[float, ...]:
-    """What each of `parts` has of a number that each visit has."""
-    of = dict(zip(visits, each, strict=True))
-    return tuple(float(sum(map(of.__getitem__, part.block_calls))) for part in parts)
+    of = dict(zip(block_calls, each, strict=True))
+    return tuple(float(sum(map(of.__getitem__, stage.block_calls))) for stage in stages)
 
 
 class _ScheduleRequest(NamedTuple):
-    """What the lists of a schedule follow from; `file` changes where a file gives other ones.
-
-    What parts cost is the operations of their forwards, and those for their weights' gradients; a backward has two of a forward.
-    """
-
     schedule: str
     file: str
     num_ranks: int
@@ -362,58 +371,52 @@ class _ScheduleRequest(NamedTuple):
     weight_grad_flops: tuple[float, ...]
 
 
-def _declare_blocks_fix(space: ShardingPlan) -> str:
-    """How a model that is one block is told of more: the modules that hold its weights."""
+def _declare_blocks_fix(sharding: ShardingPlan) -> str:
     holders = list(
-        dict.fromkeys(weight.name.rpartition(".")[0] for weight in space.global_plan.model_spec.params)
+        dict.fromkeys(weight.name.rpartition(".")[0] for weight in sharding.global_plan.model_spec.params)
     )
     return f"; or declare blocks: Model(..., blocks={[name for name in holders if name][:4]})"
 
 
 @lru_cache(maxsize=32)
-def _cached_schedule(asked: _ScheduleRequest) -> Schedule:
-    """The lists of a schedule, which are asked for once per rank."""
-    found, forward = find_schedule(asked.schedule), asked.forward_flops
+def _cached_schedule(call: _ScheduleRequest) -> Schedule:
+    found, forward = find_schedule(call.schedule), call.forward_flops
     if found is None:
         raise ValueError("a plan was made although its pipeline has faults")
     if not any(forward):  # nobody has counted
         return found.build(
-            asked.num_ranks,
-            asked.num_microbatches,
-            asked.num_virtual_stages,
+            call.num_ranks,
+            call.num_microbatches,
+            call.num_virtual_stages,
             StageCosts.uniform(len(forward)),
         )
-    inputs = [2 * whole - half for whole, half in zip(forward, asked.weight_grad_flops, strict=True)]
+    inputs = [2 * whole - half for whole, half in zip(forward, call.weight_grad_flops, strict=True)]
     return found.build(
-        asked.num_ranks,
-        asked.num_microbatches,
-        asked.num_virtual_stages,
-        StageCosts(forward, inputs, asked.weight_grad_flops),
+        call.num_ranks,
+        call.num_microbatches,
+        call.num_virtual_stages,
+        StageCosts(forward, inputs, call.weight_grad_flops),
     )
 
 
 @lru_cache(maxsize=32)
-def _idle_stages(asked: _ScheduleRequest) -> tuple[VirtualStage, ...]:
-    """The stages of them that do nothing."""
-    made = _cached_schedule(asked)
-    busy = {slot.virtual_stage for slots in made.actions for slot in slots}
-    return tuple(stage for number, stage in enumerate(made.virtual_stages) if number not in busy)
+def _idle_stages(call: _ScheduleRequest) -> tuple[VirtualStage, ...]:
+    schedule = _cached_schedule(call)
+    busy = {action.virtual_stage for actions in schedule.actions for action in actions}
+    return tuple(stage for number, stage in enumerate(schedule.virtual_stages) if number not in busy)
 
 
 @lru_cache(maxsize=8)
-def _cached_routes(parts: tuple[StageSpec, ...], asked: _ScheduleRequest) -> TransferRoutes:
-    """The ways of values between these parts, likewise."""
-    return TransferRoutes(parts, _cached_schedule(asked))
+def _cached_routes(stages: tuple[StageSpec, ...], call: _ScheduleRequest) -> TransferRoutes:
+    return TransferRoutes(stages, _cached_schedule(call))
 
 
 @lru_cache(maxsize=8)
-def _cached_stages(borders: StageBoundaries, cuts: tuple[str, ...]) -> tuple[StageSpec, ...]:
-    """The parts that begin with `cuts`, likewise."""
-    return borders.stages(cuts)
+def _cached_stages(boundaries: StageBoundaries, cuts: tuple[str, ...]) -> tuple[StageSpec, ...]:
+    return boundaries.stages(cuts)
 
 
 @lru_cache(maxsize=32)
 def _cached_placement(schedule: str, file: str, ranks: int, chunks: int) -> tuple[VirtualStage, ...]:
-    """Where the parts of a schedule lie, likewise; nothing where it refuses."""
     found = find_schedule(schedule)
     return () if found is None or list(found.check(ranks, 1)) else found.virtual_stages(ranks, chunks)

@@ -3,19 +3,20 @@ gradients back.
 
     SEND        a value, to the next stage that needs it          RECV        that value
     SEND_GRAD   its gradient, back to where it came from          RECV_GRAD   that gradient
-    CONCAT      joins the pieces of a received value              CONCAT_GRAD joins the pieces of a received gradient
+    CONCAT      joins received pieces of a value                  CONCAT_GRAD joins those of a gradient
 
-    F of a stage     waits for the RECVs of its inputs, which stand before the previous run of a stage on the rank: a
-                     message travels during that run
-    SEND             stands behind the last block call of the stage that made the value; before the first of one that
-                     forwards it
-    RECV_GRAD        stands one run before the stage's backward, too; SEND_GRAD behind the backward of its first block call
+    F of a stage     waits for the RECVs of its inputs, which stand before the previous run of a stage on the
+                     rank: a message travels during that run
+    SEND             stands behind the last block call of the stage that made the value; before the first of
+                     one that forwards it
+    RECV_GRAD        stands one run before the stage's backward, too; SEND_GRAD behind the backward of its
+                     first block call
 
 If a value is sliced, each rank sends its own slice (plan/sharding/stage_values.py). With `scatter` each of
 several ranks that have the same full value sends a piece of it, and CONCAT, behind the RECV, joins the
 pieces:
 
-    RECV piece 0 of 2 --> CONCAT along tp --> F         rank 0 of tp          half the bytes between the stages,
+    RECV piece 0 of 2 --> CONCAT along tp --> F         rank 0 of tp          half the bytes between stages,
     RECV piece 1 of 2 --> CONCAT along tp --> F         rank 1 of tp          the rest within them
 
 Users of a value forward it, and stages that do not use it never see it. In a V-shaped placement the skip
@@ -63,45 +64,48 @@ from meshwright.plan.step.single_device import (
 
 
 class TransferRoutes:
-    """The way of every value of every micro-batch between `parts` whose lists are those of `order`."""
+    """The routes of all values of every micro-batch between `stages` under `schedule`."""
 
     def __init__(self, stages: Sequence[StageSpec], schedule: Schedule) -> None:
         self._parts, self._order = stages, schedule
-        slots = ((rank, slot) for rank, slots in enumerate(schedule.actions) for slot in slots)
+        actions = ((rank, action) for rank, actions in enumerate(schedule.actions) for action in actions)
         self._rank = {
-            (schedule.virtual_stages[slot.virtual_stage].stage, slot.microbatch): rank for rank, slot in slots
+            (schedule.virtual_stages[action.virtual_stage].stage, action.microbatch): rank
+            for rank, action in actions
         }
         self._known: dict[tuple[int, ...], _MicrobatchTransfers] = {}
         self._micros: dict[int, _MicrobatchTransfers] = {}
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """The rank that runs `part` for the micro-batch."""
+        """The rank that runs `stage` for the micro-batch."""
         return self._rank[stage, microbatch]
 
     def transfers(self, microbatch: int) -> list[StageTransfer]:
-        """The hops of the values of a micro-batch; parts on the same rank hand over without sending."""
+        """The transfers of a micro-batch's values; stages on one rank pass values without sending."""
         return self._microbatch_transfers(microbatch).transfers
 
     def transfers_into(self, stage: int, microbatch: int) -> list[StageTransfer]:
-        """Those of them that end with `part`."""
+        """Those that end at `stage`."""
         return self._microbatch_transfers(microbatch).by_target[stage]
 
     def transfers_from(self, stage: int, microbatch: int) -> list[StageTransfer]:
-        """Those of them that begin with `part`."""
+        """Those that begin at `stage`."""
         return self._microbatch_transfers(microbatch).by_source[stage]
 
     def _microbatch_transfers(self, micro: int) -> "_MicrobatchTransfers":
         if micro not in self._micros:
-            ranks = tuple(self._rank[part, micro] for part in range(len(self._parts)))
-            if ranks not in self._known:
-                self._known[ranks] = _MicrobatchTransfers(
-                    list(stage_transfers(self._parts, ranks)), len(self._parts)
+            num_ranks = tuple(self._rank[stage, micro] for stage in range(len(self._parts)))
+            if num_ranks not in self._known:
+                self._known[num_ranks] = _MicrobatchTransfers(
+                    list(stage_transfers(self._parts, num_ranks)), len(self._parts)
                 )
-            self._micros[micro] = self._known[ranks]
+            self._micros[micro] = self._known[num_ranks]
         return self._micros[micro]
 
     def order_receives(self, actions: Iterable[Action], pp_rank: int) -> list[Action]:
-        """`actions` of the rank `mine`, with what it receives of each other rank in the order in which that sends it."""
+        """`actions` of `pp_rank`, with its receives from each other rank in the order in which that rank
+        sends.
+        """
         actions = list(actions)
         receives = {action.name: action for action in actions if action.stream == "recv"}
         left = {
@@ -122,28 +126,25 @@ class TransferRoutes:
 
     @cached_property
     def _receive_names(self) -> dict[tuple[int, int], list[str]]:
-        """What each rank sends to each other, in its order: the names of the receives."""
         found: dict[tuple[int, int], list[str]] = {}
-        for source, slots in enumerate(self._order.actions):
-            for slot in (slot for slot in slots if slot.kind != "W"):
-                part, back = self._order.virtual_stages[slot.virtual_stage].stage, slot.kind != "F"
+        for source, actions in enumerate(self._order.actions):
+            for action in (action for action in actions if action.kind != "W"):
+                stage, back = self._order.virtual_stages[action.virtual_stage].stage, action.kind != "F"
                 for hop in (
-                    self.transfers_into(part, slot.microbatch)
+                    self.transfers_into(stage, action.microbatch)
                     if back
-                    else self.transfers_from(part, slot.microbatch)
+                    else self.transfers_from(stage, action.microbatch)
                 ):
-                    target = self._rank[hop.source if back else hop.target, slot.microbatch]
+                    target = self._rank[hop.source if back else hop.target, action.microbatch]
                     if target != source and (hop.value.needs_grad or not back):
                         name = Action(
-                            "RECV_GRAD" if back else "RECV", hop.subject(backward=back), slot.microbatch
+                            "RECV_GRAD" if back else "RECV", hop.subject(backward=back), action.microbatch
                         ).name
                         found.setdefault((source, target), []).append(name)
         return found
 
 
 class _MicrobatchTransfers:
-    """The hops of a micro-batch between so many parts, by the part with which they begin and end."""
-
     def __init__(self, found: list[StageTransfer], num_parts: int) -> None:
         self.transfers = found
         self.by_source: list[list[StageTransfer]] = [[] for _ in range(num_parts)]
@@ -157,7 +158,7 @@ SCALAR_NBYTES = {"TOKEN_COUNT": COUNT_NBYTES, "LOSS_SUM": 8}  # the loss: float6
 
 
 class SendRecvInsertion:
-    """What the rank that sees `space` sends and receives, in its list, when its parts run in this order."""
+    """Inserts the sends and receives of the rank of `sharding` into its actions."""
 
     def __init__(
         self,
@@ -170,27 +171,31 @@ class SendRecvInsertion:
         scatter: bool = False,
     ) -> None:
         self._space, self._job, self._axis, self._parts = sharding, job, axis, stages
-        self._crossed = StageValueShards(sharding, (value for part in stages for value in part.outputs))
+        self._crossed = StageValueShards(sharding, (value for stage in stages for value in stage.outputs))
         self._scatter, self._transfers = scatter, dict[tuple[str, str, int], Transfer]()
         self._routes, self._mine = routes, dict(sharding.coordinate)[axis]
 
     def insert(self, actions: list[Action]) -> list[Action]:
-        """`actions` with what is received before each run of a part, and sent behind it."""
-        rows, done, taken = (
+        """`actions` with receives before each run of a stage, and sends behind it."""
+        num_samples, done, taken = (
             samples_per_microbatch(actions, self._space, self._job),
             list[Action](),
             dict[tuple[int, int | None], list[str]](),
         )
-        first = {part.block_calls[0]: number for number, part in enumerate(self._parts)}
-        last = {part.block_calls[-1]: number for number, part in enumerate(self._parts)}
+        first = {stage.block_calls[0]: number for number, stage in enumerate(self._parts)}
+        last = {stage.block_calls[-1]: number for number, stage in enumerate(self._parts)}
         for action in map(self._reduce_along_axis, actions):
             back = action.kind in INPUT_GRAD_KINDS
             begins, ends = (last, first) if back else (first, last)
             crosses = back or action.kind == "F"
             if crosses and action.subject in begins:
-                arriving = list(self._receives(begins[action.subject], action, rows, back=back))
+                arriving = list(self._receives(begins[action.subject], action, num_samples, back=back))
                 done += arriving
-                done += () if back else self._forwarded_sends(begins[action.subject], action, arriving, rows)
+                done += (
+                    ()
+                    if back
+                    else self._forwarded_sends(begins[action.subject], action, arriving, num_samples)
+                )
                 action = with_waits(action, (each.name for each in arriving))
                 if back:
                     action = replace(action, frees=(*action.frees, *_held_buffers(arriving)))
@@ -202,23 +207,22 @@ class SendRecvInsertion:
             done.append(action)
             if crosses and action.subject in ends:
                 own = set(self._parts[ends[action.subject]].outputs)
-                sent = self._sends(ends[action.subject], action, rows, back=back)
+                sent = self._sends(ends[action.subject], action, num_samples, back=back)
                 done += (each for hop, each in sent if back or hop.value in own)
         return self._issue_receives_early(self._routes.order_receives(done, self._mine))
 
     def _issue_receives_early(self, actions: Sequence[Action]) -> list[Action]:
-        """`actions`, with what a run of a part waits for asked for before the run that comes before it."""
-        starts = {("F", part.block_calls[0]) for part in self._parts}
-        starts |= {(kind, part.block_calls[-1]) for part in self._parts for kind in ("B", "I", "W")}
+        starts = {("F", stage.block_calls[0]) for stage in self._parts}
+        starts |= {(kind, stage.block_calls[-1]) for stage in self._parts for kind in ("B", "I", "W")}
         done, before, coming = (
             list[Action](),
             0,
             0,
         )  # where the last run starts, and how many receives stand there for the next
-        micro: int | None = None
+        microbatch: int | None = None
         for action in actions:
             if (
-                action.kind == "RECV_GRAD" and action.microbatch == micro
+                action.kind == "RECV_GRAD" and action.microbatch == microbatch
             ):  # that run adds up gradients of the same values
                 before = 0  # and what comes behind it stays behind it
             if action.stream == "recv" and before:
@@ -226,21 +230,20 @@ class SendRecvInsertion:
                 coming += 1
                 continue
             if (action.kind, action.subject) in starts:
-                before, coming, micro = len(done), 0, action.microbatch
+                before, coming, microbatch = len(done), 0, action.microbatch
             done.append(action)
         return done
 
     def _reduce_along_axis(self, action: Action) -> Action:
-        """`action`; TOKEN_COUNT and LOSS_SUM along the axis too: all hear of a wish to stop, and of the loss that the last part takes."""
         if action.kind not in SCALAR_NBYTES:
             return action
         axes = action.transfer.axes if action.transfer else ()
         move = Transfer("all_reduce", (*axes, self._axis), SCALAR_NBYTES[action.kind], dtype="float64")
         return replace(action, stream="comm", transfer=move)
 
-    def _receives(self, part: int, action: Action, rows: int, *, back: bool) -> Iterator[Action]:
+    def _receives(self, stage: int, action: Action, rows: int, *, back: bool) -> Iterator[Action]:
         kind, sent, join = ("RECV_GRAD", "SEND_GRAD", "CONCAT_GRAD") if back else ("RECV", "SEND", "CONCAT")
-        for hop, peer in self._transfers_with_peers(part, action, to=not back, back=back):
+        for hop, peer in self._transfers_with_peers(stage, action, to=not back, back=back):
             name, transfer = hop.subject(backward=back), self._transfer("recv", hop, peer, rows)
             waits = (f"{role_of({'pp': peer})}/{sent}({name}, {action.microbatch})",)
             received = Action(kind, name, action.microbatch, "recv", waits, (hop.value.name,), transfer)
@@ -258,10 +261,10 @@ class SendRecvInsertion:
                 yield replace(joined, allocations=(whole,), frees=(received.name,))
 
     def _sends(
-        self, part: int, action: Action, rows: int, *, back: bool
+        self, stage: int, action: Action, rows: int, *, back: bool
     ) -> Iterator[tuple[StageTransfer, Action]]:
         kind = "SEND_GRAD" if back else "SEND"
-        for hop, peer in self._transfers_with_peers(part, action, to=back, back=back):
+        for hop, peer in self._transfers_with_peers(stage, action, to=back, back=back):
             transfer = self._transfer("send", hop, peer, rows)
             yield (
                 hop,
@@ -277,24 +280,24 @@ class SendRecvInsertion:
             )
 
     def _forwarded_sends(
-        self, part: int, action: Action, arriving: Sequence[Action], rows: int
+        self, stage: int, action: Action, arriving: Sequence[Action], rows: int
     ) -> Iterator[Action]:
-        """What the part forwards of earlier ones: as soon as it is there, and not when the part has run."""
-        for hop, sent in self._sends(part, action, rows, back=False):
-            if hop.value not in self._parts[part].outputs:
+        for hop, sent in self._sends(stage, action, rows, back=False):
+            if hop.value not in self._parts[stage].outputs:
                 yield replace(
                     sent, waits=tuple(each.name for each in arriving if hop.value.name in each.tensors)
                 )
 
     def _transfers_with_peers(
-        self, part: int, action: Action, *, to: bool, back: bool
+        self, stage: int, action: Action, *, to: bool, back: bool
     ) -> Iterator[tuple[StageTransfer, int]]:
-        """The hops that end with `part`, or begin there, between this rank and another for this micro-batch, and that one."""
-        micro = action.microbatch or 0
+        microbatch = action.microbatch or 0
         for hop in (
-            self._routes.transfers_into(part, micro) if to else self._routes.transfers_from(part, micro)
+            self._routes.transfers_into(stage, microbatch)
+            if to
+            else self._routes.transfers_from(stage, microbatch)
         ):
-            peer = self._routes.rank_of(hop.source if to else hop.target, micro)
+            peer = self._routes.rank_of(hop.source if to else hop.target, microbatch)
             if peer != self._mine and (hop.value.needs_grad or not back):
                 yield hop, peer
 
@@ -313,6 +316,5 @@ class SendRecvInsertion:
 
 
 def _held_buffers(arriving: Sequence[Action]) -> Iterator[str]:
-    """What is held when all of these have been done."""
     freed = {name for action in arriving for name in action.frees}
     return (hold.name for action in arriving for hold in action.allocations if hold.name not in freed)

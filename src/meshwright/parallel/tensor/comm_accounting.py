@@ -48,11 +48,6 @@ PlannedMove = tuple[
 
 @dataclass(frozen=True)
 class _BlockCallComm:
-    """The collectives of one visit, and the bytes that its forward keeps inside because inputs were gathered.
-
-    `first` and `late` are those of the halves of its backward.
-    """
-
     forward: tuple[Transfer, ...]
     backward: tuple[Transfer, ...]
     input_backward: tuple[Transfer, ...]
@@ -60,7 +55,6 @@ class _BlockCallComm:
     extra_nbytes: int
 
     def insert(self, action: Action) -> Action:
-        """`action`, one of the visit, with what is moved in it."""
         met = {
             **dict.fromkeys(FORWARD_KINDS, self.forward),
             "B": self.backward,
@@ -79,14 +73,14 @@ class _BlockCallComm:
 def add_planned_comm(
     program: Program, layer_shardings: LayerShardings, sharding: ShardingPlan, job: Job
 ) -> Program:
-    """`program` with the moves of all layers in the forwards and backwards in which they are taken."""
+    """`program` with the collectives of all sharded layers in the forwards and backwards that run them."""
 
     def met(actions: list[Action]) -> list[Action]:
-        visits = _block_call_comm(
+        block_calls = _block_call_comm(
             layer_shardings, sharding, job, samples_per_microbatch(actions, sharding, job)
         )
         return [
-            visits[action.subject].insert(action) if action.subject in visits else action
+            block_calls[action.subject].insert(action) if action.subject in block_calls else action
             for action in actions
         ]
 
@@ -94,50 +88,54 @@ def add_planned_comm(
 
 
 def reduce_token_count_along(program: Program, axis: str) -> Program:
-    """`program` with TOKEN_COUNT taken along `axis` too: a wish to stop is heard by all."""
+    """`program` with TOKEN_COUNT summed along `axis` too, so that every rank learns of a stop request."""
     return reduce_totals_along(program, axis, ("TOKEN_COUNT",))
 
 
 def _block_call_comm(
-    ways: LayerShardings, space: ShardingPlan, job: Job, rows: int
+    layer_shardings: LayerShardings, sharding: ShardingPlan, job: Job, rows: int
 ) -> dict[str, _BlockCallComm]:
-    """What is booked of every visit that calls a layer with a way, in micro-batches of so many rows."""
     calls: dict[str, list[ShardedCall]] = {}
-    sums = joint_sums(space.model_spec.layer_calls, ways)
-    for at, call in enumerate(_local_calls(space)):
-        way = find_layer_sharding(ways, call.name, call.role)
-        if way is not None:
+    sums = joint_sums(sharding.model_spec.layer_calls, layer_shardings)
+    for at, call in enumerate(_local_calls(sharding)):
+        layer_sharding = find_layer_sharding(layer_shardings, call.name, call.role)
+        if layer_sharding is not None:
             last = sums.get(call.name, (call.name,))[-1]  # it moves the sum of all
             calls.setdefault(call.block_call, []).append(
-                (at, call, way if call.name == last else replace(way, output_redistribution=None))
+                (
+                    at,
+                    call,
+                    layer_sharding
+                    if call.name == last
+                    else replace(layer_sharding, output_redistribution=None),
+                )
             )
-    leaves, learning, borders = (
-        params_by_layer(space.param_shardings),
-        _trainable_layers(space),
-        space.global_plan.model_spec.stage_boundaries,
+    leaves, learning, boundaries = (
+        params_by_layer(sharding.param_shardings),
+        _trainable_layers(sharding),
+        sharding.global_plan.model_spec.stage_boundaries,
     )
 
     def sent(taken: Iterable[PlannedMove]) -> tuple[Transfer, ...]:
-        return tuple(each for move, numel, at in taken for each in move.transfers(numel, space, job, at))
+        return tuple(each for move, numel, at in taken for each in move.transfers(numel, sharding, job, at))
 
-    def booked(visit: str, mine: Sequence[ShardedCall]) -> _BlockCallComm:
+    def booked(block_call: str, mine: Sequence[ShardedCall]) -> _BlockCallComm:
         back = list(_backward_moves(mine, rows, leaves, learning))
-        if borders is not None and not borders.input_needs_grad(visit):
+        if boundaries is not None and not boundaries.input_needs_grad(block_call):
             back = [(taken, True) for taken, _ in back]
         whole, first, late = (
             sent(taken for taken, each in back if each in halves)
             for halves in ((True, False), (False,), (True,))
         )
-        more = _gathered_numel(mine, rows, space, learning) * FLOAT_NBYTES[job.precision.compute]
+        more = _gathered_numel(mine, rows, sharding, learning) * FLOAT_NBYTES[job.precision.compute]
         return _BlockCallComm(sent(_forward_moves(mine, rows)), whole, first, late, more)
 
-    return {visit: booked(visit, mine) for visit, mine in calls.items()}
+    return {block_call: booked(block_call, mine) for block_call, mine in calls.items()}
 
 
-def _local_calls(space: ShardingPlan) -> Iterator[LayerCall]:
-    """The calls of the model, as they are on the tokens that this rank has."""
-    for call in space.model_spec.layer_calls:
-        share = local_fraction(space, call.block_call, call.name)
+def _local_calls(sharding: ShardingPlan) -> Iterator[LayerCall]:
+    for call in sharding.model_spec.layer_calls:
+        share = local_fraction(sharding, call.block_call, call.name)
         yield (
             call
             if share == 1
@@ -146,34 +144,35 @@ def _local_calls(space: ShardingPlan) -> Iterator[LayerCall]:
 
 
 def _gathered_numel(
-    calls: Iterable[ShardedCall], rows: int, space: ShardingPlan, learning: Collection[str]
+    calls: Iterable[ShardedCall], rows: int, sharding: ShardingPlan, learning: Collection[str]
 ) -> int:
-    """The elements that a forward keeps inside of inputs that were gathered, besides the slices that are counted already."""
     kept = {
-        (call.input_id, way.input_redistribution): call.in_numel
-        for _, call, way in calls
-        if call.name in learning and not way.regather
+        (call.input_id, layer_sharding.input_redistribution): call.in_numel
+        for _, call, layer_sharding in calls
+        if call.name in learning and not layer_sharding.regather
     }
     more = 0
     for (_, into), numel in kept.items():
         if into is not None and into.src.letter == "S" and into.dst == R:
-            whole = numel // space.mesh.group_size(into.sharded_axes)
-            more += whole - whole // space.mesh.size(into.axis)
+            whole = numel // sharding.mesh.group_size(into.sharded_axes)
+            more += whole - whole // sharding.mesh.size(into.axis)
     return more * rows
 
 
 def _forward_moves(calls: Iterable[ShardedCall], rows: int) -> Iterator[PlannedMove]:
-    """The moves of `calls` in a forward of so many rows. Of what several take in there is one."""
     taken = set()
-    for at, call, way in calls:
-        if way.input_redistribution is not None and (call.input_id, way.input_redistribution) not in taken:
-            taken.add((call.input_id, way.input_redistribution))
-            yield way.input_redistribution, call.in_numel * rows, at
-        yield from ((move, numel * rows, at) for move, numel in way.inner_redistributions(call))
-        if way.output_redistribution is not None:
+    for at, call, layer_sharding in calls:
+        if (
+            layer_sharding.input_redistribution is not None
+            and (call.input_id, layer_sharding.input_redistribution) not in taken
+        ):
+            taken.add((call.input_id, layer_sharding.input_redistribution))
+            yield layer_sharding.input_redistribution, call.in_numel * rows, at
+        yield from ((move, numel * rows, at) for move, numel in layer_sharding.inner_redistributions(call))
+        if layer_sharding.output_redistribution is not None:
             yield from (
-                (way.output_redistribution, call.out_numel * part, at)
-                for part in chunk_sizes(rows, way.num_chunks)
+                (layer_sharding.output_redistribution, call.out_numel * part, at)
+                for part in chunk_sizes(rows, layer_sharding.num_chunks)
             )
 
 
@@ -183,49 +182,57 @@ def _backward_moves(
     leaves: Mapping[str, Sequence[LayerParam]],
     learning: Collection[str],
 ) -> Iterator[tuple[PlannedMove, bool]]:
-    """Likewise in a backward: of gradients that are needed, of those of what is shared, and once more of what nobody has kept.
-
-    Each with whether it is in the half for weights: of what is shared, and used in the visit once, by no joint product.
-    """
     alike: dict[tuple[int, Redistribution | None], list[LayerCall]] = {}
     first: dict[tuple[str, str], int] = {}
     uses: Counter[tuple[str, str]] = Counter()
-    for at, call, way in calls:
-        alike.setdefault((call.input_id, way.input_redistribution), []).append(call)
-        for axis in way.shared_param_axes:
-            for _, home in unsharded_params(leaves.get(call.name, ()), axis):
-                first.setdefault((home.param.name, axis), at)
-                uses[home.param.name, axis] += 1
+    for at, call, layer_sharding in calls:
+        alike.setdefault((call.input_id, layer_sharding.input_redistribution), []).append(call)
+        for axis in layer_sharding.shared_param_axes:
+            for _, param_sharding in unsharded_params(leaves.get(call.name, ()), axis):
+                first.setdefault((param_sharding.param.name, axis), at)
+                uses[param_sharding.param.name, axis] += 1
     anew = set()
-    for at, call, way in reversed(calls):
-        into, taking = way.input_redistribution, alike[call.input_id, way.input_redistribution]
-        if way.output_redistribution is not None:
+    for at, call, layer_sharding in reversed(calls):
+        into, taking = (
+            layer_sharding.input_redistribution,
+            alike[call.input_id, layer_sharding.input_redistribution],
+        )
+        if layer_sharding.output_redistribution is not None:
             yield from (
-                ((way.output_redistribution.adjoint, call.out_numel * part, -at), False)
-                for part in chunk_sizes(rows, way.num_chunks)[::-1]
+                ((layer_sharding.output_redistribution.adjoint, call.out_numel * part, -at), False)
+                for part in chunk_sizes(rows, layer_sharding.num_chunks)[::-1]
             )
         if call.input_needs_grad:
             yield from (
                 ((move.adjoint, numel * rows, -at), False)
-                for move, numel in reversed(list(way.inner_redistributions(call)))
+                for move, numel in reversed(list(layer_sharding.inner_redistributions(call)))
             )
-        if into is not None and way.regather and (call.input_id, into) not in anew and call.name in learning:
+        if (
+            into is not None
+            and layer_sharding.regather
+            and (call.input_id, into) not in anew
+            and call.name in learning
+        ):
             anew.add((call.input_id, into))
             yield (into, call.in_numel * rows, -at), False
-        for axis in reversed(way.shared_param_axes):
-            for _, home in reversed(unsharded_params(leaves.get(call.name, ()), axis)):
-                if home.param.trainable and first[home.param.name, axis] == at:
-                    late = uses[home.param.name, axis] == 1 and not (
-                        call.input_needs_grad and way.has_joint_backward
+        for axis in reversed(layer_sharding.shared_param_axes):
+            for _, param_sharding in reversed(unsharded_params(leaves.get(call.name, ()), axis)):
+                if param_sharding.param.trainable and first[param_sharding.param.name, axis] == at:
+                    late = uses[param_sharding.param.name, axis] == 1 and not (
+                        call.input_needs_grad and layer_sharding.has_joint_backward
                     )
-                    yield (Redistribution(axis, P, I, in_param_dtype=True), home.param.numel, -at), late
+                    yield (
+                        (Redistribution(axis, P, I, in_param_dtype=True), param_sharding.param.numel, -at),
+                        late,
+                    )
         if into is not None and call is taking[0] and any(each.input_needs_grad for each in taking):
             yield (into.adjoint, call.in_numel * rows, -at), False
 
 
-def _trainable_layers(space: ShardingPlan) -> frozenset[str]:
-    """The layers of which a matrix is trained: its gradient needs what went in."""
+def _trainable_layers(sharding: ShardingPlan) -> frozenset[str]:
     matrices = [
-        home.param for home in space.param_shardings if home.param.trainable and len(home.param.shape) > 1
+        param_sharding.param
+        for param_sharding in sharding.param_shardings
+        if param_sharding.param.trainable and len(param_sharding.param.shape) > 1
     ]
     return frozenset(layer for weight in matrices for layer in weight.layers)

@@ -47,9 +47,16 @@ SendFn = Callable[[torch.Tensor, OverlapFn], torch.Tensor]
 
 
 def linear_deferring_weight_grad(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, deferred: DeferredCalls, *, transposed: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    deferred: DeferredCalls,
+    *,
+    transposed: bool,
 ) -> torch.Tensor:
-    """The product x W^T + b, whose backward leaves the gradient of W to `later`; with `transposed`, W has a row per input."""
+    """X W^T + b; its backward appends the computation of W's gradient to `deferred`. `transposed`: W is
+    [in, out].
+    """
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -60,9 +67,9 @@ def linear_deferring_weight_grad(
 def run_in_chunks(
     x: torch.Tensor, num_chunks: int, compute: Callable[[torch.Tensor], torch.Tensor], send: SendFn
 ) -> torch.Tensor:
-    """What `send(compute(x), None)` gives, in chunks of samples: each is computed while the one before is under way.
+    """`send(compute(x), None)` in chunks of samples: each is computed while the one before is sent.
 
-    `send(y, meanwhile)` moves y, and calls `meanwhile()` while it is under way.
+    `send(y, overlap)` sends y, and calls `overlap()` meanwhile.
     """
     parts = split_samples(x, num_chunks)
     if len(parts) == 1:
@@ -84,7 +91,7 @@ def split_samples(x: torch.Tensor, num_chunks: int) -> tuple[torch.Tensor, ...]:
 
 
 def chunk_sizes(num_samples: int, num_chunks: int) -> list[int]:
-    """The samples in each chunk of `rows`: the first have one more."""
+    """The number of samples in each chunk; the first have one more."""
     num_chunks = max(1, min(num_chunks, num_samples))
     each, more = divmod(num_samples, num_chunks)
     return [each + (number < more) for number in range(num_chunks)]
@@ -128,13 +135,14 @@ def _weight_grad(x: torch.Tensor, grad: torch.Tensor, *, transposed: bool) -> to
 
 @torch.no_grad()
 def _accumulate_grad(leaf: torch.Tensor, gradient: Callable[[], torch.Tensor]) -> None:
-    """As autograd accumulates the gradient of a leaf."""
     leaf.grad = gradient() if leaf.grad is None else leaf.grad.add_(gradient())
 
 
 @dataclass
 class JointSum:
-    """What some of `layers`, in the order in which they run, have handed on in one forward of their block."""
+    """The summands that `layers`, in the order in which they run, have contributed in one forward of their
+    block.
+    """
 
     layers: tuple[str, ...]
     contributors: tuple[str, ...] = ()
@@ -142,28 +150,30 @@ class JointSum:
     biases: tuple[torch.Tensor, ...] = ()
 
     def clear(self) -> None:
-        """Nobody has handed on anything yet."""
+        """Forget all contributions."""
         self.contributors, self.summand, self.biases = (), None, ()
 
 
 @dataclass(frozen=True)
 class JointSumMember:
-    """The part of one layer in a sum of several."""
+    """One layer of a joint sum."""
 
     layer: str
     joint_sum: JointSum
 
     @property
     def defers_sum(self) -> bool:
-        """Whether it leaves it to another one to move the sum."""
+        """Whether a later layer runs the sum."""
         return self.layer != self.joint_sum.layers[-1]
 
     def contribute(
         self, summand: torch.Tensor, biases: Iterable[torch.Tensor], placement: Placement, num_ranks: int
     ) -> torch.Tensor:
-        """Zeros in the place of what the layer gives out, which may be written into.
+        """Zeros in place of the output of the layer; they may be written into.
 
-        `summand` is its product, whose sum over `ranks` ranks would come to lie in `place`; `biases` are added once to that.
+        Args:
+            summand: the layer's product, whose sum over `num_ranks` ranks would have `placement`.
+            biases: added once, to the sum.
         """
         joint = self.joint_sum
         if self.layer == joint.layers[0]:  # a forward that has failed may have left something
@@ -177,7 +187,7 @@ class JointSumMember:
         return summand.new_zeros(shape)
 
     def collect(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """What the other layers have handed on since the first of them ran: their summands, added up, and their biases."""
+        """The summands of the other layers since the first of them ran, added up, and their biases."""
         joint = self.joint_sum
         given, summand, biases = joint.contributors, joint.summand, joint.biases
         joint.clear()
@@ -190,11 +200,11 @@ class JointSumMember:
 
 
 def joint_sum_members(sums: Mapping[str, tuple[str, ...]]) -> dict[str, JointSumMember]:
-    """The turns of layers, of each of which `sums` tells all that end in one sum with it."""
+    """The members of joint sums by layer; `sums` has, by layer, all layers that end in one sum with it."""
     joints = {layers: JointSum(layers) for layers in sums.values()}
     return {layer: JointSumMember(layer, joints[layers]) for layer, layers in sums.items()}
 
 
 def add_summand(summand: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
-    """`summand`, which nobody else holds, with `more` added to it."""
+    """`summand`, which nobody else holds, with `other` added in place."""
     return summand if other is None else summand.add_(other)

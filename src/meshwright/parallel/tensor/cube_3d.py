@@ -81,7 +81,9 @@ MATMUL_ROLES = ("colwise", "rowwise")
 
 @dataclass(frozen=True)
 class TensorParallel3D(Strategy):
-    """Matrices divided on either side, along `axis` and tp_depth, and the stream along both, in a cube with dp_shard."""
+    """Shards both sides of matrices, along `axis` and tp_depth, and the stream along both, in a cube with
+    dp_shard.
+    """
 
     name: ClassVar[str] = "tensor_parallel"
     mode: ClassVar[str] = "3d"
@@ -89,12 +91,12 @@ class TensorParallel3D(Strategy):
     axis: str = "tp"
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        where = "strategies.tensor_parallel"
+        location = "strategies.tensor_parallel"
         if self.axis != "tp":
-            yield wrong_axis_diagnostic(self.axis, "the outputs of matrices", where)
+            yield wrong_axis_diagnostic(self.axis, "the outputs of matrices", location)
             return
-        yield from check_sharded_once(sharding, self.axis, where)
-        yield from check_roles(sharding, where)
+        yield from check_sharded_once(sharding, self.axis, location)
+        yield from check_roles(sharding, location)
         yield from check_square_mesh(sharding, (ROW_AXIS, DEPTH_AXIS, self.axis))
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
@@ -105,7 +107,7 @@ class TensorParallel3D(Strategy):
             yield Diagnostic(text, 'remove name = "vocab_parallel"', "strategies.tensor_parallel")
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
-        """How layers compute, by role; norms, packed matrices and what is tied by name."""
+        """The layer shardings by role; those of norms, packed matrices and tied weights by layer name."""
         b, c = self.axis, DEPTH_AXIS
         product = LayerSharding(
             {c: "in", b: "out"},
@@ -113,7 +115,7 @@ class TensorParallel3D(Strategy):
             output_redistribution=Redistribution(c, P, WIDTH_SHARD, (b,)),
         )
         looked_up = LayerSharding({c: "out", b: "out"}, compute=module_forward)
-        ways = {
+        layer_shardings = {
             **dict.fromkeys(MATMUL_ROLES, product),
             **{
                 layer: replace(product, compute=partial(_regrouped_linear, *parts))
@@ -151,22 +153,29 @@ class TensorParallel3D(Strategy):
                     (Redistribution(c, I, WIDTH_SHARD), Redistribution(b, I, WIDTH_SHARD, (c,))),
                 ),
             )
-            ways[head], ways[table] = (summed, looked_up) if divisible else (ways["lm_head_unsharded"], whole)
-            ways[weight.layers[0]] = ways[
+            layer_shardings[head], layer_shardings[table] = (
+                (summed, looked_up) if divisible else (layer_shardings["lm_head_unsharded"], whole)
+            )
+            layer_shardings[weight.layers[0]] = layer_shardings[
                 table if weight.role in EMBEDDING_ROLES else head
             ]  # its sides are those of its role
-        return ways
+        return layer_shardings
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        ways, side = self.layer_shardings(sharding), sharding.mesh.size(DEPTH_AXIS)
+        layer_shardings, side = self.layer_shardings(sharding), sharding.mesh.size(DEPTH_AXIS)
 
-        def divided(home: ParamSharding) -> ParamSharding:
-            home = shard_param(home, ways)
-            fine = home.param.role in MATMUL_ROLES and len(home.param.shape) > 1
+        def divided(param_sharding: ParamSharding) -> ParamSharding:
+            param_sharding = shard_param(param_sharding, layer_shardings)
+            fine = param_sharding.param.role in MATMUL_ROLES and len(param_sharding.param.shape) > 1
             cuts = tuple(
-                _refined_cut(cut, side) if cut.side == "out" else cut for cut in home.param.dim_splits
+                _refined_cut(cut, side) if cut.side == "out" else cut
+                for cut in param_sharding.param.dim_splits
             )
-            return replace(home, param=replace(home.param, dim_splits=cuts)) if fine else home
+            return (
+                replace(param_sharding, param=replace(param_sharding.param, dim_splits=cuts))
+                if fine
+                else param_sharding
+            )
 
         sharding = sharding.map_param_shardings(divided).map_param_shardings(divided, frozen=True)
         return sharding.with_residual_placement(DEPTH_AXIS, WIDTH_SHARD).with_residual_placement(
@@ -186,31 +195,28 @@ class TensorParallel3D(Strategy):
         bind_local_heads(runtime, DEPTH_AXIS, self.axis)
         return {}
 
-    def _sharded_sides(self, space: ShardingPlan) -> Iterator[ShardedSide]:
-        """The outputs of products are dealt to all ranks of a plane in the end."""
+    def _sharded_sides(self, sharding: ShardingPlan) -> Iterator[ShardedSide]:
         yield from (
             side
-            for side in sharded_sides(space, self.layer_shardings(space))
+            for side in sharded_sides(sharding, self.layer_shardings(sharding))
             if side[2].role not in MATMUL_ROLES
         )
-        for weight in (weight for weight in space.model_spec.params if weight.role in MATMUL_ROLES):
+        for weight in (weight for weight in sharding.model_spec.params if weight.role in MATMUL_ROLES):
             yield from ((cut.num_units, 2 if cut.side == "out" else 1, weight) for cut in weight.dim_splits)
 
-    def _packed_layers(self, space: ShardingPlan) -> Iterator[tuple[str, tuple[tuple[int, ...], int]]]:
-        """The layers whose outputs come in several sections, each with what of those a rank computes, and the depth."""
+    def _packed_layers(self, sharding: ShardingPlan) -> Iterator[tuple[str, tuple[tuple[int, ...], int]]]:
         for weight in (
             weight
-            for weight in space.model_spec.params
+            for weight in sharding.model_spec.params
             if weight.role in MATMUL_ROLES and len(weight.shape) > 1
         ):
-            cut, ranks = weight.split_of_side("out"), space.mesh.size(self.axis)
+            cut, ranks = weight.split_of_side("out"), sharding.mesh.size(self.axis)
             if cut is not None and len(cut.sections) > 1:
                 local = tuple(section // ranks for section in cut.sections)
-                yield weight.layers[0], (local, space.mesh.size(DEPTH_AXIS))
+                yield weight.layers[0], (local, sharding.mesh.size(DEPTH_AXIS))
 
 
 def _refined_cut(cut: DimSplit, parts: int) -> DimSplit:
-    """`cut` with each of its sections in so many: ranks take a slice of each."""
     sections = tuple(section // parts for section in cut.sections for _ in range(parts))
     return DimSplit(cut.dim, max(1, cut.num_units // parts), sections, cut.side)
 
@@ -223,6 +229,5 @@ def _regrouped_linear(
     held: ParamTensors,
     x: torch.Tensor,
 ) -> torch.Tensor:
-    """The product, whose features come section after section, with those of each rank along the depth together."""
     y = linear(runtime, module, held, x)
     return torch.cat([part.unflatten(-1, (depth, -1)) for part in y.split(sections, -1)], -1).flatten(-2)

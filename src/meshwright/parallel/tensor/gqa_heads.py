@@ -44,11 +44,11 @@ from meshwright.plan.strategy import Runtime
 def shared_kv_shardings(
     sharding: ShardingPlan, axis: str, layer_shardings: LayerShardings
 ) -> dict[str, LayerSharding]:
-    """By name, the ways of columns layers that stay whole, because ranks share some of what they give out."""
+    """The shardings of replicated colwise layers by name: those whose outputs several ranks share."""
     ranks = sharding.mesh.size(axis)
     layers = dict.fromkeys(
         layer
-        for weight in (home.param for home in sharding.param_shardings)
+        for weight in (param_sharding.param for param_sharding in sharding.param_shardings)
         for layer in weight.layers
         if weight.role == "colwise"
         and (cut := weight.split_of_side("out")) is not None
@@ -65,9 +65,13 @@ def shared_kv_shardings(
 def with_kv_row_selection(
     sharding: ShardingPlan, axis: str, layer_shardings: LayerShardings
 ) -> LayerShardings:
-    """`ways`, those of layers that stay whole computing with the rows that this rank needs."""
+    """`layer_shardings`, with replicated layers computing only the rows that this rank needs."""
     index, ranks = dict(sharding.coordinate)[axis], sharding.mesh.size(axis)
-    named = {name: home.param for home in sharding.param_shardings for name in home.param.names}
+    named = {
+        name: param_sharding.param
+        for param_sharding in sharding.param_shardings
+        for name in param_sharding.param.names
+    }
     spans: dict[str, dict[str, DimRanges]] = {}
     for name, weight in named.items():
         layer, _, leaf = name.rpartition(".")
@@ -86,15 +90,17 @@ def with_kv_row_selection(
 
 
 def bind_local_heads(runtime: Runtime, *axes: str) -> None:
-    """Have modules hold this rank's numbers, and blocks be given its portions, while they compute; heads lie along `axes`."""
-    space: ShardingPlan = runtime.plan.sharding
-    index, ranks = space.mesh.index(dict(space.coordinate), axes), space.mesh.group_size(axes)
+    """Patch modules to use this rank's head counts, and blocks to take its per-head inputs; heads are
+    sharded along `axes`.
+    """
+    sharding: ShardingPlan = runtime.plan.sharding
+    index, ranks = sharding.mesh.index(dict(sharding.coordinate), axes), sharding.mesh.group_size(axes)
     numbers: dict[str, list[SizeAttribute]] = {}
-    for number in space.model_spec.size_attributes:
+    for number in sharding.model_spec.size_attributes:
         numbers.setdefault(number.module, []).append(number)
     for name, each in numbers.items():
         runtime.replace_forward(name, partial(_forward_with_local_numbers, each, index, ranks, {}))
-    for portion in space.model_spec.per_head_inputs:
+    for portion in sharding.model_spec.per_head_inputs:
         runtime.wrap_forward(portion.block, partial(_forward_with_portion, portion, index, ranks))
 
 

@@ -56,9 +56,10 @@ WIDTH_SHARD = S(-1)  # the place of a tensor of which each rank has a slice of t
 
 @dataclass(frozen=True)
 class Redistribution:
-    """A tensor moves along `axis` from `src` to `dst`; along the axes `apart` it is cut meanwhile, and stays so.
+    """Moves a tensor along `axis` from `src` to `dst`; it is sharded along `sharded_axes` meanwhile.
 
-    It travels as products take it, or, if that is wider, in the dtype of parameters: `wide`; in float32 at least: `sums`.
+    It travels in the compute dtype; `in_param_dtype`: in that of parameters if wider; `at_least_float32`:
+    never narrower.
     """
 
     axis: str
@@ -70,7 +71,7 @@ class Redistribution:
 
     @property
     def adjoint(self) -> "Redistribution":
-        """The move of its gradient."""
+        """The redistribution of the gradient."""
         return Redistribution(
             self.axis,
             self.dst.adjoint,
@@ -81,7 +82,7 @@ class Redistribution:
         )
 
     def transfers(self, numel: int, sharding: ShardingPlan, job: Job, at: int = 0) -> Iterator[Transfer]:
-        """The collective that moves a value of `numel` elements, if there is one."""
+        """The collective of a value of `numel` elements, if there is one."""
         dtype = job.precision.parameters if self.in_param_dtype else job.precision.compute
         dtype = "float32" if self.at_least_float32 and dtype in ("bfloat16", "float16") else dtype
         act = "keep" if self.src == self.dst else redistribution_name(self.src, self.dst)
@@ -93,11 +94,12 @@ class Redistribution:
 
 @dataclass(frozen=True)
 class LayerSharding:
-    """How a layer computes: the sides of its weight that are cut, by axis; what becomes of what goes in, and of what comes out.
+    """How a layer computes: the sharded side of its weight by axis, and what happens to its input and output.
 
-    Parameters that are not cut are R along the axes `shared` while it runs. `compute` is what stands between the moves; `within`
-    are the moves that it makes itself, each with the elements per sample of the value. With `again` nobody keeps for backward
-    what `into` brought: it is moved once more. What comes out is computed and moved in `chunks` of samples.
+    Other parameters are R along `shared_param_axes` while it runs. `compute` runs between the
+    redistributions; `inner_redistributions` are those that it runs itself, with the elements per sample. With
+    `regather`, the redistributed input is not saved for backward but redistributed once more. The output is
+    computed and redistributed in `num_chunks` chunks of samples.
     """
 
     weight_sides: Mapping[str, str]
@@ -111,12 +113,12 @@ class LayerSharding:
 
     @property
     def output_is_partial(self) -> bool:
-        """Whether what comes out is a sum over ranks."""
+        """Whether the output is a summand per rank."""
         return self.output_redistribution is not None and self.output_redistribution.src == P
 
     @property
     def has_joint_backward(self) -> bool:
-        """Whether the gradients of its parameters come with that of what goes in: one act gives both (overlap.py)."""
+        """Whether one autograd node computes the gradients of parameters and input (comm_overlap.py)."""
         return (
             self.compute is linear
             and self.input_redistribution is not None
@@ -124,7 +126,9 @@ class LayerSharding:
         )
 
     def weight_side(self, axis: str, weight: ParamSpec) -> str:
-        """Which side of `weight` is cut along `axis`. A bias, added to a sum that is scattered by width, is cut as that is."""
+        """The side of `weight` that is sharded along `axis`. A bias added to a sum that is scattered by
+        width is sharded likewise.
+        """
         scattered = (
             self.output_redistribution is not None
             and self.output_is_partial
@@ -147,25 +151,37 @@ LayerShardings = Mapping[str, LayerSharding]  # by role; that of a single layer 
 
 
 def find_layer_sharding(layer_shardings: LayerShardings, layer: str, role: str) -> LayerSharding | None:
-    """How `layer` computes: in its own way, else in that of its role."""
+    """The sharding of `layer`: its own, else that of its role."""
     return layer_shardings.get(layer, layer_shardings.get(role))
 
 
 def joint_sums(calls: Iterable[LayerCall], layer_shardings: LayerShardings) -> dict[str, tuple[str, ...]]:
-    """By layer, all that end in one sum with it, in the order in which they run: the last of them moves it for all."""
+    """By layer, all layers that end in one sum with it, in the order in which they run; the last one runs
+    the sum.
+    """
     found: dict[tuple[int, Redistribution], list[str]] = {}
     for call in (call for call in calls if call.sum_id):
-        way = find_layer_sharding(layer_shardings, call.name, call.role)
-        if way is not None and way.output_redistribution is not None and way.output_is_partial:
-            found.setdefault((call.sum_id, way.output_redistribution), []).append(call.name)
+        layer_sharding = find_layer_sharding(layer_shardings, call.name, call.role)
+        if (
+            layer_sharding is not None
+            and layer_sharding.output_redistribution is not None
+            and layer_sharding.output_is_partial
+        ):
+            found.setdefault((call.sum_id, layer_sharding.output_redistribution), []).append(call.name)
     return {layer: tuple(layers) for layers in found.values() if len(layers) > 1 for layer in layers}
 
 
 def shard_param(param_sharding: ParamSharding, layer_shardings: LayerShardings) -> ParamSharding:
-    """`home` with what its weight's layer says."""
-    way = find_layer_sharding(layer_shardings, param_sharding.param.layers[0], param_sharding.param.role)
-    for axis in way.weight_sides if way else ():
-        cut = param_sharding.param.split_of_side(way.weight_side(axis, param_sharding.param)) if way else None
+    """`param_sharding` as the sharding of its layer requires."""
+    layer_sharding = find_layer_sharding(
+        layer_shardings, param_sharding.param.layers[0], param_sharding.param.role
+    )
+    for axis in layer_sharding.weight_sides if layer_sharding else ():
+        cut = (
+            param_sharding.param.split_of_side(layer_sharding.weight_side(axis, param_sharding.param))
+            if layer_sharding
+            else None
+        )
         if cut is not None:
             place = S(cut.dim)
             layout, grad, stored = (
@@ -181,36 +197,40 @@ def shard_param(param_sharding: ParamSharding, layer_shardings: LayerShardings) 
 
 
 def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
-    """Have every layer of a role compute in its way."""
-    space: ShardingPlan = runtime.plan.sharding
+    """Patch every layer to compute as its sharding says."""
+    sharding: ShardingPlan = runtime.plan.sharding
     came: InputOrigins = WeakIdKeyDictionary()
-    parameters, gates = params_by_layer(space.param_shardings), dict[str, dict[int | str, Redistribution]]()
-    turns = joint_sum_members(joint_sums(space.model_spec.layer_calls, layer_shardings))
-    for call in {(call.name, call.role): call for call in space.model_spec.layer_calls}.values():
-        way = find_layer_sharding(layer_shardings, call.name, call.role)
-        if way is not None:
+    parameters, gates = (
+        params_by_layer(sharding.param_shardings),
+        dict[str, dict[int | str, Redistribution]](),
+    )
+    turns = joint_sum_members(joint_sums(sharding.model_spec.layer_calls, layer_shardings))
+    for call in {(call.name, call.role): call for call in sharding.model_spec.layer_calls}.values():
+        layer_sharding = find_layer_sharding(layer_shardings, call.name, call.role)
+        if layer_sharding is not None:
             leaves = tuple(
                 (leaf, axis)
-                for axis in way.shared_param_axes
+                for axis in layer_sharding.shared_param_axes
                 for leaf, _ in unsharded_params(parameters.get(call.name, ()), axis)
             )
             runtime.replace_forward(
-                call.name, partial(_layer_forward, runtime, way, leaves, came, turns.get(call.name))
+                call.name,
+                partial(_layer_forward, runtime, layer_sharding, leaves, came, turns.get(call.name)),
             )
             if (
-                way.input_redistribution is not None
-                and call.block_call in space.sequence_sliced_calls
+                layer_sharding.input_redistribution is not None
+                and call.block_call in sharding.sequence_sliced_calls
                 and call.outer_module
             ):
                 gates.setdefault(call.outer_module, {}).update(
-                    dict.fromkeys(call.outer_args, way.input_redistribution)
+                    dict.fromkeys(call.outer_args, layer_sharding.input_redistribution)
                 )
     for gate, moves in gates.items():
         runtime.wrap_forward(gate, partial(_gate_with_redistributions, runtime, moves, came))
 
 
 def linear(runtime: Runtime, module: nn.Module, params: ParamTensors, x: torch.Tensor) -> torch.Tensor:
-    """The product with, and the bias of, the slice of the weight that a linear layer holds."""
+    """The product with the rank's slice of the weight of a linear layer, and its bias."""
     weight, bias, transposed = params["weight"], params.get("bias"), is_weight_transposed(module)
     if (waits := deferred_backward_calls(x)) is None:
         return F.linear(x, weight.t() if transposed else weight, bias)
@@ -220,7 +240,7 @@ def linear(runtime: Runtime, module: nn.Module, params: ParamTensors, x: torch.T
 def module_forward(
     runtime: Runtime, module: nn.Module, params: ParamTensors, *given: Any, **named: Any
 ) -> torch.Tensor:
-    """What `module` itself computes, with the parameters `held`."""
+    """The forward of `module` with the parameters `params`."""
     before = dict(module._parameters)
     try:
         module._parameters.update(params)
@@ -232,7 +252,9 @@ def module_forward(
 def redistribute(
     runtime: Runtime, tensor: torch.Tensor, redistribution: Redistribution | None, overlap: OverlapFn = None
 ) -> torch.Tensor:
-    """`tensor` after `move`, for the action under way; `meanwhile()` is called while it is under way."""
+    """`tensor` after `redistribution`, for the current action; `overlap()` is called while it is in
+    flight.
+    """
     if redistribution is None or redistribution.src == redistribution.dst:
         return tensor
     with (
@@ -253,7 +275,6 @@ def _gate_with_redistributions(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """What a gate computes, with what its layers take in moved where it begins."""
     given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
     for slot, move in moves.items():
         x = given[slot]
@@ -264,7 +285,7 @@ def _gate_with_redistributions(
 
 def _layer_forward(
     runtime: Runtime,
-    way: LayerSharding,
+    layer_sharding: LayerSharding,
     shared: SharedParams,
     came: InputOrigins,
     turn: JointSumMember | None,
@@ -274,59 +295,60 @@ def _layer_forward(
     **named: Any,
 ) -> torch.Tensor:
     given: Any = x if x is None else came.get(x, x)
-    x = x if given is not x else redistribute(runtime, x, way.input_redistribution)
+    x = x if given is not x else redistribute(runtime, x, layer_sharding.input_redistribution)
     held: dict[str, Any] = dict(module._parameters)
     for leaf, axis in shared:
         held[leaf] = runtime.redistribute(held[leaf], axis, I, R)
-    biases = [held["bias"]] if way.output_is_partial and held.get("bias") is not None else []
+    biases = [held["bias"]] if layer_sharding.output_is_partial and held.get("bias") is not None else []
     held |= {"bias": None} if biases else {}  # added once, to the sum
 
     def compute(x: Any) -> torch.Tensor:
-        return way.compute(runtime, module, held, x, *more, **named)
+        return layer_sharding.compute(runtime, module, held, x, *more, **named)
 
-    if turn is not None and way.output_redistribution is not None and turn.defers_sum:
+    if turn is not None and layer_sharding.output_redistribution is not None and turn.defers_sum:
         return turn.contribute(
             compute(x),
             biases,
-            way.output_redistribution.dst,
-            runtime.plan.mesh.size(way.output_redistribution.axis),
+            layer_sharding.output_redistribution.dst,
+            runtime.plan.mesh.size(layer_sharding.output_redistribution.axis),
         )
     waiting: Iterator[torch.Tensor] = iter(())
     if turn is not None:
         handed, others = turn.collect()
-        waiting, biases = iter(split_samples(handed, way.num_chunks)), [*biases, *others]
-    with _saved_for_backward(runtime, way, given):
+        waiting, biases = iter(split_samples(handed, layer_sharding.num_chunks)), [*biases, *others]
+    with _saved_for_backward(runtime, layer_sharding, given):
         y = run_in_chunks(
             x,
-            way.num_chunks,
+            layer_sharding.num_chunks,
             lambda part: add_summand(compute(part), next(waiting, None)),
-            lambda y, meanwhile: redistribute(runtime, y, way.output_redistribution, meanwhile),
+            lambda y, meanwhile: redistribute(runtime, y, layer_sharding.output_redistribution, meanwhile),
         )
     return y + reduce(torch.add, biases) if biases else y
 
 
 def _saved_for_backward(
-    runtime: Runtime, way: LayerSharding, given: torch.Tensor
+    runtime: Runtime, layer_sharding: LayerSharding, given: torch.Tensor
 ) -> AbstractContextManager[Any]:
-    """While it lasts, autograd keeps what `way` wants kept for backward."""
-    move = way.input_redistribution
+    move = layer_sharding.input_redistribution
     return (
         nullcontext()
-        if move is None or not way.regather
+        if move is None or not layer_sharding.regather
         else runtime.redistribute_in_backward(given, move.axis, move.src, move.dst)
     )
 
 
 def params_by_layer(param_shardings: Iterable[ParamSharding]) -> dict[str, list[LayerParam]]:
-    """The parameters of every layer."""
+    """The parameters of every layer, by their names in the layer."""
     found: dict[str, list[LayerParam]] = {}
-    for home in param_shardings:
-        for name in home.param.names:
+    for param_sharding in param_shardings:
+        for name in param_sharding.param.names:
             owner, _, leaf = name.rpartition(".")
-            found.setdefault(owner, []).append((leaf, home))
+            found.setdefault(owner, []).append((leaf, param_sharding))
     return found
 
 
 def unsharded_params(params: Iterable[LayerParam], axis: str) -> list[LayerParam]:
-    """Those of `leaves` that are not cut along `axis`."""
-    return [(leaf, home) for leaf, home in params if axis not in home.sliced_dims]
+    """Those of `params` that are not sharded along `axis`."""
+    return [
+        (leaf, param_sharding) for leaf, param_sharding in params if axis not in param_sharding.sliced_dims
+    ]

@@ -68,9 +68,10 @@ from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 @dataclass(frozen=True)
 class TensorParallel(Strategy):
-    """Pairs of linear layers divided along `axis`.
+    """Shards pairs of linear layers along `axis`.
 
-    Rows layers compute and send what they give out in `chunks` of samples, each while the one before is under way.
+    Rowwise layers compute and send their output in `num_overlap_chunks` chunks of samples, each while the one
+    before is sent.
     """
 
     name: ClassVar[str] = "tensor_parallel"
@@ -80,20 +81,22 @@ class TensorParallel(Strategy):
     num_overlap_chunks: int = 1
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        where = "strategies.tensor_parallel"
+        location = "strategies.tensor_parallel"
         if self.axis != "tp":
-            yield wrong_axis_diagnostic(self.axis, "matrices", where)
+            yield wrong_axis_diagnostic(self.axis, "matrices", location)
             return
         if self.num_overlap_chunks < 1:
             fix = "write a number from 1 up; with 1, rows layers send what they give out whole"
-            yield Diagnostic(f"num_overlap_chunks = {self.num_overlap_chunks}", fix, f"{where}.num_overlap_chunks")
-        yield from check_sharded_once(sharding, self.axis, where)
-        yield from check_layer_pairs(sharding.model_spec, where)
+            yield Diagnostic(
+                f"num_overlap_chunks = {self.num_overlap_chunks}", fix, f"{location}.num_overlap_chunks"
+            )
+        yield from check_sharded_once(sharding, self.axis, location)
+        yield from check_layer_pairs(sharding.model_spec, location)
         yield from check_units(sharding, self.layer_shardings(sharding))
         yield from check_gathered_layers(sharding, self.axis)
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
-        """How layers compute, by role; the stream lies where the space says."""
+        """The layer shardings by role; the stream has the placement of `sharding`."""
         stream = sharding.residual_layout.placement(self.axis)
         columns = LayerSharding(
             {self.axis: "out"},
@@ -117,20 +120,20 @@ class TensorParallel(Strategy):
         gathered = replace(
             columns, output_redistribution=Redistribution(self.axis, WIDTH_SHARD, stream)
         )  # columns without rows: the user asked for them
-        ways = {
+        layer_shardings = {
             "colwise": columns,
             "rowwise": rows,
             "between_pair": inside,
             "colwise_gather_output": gathered,
             **{call.name: whole for call in apart},
         }
-        return ways | shared_kv_shardings(sharding, self.axis, ways)
+        return layer_shardings | shared_kv_shardings(sharding, self.axis, layer_shardings)
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        ways = self.layer_shardings(sharding)
+        layer_shardings = self.layer_shardings(sharding)
 
-        def divided(home: ParamSharding) -> ParamSharding:
-            return shard_param(home, ways)
+        def divided(param_sharding: ParamSharding) -> ParamSharding:
+            return shard_param(param_sharding, layer_shardings)
 
         return sharding.map_param_shardings(divided).map_param_shardings(divided, frozen=True)
 
@@ -140,7 +143,7 @@ class TensorParallel(Strategy):
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        space: ShardingPlan = runtime.plan.sharding
-        bind_layers(runtime, with_kv_row_selection(space, self.axis, self.layer_shardings(space)))
+        sharding: ShardingPlan = runtime.plan.sharding
+        bind_layers(runtime, with_kv_row_selection(sharding, self.axis, self.layer_shardings(sharding)))
         bind_local_heads(runtime, self.axis)
         return {}

@@ -75,9 +75,9 @@ SHARDABLE_ROLES = ("colwise", "rowwise", "between_pair", *EMBEDDING_ROLES, *LM_H
 
 @dataclass(frozen=True)
 class TensorParallel2D(Strategy):
-    """Matrices and the stream divided by width along `axis`, in a square with dp_shard.
+    """Shards matrices and the stream by width along `axis`, in a square with dp_shard.
 
-    With `again`, what a layer takes in is gathered once more for backward, and not kept.
+    With `regather`, inputs of layers are gathered once more in backward, and not saved.
     """
 
     name: ClassVar[str] = "tensor_parallel"
@@ -87,12 +87,12 @@ class TensorParallel2D(Strategy):
     regather: bool = True
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        where = "strategies.tensor_parallel"
+        location = "strategies.tensor_parallel"
         if self.axis != "tp":
-            yield wrong_axis_diagnostic(self.axis, "matrices", where)
+            yield wrong_axis_diagnostic(self.axis, "matrices", location)
             return
-        yield from check_sharded_once(sharding, self.axis, where)
-        yield from check_roles(sharding, where)
+        yield from check_sharded_once(sharding, self.axis, location)
+        yield from check_roles(sharding, location)
         yield from check_square_mesh(sharding, (ROW_AXIS, self.axis))
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
@@ -102,14 +102,16 @@ class TensorParallel2D(Strategy):
         yield from check_weight_shards(sharding, "strategies.tensor_parallel")
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
-        """How layers compute, by role, norms and what is tied by name; not those that another strategy divides by words."""
+        """The layer shardings by role; norms and tied weights by layer name. Layers sharded by vocabulary
+        are left out.
+        """
         product = LayerSharding(
             {self.axis: "out"},
             input_redistribution=Redistribution(self.axis, WIDTH_SHARD, R),
             regather=self.regather,
         )
         looked_up = LayerSharding({self.axis: "out"}, compute=module_forward)
-        ways = {
+        layer_shardings = {
             "colwise": product,
             "rowwise": product,
             "between_pair": LayerSharding(
@@ -124,12 +126,12 @@ class TensorParallel2D(Strategy):
             **norm_shardings(sharding, (self.axis,)),
         }
         for weight, table, head, divisible in tied_embeddings(sharding.global_plan.model_spec):
-            ways[head] = (
+            layer_shardings[head] = (
                 LayerSharding({self.axis: "in"}, output_redistribution=Redistribution(self.axis, P, I))
                 if divisible
-                else ways["lm_head_unsharded"]
+                else layer_shardings["lm_head_unsharded"]
             )
-            ways[table] = (
+            layer_shardings[table] = (
                 looked_up
                 if divisible
                 else LayerSharding(
@@ -138,20 +140,20 @@ class TensorParallel2D(Strategy):
                     compute=module_forward,
                 )
             )
-            ways[weight.layers[0]] = ways[
+            layer_shardings[weight.layers[0]] = layer_shardings[
                 table if weight.role in EMBEDDING_ROLES else head
             ]  # its sides are those of its role
         return {
-            layer: way
-            for layer, way in ways.items()
+            layer: layer_sharding
+            for layer, layer_sharding in layer_shardings.items()
             if layer not in vocab_sharded_layers(sharding, self.axis)
         }
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        ways = self.layer_shardings(sharding)
+        layer_shardings = self.layer_shardings(sharding)
 
-        def divided(home: ParamSharding) -> ParamSharding:
-            return shard_param(home, ways)
+        def divided(param_sharding: ParamSharding) -> ParamSharding:
+            return shard_param(param_sharding, layer_shardings)
 
         return (
             sharding.map_param_shardings(divided)
@@ -171,7 +173,7 @@ class TensorParallel2D(Strategy):
 
 
 def norm_shardings(sharding: ShardingPlan, axes: tuple[str, ...]) -> LayerShardings:
-    """How the norms of a model compute, by name, where the stream is divided by width along `axes`, innermost last."""
+    """The shardings of norms by name, if the stream is sharded by width along `axes`, innermost last."""
     found = {}
     for call in (call for call in sharding.model_spec.layer_calls if call.role == "norm"):
         if call.norm_formula is not None:
@@ -193,7 +195,9 @@ def norm_shardings(sharding: ShardingPlan, axes: tuple[str, ...]) -> LayerShardi
 def with_redistributions(
     before: tuple[Redistribution, ...], compute: ComputeFn, after: tuple[Redistribution, ...] = ()
 ) -> dict[str, Any]:
-    """Of a way, `compute` and `within`: what is computed between several moves of the input and several of the output."""
+    """The fields `compute` and `inner_redistributions` of a LayerSharding with several redistributions of
+    input and output.
+    """
     return {
         "compute": partial(_compute_between, before, compute, after),
         "within": partial(_redistributions_of, before, after),
@@ -201,7 +205,9 @@ def with_redistributions(
 
 
 def tied_embeddings(model_spec: ModelSpec) -> Iterator[tuple[ParamSpec, str, str, bool]]:
-    """The weights that a table and a head share, with these two, and whether the head is a plain product."""
+    """The weights that an embedding and a head share, with these two, and whether the head is a plain
+    product.
+    """
     roles = {call.name: call.role for call in model_spec.layer_calls}
     for weight in model_spec.params:
         tables, heads = (
@@ -212,21 +218,23 @@ def tied_embeddings(model_spec: ModelSpec) -> Iterator[tuple[ParamSpec, str, str
 
 
 def vocab_sharded_layers(sharding: ShardingPlan, axis: str) -> set[str]:
-    """The roles, and the layers by name, that another strategy divides by words along `axis`."""
+    """The roles and layer names that another strategy shards by vocabulary along `axis`."""
     roles, found = {call.name: call.role for call in sharding.model_spec.layer_calls}, set()
-    for home in sharding.param_shardings:
-        words = home.param.split_of_side({"embedding": "in", "lm_head": "out"}.get(home.param.role, ""))
-        divided = words is not None and home.sliced_dims.get(axis) == words.dim
+    for param_sharding in sharding.param_shardings:
+        words = param_sharding.param.split_of_side(
+            {"embedding": "in", "lm_head": "out"}.get(param_sharding.param.role, "")
+        )
+        divided = words is not None and param_sharding.sliced_dims.get(axis) == words.dim
         if divided and (
-            home.param.role == "embedding" or sharding.logits_layout.placement(axis) == WIDTH_SHARD
+            param_sharding.param.role == "embedding" or sharding.logits_layout.placement(axis) == WIDTH_SHARD
         ):
-            layers = home.param.layers
+            layers = param_sharding.param.layers
             found |= {*layers, *(roles[layer] for layer in layers if layer in roles)}
     return found
 
 
 def check_roles(sharding: ShardingPlan, where: str) -> Iterator[Diagnostic]:
-    """Weights that nobody knows how to divide, where no rank has all of the stream."""
+    """Yields parameters without a known sharding, since no rank has the full stream."""
     left = [weight for weight in sharding.model_spec.params if weight.role not in SHARDABLE_ROLES]
     if left:
         why = f": {left[0].not_shardable_reason}" if left[0].not_shardable_reason else ""
@@ -240,7 +248,7 @@ def check_roles(sharding: ShardingPlan, where: str) -> Iterator[Diagnostic]:
 
 
 def check_square_mesh(sharding: ShardingPlan, axes: tuple[str, ...]) -> Iterator[Diagnostic]:
-    """A grid whose sides differ."""
+    """Yields a grid whose sides differ."""
     sizes = [sharding.mesh.size(axis) for axis in axes]
     if min(sizes) == max(sizes) > 1:
         return
@@ -257,17 +265,21 @@ ShardedSide = tuple[
 
 
 def sharded_sides(sharding: ShardingPlan, layer_shardings: LayerShardings) -> Iterator[ShardedSide]:
-    """The sides of weights that are divided."""
+    """The sides of weights that are sharded."""
     for weight in sharding.model_spec.params:
-        way = find_layer_sharding(layer_shardings, weight.layers[0], weight.role)
-        sides = [way.weight_side(axis, weight) for axis in way.weight_sides] if way else []
+        layer_sharding = find_layer_sharding(layer_shardings, weight.layers[0], weight.role)
+        sides = (
+            [layer_sharding.weight_side(axis, weight) for axis in layer_sharding.weight_sides]
+            if layer_sharding
+            else []
+        )
         yield from (
             (cut.num_units, sides.count(cut.side), weight) for cut in weight.dim_splits if cut.side in sides
         )
 
 
 def check_even_units(sides: Iterable[ShardedSide], ranks_per_axis: int) -> Iterator[Diagnostic]:
-    """Units that do not divide by the ranks of a grid with `side` ranks along each axis; one fault per number of units."""
+    """Yields units that do not divide by the ranks of a grid, one diagnostic per number of units."""
     sides = list(sides)
     found: dict[tuple[int, int], list[ParamSpec]] = {}
     for units, power, weight in sides:
@@ -296,20 +308,22 @@ def check_even_units(sides: Iterable[ShardedSide], ranks_per_axis: int) -> Itera
 
 
 def check_weight_shards(sharding: ShardingPlan, where: str, replicate_axis: str = "") -> Iterator[Diagnostic]:
-    """The rows of the grid share the storage of their slices; along `across`, if given, they are copied."""
+    """Yields missing weight shards over the rows of the grid; along `replicate_axis`, if given, they are
+    replicated.
+    """
     if sharding.token_axes:
         text = f"ranks along {' and '.join(sharding.token_axes)} have some of the tokens of a sample each, and a grid wants all of them"
         yield Diagnostic(text, 'use the strategy "tensor_parallel", or set mesh.cp = 1', where)
     axes = (ROW_AXIS, replicate_axis) if replicate_axis else (ROW_AXIS,)
     whole = [
-        home
-        for home in sharding.param_shardings
-        if home.param.trainable and home.storage_layout.placement(ROW_AXIS) != S(FLAT)
+        param_sharding
+        for param_sharding in sharding.param_shardings
+        if param_sharding.param.trainable and param_sharding.storage_layout.placement(ROW_AXIS) != S(FLAT)
     ]
     cut = [
-        home
-        for home in sharding.param_shardings
-        if home.param.trainable and replicate_axis in home.flat_shard_axes
+        param_sharding
+        for param_sharding in sharding.param_shardings
+        if param_sharding.param.trainable and replicate_axis in param_sharding.flat_shard_axes
     ]
     if whole or cut or not set(axes) <= set(sharding.data_axes):
         text = f"nothing keeps weights in shards along {ROW_AXIS}, the rows of the grid: each would hold whole columns of it"
@@ -355,7 +369,6 @@ def _redistributions_of(
 def _statistics_gathers(
     axes: tuple[str, ...], ranks: Mapping[str, int], call: LayerCall
 ) -> Iterator[tuple[Redistribution, int]]:
-    """The gathers of the statistics of a norm's slices, each with the elements per sample that it brings."""
     if call.norm_formula is not None:
         numel = call.in_numel // call.norm_formula.normalized_size * call.norm_formula.num_statistics
         for axis in axes:
@@ -371,7 +384,6 @@ def _sharded_norm(
     held: ParamTensors,
     x: torch.Tensor,
 ) -> torch.Tensor:
-    """The slice of a norm's output, of a slice of its input."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     known = norm_statistics(formula, wide)
     for axis in axes:

@@ -58,7 +58,9 @@ TOKEN_SHARD = S(1)  # the place of a stream [rows, tokens, width] of which each 
 
 @dataclass(frozen=True)
 class SequenceParallel(Strategy):
-    """The stream between pairs divided by tokens along `axis`. With `again`, gathered inputs are not kept for backward."""
+    """Shards the stream between pairs by tokens along `axis`. With `regather`, gathered inputs are not
+    saved for backward.
+    """
 
     name: ClassVar[str] = "sequence_parallel"
     phase: ClassVar[StrategyPhase] = "shard"
@@ -66,12 +68,12 @@ class SequenceParallel(Strategy):
     regather: bool = False
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        where = "strategies.sequence_parallel"
+        location = "strategies.sequence_parallel"
         if self.axis != "tp":
-            yield wrong_axis_diagnostic(self.axis, "tokens", where)
+            yield wrong_axis_diagnostic(self.axis, "tokens", location)
             return
-        yield from _check_token_wise(sharding.model_spec, where)
-        yield from _check_single_use(self.place(sharding), where)
+        yield from _check_token_wise(sharding.model_spec, location)
+        yield from _check_single_use(self.place(sharding), location)
         ranks, through = sharding.mesh.size(self.axis), _sequence_parallel_calls(sharding.model_spec)
         for tokens in sorted(
             {each.num_tokens for each in sharding.model_spec.residual_flows if each.block_call in through}
@@ -79,25 +81,25 @@ class SequenceParallel(Strategy):
             if tokens % ranks:
                 lower = tokens - tokens % ranks
                 near = f"{lower} or {lower + ranks}" if lower else str(ranks)
-                asked = tokens == job.data.sequence
+                call = tokens == job.data.sequence
                 fix = (
                     f"set data.sequence = {near}"
-                    if asked
+                    if call
                     else f"have the model make {near} tokens of a sample"
                 )
                 text = f"{tokens} tokens do not divide by the {ranks} ranks of {self.axis}"
                 yield Diagnostic(
-                    text, f"{fix}, or change mesh.{self.axis}", "data.sequence" if asked else where
+                    text, f"{fix}, or change mesh.{self.axis}", "data.sequence" if call else location
                 )
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         yield from self._check_with_context_parallel(sharding)
-        rows = [
-            (home.sliced_dims.get(self.axis), home.param.split_of_side("in"))
-            for home in sharding.param_shardings
-            if home.param.role == "rowwise"
+        num_samples = [
+            (param_sharding.sliced_dims.get(self.axis), param_sharding.param.split_of_side("in"))
+            for param_sharding in sharding.param_shardings
+            if param_sharding.param.role == "rowwise"
         ]
-        if not any(side is not None and dim == side.dim for dim, side in rows):
+        if not any(side is not None and dim == side.dim for dim, side in num_samples):
             text = f"tokens are divided between pairs of matrices; no strategy divides those by columns and rows along {self.axis}"
             yield Diagnostic(
                 text,
@@ -105,25 +107,29 @@ class SequenceParallel(Strategy):
                 "strategies.sequence_parallel",
             )
 
-    def _check_with_context_parallel(self, space: ShardingPlan) -> Iterator[Diagnostic]:
-        """Where tokens are dealt to other ranks too, what each has must divide."""
-        ranks, deal = space.mesh.size(self.axis), space.sequence_sharding
-        if deal is None:
+    def _check_with_context_parallel(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        ranks, sequence_sharding = sharding.mesh.size(self.axis), sharding.sequence_sharding
+        if sequence_sharding is None:
             return
-        for passage in (
-            each for each in space.model_spec.residual_flows if each.block_call in space.sequence_sliced_calls
+        for residual_flow in (
+            each
+            for each in sharding.model_spec.residual_flows
+            if each.block_call in sharding.sequence_sliced_calls
         ):
-            counts = [deal.num_padded_tokens(passage.num_tokens, index) for index in range(deal.num_ranks)]
+            counts = [
+                sequence_sharding.num_padded_tokens(residual_flow.num_tokens, index)
+                for index in range(sequence_sharding.num_ranks)
+            ]
             if any(count % ranks for count in counts):
-                text = f"{passage.num_tokens} tokens are dealt to {' x '.join(space.token_axes)} as {', '.join(map(str, counts))}"
-                fix = f"make them a multiple of {2 * deal.num_ranks * ranks}"
+                text = f"{residual_flow.num_tokens} tokens are dealt to {' x '.join(sharding.token_axes)} as {', '.join(map(str, counts))}"
+                fix = f"make them a multiple of {2 * sequence_sharding.num_ranks * ranks}"
                 yield Diagnostic(
                     f"{text}, which do not divide by the {ranks} ranks of {self.axis}", fix, "data.sequence"
                 )
                 return
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
-        """How norms on slices compute, by name."""
+        """The shardings of norms on slices, by layer name."""
         norms = [
             call
             for call in sharding.model_spec.layer_calls
@@ -146,45 +152,44 @@ class SequenceParallel(Strategy):
         return program.edit(lambda actions: self._insert_stream_comm(actions, sharding, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        space: ShardingPlan = runtime.plan.sharding
-        bind_layers(runtime, self.layer_shardings(space))
-        for passage, first, last in self._stream_borders(space):
+        sharding: ShardingPlan = runtime.plan.sharding
+        bind_layers(runtime, self.layer_shardings(sharding))
+        for residual_flow, first, last in self._stream_borders(sharding):
             runtime.wrap_forward(
-                passage.block_call, partial(_block_with_stream_comm, runtime, passage, first, last)
+                residual_flow.block_call,
+                partial(_block_with_stream_comm, runtime, residual_flow, first, last),
             )
         return {}
 
     def _stream_borders(
-        self, space: ShardingPlan
+        self, sharding: ShardingPlan
     ) -> Iterator[tuple[ResidualFlow, Redistribution | None, Redistribution | None]]:
-        """What becomes of the stream where visits begin or end its slices: where it is taken in, and where it is given out.
-
-        Nothing casts it there.
-        """
         cut, joined = (
             Redistribution(self.axis, I, TOKEN_SHARD, in_param_dtype=True),
             Redistribution(self.axis, TOKEN_SHARD, I, in_param_dtype=True),
         )
-        borders = space.sequence_slice_ends()
-        for passage in space.model_spec.residual_flows:
-            first, last = borders.get(passage.block_call, (False, False))
+        boundaries = sharding.sequence_slice_ends()
+        for residual_flow in sharding.model_spec.residual_flows:
+            first, last = boundaries.get(residual_flow.block_call, (False, False))
             if first or last:
-                yield passage, cut if first else None, joined if last else None
+                yield residual_flow, cut if first else None, joined if last else None
 
-    def _insert_stream_comm(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
-        """`actions`, with the stream put together at the end of forwards, and its gradient at the end of backwards."""
-        rows, met = samples_per_microbatch(actions, space, job), dict[tuple[str, bool], list[Transfer]]()
-        for passage, first, last in self._stream_borders(space):
+    def _insert_stream_comm(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
+        num_samples, met = (
+            samples_per_microbatch(actions, sharding, job),
+            dict[tuple[str, bool], list[Transfer]](),
+        )
+        for residual_flow, first, last in self._stream_borders(sharding):
             numel = (
-                rows
-                * int(passage.num_tokens * local_fraction(space, passage.block_call))
-                * passage.hidden_size
+                num_samples
+                * int(residual_flow.num_tokens * local_fraction(sharding, residual_flow.block_call))
+                * residual_flow.hidden_size
             )
-            if first is not None and passage.input_needs_grad:
-                met[passage.block_call, True] = [*first.adjoint.transfers(numel, space, job, at=1)]
+            if first is not None and residual_flow.input_needs_grad:
+                met[residual_flow.block_call, True] = [*first.adjoint.transfers(numel, sharding, job, at=1)]
             if last is not None:
-                met[passage.block_call, False] = [
-                    *last.transfers(numel, space, job, at=len(space.model_spec.layer_calls))
+                met[residual_flow.block_call, False] = [
+                    *last.transfers(numel, sharding, job, at=len(sharding.model_spec.layer_calls))
                 ]
 
         def crossed(action: Action) -> Action:
@@ -206,76 +211,76 @@ class SequenceParallel(Strategy):
 
 def _block_with_stream_comm(
     runtime: Runtime,
-    passage: ResidualFlow,
+    residual_flow: ResidualFlow,
     first: Redistribution | None,
     last: Redistribution | None,
     inner: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """What a block computes, with the stream cut where it takes it in, put together where it gives it out."""
-    if isinstance(passage.arg, int):
+    if isinstance(residual_flow.arg, int):
         args = (
-            *args[: passage.arg],
-            redistribute(runtime, args[passage.arg], first),
-            *args[passage.arg + 1 :],
+            *args[: residual_flow.arg],
+            redistribute(runtime, args[residual_flow.arg], first),
+            *args[residual_flow.arg + 1 :],
         )
     else:
-        kwargs[passage.arg] = redistribute(runtime, kwargs[passage.arg], first)
+        kwargs[residual_flow.arg] = redistribute(runtime, kwargs[residual_flow.arg], first)
     given = inner(*args, **kwargs)
-    if passage.output_index is None:
+    if residual_flow.output_index is None:
         return redistribute(runtime, given, last)
     several = list(given)
-    several[passage.output_index] = redistribute(runtime, several[passage.output_index], last)
+    several[residual_flow.output_index] = redistribute(runtime, several[residual_flow.output_index], last)
     return type(given)(several)
 
 
-def _sequence_parallel_calls(anatomy: ModelSpec) -> tuple[str, ...]:
-    """The visits through which the stream goes in slices: those with pairs, and norms that it passes just before or behind."""
+def _sequence_parallel_calls(model_spec: ModelSpec) -> tuple[str, ...]:
     known = {
         each.block_call: each
-        for each in anatomy.residual_flows
+        for each in model_spec.residual_flows
         if not each.not_sequence_parallel and "#" not in each.block_call
     }
-    pairs = {call.block_call for call in anatomy.layer_calls if call.role == "rowwise"}
-    found = {visit for visit in known if visit in pairs}
+    pairs = {call.block_call for call in model_spec.layer_calls if call.role == "rowwise"}
+    found = {block_call for block_call in known if block_call in pairs}
     todo = list(found)
     while todo:
-        passage = known[todo.pop()]
-        for visit in (passage.producer, passage.consumer):
-            if visit in known and visit not in found:
-                found.add(visit)
-                todo.append(visit)
-    return tuple(visit for visit in anatomy.block_calls if visit in found)
+        residual_flow = known[todo.pop()]
+        for block_call in (residual_flow.producer, residual_flow.consumer):
+            if block_call in known and block_call not in found:
+                found.add(block_call)
+                todo.append(block_call)
+    return tuple(block_call for block_call in model_spec.block_calls if block_call in found)
 
 
-def _check_single_use(space: ShardingPlan, where: str) -> Iterator[Diagnostic]:
-    """Layers that take in slices in one call, and whole tensors in another."""
+def _check_single_use(sharding: ShardingPlan, location: str) -> Iterator[Diagnostic]:
     taken: dict[str, set[bool]] = {}
-    for call in space.model_spec.layer_calls:
+    for call in sharding.model_spec.layer_calls:
         if call.role in ("colwise", "norm"):
-            taken.setdefault(call.name, set()).add(space.takes_sequence_slices(call))
+            taken.setdefault(call.name, set()).add(sharding.takes_sequence_slices(call))
     both = [name for name, kinds in taken.items() if len(kinds) > 1]
     if both:
         text = f"{both[0]} is called on the stream between pairs and on something else, and its ranks would add up unlike gradients"
         yield Diagnostic(
-            text, 'leave name = "sequence_parallel" out, or give each of the two a layer of its own', where
+            text, 'leave name = "sequence_parallel" out, or give each of the two a layer of its own', location
         )
 
 
-def _check_token_wise(anatomy: ModelSpec, where: str) -> Iterator[Diagnostic]:
-    """Blocks with pairs that cannot run on a slice of the tokens: one fault per reason."""
-    known = {each.block_call: each for each in anatomy.residual_flows}
+def _check_token_wise(model_spec: ModelSpec, location: str) -> Iterator[Diagnostic]:
+    known = {each.block_call: each for each in model_spec.residual_flows}
     reasons: dict[str, tuple[str, str]] = {}
-    for visit in dict.fromkeys(call.block_call for call in anatomy.layer_calls if call.role == "rowwise"):
+    for block_call in dict.fromkeys(
+        call.block_call for call in model_spec.layer_calls if call.role == "rowwise"
+    ):
         why = "what it gives out has another shape than what it takes in, or is not made of it token by token"
-        if visit in known:
-            why = known[visit].not_sequence_parallel
-            why = "it is called more than once" if "#" in visit and not why else why
+        if block_call in known:
+            why = known[block_call].not_sequence_parallel
+            why = "it is called more than once" if "#" in block_call and not why else why
         if why:
-            reasons.setdefault(re.sub(r"\d+", "*", why), (visit, why))
-    for visit, why in reasons.values():
-        text = f"the block '{visit}' cannot run on a slice of the tokens: {why}"
+            reasons.setdefault(re.sub(r"\d+", "*", why), (block_call, why))
+    for block_call, why in reasons.values():
+        text = f"the block '{block_call}' cannot run on a slice of the tokens: {why}"
         yield Diagnostic(
-            text, 'leave name = "sequence_parallel" out, or declare the parts of the block as blocks', where
+            text,
+            'leave name = "sequence_parallel" out, or declare the parts of the block as blocks',
+            location,
         )

@@ -46,9 +46,10 @@ DEPTH_AXIS = "dp_replicate"  # the axis along which squares lie one behind the o
 
 @dataclass(frozen=True)
 class TensorParallel25D(Strategy):
-    """Matrices and the stream divided by width along `axis`, in squares with dp_shard, one square per rank of dp_replicate.
+    """Shards matrices and the stream by width along `axis`, in squares with dp_shard, one per rank of
+    dp_replicate.
 
-    With `again`, what a layer takes in is gathered once more for backward, and not kept.
+    With `regather`, inputs of layers are gathered once more in backward, and not saved.
     """
 
     name: ClassVar[str] = "tensor_parallel"
@@ -58,12 +59,12 @@ class TensorParallel25D(Strategy):
     regather: bool = True
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        where = "strategies.tensor_parallel"
+        location = "strategies.tensor_parallel"
         if self.axis != "tp":
-            yield wrong_axis_diagnostic(self.axis, "matrices", where)
+            yield wrong_axis_diagnostic(self.axis, "matrices", location)
             return
-        yield from check_sharded_once(sharding, self.axis, where)
-        yield from check_roles(sharding, where)
+        yield from check_sharded_once(sharding, self.axis, location)
+        yield from check_roles(sharding, location)
         yield from check_square_mesh(sharding, (ROW_AXIS, self.axis))
         if sharding.mesh.size(DEPTH_AXIS) == 1:
             text = f"there is one square, {sharding.mesh}; needed are several, along {DEPTH_AXIS}"

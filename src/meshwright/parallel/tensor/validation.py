@@ -23,16 +23,16 @@ SHARDED_ROLES = ("colwise", "rowwise", "colwise_gather_output")
 
 
 def wrong_axis_diagnostic(axis: str, what: str, where: str) -> Diagnostic:
-    """What is `divided` is so along tp, and not along `axis`."""
+    """The diagnostic of sharding `what` along another axis than tp."""
     return Diagnostic(f"axis = '{axis}'; {what} are divided along tp", 'write axis = "tp"', f"{where}.axis")
 
 
 def check_sharded_once(sharding: ShardingPlan, axis: str, where: str) -> Iterator[Diagnostic]:
-    """Matrices that another strategy divides along `axis` already."""
+    """Yields matrices that another strategy shards along `axis` already."""
     divided = [
-        home.param.name
-        for home in sharding.param_shardings
-        if axis in home.sliced_dims and home.param.role in SHARDED_ROLES
+        param_sharding.param.name
+        for param_sharding in sharding.param_shardings
+        if axis in param_sharding.sliced_dims and param_sharding.param.role in SHARDED_ROLES
     ]
     if divided:
         text = (
@@ -42,7 +42,7 @@ def check_sharded_once(sharding: ShardingPlan, axis: str, where: str) -> Iterato
 
 
 def check_layer_pairs(model_spec: ModelSpec, where: str) -> Iterator[Diagnostic]:
-    """A model without a pair, and roles that the user declared and that cannot be had."""
+    """Yields a model without a pair of layers, and declared roles that are impossible."""
     wishes = [
         weight
         for weight in model_spec.params
@@ -74,12 +74,12 @@ def check_layer_pairs(model_spec: ModelSpec, where: str) -> Iterator[Diagnostic]
 
 
 def check_units(sharding: ShardingPlan, layer_shardings: LayerShardings) -> Iterator[Diagnostic]:
-    """Weights with fewer units than ranks along an axis, one fault per number of units."""
+    """Yields weights with fewer units than ranks along an axis, one diagnostic per number of units."""
     found: dict[tuple[str, int], list[ParamSpec]] = {}
-    for weight in (home.param for home in sharding.param_shardings):
-        way = find_layer_sharding(layer_shardings, weight.layers[0], weight.role)
-        for axis in way.weight_sides if way else ():
-            cut = weight.split_of_side(way.weight_side(axis, weight)) if way else None
+    for weight in (param_sharding.param for param_sharding in sharding.param_shardings):
+        layer_sharding = find_layer_sharding(layer_shardings, weight.layers[0], weight.role)
+        for axis in layer_sharding.weight_sides if layer_sharding else ():
+            cut = weight.split_of_side(layer_sharding.weight_side(axis, weight)) if layer_sharding else None
             if cut is not None and cut.max_ranks < sharding.mesh.size(axis):
                 found.setdefault((axis, cut.max_ranks), []).append(weight)
     for (axis, units), weights in sorted(found.items()):
@@ -94,12 +94,12 @@ def check_units(sharding: ShardingPlan, layer_shardings: LayerShardings) -> Iter
 
 
 def check_gathered_layers(sharding: ShardingPlan, axis: str) -> Iterator[Diagnostic]:
-    """Layers whose output is gathered, and that give out a number of features that does not divide by the ranks of `axis`."""
+    """Yields layers with gathered outputs whose number of features does not divide by the ranks of `axis`."""
     ranks = sharding.mesh.size(axis)
     for weight in (
-        home.param
-        for home in sharding.param_shardings
-        if home.param.role == "colwise_gather_output" and len(home.param.shape) > 1
+        param_sharding.param
+        for param_sharding in sharding.param_shardings
+        if param_sharding.param.role == "colwise_gather_output" and len(param_sharding.param.shape) > 1
     ):
         cut = weight.split_of_side("out")
         if cut is not None and cut.num_units % ranks:
@@ -124,7 +124,6 @@ def _describe_unit(weight: ParamSpec, units: int) -> str:
 
 
 def _same_rank_count_fix(axis: str, units: int, ranks: int) -> str:
-    """What the same number of ranks could do with fewer along `axis`."""
     fewer = next((size for size in range(min(units, ranks), 1, -1) if ranks % size == 0), 1)
     if fewer == 1:
         return f"; or mesh.{axis} = 1 and mesh.dp_shard = {ranks}, as many ranks"
@@ -132,7 +131,6 @@ def _same_rank_count_fix(axis: str, units: int, ranks: int) -> str:
 
 
 def _group_by_reason(weights: Iterable[ParamSpec]) -> dict[tuple[str, str], list[ParamSpec]]:
-    """`weights` by the pattern of their layer and why they stay whole."""
     found: dict[tuple[str, str], list[ParamSpec]] = {}
     for weight in weights:
         layer = LAYER_NUMBER.sub("*", weight.name).rpartition(".")[0]

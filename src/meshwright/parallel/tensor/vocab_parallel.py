@@ -61,16 +61,16 @@ VOCAB_ROLES = ("embedding", "lm_head")
 
 @dataclass(frozen=True)
 class VocabParallel(Strategy):
-    """Tables and heads divided by words along `axis`."""
+    """Shards embeddings and heads by vocabulary along `axis`."""
 
     name: ClassVar[str] = "vocab_parallel"
     phase: ClassVar[StrategyPhase] = "shard"
     axis: str = "tp"
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        where = "strategies.vocab_parallel"
+        location = "strategies.vocab_parallel"
         if self.axis != "tp":
-            yield wrong_axis_diagnostic(self.axis, "words", where)
+            yield wrong_axis_diagnostic(self.axis, "words", location)
             return
         if not can_shard_vocab(sharding.model_spec, 1):
             found = {
@@ -82,11 +82,11 @@ class VocabParallel(Strategy):
             text = f"{sharding.model_spec.name} has no table and no head that can be divided by words" + (
                 f" ({kept})" if kept else ""
             )
-            yield Diagnostic(text, "leave the strategy out; they stay whole on every rank", where)
+            yield Diagnostic(text, "leave the strategy out; they stay whole on every rank", location)
         yield from check_units(sharding, self.layer_shardings(sharding))
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
-        """How layers compute, by role; the stream lies where the space says."""
+        """The layer shardings by role; the stream has the placement of `sharding`."""
         calls, compute = (
             sharding.global_plan.model_spec.layer_calls,
             linear if sharding.num_loss_chunks == 1 else _linear_without_comm,
@@ -108,10 +108,10 @@ class VocabParallel(Strategy):
         }
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        ways = self.layer_shardings(sharding)
+        layer_shardings = self.layer_shardings(sharding)
 
-        def divided(home: ParamSharding) -> ParamSharding:
-            return shard_param(home, ways)
+        def divided(param_sharding: ParamSharding) -> ParamSharding:
+            return shard_param(param_sharding, layer_shardings)
 
         if sharding.model_spec.logits is not None:
             sharding = sharding.with_logits_placement(self.axis, WIDTH_SHARD)
@@ -124,34 +124,37 @@ class VocabParallel(Strategy):
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        space: ShardingPlan = runtime.plan.sharding
-        ways = dict(self.layer_shardings(space))
-        whole = [home.param for home in space.global_plan.param_shardings]
+        sharding: ShardingPlan = runtime.plan.sharding
+        layer_shardings = dict(self.layer_shardings(sharding))
+        whole = [param_sharding.param for param_sharding in sharding.global_plan.param_shardings]
         named = {name: weight for weight in whole for name in weight.names}
         for layer in dict.fromkeys(
-            call.name for call in space.model_spec.layer_calls if call.role == "embedding"
+            call.name for call in sharding.model_spec.layer_calls if call.role == "embedding"
         ):
             weight = named[f"{layer}.weight"]
             words = (
-                range(*space.slice_range(weight.name, self.axis)),
+                range(*sharding.slice_range(weight.name, self.axis)),
                 weight.dim_split(0).num_units,
             )  # rows, whatever the head calls them
-            ways[layer] = replace(ways["embedding"], compute=partial(_embed_local_rows, *words))
-        bind_layers(runtime, ways)
+            layer_shardings[layer] = replace(
+                layer_shardings["embedding"], compute=partial(_embed_local_rows, *words)
+            )
+        bind_layers(runtime, layer_shardings)
         return {}
 
-    def _insert_loss_gathers(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
-        """`actions`, LOSS with the numbers that ranks tell each other of each token."""
-        logits = space.model_spec.logits
+    def _insert_loss_gathers(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
+        logits = sharding.model_spec.logits
         if logits is None:
             return actions
         dtype = "float64" if job.precision.compute == "float64" else "float32"
-        each = samples_per_microbatch(actions, space, job) * logits.num_reduced_values * FLOAT_NBYTES[dtype]
-        told = (
-            Transfer("all_gather", (self.axis,), each * size, dtype=dtype)
-            for size in chunk_sizes(num_local_logit_tokens(space), space.num_loss_chunks)
+        each = (
+            samples_per_microbatch(actions, sharding, job) * logits.num_reduced_values * FLOAT_NBYTES[dtype]
         )
-        inner = tuple(told)
+        gathered = (
+            Transfer("all_gather", (self.axis,), each * size, dtype=dtype)
+            for size in chunk_sizes(num_local_logit_tokens(sharding), sharding.num_loss_chunks)
+        )
+        inner = tuple(gathered)
         return [
             replace(action, inner_transfers=(*action.inner_transfers, *inner))
             if action.kind == "LOSS"
@@ -161,7 +164,9 @@ class VocabParallel(Strategy):
 
 
 def can_shard_vocab(model_spec: ModelSpec, num_ranks: int) -> bool:
-    """Whether the model has a table or a head that can be divided by words among so many ranks."""
+    """Whether the model has an embedding or a head that can be sharded by vocabulary over `num_ranks`
+    ranks.
+    """
     words = [
         weight.split_of_side("in" if weight.role == "embedding" else "out")
         for weight in model_spec.params
@@ -171,7 +176,7 @@ def can_shard_vocab(model_spec: ModelSpec, num_ranks: int) -> bool:
 
 
 def unsharded_vocab_notes(model_spec: ModelSpec) -> Iterator[str]:
-    """What to say of tables and heads that no rank can have a part of, by words, and why."""
+    """Yields a note on each embedding and head that is not sharded by vocabulary, with the reason."""
     kept = [
         weight
         for weight in model_spec.params
@@ -185,14 +190,12 @@ def unsharded_vocab_notes(model_spec: ModelSpec) -> Iterator[str]:
 def _linear_without_comm(
     runtime: Runtime, module: nn.Module, held: ParamTensors, x: torch.Tensor
 ) -> torch.Tensor:
-    """The product, with nothing beside it: the loss makes it."""
     return F.linear(x, held["weight"], held.get("bias"))
 
 
 def _embed_local_rows(
     words: range, total: int, runtime: Runtime, module: nn.Module, held: ParamTensors, ids: torch.Tensor
 ) -> torch.Tensor:
-    """The rows of `words`, which this rank has of `total`, and zeros for the others. An id that is no word fails as ever."""
     table = cast(nn.Embedding, module)
     padding, elsewhere = (
         table.padding_idx,

@@ -20,9 +20,9 @@ from meshwright.planner.search.search import Candidate, SearchResult
 # of a step, by what a reader can change
 TIME_CATEGORIES = {
     "compute": "computing",
-    "tensor": "communication within layers",
-    "waiting": "the bubble along pp",
-    "copies": "communication of copies",
+    "tp_comm": "communication within layers",
+    "pipeline_wait": "the bubble along pp",
+    "dp_comm": "communication of copies",
     "optimizer": "the optimizer",
     "fixed": "what every step takes",
 }
@@ -30,11 +30,11 @@ TIME_CATEGORIES = {
 MEMORY_CATEGORIES = {
     "weights": ("weights",),
     "gradients": ("gradients",),
-    "moments": ("moments",),
-    "activations": ("activations", "inside"),
-    "gathered": ("gathered",),
+    "optimizer_states": ("optimizer_states",),
+    "activations": ("activations", "block_backward"),
+    "gathered": ("gathered_params",),
     "loss": ("logits",),
-    "margin": ("gaps", "context"),
+    "margin": ("fragmentation", "driver_context"),
 }
 
 
@@ -66,7 +66,12 @@ def to_gib(nbytes: float) -> float:
     return nbytes / 2**30
 
 
-def search_view(request: SearchRequest, result: SearchResult, budget: TrainingBudget, alternatives: SearchAlternatives = NO_ALTERNATIVES) -> RenderableType:
+def search_view(
+    request: SearchRequest,
+    result: SearchResult,
+    budget: TrainingBudget,
+    alternatives: SearchAlternatives = NO_ALTERNATIVES,
+) -> RenderableType:
     """All of it."""
     best = result.best[0]
     return Group(
@@ -82,11 +87,20 @@ def search_view(request: SearchRequest, result: SearchResult, budget: TrainingBu
         _memory_table(result),
         "",
         *(Text(line) for line in ranking_reasons(request, result, alternatives)),
-        *(["", Text(_cost_text(request, best, budget)), _cost_table(request, result, budget)] if budget.num_tokens else []),
+        *(
+            ["", Text(_cost_text(request, best, budget)), _cost_table(request, result, budget)]
+            if budget.num_tokens
+            else []
+        ),
     )
 
 
-def search_dict(request: SearchRequest, result: SearchResult, budget: TrainingBudget, alternatives: SearchAlternatives = NO_ALTERNATIVES) -> dict[str, Any]:
+def search_dict(
+    request: SearchRequest,
+    result: SearchResult,
+    budget: TrainingBudget,
+    alternatives: SearchAlternatives = NO_ALTERNATIVES,
+) -> dict[str, Any]:
     """The same as plain values: the scenario, and a row per layout with seconds and bytes by where they go."""
     return {
         "shape": asdict(request.shape),
@@ -102,13 +116,19 @@ def search_dict(request: SearchRequest, result: SearchResult, budget: TrainingBu
 
 def _devices(request: SearchRequest, alternatives: SearchAlternatives) -> str:
     several = len(alternatives.machines) > 1  # then the machine's name has the numbers
-    return request.machine.device.name if several else f"{request.machine.num_devices} {request.machine.device.name}"
+    return (
+        request.machine.device.name
+        if several
+        else f"{request.machine.num_devices} {request.machine.device.name}"
+    )
 
 
 def memory_scenario(request: SearchRequest, machines: Sequence[Machine] = ()) -> str:
     """Which of the three it is (on each device, on one at least, not even a layer on the largest), and what follows."""
     one = ParallelConfig(micro_batch=1, num_microbatches=request.batch)
-    rooms = sorted(to_gib(USABLE_MEMORY_FRACTION * each.device.memory) for each in machines or [request.machine])
+    rooms = sorted(
+        to_gib(USABLE_MEMORY_FRACTION * each.device.memory) for each in machines or [request.machine]
+    )
     least, most = rooms[0], rooms[-1]
     whole = to_gib(estimate_memory(request.shape, one).total)
     if whole <= least:
@@ -144,7 +164,9 @@ def _oversized_parts(shape: ModelShape, held: MemoryEstimate, most: float) -> st
     return f"{text}. To be divided: {' and '.join(over) or 'any of these, as none is too much alone'}."
 
 
-def ranking_reasons(request: SearchRequest, result: SearchResult, alternatives: SearchAlternatives = NO_ALTERNATIVES) -> Iterator[str]:
+def ranking_reasons(
+    request: SearchRequest, result: SearchResult, alternatives: SearchAlternatives = NO_ALTERNATIVES
+) -> Iterator[str]:
     """Why the first layout wins, and what costs the others more: computing, the bubble, communication, or memory."""
     best = result.best[0]
     yield f"{result.num_priced} layouts were priced. {config_text(best)} wins: {_time_shares(best)}."
@@ -153,7 +175,10 @@ def ranking_reasons(request: SearchRequest, result: SearchResult, alternatives: 
         longer = f"{more:.1f} % longer" if more >= 0.05 else "as long"
         yield f"{number}. {config_text(other)} takes {longer}: {_differences(best, other)}."
     if alternatives.without_memory_limit is not None:
-        held, saved = alternatives.without_memory_limit.memory, 100 * (1 - alternatives.without_memory_limit.seconds / best.seconds)
+        held, saved = (
+            alternatives.without_memory_limit.memory,
+            100 * (1 - alternatives.without_memory_limit.seconds / best.seconds),
+        )
         text = f"Memory stops {config_text(alternatives.without_memory_limit)}: {saved:.1f} % faster, and {to_gib(held.total):.0f} GiB"
         yield f"{text} of {to_gib(request.usable_memory):.1f}, most of them {_largest_category(held)}."
     if alternatives.swapped_placement_s is not None:
@@ -205,7 +230,9 @@ def _differences(best: Candidate, other: Candidate) -> str:
 
 
 def _largest_category(held: MemoryEstimate) -> str:
-    return max((part for part in MEMORY_CATEGORIES if part != "margin"), key=lambda part: category_nbytes(held, part))
+    return max(
+        (part for part in MEMORY_CATEGORIES if part != "margin"), key=lambda part: category_nbytes(held, part)
+    )
 
 
 def axis_texts(config: ParallelConfig) -> list[str]:
@@ -224,7 +251,11 @@ def config_text(candidate: Candidate) -> str:
         if layout.zero_stage
         else []
     )
-    words += [candidate.schedule + (f" x {layout.virtual_stages}" if layout.virtual_stages > 1 else "")] if candidate.schedule else []
+    words += (
+        [candidate.schedule + (f" x {layout.virtual_stages}" if layout.virtual_stages > 1 else "")]
+        if candidate.schedule
+        else []
+    )
     words += [{"none": "", "attention": "attention rerun", "layers": "layers rerun"}[layout.recompute]]
     words += [_layer_assignment_text(candidate)] if candidate.layer_assignment else []
     words += [f"{layout.num_microbatches:g} x {layout.micro_batch:g} rows"]
@@ -240,7 +271,8 @@ def _attention(config: ParallelConfig) -> str:
 def _layer_assignment_text(each: Candidate) -> str:
     """The layers of ranks along pp, by kind."""
     runs = [
-        (kind, [count for _, count in group]) for kind, group in groupby(each.layer_assignment, key=lambda each: each[0])
+        (kind, [count for _, count in group])
+        for kind, group in groupby(each.layer_assignment, key=lambda each: each[0])
     ]
     said = [
         f"{len(counts)} {kind} of {'/'.join(map(str, sorted(set(counts), reverse=True)))}"
@@ -249,10 +281,14 @@ def _layer_assignment_text(each: Candidate) -> str:
     return f"layers on {', '.join(said)}"
 
 
-def result_row(request: SearchRequest, candidate: Candidate, budget: TrainingBudget, machines: Sequence[Machine] = ()) -> dict[str, Any]:
+def result_row(
+    request: SearchRequest, candidate: Candidate, budget: TrainingBudget, machines: Sequence[Machine] = ()
+) -> dict[str, Any]:
     """What is known of a layout, as plain values: seconds, bytes, shares of the step; days and cost where they are asked for."""
     tokens = request.batch * request.shape.sequence
-    peak = sum(kind.num_devices * kind.peak_flops(candidate.config.dtype) for kind in machines or [request.machine])
+    peak = sum(
+        kind.num_devices * kind.peak_flops(candidate.config.dtype) for kind in machines or [request.machine]
+    )
     said = {
         "layout": asdict(candidate.config),
         "schedule": candidate.schedule,
@@ -289,10 +325,16 @@ def _table(request: SearchRequest, result: SearchResult, kinds: Sequence[Machine
 
 def _cost_table(request: SearchRequest, result: SearchResult, budget: TrainingBudget) -> Table:
     """What so many tokens cost under each layout, and how much of it is waiting."""
-    table = _number_table("", "days", "hours waiting", *(["cost", "of it waiting"] if budget.price_per_device_hour else []))
+    table = _number_table(
+        "", "days", "hours waiting", *(["cost", "of it waiting"] if budget.price_per_device_hour else [])
+    )
     for number, each in enumerate(result.best, start=1):
         said = result_row(request, each, budget)
-        paid = [f"{said[part]:,.0f}" for part in ("cost", "cost_of_waiting")] if budget.price_per_device_hour else []
+        paid = (
+            [f"{said[part]:,.0f}" for part in ("cost", "cost_of_waiting")]
+            if budget.price_per_device_hour
+            else []
+        )
         table.add_row(str(number), f"{said['days']:,.1f}", f"{said['hours_waiting']:,.1f}", *paid)
     return table
 

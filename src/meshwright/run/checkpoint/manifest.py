@@ -230,7 +230,7 @@ def _check_entry(name: str, entry: TensorEntry, files: Mapping[str, ShardFile]) 
         )
     _need(_disjoint(entry.slices), where, "slices overlap")
     missing = prod(entry.shape) - sum(prod(box.shape) for box in entry.slices)
-    _need(missing == 0, where, f"slices are missing: {missing} elements lie in no file")
+    _need(missing == 0, where, f"slices are missing: {missing} elements are in no file")
 
 
 def _inside(start: int, size: int, whole: int) -> bool:

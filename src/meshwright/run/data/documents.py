@@ -71,7 +71,7 @@ def get_chat_template(tokenizer: Tokenizer) -> str:
         text = f"the tokenizer '{tokenizer.name}' has no chat template, and data.chat asks for one"
         raise PlanError(text, fix=fix, location="data.tokenizer") from error
     if not tokenizer.hf_tokenizer.is_fast:
-        text = f"the tokenizer '{tokenizer.name}' cannot say where its tokens lie in a text, so answers cannot be told apart"
+        text = f"the tokenizer '{tokenizer.name}' cannot map its tokens to positions in the text, so answers cannot be located"
         raise PlanError(text, fix="choose one that has a tokenizer.json", location="data.tokenizer")
     return template
 
@@ -122,7 +122,7 @@ def _form_faults(messages: object, where: str) -> Iterator[Diagnostic]:
     roles = [message.get("role") for message in messages]
     if ASSISTANT not in roles:
         said = ", ".join(dict.fromkeys(map(str, roles)))
-        text = f"the conversation has no answer: its roles are {said}, and only '{ASSISTANT}' is learnt"
+        text = f"the conversation has no answer: its roles are {said}, and only '{ASSISTANT}' has labels"
         yield Diagnostic(text, "remove it, or name the answering role 'assistant'", where)
 
 
@@ -299,7 +299,7 @@ def _text(row: Mapping[str, object] | Diagnostic, where: str, column: str) -> st
         kind = "nothing (null)" if text is None else f"a value of type {type(text).__name__}"
         return Diagnostic(
             f"the column '{column}' holds {kind}; needed is a text",
-            "repair the row, or name another column",
+            "repair the row, or choose another column",
             where,
         )
     if "\0" in text:

@@ -1,31 +1,32 @@
-"""Which rank this process is: what launchers say in the environment, normalised in one place.
+"""Finds rank, world size and master address in the environment, for every launcher.
 
-    launcher       rank                   of                      rank on its host             counts
-    torchrun       RANK                   WORLD_SIZE              LOCAL_RANK                   (TORCHELASTIC_RUN_ID is set)
-    environment    RANK                   WORLD_SIZE              LOCAL_RANK                   by hand, Kubeflow 1, Ray Train...
+    launcher       rank                   world size              local rank                   used by
+    torchrun       RANK                   WORLD_SIZE              LOCAL_RANK                   TORCHELASTIC_RUN_ID is set
+    environment    RANK                   WORLD_SIZE              LOCAL_RANK                   by hand, Kubeflow 1, Ray ...
     Open MPI       OMPI_COMM_WORLD_RANK   OMPI_COMM_WORLD_SIZE    OMPI_COMM_WORLD_LOCAL_RANK   mpirun
     PMI            PMI_RANK               PMI_SIZE                MPI_LOCALRANKID              MPICH, Intel MPI
     Kubeflow       PET_NODE_RANK          PET_NNODES              0                            one rank per pod
-    Kubernetes     JOB_COMPLETION_INDEX   WORLD_SIZE              0                            an Indexed Job, one rank per pod
+    Kubernetes     JOB_COMPLETION_INDEX   WORLD_SIZE              0                            Indexed Job: 1 rank per pod
     SLURM          SLURM_PROCID           SLURM_STEP_NUM_TASKS    SLURM_LOCALID                a task of srun
 
-The first of these that speaks wins, the others must agree: say the same rank and world, or have started one
-process per host (srun round torchrun), or one process in all. Anything else is refused with both named,
-because every process of `srun -n 8 torchrun --standalone` would believe that it is alone.
+The first launcher of this table whose variables are set is used. The others must agree with it: the same
+rank and world size, one process per host (srun around torchrun), or one process in all. Anything else is an
+error that names both, because every process of `srun -n 8 torchrun --standalone` would take itself for a job
+of its own.
 
 An allocation is not a rank. SLURM sets SLURM_PROCID=0 and SLURM_NTASKS in a batch script, in `salloc` and in
-an interactive shell; only a step of srun with several tasks, and no terminal of `srun --pty`, makes ranks.
-Likewise the index of a Kubernetes Indexed Job counts only beside WORLD_SIZE: without it the pods are
-independent.
+an interactive shell; only a step of srun with several tasks, and without the terminal of `srun --pty`, makes
+ranks. Likewise the index of a Kubernetes Indexed Job counts only together with WORLD_SIZE: without it the
+pods are independent.
 
-MASTER_ADDR and MASTER_PORT are used where they are set. Otherwise ranks on one host meet on its loopback,
-tasks of SLURM on the first host of the step, on a port that follows from the number of the job; else the
-missing variable is named.
+MASTER_ADDR and MASTER_PORT are used if they are set. Otherwise ranks on one host meet on its loopback, and
+SLURM tasks on the first host of the step, on a port derived from the job id; otherwise the error names the
+missing variable.
 
-SLURM's shorthand for hosts and for counts per host.
+SLURM abbreviates lists of hosts and counts:
 
-rack[1-2]n[03-05,9],login    hosts: rack1n03 first
-4(x2),3                      tasks on each host in turn: 4 4 3
+    rack[1-2]n[03-05,9],login    hosts; the first is rack1n03
+    4(x2),3                      tasks per host: 4 4 3
 """
 
 import re
@@ -309,6 +310,6 @@ def _master(
         fix = "export MASTER_ADDR=<the address of the host of rank 0> on every host"
         fix += "; with mpirun: -x MASTER_ADDR" if claim.launcher == "Open MPI" else ""
         raise PlanError(
-            f"{claim}, and MASTER_ADDR is not set: nobody knows where the ranks meet", fix=fix, location=WHERE
+            f"{claim}, and MASTER_ADDR is not set: the rendezvous address is unknown", fix=fix, location=WHERE
         )
     return address, port

@@ -255,7 +255,7 @@ def _outcome(
         gone = [str(each.rank) for each in ranks if each.process.returncode == 0]
         text += f"\nended before, without an error: rank {', '.join(gone)}" if gone else ""
     others = [str(failure_path(folder, other)) for other in sorted(records) if other != rank]
-    text += f"\nwhat the other ranks said: {', '.join(others)}" if others else ""
+    text += f"\nthe other ranks reported: {', '.join(others)}" if others else ""
     return LaunchResult(1, FirstFailure(rank, text), killed)
 
 
@@ -267,7 +267,7 @@ def _reported(
     first = [] if any(each.process.returncode == -signal.SIGABRT for each in silent) else guesses
     text = "\n".join([*first, said, *(guess for guess in guesses if guess not in first)])
     others = [str(failure_path(folder, other)) for other in sorted(records) if other != record.rank]
-    text += f"\nwhat the other ranks said: {', '.join(others)}" if others else ""
+    text += f"\nthe other ranks reported: {', '.join(others)}" if others else ""
     return FirstFailure(silent[0].rank if first else record.rank, text)
 
 
@@ -276,7 +276,7 @@ def _guessed(each: _Rank) -> str:
     if code < 0:
         text = f"rank {each.rank} was killed by signal {-code} ({signal.strsignal(-code)})"
         if -code == signal.SIGKILL:
-            text += "\nif nobody did this, the system did, for want of memory: lower micro_batch, or use a plan that needs less"
+            text += "\nif no user did this, the system did, because memory ran out: lower micro_batch, or use a plan that needs less"
     else:
         text = f"rank {each.rank} ended with exit code {code} and did not say why"
     if each.log is None:

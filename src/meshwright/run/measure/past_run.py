@@ -41,7 +41,7 @@ TRANSFER_KEYS: Mapping[str, type | UnionType] = {
     "axes": str,
     "bytes": int,
 }  # of an event of a message
-RETRACE_FIX = "trace steps again: --run.trace_steps 3; or remove the folder trace: then one factor stands for computing and sending"
+RETRACE_FIX = "trace steps again: --run.trace_steps 3; or remove the folder trace: then one factor corrects compute and messages"
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _json(text: str, path: Path, fix: str, diagnostics: list[Diagnostic]) -> Any
 def _lacking(document: object, needed: Mapping[str, type | UnionType]) -> str:
     if not isinstance(document, dict):
         keys = f" with {', '.join(needed)}" if needed else ""
-        return f"{json.dumps(document)[:40]} stands where a table{keys} is needed"
+        return f"{json.dumps(document)[:40]} is written where a table{keys} is needed"
     bad = [key for key, kind in needed.items() if not isinstance(document.get(key), kind)]
     given = [f"{key} is {json.dumps(document[key])[:40]}" for key in bad if key in document]
     missing = [f"there is no {key}" for key in bad if key not in document]

@@ -136,7 +136,7 @@ class StepTracer:
             {"name": "process_name", "ph": "M", "pid": self._rank, "args": {"name": f"rank {self._rank}"}}
         ]
         for row in rows:
-            name = names.get(row, f"wire ({row - COMM_ROW + 1})")
+            name = names.get(row, f"comm ({row - COMM_ROW + 1})")
             metadata.append(
                 {"name": "thread_name", "ph": "M", "pid": self._rank, "tid": row, "args": {"name": name}}
             )

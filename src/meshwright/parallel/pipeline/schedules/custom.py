@@ -4,7 +4,7 @@ Why it works: a schedule is nothing but lists, so a list that a user wrote is as
 package makes. It is checked for missing and duplicate actions, simulated, drawn, priced, and only then run.
 All errors are reported at once, each with its row and column; for a deadlock, an arrow shows the root.
 
-    0F0,0F1,0F2,,0B0,,0B1,,0B2         row 1 is rank 0; a cell is stage, kind, micro-batch; an empty cell is a pause
+    0F0,0F1,0F2,,0B0,,0B1,,0B2         row 1 is rank 0; a cell is stage, kind, micro-batch; empty: a pause
     ,1F0,1F1,1B0,1F2,1B1,,1B2,         kinds: F forward, B backward, or its halves I (inputs) and W (weights)
 
     rank of virtual stage s = the row in which its cells stand;  stage of virtual stage s = s
@@ -53,7 +53,7 @@ CELL_FORMAT = "write stage, kind and micro-batch, as in 1F0, where the kind is F
 
 
 class ScheduleCell(NamedTuple):
-    """A slot and where it was written; rows and columns begin at 1."""
+    """An action and its cell in the table; rows and columns begin at 1."""
 
     action: ScheduleAction
     row: int
@@ -61,14 +61,16 @@ class ScheduleCell(NamedTuple):
 
     @property
     def location(self) -> str:
-        """Where it stands, in words."""
+        """The row and column, in words."""
         return f"row {self.row}, column {self.column}"
 
 
 def load_schedule(source: str, num_ranks: int, num_microbatches: int) -> Schedule:
-    """The order that `source` gives, a path of a CSV or `file.py:function`, for as many ranks and micro-batches as the plan has.
+    """The schedule of `source`, a path of a CSV or `file.py:function`, for the plan's numbers of ranks and
+    micro-batches.
 
-    Raises PlanError with everything that is wrong with it.
+    Raises:
+        PlanError: with all errors of the schedule.
     """
     return _checked_schedule(
         _read_source(source, num_ranks, num_microbatches), source, num_ranks, num_microbatches
@@ -76,7 +78,6 @@ def load_schedule(source: str, num_ranks: int, num_microbatches: int) -> Schedul
 
 
 def _read_source(source: str, ranks: int, micros: int) -> Schedule | Sequence[Sequence[str]]:
-    """What `source` says, unread."""
     path, _, function = source.rpartition(":")
     if path.endswith(".py"):
         return _call_function(Path(path), function, ranks, micros)
@@ -92,22 +93,23 @@ def _read_source(source: str, ranks: int, micros: int) -> Schedule | Sequence[Se
 
 
 def is_schedule_source(name: str) -> bool:
-    """Whether `name` is meant as a file with a schedule, not as the name of one."""
+    """Whether `name` is a file with a schedule, not the name of one."""
     return name.endswith(".csv") or ".py:" in name
 
 
 def load_virtual_stages(source: str, num_ranks: int) -> tuple[VirtualStage, ...]:
-    """Where the parts lie that `source` orders; a function is asked for as many micro-batches as there are ranks.
+    """The placement of stages in `source`; a function is called for as many micro-batches as ranks.
 
-    Raises PlanError where it cannot be read, or is for another number of ranks.
+    Raises:
+        PlanError: it cannot be read, or is for another number of ranks.
     """
-    made, faults, _ = _parse(_read_source(source, num_ranks, num_ranks), source, num_ranks)
-    raise_diagnostics(faults)
-    return made.virtual_stages
+    schedule, diagnostics, _ = _parse(_read_source(source, num_ranks, num_ranks), source, num_ranks)
+    raise_diagnostics(diagnostics)
+    return schedule.virtual_stages
 
 
 def file_digest(source: str) -> str:
-    """16 hex digits that name what the file of `source` holds; nothing where there is none."""
+    """16 hex digits of the contents of the file of `source`; "" if there is none."""
     path = _path(source)
     return sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
@@ -117,24 +119,23 @@ def _path(source: str) -> Path:
 
 
 def to_csv(schedule: Schedule) -> str:
-    """`order` as a CSV with a row per rank, without pauses."""
+    """`schedule` as a CSV with a row per rank, without pauses."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(
-        [f"{s.virtual_stage}{s.kind}{s.microbatch}" for s in slots] for slots in schedule.actions
+        [f"{s.virtual_stage}{s.kind}{s.microbatch}" for s in actions] for actions in schedule.actions
     )
     return text.getvalue()
 
 
 def _call_function(path: Path, function: str, ranks: int, micros: int) -> Schedule | Sequence[Sequence[str]]:
-    """What the function returns."""
     try:
-        made = runpy.run_path(str(path))
+        schedule = runpy.run_path(str(path))
     except (Exception, SystemExit) as error:  # one that leaves would end the command without a word
         fix = "repair the file; it must run without side effects"
         raise PlanError(
             f"running {path} {_describe_error(error, path)}", fix=fix, location=SCHEDULE_KEY
         ) from error
-    functions = [name for name, value in made.items() if callable(value) and not name.startswith("_")]
+    functions = [name for name, value in schedule.items() if callable(value) and not name.startswith("_")]
     if function not in functions:
         fix = (
             suggest_name(function, functions)
@@ -143,7 +144,7 @@ def _call_function(path: Path, function: str, ranks: int, micros: int) -> Schedu
         )
         raise PlanError(f"{path} has no function '{function}'", fix=fix, location=SCHEDULE_KEY)
     try:
-        rows = made[function](ranks, micros)
+        rows = schedule[function](ranks, micros)
     except (Exception, SystemExit) as error:
         fix = "repair the function; it takes the numbers of ranks and of micro-batches"
         raise PlanError(
@@ -157,7 +158,6 @@ def _call_function(path: Path, function: str, ranks: int, micros: int) -> Schedu
 
 
 def _describe_error(error: BaseException, path: Path) -> str:
-    """What was raised, and the last line of the file at `path` that led to it."""
     lines = [
         frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
     ]
@@ -176,126 +176,127 @@ def _is_table(rows: object) -> bool:
 def _checked_schedule(
     given: Schedule | Sequence[Sequence[str]], source: str, ranks: int, micros: int
 ) -> Schedule:
-    """The order of `given`. Raises PlanError with everything that is wrong with it."""
-    made, faults, cells = _parse(given, source, ranks)
-    if made.num_microbatches != micros:
-        text = f"{source} is for {made.num_microbatches} micro-batches, and the plan has {micros}"
-        faults.append(
+    schedule, diagnostics, cells = _parse(given, source, ranks)
+    if schedule.num_microbatches != micros:
+        text = f"{source} is for {schedule.num_microbatches} micro-batches, and the plan has {micros}"
+        diagnostics.append(
             Diagnostic(
                 text,
-                f"write it for {micros}, or set the micro-batches to {made.num_microbatches}",
+                f"write it for {micros}, or set the micro-batches to {schedule.num_microbatches}",
                 SCHEDULE_KEY,
             )
         )
-    raise_diagnostics(faults)
+    raise_diagnostics(diagnostics)
     try:
-        simulate(made, StageCosts.uniform(made.num_stages))
+        simulate(schedule, StageCosts.uniform(schedule.num_stages))
     except ScheduleDeadlock as stuck:
         cell = cells[stuck.rank][stuck.action_index]
         fix = "move that cell behind what it waits for, or what it waits for ahead"
         raise PlanError(str(stuck), fix=fix, location=f"{source}, {cell.location}") from stuck
-    return made
+    return schedule
 
 
 def _parse(
     given: Schedule | Sequence[Sequence[str]], source: str, ranks: int
 ) -> tuple[Schedule, list[Diagnostic], list[list[ScheduleCell]]]:
-    """The order of `given`, what is wrong with it as lists, and its cells. Raises PlanError where it cannot be read."""
     if isinstance(given, Schedule):
-        made, cells = (
+        schedule, cells = (
             given,
             [
-                [ScheduleCell(slot, *at) for slot, at in _with_positions(slots, rank)]
-                for rank, slots in enumerate(given.actions)
+                [ScheduleCell(action, *at) for action, at in _with_positions(actions, rank)]
+                for rank, actions in enumerate(given.actions)
             ],
         )
     else:
-        cells, faults = _parse_cells(given)
-        faults += _check_rows(cells)
+        cells, diagnostics = _parse_cells(given)
+        diagnostics += _check_rows(cells)
         raise_diagnostics(
-            fault
-            if fault.location == SCHEDULE_KEY
-            else replace(fault, location=f"{source}, {fault.location}")
-            for fault in faults
+            diagnostic
+            if diagnostic.location == SCHEDULE_KEY
+            else replace(diagnostic, location=f"{source}, {diagnostic.location}")
+            for diagnostic in diagnostics
         )
-        made = _schedule_from_cells(cells)
-    faults = [Diagnostic(text, "add, move or remove the cells", source) for text in made.errors()]
-    if made.num_ranks != ranks:
-        rows = f"{made.num_ranks} row{'s' * (made.num_ranks != 1)}"
-        faults.append(
+        schedule = _schedule_from_cells(cells)
+    diagnostics = [Diagnostic(text, "add, move or remove the cells", source) for text in schedule.errors()]
+    if schedule.num_ranks != ranks:
+        rows = f"{schedule.num_ranks} row{'s' * (schedule.num_ranks != 1)}"
+        diagnostics.append(
             Diagnostic(
                 f"{source} has {rows}, and the pipeline {ranks} ranks", "write a row per rank", SCHEDULE_KEY
             )
         )
-    return made, faults, cells
+    return schedule, diagnostics, cells
 
 
 def _with_positions(
-    slots: Sequence[ScheduleAction], rank: int
+    actions: Sequence[ScheduleAction], rank: int
 ) -> Iterator[tuple[ScheduleAction, tuple[int, int]]]:
-    yield from ((slot, (rank + 1, at)) for at, slot in enumerate(slots, start=1))
+    yield from ((action, (rank + 1, at)) for at, action in enumerate(actions, start=1))
 
 
 def _parse_cells(rows: Sequence[Sequence[str]]) -> tuple[list[list[ScheduleCell]], list[Diagnostic]]:
-    """The cells that order something, row by row, and what cannot be read."""
     cells: list[list[ScheduleCell]] = []
-    faults: list[Diagnostic] = []
+    diagnostics: list[Diagnostic] = []
     for number, row in enumerate(rows, start=1):
         cells.append([])
         for column, text in enumerate(row, start=1):
             pair = OVERLAP_PATTERN.fullmatch(text.strip())
-            for part in pair[1].split(";") if pair else [text]:
-                found = CELL_PATTERN.fullmatch(part.strip())
+            for stage in pair[1].split(";") if pair else [text]:
+                found = CELL_PATTERN.fullmatch(stage.strip())
                 if found:
-                    slot = ScheduleAction(cast("PassKind", found[2]), int(found[1]), int(found[3]))
-                    cells[-1].append(ScheduleCell(slot, number, column))
-                elif part.strip() and not DERIVED_CELL_PATTERN.fullmatch(part.strip()):
-                    faults.append(
+                    action = ScheduleAction(cast("PassKind", found[2]), int(found[1]), int(found[3]))
+                    cells[-1].append(ScheduleCell(action, number, column))
+                elif stage.strip() and not DERIVED_CELL_PATTERN.fullmatch(stage.strip()):
+                    diagnostics.append(
                         Diagnostic(
-                            f"'{part.strip()}' is no act of a rank",
+                            f"'{stage.strip()}' is no act of a rank",
                             CELL_FORMAT,
                             f"row {number}, column {column}",
                         )
                     )
-    if len(faults) > MAX_REPORTED:  # a table in another spelling
-        more = len(faults) - MAX_REPORTED
-        faults[MAX_REPORTED:] = [
+    if len(diagnostics) > MAX_REPORTED:  # a table in another spelling
+        more = len(diagnostics) - MAX_REPORTED
+        diagnostics[MAX_REPORTED:] = [
             Diagnostic(
                 f"{more} more cells are no act of a rank, up to the one here",
                 CELL_FORMAT,
-                faults[-1].location,
+                diagnostics[-1].location,
             )
         ]
-    return cells, faults
+    return cells, diagnostics
 
 
 def _check_rows(rows: Sequence[Sequence[ScheduleCell]]) -> list[Diagnostic]:
-    """Stages in two rows, slots that stand twice, numbers of stages that are left out."""
-    faults: list[Diagnostic] = []
-    homes: dict[int, ScheduleCell] = {}
+    diagnostics: list[Diagnostic] = []
+    param_shardings: dict[int, ScheduleCell] = {}
     seen: dict[ScheduleAction, ScheduleCell] = {}
     for cell in (cell for row in rows for cell in row):
-        home, first = homes.setdefault(cell.action.virtual_stage, cell), seen.setdefault(cell.action, cell)
-        if home.row != cell.row:
-            text = f"stage {cell.action.virtual_stage} lies on the rank of row {home.row} already (column {home.column})"
-            faults.append(Diagnostic(text, "keep each stage in one row", cell.location))
+        param_sharding, first = (
+            param_shardings.setdefault(cell.action.virtual_stage, cell),
+            seen.setdefault(cell.action, cell),
+        )
+        if param_sharding.row != cell.row:
+            text = f"stage {cell.action.virtual_stage} lies on the rank of row {param_sharding.row} already (column {param_sharding.column})"
+            diagnostics.append(Diagnostic(text, "keep each stage in one row", cell.location))
         elif first is not cell:
-            faults.append(
+            diagnostics.append(
                 Diagnostic(
                     f"{cell.action} stands in column {first.column} already",
                     "remove one of them",
                     cell.location,
                 )
             )
-    if sorted(homes) != list(range(len(homes))):
-        text = f"the stages are {', '.join(map(str, sorted(homes)))}"
-        faults.append(
-            Diagnostic(text, f"number them 0 .. {len(homes) - 1}, in the order of the model", SCHEDULE_KEY)
+    if sorted(param_shardings) != list(range(len(param_shardings))):
+        text = f"the stages are {', '.join(map(str, sorted(param_shardings)))}"
+        diagnostics.append(
+            Diagnostic(
+                text, f"number them 0 .. {len(param_shardings) - 1}, in the order of the model", SCHEDULE_KEY
+            )
         )
-    return faults
+    return diagnostics
 
 
 def _schedule_from_cells(rows: Sequence[Sequence[ScheduleCell]]) -> Schedule:
-    homes = {cell.action.virtual_stage: cell.row - 1 for row in rows for cell in row}
-    stages = tuple(VirtualStage(homes[stage], stage) for stage in sorted(homes))
+    param_shardings = {cell.action.virtual_stage: cell.row - 1 for row in rows for cell in row}
+    stages = tuple(VirtualStage(param_shardings[stage], stage) for stage in sorted(param_shardings))
     return Schedule(stages, tuple(tuple(cell.action for cell in row) for row in rows))

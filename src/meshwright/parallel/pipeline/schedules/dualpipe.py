@@ -8,13 +8,13 @@ way to the first gradient is half as long for every rank. DualPipeV is the same 
 1 - k of DualPipe do the same, so one is left out and the other has both stages, with one copy of the
 weights.
 
-    p = 4, m = 8    rank 0   F0  F1  F2  F0' I0' W0' F1' F3  B1' F2' B0  ...     0 .. 3 go up, 0' .. 3' (4 .. 7) down
-                    rank 1   F0  F0' F1  F1' F2  B0' F2' B0  F3  B1' F3' ...     B: I and W in one
-                    rank 2   F0' F0  F1' F1  F2' B0  F2  B0' F3' B1  F3  ...     adjacent F and B may run as one
-                    rank 3   F0' F1' F2' F0  I0  W0  F1  F3' B1  F2  B0' ...
+    p = 4, m = 8   rank 0   F0  F1  F2  F0' I0' W0' F1' F3  B1' F2' B0  ...   0 .. 3 go up, 0' .. 3' (4 .. 7) down
+                   rank 1   F0  F0' F1  F1' F2  B0' F2' B0  F3  B1' F3' ...   B: I and W in one
+                   rank 2   F0' F0  F1' F1  F2' B0  F2  B0' F3' B1  F3  ...   adjacent F and B may run as one
+                   rank 3   F0' F1' F2' F0  I0  W0  F1  F3' B1  F2  B0' ...
 
-    ranks that turn round: h = p / 2 (DualPipe, F, I and W of a stage), h = p (DualPipeV, of one of two stages)
-    idle time = (h - 1) (FB + I + W - 3 W)    if a pair is one action of FB = F + I + W and both end together (F <= I)
+    ranks that turn round: h = p / 2 (DualPipe, F, I and W of a stage), h = p (DualPipeV, one of two)
+    idle time = (h - 1) (FB + I + W - 3 W)    if a pair is one action of FB = F + I + W (F <= I)
               = (h - 1) (F + I - W)           if B runs behind F, as simulated here (W <= I <= F <= I + W)
     held by a rank = p + 1 micro-batches of a stage (DualPipe), 2 p + 1 of one of two (DualPipeV)
 
@@ -43,21 +43,25 @@ OLDEST_PENDING_W = -1  # in place of a stage: the W that waits longest
 
 
 def dualpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The lists of DualPipe: stage k is part k on rank k, going up, stage p + k is part p - 1 - k on rank k, going down.
+    """The schedule DualPipe. Virtual stage k is stage k on rank k (up), p + k is stage p - 1 - k on rank k
+    (down).
 
-    The first half of the micro-batches goes up; if they are odd, one more does. Raises PlanError for an odd number of ranks.
+    The first half of the micro-batches goes up, one more if they are odd.
+
+    Raises:
+        PlanError: the number of ranks is odd.
     """
     raise_diagnostics(check_dualpipe(num_ranks, num_microbatches))
     up, half, each = (num_microbatches + 1) // 2, num_ranks // 2, max((num_microbatches + 1) // 2, num_ranks)
 
     def slots(rank: int) -> Iterator[ScheduleAction]:
         early, late = (rank, num_ranks + rank) if rank < half else (num_ranks + rank, rank)
-        for kind, stage, micro in _number_microbatches(
+        for kind, stage, microbatch in _number_microbatches(
             _rank_passes(early, late, half, min(rank, num_ranks - 1 - rank), each)
         ):
             upwards = stage < num_ranks
-            if micro < (up if upwards else num_microbatches - up):
-                yield ScheduleAction(kind, stage, micro if upwards else up + micro)
+            if microbatch < (up if upwards else num_microbatches - up):
+                yield ScheduleAction(kind, stage, microbatch if upwards else up + microbatch)
 
     stages = [VirtualStage(rank, rank) for rank in range(num_ranks)] + [
         VirtualStage(rank, num_ranks - 1 - rank) for rank in range(num_ranks)
@@ -66,7 +70,7 @@ def dualpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def dualpipev_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The lists of DualPipeV: part k on rank k, and on rank 2 p - 1 - k after the turn."""
+    """The schedule DualPipeV: stage k on rank k, and on rank 2 p - 1 - k after the turn."""
     raise_diagnostics(check_counts(num_ranks, num_microbatches))
     each = max(num_microbatches, 2 * num_ranks)
     lists = (
@@ -75,12 +79,14 @@ def dualpipev_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     )
     return Schedule(
         v_shaped_placement(num_ranks),
-        tuple(tuple(slot for slot in slots if slot.microbatch < num_microbatches) for slots in lists),
+        tuple(
+            tuple(action for action in actions if action.microbatch < num_microbatches) for actions in lists
+        ),
     )
 
 
 def check_dualpipe(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
-    """Why these counts cannot work for DualPipe; DualPipeV takes any."""
+    """Yields why these counts cannot work for DualPipe; DualPipeV takes any."""
     yield from check_counts(num_ranks, num_microbatches)
     if num_ranks > 0 and num_ranks % 2:
         text = f"{num_ranks} ranks; both directions must meet between two of them, so their number is even"
@@ -89,10 +95,6 @@ def check_dualpipe(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic
 
 
 def _rank_passes(early: int, late: int, half: int, near: int, micros: int) -> Iterator[StagePass]:
-    """(kind, stage) of the rank that is `near` ranks from where its `early` stage begins; W is the oldest that is owed.
-
-    Each stage takes `micros` micro-batches, at least 2 `half`.
-    """
     far = half - 1 - near
     weights: StagePass = ("W", OLDEST_PENDING_W)
     yield from repeat_passes(2 * far, ("F", early))
@@ -107,7 +109,6 @@ def _rank_passes(early: int, late: int, half: int, near: int, micros: int) -> It
 
 
 def _number_microbatches(acts: Iterable[StagePass]) -> Iterator[ScheduleAction]:
-    """The slots of `acts`: the k-th forward and the k-th backward of a stage are those of its micro-batch k."""
     done: Counter[tuple[bool, int]] = Counter()
     owed: deque[ScheduleAction] = deque()
     for kind, stage in acts:

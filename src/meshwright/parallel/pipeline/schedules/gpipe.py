@@ -26,13 +26,19 @@ from meshwright.plan.job.errors import Diagnostic
 
 
 def gpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The lists of `ranks` ranks, a part each: backward in the order of forward, so that the oldest is let go of first."""
+    """The schedule GPipe, one stage per rank; backwards in the order of forwards free the oldest
+    activations first.
+    """
     return Schedule.with_looped_placement(
-        [ScheduleAction(kind, rank, micro) for kind in ("F", "B") for micro in range(num_microbatches)]
+        [
+            ScheduleAction(kind, rank, microbatch)
+            for kind in ("F", "B")
+            for microbatch in range(num_microbatches)
+        ]
         for rank in range(num_ranks)
     )
 
 
 def check_gpipe(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
-    """Why these counts cannot work."""
+    """Yields why these counts cannot work."""
     yield from check_counts(num_ranks, num_microbatches)

@@ -10,8 +10,8 @@ through chunk 0, then the same group through chunk 1, then the next.
     rank 1   .. F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 .. B2 .. B3 ..
 
     bubble = (p - 1) (F + B) / v of time, F and B those of a whole rank, if m >= p
-             (p - 1 + (v - 1) (p - m)) (F + B) / v otherwise: a small group comes round to a rank that waits for it
-    rank 0 holds (v - 1) g + 2 (p - 1) + 1 chunks of micro-batches; g = p: p (1 + (p - 1) / (p v)) times those of a rank
+             (p - 1 + (v - 1) (p - m)) (F + B) / v otherwise: a small group comes round to a waiting rank
+    rank 0 holds (v - 1) g + 2 (p - 1) + 1 chunks of micro-batches; g = p: p (1 + (p - 1) / (p v)) x a rank's
 
 Any number of micro-batches works: m are split into max(1, m // p) groups as even as possible, so no group is
 smaller than p unless m is, and none waits for its own chunk 0. If p divides m these are the groups of g = p
@@ -36,7 +36,7 @@ from meshwright.plan.job.errors import Diagnostic
 
 
 def interleaved_schedule(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 2) -> Schedule:
-    """The lists of `ranks` ranks with `chunks` parts each: part k lies on rank k modulo `ranks`."""
+    """The schedule interleaved 1F1B: stage k on rank k modulo `num_ranks`."""
     sizes = group_sizes(num_ranks, num_microbatches)
     forwards, backwards = (
         list(_chunk_order(sizes, range(num_virtual_stages))),
@@ -50,35 +50,40 @@ def interleaved_schedule(num_ranks: int, num_microbatches: int, num_virtual_stag
         ahead = min((num_virtual_stages - 1) * max(sizes) + hops * (num_ranks - 1 - rank), len(forwards))
         for at in range(ahead + len(backwards)):
             if at < len(forwards):
-                chunk, micro = forwards[at]
-                yield ScheduleAction("F", chunk * num_ranks + rank, micro)
+                chunk, microbatch = forwards[at]
+                yield ScheduleAction("F", chunk * num_ranks + rank, microbatch)
             if at >= ahead:
-                chunk, micro = backwards[at - ahead]
-                yield ScheduleAction("B", chunk * num_ranks + rank, micro)
+                chunk, microbatch = backwards[at - ahead]
+                yield ScheduleAction("B", chunk * num_ranks + rank, microbatch)
 
     return Schedule.with_looped_placement(map(slots, range(num_ranks)), num_virtual_stages)
 
 
 def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
-    """How many micro-batches go round together, group by group: larger ones first, sizes that differ by one at most."""
+    """The numbers of micro-batches that go round together; larger groups first, sizes differ by one at
+    most.
+    """
     count = max(1, num_microbatches // num_ranks)
     each, more = divmod(num_microbatches, count)
     return [each + (group < more) for group in range(count)]
 
 
 def _chunk_order(sizes: Sequence[int], chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(chunk, micro-batch) of one direction, in order: each group through all chunks."""
     first = 0
     for size in sizes:
-        yield from ((chunk, first + micro) for chunk in chunks for micro in range(size))
+        yield from ((chunk, first + microbatch) for chunk in chunks for microbatch in range(size))
         first += size
 
 
 def check_interleaved(
     num_ranks: int, num_microbatches: int, num_virtual_stages: int = 2
 ) -> Iterator[Diagnostic]:
-    """Why these counts cannot work."""
+    """Yields why these counts cannot work."""
     yield from check_counts(num_ranks, num_microbatches, num_virtual_stages)
     if num_ranks == 1 and num_virtual_stages > 1:
         text = f"virtual_stages = {num_virtual_stages} on one rank, which has no one to take turns with"
-        yield Diagnostic(text, "write virtual_stages = 1, or give the pipeline more ranks", f"{PIPELINE_KEY}.virtual_stages")
+        yield Diagnostic(
+            text,
+            "write virtual_stages = 1, or give the pipeline more ranks",
+            f"{PIPELINE_KEY}.virtual_stages",
+        )

@@ -16,8 +16,8 @@ the next: no schedule made here deadlocks if one micro-batch fits.
 
 Filling: the same forwards and input gradients in the same order, with W placed anew.
 
-    before   rank 1   F0  F1  I0  W0  F2  ..  I1  W1  F3  ..  I2  W2        .. idle: the gradient has not arrived
-    after    rank 1   F0  F1  I0  F2  W0  I1  F3  W1  I2  W2                a pending W as soon as the rank would idle
+    before   rank 1   F0  F1  I0  W0  F2  ..  I1  W1  F3  ..  I2  W2        .. idle: no gradient yet
+    after    rank 1   F0  F1  I0  F2  W0  I1  F3  W1  I2  W2                a pending W instead of idling
 
 Each rank keeps the order of its other actions. If it is free and the next of them has all its inputs, it
 runs that; otherwise it runs its oldest pending W, unless the awaited input arrives within `patience` of the
@@ -45,7 +45,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class PriorityRule:
-    """What goes first; see above."""
+    """A priority rule of the list scheduler; see the module."""
 
     kind_priority: str = "IFW"
     forwards_in_flight: float = inf
@@ -55,8 +55,6 @@ class PriorityRule:
 
 @dataclass
 class _GreedyRank:
-    """Where a rank stands: its slots so far, what it holds, and what has been sent to it, with the time of arrival."""
-
     stages: tuple[int, ...]
     memory_limit: float
     free_at: float = 0.0
@@ -75,17 +73,19 @@ def greedy_schedule(
     rule: PriorityRule,
     limits: Sequence[float] = (),
 ) -> Schedule:
-    """The order that `rule` makes of stages with one part each, with at most `limits[rank]` of memory held on each rank.
+    """The schedule that `rule` builds, one virtual stage per stage, with at most `limits[rank]` of memory on
+    each rank.
 
-    A micro-batch must fit: a rank's limit is at least the sum of what its parts hold.
+    A rank's limit is at least the memory of one micro-batch on all its stages.
     """
     return _ListScheduler(virtual_stages, num_microbatches, costs, rule, limits).run()
 
 
 def longest_rank_time(timeline: ScheduleTimeline) -> float:
-    """The longest that a rank takes from its first slot to its last, as published bubble rates count.
+    """The longest time of a rank from its first action to its last, as in published bubble rates.
 
-    It is the time of a step if steps follow each other rank by rank; if all ranks wait for each other in between, `end` is.
+    It is the time of a step if ranks step one by one; if all ranks wait for each other in between, that is
+    `end`.
     """
     return max((spans[-1][1] - spans[0][0] for spans in timeline.spans if spans), default=0.0)
 
@@ -98,8 +98,6 @@ def fits_memory(timeline: ScheduleTimeline, limits: Sequence[float]) -> bool:
 
 
 class _ListScheduler:
-    """The ranks at work, event by event."""
-
     def __init__(
         self,
         stages: Sequence[VirtualStage],
@@ -124,7 +122,7 @@ class _ListScheduler:
         for rank in self.ranks:
             rank.forwards, rank.backwards = dict.fromkeys(rank.stages, 0), dict.fromkeys(rank.stages, 0)
         first = self.ranks[self.rank_of[0]]
-        first.arrival_times.update({("F", 0, micro): 0.0 for micro in range(micros)})
+        first.arrival_times.update({("F", 0, microbatch): 0.0 for microbatch in range(micros)})
         self.events: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(self.ranks))]
 
     def run(self) -> Schedule:
@@ -136,90 +134,87 @@ class _ListScheduler:
         return Schedule(self.stages, tuple(tuple(rank.actions) for rank in self.ranks))
 
     def _turn(self, number: int, rank: _GreedyRank, now: float) -> None:
-        """Let a free rank begin what goes first, or wait."""
         waiting = inf
-        for ready, slot, part in sorted(self._choices(rank), key=self._key):
-            took = self.seconds[slot.kind][part]
+        for ready, action, stage in sorted(self._choices(rank), key=self._key):
+            took = self.seconds[action.kind][stage]
             if ready <= now and waiting >= now + self.rule.patience * took:
-                self._do(number, rank, slot, part, now + took)
+                self._do(number, rank, action, stage, now + took)
                 return
             waiting = min(waiting, ready if ready > now else inf)
         if waiting < inf:
             heappush(self.events, (waiting, number))
 
     def _key(self, choice: tuple[float, ScheduleAction, int]) -> tuple[int, int]:
-        _, slot, part = choice
-        late = slot.kind == "F" and self.rule.deepest_first
-        return self.rule.kind_priority.index(slot.kind), -part if late else part
+        _, action, stage = choice
+        late = action.kind == "F" and self.rule.deepest_first
+        return self.rule.kind_priority.index(action.kind), -stage if late else stage
 
     def _choices(self, rank: _GreedyRank) -> Iterator[tuple[float, ScheduleAction, int]]:
-        """What `rank` can do, or knows when it can."""
         for part in rank.stages:
-            stage, micro = self.stage_of[part], rank.backwards[part]
-            ready = rank.arrival_times.get(("I", part, micro), inf)
-            if ready < inf and micro < rank.forwards[part]:
-                yield ready, ScheduleAction("I", stage, micro), part
-            micro = rank.forwards[part]
-            ready = rank.arrival_times.get(("F", part, micro), inf)
+            stage, microbatch = self.stage_of[part], rank.backwards[part]
+            ready = rank.arrival_times.get(("I", part, microbatch), inf)
+            if ready < inf and microbatch < rank.forwards[part]:
+                yield ready, ScheduleAction("I", stage, microbatch), part
+            microbatch = rank.forwards[part]
+            ready = rank.arrival_times.get(("F", part, microbatch), inf)
             if (
                 ready < inf
-                and micro - rank.backwards[part] < self.caps[part]
-                and self._fits(rank, part, micro)
+                and microbatch - rank.backwards[part] < self.caps[part]
+                and self._fits(rank, part, microbatch)
             ):
-                yield ready, ScheduleAction("F", stage, micro), part
+                yield ready, ScheduleAction("F", stage, microbatch), part
         if rank.pending_w:
             yield 0.0, rank.pending_w[0], self.stages[rank.pending_w[0].virtual_stage].stage
 
-    def _fits(self, rank: _GreedyRank, part: int, micro: int) -> bool:
-        """Whether there is room for the forward, and behind it for what the oldest micro-batch still brings."""
+    def _fits(self, rank: _GreedyRank, stage: int, micro: int) -> bool:
         if rank.memory_limit == inf:
             return True
         oldest = min(rank.forwards.values())
         rest = [other for other in rank.stages if rank.forwards[other] == oldest] if micro > oldest else []
         return rank.memory + sum(
-            self.costs.activation_memory[each] for each in (part, *rest)
+            self.costs.activation_memory[each] for each in (stage, *rest)
         ) <= rank.memory_limit * (1 + ROUNDING)
 
-    def _do(self, number: int, rank: _GreedyRank, slot: ScheduleAction, part: int, end: float) -> None:
-        rank.actions.append(slot)
+    def _do(self, number: int, rank: _GreedyRank, action: ScheduleAction, stage: int, end: float) -> None:
+        rank.actions.append(action)
         rank.free_at = end
         heappush(self.events, (end, number))
-        held = self.costs.activation_memory[part] if self.costs.activation_memory else 0.0
-        late = self.costs.weight_grad_memory[part] if self.costs.weight_grad_memory else 0.0
-        if slot.kind == "W":
+        held = self.costs.activation_memory[stage] if self.costs.activation_memory else 0.0
+        late = self.costs.weight_grad_memory[stage] if self.costs.weight_grad_memory else 0.0
+        if action.kind == "W":
             rank.pending_w.popleft()
             rank.memory -= late
-        elif slot.kind == "I":
-            rank.backwards[part] += 1
-            rank.pending_w.append(ScheduleAction("W", slot.virtual_stage, slot.microbatch))
+        elif action.kind == "I":
+            rank.backwards[stage] += 1
+            rank.pending_w.append(ScheduleAction("W", action.virtual_stage, action.microbatch))
             rank.memory += late - held
-            self._send(number, "I", part - 1, slot.microbatch, end)
+            self._send(number, "I", stage - 1, action.microbatch, end)
         else:
-            rank.forwards[part] += 1
+            rank.forwards[stage] += 1
             rank.memory += held
-            if part + 1 < self.num_parts:
-                self._send(number, "F", part + 1, slot.microbatch, end)
+            if stage + 1 < self.num_parts:
+                self._send(number, "F", stage + 1, action.microbatch, end)
             else:
-                rank.arrival_times["I", part, slot.microbatch] = end
+                rank.arrival_times["I", stage, action.microbatch] = end
 
-    def _send(self, source: int, kind: str, part: int, micro: int, end: float) -> None:
-        if part >= 0:
-            target = self.rank_of[part]
+    def _send(self, source: int, kind: str, stage: int, micro: int, end: float) -> None:
+        if stage >= 0:
+            target = self.rank_of[stage]
             arrival = end if target == source else end + self.costs.transfer
-            self.ranks[target].arrival_times[kind, part, micro] = arrival
+            self.ranks[target].arrival_times[kind, stage, micro] = arrival
             heappush(self.events, (arrival, target))
 
 
 def split_backwards(schedule: Schedule) -> Schedule:
-    """`order` with every B as I and W, one behind the other: the gradient for the rank before goes out earlier."""
+    """`schedule` with every B as I and W, one behind the other, so input gradients leave earlier."""
     kinds: Mapping[str, tuple[PassKind, ...]] = {"F": ("F",), "I": ("I",), "W": ("W",), "B": ("I", "W")}
     lists = (
         tuple(
-            ScheduleAction(kind, slot.virtual_stage, slot.microbatch)
-            for slot in slots
-            for kind in kinds[slot.kind]
+            ScheduleAction(kind, action.virtual_stage, action.microbatch)
+            for action in actions
+            for kind in kinds[action.kind]
         )
-        for slots in schedule.actions
+        for actions in schedule.actions
     )
     return Schedule(schedule.virtual_stages, tuple(lists))
 
@@ -227,14 +222,14 @@ def split_backwards(schedule: Schedule) -> Schedule:
 def fill_bubbles(
     schedule: Schedule, costs: StageCosts, limits: Sequence[float], patience: float = 1.0
 ) -> Schedule:
-    """`order`, which has no B, with W placed anew; no rank holds more than `limits[rank]`, if `order` does not."""
+    """`schedule`, which has no B, with W placed anew; no rank holds more than `limits[rank]`, if
+    `schedule` does not.
+    """
     return _BubbleFilling(schedule, costs, limits, patience).run()
 
 
 @dataclass
 class _FillingRank:
-    """Where a rank stands: what is still to do, what it owes, what it has done."""
-
     remaining: deque[ScheduleAction]
     memory_limit: float
     pending_w: deque[ScheduleAction] = field(default_factory=deque)
@@ -244,8 +239,6 @@ class _FillingRank:
 
 
 class _BubbleFilling:
-    """The ranks at work, event by event. What has ended is known by a number: 2 (micro parts + part), a gradient by 1 more."""
-
     def __init__(self, order: Schedule, costs: StageCosts, limits: Sequence[float], patience: float) -> None:
         self.stages, self.parts, self.transfer, self.patience = (
             order.virtual_stages,
@@ -259,8 +252,10 @@ class _BubbleFilling:
         }
         self.held = costs.activation_memory or [0.0] * self.parts
         self.late = costs.weight_grad_memory or [0.0] * self.parts
-        lists = ((slot for slot in slots if slot.kind != "W") for slots in order.actions)
-        self.ranks = [_FillingRank(deque(slots), limit) for slots, limit in zip(lists, limits, strict=True)]
+        lists = ((action for action in actions if action.kind != "W") for actions in order.actions)
+        self.ranks = [
+            _FillingRank(deque(actions), limit) for actions, limit in zip(lists, limits, strict=True)
+        ]
         self.ended: dict[int, tuple[float, int]] = {}
         self.waiting: dict[int, list[int]] = {}
         self.events = [(0.0, rank) for rank in range(order.num_ranks)]
@@ -274,7 +269,6 @@ class _BubbleFilling:
         return Schedule(self.stages, tuple(tuple(rank.actions) for rank in self.ranks))
 
     def _turn(self, number: int, rank: _FillingRank, now: float) -> None:
-        """Let a free rank do the next of its list, or W, or wait."""
         ready, missing = self._ready(number, rank)
         if ready <= now:
             self._do(number, rank, rank.remaining.popleft(), now)
@@ -289,10 +283,9 @@ class _BubbleFilling:
             self.waiting.setdefault(missing, []).append(number)
 
     def _ready(self, number: int, rank: _FillingRank) -> tuple[float, int]:
-        """When the next of the list can begin; if that is not known, what it waits for (-1: nothing, W makes room first)."""
         if not rank.remaining:
             return inf, -1
-        kind, stage, micro = rank.remaining[0]
+        kind, stage, microbatch = rank.remaining[0]
         part = self.part[stage]
         if (
             kind == "F"
@@ -300,7 +293,7 @@ class _BubbleFilling:
             and rank.memory + self.held[part] > rank.memory_limit * (1 + ROUNDING)
         ):
             return inf, -1
-        own, ready = 2 * (micro * self.parts + part), 0.0
+        own, ready = 2 * (microbatch * self.parts + part), 0.0
         for need in (
             (own - 2 if part else None,) if kind == "F" else (own, own + 3 if part + 1 < self.parts else None)
         ):
@@ -312,10 +305,10 @@ class _BubbleFilling:
             ready = max(ready, end if at == number else end + self.transfer)
         return ready, -1
 
-    def _do(self, number: int, rank: _FillingRank, slot: ScheduleAction, now: float) -> None:
-        kind, stage, micro = slot
+    def _do(self, number: int, rank: _FillingRank, action: ScheduleAction, now: float) -> None:
+        kind, stage, microbatch = action
         part = self.part[stage]
-        rank.actions.append(slot)
+        rank.actions.append(action)
         rank.free_at = now + self.seconds[kind][part]
         heappush(self.events, (rank.free_at, number))
         if kind == "W":
@@ -323,8 +316,8 @@ class _BubbleFilling:
             return
         rank.memory += self.held[part] if kind == "F" else self.late[part] - self.held[part]
         if kind == "I":
-            rank.pending_w.append(ScheduleAction("W", stage, micro))
-        given = 2 * (micro * self.parts + part) + (kind == "I")
+            rank.pending_w.append(ScheduleAction("W", stage, microbatch))
+        given = 2 * (microbatch * self.parts + part) + (kind == "I")
         self.ended[given] = rank.free_at, number
         for other in self.waiting.pop(given, ()):
             heappush(self.events, (rank.free_at + (self.transfer if other != number else 0.0), other))

@@ -26,13 +26,17 @@ from meshwright.plan.job.errors import Diagnostic
 
 
 def model_parallel_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The lists of `ranks` ranks, a part each: forward and backward of one micro-batch, then those of the next."""
+    """The schedule without pipelining: forward and backward of one micro-batch, then those of the next."""
     return Schedule.with_looped_placement(
-        [ScheduleAction(kind, rank, micro) for micro in range(num_microbatches) for kind in ("F", "B")]
+        [
+            ScheduleAction(kind, rank, microbatch)
+            for microbatch in range(num_microbatches)
+            for kind in ("F", "B")
+        ]
         for rank in range(num_ranks)
     )
 
 
 def check_model_parallel(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
-    """Why these counts cannot work."""
+    """Yields why these counts cannot work."""
     yield from check_counts(num_ranks, num_microbatches)

@@ -27,7 +27,7 @@ from meshwright.plan.job.errors import Diagnostic
 
 
 def one_f_one_b_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The lists of `ranks` ranks, a part each."""
+    """The schedule 1F1B, one stage per rank."""
     return Schedule.with_looped_placement(
         _rank_actions(rank, min(num_ranks - 1 - rank, num_microbatches), num_microbatches)
         for rank in range(num_ranks)
@@ -35,14 +35,13 @@ def one_f_one_b_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _rank_actions(rank: int, ahead: int, micros: int) -> Iterator[ScheduleAction]:
-    """`ahead` forwards, then pairs of a forward and a backward, then the backwards that are left."""
-    yield from (ScheduleAction("F", rank, micro) for micro in range(ahead))
-    for micro in range(micros - ahead):
-        yield ScheduleAction("F", rank, micro + ahead)
-        yield ScheduleAction("B", rank, micro)
-    yield from (ScheduleAction("B", rank, micro) for micro in range(micros - ahead, micros))
+    yield from (ScheduleAction("F", rank, microbatch) for microbatch in range(ahead))
+    for microbatch in range(micros - ahead):
+        yield ScheduleAction("F", rank, microbatch + ahead)
+        yield ScheduleAction("B", rank, microbatch)
+    yield from (ScheduleAction("B", rank, microbatch) for microbatch in range(micros - ahead, micros))
 
 
 def check_one_f_one_b(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
-    """Why these counts cannot work."""
+    """Yields why these counts cannot work."""
     yield from check_counts(num_ranks, num_microbatches)

@@ -1,11 +1,11 @@
 """The schedules by name: how each is built, how many virtual stages a rank has in it, and what it refuses.
 
-    1f1b, gpipe, model_parallel, zb_*    stage k on rank k
-    interleaved                          stage k on rank k modulo the ranks; `virtual_stages` per rank
-    zb_v, zb_v_half, zb_v_min, dualpipev stage k on rank k, and on 2 ranks - 1 - k behind the turn
-    dualpipe                             stage k on rank k, and on ranks - 1 - k for half of the micro-batches
-    automatic                            stage k on rank k; with virtual_stages = 2 as zb_v, with more as interleaved
-    file.csv, file.py:function           as the file says (custom.py)
+1f1b, gpipe, model_parallel, zb_*    stage k on rank k
+interleaved                          stage k on rank k modulo the ranks; `virtual_stages` per rank
+zb_v, zb_v_half, zb_v_min, dualpipev stage k on rank k, and on 2 ranks - 1 - k behind the turn
+dualpipe                             stage k on rank k, and on ranks - 1 - k for half of the micro-batches
+automatic                            stage k on rank k; virtual_stages = 2: as zb_v; more: as interleaved
+file.csv, file.py:function           as the file says (custom.py)
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,9 +34,10 @@ CountCheck = Callable[[int, int], Iterator[Diagnostic]]
 
 @dataclass(frozen=True)
 class ScheduleEntry:
-    """A way to make lists. `chunks` are the parts per rank, 0 where that is for the plan to say, which has `usual` otherwise.
+    """A schedule of the registry: how it is built, and what it refuses.
 
-    `source` is the file that says what it is, if one does: that says the parts too.
+    `num_virtual_stages` is the number per rank; 0: the plan chooses, `default_virtual_stages` by default.
+    `source` is the file that defines it, if any, which also places the stages.
     """
 
     build: ScheduleBuilder
@@ -46,7 +47,7 @@ class ScheduleEntry:
     source: str = ""
 
     def virtual_stages(self, num_ranks: int, num_virtual_stages: int) -> tuple[VirtualStage, ...]:
-        """Which part lies where, for any number of micro-batches."""
+        """The placement of stages, for any number of micro-batches."""
         if self.source:
             return custom.load_virtual_stages(self.source, num_ranks)
         return self.build(
@@ -54,8 +55,14 @@ class ScheduleEntry:
         ).virtual_stages
 
 
-def _fixed_entry(order: Callable[[int, int], Schedule], refuse: CountCheck, chunks: int = 1) -> ScheduleEntry:
-    return ScheduleEntry(lambda ranks, micros, _chunks, _costs: order(ranks, micros), refuse, chunks)
+def _fixed_entry(
+    schedule: Callable[[int, int], Schedule], refuse: CountCheck, chunks: int = 1
+) -> ScheduleEntry:
+    return ScheduleEntry(
+        lambda num_ranks, num_microbatches, _chunks, _costs: schedule(num_ranks, num_microbatches),
+        refuse,
+        chunks,
+    )
 
 
 SCHEDULES: Mapping[str, ScheduleEntry] = MappingProxyType(
@@ -88,7 +95,7 @@ SCHEDULES: Mapping[str, ScheduleEntry] = MappingProxyType(
 
 
 def find_schedule(name: str) -> ScheduleEntry | None:
-    """The schedule of that name, or the one that a file gives; None where there is none."""
+    """The schedule of that name, or the one of a file; None if there is none."""
     if name in SCHEDULES or not custom.is_schedule_source(name):
         return SCHEDULES.get(name)
 

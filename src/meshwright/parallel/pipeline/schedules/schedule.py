@@ -35,7 +35,7 @@ COMPLETE_COUNTS = (KIND_UNITS["F"] + KIND_UNITS["B"], KIND_UNITS["F"] + KIND_UNI
 
 
 def check_counts(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) -> Iterator[Diagnostic]:
-    """What no schedule can do: no rank, no micro-batch, no part per rank."""
+    """Yields counts that no schedule allows: no rank, no micro-batch, no virtual stage per rank."""
     for count, what, key in (
         (num_ranks, "ranks", "mesh.pp"),
         (num_microbatches, "micro-batches", "micro_batch"),
@@ -48,14 +48,14 @@ def check_counts(num_ranks: int, num_microbatches: int, num_virtual_stages: int 
 def missing_actions(
     done: Mapping[tuple[int, int], int], num_stages: int, microbatches: Sequence[int]
 ) -> Iterator[str]:
-    """What parts have not done of micro-batches, or too often; alike ones in one line."""
+    """Yields actions that are missing or run too often; equal ones of several micro-batches in one line."""
     wrong: dict[tuple[int, int], list[int]] = {}
-    for part in range(num_stages):
-        for micro in microbatches:
-            count = done.get((part, micro), 0)
+    for stage in range(num_stages):
+        for microbatch in microbatches:
+            count = done.get((stage, microbatch), 0)
             if count not in COMPLETE_COUNTS:
-                wrong.setdefault((part, count), []).append(micro)
-    for (part, count), which in wrong.items():
+                wrong.setdefault((stage, count), []).append(microbatch)
+    for (stage, count), which in wrong.items():
         found = (
             "".join(kind * (count // weight % (1 << COUNT_BITS)) for kind, weight in KIND_UNITS.items())
             or "nothing"
@@ -63,11 +63,11 @@ def missing_actions(
         several = (
             f"micro-batches {format_numbers(which)} have" if len(which) > 1 else f"micro-batch {which[0]} has"
         )
-        yield f"{several} {found} in part {part}: needed is one F, and one B or one I and one W"
+        yield f"{several} {found} in part {stage}: needed is one F, and one B or one I and one W"
 
 
 def format_numbers(sorted_numbers: Sequence[int]) -> str:
-    """Rising numbers in words: 0 .. 3, 5, 7 .. 9."""
+    """Ascending numbers as text: 0 .. 3, 5, 7 .. 9."""
     runs: list[list[int]] = []
     for number in sorted_numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -83,7 +83,7 @@ Dependency = tuple[str, int, int]  # (F or I, part, micro)
 
 
 class ScheduleAction(NamedTuple):
-    """One act of a rank: `kind` of the stage with this number, for this micro-batch."""
+    """One action of a rank: a pass of `virtual_stage`, an index into the schedule's, for one micro-batch."""
 
     kind: PassKind
     virtual_stage: int
@@ -94,7 +94,9 @@ class ScheduleAction(NamedTuple):
 
 
 class VirtualStage(NamedTuple):
-    """Where a part of the model runs. Two stages may run the same part, on several ranks, for other micro-batches."""
+    """A stage on a pipeline rank. Two virtual stages may run the same stage, on several ranks, for other
+    micro-batches.
+    """
 
     pp_rank: int
     stage: int
@@ -102,7 +104,7 @@ class VirtualStage(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The stages by number, and the slots of each rank in the order in which it does them."""
+    """The virtual stages by number, and the actions of each rank in order."""
 
     virtual_stages: tuple[VirtualStage, ...]
     actions: tuple[tuple[ScheduleAction, ...], ...]
@@ -111,82 +113,92 @@ class Schedule:
     def with_looped_placement(
         cls, actions: Iterable[Iterable[tuple[PassKind, int, int]]], num_virtual_stages: int = 1
     ) -> "Schedule":
-        """The order of `slots`, a list per rank, where part `k` is stage `k` and lies on rank `k` modulo the ranks."""
-        lists = tuple(tuple(ScheduleAction(*slot) for slot in each) for each in actions)
+        """The schedule of `actions`, a list per rank, with stage k as virtual stage k on rank k modulo the
+        ranks.
+        """
+        lists = tuple(tuple(ScheduleAction(*action) for action in each) for each in actions)
         return cls(
-            tuple(VirtualStage(part % len(lists), part) for part in range(len(lists) * num_virtual_stages)),
+            tuple(
+                VirtualStage(stage % len(lists), stage) for stage in range(len(lists) * num_virtual_stages)
+            ),
             lists,
         )
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of pipeline ranks."""
         return len(self.actions)
 
     @property
     def num_stages(self) -> int:
-        """Into how many parts the model is cut."""
+        """The number of stages of the model."""
         return 1 + max((stage.stage for stage in self.virtual_stages), default=-1)
 
     @property
     def num_microbatches(self) -> int:
-        """How many micro-batches go through."""
-        return len({slot[2] for slots in self.actions for slot in slots})
+        """The number of micro-batches."""
+        return len({action[2] for actions in self.actions for action in actions})
 
     def dependencies_of(self, action: ScheduleAction) -> Iterator[Dependency]:
-        """What must have ended before `slot`, as (F or I, part, micro): B counts as I, which gives the same gradient."""
-        part, micro = self.virtual_stages[action.virtual_stage].stage, action.microbatch
+        """What must end before `action`, as (F or I, stage, micro-batch); B counts as I, which gives the
+        same gradient.
+        """
+        stage, microbatch = self.virtual_stages[action.virtual_stage].stage, action.microbatch
         if action.kind == "F":
-            if part:
-                yield "F", part - 1, micro
+            if stage:
+                yield "F", stage - 1, microbatch
         elif action.kind == "W":
-            yield "I", part, micro
+            yield "I", stage, microbatch
         else:
-            yield "F", part, micro
-            if part + 1 < self.num_stages:
-                yield "I", part + 1, micro
+            yield "F", stage, microbatch
+            if stage + 1 < self.num_stages:
+                yield "I", stage + 1, microbatch
 
     def output_of(self, action: ScheduleAction) -> Dependency | None:
-        """What others may wait for once `slot` has ended; None for W."""
-        part = self.virtual_stages[action.virtual_stage].stage
-        return None if action.kind == "W" else ("F" if action.kind == "F" else "I", part, action.microbatch)
+        """The dependency of others that `action` fulfils; None for W."""
+        stage = self.virtual_stages[action.virtual_stage].stage
+        return None if action.kind == "W" else ("F" if action.kind == "F" else "I", stage, action.microbatch)
 
     def errors(self) -> Iterator[str]:
-        """What is wrong with the lists as lists: slots on the wrong rank, twice, or missing. `play` tells who waits for ever."""
+        """Yields errors of the lists: actions on the wrong rank, duplicate or missing. `simulate` finds
+        deadlocks.
+        """
         stages, parts = self.virtual_stages, self.num_stages
         done: dict[tuple[int, int], int] = {}  # (part, micro) -> how often each kind, as one number
         place: dict[tuple[int, int], int] = {}  # (part, micro) -> the stage that does it
         split: dict[tuple[int, int], set[int]] = {}
-        for rank, slots in enumerate(self.actions):
-            once = dict.fromkeys(slots)
-            if len(once) < len(slots):
+        for rank, actions in enumerate(self.actions):
+            once = dict.fromkeys(actions)
+            if len(once) < len(actions):
                 yield from (
-                    f"rank {rank} does {slot} {n} times" for slot, n in Counter(slots).items() if n > 1
+                    f"rank {rank} does {action} {n} times" for action, n in Counter(actions).items() if n > 1
                 )
-            for kind, stage, micro in once:
+            for kind, stage, microbatch in once:
                 if not 0 <= stage < len(stages):
-                    yield f"rank {rank} does {kind}{micro} of stage {stage}, and there are {len(stages)} stages"
+                    yield f"rank {rank} does {kind}{microbatch} of stage {stage}, and there are {len(stages)} stages"
                     continue
                 at, part = stages[stage]
                 if at != rank:
-                    yield f"rank {rank} does {kind}{micro} of stage {stage}, which lies on rank {at}"
-                key = part, micro
+                    yield f"rank {rank} does {kind}{microbatch} of stage {stage}, which lies on rank {at}"
+                key = part, microbatch
                 done[key] = done.get(key, 0) + KIND_UNITS[kind]
                 if place.setdefault(key, stage) != stage:
                     split.setdefault(key, {place[key]}).add(stage)
-        micros = sorted({micro for _, micro in done})
-        if micros != list(range(len(micros))):
-            yield f"the micro-batches are {format_numbers(micros)}: needed are 0 .. {len(micros) - 1}, each number once"
-        yield from missing_actions(done, parts, micros)
-        for (part, micro), at in sorted(split.items()):
-            yield f"micro-batch {micro} is split in part {part}, over the stages {', '.join(map(str, sorted(at)))}"
+        num_microbatches = sorted({microbatch for _, microbatch in done})
+        if num_microbatches != list(range(len(num_microbatches))):
+            yield f"the micro-batches are {format_numbers(num_microbatches)}: needed are 0 .. {len(num_microbatches) - 1}, each number once"
+        yield from missing_actions(done, parts, num_microbatches)
+        for (part, microbatch), at in sorted(split.items()):
+            yield f"micro-batch {microbatch} is split in part {part}, over the stages {', '.join(map(str, sorted(at)))}"
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Seconds (or any unit) of F, I and W by part; B takes I and W together. `transfer` lies between two ranks.
+    """Seconds (or any unit) of F, I and W by stage; B takes I and W together. `transfer` lies between two
+    ranks.
 
-    Memory in any unit: a part keeps `held` from F to the backward, of which `late` stays from I to W.
+    Memory in any unit: a stage holds `activation_memory` from F to the backward, and `weight_grad_memory` of
+    it from I to W.
     """
 
     forward: Sequence[float]
@@ -206,7 +218,7 @@ class StageCosts:
         transfer: float = 0.0,
         activation_memory: float = 1.0,
     ) -> "StageCosts":
-        """Of equal parts, each of which takes these times and keeps `held` of a micro-batch, all of it until W."""
+        """The costs of equal stages; a micro-batch holds `activation_memory` until W."""
         each = [activation_memory] * num_stages
         return cls(
             [forward] * num_stages,
@@ -218,7 +230,7 @@ class StageCosts:
         )
 
     def seconds(self, kind: PassKind, stage: int) -> float:
-        """How long a slot of this kind takes."""
+        """The time of a pass of this kind."""
         if kind == "F":
             return self.forward[stage]
         return {
@@ -230,7 +242,7 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class ScheduleTimeline:
-    """When each slot of each rank starts and ends, and the most memory that a rank holds."""
+    """The start and end of each action of each rank, and each rank's peak memory."""
 
     schedule: Schedule
     spans: tuple[tuple[tuple[float, float], ...], ...]
@@ -238,23 +250,25 @@ class ScheduleTimeline:
 
     @property
     def end(self) -> float:
-        """When the last slot ends; the first starts at 0."""
+        """The end of the last action; the first starts at 0."""
         return max((spans[-1][1] for spans in self.spans if spans), default=0.0)
 
     def busy_time(self, rank: int) -> float:
-        """How long `rank` works."""
+        """The time that `rank` computes."""
         return sum(end - start for start, end in self.spans[rank])
 
     @property
     def bubble(self) -> float:
-        """The share of the time in which ranks wait, over all of them: (end - work) / end, as published rates are stated."""
+        """The idle share of all ranks' time: (end - work) / end, as in published rates."""
         return 1.0 - sum(map(self.busy_time, range(self.schedule.num_ranks))) / (
             self.end * self.schedule.num_ranks
         )
 
 
 class ScheduleDeadlock(Exception):
-    """Nobody can go on. The message shows where each rank stands; an arrow marks the root: `rank`, at its slot number `at`."""
+    """The ranks wait for each other. The message shows each rank's action; an arrow marks the root:
+    `action_index` of `rank`.
+    """
 
     def __init__(self, text: str, rank: int = 0, action_index: int = 0) -> None:
         super().__init__(text)
@@ -262,15 +276,17 @@ class ScheduleDeadlock(Exception):
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> ScheduleTimeline:
-    """`order`, which has no faults, on paper: every slot as early as its list and what it needs allow.
+    """The timeline of `schedule`, which has no errors: every action runs as early as its list and its
+    dependencies allow.
 
-    Raises Stuck where the lists make ranks wait for each other for ever.
+    Raises:
+        ScheduleDeadlock: the lists make ranks wait for each other.
     """
     paper = _Simulation(schedule, costs)
     while paper.ready:
         paper.advance(paper.ready.pop())
     at = [len(spans) for spans in paper.spans]
-    if at != [len(slots) for slots in schedule.actions]:
+    if at != [len(actions) for actions in schedule.actions]:
         raise _deadlock(schedule, at)
     peaks = tuple(
         max((during for during, _ in memory_over_time(schedule, costs, rank)), default=0.0)
@@ -280,8 +296,6 @@ def simulate(schedule: Schedule, costs: StageCosts) -> ScheduleTimeline:
 
 
 class _Simulation:
-    """How far each rank has come. What has ended is known by a number: 2 (micro parts + part), and 1 more for a gradient."""
-
     def __init__(self, order: Schedule, costs: StageCosts) -> None:
         self.slots, self.parts, self.transfer = order.actions, order.num_stages, costs.transfer
         self.part = [stage.stage for stage in order.virtual_stages]
@@ -294,19 +308,18 @@ class _Simulation:
         self.ready = list(range(order.num_ranks))
 
     def advance(self, rank: int) -> None:
-        """Play `rank` until it waits for another one; those who waited for what it did become ready."""
-        spans, ended, waiting, parts = self.spans[rank], self.ended, self.waiting, self.parts
+        spans, ended, waiting, stages = self.spans[rank], self.ended, self.waiting, self.parts
         free = spans[-1][1] if spans else 0.0
-        for kind, stage, micro in islice(self.slots[rank], len(spans), None):
+        for kind, stage, microbatch in islice(self.slots[rank], len(spans), None):
             part = self.part[stage]
-            own = 2 * (micro * parts + part)
+            own = 2 * (microbatch * stages + part)
             needs: tuple[int, ...] = ()
             if kind == "F":
                 needs = (own - 2,) if part else ()
             elif kind == "W":
                 needs = (own + 1,)
             else:
-                needs = (own, own + 3) if part + 1 < parts else (own,)
+                needs = (own, own + 3) if part + 1 < stages else (own,)
             start = free
             for need in needs:
                 if need not in ended:
@@ -323,7 +336,9 @@ class _Simulation:
 
 
 def memory_over_time(schedule: Schedule, costs: StageCosts, rank: int) -> list[tuple[float, float]]:
-    """What `rank` holds during each of its slots, and after it: F takes when it starts, backwards give back when they end."""
+    """The memory of `rank` during and after each of its actions: F allocates at its start, backwards free
+    at their end.
+    """
     if not costs.activation_memory:
         return []
     late = costs.weight_grad_memory or [0.0] * len(costs.activation_memory)
@@ -339,33 +354,34 @@ def memory_over_time(schedule: Schedule, costs: StageCosts, rank: int) -> list[t
     return found
 
 
-def _deadlock(order: Schedule, at: Sequence[int]) -> ScheduleDeadlock:
-    """Where each rank stands (`at` its slot with this number) and what it waits for."""
+def _deadlock(schedule: Schedule, at: Sequence[int]) -> ScheduleDeadlock:
     stands = {
-        rank: slots[done]
-        for rank, (done, slots) in enumerate(zip(at, order.actions, strict=True))
-        if done < len(slots)
+        rank: actions[done]
+        for rank, (done, actions) in enumerate(zip(at, schedule.actions, strict=True))
+        if done < len(actions)
     }
     ended = {
-        order.output_of(slot) for done, slots in zip(at, order.actions, strict=True) for slot in slots[:done]
+        schedule.output_of(action)
+        for done, actions in zip(at, schedule.actions, strict=True)
+        for action in actions[:done]
     }
     needed = {
-        rank: [need for need in order.dependencies_of(slot) if need not in ended]
-        for rank, slot in stands.items()
+        rank: [need for need in schedule.dependencies_of(action) if need not in ended]
+        for rank, action in stands.items()
     }
     kinds = {
-        order.output_of(slot): slot.kind for slots in order.actions for slot in slots
+        schedule.output_of(action): action.kind for actions in schedule.actions for action in actions
     }  # B where no I gives a gradient
-    root, why = _deadlock_root(order, at, needed)
+    root, why = _deadlock_root(schedule, at, needed)
     lines = ["nobody can go on:"]
-    for rank, slots in enumerate(order.actions):
+    for rank, actions in enumerate(schedule.actions):
         if rank in stands:
             what = " and ".join(
                 f"{kinds.get(need, need[0])}{need[2]} of part {need[1]}" for need in needed[rank]
             )
             arrow = f"  <-- {why}" if rank == root else ""
             lines.append(
-                f"  rank {rank}: slot {at[rank]} of {len(slots)}, {stands[rank]}, waits for {what}{arrow}"
+                f"  rank {rank}: slot {at[rank]} of {len(actions)}, {stands[rank]}, waits for {what}{arrow}"
             )
         else:
             lines.append(f"  rank {rank}: finished")
@@ -373,13 +389,12 @@ def _deadlock(order: Schedule, at: Sequence[int]) -> ScheduleDeadlock:
 
 
 def _deadlock_root(
-    order: Schedule, at: Sequence[int], needed: Mapping[int, Sequence[Dependency]]
+    schedule: Schedule, at: Sequence[int], needed: Mapping[int, Sequence[Dependency]]
 ) -> tuple[int, str]:
-    """The rank at which a standstill begins, and why: from the first rank that waits, along what each waits for."""
     doers: dict[Dependency | None, tuple[int, int]] = {}
     for rank in needed:
-        for index in range(at[rank], len(order.actions[rank])):
-            doers.setdefault(order.output_of(order.actions[rank][index]), (rank, index))
+        for index in range(at[rank], len(schedule.actions[rank])):
+            doers.setdefault(schedule.output_of(schedule.actions[rank][index]), (rank, index))
     path = [min(needed)]
     while path[-1] not in path[:-1]:
         rank = path[-1]
@@ -389,36 +404,42 @@ def _deadlock_root(
             if doers[need][0] == rank:
                 return rank, f"waits for ever: it does that itself, later, in slot {doers[need][1]}"
         path.append(doers[needed[rank][0]][0])
-    circle = path[path.index(path[-1]) : -1]
-    first = circle.index(min(circle))
-    turned = [*circle[first:], *circle[:first], circle[first]]
+    ring = path[path.index(path[-1]) : -1]
+    first = ring.index(min(ring))
+    turned = [*ring[first:], *ring[:first], ring[first]]
     return turned[0], f"waits for ever: {' for '.join(f'rank {rank}' for rank in turned)}"
 
 
 def schedule_spans(timeline: ScheduleTimeline, costs: StageCosts) -> list[list[TimelineSpan]]:
-    """The spans of a schedule on paper. Where a rank is free and waits for a transfer, this is a span of its own."""
-    order = timeline.schedule
+    """The spans of a simulated schedule, to be drawn; a wait for a transfer is a span of its own."""
+    schedule = timeline.schedule
     ended = {
-        order.output_of(slot): (end, rank)
-        for rank, (slots, spans) in enumerate(zip(order.actions, timeline.spans, strict=True))
-        for slot, (_, end) in zip(slots, spans, strict=True)
+        schedule.output_of(action): (end, rank)
+        for rank, (actions, spans) in enumerate(zip(schedule.actions, timeline.spans, strict=True))
+        for action, (_, end) in zip(actions, spans, strict=True)
     }
     rows: list[list[TimelineSpan]] = []
-    for rank, (slots, spans) in enumerate(zip(order.actions, timeline.spans, strict=True)):
-        mine = sorted(number for number, stage in enumerate(order.virtual_stages) if stage.pp_rank == rank)
-        holds = memory_over_time(order, costs, rank) or [(0.0, 0.0)] * len(slots)
+    for rank, (actions, spans) in enumerate(zip(schedule.actions, timeline.spans, strict=True)):
+        mine = sorted(number for number, stage in enumerate(schedule.virtual_stages) if stage.pp_rank == rank)
+        holds = memory_over_time(schedule, costs, rank) or [(0.0, 0.0)] * len(actions)
         row: list[TimelineSpan] = []
         free, now = 0.0, 0.0
-        for slot, (begin, end), (during, after) in zip(slots, spans, holds, strict=True):
+        for action, (begin, end), (during, after) in zip(actions, spans, holds, strict=True):
             sent = max(
-                (ended[need][0] for need in order.dependencies_of(slot) if ended[need][1] != rank),
+                (ended[need][0] for need in schedule.dependencies_of(action) if ended[need][1] != rank),
                 default=begin,
             )
             if max(free, sent) < begin:
                 row.append(TimelineSpan("~", max(free, sent), begin, memory=now, memory_after=now))
             row.append(
                 TimelineSpan(
-                    slot.kind, begin, end, slot.microbatch, mine.index(slot.virtual_stage), during, after
+                    action.kind,
+                    begin,
+                    end,
+                    action.microbatch,
+                    mine.index(action.virtual_stage),
+                    during,
+                    after,
                 )
             )
             free, now = end, after

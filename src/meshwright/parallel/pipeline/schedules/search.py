@@ -6,7 +6,7 @@ milliseconds. So all of them are: the named ones, each with W placed anew, those
 many rules, and random changes of the best of these, within a budget.
 
     named schedules ---+--> split, W into the gaps --+
-                       |                             +--> the best that fits --> move actions into its gaps --> result
+                       |                             +--> the best that fits --> move actions into gaps --> result
     rules -------------+--> list scheduler ----------+        ^______________________|  `num_trials` times
 
     bubble = 1 - work of the busiest rank / time of the step         (what no schedule can avoid is not in it)
@@ -69,11 +69,13 @@ KIND_PRIORITIES = ("IFW", "IWF", "FIW")
 def automatic_schedule(
     num_ranks: int, num_microbatches: int, num_virtual_stages: int, costs: StageCosts
 ) -> Schedule:
-    """The lists found where all ranks wait for each other at the end; two parts per rank are folded."""
+    """The best schedule found if all ranks wait for each other at the end; two stages per rank are
+    V-shaped.
+    """
     stages = (
         v_shaped_placement(num_ranks)
         if num_virtual_stages == 2
-        else tuple(VirtualStage(part % num_ranks, part) for part in range(num_ranks * num_virtual_stages))
+        else tuple(VirtualStage(stage % num_ranks, stage) for stage in range(num_ranks * num_virtual_stages))
     )
     return search_schedule(
         num_ranks, num_microbatches, costs, measure=lambda timeline: timeline.end, virtual_stages=stages
@@ -90,15 +92,17 @@ def search_schedule(
     num_trials: int = 200,
     virtual_stages: tuple[VirtualStage, ...] = (),
 ) -> ScheduleTimeline:
-    """The order found for these costs and its times; the number of parts is that of the costs, `ranks` or a multiple of it.
+    """The timeline of the best schedule found for these costs, of `num_ranks` stages or a multiple.
 
     Args:
-        limits: what each rank may hold, in the unit of `costs.held`; nothing: all they want.
-        measure: what shall be least. `longest` if ranks step one by one, `Timeline.end` if they wait for each other.
-        trials: how many changes to the best order are tried.
-        stages: where the parts shall lie; nothing: wherever that is best.
+        limits: memory of each rank, in the unit of `costs.activation_memory`; empty: unlimited.
+        measure: what is minimised: `longest_rank_time` if ranks step one by one, `ScheduleTimeline.end` if
+            they wait.
+        num_trials: random changes of the best schedule.
+        virtual_stages: the placement of stages; empty: the best one.
 
-    Raises PlanError if the counts do not go together or a micro-batch does not fit, with the smallest limits that do.
+    Raises:
+        PlanError: the counts do not match, or one micro-batch does not fit; with the smallest limits that do.
     """
     raise_diagnostics(check_search(num_ranks, num_microbatches, costs, limits))
     room = list(limits) or [inf] * num_ranks
@@ -117,7 +121,7 @@ def search_schedule(
 
 
 def named_schedules(num_ranks: int, num_microbatches: int, num_stages: int) -> Iterator[tuple[str, Schedule]]:
-    """The schedules with names for so many parts, a multiple of the ranks, one stage each."""
+    """The named schedules for that many stages, a multiple of the ranks, one virtual stage each."""
     if num_stages == num_ranks:
         yield "model_parallel", model_parallel.model_parallel_schedule(num_ranks, num_microbatches)
         yield "gpipe", gpipe.gpipe_schedule(num_ranks, num_microbatches)
@@ -139,22 +143,22 @@ def named_schedules(num_ranks: int, num_microbatches: int, num_stages: int) -> I
 def check_search(
     num_ranks: int, num_microbatches: int, costs: StageCosts, limits: Sequence[float] = ()
 ) -> Iterator[Diagnostic]:
-    """Why no order can be found."""
-    parts = len(costs.forward)
+    """Yields why no schedule can be found."""
+    stages = len(costs.forward)
     counts = list(check_counts(num_ranks, num_microbatches))
     yield from counts
     if counts:
         return
-    if parts == 0 or parts % num_ranks:
-        text = f"costs of {parts} parts on {num_ranks} ranks; needed is the same number of parts on each"
+    if stages == 0 or stages % num_ranks:
+        text = f"costs of {stages} parts on {num_ranks} ranks; needed is the same number of parts on each"
         yield Diagnostic(
-            text, f"cut the model into {max(1, round(parts / num_ranks)) * num_ranks} parts", PIPELINE_KEY
+            text, f"cut the model into {max(1, round(stages / num_ranks)) * num_ranks} parts", PIPELINE_KEY
         )
     elif limits and (len(limits) != num_ranks or not costs.activation_memory):
         text = f"{len(limits)} limits for {num_ranks} ranks, with {'' if costs.activation_memory else 'no '}word of what a micro-batch holds"
         yield Diagnostic(text, "give a limit per rank, and costs.held per part", PIPELINE_KEY)
     elif limits:
-        least = [_min_memory(num_ranks, placed, costs) for placed in _placements(num_ranks, parts)]
+        least = [_min_memory(num_ranks, placed, costs) for placed in _placements(num_ranks, stages)]
         if not any(_covers(limits, each) for each in least):
             fewest = min(
                 least,
@@ -172,15 +176,13 @@ def check_search(
             )
 
 
-def _placements(ranks: int, parts: int) -> Iterator[tuple[VirtualStage, ...]]:
-    """Where parts can lie: dealt out in turn, and, if there are two per rank, folded."""
-    yield tuple(VirtualStage(part % ranks, part) for part in range(parts))
-    if parts == 2 * ranks:
+def _placements(ranks: int, stages: int) -> Iterator[tuple[VirtualStage, ...]]:
+    yield tuple(VirtualStage(stage % ranks, stage) for stage in range(stages))
+    if stages == 2 * ranks:
         yield v_shaped_placement(ranks)
 
 
 def _min_memory(ranks: int, stages: Sequence[VirtualStage], costs: StageCosts) -> list[float]:
-    """What one micro-batch holds on each rank when it turns round."""
     return [
         sum(costs.activation_memory[stage.stage] for stage in stages if stage.pp_rank == rank)
         for rank in range(ranks)
@@ -193,9 +195,9 @@ def _covers(limits: Sequence[float], least: Sequence[float]) -> bool:
 
 def _candidates(ranks: int, micros: int, costs: StageCosts, room: Sequence[float]) -> Iterator[Schedule]:
     parts = len(costs.forward)
-    for _, order in named_schedules(ranks, micros, parts):
-        yield order
-        yield from (fill_bubbles(split_backwards(order), costs, room, patience) for patience in (0.5, 1.0))
+    for _, schedule in named_schedules(ranks, micros, parts):
+        yield schedule
+        yield from (fill_bubbles(split_backwards(schedule), costs, room, patience) for patience in (0.5, 1.0))
     for stages in _placements(ranks, parts):
         if room[0] == inf or _covers(room, _min_memory(ranks, stages, costs)):
             yield from (greedy_schedule(stages, micros, costs, rule, room) for rule in _rules(parts // ranks))
@@ -214,7 +216,6 @@ def _rules(chunks: int) -> Iterator[PriorityRule]:
 def _improve(
     best: ScheduleTimeline, costs: StageCosts, room: Sequence[float], measure: TimelineMeasure, trials: int
 ) -> ScheduleTimeline:
-    """`best` with slots moved, as long as that is no worse; the same moves whenever it is called."""
     random = Random(0)
     bound = max(map(best.busy_time, range(best.schedule.num_ranks)))
     for _ in range(trials):
@@ -230,14 +231,14 @@ def _improve(
 
 
 def _move_action(timeline: ScheduleTimeline, random: Random) -> Schedule:
-    """The order with one slot put earlier: into a gap before which it could have begun, or else before its neighbour."""
-    order = timeline.schedule
-    rank = random.choice([rank for rank, slots in enumerate(order.actions) if len(slots) > 1] or [0])
-    slots, spans = list(order.actions[rank]), timeline.spans[rank]
-    gaps = [at for at in range(1, len(slots)) if spans[at][0] > spans[at - 1][1] * (1 + ROUNDING)]
-    to = random.choice(gaps) if gaps and random.random() < 0.7 else random.randrange(max(1, len(slots) - 1))
-    later = min(to + 1 + int(random.expovariate(0.3)), len(slots) - 1)
-    slots.insert(to, slots.pop(later))
+    schedule = timeline.schedule
+    rank = random.choice([rank for rank, actions in enumerate(schedule.actions) if len(actions) > 1] or [0])
+    actions, spans = list(schedule.actions[rank]), timeline.spans[rank]
+    gaps = [at for at in range(1, len(actions)) if spans[at][0] > spans[at - 1][1] * (1 + ROUNDING)]
+    to = random.choice(gaps) if gaps and random.random() < 0.7 else random.randrange(max(1, len(actions) - 1))
+    later = min(to + 1 + int(random.expovariate(0.3)), len(actions) - 1)
+    actions.insert(to, actions.pop(later))
     return Schedule(
-        order.virtual_stages, tuple(chain(order.actions[:rank], [tuple(slots)], order.actions[rank + 1 :]))
+        schedule.virtual_stages,
+        tuple(chain(schedule.actions[:rank], [tuple(actions)], schedule.actions[rank + 1 :])),
     )

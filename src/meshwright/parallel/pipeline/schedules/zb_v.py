@@ -10,14 +10,14 @@ is in flight, and so in memory.
     v       rank 0   F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 w2 F5 I0 W0 f3 i3 w3 ...
             rank 1   .. F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 ...
             rank 2   .. .. F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 ...
-    half,   every 6 actions each rank runs each of F f i I for the next micro-batch, and W in the two that are left;
-    min     a micro-batch goes from rank to rank by 1, 2, 1, 2 actions on its four ways (half), by 1, 1, 1, 1 (min)
+    half,   every 6 actions each rank runs each of F f i I for the next micro-batch, and W in the other two;
+    min     a micro-batch goes from rank to rank by 1, 2, 1, 2 actions on its four ways (half), 1, 1, 1, 1 (min)
 
     idle time of a rank, between its first and last action, F, I and W those of a rank with both stages:
         v     = (p - 1) (F - W)          if F = I >= W: none if all take the same time
         half <= (p - 1) (F + I + W) / 2  if F = I = W: half of that of 1F1B
         min  <= (p - 1) (F + I + W) 2/3
-    held by a rank, in micro-batches of both stages = p (v), floor(p / 2) + 1 (half), ceil((p + 2) / 3) (min); 1F1B: p
+    held by a rank, in micro-batches = p (v), floor(p / 2) + 1 (half), ceil((p + 2) / 3) (min); 1F1B: p
 
 In `half` and `min` the lists are those of the pattern, with W moved to where ranks would be idle if all
 actions took the same time (list_scheduler.py). Any number of micro-batches works: few leave actions out.
@@ -49,7 +49,8 @@ StagePass = tuple[PassKind, int]  # and the part, or the stage
 
 
 class VSchedulePattern(NamedTuple):
-    """How many slots a micro-batch takes from rank to rank on its four ways, and how many it waits before the last three.
+    """The actions a micro-batch takes from rank to rank on its four ways, and its waits before the last
+    three.
 
     The ways are: F down and back, I down and back.
     """
@@ -59,12 +60,12 @@ class VSchedulePattern(NamedTuple):
 
 
 def v_shaped_placement(num_ranks: int) -> tuple[VirtualStage, ...]:
-    """Two parts per rank, down and back again."""
-    return tuple(VirtualStage(min(part, 2 * num_ranks - 1 - part), part) for part in range(2 * num_ranks))
+    """Two stages per rank, on the way down and back."""
+    return tuple(VirtualStage(min(stage, 2 * num_ranks - 1 - stage), stage) for stage in range(2 * num_ranks))
 
 
 def zb_v_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The lists of ZB-V: the memory of 1F1B on every rank, no bubble where all slots take the same time."""
+    """The schedule ZB-V: the memory of 1F1B on every rank, no bubble if all passes take the same time."""
     raise_diagnostics(check_zb_v(num_ranks, num_microbatches))
     return Schedule(
         v_shaped_placement(num_ranks),
@@ -78,39 +79,38 @@ def zb_v_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def zb_v_half_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The lists of V-Half: about half the memory and half the bubble of 1F1B."""
+    """The schedule V-Half: about half the memory and half the bubble of 1F1B."""
     return _repeat_pattern(
         num_ranks, num_microbatches, VSchedulePattern((1, 2, 1, 2), (1, 0, 0) if num_ranks % 2 else (3, 0, 4))
     )
 
 
 def zb_v_min_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The lists of V-Min: about a third of the memory and two thirds of the bubble of 1F1B."""
+    """The schedule V-Min: about a third of the memory and two thirds of the bubble of 1F1B."""
     return _repeat_pattern(
         num_ranks, num_microbatches, VSchedulePattern((1, 1, 1, 1), (0, 0, 0) if num_ranks % 3 else (2, 0, 2))
     )
 
 
 def check_zb_v(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
-    """Why these counts cannot work."""
+    """Yields why these counts cannot work."""
     yield from check_counts(num_ranks, num_microbatches)
 
 
 def repeat_passes(count: int, *acts: StagePass) -> tuple[StagePass, ...]:
-    """These acts, one behind the other, so many times."""
+    """These passes, `count` times."""
     return acts * count
 
 
 def _rank_passes(rank: int, ranks: int, micros: int) -> Iterator[StagePass]:
-    """(kind, part) of ZB-V, one after the other; the k-th of each is that of micro-batch k."""
     down, back = rank, 2 * ranks - 1 - rank
     gradient: tuple[StagePass, ...] = (("F", back), ("I", back), ("W", back))
     ahead = 2 * (ranks - rank) - 1 + rank  # forwards down before the first gradient
     yield from repeat_passes(ahead - rank, ("F", down))
     yield from repeat_passes(rank, ("F", back), ("F", down))
     yield from repeat_passes(ranks - rank, *gradient)
-    for micro in range(micros - ranks):
-        if micro < micros - ahead:
+    for microbatch in range(micros - ranks):
+        if microbatch < micros - ahead:
             yield "F", down
         yield from (("I", down), ("W", down), *gradient)
     yield from repeat_passes(rank, ("I", down), ("I", back))
@@ -120,34 +120,31 @@ def _rank_passes(rank: int, ranks: int, micros: int) -> Iterator[StagePass]:
 
 
 def _first_microbatches(acts: Iterator[StagePass], micros: int) -> tuple[ScheduleAction, ...]:
-    """The slots of `acts` for the first `micros` micro-batches: leaving out whole micro-batches makes nobody wait for ever."""
     done: dict[StagePass, int] = {}
-    slots = []
+    actions = []
     for act in acts:
-        micro = done[act] = done.get(act, -1) + 1
-        if micro < micros:
-            slots.append(ScheduleAction(*act, micro))
-    return tuple(slots)
+        microbatch = done[act] = done.get(act, -1) + 1
+        if microbatch < micros:
+            actions.append(ScheduleAction(*act, microbatch))
+    return tuple(actions)
 
 
 def _repeat_pattern(ranks: int, micros: int, pattern: VSchedulePattern) -> Schedule:
-    """The pattern, once per micro-batch and interval, with W moved to where ranks would wait."""
     raise_diagnostics(check_zb_v(ranks, micros))
     lists = []
     for rank in range(ranks):
         begins = _begin_times(rank, ranks, pattern)
         timed = sorted(
-            (begin + micro * ACTIONS_PER_MICROBATCH, *act, micro)
+            (begin + microbatch * ACTIONS_PER_MICROBATCH, *act, microbatch)
             for act, begin in begins.items()
-            for micro in range(micros)
+            for microbatch in range(micros)
         )
-        lists.append(tuple(ScheduleAction(kind, part, micro) for _, kind, part, micro in timed))
-    order, costs = Schedule(v_shaped_placement(ranks), tuple(lists)), StageCosts.uniform(2 * ranks)
-    return fill_bubbles(order, costs, simulate(order, costs).peak_memory)
+        lists.append(tuple(ScheduleAction(kind, stage, microbatch) for _, kind, stage, microbatch in timed))
+    schedule, costs = Schedule(v_shaped_placement(ranks), tuple(lists)), StageCosts.uniform(2 * ranks)
+    return fill_bubbles(schedule, costs, simulate(schedule, costs).peak_memory)
 
 
 def _begin_times(rank: int, ranks: int, pattern: VSchedulePattern) -> dict[StagePass, int]:
-    """When `rank` does what for micro-batch 0, in slots."""
     down, back, others = rank, 2 * ranks - 1 - rank, ranks - 1
     turn = others * pattern.steps[0] + 1 + pattern.waits[0]
     end = turn + others * pattern.steps[1]  # the last part, on rank 0
@@ -160,18 +157,17 @@ def _begin_times(rank: int, ranks: int, pattern: VSchedulePattern) -> dict[Stage
         ("I", down): again + (others - rank) * pattern.steps[3],
     }
     free = [
-        slot
-        for slot in range(ACTIONS_PER_MICROBATCH)
-        if slot not in {each % ACTIONS_PER_MICROBATCH for each in begins.values()}
+        action
+        for action in range(ACTIONS_PER_MICROBATCH)
+        if action not in {each % ACTIONS_PER_MICROBATCH for each in begins.values()}
     ]
     gradients = (begins["I", down], begins["I", back])
-    soonest = min((_next_free_times(gradients, slots) for slots in permutations(free, 2)), key=sum)
+    soonest = min((_next_free_times(gradients, actions) for actions in permutations(free, 2)), key=sum)
     return {**begins, ("W", down): soonest[0], ("W", back): soonest[1]}
 
 
-def _next_free_times(begins: Sequence[int], slots: Sequence[int]) -> list[int]:
-    """The first times behind `times` that fall into these slots of the interval."""
+def _next_free_times(begins: Sequence[int], actions: Sequence[int]) -> list[int]:
     return [
-        begin + 1 + (slot - begin - 1) % ACTIONS_PER_MICROBATCH
-        for begin, slot in zip(begins, slots, strict=True)
+        begin + 1 + (action - begin - 1) % ACTIONS_PER_MICROBATCH
+        for begin, action in zip(begins, actions, strict=True)
     ]

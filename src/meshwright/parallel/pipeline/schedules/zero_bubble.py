@@ -9,12 +9,12 @@ list scheduling for given times (list_scheduler.py), within twice the memory of 
     H1, p = 3   rank 0   F0 F1 F2 .. .. I0 W0 F3 I1 W1    ...      after I of k, W of k - r and the next F
                 rank 1   .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 ...      p - r forwards ahead
                 rank 2   .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 ...
-    H2, p = 3   rank 0   F0 F1 F2 F3 F4 I0 W0 F5 ...               after I of k, W of k - 2 r; 2 (p - r) - 1 ahead
+    H2, p = 3   rank 0   F0 F1 F2 F3 F4 I0 W0 F5 ...               after I of k, W of k - 2 r
                 rank 1   .. F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 ...
                 rank 2   .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 ...
 
-    idle time of a rank between its first and last action: (p - 1) (F + I - W) (H1), (p - 1) (F + I - 2 W) (H2),
-    about 0 (2p)
+    idle time of a rank between its first and last action: (p - 1) (F + I - W) (H1),
+    (p - 1) (F + I - 2 W) (H2), about 0 (2p)
     held by the fullest rank = p micro-batches (H1), 2 p - 1 (H2), at most 2 p (2p); needs W <= F and W <= I
 
 Later ranks begin and end later: H2 and 2p have no bubble if each rank steps when its own work is done. If a
@@ -58,29 +58,31 @@ PRIORITY_RULES = tuple(
 
 
 def zb_h1_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The lists of ZB-H1: the memory of 1F1B, about a third of its bubble."""
+    """The schedule ZB-H1: the memory of 1F1B, about a third of its bubble."""
     return _handcrafted(num_ranks, num_microbatches, lambda rank: num_ranks - rank, lambda rank: rank)
 
 
 def zb_h2_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The lists of ZB-H2: twice the memory of 1F1B, no bubble where all slots take the same time."""
+    """The schedule ZB-H2: twice the memory of 1F1B, no bubble if all passes take the same time."""
     return _handcrafted(
         num_ranks, num_microbatches, lambda rank: 2 * (num_ranks - rank) - 1, lambda rank: 2 * rank
     )
 
 
 def zb_2p_schedule(num_ranks: int, num_microbatches: int, costs: StageCosts) -> Schedule:
-    """The lists of ZB-2p, made for these costs: no rank holds more than 2 `ranks` micro-batches of its part."""
+    """The schedule ZB-2p for these costs: no rank holds more than 2 `num_ranks` micro-batches of its
+    stage.
+    """
     return zb_schedule_within_memory(num_ranks, num_microbatches, costs, 2 * num_ranks)
 
 
 def zb_schedule_within_memory(
     num_ranks: int, num_microbatches: int, costs: StageCosts, max_microbatches: int
 ) -> Schedule:
-    """The lists in which the busiest rank takes the least time, of those that `RULES`, H1 and H2 give for these costs.
+    """The shortest schedule for these costs, of those of `PRIORITY_RULES`, H1 and H2.
 
-    No rank holds more than `room` micro-batches of its part; ZB-1p is that with `ranks`. Without `costs.held`, a micro-batch
-    keeps one unit until W.
+    No rank holds more than `max_microbatches` micro-batches of its stage; ZB-1p has `num_ranks`. Without
+    `costs.activation_memory`, a micro-batch holds one unit until W.
     """
     raise_diagnostics(check_zero_bubble(num_ranks, num_microbatches))
     if not costs.activation_memory:
@@ -92,8 +94,8 @@ def zb_schedule_within_memory(
         for rule in PRIORITY_RULES
     ]
     timed = [
-        simulate(order, costs)
-        for order in (*hand, *(fill_bubbles(order, costs, limits) for order in hand), *made)
+        simulate(schedule, costs)
+        for schedule in (*hand, *(fill_bubbles(schedule, costs, limits) for schedule in hand), *made)
     ]
     return min(
         (timeline for timeline in timed if fits_memory(timeline, limits)), key=longest_rank_time
@@ -101,14 +103,13 @@ def zb_schedule_within_memory(
 
 
 def check_zero_bubble(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
-    """Why these counts cannot work."""
+    """Yields why these counts cannot work."""
     yield from check_counts(num_ranks, num_microbatches)
 
 
 def _handcrafted(
     ranks: int, micros: int, ahead: Callable[[int], int], late: Callable[[int], int]
 ) -> Schedule:
-    """Lists with `ahead(rank)` forwards before the first gradient and W `late(rank)` micro-batches behind I."""
     raise_diagnostics(check_zero_bubble(ranks, micros))
     return Schedule.with_looped_placement(
         _rank_actions(rank, min(ahead(rank), micros), min(late(rank), micros), micros)
@@ -117,11 +118,11 @@ def _handcrafted(
 
 
 def _rank_actions(rank: int, ahead: int, late: int, micros: int) -> Iterator[ScheduleAction]:
-    yield from (ScheduleAction("F", rank, micro) for micro in range(ahead))
-    for micro in range(micros):
-        yield ScheduleAction("I", rank, micro)
-        if micro >= late:
-            yield ScheduleAction("W", rank, micro - late)
-        if micro + ahead < micros:
-            yield ScheduleAction("F", rank, micro + ahead)
-    yield from (ScheduleAction("W", rank, micro) for micro in range(micros - late, micros))
+    yield from (ScheduleAction("F", rank, microbatch) for microbatch in range(ahead))
+    for microbatch in range(micros):
+        yield ScheduleAction("I", rank, microbatch)
+        if microbatch >= late:
+            yield ScheduleAction("W", rank, microbatch - late)
+        if microbatch + ahead < micros:
+            yield ScheduleAction("F", rank, microbatch + ahead)
+    yield from (ScheduleAction("W", rank, microbatch) for microbatch in range(micros - late, micros))
