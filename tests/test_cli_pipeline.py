@@ -206,7 +206,7 @@ def test_the_report_draws_who_works_when_planned_above_measured(left_alone, fork
             "'layers.7' is not a block call",
             "did you mean 'layers.1'?",
         ),
-        (("--strategies.pipeline.cutz", "[]"), "there is no key 'cutz' here", "did you mean 'cuts'?"),
+        (("--strategies.pipeline.split_pointz", "[]"), "there is no key 'split_pointz' here", "did you mean 'split_points'?"),
         (
             ("--model.source", "model.py:counts"),
             "the buffer 'seen' is written between blocks",

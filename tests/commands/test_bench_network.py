@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.comm.algorithms import PLAIN
+from meshwright.comm.algorithms import FLAT_ALGORITHMS
 from meshwright.commands.bench_network import bench_job, parse_request
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.launch.cluster_env import LauncherEnv, RankEnv
@@ -99,13 +99,13 @@ def test_three_ranks_measure_write_and_show_every_algorithm(tmp_path: Path, fork
     assert (code, err) == (0, ""), err
     cluster = read_cluster(out)
     assert (cluster.ranks, cluster.sizes, cluster.ranks_per_host) == ((3,), (64, 4096, 1 << 16), 0)
-    assert [series.algorithm for series in cluster.measurements] == [str(each) for each in PLAIN]
+    assert [series.algorithm for series in cluster.measurements] == [str(each) for each in FLAT_ALGORITHMS]
     assert cluster.transport in ("gloo", "shared memory")
     assert "auto chose '" in printed
     assert "What lectures say loosely" in printed
     page = (tmp_path / "cluster.html").read_text()
     assert "<script src" not in page
-    assert all(json.dumps(str(each)) in page for each in PLAIN)
+    assert all(json.dumps(str(each)) in page for each in FLAT_ALGORITHMS)
 
 
 @pytest.mark.timeout(240)

@@ -118,7 +118,7 @@ def test_rows_with_more_tokens_than_positions_were_learnt_are_refused(tmp_path: 
     assert model_shape(str(tmp_path), 64).sequence == 64
     with pytest.raises(
         PlanError,
-        match=r"has learnt 64 positions, and rows of 65 tokens are asked for\n.*--sequence 64 at most",
+        match=r"has 64 learned positions, and --sequence 65 is given\n.*--sequence 64 at most",
     ):
         model_shape(str(tmp_path), 65)
 

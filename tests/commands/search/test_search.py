@@ -42,7 +42,7 @@ def test_a_model_in_words_is_planned_and_explained():
     assert "GiB of the fullest rank" in text
     assert all(
         word in text
-        for word in ("weights", "gradients", "moments", "activations", "gathered", "loss", "margin")
+        for word in ("weights", "gradients", "optimizer_states", "activations", "gathered", "loss", "margin")
     )
 
 
@@ -174,10 +174,10 @@ def test_every_kind_that_is_not_known_is_told():
 def test_a_batch_that_no_copies_can_share_is_told():
     with pytest.raises(PlanError, match="a batch of 7 rows on dp 8 copies"):
         run_search(SearchOptions(SMALL, 8, "a100", 7, constraints=("dp=8",)))
-    with pytest.raises(PlanError, match="no mesh of 8 devices takes 7 rows"):
+    with pytest.raises(PlanError, match="no mesh of 8 devices takes 7 samples"):
         run_search(SearchOptions(SMALL, 8, "a100", 7, constraints=("pp=4", "tp=1")))
     with pytest.raises(
-        PlanError, match="7 rows on 2 copies\n  repair: each copy takes as many: choose a batch of 8"
+        PlanError, match="7 samples on 2 copies\n  repair: each copy takes as many: choose a batch of 8"
     ):
         run_search(SearchOptions(SMALL, 8, "a100", 7, constraints=("pp=4", "tp=1")))
 

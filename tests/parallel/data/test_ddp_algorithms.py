@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.comm.algorithms import named
+from meshwright.comm.algorithms import get_algorithm
 from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
@@ -75,7 +75,7 @@ def test_it_equals_one_device_on_two_hosts_and_one_parameter_at_a_time(
 def test_each_message_carries_the_one_algorithm_that_the_rule_picks_for_its_bytes(reading: AnalyzedModel):
     plan = plan_of(reading, 3, (BatchSplit(), NaiveDDP(algorithm=RULE)))
     picked = carried(plan)
-    assert {nbytes: named(name).name for nbytes, name in picked.items()} == {
+    assert {nbytes: get_algorithm(name).name for nbytes, name in picked.items()} == {
         nbytes: "doubling" if nbytes <= 200 else "tree" if nbytes <= 350 else "ring" for nbytes in picked
     }
     assert set(picked.values()) == {"doubling", "tree", "ring"}
@@ -166,7 +166,7 @@ def test_it_equals_one_device_on_processes(
         assert (report.differences, report.num_steps) == ([], 2)
         assert report.digests == results[0][0].digests
         for name, move in sums:
-            assert sent[name] == 2 * 8 * named(move.algorithm).num_sent(ranks, index, move.nbytes // 8)
+            assert sent[name] == 2 * 8 * get_algorithm(move.algorithm).num_sent(ranks, index, move.nbytes // 8)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "tree <= 400 B, else halving"])

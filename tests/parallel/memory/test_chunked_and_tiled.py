@@ -59,8 +59,8 @@ def test_pieces_are_as_alike_as_can_be_and_none_is_empty(count: int, pieces: int
 def test_the_head_hands_on_nothing_and_the_loss_holds_a_tile_three_times():
     usual, tiled = planned(), planned(ChunkedLoss(num_chunks=3))
     assert static_checks(tiled) == []
-    assert held(usual, "F", LAST)["stream"] == 12 * TOKENS * VOCABULARY * 8
-    assert held(tiled, "F", LAST)["stream"] == 0
+    assert held(usual, "F", LAST)["output"] == 12 * TOKENS * VOCABULARY * 8
+    assert held(tiled, "F", LAST)["output"] == 0
     tile, taken, head = (
         2 * 12 * VOCABULARY,
         2 * 12 * WIDTH,
@@ -119,7 +119,7 @@ def test_mlps_keep_nothing_within_and_have_one_tile_in_their_backward():
         )
         for mlp in (1, 3)
     ]
-    usual, tiled = (held(plan, "F", "model.layers.1")["inside"] for plan in plans)
+    usual, tiled = (held(plan, "F", "model.layers.1")["saved activations"] for plan in plans)
     between = next(
         call.saved_numel
         for call in known().model_spec.layer_calls
@@ -139,7 +139,7 @@ def test_a_block_that_is_run_again_has_its_tiles_in_the_second_run_too():
     )
     alone = make_plan(known(), tiny_job(4), Mesh(), (TiledMLP(num_tiles=3),))
     assert static_checks(plan) == []
-    assert held(plan, "RECOMPUTE", "model.layers.1")["inside"] == held(alone, "F", "model.layers.1")["inside"]
+    assert held(plan, "RECOMPUTE", "model.layers.1")["saved activations"] == held(alone, "F", "model.layers.1")["saved activations"]
 
 
 class Scaled(nn.Module):

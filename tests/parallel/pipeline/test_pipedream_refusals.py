@@ -69,7 +69,7 @@ def test_a_loss_of_the_whole_batch_is_refused():
 
 
 def test_wrong_cuts_are_told_in_its_own_name():
-    with pytest.raises(PlanError, match=r"strategies.pipedream.split_points: 2 cuts make 3 parts"):
+    with pytest.raises(PlanError, match=r"strategies.pipedream.split_points: 2 split points make 3 stages"):
         make_plan(
             known(), EACH, Mesh(pp=2), (PipeDream(split_points=("model.layers.1", "model.layers.2")),), 1
         )

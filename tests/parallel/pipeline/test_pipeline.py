@@ -149,7 +149,7 @@ def test_a_gradient_that_is_not_sent_back_is_noticed():
         (Pipeline(schedule="1f2b"), 2, "there is no schedule '1f2b'"),
         (Pipeline(virtual_stages=2), 2, "virtual_stages = 2, and 1f1b has one part per rank"),
         (Pipeline(), 9, "9 ranks for a model that can be cut into 7 parts"),
-        (Pipeline(split_points=("model.layers.1", "model.layers.2")), 2, "2 cuts make 3 parts; needed are 2"),
+        (Pipeline(split_points=("model.layers.1", "model.layers.2")), 2, "2 split points make 3 stages; needed are 2"),
         (Pipeline(split_points=("model.layer.1",)), 2, "'model.layer.1' is not a block call"),
         (Pipeline(), 1, "a pipeline of one rank"),
         (Pipeline(axis="tp"), 2, "layers cannot be put along 'tp'"),
@@ -159,7 +159,7 @@ def test_a_gradient_that_is_not_sent_back_is_noticed():
             4,
             'set mesh.pp to 3 at most, or take a schedule of one part per rank, as "1f1b"$',
         ),
-        (Pipeline(schedule="interleaved", virtual_stages=5), 2, "repair: set chunks to 3 at most$"),
+        (Pipeline(schedule="interleaved", virtual_stages=5), 2, "repair: set virtual_stages to 3 at most$"),
         (Pipeline(split_points=("model.layers.1", "model.layers.2")), 2, "repair: name 1 block, or none"),
         (
             Pipeline(schedule="1f2b", split_points=("model.layer.1",)),

@@ -106,7 +106,7 @@ def test_a_role_that_cannot_be_had_is_refused():
     (said,) = faults(Model(Convolutions(), layer_roles={"layers.*": "colwise"}), Mesh(tp=2))
     assert said.location == "model.layer_roles"
     assert said.problem == (
-        "layers.* is declared as columns, and that cannot be: a convolution: only linear layers and embeddings can be sharded"
+        "layers.* is declared as colwise, and that cannot be: a convolution: only linear layers and embeddings can be sharded"
     )
 
 
@@ -136,7 +136,7 @@ def test_all_faults_are_said_at_once():
 
 
 def test_slices_of_tokens_without_divided_matrices_are_refused():
-    with pytest.raises(PlanError, match=r"strategies\.sequence: tokens are divided between pairs"):
+    with pytest.raises(PlanError, match=r"strategies\.sequence_parallel: tokens are divided between pairs"):
         planned(llama(), Mesh(tp=3), (SequenceParallel(),))
 
 
@@ -157,7 +157,7 @@ def config(tmp_path: Path) -> Path:
         (
             "convolution",
             ["--mesh.tp", "2"],
-            "layers.*.conv is declared as columns, and that cannot be: a convolution",
+            "layers.*.conv is declared as colwise, and that cannot be: a convolution",
         ),
         ("missing", ["--mesh.tp", "2"], "'layers.*.upp' names no module or parameter with weights"),
         ("missing", ["--mesh.tp", "2"], "did you mean 'layers.*.down'?"),

@@ -71,7 +71,7 @@ def test_ranks_that_divide_matrices_do_together_what_one_device_does(ranks: int)
 
 def test_a_kernel_leaves_out_whole_blocks_of_keys_alone():
     plain, coarse = (
-        priced(plan_of(), replace(ground(flops=1.0), block=block))["F(model.layers.0, 0)"]
+        priced(plan_of(), replace(ground(flops=1.0), attention_block=block))["F(model.layers.0, 0)"]
         for block in (0, 512)
     )
     assert coarse - plain == pytest.approx(ROWS * PAIRS)  # rows shorter than a block are computed whole
@@ -172,7 +172,7 @@ def test_an_operation_taken_for_another_size_is_noticed():
         done, forward=replace(done.forward, matmuls=(replace(first, n=first.m, m=first.m), *rest))
     )
     works = replace(
-        weighed.ops, visits=tuple(wrong if each is done else each for each in weighed.ops.block_calls)
+        weighed.ops, block_calls=tuple(wrong if each is done else each for each in weighed.ops.block_calls)
     )
     anatomy = replace(plan.model_spec, memory=replace(weighed, ops=works))
     bad = replace(

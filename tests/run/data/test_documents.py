@@ -85,7 +85,7 @@ def test_a_template_that_rewrites_what_was_said_is_refused(tmp_path):
         ([{"from": "human", "content": "x"}], "message 0 has no role"),
         (
             LONG[:2],
-            "the conversation has no answer: its roles are system, user, and only 'assistant' is learnt",
+            "the conversation has no answer: its roles are system, user, and only 'assistant' has labels",
         ),
     ],
 )

@@ -22,7 +22,7 @@ def handler() -> Iterator[InterruptHandler]:
 def test_it_raises_at_once(handler):
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
-    assert handler.told
+    assert handler.was_interrupted
 
 
 def test_nothing_is_raised_where_none_came(handler):

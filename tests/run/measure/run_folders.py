@@ -25,7 +25,7 @@ def run_folder(
     device: str = "Abacus 7",
     *,
     traced: bool = True,
-    store: str = "replicate",
+    store: str = "ddp",
     more: str = "",
 ) -> Path:
     """A run of two ranks: its first step took ten times as long, rank 1 computed less and waited for rank 0."""

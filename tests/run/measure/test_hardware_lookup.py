@@ -194,7 +194,7 @@ def test_a_figure_in_another_unit_is_refused_with_the_unit(tmp_path: Path):
 def test_rates_that_no_device_has_are_refused(tmp_path: Path):
     told = refused(
         tmp_path,
-        '[device]\nlike = "h100"\n[rates]\nattention_backward = 100\ncrowd = 1e-9\nlatency_s = 30\nloss = 5e9\n',
+        '[device]\nlike = "h100"\n[rates]\nattention_backward = 100\nfabric_half_hosts = 1e-9\nlatency_s = 30\nloss_passes = 5e9\n',
     )
     wanted = [
         "attention_backward = 100",

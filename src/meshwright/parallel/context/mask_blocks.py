@@ -173,10 +173,10 @@ class KeyIntervals:
             _interval_bounds(part)
             for part in mask[:, 0].split(max(1, min(step, MAX_MASK_ELEMENTS // each)), 1)
         ]
-        gathered = torch.cat(found, 2).cpu().numpy()
+        bounds = torch.cat(found, 2).cpu().numpy()
         return (
-            cls(*(np.broadcast_to(part, (mask.shape[0], queries)) for part in gathered[:2]))
-            if gathered[2].all()
+            cls(*(np.broadcast_to(part, (mask.shape[0], queries)) for part in bounds[:2]))
+            if bounds[2].all()
             else None
         )
 
@@ -201,8 +201,8 @@ def _interval_bounds(mask: torch.Tensor) -> torch.Tensor:
         mask.gather(-1, first), mask.shape[-1] - behind, 0
     )  # of a query that looks at nothing: 0 and 0
     at = torch.arange(mask.shape[-1], device=mask.device, dtype=torch.int32)
-    kwargs = (at >= first.int()) & (at < last.int())
-    certain = certain & ~(kwargs ^ mask).any(-1)  # a sum would take five times as long
+    in_interval = (at >= first.int()) & (at < last.int())
+    certain = certain & ~(in_interval ^ mask).any(-1)  # a sum would take five times as long
     return torch.stack((first.squeeze(-1), last.squeeze(-1), certain.long()))
 
 
@@ -422,8 +422,8 @@ class MaskCache:
             return self._rules[ring]
         source_mask = mask if source_mask is None else source_mask
         known = (ring, source_mask._version) if cacheable and not source_mask.is_inference() else None
-        for given, kwargs, view in self._masks:
-            if given() is source_mask and kwargs == known:
+        for given, key, view in self._masks:
+            if given() is source_mask and key == known:
                 return view
         bounds = KeyIntervals.from_mask(mask, len(ring.query_positions))
         if bounds is None:

@@ -113,8 +113,8 @@ class PipeDream(Strategy):
         ]
         if tied:
             text = f"{len(tied)} parameters ({tied[0]}...) are used by parts on several ranks, which would step them apart"
-            fix = 'untie them, choose cuts that leave all their users in one part, or use the strategy "pipeline"'
-            yield Diagnostic(text, fix, f"{location}.cuts")
+            fix = 'untie them, choose split_points that leave all their users in one stage, or use the strategy "pipeline"'
+            yield Diagnostic(text, fix, f"{location}.split_points")
         else:
             yield from (self._renamed(diagnostic) for diagnostic in self._pipeline.check_combined(sharding))
         shards = sorted(
@@ -145,11 +145,11 @@ class PipeDream(Strategy):
             weight.numel * weight.itemsize(job.precision.parameters)
             for weight in sharding.model_spec.trainable
         )
-        gathered = sharding.mesh.group_size(sharding.data_axes) > 1
+        has_replicas = sharding.mesh.group_size(sharding.data_axes) > 1
         crossed = self._pipeline.rewrite(program, sharding, job)
         crossed = (
             crossed.edit(lambda actions: [_count_per_microbatch(action, actions) for action in actions])
-            if gathered
+            if has_replicas
             else crossed
         )
         return crossed.edit(lambda actions: _insert_stashing(actions, held))

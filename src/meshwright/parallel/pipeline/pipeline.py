@@ -166,7 +166,9 @@ class Pipeline(Strategy):
                 f", and {self.schedule} has {several} per rank" if schedule.num_virtual_stages else ""
             )
             free = " or ".join(f'"{name}"' for name, each in SCHEDULES.items() if not each.num_virtual_stages)
-            yield Diagnostic(text, f"leave chunks away, or write schedule = {free}", f"{location}.chunks")
+            yield Diagnostic(
+                text, f"leave virtual_stages out, or write schedule = {free}", f"{location}.virtual_stages"
+            )
         yield from schedule.check(sharding.mesh.pp, 1)
 
     def _check_split(
@@ -194,33 +196,31 @@ class Pipeline(Strategy):
                 "mesh.pp",
             )
         if self.split_points and stages and len(self.split_points) != stages - 1:
-            text = (
-                f"{len(self.split_points)} cuts make {len(self.split_points) + 1} parts; needed are {stages}"
-            )
+            text = f"{len(self.split_points)} split points make {len(self.split_points) + 1} stages; needed are {stages}"
             yield Diagnostic(
-                text, f"name {stages - 1} block{'s' * (stages > 2)}, or none", f"{location}.cuts"
+                text, f"name {stages - 1} block{'s' * (stages > 2)}, or none", f"{location}.split_points"
             )
         if self.split_points:
             yield from (
-                replace(diagnostic, location=f"{location}.cuts")
+                replace(diagnostic, location=f"{location}.split_points")
                 for diagnostic in boundaries.diagnostics(self.split_points)
             )
 
     def _fewer_stages_fix(self, ranks: int, known: int) -> str:
         num_virtual_stages, found = self._num_virtual_stages, find_schedule(self.schedule)
-        layer_shardings = (
+        fixes = (
             [f"set mesh.pp to {known // num_virtual_stages} at most"]
             if known >= 2 * num_virtual_stages
             else []
         )
         if num_virtual_stages > 1 and known >= ranks:
             free = found is not None and not found.num_virtual_stages and not found.source
-            layer_shardings.append(
-                f"set chunks to {known // ranks} at most"
+            fixes.append(
+                f"set virtual_stages to {known // ranks} at most"
                 if free
                 else 'take a schedule of one part per rank, as "1f1b"'
             )
-        return ", or ".join(layer_shardings) or "set mesh.pp to 1, and remove the strategy"
+        return ", or ".join(fixes) or "set mesh.pp to 1, and remove the strategy"
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         yield from self._check_boundary_values(sharding)

@@ -132,7 +132,7 @@ def test_a_function_gives_cells_or_an_order_for_any_counts(write):
             return each
 
         def made(ranks, micros):
-            return Order.looped([[("F", 0, 0), ("B", 0, 0)]] * ranks)
+            return Schedule.with_looped_placement([[("F", 0, 0), ("B", 0, 0)]] * ranks)
 
         def odd(ranks, micros):
             return "0F0"
@@ -183,4 +183,4 @@ def test_a_function_may_be_one_of_ours(write):
     source = write(
         "from meshwright.parallel.pipeline.schedules.one_f_one_b import one_f_one_b_schedule\n", "ours.py"
     )
-    assert load_schedule(f"{source}:order", 4, 6) == one_f_one_b.one_f_one_b_schedule(4, 6)
+    assert load_schedule(f"{source}:one_f_one_b_schedule", 4, 6) == one_f_one_b.one_f_one_b_schedule(4, 6)

@@ -67,7 +67,7 @@ def test_the_arrow_stands_at_the_rank_that_waits_for_what_it_does_itself():
     with pytest.raises(ScheduleDeadlock) as stuck:
         simulate(listed("0F0 0B0", "1F0 1B0", "2B0 2F0"), StageCosts.uniform(3))
     assert str(stuck.value).splitlines() == [
-        "no role can proceed:",
+        "no rank can proceed:",
         "  rank 0: slot 1 of 2, B0 of stage 0, waits for B0 of part 1",
         "  rank 1: slot 1 of 2, B0 of stage 1, waits for B0 of part 2",
         "  rank 2: slot 0 of 2, B0 of stage 2, waits for F0 of part 2  <-- waits for ever: it does that itself, later, in slot 1",

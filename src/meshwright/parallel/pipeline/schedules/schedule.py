@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.step.simulator import TimelineSpan
 
-PIPELINE_KEY = "strategies.pipeline"  # of the one strategy whose data schedules are
+PIPELINE_KEY = "strategies.pipeline"
 COUNT_BITS = 16
 KIND_UNITS: Mapping[str, int] = {
     "F": 1,
@@ -39,7 +39,7 @@ def check_counts(num_ranks: int, num_microbatches: int, num_virtual_stages: int 
     for count, what, key in (
         (num_ranks, "ranks", "mesh.pp"),
         (num_microbatches, "micro-batches", "micro_batch"),
-        (num_virtual_stages, "parts per rank", f"{PIPELINE_KEY}.chunks"),
+        (num_virtual_stages, "virtual stages per rank", f"{PIPELINE_KEY}.virtual_stages"),
     ):
         if count < 1:
             yield Diagnostic(f"{count} {what}; needed is at least one", "write a positive number", key)
@@ -373,7 +373,7 @@ def _deadlock(schedule: Schedule, at: Sequence[int]) -> ScheduleDeadlock:
         schedule.output_of(action): action.kind for actions in schedule.actions for action in actions
     }  # B where no I gives a gradient
     root, why = _deadlock_root(schedule, at, needed)
-    lines = ["nobody can go on:"]
+    lines = ["no rank can proceed:"]
     for rank, actions in enumerate(schedule.actions):
         if rank in stands:
             what = " and ".join(
