@@ -67,7 +67,7 @@ def test_a_run_that_ends_early_says_why_and_says_it_again(config, forks):
     early = ("--evaluate.every", 2, "--evaluate.patience", 1, "--evaluate.min_delta", 9.0)
     code, out, _ = forks("train", config, *early)
     assert code == 0
-    assert "ended early at step 4: 1 evaluations brought no gain above 9" in out
+    assert "ended early at step 4: 1 evaluations did not improve by more than 9" in out
     code, out, _ = forks("train", config, *early)
     assert (code, len(lines(config, ""))) == (0, 4)
     assert "ended early at step 4" in out

@@ -52,7 +52,7 @@ def test_going_back_repeats_each_step_to_the_last_bit(config, say):
     code, out, _ = say(*alone(config, "--train.steps", 30, "--from-step", 10))
     assert code == 0
     assert "resumed from step 10" in out
-    assert "20 steps were played again from step 11: each equals its first playing to the last bit" in out
+    assert "20 steps were repeated from step 11: all are bit-identical" in out
     assert steps_kept(config.parent / "run") == ["step-00000010", "step-00000020", "step-00000030"]
 
 
@@ -72,9 +72,9 @@ def test_going_back_with_another_learning_rate_keeps_the_old_course_aside_and_sa
     before = metrics(run)
     code, out, _ = say(*alone(config, "--train.steps", 30, "--from-step", 10, "--optimizer.lr", 0.5))
     assert code == 0
-    assert "later checkpoints were set aside: step-00000020.aside-" in out
+    assert "later checkpoints were retired: step-00000020.aside-" in out
     assert "the plan changed since that checkpoint: job.optimizer.lr was 0.01, is 0.5" in out
-    assert "step 12 was played again and differs: loss" in out
+    assert "step 12 was repeated and differs: loss" in out
     kept = [name for name in steps_kept(run) if ".aside-" not in name]
     assert kept == ["step-00000010", "step-00000020", "step-00000030"]
     assert len(steps_kept(run)) == 5
@@ -102,16 +102,16 @@ def test_damaged_checkpoints_are_passed_over_for_the_previous_good_one_and_that_
     assert second.endswith(f": 40 steps of 12 samples on one device, into {run}")
     assert lines[0] == "resumed from step 10"
     assert [line.split(":")[0] for line in lines[1:5]] == [
-        "passed over step-00000050.partial-1234abcd",
-        "passed over step-00000040",
-        "passed over step-00000030",
-        "passed over step-00000020",
+        "skipped step-00000050.partial-1234abcd",
+        "skipped step-00000040",
+        "skipped step-00000030",
+        "skipped step-00000020",
     ]
     assert lines[1].endswith(".partial-1234abcd: half-written: the save was stopped")
     assert "step-00000040: rank-00000.safetensors: truncated: " in lines[2]
     assert str(run) not in lines[2]
-    assert lines[5] == "step-00000010 is the newest good checkpoint"
-    assert "30 steps were played again from step 11: each equals its first playing" in out
+    assert lines[5] == "step-00000010 is the newest valid checkpoint"
+    assert "30 steps were repeated from step 11: each equals its first playing" in out
     assert metrics(run) == good
 
 
@@ -123,14 +123,14 @@ def test_when_no_checkpoint_can_be_used_the_run_does_not_start_over(config, say)
     code, out, err = say(*alone(config, "--train.steps", 20))
     assert (code, len(out.splitlines())) == (2, 1)  # who this rank is
     assert "none of the 2 checkpoints here can be used" in err
-    assert "passed over step-00000010" in err
+    assert "skipped step-00000010" in err
     assert "to start from step 0 here, move the folder away" in err
     assert steps_kept(run) == ["step-00000010", "step-00000020"]
     (run / "checkpoints").rename(run / "moved")
     code, out, _ = say(*alone(config, "--train.steps", 20))
     assert code == 0
     assert "starting from step 0" in out
-    assert "20 steps were played again from step 1: each equals" in out
+    assert "20 steps were repeated from step 1: each equals" in out
 
 
 def test_a_save_that_was_stopped_before_the_first_checkpoint_is_no_damage(config, say):
@@ -138,7 +138,7 @@ def test_a_save_that_was_stopped_before_the_first_checkpoint_is_no_damage(config
     partial.mkdir(parents=True)
     code, out, _ = say(*alone(config, "--train.steps", 10))
     assert code == 0
-    assert "starting from step 0\npassed over step-00000010.partial-1234abcd" in out
+    assert "starting from step 0\nskipped step-00000010.partial-1234abcd" in out
     assert steps_kept(config.parent / "run") == ["step-00000010"]
 
 
@@ -164,7 +164,7 @@ def test_a_manifest_that_leads_elsewhere_is_refused(config, say, tmp_path, name)
         (place / "manifest.json").write_text((place / "manifest.json").read_text().replace(shard.name, name))
     code, _, err = say(*alone(config, "--train.steps", 10))
     assert code == 2
-    assert "passed over step-00000010" in err
+    assert "skipped step-00000010" in err
 
 
 def test_finite_data_ends_the_run_and_that_is_said(config, say):

@@ -201,7 +201,7 @@ def test_going_back_without_a_change_leaves_later_checkpoints_where_they_are(tmp
     assert resumed.notes == ("resumed from step 4",)
     assert (
         str(ended.replay)
-        == "8 steps were played again from step 5: each equals its first playing to the last bit"
+        == "8 steps were repeated from step 5: all are bit-identical"
     )
     assert {path: path.stat().st_mtime_ns for path in at(tmp_path, 8).iterdir()} == before
 
@@ -211,7 +211,7 @@ def test_going_back_to_another_course_replaces_no_checkpoint_silently(tmp_path):
     other = Course(tmp_path, lr=0.3)
     (resumed, _, _), _ = other.play(step=4)
     assert any(
-        note.startswith("later checkpoints were set aside: step-00000008.aside-") for note in resumed.notes
+        note.startswith("later checkpoints were retired: step-00000008.aside-") for note in resumed.notes
     )
     aside = [name for name in other.kept() if ".aside-" in name]
     assert [name.split(".")[0] for name in aside] == ["step-00000008", "step-00000012"]
@@ -231,7 +231,7 @@ def test_newer_checkpoints_of_another_model_are_passed_over(tmp_path):
     (resumed, _, _), _ = Course(tmp_path, stop=lambda rank, done: done == 4).play()
     assert resumed.step == 4
     assert resumed.notes[1].startswith(
-        "passed over step-00000006: it is of another model: model/layers.3.linear.bias: (6,) saved"
+        "skipped step-00000006: it is of another model: model/layers.3.linear.bias: (6,) saved"
     )
 
 

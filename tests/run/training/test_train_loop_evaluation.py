@@ -89,7 +89,7 @@ def test_an_evaluation_that_comes_out_differently_is_said(tmp_path):
     course.play()
     (ended, *_) = replace(course, change=rises(5)).play(step=8)
     assert (
-        str(ended.replay) == "the evaluation at step 9 was played again and differs: loss 4.0 then, 5.0 now"
+        str(ended.replay) == "the evaluation at step 9 was repeated and differs: loss 4.0 then, 5.0 now"
     )
 
 
@@ -107,11 +107,11 @@ def test_patience_ends_the_run_on_all_ranks_and_again(tmp_path):
     course = Course(tmp_path, ranks=3, change=rises(3), evaluate=EvalConfig(hold_out=7, every=2, patience=2))
     for ended in course.play():
         assert (ended.step, ended.stopped) == (6, False)
-        assert "2 evaluations brought no gain" in ended.stop_reason
+        assert "2 evaluations did not improve" in ended.stop_reason
         assert ended.checkpoint == course.at(6)
     for again in course.play():
         assert (again.step, again.loss, again.checkpoint) == (6, None, course.at(6))
-        assert "2 evaluations brought no gain" in again.stop_reason
+        assert "2 evaluations did not improve" in again.stop_reason
     longer = replace(course, evaluate=replace(course.evaluate, patience=9))
     assert {ended.step for ended in longer.play()} == {12}
 
