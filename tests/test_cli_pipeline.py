@@ -137,7 +137,7 @@ def test_a_rank_that_is_killed_ends_all_and_the_run_repeats_its_steps_bit_for_bi
     assert "Traceback" not in err, "the others only lost their peer"
     code, out, err = forks("train", config, "--run.folder", run)
     assert (code, err) == (0, "")
-    assert "steps were played again" in out or "was played again" in out or max(metrics(run)) == STEPS
+    assert "steps were repeated" in out or "was repeated" in out or max(metrics(run)) == STEPS
     assert metrics(run) == metrics(left_alone[0])
     assert compare_checkpoints(checkpoint(run, STEPS), checkpoint(left_alone[0], STEPS)) == []
 

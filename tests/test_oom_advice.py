@@ -204,7 +204,7 @@ def test_a_rank_that_cannot_allocate_ends_with_that_message_and_its_own_error_as
             torch.empty(1 << 60)
 
     with pytest.raises(
-        OutOfMemory, match=r"rank 2 ran out of memory(?s:.*)moments(?s:.*)live +\d(?s:.*)stage = 3"
+        OutOfMemory, match=r"rank 2 ran out of memory(?s:.*)optimizer_states(?s:.*)live +\d(?s:.*)stage = 3"
     ) as caught:
         rank()
     assert failure_kind(caught.value) == "own"
