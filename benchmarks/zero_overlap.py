@@ -138,9 +138,9 @@ def _step(engine: Trainer, batches: Batches, opened: ExitStack, serial: bool) ->
 def make_serial(player: Executor) -> None:
     """Have every wire action end before the next action begins."""
     works = player.state.works
-    player._list = [  # there is no option for what nobody wants
+    player._entries = [  # there is no option for what nobody wants
         (action, partial(_at_once, handler, works) if action.stream == "comm" and handler else handler, waits)
-        for action, handler, waits in player._list
+        for action, handler, waits in player._entries
     ]
 
 

@@ -67,7 +67,7 @@ def test_it_is_the_loss_of_one_device_before_and_after_steps_and_steps_go_on_as_
         assert found == pytest.approx(wanted, rel=1e-10)
 
 
-@pytest.mark.parametrize("forgotten", ["fetch", "refresh"])
+@pytest.mark.parametrize("forgotten", ["unshard_block", "refresh_unsharded"])
 def test_weights_that_nobody_brought_together_are_noticed(forgotten: str, monkeypatch):
     (wanted,) = course(Mesh(), ())
     monkeypatch.setattr(FlatParams, forgotten, lambda *_, **__: None)

@@ -214,6 +214,6 @@ def test_what_is_sent_is_in_the_ledger_block_by_block():
 
 
 def test_numbers_that_do_not_come_are_noticed(monkeypatch):
-    monkeypatch.setattr(lockstep_forward, "swap", lambda value, new: value)
+    monkeypatch.setattr(lockstep_forward, "replace_tensors", lambda value, new: value)
     with pytest.raises(Exception, match=r"(?i)fake|without numbers|another rank"):
         used(LLAMA, Mesh(pp=2), (Pipeline(),), lambda module: [module(IDS).logits])

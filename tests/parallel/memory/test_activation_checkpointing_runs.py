@@ -36,14 +36,14 @@ def alive_after_forwards(reading: AnalyzedModel, plan: Plan, made: list[weakref.
     """How many of the storages in `made` are alive when the loss is taken, in one step."""
     found: list[int] = []
     player = player_of(reading, plan, single_rank_world(CPU))
-    loss = player._acts.handlers["LOSS"]
+    loss = player._actions.handlers["LOSS"]
 
     def counted(action: Action) -> None:
         found.append(sum(ref() is not None for ref in made))
         loss(action)
 
-    player._list = [
-        (a, counted if a.kind == "LOSS" else handler, waits) for a, handler, waits in player._list
+    player._entries = [
+        (a, counted if a.kind == "LOSS" else handler, waits) for a, handler, waits in player._entries
     ]
     made.clear()
     gc.collect()
@@ -137,10 +137,10 @@ def test_a_step_that_fails_leaves_nothing_to_be_run_again():
     def failing(action: Action) -> None:
         raise KeyboardInterrupt
 
-    usual = player._list
-    player._list = [(a, failing if a.kind == "LOSS" else handler, waits) for a, handler, waits in usual]
+    usual = player._entries
+    player._entries = [(a, failing if a.kind == "LOSS" else handler, waits) for a, handler, waits in usual]
     with pytest.raises(KeyboardInterrupt):
         player.step(batch)
-    player._list = usual
+    player._entries = usual
     again = player_of(reading, plan, single_rank_world(CPU))
     assert player.step(batch).loss == again.step(batch).loss

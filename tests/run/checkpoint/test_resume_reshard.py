@@ -139,7 +139,7 @@ def test_what_any_layout_saved_is_taken_up_to_the_last_bit_and_goes_on_as_if_nev
 
 def test_moments_that_are_forgotten_are_noticed(left, monkeypatch: pytest.MonkeyPatch):
     _, runs = left
-    monkeypatch.setattr(executor, "restore_moments", lambda *_: None)
+    monkeypatch.setattr(executor, "load_optimizer_state", lambda *_: None)
     plan = plan_of("stage 3 on 2", job_of("adamw"))
 
     def rank(world: World) -> bool:
