@@ -207,7 +207,7 @@ def test_a_rank_that_cannot_allocate_ends_with_that_message_and_its_own_error_as
         OutOfMemory, match=r"rank 2 ran out of memory(?s:.*)optimizer_states(?s:.*)live +\d(?s:.*)stage = 3"
     ) as caught:
         rank()
-    assert failure_kind(caught.value) == "own"
+    assert failure_kind(caught.value) == "error"
     assert is_out_of_memory(caught.value.__cause__)
 
 
