@@ -31,7 +31,7 @@ import torch
 from benchmarks.method import Verdict, interval, overall
 from benchmarks.ranks import Ranks, Step
 from benchmarks.result import RESULTS, Result
-from meshwright.comm.algorithms import BACKEND, PLAIN, named
+from meshwright.comm.algorithms import BACKEND, FLAT_ALGORITHMS, get_algorithm
 from meshwright.comm.tuning.allreduce_bench import time_all_reduces
 from meshwright.comm.tuning.autoselect import choose_rule, predict_all_reduce_s
 from meshwright.comm.tuning.network_fit import fit_network, group_into_series, fit_alpha_beta
@@ -46,7 +46,7 @@ CLAIM = (
     "fitted); auto within 10 % of the best in 95 % of cells beyond noise"
 )
 ERROR_BAR, WITHIN, SHARE_BAR = 0.15, 0.10, 0.95
-NAMES = tuple(str(each) for each in PLAIN)
+NAMES = tuple(str(each) for each in FLAT_ALGORITHMS)
 SIZES, RANKS, BUDGET_S, LEAST = tuple(1 << power for power in range(10, 27)), (2, 3, 4), 150.0, 6
 TAUGHT = (1 << 10, 1 << 20, 1 << 26)
 QUICK_SIZES, QUICK_RANKS, QUICK_S, QUICK_LEAST = (
@@ -229,7 +229,7 @@ def lesson(path: Path) -> str:
     for name in NAMES:
         cells = []
         for ranks, nbytes in columns:
-            guess = 1e3 * named(name).seconds(
+            guess = 1e3 * get_algorithm(name).seconds(
                 ranks, nbytes, figures[ranks].latency_s, figures[ranks].bytes_per_s
             )
             cells.append(f"{took[name, ranks, nbytes]:.3g}" + ("" if name == BACKEND else f" ({guess:.3g})"))

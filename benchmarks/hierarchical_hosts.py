@@ -30,7 +30,7 @@ import torch
 from benchmarks.method import LEAST_ROUNDS, Interval, Rounds, Verdict, Window, interval, measure, overall
 from benchmarks.ranks import Ranks
 from benchmarks.result import Result
-from meshwright.comm.algorithms import named
+from meshwright.comm.algorithms import get_algorithm
 from meshwright.comm.algorithms.cost_model import all_reduce_seconds
 from meshwright.comm.algorithms.schedule import AllReduceAlgorithm
 from meshwright.comm.collectives.group import Group
@@ -191,7 +191,7 @@ def cases(sizes: Mapping[int, Sequence[int]], windows: Mapping[int, Window]) -> 
             for mib in several:
                 with contestants(made, mib, ports) as ranks:
                     rounds = measure(ranks, windows[rate])
-                ratio = predicted(named(RING), mib * MIB, rate) / predicted(named(OURS), mib * MIB, rate)
+                ratio = predicted(get_algorithm(RING), mib * MIB, rate) / predicted(get_algorithm(OURS), mib * MIB, rate)
                 factor, aa = (
                     interval(rounds.ratios(*pair, "wall_s")) for pair in ((RING, OURS), ("twin", RING))
                 )
@@ -210,12 +210,12 @@ def result(found: Sequence[Case]) -> Result:
     worst = max(judged, key=lambda case: case.off)
     detail: dict[str, object] = {f"{case.rate_mbit} Mbit/s, {case.mib} MiB": case.as_dict() for case in found}
     carried = {
-        RING: through_a_card(named(RING), HOST_BY_HOST),
-        OURS: through_a_card(named(OURS), HOST_BY_HOST),
+        RING: through_a_card(get_algorithm(RING), HOST_BY_HOST),
+        OURS: through_a_card(get_algorithm(OURS), HOST_BY_HOST),
     }
     detail["tensors through a card"] = {
         **carried,
-        "ring, dealt in turn": through_a_card(named(RING), IN_TURN),
+        "ring, dealt in turn": through_a_card(get_algorithm(RING), IN_TURN),
     }
     return Result.of(
         NAME,
@@ -233,7 +233,7 @@ def result(found: Sequence[Case]) -> Result:
 
 def unresolved(why: str) -> Result:
     """The result where no hosts can be made."""
-    bar = predicted(named(RING), MIB, JUDGED) / predicted(named(OURS), MIB, JUDGED)
+    bar = predicted(get_algorithm(RING), MIB, JUDGED) / predicted(get_algorithm(OURS), MIB, JUDGED)
     detail = {"not measured": why}
     figures = {"median": 0.0, "spread": (0.0, 0.0), "bar": bar}
     return Result.of(NAME, CLAIM, values=[], **figures, holds="unresolved", repeats=0, detail=detail)

@@ -33,35 +33,44 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, TypeVar
 
-from meshwright.comm.rendezvous import Meeting
+from meshwright.comm.rendezvous import RendezvousEndpoint
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import ProcessPool
-from tests.network.namespaces import MOST, Host, fresh_name, lay, missing, names, remove, remove_forsaken
+from tests.network.namespaces import (
+    MAX_HOSTS,
+    VirtualHost,
+    create_hosts,
+    namespace_names,
+    remove_namespace,
+    remove_stale,
+    unavailable_reason,
+    unique_name,
+)
 
 Result = TypeVar("Result")
 
 FIRST_PORT = 29500  # each meeting has a port of its own: what is left of a failed one disturbs nobody
 POLL_S = 0.02
-NO_INTERFACE = ("-u", "GLOO_SOCKET_IFNAME", "-u", "NCCL_SOCKET_IFNAME")
-MOST_OUTPUT = 16 << 20  # bytes of the output of a rank that are returned
+UNSET_INTERFACES = ("-u", "GLOO_SOCKET_IFNAME", "-u", "NCCL_SOCKET_IFNAME")
+MAX_OUTPUT_NBYTES = 16 << 20  # bytes of the output of a rank that are returned
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessResult:
     """How one rank of a command ended: its exit code (negative: the signal that killed it), stdout and stderr together."""
 
     rank: int
     host: int
-    code: int
+    exit_code: int
     output: str
 
 
-class Hosts(Sequence[Host]):
+class VirtualHosts(Sequence[VirtualHost]):
     """The hosts of a `with hosts(...)`, by number."""
 
-    def __init__(self, made: Sequence[Host]) -> None:
-        self._hosts = tuple(made)
+    def __init__(self, hosts: Sequence[VirtualHost]) -> None:
+        self._hosts = tuple(hosts)
         self._ports = counting(FIRST_PORT)
         self._pool: ProcessPool | None = None
         self._per_host = 0
@@ -69,16 +78,16 @@ class Hosts(Sequence[Host]):
     def __len__(self) -> int:
         return len(self._hosts)
 
-    def __getitem__(self, host: int) -> Host:  # pyrefly: ignore[bad-override]  a slice of hosts means nothing
+    def __getitem__(self, host: int) -> VirtualHost:  # pyrefly: ignore[bad-override]  a slice of hosts means nothing
         return self._hosts[host]
 
-    def cut(self, host: int) -> None:
+    def disconnect(self, host: int) -> None:
         """Take the link of `host` down; the others still reach each other."""
-        self[host].cut()
+        self[host].disconnect()
 
-    def mend(self, host: int) -> None:
+    def reconnect(self, host: int) -> None:
         """Take the link of `host` up again."""
-        self[host].mend()
+        self[host].reconnect()
 
     def run(
         self, fn: Callable[..., Result], ranks_per_host: int, *args: object, timeout_s: float = 60.0
@@ -93,13 +102,13 @@ class Hosts(Sequence[Host]):
         if self._pool is None or self._per_host != ranks_per_host:
             self.close()
             self._pool = ProcessPool(
-                mesh.world_size, [self[rank // ranks_per_host].seat for rank in range(mesh.world_size)]
+                mesh.world_size, [self[rank // ranks_per_host].location for rank in range(mesh.world_size)]
             )
             self._per_host = ranks_per_host
-        meeting = Meeting(self[0].address, next(self._ports))
-        return self._pool.run(fn, mesh, *args, timeout_s=timeout_s, meeting=meeting)
+        meeting = RendezvousEndpoint(self[0].address, next(self._ports))
+        return self._pool.run(fn, mesh, *args, timeout_s=timeout_s, endpoint=meeting)
 
-    def command(
+    def run_command(
         self,
         argv: Sequence[str | Path],
         ranks_per_host: int = 1,
@@ -107,7 +116,7 @@ class Hosts(Sequence[Host]):
         env: Mapping[str, str] | None = None,
         folder: Path | None = None,
         timeout_s: float = 300.0,
-    ) -> list[Ended]:
+    ) -> list[ProcessResult]:
         """How `argv` ended on every rank, in rank order; run in `folder`, with `env` added to this process's environment.
 
         What that says of interfaces (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) is left out: a host has its own. Each rank
@@ -135,21 +144,22 @@ class Hosts(Sequence[Host]):
                     "exec",
                     self[host].namespace,
                     "env",
-                    *NO_INTERFACE,
+                    *UNSET_INTERFACES,
                     *variables,
                     *map(str, argv),
                 ]
                 output = opened.enter_context(TemporaryFile())
-                process = _started(words, output, folder)
-                opened.callback(_ended, process)
+                process = _start_process(words, output, folder)
+                opened.callback(_exit_code, process)
                 running.append((process, output))
-            _await([process for process, _ in running], timeout_s)
-            codes = [_ended(process) for process, _ in running]
+            _wait_for_all([process for process, _ in running], timeout_s)
+            codes = [_exit_code(process) for process, _ in running]
             texts = [
-                os.pread(output.fileno(), MOST_OUTPUT, 0).decode(errors="replace") for _, output in running
+                os.pread(output.fileno(), MAX_OUTPUT_NBYTES, 0).decode(errors="replace")
+                for _, output in running
             ]
         return [
-            Ended(rank, rank // ranks_per_host, *found)
+            ProcessResult(rank, rank // ranks_per_host, *found)
             for rank, found in enumerate(zip(codes, texts, strict=True))
         ]
 
@@ -164,47 +174,47 @@ class Hosts(Sequence[Host]):
 
 
 @contextmanager
-def hosts(count: int, rate_mbit: float, delay_ms: float = 0.0) -> Iterator[Hosts]:
+def virtual_hosts(num_hosts: int, rate_mbit: float, delay_ms: float = 0.0) -> Iterator[VirtualHosts]:
     """`count` hosts with links of `rate_mbit` million bits per second each way, `delay_ms` from one host to another.
 
     Raises PlanError where that cannot be made (`missing` says why), and for numbers that make no sense.
     """
-    if not (1 <= count <= MOST and rate_mbit > 0 and delay_ms >= 0):
-        given = f"hosts({count}, rate_mbit={rate_mbit:g}, delay_ms={delay_ms:g})"
+    if not (1 <= num_hosts <= MAX_HOSTS and rate_mbit > 0 and delay_ms >= 0):
+        given = f"hosts({num_hosts}, rate_mbit={rate_mbit:g}, delay_ms={delay_ms:g})"
         raise PlanError(
-            f"{given}; needed are 1 to {MOST} hosts and a rate above 0",
+            f"{given}; needed are 1 to {MAX_HOSTS} hosts and a rate above 0",
             fix="hosts(2, rate_mbit=100)",
             location="hosts",
         )
-    why = missing(delay_ms)
+    why = unavailable_reason(delay_ms)
     if why:
         fix = "run it as root on a Linux with iproute2" + (", or without a delay" if delay_ms else "")
         raise PlanError(f"hosts cannot be made here: {why}", fix=fix, location="hosts")
-    remove_forsaken()
-    name = fresh_name()
-    made: Hosts | None = None
+    remove_stale()
+    name = unique_name()
+    made: VirtualHosts | None = None
     try:
-        made = Hosts(lay(name, count, rate_mbit, delay_ms))
+        made = VirtualHosts(create_hosts(name, num_hosts, rate_mbit, delay_ms))
         yield made
     finally:
         if made is not None:
             made.close()
-        for each in names(name):
-            remove(each)
+        for each in namespace_names(name):
+            remove_namespace(each)
 
 
-def _started(words: Sequence[str], output: IO[bytes], folder: Path | None) -> subprocess.Popen[bytes]:
+def _start_process(words: Sequence[str], output: IO[bytes], folder: Path | None) -> subprocess.Popen[bytes]:
     streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
     return subprocess.Popen(words, cwd=folder, start_new_session=True, **streams)
 
 
-def _await(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
+def _wait_for_all(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         time.sleep(POLL_S)
 
 
-def _ended(process: subprocess.Popen[bytes]) -> int:
+def _exit_code(process: subprocess.Popen[bytes]) -> int:
     """Its exit code; if it still runs, it is killed with whatever it has started in its session."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)

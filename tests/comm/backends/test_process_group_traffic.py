@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from meshwright.comm.collectives.group import World
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import ProcessPool, on_threads
+from meshwright.testing.ranks import ProcessPool, run_on_threads
 from tests.comm.gloo_ranks import over_gloo
 
 BYTES_RECEIVED = 128  # of struct tcp_info: tcpi_bytes_received
@@ -38,7 +38,7 @@ def growth_of(world: World, repeats: int) -> int:
 def test_many_calls_leave_no_memory_behind(process_pool: ProcessPool) -> None:
     mesh, kept = Mesh(dp_shard=2), 1000 * 3 * 65536  # what would be there if every call kept its tensors
     for growth in (
-        on_threads(lambda world: growth_of(world, 1000), mesh),
+        run_on_threads(lambda world: growth_of(world, 1000), mesh),
         process_pool.run(growth_of, mesh, 1000),
         process_pool.run(over_gloo, mesh, growth_of, 1000),
     ):

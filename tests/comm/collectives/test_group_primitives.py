@@ -14,7 +14,7 @@ import torch
 from meshwright.comm.backends.fake import FakeWorld
 from meshwright.comm.collectives.group import Group, Work, World
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import ProcessPool, on_threads
+from meshwright.testing.ranks import ProcessPool, run_on_threads
 from tests.comm.gloo_ranks import over_gloo
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -53,14 +53,14 @@ def moves(group: Group, rank: int, numel: int, dtype: torch.dtype) -> list[Calla
             "send",
             [
                 group.send(one(), target=(index + 1) % size),
-                group.receive(arrived, source=(index - 1) % size),
+                group.recv(arrived, source=(index - 1) % size),
             ],
             arrived,
         )
 
     def shift() -> Started:
         arrived = torch.empty_like(one())
-        return "shift", [group.shift(arrived, one(), by=-1)], arrived
+        return "shift", [group.shift(arrived, one(), offset=-1)], arrived
 
     def broadcast() -> Started:
         tensor = one()
@@ -212,7 +212,7 @@ BOTH = (("dp_shard",), ("tp",), ("dp_shard", "tp"))
 @pytest.mark.parametrize("dtype", [*DTYPES, *UNSUMMED], ids=str)
 @pytest.mark.parametrize("mesh", [Mesh(dp_shard=2, tp=2), Mesh(dp_shard=2, tp=3)], ids=str)
 def test_every_primitive_on_threads_over_one_axis_and_over_two(mesh: Mesh, dtype: torch.dtype) -> None:
-    check(mesh, on_threads(lambda world: everything(world, dtype, BOTH), mesh), dtype, BOTH, bitwise=True)
+    check(mesh, run_on_threads(lambda world: everything(world, dtype, BOTH), mesh), dtype, BOTH, bitwise=True)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, *UNSUMMED[:-1]], ids=str)

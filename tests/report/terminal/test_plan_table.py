@@ -41,7 +41,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
-from meshwright.report.terminal.plan_table import MEANINGS, plan_view, verdict_view
+from meshwright.report.terminal.plan_table import KIND_TEXTS, plan_view, verdict_view
 from meshwright.verifier.verdict import COMPARED_QUANTITIES, Difference, Verdict
 from tests.paper_model import Paper
 from tests.parallel.tensor.even_llama import even_llama
@@ -88,7 +88,7 @@ def deep_anatomy() -> ModelSpec:
 def shown(plan: Plan, width: int = 80, *, every: bool = False) -> str:
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
-        console.print(plan_view(plan, every=every))
+        console.print(plan_view(plan, show_all=every))
     return capture.get()
 
 
@@ -224,12 +224,12 @@ def test_every_kind_that_a_program_can_hold_has_a_meaning():
     kinds_listed = {action.kind for plan in all_programs() for action in listed(plan)}
     used = {type(strategy) for plan in all_programs() for strategy in plan.strategies}
     assert used == {each for modes in STRATEGIES.values() for each in modes.values()}
-    assert kinds_listed == set(MEANINGS)
+    assert kinds_listed == set(KIND_TEXTS)
 
 
 def test_every_kind_that_the_house_knows_has_a_meaning():
     """COMPARE apart: the verifier puts it in when it plays a program, and no plan shows it."""
-    assert {kind.name for kind in kinds(essays())} - {"COMPARE"} == set(MEANINGS)
+    assert {kind.name for kind in kinds(essays())} - {"COMPARE"} == set(KIND_TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_every_action_is_drawn_with_its_meaning(plan: Plan):
     text = words(shown(plan, 300, every=True))  # wide enough for names of what goes from part to part
     for action in listed(plan):
         assert action.kind in text
-        assert words(MEANINGS[action.kind]) in text
+        assert words(KIND_TEXTS[action.kind]) in text
 
 
 def test_one_row_per_action_or_one_per_run_of_blocks():
@@ -268,7 +268,9 @@ def test_bytes_are_those_of_the_program():
     text = shown(plan, 200)
     assert "all_reduce 16 MiB float32 over dp_replicate (backend)" in text
     assert re.search(r"sent per rank and step +21.3 MiB", text), "2 (n-1)/n of 16 MiB over 3 ranks"
-    assert re.search(r"states per rank +64 MiB \(parameters 16 MiB, gradients 16 MiB, moments 32 MiB\)", text)
+    assert re.search(
+        r"states per rank +64 MiB \(parameters 16 MiB, gradients 16 MiB, optimizer_states 32 MiB\)", text
+    )
 
 
 @pytest.mark.parametrize(
