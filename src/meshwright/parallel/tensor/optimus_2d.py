@@ -200,7 +200,7 @@ def with_redistributions(
     """
     return {
         "compute": partial(_compute_between, before, compute, after),
-        "within": partial(_redistributions_of, before, after),
+        "inner_redistributions": partial(_redistributions_of, before, after),
     }
 
 
