@@ -327,7 +327,7 @@ class TorchGroup(Group):
         pairwise = call.collective in POINT_TO_POINT
         asked = CollectiveWait(self, call, self.watchdog, on_gloo=self.on_gloo, is_p2p=pairwise)
         try:
-            work = start(group=self._joined, async_op=True)
+            work = start(group=self._process_group, async_op=True)
         except RuntimeError as error:
             raise asked.error_for(error) from error
         if work is None:
