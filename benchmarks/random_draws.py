@@ -1,14 +1,16 @@
 """Plans by chance: a model, a mesh of up to 24 ranks, and any techniques on it, each with options of its own.
 
-A plan follows from a seed and a number alone, so that one can be drawn again by itself. What is plainly impossible is not drawn
-(more parts than a model has, tokens in slices that they do not divide into, a square with unlike sides): else most of what is
-drawn would be refused, and for a few reasons. One in `SPOILT` is spoilt on purpose, by leaving out a technique, adding one, or by
-another size of an axis or of the batch: such a plan may be refused, with a repair, or it works all the same.
+A plan follows from a seed and a number alone, so that one can be drawn again by itself. What is plainly
+impossible is not drawn (more parts than a model has, tokens in slices that they do not divide into, a square
+with unlike sides): else most of what is drawn would be refused, and for a few reasons. One in `SPOILT` is
+spoilt on purpose, by leaving out a technique, adding one, or by another size of an axis or of the batch: such
+a plan may be refused, with a repair, or it works all the same.
 
-Of some the last batch is `missing` rows, as an epoch's may be, and some have a guard, whose last step does harm.
+Of some the last batch is `missing` rows, as an epoch's may be, and some have a guard, whose last step does
+harm.
 
-`DEALT` are the strategies that deal out the tokens of a sample along cp: each makes itself from a generator and the ranks there,
-and says whether it exchanges heads, which must then divide.
+`DEALT` are the strategies that deal out the tokens of a sample along cp: each makes itself from a generator
+and the ranks there, and says whether it exchanges heads, which must then divide.
 """
 
 from collections.abc import Callable, Mapping
@@ -93,7 +95,9 @@ Sizes = dict[str, int]
 
 @dataclass(frozen=True)
 class Draw:
-    """One plan that was drawn: what is trained, on what mesh, with which strategies as a user might list them."""
+    """One plan that was drawn: what is trained, on what mesh, with which strategies as a user might list
+    them.
+    """
 
     seed: int
     number: int
@@ -127,7 +131,9 @@ class Draw:
 
     @property
     def techniques(self) -> tuple[str, ...]:
-        """What meets in it: strategies (stages of ZeRO and schedules by themselves), and what the job asks of all of them."""
+        """What meets in it: strategies (stages of ZeRO and schedules by themselves), and what the job asks of
+        all of them.
+        """
         found = [named for strategy in self.strategies for named in _names(strategy)]
         found += ["micro-batches"] if self.micros > 1 else []
         found += ["clipping"] if self.clip else []
@@ -232,7 +238,9 @@ def _strategies(rng: Random, known: Known, matrices: str, sizes: Sizes) -> tuple
 
 
 def _line(rng: Random, known: Known, ranks: int, dealt: int) -> list[Strategy]:
-    """Divided matrices, and what goes with them; slices of tokens where what each of the ranks along cp has divides too."""
+    """Divided matrices, and what goes with them; slices of tokens where what each of the ranks along cp has
+    divides too.
+    """
     least = ranks if dealt == 1 else 2 * ranks * dealt
     found: list[Strategy] = [TensorParallel(num_overlap_chunks=rng.choice((1, 1, 2, 3)))]
     if all(tokens % least == 0 for tokens in known.tokens) and rng.random() < 0.6:

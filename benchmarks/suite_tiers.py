@@ -2,15 +2,16 @@
 
     python -m benchmarks.suite_tiers JUNIT.xml     from the seconds of a full run (make test-full ARGS=--junitxml=JUNIT.xml)
 
-`make test-full` runs every case. `make test` runs every case of a cheap function; of an expensive one it runs a
-selection that covers all pairs of its parameters as far as a budget of seconds per function goes, cheapest cover
-first. The selection depends on the file alone: the same commit runs the same tests.
+`make test-full` runs every case. `make test` runs every case of a cheap function; of an expensive one it runs
+a selection that covers all pairs of its parameters as far as a budget of seconds per function goes, cheapest
+cover first. The selection depends on the file alone: the same commit runs the same tests.
 
     per function:  kept = argmin(seconds)  such that every pair (value of one parameter, value of another) is in a case
     stop:          when the kept cases take FUNCTION_S, or nothing is left to cover
 
-A function of a single case is left out when that case takes more than CASE_S, unless KEEP names it: those are the
-only tests of a whole path (a killed run that resumes, a launch over several processes, a hang that is reported).
+A function of a single case is left out when that case takes more than CASE_S, unless KEEP names it: those are
+the only tests of a whole path (a killed run that resumes, a launch over several processes, a hang that is
+reported).
 """
 
 import re
@@ -117,7 +118,11 @@ def main(junit: str) -> None:
     pytest.main(["--collect-only", "-qq", "--full", "tests"], plugins=[collector])
     seconds = seconds_of(Path(junit))
     found = selection(collector.cases, seconds)
-    head = "# Written by `python -m benchmarks.suite_tiers`: the cases that `make test` keeps of expensive functions.\n"
+    head = (
+        "# Written by `python -m benchmarks.suite_tiers`: the cases that `make test` keeps "
+        "of "
+        "expensive functions.\n"
+    )
     TIERS.write_text(head + tomli_w.dumps(found), encoding="utf-8")
     tiers = tomllib.loads(TIERS.read_text(encoding="utf-8"))
     kept = [

@@ -17,8 +17,8 @@
         |W| are all elements of a layer, in equal shards, and so rounded up; besides, a norm has every slice of the width tell
         every other one number per token forward, and its gradient backward
 
-What several layers take in or give a gradient for at once is moved once: q, k and v count as one in |X|. The second layer of
-three is looked at, whose borders are layers too.
+What several layers take in or give a gradient for at once is moved once: q, k and v count as one in |X|. The
+second layer of three is looked at, whose borders are layers too.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -46,10 +46,12 @@ Amount = Callable[["Case"], Fraction]
 
 @dataclass(frozen=True)
 class Layer:
-    """The block of a family that is looked at: its name, the sums of a forward and of a backward, and what ranks share of it.
+    """The block of a family that is looked at: its name, the sums of a forward and of a backward, and what
+    ranks share of it.
 
-    `shared` are the elements of norms and of biases that are added to sums, `whole` those of weights of which ranks use the same
-    rows. `kind` is what is special about the family, and `layers` the fields of its config that say so.
+    `shared` are the elements of norms and of biases that are added to sums, `whole` those of weights of which
+    ranks use the same rows. `kind` is what is special about the family, and `layers` the fields of its config
+    that say so.
     """
 
     family: str
@@ -181,12 +183,16 @@ def backward(case: Case) -> Fraction:
 
 
 def forward_in_slices(case: Case) -> Fraction:
-    """A scatter of every sum, and a gather of what columns layers take in slices of: half of a sum of all either."""
+    """A scatter of every sum, and a gather of what columns layers take in slices of: half of a sum of all
+    either.
+    """
     return (case.layer.forward + _taken(case)) * _streams(case) / 2
 
 
 def backward_in_slices(case: Case) -> Fraction:
-    """Their gradients, the other way round, what is summed whole, and the gradients of norms and of whole biases."""
+    """Their gradients, the other way round, what is summed whole, and the gradients of norms and of whole
+    biases.
+    """
     return (
         forward_in_slices(case)
         + case.layer.alone * _streams(case)

@@ -1,4 +1,6 @@
-"""The command with the layers of a model on several ranks: trained, proved, gone on with on other meshes, killed, and shown."""
+"""The command with the layers of a model on several ranks: trained, proved, gone on with on other meshes,
+killed, and shown.
+"""
 
 import shutil
 from pathlib import Path
@@ -206,7 +208,11 @@ def test_the_report_draws_who_works_when_planned_above_measured(left_alone, fork
             "'layers.7' is not a block call",
             "did you mean 'layers.1'?",
         ),
-        (("--strategies.pipeline.split_pointz", "[]"), "there is no key 'split_pointz' here", "did you mean 'split_points'?"),
+        (
+            ("--strategies.pipeline.split_pointz", "[]"),
+            "there is no key 'split_pointz' here",
+            "did you mean 'split_points'?",
+        ),
         (
             ("--model.source", "model.py:counts"),
             "the buffer 'seen' is written between blocks",

@@ -1,4 +1,6 @@
-"""Ranks of one host without the memory they share: what `process_pool.run(over_gloo, mesh, body)` plays goes through sockets."""
+"""Ranks of one host without the memory they share: what `process_pool.run(over_gloo, mesh, body)` plays goes
+through sockets.
+"""
 
 from collections.abc import Callable
 from typing import TypeVar

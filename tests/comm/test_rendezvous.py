@@ -100,7 +100,11 @@ def test_an_address_that_is_translated_into_this_host_is_listened_for_everywhere
 
 
 def test_a_port_in_use_is_named_with_the_repair(here: RendezvousEndpoint):
-    text = rf"MASTER_PORT: port {here.port} is in use on 127\.0\.0\.1, where rank 0 listens\n.*export MASTER_PORT={here.port + 1}"
+    text = (
+        rf"MASTER_PORT: port {here.port} is in use on 127\.0\.0\.1, where rank 0 "
+        rf"listens\n.*export "
+        rf"MASTER_PORT={here.port + 1}"
+    )
     with socket.create_server((here.address, here.port)), pytest.raises(PlanError, match=text):
         rendezvous_store(here, 0, WORLD, 10.0)
 

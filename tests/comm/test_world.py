@@ -102,7 +102,9 @@ def test_the_whole_mesh_uses_the_default_group(process_pool: ProcessPool) -> Non
 
 
 def told_of_arrival(world: World) -> tuple[bool, bool]:
-    """Whether `then` calls after the result has come, for a collective under way and for one that was waited for."""
+    """Whether `then` calls after the result has come, for a collective under way and for one that was waited
+    for.
+    """
     group, arrived, late = world.group(["dp_shard"]), Event(), Event()
     work = group.all_reduce(torch.ones(1000))
     work.add_done_callback(arrived.set)

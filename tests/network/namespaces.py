@@ -1,13 +1,14 @@
 """Network namespaces as hosts: how one is made, shaped, cut and removed, with the words of `ip` and `tc`.
 
-A namespace is a name in /run/netns that keeps a network alive, whoever is in it. What it holds goes with it: when it is
-deleted, the virtual cables that end in it are gone at both ends. So removing names is all the cleaning there is, once the
-processes inside have ended.
+A namespace is a name in /run/netns that keeps a network alive, whoever is in it. What it holds goes with it:
+when it is deleted, the virtual cables that end in it are gone at both ends. So removing names is all the
+cleaning there is, once the processes inside have ended.
 
     meshwright-host-4711-98765-3fa9c1-0      process number of the maker, when it was started, a word per use, number of the
                                ...-switch    host; and the bridge between them
 
-A maker that was killed leaves its names. Its number may be another process's by now, but not with the same start.
+A maker that was killed leaves its names. Its number may be another process's by now, but not with the same
+start.
 """
 
 import json
@@ -46,7 +47,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class VirtualHost:
-    """One host: its namespace, its address, its port of the switch. A plain value: a rank can be given one, and cut it."""
+    """One host: its namespace, its address, its port of the switch.
+
+    A plain value: a rank can be given one, and cut it.
+    """
 
     namespace: str
     address: str
@@ -66,11 +70,13 @@ class VirtualHost:
         """Take the link up again; return when packets pass."""
         _run_command("ip", "-n", self.switch, "link", "set", self.switch_port, "up")
         self.await_link()
-        # it still waits for answers to what it asked while nothing could come, and asks again only after a second
+        # it still waits for answers to what it asked while nothing could come, and asks again only after a
+        # second
         _run_command("ip", "-n", self.namespace, "neighbour", "flush", "dev", INTERFACE, "nud", "all")
 
     def await_link(self) -> None:
-        """Return when the kernel has noticed at both ends that the link is up, which it does once a second only.
+        """Return when the kernel has noticed at both ends that the link is up, which it does once a second
+        only.
 
         Raises RuntimeError when that takes too long.
         """
@@ -91,7 +97,10 @@ class VirtualHost:
 
 
 def unavailable_reason(delay_ms: float = 0.0) -> str:
-    """Why hosts (with a delay, if one is asked for) cannot be made here, in words; "" where they can. Tries it out."""
+    """Why hosts (with a delay, if one is asked for) cannot be made here, in words; "" where they can.
+
+    Tries it out.
+    """
     if sys.platform != "linux":
         return f"network namespaces are a thing of Linux, and this is {sys.platform}"
     if os.geteuid() != 0:
@@ -123,7 +132,10 @@ def unique_name() -> str:
 
 
 def create_hosts(name: str, num_hosts: int, rate_mbit: float, delay_ms: float) -> list[VirtualHost]:
-    """`count` hosts, called `name` and a number, joined by a switch. Raises RuntimeError with the words of `ip` or `tc`."""
+    """`count` hosts, called `name` and a number, joined by a switch.
+
+    Raises RuntimeError with the words of `ip` or `tc`.
+    """
     switch = f"{name}-switch"
     _run_command("ip", "netns", "add", switch)
     _run_command("ip", "-n", switch, "link", "add", "switch", "type", "bridge")
@@ -153,7 +165,8 @@ def create_hosts(name: str, num_hosts: int, rate_mbit: float, delay_ms: float) -
         # gloo takes the first address of an interface: let there be no second one, of IPv6
         _run_command(*own, "link", "set", INTERFACE, "addrgenmode", "none")
         _run_command(*own, "address", "add", f"{each.address}/24", "dev", INTERFACE)
-        # what TCP hands down at once passes the bucket whole; cut into packets there, 1 Gbit/s cost a core, not a tenth of it
+        # what TCP hands down at once passes the bucket whole; cut into packets there, 1 Gbit/s cost a core,
+        # not a tenth of it
         most = min(MAX_SEGMENT_NBYTES, _burst(rate_mbit) - HEADER_MARGIN_NBYTES)
         _run_command(*own, "link", "set", INTERFACE, "gso_max_size", str(most))
         _shape_traffic(each.namespace, INTERFACE, rate_mbit, delay_ms)
@@ -241,7 +254,9 @@ def remove_namespace(name: str) -> None:
 
 
 def _start_time(pid: int) -> str:
-    """When a process was started, in the kernel's ticks since boot; "" when there is none: its number alone is used again."""
+    """When a process was started, in the kernel's ticks since boot; "" when there is none: its number alone
+    is used again.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

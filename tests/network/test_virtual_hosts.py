@@ -1,4 +1,6 @@
-"""Namespaces as hosts: shared links, cut links, commands on every host, and nothing left behind whatever happens."""
+"""Namespaces as hosts: shared links, cut links, commands on every host, and nothing left behind whatever
+happens.
+"""
 
 import os
 import re
@@ -145,7 +147,10 @@ def test_a_host_whose_link_is_cut_is_out_of_reach_and_the_others_are_not() -> No
 @needs_hosts
 def test_a_command_finds_what_torchrun_would_tell_it(pair: VirtualHosts, tmp_path: Path) -> None:
     words = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MINE")
-    show = f"import os; print(os.getcwd(), *(os.environ[word] for word in {words})); raise SystemExit(int(os.environ['RANK']))"
+    show = (
+        f"import os; print(os.getcwd(), *(os.environ[word] for word in {words})); raise "
+        f"SystemExit(int(os.environ['RANK']))"
+    )
     ended = pair.run_command([sys.executable, "-c", show], 2, env={"MINE": "yes"}, folder=tmp_path)
     assert [each.output for each in ended] == [
         f"{tmp_path} {rank} 4 {rank % 2} 2 {rank // 2} {pair[0].address} yes\n" for rank in range(4)

@@ -1,24 +1,27 @@
 """Several hosts on one machine: network namespaces, joined by links of a given rate that can be cut.
 
-A namespace has interfaces, addresses and routes of its own, so processes in it see of the others what they would see of
-other machines. A virtual cable leads from each host to a switch, which is a bridge in a namespace too: nothing is made in
-the machine's own network, and nothing leaves it.
+A namespace has interfaces, addresses and routes of its own, so processes in it see of the others what they
+would see of other machines. A virtual cable leads from each host to a switch, which is a bridge in a
+namespace too: nothing is made in the machine's own network, and nothing leaves it.
 
     host 0                    switch                   host 1         with hosts(2, rate_mbit=100) as pair:
     10.77.0.1 eth0 ===== host0  bridge  host1 ===== eth0 10.77.0.2        pair.run(fn, 2, tensor)
     rank 0, rank 1                                      rank 2, rank 3    pair.cut(1)
 
-A token bucket (tbf) at each end of a cable holds the rate: host -> switch at eth0, switch -> host at the switch's port.
-So all ranks of a host share what it sends, and likewise what it receives. The bucket holds half a millisecond of the rate,
-at least 16 KiB: a message of 64 KiB gets no more than a quarter for nothing at 100 Mbit/s. Packets wait, none is dropped (up
-to 16 MiB). A delay needs the kernel's netem. Ranks of one host reach each other at the host's address; the kernel leads that
-through loopback, past the buckets, as fast as the machine is.
+A token bucket (tbf) at each end of a cable holds the rate: host -> switch at eth0, switch -> host at the
+switch's port. So all ranks of a host share what it sends, and likewise what it receives. The bucket holds
+half a millisecond of the rate, at least 16 KiB: a message of 64 KiB gets no more than a quarter for nothing
+at 100 Mbit/s. Packets wait, none is dropped (up to 16 MiB). A delay needs the kernel's netem. Ranks of one
+host reach each other at the host's address; the kernel leads that through loopback, past the buckets, as fast
+as the machine is.
 
-Everything is removed at the end of `with`, after an error too. Who is killed with -9 cannot remove anything: the names
-say which process made them, and the next use removes what makers that are gone have left, processes included.
-Limits: Linux, root, iproute2 (`missing` says why not). The hosts share the CPU: a rate that it cannot carry is not reached
-(2 cores carried 1 Gbit/s). A TCP connection gets 95 % of the rate, the rest are headers. A store's complaint that the
-hostname of a client cannot be retrieved is true, and harmless: these hosts have no names.
+Everything is removed at the end of `with`, after an error too. Who is killed with -9 cannot remove anything:
+the names say which process made them, and the next use removes what makers that are gone have left, processes
+included.
+Limits: Linux, root, iproute2 (`missing` says why not). The hosts share the CPU: a rate that it cannot carry
+is not reached (2 cores carried 1 Gbit/s). A TCP connection gets 95 % of the rate, the rest are headers. A
+store's complaint that the hostname of a client cannot be retrieved is true, and harmless: these hosts have no
+names.
 """
 
 import os
@@ -58,7 +61,9 @@ MAX_OUTPUT_NBYTES = 16 << 20  # bytes of the output of a rank that are returned
 
 @dataclass(frozen=True)
 class ProcessResult:
-    """How one rank of a command ended: its exit code (negative: the signal that killed it), stdout and stderr together."""
+    """How one rank of a command ended: its exit code (negative: the signal that killed it), stdout and stderr
+    together.
+    """
 
     rank: int
     host: int
@@ -92,11 +97,13 @@ class VirtualHosts(Sequence[VirtualHost]):
     def run(
         self, fn: Callable[..., Result], ranks_per_host: int, *args: object, timeout_s: float = 60.0
     ) -> list[Result]:
-        """The results of `fn(world, *args)`, in rank order, each rank a gloo process on its host; as `ProcessPool.run` else.
+        """The results of `fn(world, *args)`, in rank order, each rank a gloo process on its host; as
+        `ProcessPool.run` else.
 
-        Hosts are the axis dp_replicate, the ranks of a host the axis dp_shard, so that ranks 0 to `ranks_per_host` - 1 are on
-        host 0. Workers are kept from call to call while `ranks_per_host` stays.
-        Raises RankFailure when a rank fails, dies, or has not ended after `timeout_s`; PlanError for less than one rank.
+        Hosts are the axis dp_replicate, the ranks of a host the axis dp_shard, so that ranks 0 to
+        `ranks_per_host` - 1 are on host 0. Workers are kept from call to call while `ranks_per_host` stays.
+        Raises RankFailure when a rank fails, dies, or has not ended after `timeout_s`; PlanError for less
+        than one rank.
         """
         mesh = self._mesh(ranks_per_host)
         if self._pool is None or self._per_host != ranks_per_host:
@@ -117,12 +124,13 @@ class VirtualHosts(Sequence[VirtualHost]):
         folder: Path | None = None,
         timeout_s: float = 300.0,
     ) -> list[ProcessResult]:
-        """How `argv` ended on every rank, in rank order; run in `folder`, with `env` added to this process's environment.
+        """How `argv` ended on every rank, in rank order; run in `folder`, with `env` added to this process's
+        environment.
 
-        What that says of interfaces (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) is left out: a host has its own. Each rank
-        finds what torchrun would tell it: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK,
-        MASTER_ADDR and MASTER_PORT. Who has not ended after `timeout_s` is killed, and so has the exit code -9.
-        Raises PlanError for less than one rank per host.
+        What that says of interfaces (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) is left out: a host has its own.
+        Each rank finds what torchrun would tell it: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+        GROUP_RANK, MASTER_ADDR and MASTER_PORT. Who has not ended after `timeout_s` is killed, and so has the
+        exit code -9. Raises PlanError for less than one rank per host.
         """
         mesh = self._mesh(ranks_per_host)
         port = next(self._ports)
@@ -175,7 +183,8 @@ class VirtualHosts(Sequence[VirtualHost]):
 
 @contextmanager
 def virtual_hosts(num_hosts: int, rate_mbit: float, delay_ms: float = 0.0) -> Iterator[VirtualHosts]:
-    """`count` hosts with links of `rate_mbit` million bits per second each way, `delay_ms` from one host to another.
+    """`count` hosts with links of `rate_mbit` million bits per second each way, `delay_ms` from one host to
+    another.
 
     Raises PlanError where that cannot be made (`missing` says why), and for numbers that make no sense.
     """

@@ -117,7 +117,11 @@ def test_a_failing_rank_is_reported_first_and_workers_stay(process_pool: Process
     before = process_pool.run(worker_pid, RING)
     with pytest.raises(
         RankFailure,
-        match=r"(?s)^rank 1 of 3 \(dp_shard 3\) failed first.*KeyError: 'no such batch'\nthen rank [02]: .*did not complete",
+        match=(
+            r"(?s)^rank 1 of 3 \(dp_shard 3\) failed first.*KeyError: 'no such batch'\nthen "
+            r"rank "
+            r"[02]: .*did not complete"
+        ),
     ):
         process_pool.run(fail_on_rank_one, RING)
     assert process_pool.run(worker_pid, RING) == before

@@ -51,7 +51,8 @@ def test_a_price_is_the_sum_of_its_parts():
         busiest_rank=link(0.0, 0.1),
         local_sum=link(0.0, 0.01),
     )
-    # a round of a ring of 3 with 3 bytes: 1 crowd, 3 messages of a byte, 2 of the busiest rank, one byte added in half of them
+    # a round of a ring of 3 with 3 bytes: 1 crowd, 3 messages of a byte, 2 of the busiest rank, one byte
+    # added in half of them
     each = 1.0 + 3 * (10.0 + 1.0) + 2 * 10.0
     assert all_reduce_seconds(get_algorithm("ring"), 3, 3, network) == pytest.approx(4 * each + 2 * 100.0)
 
@@ -64,7 +65,8 @@ def test_messages_between_hosts_share_the_network_card():
         local_sum=FREE,
         inter_host=link(1.0, 1.0),
     )
-    # 4 ranks on 2 hosts. Ring: one piece leaves each host in each of 6 rounds. Doubling: both ranks send all in one round of two
+    # 4 ranks on 2 hosts. Ring: one piece leaves each host in each of 6 rounds. Doubling: both ranks send all
+    # in one round of two
     assert all_reduce_seconds(get_algorithm("ring"), 4, 8, network, 2) == pytest.approx(6 * (1.0 + 2.0))
     assert all_reduce_seconds(get_algorithm("doubling"), 4, 8, network, 2) == pytest.approx(1.0 + 16.0)
     assert all_reduce_seconds(HierarchicalAllReduce(2), 4, 8, network, 2) == pytest.approx(
@@ -80,7 +82,9 @@ def test_in_a_round_the_slower_of_inside_and_between_decides():
         local_sum=FREE,
         inter_host=link(1.0, 1e15),
     )
-    assert all_reduce_seconds(get_algorithm("ring"), 4, 8, slow_inside, 2) == pytest.approx(6 * 50.0, rel=1e-6)
+    assert all_reduce_seconds(get_algorithm("ring"), 4, 8, slow_inside, 2) == pytest.approx(
+        6 * 50.0, rel=1e-6
+    )
     slow_between = NetworkModel(
         (RoundOverhead(1, 1.0), RoundOverhead(2, 1.0)),
         intra_host=FREE,
@@ -88,13 +92,19 @@ def test_in_a_round_the_slower_of_inside_and_between_decides():
         local_sum=FREE,
         inter_host=link(50.0, 1e15),
     )
-    assert all_reduce_seconds(get_algorithm("ring"), 4, 8, slow_between, 2) == pytest.approx(6 * 50.0, rel=1e-6)
+    assert all_reduce_seconds(get_algorithm("ring"), 4, 8, slow_between, 2) == pytest.approx(
+        6 * 50.0, rel=1e-6
+    )
 
 
 def test_a_network_without_a_price_between_hosts_cannot_price_ranks_on_two():
     with pytest.raises(ValueError, match="across hosts"):
         all_reduce_seconds(
-            get_algorithm("ring"), 4, 8, NetworkModel((RoundOverhead(1, 1.0),), intra_host=FREE, busiest_rank=FREE), 2
+            get_algorithm("ring"),
+            4,
+            8,
+            NetworkModel((RoundOverhead(1, 1.0),), intra_host=FREE, busiest_rank=FREE),
+            2,
         )
 
 

@@ -51,7 +51,9 @@ def textbook(algorithm: AllReduceAlgorithm, n: int) -> tuple[int, Fraction]:
 
 
 def sent_by_the_book(algorithm: AllReduceAlgorithm, n: int, numel: int) -> list[int]:
-    """The elements that each rank sends, of a tensor that divides among n ranks, by another way of counting than num_sent."""
+    """The elements that each rank sends, of a tensor that divides among n ranks, by another way of counting
+    than num_sent.
+    """
     up, least = ceil(log2(n)), 2 * (n - 1) * numel // n
     power = 2 ** int(log2(n))
     match algorithm.name:

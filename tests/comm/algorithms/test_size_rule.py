@@ -1,4 +1,6 @@
-"""Rules by message size, as strategies have them: what they pick, how they are written, and what is said of wrong ones."""
+"""Rules by message size, as strategies have them: what they pick, how they are written, and what is said of
+wrong ones.
+"""
 
 import pytest
 from hypothesis import given
@@ -65,7 +67,10 @@ def test_every_rule_comes_back_from_its_text(sizes: list[int], data: st.DataObje
         ("rng", "no all_reduce algorithm 'rng'; repair: did you mean 'ring'?"),
         (
             "xyz",
-            "no all_reduce algorithm 'xyz'; repair: choose one of: backend, naive, root, ring, parallel, halving",
+            (
+                "no all_reduce algorithm 'xyz'; repair: choose one of: backend, naive, root, ring, "
+                "parallel, halving"
+            ),
         ),
         ("", "'' is neither an algorithm nor a rule by message size; repair: write an algorithm, or"),
         ("ring halving", "'ring halving' is neither an algorithm nor a rule"),
@@ -92,14 +97,21 @@ def test_every_rule_comes_back_from_its_text(sizes: list[int], data: st.DataObje
         ("tree <= 1 MiB, else auto", "auto cannot be a part of a rule"),
         (
             "hierarchical",
-            "no all_reduce algorithm 'hierarchical'; repair: write hierarchical/G, where G is the number of ranks",
+            (
+                "no all_reduce algorithm 'hierarchical'; repair: write hierarchical/G, where G is "
+                "the "
+                "number of ranks"
+            ),
         ),
         ("hierarchical/0", "repair: write hierarchical/G, where G"),
         ("hierarchicl/4", "repair: did you mean 'hierarchical/4'?"),
         ("ring/4", "repair: write ring alone: only hierarchical takes a number"),
         (
             "auto",
-            "auto needs the measured cost of the links; repair: run `meshwright bench network`, then name its file: cluster =",
+            (
+                "auto needs the measured cost of the links; repair: run `meshwright bench network`, "
+                "then name its file: cluster ="
+            ),
         ),
     ],
 )
@@ -126,7 +138,11 @@ def test_all_that_is_wrong_is_said_at_once():
         (
             4,
             6,
-            r"6 ranks are no whole number of hosts with 4 ranks each; repair: write hierarchical/2 or hierarchical/3, or ring",
+            (
+                r"6 ranks are no whole number of hosts with 4 ranks each; repair: write "
+                r"hierarchical/2 "
+                r"or hierarchical/3, or ring"
+            ),
         ),
         (
             8,
@@ -136,17 +152,27 @@ def test_all_that_is_wrong_is_said_at_once():
         (
             2,
             7,
-            r"7 ranks are no whole number of hosts with 2 ranks each; repair: write ring: 7 ranks have no hosts of equal size",
+            (
+                r"7 ranks are no whole number of hosts with 2 ranks each; repair: write ring: 7 "
+                r"ranks "
+                r"have no hosts of equal size"
+            ),
         ),
         (
             1,
             4,
-            r"with 1 of 4 ranks on a host there is nothing to sum inside a host; repair: write hierarchical/2, or ring",
+            (
+                r"with 1 of 4 ranks on a host there is nothing to sum inside a host; repair: write "
+                r"hierarchical/2, or ring"
+            ),
         ),
         (
             4,
             4,
-            r"with 4 of 4 ranks on a host there is nothing to sum between hosts; repair: write hierarchical/2, or ring",
+            (
+                r"with 4 of 4 ranks on a host there is nothing to sum between hosts; repair: write "
+                r"hierarchical/2, or ring"
+            ),
         ),
     ],
 )

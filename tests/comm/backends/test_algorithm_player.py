@@ -1,4 +1,6 @@
-"""What every rank holds afterwards: the sum, in the same bits everywhere, whatever the algorithm; and the mistakes that show."""
+"""What every rank holds afterwards: the sum, in the same bits everywhere, whatever the algorithm; and the
+mistakes that show.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -59,7 +59,9 @@ def test_the_ledger_of_a_process_has_what_its_rounds_send(process_pool: ProcessP
 
 
 def under_way_at_once(world: World) -> tuple[list[torch.Tensor], bool]:
-    """The totals of many all-reduces, sends and gathers, all started before the first wait, which comes last to first."""
+    """The totals of many all-reduces, sends and gathers, all started before the first wait, which comes last
+    to first.
+    """
     group, told = world.group(["dp_shard"]), Event()
     names = [str(algorithm) for algorithm in fitting(group.size)] * 2
     totals = [operand(group.index, 1_000 + number) for number in range(len(names))]
@@ -107,7 +109,9 @@ def test_what_nobody_waits_for_goes_on_beside(process_pool: ProcessPool):
 
 
 def by_two_names_of_the_same_ranks(world: World) -> list[torch.Tensor]:
-    """The totals of two groups that are the same ranks: each has its own lane, and their messages must not be mixed up."""
+    """The totals of two groups that are the same ranks: each has its own lane, and their messages must not be
+    mixed up.
+    """
     one, other = world.group(["dp_shard"]), world.group(["dp_shard", "tp"])
     totals = [operand(world.rank, 5_000 + number % 2) for number in range(20)]
     works = [

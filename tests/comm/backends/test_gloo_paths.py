@@ -1,4 +1,6 @@
-"""Sums under way share two pieces of memory, are right in whatever order they are waited for, and steady ones make none."""
+"""Sums under way share two pieces of memory, are right in whatever order they are waited for, and steady ones
+make none.
+"""
 
 import torch
 

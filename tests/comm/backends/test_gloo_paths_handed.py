@@ -1,4 +1,6 @@
-"""All-gathers over gloo: as broadcasts on one host and between two, gloo's own among more; a late one is asked again."""
+"""All-gathers over gloo: as broadcasts on one host and between two, gloo's own among more; a late one is
+asked again.
+"""
 
 from collections.abc import Callable
 from datetime import timedelta

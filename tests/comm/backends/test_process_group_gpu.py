@@ -1,4 +1,6 @@
-"""NCCL through our interface, as far as one GPU can show it: results of a group of one rank, streams, and no stop of the host."""
+"""NCCL through our interface, as far as one GPU can show it: results of a group of one rank, streams, and no
+stop of the host.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -124,7 +124,10 @@ def test_one_rank_that_raises_releases_the_others_at_once() -> None:
 
     with pytest.raises(ArithmeticError, match="a loss of nan"):
         run_on_threads(body, RING)
-    reason = "was released from all_reduce of float32 [3] for REDUCE(a): rank 1 failed first, with ArithmeticError: a loss of nan"
+    reason = (
+        "was released from all_reduce of float32 [3] for REDUCE(a): rank 1 failed first, "
+        "with ArithmeticError: a loss of nan"
+    )
     assert said == {0: f"rank 0 {reason}", 2: f"rank 2 {reason}"}
 
 

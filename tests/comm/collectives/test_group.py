@@ -1,7 +1,7 @@
 """The contract of a group, on threads, processes and the fake world, against a dense reference.
 
-The reference computes what every rank must hold from all operands at once. Operands are small whole numbers, so that
-every sum is exact in every dtype and results are compared bit by bit.
+The reference computes what every rank must hold from all operands at once. Operands are small whole numbers,
+so that every sum is exact in every dtype and results are compared bit by bit.
 """
 
 import pytest
@@ -95,7 +95,9 @@ def expected(collective: str, operands: list[torch.Tensor], index: int) -> torch
 def all_collectives(
     world: World, axes: tuple[str, ...], numel: int, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The result of every collective over `axes`, with `numel` elements per rank (times the size where it must divide)."""
+    """The result of every collective over `axes`, with `numel` elements per rank (times the size where it
+    must divide).
+    """
     group = world.group(axes)
     sizes = {name: numel * group.size if name in WHOLE else numel for name in COLLECTIVES}
     return {name: issue(group, name, operand(world.rank, sizes[name], dtype)) for name in COLLECTIVES}

@@ -14,7 +14,10 @@ Told = list[tuple[float, int, tuple[int, ...]]]
 
 
 def summed(world: World) -> Told:
-    """Per group: the sum of the ranks' numbers there, its size and its ranks. All ranks ask for all groups."""
+    """Per group: the sum of the ranks' numbers there, its size and its ranks.
+
+    All ranks ask for all groups.
+    """
     told = []
     for among in AMONG:
         group, mine = world.group(("pp",), among), torch.tensor([float(10**world.rank)])

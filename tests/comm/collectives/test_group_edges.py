@@ -80,7 +80,11 @@ def group_of_three() -> Group:
 def test_any_other_overlap_is_refused(offset: int) -> None:
     group, memory = group_of_three(), torch.zeros(16)
     whole, piece = memory[:15], memory[offset : offset + 5]
-    text = r"over dp_shard \(rank 1 of ranks 0, 1, 2\): the piece .* is not the slice of index 1, its own\. Pass that slice"
+    text = (
+        r"over dp_shard \(rank 1 of ranks 0, 1, 2\): the piece .* is not the slice of index "
+        r"1, "
+        r"its own\. Pass that slice"
+    )
     for call in (
         lambda: group.all_gather(whole, piece),
         lambda: group.reduce_scatter(piece, whole),
@@ -103,7 +107,11 @@ def test_neighbours_in_one_memory_do_not_overlap() -> None:
 @pytest.mark.parametrize("dtype", UNSUMMED, ids=str)
 def test_a_dtype_without_a_sum_is_refused_with_those_that_have_one(dtype: torch.dtype) -> None:
     group, tensor = group_of_three(), torch.ones(3).to(dtype)
-    text = rf"{str(dtype).removeprefix('torch.')} cannot be summed\. Cast it to one of bfloat16, float16, float32, float64, int32"
+    text = (
+        rf"{str(dtype).removeprefix('torch.')} cannot be summed\. Cast it to one of "
+        rf"bfloat16, "
+        rf"float16, float32, float64, int32"
+    )
     for call in (
         lambda: group.all_reduce(tensor),
         lambda: group.all_reduce(tensor, algorithm="ring"),
@@ -117,7 +125,11 @@ def test_a_dtype_without_a_sum_is_refused_with_those_that_have_one(dtype: torch.
 def test_a_rank_outside_the_group_is_refused_with_the_ranks() -> None:
     group, tensor = group_of_three(), torch.zeros(3)
     for index, call in product((3, -1), (group.broadcast, group.recv)):
-        text = rf"from index {index} .*over dp_shard \(rank 1 of ranks 0, 1, 2\): the group has 3 ranks\. Name a rank from 0 to 2"
+        text = (
+            rf"from index {index} .*over dp_shard \(rank 1 of ranks 0, 1, 2\): the group has "
+            rf"3 "
+            rf"ranks\. Name a rank from 0 to 2"
+        )
         with pytest.raises(ValueError, match=text):
             call(tensor, source=index)
     for call in (group.send, group.reduce):
@@ -215,7 +227,9 @@ def test_scalars_travel_like_tensors(process_pool: ProcessPool) -> None:
 
 
 def with_gradients(world: World) -> list[tuple[torch.Tensor, bool]]:
-    """Parameters and results of operations, filled in place; whether each is still a leaf that requires a gradient."""
+    """Parameters and results of operations, filled in place; whether each is still a leaf that requires a
+    gradient.
+    """
     group = world.group(["dp_shard"])
     size = group.size
     summed, output, piece = (

@@ -1,7 +1,8 @@
-"""Every primitive on every body: dtypes, sizes, groups over one axis and over two, one at a time and several under way.
+"""Every primitive on every body: dtypes, sizes, groups over one axis and over two, one at a time and several
+under way.
 
-What must come out is computed here, from all operands at once. The other half of the contract is in test_group.py (small whole
-numbers, the ledger) and test_group_edges.py (in place, scalars, what is refused).
+What must come out is computed here, from all operands at once. The other half of the contract is in
+test_group.py (small whole numbers, the ledger) and test_group_edges.py (in place, scalars, what is refused).
 """
 
 from collections.abc import Callable
@@ -31,7 +32,9 @@ Started = tuple[str, list[Work], torch.Tensor]
 
 
 def operand(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rank `rank`'s tensor, behind two other elements in its memory: noise, or whole numbers over the whole range."""
+    """Rank `rank`'s tensor, behind two other elements in its memory: noise, or whole numbers over the whole
+    range.
+    """
     generator = torch.Generator().manual_seed(rank)
     if dtype in (*INTEGERS, torch.int16):
         limits = torch.iinfo(dtype)
@@ -43,7 +46,9 @@ def operand(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def moves(group: Group, rank: int, numel: int, dtype: torch.dtype) -> list[Callable[[], Started]]:
-    """The primitives that move, each to be started by a call; those from or to one rank are from and to the last."""
+    """The primitives that move, each to be started by a call; those from or to one rank are from and to the
+    last.
+    """
     size, index, last = group.size, group.index, group.size - 1
     one, whole = partial(operand, rank, numel, dtype), partial(operand, rank, numel * size, dtype)
 
@@ -185,7 +190,9 @@ def check(
     *,
     bitwise: bool,
 ) -> None:
-    """Hold every result of every rank against what is right; sums whose order is the backend's to rounding, unless `bitwise`."""
+    """Hold every result of every rank against what is right; sums whose order is the backend's to rounding,
+    unless `bitwise`.
+    """
     for which, (axes, numel, together) in enumerate(product(choices, SIZES, (False, True))):
         for ranks, index in ((peers, index) for peers in mesh.groups(axes) for index in range(len(peers))):
             wanted, got = right(ranks, index, numel, dtype), results[ranks[index]][which]
@@ -196,7 +203,9 @@ def check(
 
 
 def same(got: torch.Tensor, wanted: torch.Tensor, where: str, summands: int) -> None:
-    """Hold `got` against `wanted`: bit by bit, or, where `summands` of about 1 were added in some order, to rounding."""
+    """Hold `got` against `wanted`: bit by bit, or, where `summands` of about 1 were added in some order, to
+    rounding.
+    """
     dtype = wanted.dtype
     assert got.dtype == dtype, where
     if summands == 0 or dtype in INTEGERS:

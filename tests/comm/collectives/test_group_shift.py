@@ -1,4 +1,7 @@
-"""Shifts: every rank sends to the one some places on, round the group. On threads, shared memory, gloo and the fake world."""
+"""Shifts: every rank sends to the one some places on, round the group.
+
+On threads, shared memory, gloo and the fake world.
+"""
 
 import sys
 from collections.abc import Callable
@@ -42,7 +45,9 @@ def on_all_bodies(
 
 
 def both_ways(world: World) -> bool:
-    """Whether shifts to either side bring what they must, all under way at once, waited for in an order of this rank's own."""
+    """Whether shifts to either side bring what they must, all under way at once, waited for in an order of
+    this rank's own.
+    """
     torch.set_num_threads(1)
     group = world.group(["cp"])
     started = []
@@ -166,7 +171,9 @@ def test_a_shift_on_gloo_moves_its_own_bytes(process_pool: ProcessPool) -> None:
 
 
 def told(world: World) -> tuple[list[str], bool]:
-    """What `then` calls, and when; and whether a tensor that wants a gradient is filled in place and stays a leaf."""
+    """What `then` calls, and when; and whether a tensor that wants a gradient is filled in place and stays a
+    leaf.
+    """
     group, calls = world.group(["cp"]), list[str]()
     output = torch.nn.Parameter(torch.zeros(3))
     work = group.shift(output, torch.nn.Parameter(torch.full((3,), float(world.rank))), offset=-1)
@@ -223,9 +230,9 @@ def test_a_rank_that_shifts_the_other_way_is_named(process_pool: ProcessPool) ->
     ):
         for text in texts:
             assert (
-                "the ranks do not agree on number 1 over cp:\n  rank 1 issued shift of float32 [4] by 2 for F(0)"
-                in text
-            )
+                "the ranks do not agree on number 1 over cp:\n  rank 1 issued shift of float32 "
+                "[4] by 2 for F(0)"
+            ) in text
             assert "ranks 0, 2 issued shift of float32 [4] by 1 for F(0)" in text
 
 

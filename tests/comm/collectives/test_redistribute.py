@@ -1,8 +1,8 @@
 """Every move against a dense reference: values, gradients, and the adjoint law <Ax, y> = <x, A* y>.
 
-A value along a group is known to all ranks of the test: `local` cuts it into what one rank holds in a place, `value`
-puts it together again. The pairing of a tensor in a place with one in the adjoint place is counted as the layout says:
-once for I, summed over ranks for the others.
+A value along a group is known to all ranks of the test: `local` cuts it into what one rank holds in a place,
+`value` puts it together again. The pairing of a tensor in a place with one in the adjoint place is counted as
+the layout says: once for I, summed over ranks for the others.
 """
 
 from collections.abc import Sequence
@@ -87,7 +87,9 @@ def test_once_leaves_the_value_on_the_first_rank(src: Placement) -> None:
 
 
 def test_a_gradient_through_moves_equals_that_of_one_device() -> None:
-    """A linear layer, its weight cut along the output, then one cut along the input: the tensor-parallel pair."""
+    """A linear layer, its weight cut along the output, then one cut along the input: the tensor-parallel
+    pair.
+    """
     x, first, second = value_of(1, (5, 6)), value_of(2, (6, 9)), value_of(3, (9, 6))
     dense = [tensor.clone().requires_grad_() for tensor in (x, first, second)]
     torch.tanh(dense[0] @ dense[1]).matmul(dense[2]).square().sum().backward()
@@ -202,7 +204,11 @@ def ring() -> Group:
 
 @pytest.mark.parametrize(("src", "dst"), [(R, S(1)), (I, S(1)), (P, S(1)), (S(0), S(1))], ids=str)
 def test_a_dim_that_does_not_divide_is_refused_with_the_repair(src: Placement, dst: Placement) -> None:
-    text = r"(?s)SPLIT: dim 1 of a tensor of shape \[6, 4, 9\] has 4 elements, for 3 ranks along tp; needed are equal shards.*"
+    text = (
+        r"(?s)SPLIT: dim 1 of a tensor of shape \[6, 4, 9\] has 4 elements, for 3 ranks "
+        r"along "
+        r"tp; needed are equal shards.*"
+    )
     with pytest.raises(
         PlanError,
         match=text + "repair: make it a multiple of 3, or give these axes a number of ranks that divides 4",

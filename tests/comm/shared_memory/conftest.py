@@ -1,4 +1,7 @@
-"""These tests need what the package needs: Linux and a C compiler. Without them the ranks use gloo, which is tested elsewhere."""
+"""These tests need what the package needs: Linux and a C compiler.
+
+Without them the ranks use gloo, which is tested elsewhere.
+"""
 
 import pytest
 

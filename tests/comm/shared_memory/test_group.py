@@ -176,7 +176,9 @@ def program(seed: int) -> Iterator[tuple[str, str, int, int]]:
 
 
 def any_order(world: World, seeds: range) -> list[str]:
-    """Digests of what a random program computes, waited for in an order that is this rank's own, with many under way."""
+    """Digests of what a random program computes, waited for in an order that is this rank's own, with many
+    under way.
+    """
     torch.set_num_threads(1)
     groups = {
         "dp_shard": world.group(["dp_shard"]),

@@ -40,9 +40,13 @@ def cluster(
     backend: float = 0.0,
     names: list[str] = PLAINER,
 ) -> Cluster:
-    """Measured exactly as `network` says; the backend takes `backend` times as long as a ring (0: it was not measured)."""
+    """Measured exactly as `network` says; the backend takes `backend` times as long as a ring (0: it was not
+    measured).
+    """
     cells = [
-        AllReduceTiming(name, n, nbytes, all_reduce_seconds(get_algorithm(name), n, nbytes, network, per_host))
+        AllReduceTiming(
+            name, n, nbytes, all_reduce_seconds(get_algorithm(name), n, nbytes, network, per_host)
+        )
         for name, n, nbytes in product(names, ranks, SIZES)
     ]
     if backend:

@@ -47,7 +47,9 @@ def timings(
 ) -> list[AllReduceTiming]:
     cells = product(names, ranks, SIZES)
     return [
-        AllReduceTiming(name, n, nbytes, all_reduce_seconds(get_algorithm(name), n, nbytes, network, per_host))
+        AllReduceTiming(
+            name, n, nbytes, all_reduce_seconds(get_algorithm(name), n, nbytes, network, per_host)
+        )
         for name, n, nbytes in cells
     ]
 

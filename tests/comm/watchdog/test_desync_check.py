@@ -1,4 +1,6 @@
-"""Debug mode: ranks that are about to issue different collectives are told at once, each of them, also where sizes agree."""
+"""Debug mode: ranks that are about to issue different collectives are told at once, each of them, also where
+sizes agree.
+"""
 
 import pytest
 import torch

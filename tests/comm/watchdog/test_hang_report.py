@@ -52,9 +52,9 @@ def test_a_missing_rank_is_named_with_its_line_and_what_the_others_wait_for():
     )
     assert asked == "  asked for at acts.py:93"
     assert where == "rank 1 is at step 12 at /home/me/train.py:212 in on_step_end (in no collective)"
-    assert (
-        last
-        == "  its last collective was number 16 over dp_replicate: all_reduce of float32 [4096] for REDUCE(16), from acts.py:93"
+    assert last == (
+        "  its last collective was number 16 over dp_replicate: all_reduce of float32 [4096] "
+        "for REDUCE(16), from acts.py:93"
     )
     assert "raise run.limits.step_s" in found.repair
 
@@ -155,15 +155,19 @@ def test_of_ranks_that_receive_in_a_row_the_one_that_is_stopped_comes_first():
     assert found.ranks == (2,)
     told, _, chain, where, *_ = str(found).splitlines()
     assert told.startswith(
-        "rank 2 did not come to rank 1's receive of float32 [4] from index 2 for GRAD, number 3 over rank 2 to"
+        (
+            "rank 2 did not come to rank 1's receive of float32 [4] from index 2 for GRAD, number 3 "
+            "over rank 2 to"
+        )
     )
     assert chain.startswith(
         "rank 0 waits for rank 1 in receive of float32 [4] from index 1 for GRAD, number 4"
     )
     assert chain.endswith(": it waits, too")
-    assert (
-        where
-        == "rank 2 did not answer: its process is stopped (SIGSTOP, Ctrl-Z, a debugger), and goes on after SIGCONT"
+    assert where == (
+        "rank 2 did not answer: its process is stopped (SIGSTOP, Ctrl-Z, a debugger), and "
+        "goes "
+        "on after SIGCONT"
     )
 
 

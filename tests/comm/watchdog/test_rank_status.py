@@ -112,5 +112,9 @@ def test_this_process_can_be_looked_at_from_outside_and_no_longer_afterwards():
 
 
 def test_what_the_fault_handler_writes_is_read_innermost_last():
-    text = 'Current thread 0x1 (most recent call first):\n  File "/a b/x.py", line 3 in inner\n  File "y.py", line 9 in <module>\n'
+    text = (
+        'Current thread 0x1 (most recent call first):\n  File "/a b/x.py", line 3 in inner\n '
+        " "
+        'File "y.py", line 9 in <module>\n'
+    )
     assert parse_faulthandler_stack(text) == (("y.py", 9, "<module>"), ("/a b/x.py", 3, "inner"))

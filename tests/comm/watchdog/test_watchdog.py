@@ -1,6 +1,7 @@
 """Planted hangs on three processes: who is named, on every rank that is left to say it.
 
-Each rank writes what it was told to a file of its own, because a rank that dies or hangs takes its answer along.
+Each rank writes what it was told to a file of its own, because a rank that dies or hangs takes its answer
+along.
 """
 
 import gc
@@ -133,7 +134,10 @@ def test_a_rank_that_does_not_come_is_named_with_its_line_and_its_last_collectiv
     for rank in (0, 2):
         lines = told[rank].splitlines()
         assert re.match(
-            r"rank 1 did not come to all_reduce of float32 \[8\] for REDUCE\(3\), number 4 over dp_replicate; ",
+            (
+                r"rank 1 did not come to all_reduce of float32 \[8\] for REDUCE\(3\), number 4 over "
+                r"dp_replicate; "
+            ),
             lines[0],
         )
         assert re.search(r"; ranks 0, 2 wait for it since [1-9]\d*\.\d s$", lines[0])
@@ -219,9 +223,10 @@ def test_a_sender_that_does_not_come_is_named_by_the_receiver(process_pool, tmp_
         process_pool.run(receives_from_a_rank_that_is_busy, MESH, tmp_path)
     text = (tmp_path / "rank-2").read_text()
     assert (
-        "rank 1 did not come to rank 2's receive of float32 [4] from index 1 for RECV(0), number 1 over rank 1 to rank 2"
-        in text
-    )
+        "rank 1 did not come to rank 2's receive of float32 [4] from index 1 for RECV(0), "
+        "number "
+        "1 over rank 1 to rank 2"
+    ) in text
     assert "in waits_for_the_alarm" in text
 
 

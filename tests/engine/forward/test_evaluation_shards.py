@@ -1,4 +1,6 @@
-"""Evaluation where weights are kept in shards: what one device would find, whoever has rows, and whatever glue uses."""
+"""Evaluation where weights are kept in shards: what one device would find, whoever has rows, and whatever
+glue uses.
+"""
 
 import pytest
 import torch
@@ -40,7 +42,9 @@ READING = analyze(Shifted, part(DATA, 0, 2))
 
 
 def course(mesh: Mesh, strategies: tuple) -> list[list[float]]:
-    """What each rank finds: in each of three steps the losses of evaluation and of training, and then what the model says."""
+    """What each rank finds: in each of three steps the losses of evaluation and of training, and then what
+    the model says.
+    """
     plan = make_plan(READING, tiny_job(), mesh, strategies, 2)
 
     def rank(world: World) -> list[float]:

@@ -1,4 +1,6 @@
-"""Mixed precision on one device: bytes and dtypes by role, masters that keep small steps, and the loss scale of float16."""
+"""Mixed precision on one device: bytes and dtypes by role, masters that keep small steps, and the loss scale
+of float16.
+"""
 
 from dataclasses import replace
 from math import inf

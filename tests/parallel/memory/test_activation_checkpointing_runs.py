@@ -1,4 +1,6 @@
-"""Recompute while it runs: what is alive between forward and backward, what a trace sends, and what cannot be run again."""
+"""Recompute while it runs: what is alive between forward and backward, what a trace sends, and what cannot be
+run again.
+"""
 
 import gc
 import weakref
@@ -113,7 +115,10 @@ def test_an_object_that_a_block_writes_into_is_refused_by_the_name_of_the_block(
             return self.linear(x).exp().tanh() + sum(cache.kept)
 
     reading = analyze(Caching, rows(2))
-    text = r"the block 'layers\.0' writes into an object among its inputs, and would write twice(?s:.*)use_cache=False"
+    text = (
+        r"the block 'layers\.0' writes into an object among its inputs, and would write "
+        r"twice(?s:.*)use_cache=False"
+    )
     plan = planned(reading)
     with pytest.raises(PlanError, match=text):
         player_of(reading, plan, single_rank_world(CPU)).step(batch_of(plan))

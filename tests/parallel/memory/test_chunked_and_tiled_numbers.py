@@ -110,7 +110,9 @@ def stepped(
         gradients.update(player.gather_gradients())
         clip(action)
 
-    player._entries = [(a, kept if a.kind == "CLIP" else handler, waits) for a, handler, waits in player._entries]
+    player._entries = [
+        (a, kept if a.kind == "CLIP" else handler, waits) for a, handler, waits in player._entries
+    ]
     loss = player.step({key: value[:12] for key, value in rows().items()}).loss
     player.close()
     return loss, gradients

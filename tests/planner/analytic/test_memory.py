@@ -39,7 +39,9 @@ def test_states_are_those_of_the_table(shards: int):
 
 @pytest.mark.parametrize("tp", [1, 8])
 def test_activations_of_a_layer_are_those_of_the_table(tp: int):
-    """34 s b h / t with tokens on tensor ranks (arXiv 2205.05198, table 2), less a byte each for the masks of two dropouts."""
+    """34 s b h / t with tokens on tensor ranks (arXiv 2205.05198, table 2), less a byte each for the masks of
+    two dropouts.
+    """
     shape = ModelShape("gpt", 1, 1024, 16, vocab=1)
     found = estimate_memory(
         shape, ParallelConfig(tp=tp, sequence_parallel=tp > 1, micro_batch=4, recompute="attention")
@@ -183,7 +185,9 @@ def test_what_a_device_shows_is_more_than_torch_counts():
 
 @pytest.mark.parametrize("shards", [0, 1, 2, 3])
 def test_it_is_what_a_plan_of_this_library_holds(shards: int):
-    """Sizes alone against the program of a small model on four ranks, whose every tensor is counted: within 5 %."""
+    """Sizes alone against the program of a small model on four ranks, whose every tensor is counted: within 5
+    %.
+    """
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "vocab_size": 1000}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     narrow = PrecisionConfig(

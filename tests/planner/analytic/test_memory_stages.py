@@ -1,4 +1,6 @@
-"""What ranks along pp have: their layers by how code bases cut, and the micro-batches under way by how they take turns."""
+"""What ranks along pp have: their layers by how code bases cut, and the micro-batches under way by how they
+take turns.
+"""
 
 from dataclasses import replace
 
@@ -31,7 +33,9 @@ ZB = ScheduleProfile(1.0, 1.0, -1.0, uniform_memory=True)
     ],
 )
 def test_micro_batches_under_way_are_those_of_the_papers(layout: ParallelConfig, first: float, last: float):
-    """1F1B holds min(m, p - rank) of them, with chunks 1 + (p - 1) / (p v) times as many on the first (arXiv 2205.05198)."""
+    """1F1B holds min(m, p - rank) of them, with chunks 1 + (p - 1) / (p v) times as many on the first (arXiv
+    2205.05198).
+    """
     assert microbatches_in_flight(layout, 0) == first
     assert microbatches_in_flight(layout, layout.pp - 1) == last
 

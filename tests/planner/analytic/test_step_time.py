@@ -104,7 +104,9 @@ def test_attention_that_writes_its_scores_out_takes_longer():
 
 
 def test_tensor_ranks_divide_the_work_and_meet_for_it():
-    """Their all-reduces send 8 b s h (t - 1) / t elements per layer and micro-batch (arXiv 2104.04473, section 3.2)."""
+    """Their all-reduces send 8 b s h (t - 1) / t elements per layer and micro-batch (arXiv 2104.04473,
+    section 3.2).
+    """
     given = replace(MACHINE, rates=replace(MACHINE.rates, latency_s=0.0))
     nbytes = 2 * 8 * SHAPE.sequence * SHAPE.hidden * 3 / 4
     assert layer_collectives(SHAPE, ParallelConfig(tp=4), given).total == pytest.approx(
@@ -210,7 +212,9 @@ def test_weights_that_are_gathered_in_few_bits_are_waited_for_less():
 
 
 def test_ranks_that_swap_tokens_for_heads_send_what_their_paper_says():
-    """(2 + 2 k / a) B N h / P (P - 1) / P elements forward and as many backward (arXiv 2309.14509, section 3.2)."""
+    """(2 + 2 k / a) B N h / P (P - 1) / P elements forward and as many backward (arXiv 2309.14509, section
+    3.2).
+    """
     shape = replace(SHAPE, sequence=16_384)
     given = replace(MACHINE, rates=replace(MACHINE.rates, latency_s=0.0))
     swapped = layer_collectives(shape, ParallelConfig(cp=4, ulysses_degree=4), given)
@@ -276,7 +280,9 @@ def test_parts_that_lie_on_two_ranks_are_summed_between_them():
 
 
 def test_heads_of_a_width_that_matrix_units_cannot_load_cost_what_float32_costs():
-    """Planted once: without this, published runs with heads 108 and 150 wide were said to be a quarter faster than they were."""
+    """Planted once: without this, published runs with heads 108 and 150 wide were said to be a quarter faster
+    than they were.
+    """
     plain = ParallelConfig(attention_kernel="softmax")
     odd, even = (
         layer_compute(replace(SHAPE, hidden=32 * width, ffn=16384), plain, MACHINE) for width in (108, 112)
@@ -323,7 +329,9 @@ def test_code_that_hides_half_of_its_transfers_lies_between_all_and_nothing():
 
 
 def test_a_scale_per_row_costs_casts_and_not_products():
-    """What it adds grows with tokens and sizes, not with their products: a wider model pays less of its step for it."""
+    """What it adds grows with tokens and sizes, not with their products: a wider model pays less of its step
+    for it.
+    """
     h100 = make_machine("H100", 8)
 
     def more(shape: ModelShape) -> float:

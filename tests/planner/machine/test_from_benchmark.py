@@ -1,4 +1,6 @@
-"""Rates of a machine from what was measured on one device and on some links; what does not fit together is refused."""
+"""Rates of a machine from what was measured on one device and on some links; what does not fit together is
+refused.
+"""
 
 from dataclasses import replace
 from math import log2

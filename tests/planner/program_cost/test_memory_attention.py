@@ -1,4 +1,6 @@
-"""The plan's peak of models that attend is what lives: with torch's kernel, and where a model makes all scores itself."""
+"""The plan's peak of models that attend is what lives: with torch's kernel, and where a model makes all
+scores itself.
+"""
 
 import gc
 
@@ -19,7 +21,9 @@ from meshwright.plan.strategy import Strategy
 from meshwright.planner.program_cost.memory import peak_nbytes
 
 ROWS, WORDS, ALLOWED = 2, 256, 0.05
-ONE_GRAPH = 0.08  # more, of what blocks hand on: where nobody stands between backwards, autograd lets go of what it does not need
+# more, of what blocks hand on: where nobody stands between backwards, autograd lets go of what it does not
+# need
+ONE_GRAPH = 0.08
 SIZES = {
     "vocab_size": WORDS,
     "hidden_size": 32,

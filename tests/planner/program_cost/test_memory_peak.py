@@ -1,4 +1,6 @@
-"""The plan's peak is what ranks hold at their fullest moment, every tensor counted: also where matrices are divided."""
+"""The plan's peak is what ranks hold at their fullest moment, every tensor counted: also where matrices are
+divided.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""Seconds of a step from those of its actions: against pipelines drawn by hand, and with a place for every second."""
+"""Seconds of a step from those of its actions: against pipelines drawn by hand, and with a place for every
+second.
+"""
 
 import pytest
 
@@ -48,7 +50,8 @@ def costs(program: Program, seconds: dict[str, ActionCost]) -> dict[int, ActionC
 def test_two_stages_take_what_a_drawing_of_them_says():
     program = two_stages(3)
     #   pp0   F F F . . . . B B B        one second each, two of a backward; nothing for messages
-    #   pp1   . F F F B B B . .          the last backward comes home after 1 + 3 + 3 x 2 seconds, and takes 2 more
+    # pp1   . F F F B B B . .          the last backward comes home after 1 + 3 + 3 x 2 seconds, and takes 2
+    # more
     end, roles = step_breakdown(program, costs(program, {"F": ActionCost(1.0), "B": ActionCost(2.0)}))
     assert end == 1 + 3 + 3 * 2 + 2
     assert roles["pp0"] == StepBreakdown(compute_s=9.0, idle_s=3.0)

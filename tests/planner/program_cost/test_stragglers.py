@@ -18,7 +18,9 @@ SUM, WITHIN = Transfer("all_reduce", ("dp_shard",), 8), Transfer("all_reduce", (
 
 
 class Priced(ActionCosts):
-    """A plan of two copies of two tensor ranks, seen from rank 0, on which an action of each kind computes so long."""
+    """A plan of two copies of two tensor ranks, seen from rank 0, on which an action of each kind computes so
+    long.
+    """
 
     def __init__(self, seconds: Mapping[str, float]) -> None:
         self.target, self.seconds = ground(late=LATE), seconds

@@ -30,7 +30,9 @@ SMALL = ModelShape("small", 7, 1536, 12, kv_heads=4, vocab=32_000, sequence=8192
 def test_no_layout_takes_less_than_is_said_of_its_mesh(
     sequence: int, kind: str, start: float, latency: float
 ):
-    """Parts that do not come out even, every order, kernels that start slowly, and links that answer late or at once."""
+    """Parts that do not come out even, every order, kernels that start slowly, and links that answer late or
+    at once.
+    """
     given = make_machine(kind, 12, host_size_override=4)
     given = replace(given, rates=replace(given.rates, kernel_start_s=start, latency_s=latency))
     asked = SearchRequest(replace(SMALL, sequence=sequence), given, 24, SCHEDULES, min_tokens_per_rank=256)

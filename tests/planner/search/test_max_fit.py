@@ -128,7 +128,9 @@ def test_what_stops_is_the_leanest_layout_and_its_fullest_rank():
 def test_no_longer_row_fits_though_what_fits_does_not_fall_evenly(
     kind: str, devices: int, batch: int, heads: int
 ):
-    """Of 12 devices 3 divide a row: lengths of which tensor ranks have equal parts fit where shorter ones do not."""
+    """Of 12 devices 3 divide a row: lengths of which tensor ranks have equal parts fit where shorter ones do
+    not.
+    """
     shape = parse_shape(f"r: layers 24 hidden {256 * heads} heads {heads} gated vocab 128256")
     asked = replace(WISH, shape=shape, machine=make_machine(kind, devices), batch=batch)
     found = find_max_fit(asked, "sequence", 1)

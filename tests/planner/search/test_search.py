@@ -67,7 +67,9 @@ def test_the_winner_of_a_search_is_that_of_all_layouts(devices: int, said: dict[
 def test_numbers_with_many_divisors_and_long_rows_take_few_layouts(
     kind: str, devices: int, batch: int, sequence: int
 ):
-    """Of 70,000 layouts, and of millions, as many are priced as of numbers with few divisors: also where memory is endless."""
+    """Of 70,000 layouts, and of millions, as many are priced as of numbers with few divisors: also where
+    memory is endless.
+    """
     shape = parse_shape(f"8b: layers 32 hidden 4096 heads 32 gated ffn 14336 kv_heads 8 sequence {sequence}")
     asked = SearchRequest(shape, make_machine(kind, devices), batch, ORDERS)
     found = search(asked, 8)
@@ -87,7 +89,9 @@ def test_a_search_below_some_seconds_finds_what_is_faster_and_nothing_else():
 
 
 def test_layouts_that_nobody_could_tell_apart_are_shown_once():
-    """Shares of moments, or of gradients too, in as many seconds and as much memory: one of the two is told, the better one."""
+    """Shares of moments, or of gradients too, in as many seconds and as much memory: one of the two is told,
+    the better one.
+    """
     made = search(wish()).best[0]
     moments, gradients = (replace(made, config=replace(made.config, zero_stage=stage)) for stage in (1, 2))
     slower = replace(gradients, step=replace(made.step, fixed=made.step.fixed + 1e-6 * made.seconds))
@@ -102,7 +106,9 @@ def test_layouts_that_nobody_could_tell_apart_are_shown_once():
 
 
 def test_fewer_copies_of_rows_that_are_cut_finer_are_shown_once():
-    """4 copies x 16 ranks of a row and 2 x 32 with 2 rows at once: the same tokens on a rank, in the same seconds."""
+    """4 copies x 16 ranks of a row and 2 x 32 with 2 rows at once: the same tokens on a rank, in the same
+    seconds.
+    """
     shape = parse_shape(
         "8b: layers 32 hidden 4096 heads 32 gated ffn 14336 kv_heads 8 vocab 128256 sequence 131072"
     )
@@ -118,7 +124,9 @@ def test_fewer_copies_of_rows_that_are_cut_finer_are_shown_once():
 
 
 def test_a_search_that_counted_parts_of_another_micro_batch_would_be_noticed(monkeypatch: pytest.MonkeyPatch):
-    """What a layer takes is counted once for all that lies over it: a key that forgets something gives other winners."""
+    """What a layer takes is counted once for all that lies over it: a key that forgets something gives other
+    winners.
+    """
     asked = wish(replace(SMALL, hidden=6144), devices=12, batch=24)
     right = [each.seconds for each in search(asked).best]
     for each in search(asked).best:

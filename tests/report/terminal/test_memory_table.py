@@ -1,4 +1,6 @@
-"""The two tables: categories add up, ranks that differ stand side by side, and messages are those of the program."""
+"""The two tables: categories add up, ranks that differ stand side by side, and messages are those of the
+program.
+"""
 
 import re
 from dataclasses import replace

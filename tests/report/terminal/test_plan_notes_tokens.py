@@ -106,7 +106,10 @@ def planned(balance: str, length: int, **more: bool) -> str:
 
 
 def test_what_is_uneven_is_said_with_the_better_way():
-    mask = "attention under a mask, such as documents of a sixth, a third and a half of a row: the busiest rank has"
+    mask = (
+        "attention under a mask, such as documents of a sixth, a third and a half of a row: "
+        "the busiest rank has"
+    )
     assert 'has 1.75 x the mean (load_balance = "zigzag": 1.00)' in planned("contiguous", 4096)
     assert planned("zigzag", 4096).endswith("causal attention: the busiest rank has 1.00 x the mean")
     uneven = planned("zigzag", 4096, has_mask=True, causal=False)

@@ -145,7 +145,9 @@ def test_every_strategy_stands_with_its_fields(store: Strategy):
 
 @cache
 def divided_programs() -> tuple[Plan, ...]:
-    """Of a small Llama: the stream in slices of tokens, over a square, squares and a cube of ranks, and its tokens dealt."""
+    """Of a small Llama: the stream in slices of tokens, over a square, squares and a cube of ranks, and its
+    tokens dealt.
+    """
     rows = BatchSplit(axis="dp_shard")
     ways = {
         Mesh(tp=3): (TensorParallel(), VocabParallel(), SequenceParallel(), ChunkedLoss(2)),
@@ -169,7 +171,9 @@ def divided_programs() -> tuple[Plan, ...]:
 
 @cache
 def parted_programs() -> tuple[Plan, ...]:
-    """Of models in parts: backwards whole and in halves, a weight that two parts share, values that are sent in pieces."""
+    """Of models in parts: backwards whole and in halves, a weight that two parts share, values that are sent
+    in pieces.
+    """
     tiny, tied, llama = reading_of(), reading_of(tied=True), even_llama(num_hidden_layers=2)
     halves = make_plan(tiny, tiny_job(), Mesh(pp=2), (Pipeline(schedule="zb_h1"),), 4)
     plans = [make_plan(each, tiny_job(), Mesh(pp=2), (Pipeline(),), 4) for each in (tiny, tied)]

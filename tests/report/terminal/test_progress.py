@@ -1,4 +1,6 @@
-"""A run as it goes on: aligned lines with units, a table and a bar on a terminal, and no made-up share of a peak."""
+"""A run as it goes on: aligned lines with units, a table and a bar on a terminal, and no made-up share of a
+peak.
+"""
 
 import io
 import re

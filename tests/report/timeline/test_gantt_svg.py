@@ -1,4 +1,6 @@
-"""A schedule as an SVG: a box per act, at its place, with a title; grounds for bubbles; hills for what is held."""
+"""A schedule as an SVG: a box per act, at its place, with a title; grounds for bubbles; hills for what is
+held.
+"""
 
 import re
 from xml.etree import ElementTree

@@ -1,4 +1,6 @@
-"""The drawing of a run's turns: of a run in parts alone, planned alone where nothing was traced, and none of a damaged file."""
+"""The drawing of a run's turns: of a run in parts alone, planned alone where nothing was traced, and none of
+a damaged file.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""A schedule as text: acts where they are in time, bubbles as dots, messages that all wait for, what is held below."""
+"""A schedule as text: acts where they are in time, bubbles as dots, messages that all wait for, what is held
+below.
+"""
 
 from io import StringIO
 

@@ -1,4 +1,6 @@
-"""What a run's folder holds: read when the run was killed, is still going, or never wrote some of it; others are refused."""
+"""What a run's folder holds: read when the run was killed, is still going, or never wrote some of it; others
+are refused.
+"""
 
 import json
 

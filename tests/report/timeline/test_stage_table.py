@@ -1,4 +1,6 @@
-"""The tables and the drawing of a plan in parts: blocks, shares of the work, what crosses borders, who works when."""
+"""The tables and the drawing of a plan in parts: blocks, shares of the work, what crosses borders, who works
+when.
+"""
 
 from io import StringIO
 

@@ -1,4 +1,6 @@
-"""Turns: a program on paper becomes the schedule that it was made from; a traced step the times that were seen."""
+"""Turns: a program on paper becomes the schedule that it was made from; a traced step the times that were
+seen.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""A step as bars: planned from the program with measured times, measured from the traces, both of the same acts."""
+"""A step as bars: planned from the program with measured times, measured from the traces, both of the same
+acts.
+"""
 
 from dataclasses import replace
 

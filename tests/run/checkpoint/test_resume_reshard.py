@@ -1,4 +1,6 @@
-"""Checkpoints reshard: what is saved under any plan is taken up under any other, moments included, to the last bit."""
+"""Checkpoints reshard: what is saved under any plan is taken up under any other, moments included, to the
+last bit.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -73,7 +75,9 @@ def play(engine: Trainer, plan: Plan, world: World, last: int) -> None:
 
 
 def assert_holds(engine: Trainer, saved: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-    """Each tensor, or share, that this rank has is the saved one, to the last bit; returns the names of those it has."""
+    """Each tensor, or share, that this rank has is the saved one, to the last bit; returns the names of those
+    it has.
+    """
     held = engine.executor.state_dict()
     for name, whole in saved:
         mine = held.get(name)

@@ -1,4 +1,6 @@
-"""Ranks that go on together: each file of the checkpoint is read for its sum once, and all of them take the same one."""
+"""Ranks that go on together: each file of the checkpoint is read for its sum once, and all of them take the
+same one.
+"""
 
 import shutil
 from collections import Counter

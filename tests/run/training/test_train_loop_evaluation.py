@@ -1,4 +1,6 @@
-"""Runs that evaluate: the best checkpoint stays, an early end is agreed on, and a resumed run repeats it all bit for bit."""
+"""Runs that evaluate: the best checkpoint stays, an early end is agreed on, and a resumed run repeats it all
+bit for bit.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -88,9 +90,7 @@ def test_an_evaluation_that_comes_out_differently_is_said(tmp_path):
     course = Course(tmp_path, change=rises(6))
     course.play()
     (ended, *_) = replace(course, change=rises(5)).play(step=8)
-    assert (
-        str(ended.replay) == "the evaluation at step 9 was repeated and differs: loss 4.0 then, 5.0 now"
-    )
+    assert str(ended.replay) == "the evaluation at step 9 was repeated and differs: loss 4.0 then, 5.0 now"
 
 
 def test_going_back_under_another_plan_forgets_a_best_that_was_set_aside(tmp_path):
