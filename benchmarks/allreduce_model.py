@@ -5,7 +5,8 @@ samples of a cell fall into two halves, those of even sweeps and of odd ones: an
 measurement. What the halves differ by is noise.
 
     fit      on every other size: the model of the network, corrected by what was measured (comm/choice.py)
-    errors   at the sizes between: predicted against measured, the median over sizes and numbers of ranks, per algorithm
+    errors   at the sizes between: predicted against measured, the median over sizes and numbers of ranks, per
+             algorithm
     auto     a rule from the fitted sizes, at all sizes: the algorithm that it picks against the best one
 
 All go over gloo: memory that ranks of one host share is so much faster that there would be nothing to choose.
@@ -16,7 +17,8 @@ two in that cell.
 
     python -m benchmarks.allreduce_model            about ten minutes, on a quiet machine
     python -m benchmarks.allreduce_model --quick    one minute, to see that it works; writes nothing
-    python -m benchmarks.allreduce_model --lesson   the table of docs/communication.md, from the result that was written last
+    python -m benchmarks.allreduce_model --lesson   the table of docs/communication.md, from the result that
+                                                    was written last
 """
 
 import json

@@ -3,9 +3,11 @@ held against it.
 
     benchmarks/combinations.toml
         seed, count       which plans the tests draw; `pairs` of techniques meet in them at least
-        share             for every pair of techniques the least share of the plans with both that is not refused
+        share             for every pair of techniques the least share of the plans with both that is not
+                          refused
         [[exceptions]]    a pair for which it is another one, and why
-        [[refusals]]      a reason: its words, a pattern of what a fault says, and why that is not simply made to work
+        [[refusals]]      a reason: its words, a pattern of what a fault says, and why that is not simply made
+                          to work
 
 A plan that was spoilt on purpose counts for what can be refused, and not for shares.
 """

@@ -1,13 +1,15 @@
 """Planted hangs, through the real command: is the right rank named, with its line, in time, and does nobody
 stay behind?
 
-    meshwright train config.toml      gloo ranks of a tiny model (benchmarks/hang_plants.py), run.limits.step_s = 4
+    meshwright train config.toml      gloo ranks of a tiny model (benchmarks/hang_plants.py),
+                                      run.limits.step_s = 4
 
 In each trial one rank of two to four does one wrong thing in one step: it does not come, loops (in Python, or
 in native code that holds the interpreter), exits (with code 0 or another), raises, is killed, issues a
 collective of another size, or in another order. A trial counts when all of this holds:
 
-    rank      the first of the sentences of the command's last words that names ranks names the planted one; where two ranks
+    rank      the first of the sentences of the command's last words that names ranks names the planted one;
+              where two ranks
               disagree and nobody can say which is wrong, both are named
     line      its file and line stand there (but of a kill, which has none)
     seconds   from the plant to the end of the command, all processes included: at most 10

@@ -8,9 +8,11 @@ a host is free beside that:
     seconds = sum over rounds of  (bytes through the busiest card) / rate
 
     S = size of the tensor              through a card     2 hosts x 2 ranks, ranks host by host
-    ring                                1.5 S              6 rounds, in each one rank of a host sends S/4 out of it
+    ring                                1.5 S              6 rounds, in each one rank of a host sends S/4 out
+                                                           of it
     hierarchical/2                      1.0 S              2 rounds across, in each both ranks send S/4
-    ring, ranks dealt in turn           3.0 S              every neighbour is on the other host: 6 rounds of two S/4
+    ring, ranks dealt in turn           3.0 S              every neighbour is on the other host: 6 rounds of
+                                                           two S/4
 
 The factor predicted is 1.5, whatever the rate and the size; headers and latency weigh on both alike. It holds
 for a size when the interval of ring / hierarchical lies within 20 % of it; the claim is about 100 Mbit/s.
@@ -18,7 +20,8 @@ Shown beside: 1 Gbit/s, gloo's own algorithm, and the ring among ranks that were
 which is why order matters: index order keeps the ranks of a host together, and crosses each border once.
 Hosts are network namespaces (testing/hosts.py).
 
-    python -m benchmarks.hierarchical_hosts --quick      three rounds of the smallest size of each rate, nothing written
+    python -m benchmarks.hierarchical_hosts --quick      three rounds of the smallest size of each rate,
+                                                         nothing written
 """
 
 import argparse

@@ -22,7 +22,8 @@ else (images, a second sequence) comes from a factory with an example of one bat
 holds one of each kind:
 
     def vit():
-        return meshwright.Model(ViTForImageClassification(config), example={"pixel_values": images, "labels": classes})
+        return meshwright.Model(ViTForImageClassification(config), example={"pixel_values": images,
+            "labels": classes})
 
 If blocks are not found, or are not the ones you want, two lines declare them; without, the model runs as one
 block, with the same numbers and nothing to overlap its backward with:

@@ -7,16 +7,20 @@ samples, loss, every gradient before clipping, its norm, and every parameter, af
 with weight decay and clipping. The error is the largest difference of any of these, relative to the largest
 magnitude in its block.
 
-    schedules   all exact ones, on 2, 3 and 4 ranks; with 1, 2 and 3 parts per rank where a schedule leaves that open
+    schedules   all exact ones, on 2, 3 and 4 ranks; with 1, 2 and 3 parts per rank where a schedule leaves
+                that open
     beside      nothing; copies (DDP); shards (ZeRO-1, 2, 3); matrices and the sequence divided over 2 ranks
-    batches     a number of micro-batches that the ranks do not divide, where the schedule takes one; of 1 or 2 rows
+    batches     a number of micro-batches that the ranks do not divide, where the schedule takes one; of 1 or
+                2 rows
 
 All of these together are some thousands. Of them as many are drawn, by a seed that is printed, as it takes to
 meet every pair of two choices (a schedule and a model, a model and what is beside it ...). A plan that is
 refused counts as a miss, and stands in the result with what was said.
 
-    python -m benchmarks.pipeline_parity                    all that are drawn, and the result; ten minutes on two cores
-    python -m benchmarks.pipeline_parity --only "t5, zb_v"  those of all cases with this in their name; no result
+    python -m benchmarks.pipeline_parity                    all that are drawn, and the result; ten minutes on
+                                                            two cores
+    python -m benchmarks.pipeline_parity --only "t5, zb_v"  those of all cases with this in their name; no
+                                                            result
     python -m benchmarks.pipeline_parity --quick            one per schedule; no result
 
 What has been found lies in benchmarks/scratch, by commit: a run goes on where another one of the same commit

@@ -5,10 +5,13 @@ data/bubble_rates.csv holds the rates, data/bubble_profiles.csv the machine they
 milliseconds of F, I and W of a stage, and of a transfer, one line per model. Nothing is fitted to a rate.
 What a row needs beyond its model's line follows:
 
-    F, I, W     in proportion to micro-batch and layers per stage: (layers + 2) / p, as the paper leaves out a layer at both ends
+    F, I, W     in proportion to micro-batch and layers per stage: (layers + 2) / p, as the paper leaves out a
+                layer at both ends
     transfer    in proportion to micro-batch: messages of 10 MB and more, over the same links
-    memory      for 1p and 2p: F holds 34 h + 5 a s, of which 32 h stay from I to W (h hidden, a heads, s tokens; table 1 there)
-    rate      = (cost - m (F + I + W)) / cost, cost the longest that a rank takes from its first slot to its last
+    memory      for 1p and 2p: F holds 34 h + 5 a s, of which 32 h stay from I to W (h hidden, a heads, s
+                tokens; table 1 there)
+    rate      = (cost - m (F + I + W)) / cost, cost the longest that a rank takes from its first slot to its
+              last
 
 Every stage costs the same here. The last one has a head, and it is not even: that of GPT-1.5B is 1.7 layers.
 But the profile is the average of the stages, and the published rates were computed from that average: 0.1 %
@@ -18,7 +21,8 @@ out when the head is taken out of the average and put onto the last stage.
 The row of DeepSeek-V3 was measured, not computed: its bubble holds what messages could not be hidden. It
 counts like the others.
 
-    python -m benchmarks.pipeline_published [FILE]       FILE: other rates, in the same columns; scored, and not written
+    python -m benchmarks.pipeline_published [FILE]       FILE: other rates, in the same columns; scored, and
+                                                         not written
 """
 
 import csv

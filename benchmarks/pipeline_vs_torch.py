@@ -1,18 +1,22 @@
 """Pipelines beside torch.distributed.pipelining: the same schedule, cuts, model, samples and optimizer, 2
 processes over gloo.
 
-    GPipe, 1F1B, interleaved    a step costs at most 1.02 x theirs (CPU seconds of both ranks), wall seconds beside
-    the same, on paper          the wall seconds of a step within 5 % of what F and B of each part, as measured, make of the order
+    GPipe, 1F1B, interleaved    a step costs at most 1.02 x theirs (CPU seconds of both ranks), wall seconds
+                                beside
+    the same, on paper          the wall seconds of a step within 5 % of what F and B of each part, as
+                                measured, make of the order
     ZBV                         at most 0.97 x our 1F1B, wall seconds: it computes the same, and waits less
     peak bytes                  not above theirs, and at most half of DDP's on as many processes
     toy                         CPU seconds above the plain per-stage loop: at most half of theirs
-    parts that sleep            4 processes, every schedule: the share of a step in which ranks wait, within 3 points of paper
+    parts that sleep            4 processes, every schedule: the share of a step in which ranks wait, within 3
+                                points of paper
 
 8 layers of width 512, a batch of 8 x 256 tokens, 8 micro-batches; the toy is as thin as `workloads` has it. A
 second loop of theirs is the twin that shows the noise. CPU seconds leave out waiting.
 
     python -m benchmarks.pipeline_vs_torch           some twenty minutes
-    python -m benchmarks.pipeline_vs_torch --paper   what paper says alone; the stored result keeps the rest, each with its date
+    python -m benchmarks.pipeline_vs_torch --paper   what paper says alone; the stored result keeps the rest,
+                                                     each with its date
     python -m benchmarks.pipeline_vs_torch --quick   a few rounds of each; writes nothing
 """
 

@@ -6,11 +6,14 @@ that the claim names have to hold alone, each with the mean over its rows; the o
 
 data/unseen_runs.csv    165 rows looked up when all of this stood, from code bases that nothing here knows, or
 from pages that the
-                        table has not: scored as a reader's own file would be, and by the rates of devices alone. No bar; what was
-                        changed with them in view is how a row's words for its hosts, network and sharding are read
+                        table has not: scored as a reader's own file would be, and by the rates of devices
+                            alone. No bar; what was
+                        changed with them in view is how a row's words for its hosts, network and sharding
+                            are read
 
     python -m benchmarks.planner_published          writes the result
-    python -m benchmarks.planner_published --fit    fits the rates of all kinds of device, and writes planner/rates.toml
+    python -m benchmarks.planner_published --fit    fits the rates of all kinds of device, and writes
+                                                    planner/rates.toml
 """
 
 import sys

@@ -1,8 +1,10 @@
 """How long a search for a layout takes: 400 B weights on 4,096 devices, and on 100,000. One core, nothing but
 sizes.
 
-    400 B       layers 126, hidden 16384, heads 128, 8 heads of keys: Llama 3's (arXiv 2407.21783); 2,048 rows of 8,192 tokens
-    4,096       H100, hosts of 8: as `meshwright plan` searches by itself, and the fastest layout if memory were no limit
+    400 B       layers 126, hidden 16384, heads 128, 8 heads of keys: Llama 3's (arXiv 2407.21783); 2,048 rows
+                of 8,192 tokens
+    4,096       H100, hosts of 8: as `meshwright plan` searches by itself, and the fastest layout if memory
+                were no limit
     100,000     the same, 100,000 rows; of its divisors a model has few, so 98,304 (3 x 2^15) is timed too
 
 CPU seconds of this process, each the median of its repeats; the slowest of the 100,000's two counts. What a

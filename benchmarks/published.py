@@ -1,6 +1,7 @@
 """Published runs as the planner sees them: a row of a table becomes a shape, a layout and a machine.
 
-    published_runs.csv     1,321 rows that others measured, each with its source: a paper, a repository at a commit, a page
+    published_runs.csv     1,321 rows that others measured, each with its source: a paper, a repository at a
+                           commit, a page
 
 What a row does not say is filled in as its source does it (published_layouts.py), or the row is skipped, and
 counted under the reason: experts, states on the host, devices that are not known, no batch, no time. FLOP

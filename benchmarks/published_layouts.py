@@ -7,7 +7,8 @@ products: by the bytes of arXiv 2205.05198 at 337 GB/s,
                70B runs with it are faster by 49 % of what they sent, 8B runs by 41 %
 DeepSpeed's    stage 3 of 2021 gathers weight by weight, when it is needed. Steps of arXiv 2104.04473, table
 2, are what they
-               compute, their bytes at the cards' rate, and 14 us for each rank, gather and weight, whatever the micro-batch
+               compute, their bytes at the cards' rate, and 14 us for each rank, gather and weight,
+                   whatever the micro-batch
 recomputing    where a row says nothing of it, and the run would have needed half as much memory again as
 there is: all layers,
                unless its devices read their host's memory at the rate of links, and keep activations there

@@ -3,15 +3,23 @@
 Each code base has its habits (planner/habits.py), read in its source or its paper; where runs had to be
 asked, it says so:
 
-    Aleph-Alpha     the head gathers all logits on every tensor rank, and another micro-batch's output waits: 14 + 2 bytes;
-                    inputs of matrices are kept gathered; norms are one kernel or several. From pairs of runs of which one
-                    fitted: 3.75 bytes of the stream that no line explains, 12.75 more without the fused norm (8 by the code,
-                    4 its input, and again a bit that no line explains). Without a fused kernel 8 bytes per logit more are
-                    reserved: three runs ran out whose like ran with one, and anything from 5 to 12 says so of these
-    Megatron        with dropout and its own softmax (arXiv 2205.05198, table 2): 34 + 5 a s / h, float32 gradients, tied words
+    Aleph-Alpha     the head gathers all logits on every tensor rank, and another micro-batch's output waits:
+                    14 + 2 bytes;
+                    inputs of matrices are kept gathered; norms are one kernel or several. From pairs of
+                        runs of which one
+                    fitted: 3.75 bytes of the stream that no line explains, 12.75 more without the fused
+                        norm (8 by the code,
+                    4 its input, and again a bit that no line explains). Without a fused kernel 8 bytes
+                        per logit more are
+                    reserved: three runs ran out whose like ran with one, and anything from 5 to 12 says
+                        so of these
+    Megatron        with dropout and its own softmax (arXiv 2205.05198, table 2): 34 + 5 a s / h, float32
+                    gradients, tied words
     DeepSpeed       the same under ZeRO 1, whose float32 gradients are in shards, with buckets of 5e8 elements
-    nanotron        float32 sums of gradients whole, inputs of matrices gathered, logits in float32 and their softmax in place
-    torchtitan      all in shards of float32, recomputing by operator; since 2025 a compiled loss, without float32 logits
+    nanotron        float32 sums of gradients whole, inputs of matrices gathered, logits in float32 and their
+                    softmax in place
+    torchtitan      all in shards of float32, recomputing by operator; since 2025 a compiled loss, without
+                    float32 logits
     Megatron core   fused attention, gate and loss; composer: a fused loss, GPT blocks under FSDP
     Sailor          the pipeline of DeepSpeed: five numbers by regression on its own runs, not explained
 """

@@ -1,7 +1,9 @@
 """The planner scored on runs that others published: predicted against measured step times, source by source.
 
-    constants of a device    fitted on half of the groups of a source (a model on a number of devices), chosen by a hash
-    the other half           is predicted with them, and scores: mean absolute error, bias, and the rank correlation of layouts
+    constants of a device    fitted on half of the groups of a source (a model on a number of devices), chosen
+                             by a hash
+    the other half           is predicted with them, and scores: mean absolute error, bias, and the rank
+                             correlation of layouts
 
 A source whose rows all fell into the half that scores is predicted with the rates of its devices alone
 (planner/rates.toml). Peaks of memory, and runs that ran out of it, score too (benchmarks/planner_memory.py,

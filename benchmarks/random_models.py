@@ -1,9 +1,11 @@
 """The models of `random_plans`: unmodified classes of transformers in sizes that divide by hardly anything,
 and for grids.
 
-    llama, gpt2, t5      6 heads, 3 keys where keys are grouped, 61 words, a width of 29 between; 9 tokens (of T5: 9 and 6)
+    llama, gpt2, t5      6 heads, 3 keys where keys are grouped, 61 words, a width of 29 between; 9 tokens (of
+                         T5: 9 and 6)
     t5, alike            the same with 9 tokens on either side
-    .., even             24 heads, 12 keys, 72 words: what grids of 2 x 2 and 3 x 3 ranks divide; 12 tokens (of T5: 12 and 8)
+    .., even             24 heads, 12 keys, 72 words: what grids of 2 x 2 and 3 x 3 ranks divide; 12 tokens
+                         (of T5: 12 and 8)
     gpt2, dropout        the odd one, with masks; its head is its embedding, as in the others
     two inputs           CLIP: words and images, two chains that meet in the loss
 

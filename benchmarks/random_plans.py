@@ -18,7 +18,8 @@ drawn, and how often it matched; and for which reasons it was refused where it n
 
     python -m benchmarks.random_plans                   2,000 plans, and the result; an hour on two cores
     python -m benchmarks.random_plans --only 17         one of them, with what it says; no result
-    python -m benchmarks.random_plans --shares          plans those of the tests alone, and prints the shares that they have
+    python -m benchmarks.random_plans --shares          plans those of the tests alone, and prints the shares
+                                                        that they have
 
 What has been found lies in benchmarks/scratch, by commit: a run goes on where another one of the same commit
 has ended.
@@ -111,10 +112,10 @@ def plan_or_refusal(drawn: Draw) -> Plan | Row:
         return drawn.plan()
     except PlanError as refused:
         faults = [asdict(fault) for fault in refused.diagnostics]
-    row: Row = {"faults": faults, "said": "\n".join(f"{each['what']} -> {each['fix']}" for each in faults)}
-    if not all(each["what"] and each["fix"] for each in faults):
+    row: Row = {"faults": faults, "said": "\n".join(f"{each['problem']} -> {each['fix']}" for each in faults)}
+    if not all(each["problem"] and each["fix"] for each in faults):
         return {**row, "outcome": "no repair"}
-    reasons = {reason_of(each["what"]) for each in faults}
+    reasons = {reason_of(each["problem"]) for each in faults}
     return {
         **row,
         "outcome": "refused" if all(reasons) else "new reason",

@@ -5,7 +5,8 @@ Such a machine is now faster, now slower, by up to 40 % within minutes, and what
 long. So the cells of `bench device` (run/rating.py) in float32 are dealt into hands, and one hand is timed
 behind each step of what is measured, by as many processes at once as the bench has:
 
-    round 0    step    slices    cells 0, 3, 6 ...        a cell is timed as often as in the bench, for as long, by the same code;
+    round 0    step    slices    cells 0, 3, 6 ...        a cell is timed as often as in the bench, for as
+                                                          long, by the same code;
     round 1    slices    cells 1, 4, 7 ...    step        what it took is the median over rounds and processes
 
 Left out are products that take longer than a step has time for.

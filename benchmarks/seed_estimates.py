@@ -6,7 +6,8 @@ GPT-3 on one V100       6 FLOPs per weight and token, over 28 TFLOP/s: arXiv 200
                         of hundreds of years
 a video model           Kinetics in 49 h 55 min, and in 14 min 13 s on 1,536 GPUs: arXiv 1910.00932. Its
 speedup is read from
-                        the two times; beside it what copies that sum their gradients reach at most, by the planner's gathers
+                        the two times; beside it what copies that sum their gradients reach at most, by
+                            the planner's gathers
 ZeRO's table            bytes per rank at every stage: read from plans, as benchmarks/zero_states.py does
 
 python -m benchmarks.seed_estimates

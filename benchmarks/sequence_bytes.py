@@ -7,8 +7,10 @@ wide, h = a w; P ranks, n = N/P tokens, or what the rank with most of them has:
     ring      forward     2 B n h (k/a) (P-1)
               backward    the same again, and as many elements of gradients, in float32 at least
     ulysses   forward     (2 + 2 k/a) B n h (P-1)/P; backward as much
-              masks       a row of N for each query: B' n N (P-1), B' = 1 where all rows of the batch share it; one byte each
-                          added to scores, in each head others: B' a n N (P-1)/P, and its gradient if it has one
+              masks       a row of N for each query: B' n N (P-1), B' = 1 where all rows of the batch share
+                          it; one byte each
+                          added to scores, in each head others: B' a n N (P-1)/P, and its gradient if it
+                              has one
     hybrid    exchange    as ulysses among u neighbours; with masks as there
               ring        2 B (N/r) (h/u) (k/a) (r-1), P = u r; backward twice that
 

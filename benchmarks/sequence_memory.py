@@ -8,7 +8,8 @@ four ranks train on rows of four times as many, by ring, by Ulysses and by both,
 same limit.
 
     one rank       weights, gradients, moments of all         activations of N tokens
-    each of four   a quarter, and whole blocks as they pass   activations of N of 4 N tokens, and the blocks that travel
+    each of four   a quarter, and whole blocks as they pass   activations of N of 4 N tokens, and the blocks
+                                                              that travel
 
 Its loss is held against that of one rank without a limit. Beside what lived most stands what the plan says
 (planner/memory.py), and beside that what attention alone keeps and has at most, of 4 N tokens on one device

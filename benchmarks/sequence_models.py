@@ -1,8 +1,10 @@
 """Whole models whose tokens are dealt to ranks: families x techniques x what else divides the work, for
 `sequence_parity`.
 
-    ring, ulysses, hybrid   on 2 to 6 ranks, alone: rows of 13 tokens, so that ranks have unlike numbers of them
-    ring of 3, ulysses on 2, hybrid of 2 x 2 beside copies (DDP), shards (ZeRO 1, 2, 3), divided matrices with a divided sequence,
+    ring, ulysses, hybrid   on 2 to 6 ranks, alone: rows of 13 tokens, so that ranks have unlike numbers of
+                            them
+    ring of 3, ulysses on 2, hybrid of 2 x 2 beside copies (DDP), shards (ZeRO 1, 2, 3), divided matrices
+        with a divided sequence,
     pipelines and recompute: rows of 18 or 24
 
 The families are those of benchmarks/tensor_families.py; images of ViT are as many patches, less one, below

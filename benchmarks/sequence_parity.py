@@ -3,12 +3,15 @@ float64.
 
 attention     ring (zigzag, contiguous, striped), ulysses and hybrid on 2, 3, 4 and 6 ranks x masks
 (benchmarks/attention.py) x
-              lengths of 1, 3, 7, 37 and 64 tokens, grouped queries, heads of other widths for values; the output and every
-              gradient, held against the formula. In float32 too, against that in float64: within so many roundings of the
+              lengths of 1, 3, 7, 37 and 64 tokens, grouped queries, heads of other widths for values; the
+                  output and every
+              gradient, held against the formula. In float32 too, against that in float64: within so many
+                  roundings of the
               largest value
 whole models  benchmarks/sequence_models.py: `verify` compares the plan, its ranks as threads, with one
 ordinary PyTorch loop:
-              samples, loss, every gradient before clipping, its norm, every parameter, after two SGD steps with weight decay and
+              samples, loss, every gradient before clipping, its norm, every parameter, after two SGD
+                  steps with weight decay and
               clipping; and the ledger with the program
 
 The error is the largest difference relative to the largest magnitude of its tensor, or block. A plan that is

@@ -1,19 +1,25 @@
 """Ring attention and Ulysses beside the public packages that published them: the same tokens, the same
 gradients, on CPU ranks.
 
-    ring-attention-pytorch 0.5.20   a ring in plain torch: what comes out, and the gradient of queries. Those of keys and values
-                                    are not right on more than one rank: `ring_pass` gives two tensors, the second of them sent
-                                    and not received, which its backward takes for the two gradients. They are shown
-    yunchang 0.6.4, ring            the loop of picotron, whose kernels are for CUDA, and none for backwards: torch's for CPU
+    ring-attention-pytorch 0.5.20   a ring in plain torch: what comes out, and the gradient of queries. Those
+                                    of keys and values
+                                    are not right on more than one rank: `ring_pass` gives two tensors,
+                                        the second of them sent
+                                    and not received, which its backward takes for the two gradients. They
+                                        are shown
+    yunchang 0.6.4, ring            the loop of picotron, whose kernels are for CUDA, and none for backwards:
+                                    torch's for CPU
                                     stand in, and its five gradients for six inputs are put in order
-    yunchang 0.6.4, Ulysses         torch's attention stands in for its local one; heads of keys have to divide
+    yunchang 0.6.4, Ulysses         torch's attention stands in for its local one; heads of keys have to
+                                    divide
 
 They deal tokens in contiguous slices of one length, causally or without a mask. ring-flash-attn 0.1.8 cannot
 serve: all that it has imports `flash_attn`, which needs CUDA; so do yunchang's zigzag rings. Ours are held
 against the formula besides: the figure is how many cases agree with the packages within 16 roundings of
 float32.
 
-    python -m benchmarks.sequence_published    a minute, and once the packages' own environment in benchmarks/scratch
+    python -m benchmarks.sequence_published    a minute, and once the packages' own environment in
+                                               benchmarks/scratch
 """
 
 import os

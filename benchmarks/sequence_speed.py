@@ -1,7 +1,8 @@
 """Attention alone, one forward and backward, with its tokens on several processes, beside one process with as
 many threads.
 
-    one     torch's own kernel on all tokens: one process, as many threads as there are ranks, and no more than cores
+    one     torch's own kernel on all tokens: one process, as many threads as there are ranks, and no more
+            than cores
     ring, ulysses, hybrid   one thread per rank, over the memory that ranks of one host share
     twin    one once more: what their ratio scatters is noise
 

@@ -1,12 +1,14 @@
 """Writes tests/tiers.toml: the cases that `make test` keeps of the expensive test functions.
 
-    python -m benchmarks.suite_tiers JUNIT.xml     from the seconds of a full run (make test-full ARGS=--junitxml=JUNIT.xml)
+    python -m benchmarks.suite_tiers JUNIT.xml     from the seconds of a full run (make test-full
+                                                   ARGS=--junitxml=JUNIT.xml)
 
 `make test-full` runs every case. `make test` runs every case of a cheap function; of an expensive one it runs
 a selection that covers all pairs of its parameters as far as a budget of seconds per function goes, cheapest
 cover first. The selection depends on the file alone: the same commit runs the same tests.
 
-    per function:  kept = argmin(seconds)  such that every pair (value of one parameter, value of another) is in a case
+    per function:  kept = argmin(seconds)  such that every pair (value of one parameter, value of another) is
+                                           in a case
     stop:          when the kept cases take FUNCTION_S, or nothing is left to cover
 
 A function of a single case is left out when that case takes more than CASE_S, unless KEEP names it: those are

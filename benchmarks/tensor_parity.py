@@ -5,7 +5,8 @@ compares the plan, its ranks as threads, with one ordinary PyTorch loop: samples
 clipping, its norm, and every parameter, after each of three SGD steps with weight decay and clipping. The
 error is the largest difference of any of these, relative to the largest magnitude in its block.
 
-    line       2, 3, 4 and 6 ranks, alone, beside copies (DDP) and beside shards (ZeRO-3), with and without a divided sequence;
+    line       2, 3, 4 and 6 ranks, alone, beside copies (DDP) and beside shards (ZeRO-3), with and without a
+               divided sequence;
                the vocabulary is divided too, where the model has one that can be
     squares    decoders: 2 x 2 and 3 x 3, two squares of 2 x 2, a cube of 2 x 2 x 2
 

@@ -2,7 +2,8 @@
 processes over gloo.
 
     large step   at most 0.92 x `parallelize_module`      small step   at most 0.75 x      CPU seconds of all ranks decide
-    bytes sent   at most 0.58 x: 4 all-reduces per layer, because a move belongs to the tensor, against 7, one per layer
+    bytes sent   at most 0.58 x: 4 all-reduces per layer, because a move belongs to the tensor, against 7, one
+                 per layer
     peak bytes   not above, large step, resident, above the imports
 
 A second DTensor loop is the twin that shows the noise. *prepared* is the loop of a user who has declared,

@@ -1,6 +1,7 @@
 """What ZeRO sends, by the ledgers of real ranks, held against the law written down here: to the byte.
 
-    a(w) = sum over bundles of (n-1) ceil(N / n) w          n ranks, N elements of a bundle, w bytes each on the wire
+    a(w) = sum over bundles of (n-1) ceil(N / n) w          n ranks, N elements of a bundle, w bytes each on
+                                                            the wire
 
                                   weights, per step         gradients, per step
     stage 1                       a                         a
@@ -8,7 +9,8 @@
     stage 3, gathered per step    a                         m a
     stage 3, per micro-batch      m a - (m-1) a_first       m a
     stage 3, per use              m (2 a - a_last) - (m-1) a_first                 m a
-    hybrid, r replicas            as its stage over the n ranks of a replica, and once 2 (r-1)/r ceil(N/n) w per bundle
+    hybrid, r replicas            as its stage over the n ranks of a replica, and once 2 (r-1)/r ceil(N/n) w
+                                  per bundle
 
 The law of the paper is 2 m a for weights per use. Two places send less, because uses that follow each other
 are one stay: the last block's backward follows its forward (a_last), and the next micro-batch begins with the

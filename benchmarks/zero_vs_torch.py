@@ -1,7 +1,8 @@
 """ZeRO beside torch: the same transport (gloo), the same model, samples and optimizer, 2 and 4 processes.
 
     large step   stages 1 and 2 against DDP (bar 1.03), stage 3 against FSDP2 (0.97)
-    small step   stage 2 against FSDP2 that keeps weights whole after forward (0.75), stage 3 against FSDP2 (0.75)
+    small step   stage 2 against FSDP2 that keeps weights whole after forward (0.75), stage 3 against FSDP2
+                 (0.75)
 
 DDP runs with `gradient_as_bucket_view=True`, FSDP2 with `fully_shard` on each layer and on the rest, as their
 users are told. In bfloat16 stages 1 and 2 compute so over float32 weights, as DDP does under autocast; beside
@@ -10,7 +11,8 @@ float32. CPU seconds of all ranks decide, wall seconds stand beside. A second lo
 that shows the noise.
 
     python -m benchmarks.zero_vs_torch           about an hour
-    python -m benchmarks.zero_vs_torch --unresolved   anew the rows whose A/A was too wide; the others stay as they are
+    python -m benchmarks.zero_vs_torch --unresolved   anew the rows whose A/A was too wide; the others stay as
+                                                      they are
     python -m benchmarks.zero_vs_torch --quick   a few rounds of each; writes nothing
 """
 

@@ -321,7 +321,7 @@ def test_the_summary_says_what_is_trained_on_what():
 def test_a_row_says_what_waits_for_the_other_lane():
     text = shown(plan_of(), 200)
     assert re.search(r"compute +CLIP .*after REDUCE\(0\)", text)
-    assert re.search(r"wire +REDUCE 0 .*after B\(layer0, 1\) and 3 more", text)
+    assert re.search(r"comm +REDUCE 0 .*after B\(layer0, 1\) and 3 more", text)
 
 
 @pytest.mark.parametrize(
