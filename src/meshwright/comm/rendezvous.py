@@ -106,7 +106,7 @@ def listen(endpoint: RendezvousEndpoint) -> socket.socket:
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise _bind_error(endpoint, error) from error
-    # an address that somebody else translates into this host's: that of a Kubernetes service, of a cloud's router
+    # an address that is translated into this host's: that of a Kubernetes service, or of a cloud's router
     try:
         return _bind_socket(socket.AF_INET, ("", endpoint.port))
     except OSError as error:
@@ -120,7 +120,10 @@ def _connect_store(endpoint: RendezvousEndpoint, rank: int, timeout_s: float) ->
             return dist.TCPStore(endpoint.address, endpoint.port, is_master=False, timeout=timeout)
         except RuntimeError as error:
             text = f"rank {rank} found no store at {endpoint} within {timeout_s:g} s ({error})"
-            fix = "is rank 0 running there, and does no firewall stand between? `meshwright doctor` on both hosts tells more"
+            fix = (
+                "is rank 0 running there, and does no firewall stand between? `meshwright doctor` on "
+                "both hosts tells more"
+            )
             raise CollectiveError(f"{text}. Rank 0 opens it: {fix}") from error
     with listen(endpoint) as listening:
         fd = listening.detach()  # the store closes it
@@ -199,7 +202,10 @@ def _bind_error(endpoint: RendezvousEndpoint, error: OSError) -> PlanError:
     if error.errno == errno.EADDRINUSE:
         text = f"port {endpoint.port} is in use on {endpoint.address}, where rank 0 listens"
         other = endpoint.port + 1 if endpoint.port < 65535 else 29500
-        fix = f"choose another, the same on every host: export MASTER_PORT={other}; or end what uses it (ss -ltnp shows it)"
+        fix = (
+            f"choose another, the same on every host: export MASTER_PORT={other}; or end what uses it "
+            "(ss -ltnp shows it)"
+        )
         return PlanError(text, fix=fix, location="MASTER_PORT")
     text = f"rank 0 cannot listen at {endpoint}: {error.strerror}"
     fix = "set MASTER_ADDR to an address of this host, MASTER_PORT to a port above 1023"

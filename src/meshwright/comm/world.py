@@ -65,7 +65,8 @@ class TorchWorld(World):
             text = f"{here}; the plan has it as rank {rank} of {mesh.world_size}"
             raise PlanError(
                 text,
-                fix=f"start {mesh.world_size} processes, ranks 0 to {mesh.world_size - 1}, or change the mesh ({mesh})",
+                fix=f"start {mesh.world_size} processes, ranks 0 to {mesh.world_size - 1}, or change the "
+                f"mesh ({mesh})",
                 location="mesh",
             )
         self.mesh = mesh
@@ -164,7 +165,7 @@ class TorchWorld(World):
             return everyone
         size = len(among) or self.mesh.group_size(axes)
         if size > 1 and ranks not in self._process_groups:
-            # every rank makes the groups of all ranks, in this order: new_group is collective over the whole job
+            # every rank creates the groups of all ranks, in this order: new_group is collective over the job
             for peers in self.mesh.groups(axes):
                 joined = dist.new_group([peers[index] for index in among] or list(peers))
                 if isinstance(joined, dist.ProcessGroup):  # a number stands for a group of others
@@ -207,7 +208,8 @@ def init_world(
     else:
         given = "neither" if endpoint is None else "both"
         raise ValueError(
-            f"store_path and meeting: {given} given; one is needed. Pass a file on one host, an address otherwise"
+            f"store_path and meeting: {given} given; one is needed. Pass a file on one host, an address "
+            "otherwise"
         )
     try:
         dist.init_process_group(

@@ -1,9 +1,9 @@
-"""The other end of a `ProcessPool`: a process that plays one rank of one call after another.
+"""The worker process of a `ProcessPool`: runs one rank of one call after another.
 
-A worker waits for a `Task` on its pipe, meets the other ranks at the store of that call, runs the function
-and sends back an `Answer`. When it crashes, or is aborted because it hangs, it writes where it stood; when
-its parent disappears it exits, whatever it is doing. gloo listens on one interface only: loopback, unless the
-worker has a `Seat` elsewhere.
+A worker waits for a `RankTask` on its pipe, meets the other ranks at the store of that call, runs the
+function and sends back a `RankResult`. When it crashes, or is aborted because it hangs, it writes its stack;
+when its parent ends it exits at once. gloo listens on one interface only: loopback, unless the worker has a
+`NetworkLocation`.
 """
 
 import copyreg
@@ -39,16 +39,16 @@ CLONE_NEWNET = 0x40000000  # of setns(2): the network only
 
 @dataclass(frozen=True)
 class NetworkLocation:
-    """Where in the network a worker sits: on `interface` of a network namespace, which stands for a host."""
+    """Where in the network a worker runs: `interface` of a network namespace, which stands for a host."""
 
     namespace: Path
     interface: str
 
     def enter(self) -> None:
-        """Move the calling thread, and the threads that it starts from now on, into the namespace; have gloo
-        listen there.
+        """Moves the calling thread, and the threads that it starts later, into the namespace.
 
-        Raises OSError when there is no such namespace, or this process may not enter it.
+        Makes gloo listen there. Raises OSError when there is no such namespace, or this process may not enter
+        it.
         """
         libc = ctypes.CDLL(None, use_errno=True)  # os.setns is there from Python 3.12 on
         with self.namespace.open("rb") as opened:
@@ -63,10 +63,10 @@ class NetworkLocation:
 
 @dataclass(frozen=True)
 class RankTask:
-    """One rank's part of a call: `fn(world, *args)`. The ranks meet at `meeting`, or at a file in `folder`,
-    which is empty.
+    """One rank's part of a call: `fn(world, *args)`.
 
-    Where they can, they use `shared` memory.
+    The ranks meet at `endpoint`, or at a file in `folder`, which is empty. With `shared_memory` they use it
+    where they can.
     """
 
     fn: Callable[..., object]
@@ -80,15 +80,13 @@ class RankTask:
 
     @property
     def stack_file(self) -> Path:
-        """The file that says where this rank stood when it crashed or was aborted."""
+        """The file with the stack of this rank after a crash or an abort."""
         return self.folder / f"stack_{self.rank}.txt"
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """What came of a task: the result, or the traceback as text and the moment of the failure on the host's
-    clock.
-    """
+    """The result of a task, or its traceback as text and the time of the failure on the host's clock."""
 
     result: object = None
     error: str = ""
@@ -96,8 +94,9 @@ class RankResult:
 
 
 class _CopyingPickler(ForkingPickler):
-    """multiprocessing's own transport, with tensors as bytes: shared memory would tie the result to the
-    worker's life.
+    """multiprocessing's own pickler, with tensors as bytes.
+
+    Shared memory would tie the result to the worker's life.
     """
 
     def __init__(self, file: BytesIO) -> None:
@@ -106,16 +105,16 @@ class _CopyingPickler(ForkingPickler):
 
 
 def serialize(message: RankTask | RankResult) -> memoryview:
-    """`message` as bytes for `Connection.send_bytes`; the other end reads it with `recv`."""
+    """Returns `message` as bytes for `Connection.send_bytes`; the other end reads it with `recv`."""
     buffer = BytesIO()
     _CopyingPickler(buffer).dump(message)
     return buffer.getbuffer()
 
 
 def serve_tasks(connection: Connection, location: NetworkLocation | None = None) -> None:
-    """Play tasks from `connection` until it closes, on `seat`, or on loopback.
+    """Runs tasks from `connection` until it closes, at `location` or on loopback.
 
-    Sends one empty answer first: ready.
+    Sends one empty result first: ready.
     """
     signal.signal(
         signal.SIGINT, signal.SIG_IGN

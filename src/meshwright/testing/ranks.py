@@ -1,16 +1,16 @@
-"""Ranks for a test: threads when the maths is in question, processes when the wire is.
+"""Ranks for a test: threads to test the maths, processes to test real communication.
 
-`on_threads` runs a function on every rank of a mesh in this process: exact, deterministic, milliseconds to
-start, and an error is raised here with its own traceback. `ProcessPool` runs it on gloo processes, which
-alone show what threads cannot: separate interpreters, real sockets, real buffers. Starting a process and
-importing torch takes seconds, so the pool keeps its workers from call to call; each call meets at a fresh
-store, so nothing of a failed one survives.
+`run_on_threads` runs a function on every rank of a mesh in this process: exact, deterministic, milliseconds
+to start, and an error is raised here with its own traceback. `ProcessPool` runs it on gloo processes, which
+also have separate interpreters, real sockets and real buffers. Starting a process and importing torch takes
+seconds, so the pool keeps its workers between calls; each call uses a fresh store, so nothing of a failed one
+survives.
 
-    on_threads(body, Mesh(dp_shard=3))      pool.run(body, Mesh(dp_shard=3))      with def body(world): ...
+    run_on_threads(body, Mesh(dp_shard=3))      pool.run(body, Mesh(dp_shard=3))      with def body(world):
+                                                ...
 
-The workers talk to this process through pipes that multiprocessing opens between a parent and its children. A
-worker that fails, hangs or dies is reported by rank, and replaced unless it is idle again. When this process
-disappears, so do they.
+The workers communicate with this process through multiprocessing's pipes. A worker that fails, hangs or dies
+is reported by rank, and replaced unless it is idle again. When this process ends, so do they.
 """
 
 import multiprocessing
@@ -49,32 +49,29 @@ DIED, HUNG = (
 
 
 class RankFailure(RuntimeError):
-    """A rank of a `ProcessPool` failed, hung or died.
-
-    The message names the first one and shows where it stood.
-    """
+    """A rank of a `ProcessPool` failed, hung or died. The message names the first one and shows its stack."""
 
 
 def run_on_threads(fn: Callable[[World], Result], mesh: Mesh, timeout_s: float = 60.0) -> list[Result]:
-    """The results of `fn(world)` on all ranks of `mesh`, in rank order; each rank is a thread, with one torch
-    thread.
+    """Returns the results of `fn(world)` on all ranks of `mesh`, in rank order.
 
-    `timeout_s` bounds every wait for a peer and, once a rank has failed, the wait for the others to end.
-    Raises what the first rank that failed raised, with a note that says which rank it was.
+    Each rank is a thread with one torch thread. `timeout_s` bounds every wait for a peer and, once a rank has
+    failed, the wait for the others to end. Raises the error of the first rank that failed, with a note that
+    names the rank.
     """
-    hub = ThreadBackend(mesh, timeout_s)
+    backend = ThreadBackend(mesh, timeout_s)
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
     ended: SimpleQueue[int] = SimpleQueue()
 
     def play(rank: int) -> None:
         torch.set_num_threads(1)
-        world = ThreadWorld(hub, rank)
+        world = ThreadWorld(backend, rank)
         try:
             results[rank] = fn(world)
         except BaseException as error:
             errors[rank] = error
-            hub.abort(rank, error)
+            backend.abort(rank, error)
         finally:
             world.close()
             ended.put(rank)
@@ -94,19 +91,19 @@ def run_on_threads(fn: Callable[[World], Result], mesh: Mesh, timeout_s: float =
     finally:
         torch.set_num_threads(torch_threads)
     if errors:
-        raise _first_error(errors, hub, still_running=list(threads))
+        raise _first_error(errors, backend, still_running=list(threads))
     return [results[rank] for rank in range(mesh.world_size)]
 
 
 def _first_error(
-    errors: dict[int, BaseException], hub: ThreadBackend, still_running: list[int]
+    errors: dict[int, BaseException], backend: ThreadBackend, still_running: list[int]
 ) -> BaseException:
-    culprit = hub.failure[0] if hub.failure is not None else -1
+    culprit = backend.failure[0] if backend.failure is not None else -1
     rank = culprit if culprit in errors else next(iter(errors))
-    errors[rank].add_note(f"raised on rank {rank} of {hub.mesh.world_size} ({hub.mesh})")
+    errors[rank].add_note(f"raised on rank {rank} of {backend.mesh.world_size} ({backend.mesh})")
     if still_running:
         errors[rank].add_note(
-            f"ranks {still_running} were still running {hub.timeout_s:g} s later, outside any collective"
+            f"ranks {still_running} were still running {backend.timeout_s:g} s later, outside any collective"
         )
     return errors[rank]
 
@@ -117,7 +114,7 @@ class _Worker:
     connection: Connection
 
     def stop(self) -> None:
-        """End the process, by force when it is not idle."""
+        """Ends the process, by force if it is not idle."""
         self.connection.close()  # an idle worker reads the end of the pipe and returns
         self.process.join(EXIT_TIMEOUT_S)
         self.process.kill()
@@ -125,7 +122,7 @@ class _Worker:
         self.process.close()
 
     def abort(self, stack: Path) -> str:
-        """End the process at once; where it stood, in words."""
+        """Ends the process at once; returns its stack as text."""
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, signal.SIGABRT)  # the worker's fault handler writes the stack
         self.process.join(EXIT_TIMEOUT_S)
@@ -133,11 +130,10 @@ class _Worker:
 
 
 class ProcessPool:
-    """Up to `max_ranks` worker processes, started when first needed and kept until `close` (or the end of
-    `with`).
+    """Up to `max_ranks` worker processes, started on first use and kept until `close` (or the end of `with`).
 
-    `seats`, one per rank, put them elsewhere than on this host's loopback (testing/hosts.py). Unless
-    `shared`, the ranks talk over gloo alone; else through memory (comm/shared), which is faster.
+    `locations`, one per rank, place them elsewhere than on this host's loopback. With `shared_memory` ranks
+    use memory (comm/shared_memory), which is faster; else gloo alone.
     """
 
     def __init__(
@@ -155,12 +151,12 @@ class ProcessPool:
         timeout_s: float = 60.0,
         endpoint: RendezvousEndpoint | None = None,
     ) -> list[Result]:
-        """The results of `fn(world, *args)` on all ranks of `mesh`, in rank order, each rank a gloo process.
+        """Returns the results of `fn(world, *args)` on all ranks of `mesh`, in rank order.
 
-        `fn` stands at the top level of a module; it, the arguments and the results are copied between
-        processes. The ranks meet at a file, or at `meeting` where they have seats. Raises RankFailure when a
-        rank fails, dies, or has not ended after `timeout_s`; PlanError when the mesh is larger than the pool;
-        ValueError when `fn` or an argument cannot be copied.
+        Each rank a gloo process. `fn` is at the top level of a module; it, the arguments and the results are
+        copied between processes. The ranks meet at a file, or at `endpoint` if they have locations. Raises
+        RankFailure when a rank fails, dies, or has not ended after `timeout_s`; PlanError when the mesh is
+        larger than the pool; ValueError when `fn` or an argument cannot be copied.
         """
         if mesh.world_size > self.max_ranks:
             text = f"{mesh} has {mesh.world_size} ranks, and this pool at most {self.max_ranks} processes"
@@ -189,7 +185,7 @@ class ProcessPool:
         return cast(list[Result], [answers[rank].result for rank in range(mesh.world_size)])
 
     def close(self) -> None:
-        """End all workers. A later `run` starts new ones."""
+        """Ends all workers. A later `run` starts new ones."""
         for worker in self._workers.values():
             worker.connection.close()  # all at once, so that they exit side by side
         while self._workers:

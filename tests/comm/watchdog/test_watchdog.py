@@ -145,9 +145,8 @@ def test_a_rank_that_does_not_come_is_named_with_its_line_and_its_last_collectiv
         rows = [
             int(line_of(plant).rpartition(":")[2]) - up for up in (0, 1)
         ]  # the loop's head is the same place
-        assert any(f"test_watchdog.py:{row} in {plant.__name__} (in no collective)" in here for row in rows), (
-            here
-        )
+        places = [f"test_watchdog.py:{row} in {plant.__name__} (in no collective)" for row in rows]
+        assert any(place in here for place in places), here
         assert (
             "its last collective was number 3 over dp_replicate: all_reduce of float32 [8] for MET"
             in told[rank]
@@ -223,7 +222,7 @@ def test_a_sender_that_does_not_come_is_named_by_the_receiver(process_pool, tmp_
         process_pool.run(receives_from_a_rank_that_is_busy, MESH, tmp_path)
     text = (tmp_path / "rank-2").read_text()
     assert (
-        "rank 1 did not come to rank 2's receive of float32 [4] from index 1 for RECV(0), "
+        "rank 1 did not come to rank 2's recv of float32 [4] from index 1 for RECV(0), "
         "number "
         "1 over rank 1 to rank 2"
     ) in text
@@ -267,7 +266,7 @@ def threads_left(world: TorchWorld) -> tuple[set[str], bool, object]:
 
 def test_nothing_is_left_of_a_lookout_that_was_closed(process_pool):
     for names, initialised, action in process_pool.run(threads_left, MESH):
-        assert not {"lookout", "room"} & names
+        assert not {"watchdog", "store client"} & names
         assert initialised
         assert action == signal.SIG_DFL
 

@@ -72,7 +72,8 @@ def _round_seconds(load: RoundLoad, nbytes: float, network: NetworkModel) -> flo
     outside = 0.0
     if load.inter_host and network.intra_host is not None and between is None:
         raise ValueError(
-            "messages leave their host, and the network has no price for that; measure it across hosts: bench network"
+            "messages leave their host, and the network has no price for that; measure it across hosts: "
+            "bench network"
         )
     if load.inter_host and between is not None:
         outside = between.seconds(load.inter_host * nbytes)
@@ -119,23 +120,23 @@ class _RoundTotals:
     def add_rank(self, round_: Round, index: int, ranks_per_host: int, num_pieces: int) -> None:
         self.num_pieces = num_pieces
         host = index // ranks_per_host
-        sent = [parcel for parcel in round_.sends if parcel.peer // ranks_per_host == host]
-        come = [parcel for parcel in round_.receives if parcel.peer // ranks_per_host == host]
-        self.messages_by_host.setdefault(host, Counter()).update(len(parcel.pieces) for parcel in sent)
+        sent = [message for message in round_.sends if message.peer // ranks_per_host == host]
+        come = [message for message in round_.receives if message.peer // ranks_per_host == host]
+        self.messages_by_host.setdefault(host, Counter()).update(len(message.pieces) for message in sent)
         self.receivers_by_host[host] += bool(come)
-        mine = Counter(len(parcel.pieces) for parcel in (*sent, *come))
+        mine = Counter(len(message.pieces) for message in (*sent, *come))
         if host not in self.busiest_rank_by_host or _total_pieces(mine) > _total_pieces(
             self.busiest_rank_by_host[host][1]
         ):
             self.busiest_rank_by_host[host] = (index, mine)
-        self.sent_from_host[host] += sum(len(parcel.pieces) for parcel in round_.sends) - sum(
-            len(parcel.pieces) for parcel in sent
+        self.sent_from_host[host] += sum(len(message.pieces) for message in round_.sends) - sum(
+            len(message.pieces) for message in sent
         )
-        self.received_by_host[host] += sum(len(parcel.pieces) for parcel in round_.receives) - sum(
-            len(parcel.pieces) for parcel in come
+        self.received_by_host[host] += sum(len(message.pieces) for message in round_.receives) - sum(
+            len(message.pieces) for message in come
         )
         if round_.accumulate:
-            self.max_added = max(self.max_added, sum(len(parcel.pieces) for parcel in round_.receives))
+            self.max_added = max(self.max_added, sum(len(message.pieces) for message in round_.receives))
 
     def round_load(self) -> RoundLoad:
         host = max(self.messages_by_host, key=lambda each: _total_pieces(self.messages_by_host[each]))

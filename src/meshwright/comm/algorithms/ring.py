@@ -46,7 +46,7 @@ class RingAllReduce(AllReduceAlgorithm):
         return 2 * (size - 1)
 
     def num_sent(self, size: int, index: int, numel: int) -> int:
-        # every piece goes out twice, but for the own one in the first turn and the right neighbour's in the second
+        # every piece is sent twice, except this rank's in the first pass, the right neighbour's in the second
         kept = piece_numel(numel, size, index) + piece_numel(numel, size, (index + 1) % size)
         return 2 * numel - kept if size > 1 else 0
 

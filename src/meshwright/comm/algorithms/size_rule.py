@@ -125,7 +125,10 @@ def _threshold_diagnostics(step: re.Match[str], previous_nbytes: int, location: 
             location,
         )
     elif _threshold_nbytes(step) <= previous_nbytes:
-        text = f"'{step[0]}' is never reached: messages of up to {_format_size(previous_nbytes)} are taken before it"
+        text = (
+            f"'{step[0]}' is never reached: messages of up to {_format_size(previous_nbytes)} are taken "
+            "before it"
+        )
         yield Diagnostic(text, "write the sizes in rising order, each above 0", location)
 
 

@@ -61,12 +61,12 @@ def run_rounds(
     scratch = flat.new_empty(max((step.scratch_numel for step in steps), default=0))
     for step in steps:
         mine = operand if step.round.uses_original_operand else flat
-        landings = _receive_views(flat, scratch, step)
-        yield [(each.peer, _pack(mine, each)) for each in step.sends], landings
+        buffers = _receive_views(flat, scratch, step)
+        yield [(each.peer, _pack(mine, each)) for each in step.sends], buffers
         if step.round.accumulate:
-            _add_received(step, index, mine, flat, landings)
+            _add_received(step, index, mine, flat, buffers)
         else:
-            _copy_received(step, flat, landings)
+            _copy_received(step, flat, buffers)
 
 
 @torch.no_grad()
@@ -75,10 +75,10 @@ def run_all_ranks(algorithm: AllReduceAlgorithm, operands: Sequence[torch.Tensor
     size = len(operands)
     parts = [run_rounds(algorithm, size, index, flat) for index, flat in enumerate(operands)]
     for rounds in zip(*parts, strict=True):
-        sent = {(index, peer): parcel for index, (sends, _) in enumerate(rounds) for peer, parcel in sends}
+        sent = {(index, peer): message for index, (sends, _) in enumerate(rounds) for peer, message in sends}
         for index, (_, receives) in enumerate(rounds):
-            for peer, landing in receives:
-                landing.copy_(sent.pop((peer, index)))
+            for peer, buffer in receives:
+                buffer.copy_(sent.pop((peer, index)))
         if sent:
             raise RuntimeError(
                 f"{algorithm} among {size} ranks: nobody receives what {sorted(sent)} (from, to) send"
@@ -89,20 +89,20 @@ def run_all_ranks(algorithm: AllReduceAlgorithm, operands: Sequence[torch.Tensor
 def _sized_rounds(algorithm: AllReduceAlgorithm, size: int, index: int, numel: int) -> tuple[SizedRound, ...]:
     cuts = [piece * numel // algorithm.num_pieces(size) for piece in range(algorithm.num_pieces(size) + 1)]
 
-    def stretches(parcels: Iterable[PieceMessage]) -> tuple[MessageRanges, ...]:
+    def ranges_of(messages: Iterable[PieceMessage]) -> tuple[MessageRanges, ...]:
         found = [
             MessageRanges(
-                parcel.peer, _merge_ranges([(cuts[piece], cuts[piece + 1]) for piece in parcel.pieces])
+                message.peer, _merge_ranges([(cuts[piece], cuts[piece + 1]) for piece in message.pieces])
             )
-            for parcel in parcels
+            for message in messages
         ]
-        return tuple(stretch for stretch in found if stretch.numel)
+        return tuple(message for message in found if message.numel)
 
     steps = []
     for each in cached_rounds(algorithm, size, index):
-        receives = stretches(each.receives)
-        beside = sum(stretch.numel for stretch in receives if each.accumulate or len(stretch.ranges) > 1)
-        steps.append(SizedRound(each, stretches(each.sends), receives, beside))
+        receives = ranges_of(each.receives)
+        beside = sum(message.numel for message in receives if each.accumulate or len(message.ranges) > 1)
+        steps.append(SizedRound(each, ranges_of(each.sends), receives, beside))
     return tuple(steps)
 
 
@@ -116,39 +116,39 @@ def _merge_ranges(pieces: Iterable[ElementRange]) -> tuple[ElementRange, ...]:
     return tuple(runs)
 
 
-def _pack(mine: torch.Tensor, stretch: MessageRanges) -> torch.Tensor:
-    views = [mine[first:end] for first, end in stretch.ranges]
+def _pack(mine: torch.Tensor, message: MessageRanges) -> torch.Tensor:
+    views = [mine[first:end] for first, end in message.ranges]
     return views[0] if len(views) == 1 else torch.cat(views)
 
 
 def _receive_views(flat: torch.Tensor, scratch: torch.Tensor, step: SizedRound) -> PeerTensors:
     """The buffers of the messages of a round: in place, or in `scratch` one after the other."""
-    landings, used = [], 0
-    for stretch in step.receives:
-        if step.round.accumulate or len(stretch.ranges) > 1:
-            numel = stretch.numel
-            landings.append((stretch.peer, scratch[used : used + numel]))
+    buffers, used = [], 0
+    for message in step.receives:
+        if step.round.accumulate or len(message.ranges) > 1:
+            numel = message.numel
+            buffers.append((message.peer, scratch[used : used + numel]))
             used += numel
         else:
-            ((first, end),) = stretch.ranges
-            landings.append((stretch.peer, flat[first:end]))
-    return landings
+            ((first, end),) = message.ranges
+            buffers.append((message.peer, flat[first:end]))
+    return buffers
 
 
-def _copy_received(step: SizedRound, flat: torch.Tensor, landings: PeerTensors) -> None:
-    for stretch, (_, arrived) in zip(step.receives, landings, strict=True):
-        if len(stretch.ranges) > 1:
-            for (first, end), part in _split_received(stretch, arrived):
+def _copy_received(step: SizedRound, flat: torch.Tensor, buffers: PeerTensors) -> None:
+    for message, (_, arrived) in zip(step.receives, buffers, strict=True):
+        if len(message.ranges) > 1:
+            for (first, end), part in _split_received(message, arrived):
                 flat[first:end].copy_(part)
 
 
 def _add_received(
-    step: SizedRound, index: int, mine: torch.Tensor, flat: torch.Tensor, landings: PeerTensors
+    step: SizedRound, index: int, mine: torch.Tensor, flat: torch.Tensor, buffers: PeerTensors
 ) -> None:
     """Adds what was received: all summands of a range in rank order, this rank's own among them."""
     places: dict[ElementRange, dict[int, torch.Tensor]] = {}
-    for stretch, (peer, arrived) in zip(step.receives, landings, strict=True):
-        for run, part in _split_received(stretch, arrived):
+    for message, (peer, arrived) in zip(step.receives, buffers, strict=True):
+        for run, part in _split_received(message, arrived):
             places.setdefault(run, {})[peer] = part
     for (first, end), parts in places.items():
         if len(parts) == 1 and mine is flat:  # two summands: a + b is b + a
@@ -159,6 +159,6 @@ def _add_received(
 
 
 def _split_received(
-    stretch: MessageRanges, arrived: torch.Tensor
+    message: MessageRanges, arrived: torch.Tensor
 ) -> Iterable[tuple[ElementRange, torch.Tensor]]:
-    return zip(stretch.ranges, arrived.split([end - first for first, end in stretch.ranges]), strict=True)
+    return zip(message.ranges, arrived.split([end - first for first, end in message.ranges]), strict=True)

@@ -33,11 +33,12 @@ from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.sharding.mesh import AXES
 
 MAX_PAIR_EXCHANGE_NBYTES = 8 * 2**20  # bytes of an all_reduce that a pair does as an exchange
+# tags that separate messages of callers, messages of algorithms, and a receive that never completes
 USER_TAG, ROUND_TAG, ABORT_TAG = (
     0,
     1,
     2,
-)  # tags: what a caller sends, what rounds send, and what never comes, do not meet
+)
 
 
 class TorchGroup(Group):
@@ -66,7 +67,7 @@ class TorchGroup(Group):
         self.watchdog = watchdog
         self.transport = dist.get_backend(process_group)
         self.on_gloo, self.is_single_host = self.transport == "gloo", False
-        # groups over different axes may be the same ranks and share `joined`, while each has a lane of its own
+        # groups over different axes may have the same ranks and process group, but each has its own thread
         self._round_tag = ROUND_TAG + sum(2 << AXES.index(axis) for axis in axes)
         self._all_reduce_options = dist.AllreduceOptions()
         if "asyncOp" in vars(
@@ -254,7 +255,7 @@ class TorchGroup(Group):
         token.item()  # on a GPU, wait only orders streams; reading the value makes the host wait too
 
     def _backend_all_reduce(self, tensor: torch.Tensor, **how: object) -> dist.Work:
-        # straight to the backend: what torch.distributed asks first is known here, and took 12 us of a busy machine's time
+        # straight to the backend: torch.distributed's checks are known here, and took 12 us on a busy machine
         return self._process_group.allreduce([tensor], self._all_reduce_options)
 
     def _uses_pair_exchange(self, tensor: torch.Tensor) -> bool:
@@ -350,7 +351,10 @@ class TorchGroup(Group):
         except RuntimeError as error:
             raise asked.error_for(error) from error
         if work is None:
-            text = f"{call}: torch.distributed does not count this process into ranks {', '.join(map(str, self.ranks))}"
+            text = (
+                f"{call}: torch.distributed does not count this process into ranks "
+                f"{', '.join(map(str, self.ranks))}"
+            )
             raise CollectiveError(f"{text}. Ask the world of this process for groups")
         issued = TorchWork(work, asked, keep, finish)
         return P2PWork(issued) if pairwise else issued

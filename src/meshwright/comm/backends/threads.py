@@ -37,9 +37,8 @@ from meshwright.comm.collectives.group import Group, Ledger, Work, World
 from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.sharding.mesh import Mesh
 
-Channel = tuple[
-    bool, tuple[int, ...]
-]  # whether one rank sends to another, and the ranks: what they issue there is numbered
+# whether it is point-to-point, and the ranks: collectives are numbered per channel
+Channel = tuple[bool, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,10 @@ class ThreadBackend:
     def _raise_failure(self, rank: int, call: CollectiveCall) -> None:
         if self._failure is not None:
             culprit, error = self._failure
-            text = f"rank {rank} was released from {call}: rank {culprit} failed first, with {type(error).__name__}: {error}"
+            text = (
+                f"rank {rank} was released from {call}: rank {culprit} failed first, with "
+                f"{type(error).__name__}: {error}"
+            )
             raise CollectiveError(text)
 
     def _fail(self, rank: int, text: str) -> None:

@@ -23,10 +23,11 @@ from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, INTEGER_NBYTES
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.step.action import Transfer
 
+# which ranks send: the one rank alone, or all but it
 ONE_SENDER, ONE_RECEIVER = (
     ("broadcast", "scatter"),
     ("gather", "reduce"),
-)  # who sends: the one rank alone, or all but it
+)
 POINT_TO_POINT = ("send", "recv")
 DTYPE_NBYTES = MappingProxyType({**FLOAT_NBYTES, **INTEGER_NBYTES})
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
@@ -182,9 +183,8 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
 
 
-Refusal = (
-    Diagnostic | str
-)  # of an algorithm, as a plan's fault; of tensors, in words that end with the repair
+# of an algorithm, as a diagnostic of the plan; of tensors, as a text that ends with the repair
+Refusal = Diagnostic | str
 
 
 @lru_cache(maxsize=4096)
@@ -261,16 +261,25 @@ def _memory_refusal(
     if output is None or not shares_memory(tensor, output):
         return None
     if collective in ("all_to_all", "shift"):
-        return "the output shares memory with the operand, and would be overwritten while it is read. Pass another"
+        return (
+            "the output shares memory with the operand, and would be overwritten while it is read. Pass "
+            "another"
+        )
     whole, piece = (tensor, output) if collective == "reduce_scatter" else (output, tensor)
     if piece.storage_offset() == whole.storage_offset() + index * (whole.numel() // size):
         return None
     own = f"the slice of index {index}, its own"
-    return f"the piece of this rank lies in the whole tensor, but is not {own}. Pass that slice (in place), or another tensor"
+    return (
+        f"the piece of this rank lies in the whole tensor, but is not {own}. Pass that slice (in "
+        "place), or another tensor"
+    )
 
 
 def _refusal_error(group: Group, call: CollectiveCall, refusal: Refusal) -> Exception:
-    where = f"{call} over {' x '.join(group.axes)} (rank {group.ranks[group.index]} of ranks {format_ranks(group.ranks)})"
+    where = (
+        f"{call} over {' x '.join(group.axes)} (rank {group.ranks[group.index]} of ranks "
+        f"{format_ranks(group.ranks)})"
+    )
     if isinstance(refusal, Diagnostic):
         return PlanError(f"{where}: {refusal.problem}", fix=refusal.fix, location=call.action)
     return ValueError(f"{where}: {refusal}")

@@ -105,14 +105,20 @@ class Group(ABC):
     the input, then by name the one rank that differs from the others, `source` or `target`, as an index in
     this group.
 
-        call                               input                output                           sent per rank, n ranks
+        call                               input                output                           sent per
+                                                                rank, n ranks
         send(tensor, target=i)             S                    at i, in its recv                S
         recv(tensor, source=i)                                  tensor: what i sent, S           0
-        broadcast(tensor, source=i)        S at i               tensor: that of i, S             S by i, else 0
-        scatter(output, tensor, source=i)  n S at i, else None  output: own slice, S             S (n-1) by i, else 0
-        gather(output, tensor, target=i)   S                    output at i: all, n S            0 by i, else S
-        reduce(tensor, target=i)           S                    tensor at i: the sum, S          0 by i, else S
-        all_reduce(tensor)                 S                    tensor: the sum, S               2 S (n-1)/n (*)
+        broadcast(tensor, source=i)        S at i               tensor: that of i, S             S by i, else
+                                                                0
+        scatter(output, tensor, source=i)  n S at i, else None  output: own slice, S             S (n-1) by i,
+                                                                else 0
+        gather(output, tensor, target=i)   S                    output at i: all, n S            0 by i, else
+                                                                S
+        reduce(tensor, target=i)           S                    tensor at i: the sum, S          0 by i, else
+                                                                S
+        all_reduce(tensor)                 S                    tensor: the sum, S               2 S (n-1)/n
+                                                                (*)
         all_gather(output, tensor)         S                    output: all, n S                 S (n-1)
         reduce_scatter(output, tensor)     S                    output: own slice of sum, S/n    S (n-1)/n
         all_to_all(output, tensor)         S                    output: slice i from rank i, S   S (n-1)/n

@@ -35,9 +35,8 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.placement import COLLECTIVES, Placement, S, redistribution_name
 
 DeferredCalls = list[Callable[[], None]]
-ActionName = (
-    str | Callable[[], str]
-)  # an action, or who tells which one is under way when a collective is issued
+# the name of an action, or a function that returns it when a collective is issued
+ActionName = str | Callable[[], str]
 
 
 def redistribute(
@@ -159,7 +158,9 @@ def _apply(
             return tensor.view_as(tensor) if group.index == 0 else torch.zeros_like(tensor)
         case other:
             raise NotImplementedError(
-                f"MOVES names the act '{other}' for {src} -> {dst}, and moves.py does not know it. Add it here"
+                f"REDISTRIBUTIONS names the operation '{other}' for {src} -> {dst}, without an "
+                "implementation. "
+                "Add it here"
             )
 
 

@@ -76,7 +76,8 @@ def _compile(folder: Path) -> Path:
             f"there is no C compiler (looked for {', '.join(COMPILERS)}); install one, such as gcc"
         )
     found = Path(compiler).resolve()
-    version = f"{found} {found.stat().st_size} {found.stat().st_mtime_ns}"  # asking it would start a process on every rank
+    # asking the compiler for its version would start a process on every rank
+    version = f"{found} {found.stat().st_size} {found.stat().st_mtime_ns}"
     key = sha256("\n".join((version, _cpu_features(), *FLAGS)).encode() + source_bytes()).hexdigest()[:32]
     path = folder / f"shared-{key}.so"
     try:

@@ -356,4 +356,7 @@ class SharedMemoryGroup(Group):
         raise waiting.error_for("\n".join(lines))
 
     def _call_text(self, call: CollectiveCall) -> str:
-        return f"rank {self.ranks[self.index]}: {call} over {' x '.join(self.axes)} (ranks {', '.join(map(str, self.ranks))})"
+        return (
+            f"rank {self.ranks[self.index]}: {call} over {' x '.join(self.axes)} (ranks "
+            f"{', '.join(map(str, self.ranks))})"
+        )

@@ -22,9 +22,8 @@ from meshwright.comm.watchdog.host import HostProcess, host_id
 from meshwright.plan.hardware.device_specs import available_cores
 
 SPIN_NS = 30_000  # a wake-up costs about as much; longer would only keep others from their work
-CAN_SHARE, HOST_DIGEST, SOURCE_DIGEST, PID, START_TIME, MEMORY_FD, SECRET = range(
-    7
-)  # of an introduction; the rest of it is the word
+# positions in the exchanged capabilities; the secret is last
+CAN_SHARE, HOST_DIGEST, SOURCE_DIGEST, PID, START_TIME, MEMORY_FD, SECRET = range(7)
 NUM_SECRET_WORDS = 4
 
 

@@ -71,7 +71,7 @@ class SharedSegment:
             library.shared_room,
         )
         self._library = library
-        # not at exit: a thread of the lane may still be in there, and the kernel unmaps in any case
+        # not at exit: the communication thread may still use it, and the kernel unmaps it in any case
         self._finalizer = weakref.finalize(self, library.shared_unmap, self._address)
         self._finalizer.atexit = False  # pyrefly: ignore[missing-attribute]  a property that its declaration leaves out
 

@@ -23,10 +23,11 @@ from meshwright.comm.collectives.group import Group, World
 from meshwright.plan.hardware.network_model import AllReduceTiming
 from meshwright.plan.sharding.mesh import AXES
 
+# of a sample: the most all-reduces, and the most bytes of all of them
 MAX_REPEATS, MAX_SAMPLE_NBYTES = (
     20,
     8 << 20,
-)  # all-reduces of a sample: at most so many, and of at most so many bytes together
+)
 MAX_SWEEPS = 200
 FLOAT32_NBYTES = 4  # bytes of a float32
 

@@ -40,14 +40,17 @@ class AlgorithmChoice:
     measured_ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        told = [
+        times = [
             f"{format_nbytes(nbytes)} takes {_ms(took)}{_backend_comparison(name, usual)}"
             for nbytes, name, took, usual in self.expected_times
         ]
-        why = f", because {', '.join(told)}" if told else ""
+        why = f", because {', '.join(times)}" if times else ""
         text = f"auto chose '{self.rule}' for {self.num_ranks} ranks{why}"
         if self.expected_times and self.num_ranks not in self.measured_ranks:
-            text += f"; {self.num_ranks} ranks were not measured (only {', '.join(map(str, self.measured_ranks))}): the model says so"
+            text += (
+                f"; {self.num_ranks} ranks were not measured (only "
+                f"{', '.join(map(str, self.measured_ranks))}): the model says so"
+            )
         return text
 
 

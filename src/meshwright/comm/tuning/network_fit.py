@@ -38,14 +38,14 @@ from meshwright.plan.hardware.network_model import (
 BAND_LIMITS = (16 << 10, 256 << 10, 4 << 20, 0)  # 0: the last band is open
 MAX_BYTES_PER_S = 1e15  # bytes per second, where a byte costs nothing that could be measured
 LINK_NAMES = ("intra_host", "busiest_rank", "local_sum", "inter_host")
+# the links with their own latency; the overhead of a round is that of the others
 LINKS_WITH_LATENCY = (
     "intra_host",
     "inter_host",
-)  # the parts with a latency of their own; the crowd of a round is that of the others
+)
 
-NetworkFeature = tuple[
-    str, int, str
-]  # a part or "crowd", the band or the number of ranks, "latency" or "bytes"
+# a link or "crowd", the size band or the number of receivers, "latency" or "bytes"
+NetworkFeature = tuple[str, int, str]
 
 
 def fit_network(timings: Iterable[AllReduceTiming], ranks_per_host: int = 0) -> NetworkModel:
@@ -187,11 +187,13 @@ class AlphaBetaFit:
 
 
 def fit_alpha_beta(cluster: Cluster, num_ranks: int) -> AlphaBetaFit:
-    """Returns the latency and the bandwidth that bring the textbook's formulas nearest to the times of `num_ranks` ranks.
+    """Returns the latency and the bandwidth with which the textbook's formulas fit `num_ranks` ranks best.
 
     Eturns the latency and the bandwidth that bring the textbook's formulas nearest to the times of
     `num_ranks` ranks. Eturns the latency and the bandwidth that bring the textbook's formulas nearest to the
-    times of `num_ranks` ranks. Raises ValueError when nothing but the backend was measured with that many.
+    times of `num_ranks` ranks. Eturns the latency and the bandwidth that bring the textbook's formulas
+    nearest to the times of `num_ranks` ranks. Raises ValueError when nothing but the backend was measured
+    with that many.
     """
     found = [
         series for series in cluster.measurements if series.ranks == num_ranks and series.algorithm != BACKEND

@@ -67,7 +67,8 @@ def _desync_error(group: Group, call: CollectiveCall) -> CollectiveError:
         f"  the odd one out: rank {odd}" if clear else "  which of them is wrong, the ranks cannot say"
     )
     lines.append(
-        "  repair: every rank must issue the same collectives, on tensors of one shape and dtype, in the same order"
+        "  repair: every rank must issue the same collectives, on tensors of one shape and dtype, in the "
+        "same order"
     )
     report = "\n".join(lines)
     return CollectiveError(report, report=report, is_reporter=group.index == 0)

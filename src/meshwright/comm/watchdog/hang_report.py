@@ -53,20 +53,23 @@ def diagnose_hang(statuses: Mapping[int, RankStatus], mesh: Mesh) -> HangReport:
     """Returns the diagnosis from the `statuses` of all ranks, including those that others observed."""
     left = [each for each in statuses.values() if each.condition == "exited" and each.is_root_cause]
     gone = [each for each in statuses.values() if each.condition == "dead"]
-    unmet = list(_incomplete_collectives(statuses, mesh))
+    incomplete = list(_incomplete_collectives(statuses, mesh))
     if left:
-        return _report_failed(left, unmet)
-    parted = _first_mismatch(statuses, mesh)
-    if parted is not None:
-        return _report_mismatch(parted, gone)
+        return _report_failed(left, incomplete)
+    mismatch = _first_mismatch(statuses, mesh)
+    if mismatch is not None:
+        return _report_mismatch(mismatch, gone)
     if gone:
-        return _report_dead(gone, unmet, statuses)
-    roots = _root_ranks(unmet, statuses)
+        return _report_dead(gone, incomplete, statuses)
+    roots = _root_ranks(incomplete, statuses)
     if roots:
-        return _report_missing(roots, unmet, statuses)
-    if any(each.missing for each in unmet):
-        return _report_deadlock([each for each in unmet if each.missing])
-    text = "every rank that answers has come, and asks for the same; the backend or the network did not do its part"
+        return _report_missing(roots, incomplete, statuses)
+    if any(each.missing for each in incomplete):
+        return _report_deadlock([each for each in incomplete if each.missing])
+    text = (
+        "every rank that answers has come, and asks for the same; the backend or the network did not do "
+        "its part"
+    )
     repair = (
         "look at the backend's own words below, and at the network between the hosts (`meshwright doctor`)"
     )
@@ -104,9 +107,11 @@ def _num_issued(status: RankStatus, issued: IssuedCollective) -> int:
     return 0 if last is None else last.number
 
 
-def _root_ranks(unmet: Iterable[IncompleteCollective], statuses: Mapping[int, RankStatus]) -> tuple[int, ...]:
+def _root_ranks(
+    incomplete: Iterable[IncompleteCollective], statuses: Mapping[int, RankStatus]
+) -> tuple[int, ...]:
     """The missing ranks that do not wait for anybody."""
-    missing = {rank for each in unmet for rank in each.missing}
+    missing = {rank for each in incomplete for rank in each.missing}
     return tuple(rank for rank in sorted(missing) if statuses[rank].awaited_collective() is None)
 
 
@@ -126,13 +131,13 @@ def _first_mismatch(statuses: Mapping[int, RankStatus], mesh: Mesh) -> dict[int,
     return min(odd, key=lambda issued: min(each.sequence_id for each in issued.values())) if odd else None
 
 
-def _report_failed(left: list[RankStatus], unmet: list[IncompleteCollective]) -> HangReport:
+def _report_failed(left: list[RankStatus], incomplete: list[IncompleteCollective]) -> HangReport:
     first = min(left, key=lambda each: each.time_s)
     place = first.location()
     text = f"rank {first.rank} left{_describe_step(first)}: {first.error}" + (
         f"\n  at {place}" if place else ""
     )
-    text += _stack_text(first.stack) + _describe_waiters(unmet, first.rank)
+    text += _stack_text(first.stack) + _describe_waiters(incomplete, first.rank)
     exits = first.error.startswith(("SystemExit", "its script ended"))
     repair = "a rank must not end while the others go on: let all of them leave at the same step"
     return HangReport(
@@ -143,27 +148,27 @@ def _report_failed(left: list[RankStatus], unmet: list[IncompleteCollective]) ->
 
 
 def _report_dead(
-    gone: list[RankStatus], unmet: list[IncompleteCollective], statuses: Mapping[int, RankStatus]
+    gone: list[RankStatus], incomplete: list[IncompleteCollective], statuses: Mapping[int, RankStatus]
 ) -> HangReport:
     ranks = tuple(each.rank for each in gone)
     text = "\n".join(
         f"rank {each.rank}: its process is gone, and left no word{_describe_last_collective(each)}"
         for each in gone
     )
-    text += _describe_waiters(unmet, *ranks) or _describe_other_ranks(statuses, ranks)
+    text += _describe_waiters(incomplete, *ranks) or _describe_other_ranks(statuses, ranks)
     repair = "look for a kill, want of memory (dmesg), or a crash in its log; then start all ranks again"
     return HangReport(text, ranks, repair)
 
 
-def _report_mismatch(parted: Mapping[int, IssuedCollective], gone: list[RankStatus]) -> HangReport:
-    votes = Counter(str(issued) for issued in parted.values()).most_common()
+def _report_mismatch(mismatch: Mapping[int, IssuedCollective], gone: list[RankStatus]) -> HangReport:
+    votes = Counter(str(issued) for issued in mismatch.values()).most_common()
     usual = votes[0][0] if len(votes) == 1 or votes[0][1] > votes[1][1] else None
-    odd = tuple(rank for rank in sorted(parted) if str(parted[rank]) != usual)
-    one = next(iter(parted.values()))
+    odd = tuple(rank for rank in sorted(mismatch) if str(mismatch[rank]) != usual)
+    one = next(iter(mismatch.values()))
     lines = [f"the ranks do not agree on number {one.number} over {' x '.join(one.axes)}:"]
     sides: dict[tuple[str, str], list[int]] = {}
-    for rank in sorted(parted):
-        sides.setdefault((str(parted[rank]), parted[rank].location), []).append(rank)
+    for rank in sorted(mismatch):
+        sides.setdefault((str(mismatch[rank]), mismatch[rank].location), []).append(rank)
     for (what, place), ranks in sorted(sides.items(), key=lambda side: side[1][0] not in odd):
         lines.append(f"  {_ranks_text(ranks)} issued {what}\n    from {place}")
     verdict = (
@@ -183,41 +188,60 @@ def _report_mismatch(parted: Mapping[int, IssuedCollective], gone: list[RankStat
 
 
 def _report_missing(
-    roots: tuple[int, ...], unmet: list[IncompleteCollective], statuses: Mapping[int, RankStatus]
+    roots: tuple[int, ...], incomplete: list[IncompleteCollective], statuses: Mapping[int, RankStatus]
 ) -> HangReport:
-    ends = [each for each in unmet if set(each.missing) & set(roots)]
+    ends = [each for each in incomplete if set(each.missing) & set(roots)]
     lines = [_describe_missing(each) for each in ends]
     lines += [
-        f"{_describe_waiting(each)}: it waits, too" for each in unmet if each.missing and each not in ends
+        f"{_describe_waiting(each)}: it waits, too"
+        for each in incomplete
+        if each.missing and each not in ends
     ]
     for rank in roots[:MAX_SHOWN_RANKS]:
         lines.append(_describe_location(statuses[rank]))
     one = f"rank {roots[0]}" if len(roots) == 1 else "these ranks"
     phase = next((each.phase for each in statuses.values() if each.waits and each.phase), "step")
-    repair = f"find out why {one} did not go on, by the line where it is: every rank must reach the same collectives"
+    repair = (
+        f"find out why {one} did not go on, by the line where it is: every rank must reach the same "
+        "collectives"
+    )
     return HangReport(
         "\n".join(lines), roots, f"{repair}. If it is only slow there, raise run.limits.{phase}_s"
     )
 
 
-def _describe_missing(unmet: IncompleteCollective) -> str:
-    issued, owner = unmet.issued, f"{_ranks_text(unmet.waiting)}'s " if unmet.issued.pair else ""
-    late = f"{_ranks_text(unmet.waiting)} wait{'s' if len(unmet.waiting) == 1 else ''} for it since {unmet.waited_s:.1f} s"
+def _describe_missing(incomplete: IncompleteCollective) -> str:
+    issued, owner = (
+        incomplete.issued,
+        f"{_ranks_text(incomplete.waiting)}'s " if incomplete.issued.pair else "",
+    )
+    late = (
+        f"{_ranks_text(incomplete.waiting)} wait{'s' if len(incomplete.waiting) == 1 else ''} for it since "
+        f"{incomplete.waited_s:.1f} s"
+    )
     what = f"{owner}{issued}, number {issued.number} over {_group_text(issued)}"
-    return f"{_ranks_text(unmet.missing)} did not come to {what}; {late}\n  asked for at {issued.location}"
+    return (
+        f"{_ranks_text(incomplete.missing)} did not come to {what}; {late}\n  asked for at {issued.location}"
+    )
 
 
-def _describe_waiting(unmet: IncompleteCollective) -> str:
-    waiting = f"{_ranks_text(unmet.waiting)} wait{'s' if len(unmet.waiting) == 1 else ''} for {_ranks_text(unmet.missing)}"
-    return f"{waiting} in {unmet.issued}, number {unmet.issued.number} over {_group_text(unmet.issued)}, from {unmet.issued.location}"
+def _describe_waiting(incomplete: IncompleteCollective) -> str:
+    waiting = (
+        f"{_ranks_text(incomplete.waiting)} wait{'s' if len(incomplete.waiting) == 1 else ''} for "
+        f"{_ranks_text(incomplete.missing)}"
+    )
+    return (
+        f"{waiting} in {incomplete.issued}, number {incomplete.issued.number} over "
+        f"{_group_text(incomplete.issued)}, from {incomplete.issued.location}"
+    )
 
 
-def _report_deadlock(unmet: list[IncompleteCollective]) -> HangReport:
+def _report_deadlock(incomplete: list[IncompleteCollective]) -> HangReport:
     lines = [
         "the ranks wait for each other in a circle:",
-        *(f"  {_describe_waiting(each)}" for each in unmet),
+        *(f"  {_describe_waiting(each)}" for each in incomplete),
     ]
-    ranks = tuple(sorted({rank for each in unmet for rank in (*each.waiting, *each.missing)}))
+    ranks = tuple(sorted({rank for each in incomplete for rank in (*each.waiting, *each.missing)}))
     return HangReport(
         "\n".join(lines), ranks, "issue the collectives of different groups in the same order on every rank"
     )
@@ -226,7 +250,10 @@ def _report_deadlock(unmet: list[IncompleteCollective]) -> HangReport:
 def _describe_location(status: RankStatus) -> str:
     rank, place = status.rank, status.location()
     if status.condition == "stopped":
-        text = f"rank {rank} did not answer: its process is stopped (SIGSTOP, Ctrl-Z, a debugger), and goes on after SIGCONT"
+        text = (
+            f"rank {rank} did not answer: its process is stopped (SIGSTOP, Ctrl-Z, a debugger), and "
+            "goes on after SIGCONT"
+        )
     elif status.condition == "silent":
         why = "its interpreter is held by native code, its process is stopped, or its host is out of reach"
         text = f"rank {rank} did not answer: {why}"
@@ -256,11 +283,14 @@ def _describe_last_collective(status: RankStatus) -> str:
     if not status.collectives:
         return "\n  it had issued no collective yet" if status.condition in ("responding", "exited") else ""
     last = status.collectives[-1]
-    return f"\n  its last collective was number {last.number} over {_group_text(last)}: {last}, from {last.location}"
+    return (
+        f"\n  its last collective was number {last.number} over {_group_text(last)}: {last}, from "
+        f"{last.location}"
+    )
 
 
-def _describe_waiters(unmet: list[IncompleteCollective], *ranks: int) -> str:
-    found = [each for each in unmet if set(each.missing) & set(ranks)] or unmet[:1]
+def _describe_waiters(incomplete: list[IncompleteCollective], *ranks: int) -> str:
+    found = [each for each in incomplete if set(each.missing) & set(ranks)] or incomplete[:1]
     return "".join(
         f"\n  {_ranks_text(each.waiting)} wait{'s' if len(each.waiting) == 1 else ''} in {each.issued}, "
         f"number {each.issued.number} over {_group_text(each.issued)}, from {each.issued.location}"

@@ -37,7 +37,7 @@ STDLIB_PATHS = tuple(
 )
 SITE_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 C10D_FILE = str(Path(torch.__file__).parent / "distributed" / "distributed_c10d.py")
-MAX_FRAMES = 40  # frames of a stack that are told
+MAX_FRAMES = 40  # of a stack, the innermost
 SIGNAL_TIMEOUT_S = 0.5  # for a fault handler to write
 
 

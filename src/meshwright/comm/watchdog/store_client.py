@@ -40,7 +40,7 @@ class StoreClient:
     def for_rank(cls, store: dist.Store, rank: int) -> Self:
         """Returns a client for the part of `store` that belongs to the k-th of these calls on every rank."""
         own = store.clone()  # pyrefly: ignore[missing-attribute]  torch's stubs lack it; a connection of its own, used by a thread
-        return cls(dist.PrefixStore(f"lookout/{own.add(f'lookouts/{rank}', 1)}", own))
+        return cls(dist.PrefixStore(f"watchdog/{own.add(f'watchdogs/{rank}', 1)}", own))
 
     def set(self, key: str, value: str) -> None:
         """Stores `value` under `key`. Raises StoreSilentError, or what the store raises."""
@@ -67,7 +67,7 @@ class StoreClient:
             if self._last_answer is not None and not self._last_answer.done():
                 raise StoreSilentError("the store owes an answer. Look at the link to the host that keeps it")
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, daemon=True, name="room")
+                self._thread = threading.Thread(target=self._serve, daemon=True, name="store client")
                 self._thread.start()
             self._last_answer = answer = Future[object]()
             self._requests.put((request, answer))

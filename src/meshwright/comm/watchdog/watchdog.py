@@ -93,7 +93,7 @@ class Watchdog:
         if self._store is not None and mesh.world_size > 1:
             self._probe_target = ProbeTarget(ledger.flight_recorder.move_to_shared_memory())
             self._store.set(f"born/{rank}", json.dumps(asdict(self._probe_target.probe)))
-            self._thread = threading.Thread(target=self._serve, daemon=True, name="lookout")
+            self._thread = threading.Thread(target=self._serve, daemon=True, name="watchdog")
             self._thread.start()
             atexit.register(self._on_exit)
 
@@ -125,13 +125,13 @@ class Watchdog:
         """
         if self._probe_target is None or self._store is None or self._closed.is_set():
             return
-        statement = replace(self._own_status(), condition="exited")
+        status = replace(self._own_status(), condition="exited")
         if error is not None:
             text = f"{type(error).__name__}: {error}".rstrip(": ")
-            stack = traceback_frames(error.__traceback__) or statement.stack
-            statement = replace(statement, error=text, is_root_cause=not is_consequence(error), stack=stack)
+            stack = traceback_frames(error.__traceback__) or status.stack
+            status = replace(status, error=text, is_root_cause=not is_consequence(error), stack=stack)
         with suppress(RuntimeError):  # the store may be gone, with the rank that kept it
-            self._store.set(f"left/{self._rank}", statement.to_json())
+            self._store.set(f"left/{self._rank}", status.to_json())
             if error is not None:
                 self._store.set("alarm", str(self._rank))
 
@@ -158,7 +158,10 @@ class Watchdog:
                 self._store.set("alarm", str(self._rank))
             statements |= self._gather_statuses()
         elif self._mesh.world_size > 1:
-            repair = "make the world with meshwright.comm.world.init_world, or initialise torch.distributed with a store"
+            repair = (
+                "make the world with meshwright.comm.world.init_world, or initialise "
+                "torch.distributed with a store"
+            )
             return CollectiveError(
                 f"{cause}. The other ranks cannot be asked: this world knows no store; {repair}"
             )
@@ -201,16 +204,16 @@ class Watchdog:
             return
         for rank in range(self._mesh.world_size):
             if rank not in self._process_probes and self._store.check([f"born/{rank}"]):
-                birth = ProcessProbe(**json.loads(self._store.get(f"born/{rank}")))
-                self._process_probes[rank] = birth
+                probe = ProcessProbe(**json.loads(self._store.get(f"born/{rank}")))
+                self._process_probes[rank] = probe
                 near = (
-                    birth.host_id == host_id()
+                    probe.host_id == host_id()
                     and rank != self._rank
                     and len(self._rings) < MAX_READABLE_NEIGHBOURS
                 )
                 ring = (
-                    open_ring(birth.pid, birth.recorder_fd)
-                    if near and birth.recorder_fd is not None
+                    open_ring(probe.pid, probe.recorder_fd)
+                    if near and probe.recorder_fd is not None
                     else None
                 )
                 if ring is not None:
@@ -242,11 +245,11 @@ class Watchdog:
         missing = [rank for rank in range(self._mesh.world_size) if rank != self._rank]
         while missing and time.monotonic() - start < ANSWER_TIMEOUT_S:
             for rank in list(missing):
-                heard = self._reported_status(rank)
-                if heard is None and time.monotonic() - start > SETTLE_S and self._is_dead(rank):
-                    heard = self._observed_status(rank)
-                if heard is not None:
-                    found[rank] = heard
+                status = self._reported_status(rank)
+                if status is None and time.monotonic() - start > SETTLE_S and self._is_dead(rank):
+                    status = self._observed_status(rank)
+                if status is not None:
+                    found[rank] = status
                     missing.remove(rank)
             if missing:
                 time.sleep(SHORT_POLL_S)
@@ -269,16 +272,16 @@ class Watchdog:
         return None
 
     def _is_dead(self, rank: int) -> bool:
-        birth = self._process_probes.get(rank)
-        return birth is not None and birth.host_id == host_id() and not birth.is_alive()
+        probe = self._process_probes.get(rank)
+        return probe is not None and probe.host_id == host_id() and not probe.is_alive()
 
     def _observed_status(self, rank: int) -> RankStatus:
-        birth, ring = self._process_probes.get(rank), self._rings.get(rank)
+        probe, ring = self._process_probes.get(rank), self._rings.get(rank)
         recent = () if ring is None else tuple(read_ring(ring))
-        if birth is None or birth.host_id != host_id():
+        if probe is None or probe.host_id != host_id():
             return RankStatus(rank, "silent", collectives=recent)
-        state = birth.condition()
-        return RankStatus(rank, state, collectives=recent, stack=birth.stack() if state == "silent" else ())
+        state = probe.condition()
+        return RankStatus(rank, state, collectives=recent, stack=probe.stack() if state == "silent" else ())
 
     def _on_exit(self) -> None:
         """Runs when the interpreter ends while this is open.
