@@ -1,4 +1,6 @@
-"""A few tokens, or the sum of all: what ranks give adds up to what one device finds, and gradients come home."""
+"""A few tokens, or the sum of all: what ranks give adds up to what one device finds,
+and gradients come home.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,4 +1,6 @@
-"""Glue that computes with a tensor of which this rank has some tokens finds what it would find on one device."""
+"""Glue that computes with a tensor of which this rank has some tokens finds what it would find
+on one device.
+"""
 
 import pytest
 import torch

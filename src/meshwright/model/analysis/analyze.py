@@ -219,9 +219,8 @@ def analyze(
     roles = traced_roles(module, layer_roles, loaded_model.layer_roles)
     findings, sites, outputs = _run_trial(plan, names, inputs, find_loss_inputs, roles, other=other)
     _check_declared(loaded_model.blocks or (), findings.block_calls)
-    if (
-        not findings.block_calls
-    ):  # the forwards of the blocks are never called: the model calls their submodules
+    # the forwards of the blocks are never called: the model calls their submodules
+    if not findings.block_calls:
         names = (WHOLE_MODEL,)
         findings, sites, outputs = _run_trial(plan, names, inputs, find_loss_inputs, roles, other=other)
     owners_by_id = param_owners(module, get_blocks(module, names))
@@ -346,9 +345,8 @@ def _run_trial(
         if not depends_on_values(error):
             raise _forward_error(error, inputs) from error
     module = make_trial_module(plan)
-    use_eager_experts(
-        module
-    )  # on real tensors, weights by token would take the memory of as many experts as tokens
+    # batched experts on real tensors need expert weights per token
+    use_eager_experts(module)
     plan.materialize(module)
     try:
         return _forwards(module, names, batches, find_loss_inputs, layers, other=other)

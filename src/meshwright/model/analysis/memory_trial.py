@@ -199,9 +199,8 @@ def measure_memory(trial: MemoryTrial) -> ModelMemory | None:
     """Returns the memory of each block call; None if fake tensors cannot run the forward or the loss."""
     try:
         return _MemoryMeasurement(trial).run()
-    except (
-        Exception
-    ):  # for any failure the memory is unknown: the plan then uses what autograd saved in the first trial
+    except Exception:
+        # for any failure the memory is unknown: the plan then uses what autograd saved in the first trial
         return None
 
 
@@ -358,14 +357,14 @@ class _MemoryMeasurement:
         backward_bytes = [each.grad for each in self._module.parameters() if each.grad is not None]
         weights = {storage_id(grad): self._tracker.storage_bytes([grad]) for grad in backward_bytes}
         log, ops = self._tracker.memory_log, self._tracker.ops
-        last = {
-            key: at for at, (_, new_keys) in enumerate(log) for key in new_keys
-        }  # memory before had the same key
+        # storage ids may be reused
+        last = {key: at for at, (_, new_keys) in enumerate(log) for key in new_keys}
+        # a recomputed forward reaches its own peak before the backward
         made, without_grads, with_grads = (
             LinearInSamples(),
             [self._forward_peak[name] + grad_bytes],
             [LinearInSamples()],
-        )  # a recomputed forward reaches its own peak before the backward
+        )
         during_attention: list[LinearInSamples] = []
         for at, (now, new_keys) in enumerate(log):
             made = sum((weights[key] for key in new_keys if key in weights and last[key] == at), start=made)

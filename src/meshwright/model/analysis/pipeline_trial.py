@@ -166,7 +166,8 @@ def _record_forward(
 ) -> ForwardRecord:
     """Records one forward on `num_samples` samples, on real tensors if `mode` is None.
 
-    With `sharded_forward` the forward runs as on a rank with a sequence shard: glue on real tensors, as in the sequence
+    With `sharded_forward` the forward runs as on a rank with a sequence shard: glue on real
+    tensors, as in the sequence
     analysis.
     """
     module, blocks, _ = analyzed.make_module("cpu", dtype, mode)

@@ -173,7 +173,7 @@ def build_forward_graph(
     }
     index = {block_call: number for number, block_call in enumerate(first_record.block_calls)}
     used = {name: list(block_calls) for name, block_calls in first_record.consumers.items()}
-    for name in reversed(first_record.values):  # whoever uses a view uses what it is a view of
+    for name in reversed(first_record.values):  # a use of a view is a use of its base
         base = first_record.values[name].base_value
         if base:
             used.setdefault(base, []).extend(used.pop(name, []))
@@ -187,7 +187,10 @@ def build_forward_graph(
                     f"{list(second_record.values[name].shape)} of "
                     f"{batch_sizes[1]}"
                 )
-                what = f"'{name}', which is live there, has the shape {shapes}: it compares samples with each other"
+                what = (
+                    f"'{name}', which is live there, has the shape {shapes}: it compares samples "
+                    f"with each other"
+                )
                 first_record.boundary_blockers.append(
                     (value.producer, users[-1], what, "compare samples in the loss")
                 )
@@ -264,7 +267,8 @@ def _describe_difference(
         ):
             if _op_signature(first_op) != _op_signature(second_op):
                 return (
-                    f"after {first_call}, {_describe_op(first_op, first_record)} on {batch_sizes[0]} samples, and "
+                    f"after {first_call}, {_describe_op(first_op, first_record)} on "
+                    f"{batch_sizes[0]} samples, and "
                     f"{_describe_op(second_op, second_record)} on "
                     f"{batch_sizes[1]}"
                 )

@@ -71,9 +71,8 @@ class LateGrads:
     def __init__(self, record: ForwardRecord) -> None:
         self._record = record
         self._made_without_grad: set[str] = set()  # values that were made while gradients were off
-        self._found: list[
-            tuple[str, str, str]
-        ] = []  # a value, the visit behind which it was changed, and what happened
+        # value, block call before the change, and reason
+        self._found: list[tuple[str, str, str]] = []
 
     def note_value(self, name: str, op: str) -> None:
         """Notes that `op` makes the value `name`. A scripted function makes its values below autograd, by
@@ -171,30 +170,31 @@ class _ForwardRecorder(TorchFunctionMode):
         self._parameters = {id(parameter): name for name, parameter in module.named_parameters()}
         self._buffers = {id(buffer): name for name, buffer in module.named_buffers()}
         self._on_block_call, self._count_draws, self._sharded_forward = enter, drawn, dealt
+        # block call with the last random draws (in it or in glue after it), and who drew
         self._last_draw = (
             "",
             "",
-        )  # the visit that drew random numbers last, or behind which glue drew them for values; and who did
+        )
         self._grad_enabled = torch.is_grad_enabled()
+        # the last block call
         self._calls, self._paused, self._block_call = (
             dict[str, int](),
             False,
             "",
-        )  # the visit that was called last
-        self._input_ids: set[int] | None = None  # tensors that the visit was given; None: it has ended
-        self._names = WeakIdKeyDictionary()  # the value that a tensor is
-        self._made_in = WeakIdKeyDictionary()  # the visit within which a tensor was made
-        self._inseparable: dict[
-            str, tuple[str, str, str]
-        ] = {}  # a value that must not cross apart from a view of it: from, to, where
-        self._written_storages: set[int] = set()  # storages
+        )
+        self._input_ids: set[int] | None = None  # input ids of the running block call; None: glue runs
+        self._names = WeakIdKeyDictionary()  # tensor -> name of the value
+        self._made_in = WeakIdKeyDictionary()  # tensor -> block call that made it
+        # values that must be sent together with a view: first and last block call, line
+        self._inseparable: dict[str, tuple[str, str, str]] = {}
+        self._written_storages: set[int] = set()  # storage ids
 
     def run_block(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs one block call and records its inputs and outputs."""
         if torch.is_grad_enabled() != self._grad_enabled:
             return run(*args, **kwargs)
         self._paused = True
-        clear_caches_with_fakes(self._caches)  # a table that blocks ask a cache for is made by each of them
+        clear_caches_with_fakes(self._caches)  # every stage computes cached tables itself
         self._calls[name] = self._calls.get(name, 0) + 1
         self._block_call = block_call = block_call_name(name, self._calls[name])
         self.record.block_calls.append(block_call)
@@ -370,11 +370,12 @@ class _ForwardRecorder(TorchFunctionMode):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in values:
                 self._record_root_params(leaf)
         op_name = f"{block_call}+{len(ops)}"
+        # one tensor per storage
         first_by_storage = {
             storage_id(tensor): tensor
             for tensor in reversed(written_tensors.values())
             if tensor in self._names
-        }  # of each storage
+        }
         renamed: list[tuple[str, str]] = []
         for tensor in first_by_storage.values():
             renamed += self._rename_written(tensor, op_name, len(renamed), func, source_line)

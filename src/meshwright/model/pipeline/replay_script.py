@@ -42,9 +42,8 @@ from meshwright.model.tensors.function_modes import (
 from meshwright.model.tensors.placeholder import PlaceholderTensor
 from meshwright.model.tensors.pytree import is_dataclass_instance, map_leaves, tree_tensors, value_leaves
 
-FillTemplate = Callable[
-    [Sequence[Any]], Any
-]  # of what is live, by number, something that was called with it or made of it
+# live tensors -> arguments or result
+FillTemplate = Callable[[Sequence[Any]], Any]
 
 
 class TensorSlot:
@@ -69,9 +68,9 @@ class ScriptCall:
     args: FillTemplate
     kwargs: FillTemplate
     kept_outputs: tuple[int, ...]
-    returns_tensor: bool  # it gives one tensor, and nothing else
+    returns_tensor: bool  # the result is a single tensor
     grad_enabled: bool
-    function_modes: tuple[TorchFunctionMode, ...] = ()  # modes that the model's forward has entered
+    function_modes: tuple[TorchFunctionMode, ...] = ()  # modes entered by the model's forward
 
     def replay(self, live: Sequence[Any]) -> Any:
         """Runs the call on live tensors and returns its result."""
@@ -92,8 +91,8 @@ class ReplayScript:
 
     calls: tuple[ScriptCall, ...]
     fill_result: FillTemplate
-    constants: tuple[tuple[torch.Tensor, int], ...]  # each with its version
-    skipped_blocks: tuple[str, ...] = ()  # calls of its blocks before it begins, which are not made
+    constants: tuple[tuple[torch.Tensor, int], ...]  # with version counters
+    skipped_blocks: tuple[str, ...] = ()  # calls of its blocks in earlier stages
 
     @property
     def is_valid(self) -> bool:
@@ -126,9 +125,8 @@ def compile_template(template: Any) -> FillTemplate:
             (key, compile_template(item)) for key, item in template.items() if not _is_fixed(item)
         ]
         fixed = template | dict.fromkeys(key for key, _ in variable_items)
-        return lambda live_tensors: (
-            fixed | {key: make(live_tensors) for key, make in variable_items}
-        )  # in the order of `fixed`
+        # keeps the order of `fixed`
+        return lambda live_tensors: fixed | {key: make(live_tensors) for key, make in variable_items}
     if _is_fixed(template):
         return lambda live_tensors: template
     return lambda live_tensors: map_leaves(
@@ -165,7 +163,7 @@ class ScriptRecorder:
         inputs = tuple(inputs)
         self._live = {id(tensor): (number, tensor) for number, tensor in enumerate(inputs)}
         self._count = len(inputs)
-        self._constants_made: dict[int, torch.Tensor] = {}  # what glue has made that is not live
+        self._constants_made: dict[int, torch.Tensor] = {}  # made by glue, not live
         self._calls: list[ScriptCall] = []
         self._skipped_blocks: list[str] = []
         self._constants: dict[int, tuple[torch.Tensor, int]] = {}
@@ -184,9 +182,8 @@ class ScriptRecorder:
         if self.failure_reason:
             return func(*args, **kwargs)
         versions = [tensor._version for tensor in inputs]
-        by_shape = (
-            func.__name__ in SHAPE_ONLY_FACTORIES and len(inputs) == 1
-        )  # not filled with the numbers of another
+        # not from the values of another tensor
+        by_shape = func.__name__ in SHAPE_ONLY_FACTORIES and len(inputs) == 1
         if not live_tensors or by_shape:
             result = func(*args, **kwargs)
             if by_shape or all(self._is_known(tensor) for tensor in inputs):
@@ -373,7 +370,7 @@ def _module_attributes(modules: Iterable[nn.Module]) -> list[object]:
                 or value_type is NoneType
                 or (value_type is OrderedDict and not value)
             ):
-                continue  # nearly all that a module has: flags, and hooks that there are none of
+                continue  # fast path: flags and empty hook dicts
             if isinstance(value, dict):
                 values += value.values()
             elif isinstance(value, (list, set)):
@@ -391,11 +388,11 @@ class ScriptCache:
         }
         inside = {id(each) for block in blocks.values() for each in block.modules()}
         self._glue_modules = [each for each in module.modules() if id(each) not in inside]
-        self._attributes_before: list[object] = []  # what those held when a run began
+        self._attributes_before: list[object] = []  # attributes at the start of a run
         self._changed_once: set[Hashable] = set()
         self._scripts: dict[Hashable, ReplayScript] = {}
         self._checked: set[Hashable] = set()
-        self.failure_reasons: dict[Hashable, str] = {}  # why nothing is written down of a part
+        self.failure_reasons: dict[Hashable, str] = {}  # reasons by stage
 
     def clear(self) -> None:
         """Drops all scripts at the end of a step."""
@@ -421,7 +418,7 @@ class ScriptCache:
         before, now = self._attributes_before, _module_attributes(self._glue_modules)
         self._attributes_before = []
         if len(now) != len(before) or not all(map(is_, now, before)):
-            if key not in self._changed_once:  # what is made at the first run and kept is no reason
+            if key not in self._changed_once:  # a cache filled in the first run is allowed
                 self._changed_once.add(key)
                 return
             recorder.fail("the forward changes attributes of the model")

@@ -104,9 +104,8 @@ def run_stage(
         for value in stage.inputs
     }
     payload = {name: driver.writable_leaf(leaf) if name in needed else leaf for name, leaf in leaves.items()}
-    for name in forward_graph.written_values.intersection(
-        leaves
-    ):  # somebody writes into it: into a copy, and never into a leaf
+    # the model writes in place: use a copy, never a leaf
+    for name in forward_graph.written_values.intersection(leaves):
         copy = leaves[name].detach().clone()
         payload[name] = GradAlias.apply(leaves[name], copy) if name in needed else copy
     received_values = {name: leaves[name] for name in needed}
@@ -208,10 +207,9 @@ class _StageRun:
         )
         self._missing = {value.name for value in part.outputs}
         self._sent_values: dict[str, torch.Tensor] = {}
-        self._tracks_values = any(
-            value.op for value in part.outputs
-        )  # glue makes some of what is to be given
-        self._live_tensors: dict[int, torch.Tensor] = {}  # tensors that are values, while counting
+        # glue makes some of the sent values
+        self._tracks_values = any(value.op for value in part.outputs)
+        self._live_tensors: dict[int, torch.Tensor] = {}  # by id
         self._tensors_by_name: dict[str, torch.Tensor] = {}
         self._calls: dict[str, int] = {}
         self._grad_enabled = torch.is_grad_enabled()
@@ -234,7 +232,7 @@ class _StageRun:
         except StageFinished:
             return self._sent_values
         if not self._stage.is_last:
-            return self._sent_values  # somebody has caught what left it
+            return self._sent_values  # the model caught StageFinished
         outputs = self._placeholders.replace_received(outputs)
         return outputs if self._sharded_forward is None else self._sharded_forward.local_outputs(outputs)
 
@@ -243,9 +241,7 @@ class _StageRun:
         self._placeholders.finish()
         self._live_tensors.clear()
         self._tensors_by_name.clear()
-        self._mode = (
-            None  # it knows this run: together they would keep tensors until the garbage is collected
-        )
+        self._mode = None  # breaks a reference cycle that would keep tensors until garbage collection
         if self._missing:
             text = (
                 f"the forward did not make the values {', '.join(sorted(self._missing))}, "
@@ -258,7 +254,7 @@ class _StageRun:
         """Runs, skips or stops at one block call; called by the driver."""
         if torch.is_grad_enabled() != self._grad_enabled:
             return run(*args, **kwargs)
-        if self._finished:  # and somebody has caught it
+        if self._finished:  # the model caught StageFinished
             raise StageFinished
         num_calls = self._calls[name] = self._calls.get(name, 0) + 1
         block_call = block_call_name(name, num_calls)
@@ -377,7 +373,7 @@ class _StageRun:
         if stack and stack[-1] is self._mode:
             with _pop_mode_temporarily():
                 yield
-        elif self._mode is not None:  # the model has entered a mode of its own
+        elif self._mode is not None:  # the model has entered its own mode
             self._mode.paused = True
             try:
                 yield

@@ -37,10 +37,12 @@ from meshwright.model.tensors.pytree import map_leaves, replace_tensors, tree_te
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.stage_boundaries import StageSpec
 
-GlueShape = Callable[
-    [tuple[int, ...]], tuple[int, ...]
-]  # of the shape that a value has in the whole model, that which glue sees
-CONTROL_FLOW_FIX = "let every forward run the operations of the trial run, whatever the data; or do not split the model into stages"
+# full shape -> shape that glue sees
+GlueShape = Callable[[tuple[int, ...]], tuple[int, ...]]
+CONTROL_FLOW_FIX = (
+    "let every forward run the operations of the trial run, whatever the data; "
+    "or do not split the model into stages"
+)
 
 
 class PlaceholderEnv:
@@ -68,10 +70,9 @@ class PlaceholderEnv:
             num_samples,
             device,
         )
-        self._tensors: dict[str, torch.Tensor] = {}  # what the model holds for a value
-        self._written_tensors: dict[
-            int, str
-        ] = {}  # tensors that every part makes, by id, into which another part wrote values: the name
+        self._tensors: dict[str, torch.Tensor] = {}  # name -> tensor that the model holds
+        # ids of shared tensors written by another stage -> value name
+        self._written_tensors: dict[int, str] = {}
         self._stage_begun = False
         self._block_call = ""
         self._ops: Sequence[GlueOp] = ()
@@ -192,7 +193,7 @@ class PlaceholderEnv:
         if func.__name__ in VALUE_READS:
             raise self.missing_value_error(function_title(func), min(names.values()))
         outcome = call_without_override(func, args, kwargs)
-        if self._written_tensors and tree_tensors(outcome):  # a Foreign would have said so itself
+        if self._written_tensors and tree_tensors(outcome):  # a placeholder raises this itself
             raise self.missing_value_error(function_title(func), min(names.values()))
         return outcome
 

@@ -1,13 +1,12 @@
-"""Attention where each rank has some of the tokens: whoever calls torch's is answered by a technique.
+"""Intercepts torch's attention on a sequence shard: calls of `F.scaled_dot_product_attention` inside blocks
+go to a context-parallel strategy.
 
-`F.scaled_dot_product_attention` is where models come to that attend in a fused kernel, transformers' among them. Within a block
-it is asked for with the tokens of this rank alone, and what it looks at lies on all ranks:
+Models with a fused kernel call this function, transformers' models among them. A block calls it with the
+tokens of this rank only, while the keys lie on all ranks:
 
-    query, key, value    [.., heads, tokens, width]     this rank's tokens
-    mask                 [.., queries, keys]            rows of this rank's queries, columns of all keys, in their order
-    causal               by positions in the sample, not by places on this rank
-
-What torch's attention is called with; a mask that is a bias less what another mask forbids remembers both.
+    query, key, value    [.., heads, tokens, head dim]  tokens of this rank
+    mask                 [.., queries, keys]            rows: queries of this rank, columns: all keys in order
+    causal               by position in the sequence, not by position on this rank
 """
 
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from meshwright.plan.model_spec.sequence_info import MIN_TOKENS, AttentionMaskSp
 
 @dataclass(frozen=True)
 class SDPAArguments:
-    """The arguments of F.scaled_dot_product_attention, by its names: `Attention(*args, **kwargs)`."""
+    """The arguments of F.scaled_dot_product_attention by name: `SDPAArguments(*args, **kwargs)`."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -37,39 +36,41 @@ class SDPAArguments:
 
     @property
     def score_scale(self) -> float:
-        """What scores are multiplied by."""
+        """The factor of the scores."""
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors among them."""
-        given = (self.query, self.key, self.value, self.attn_mask)
-        return tuple(each for each in given if each is not None)
+        """The tensors among the arguments."""
+        arguments = (self.query, self.key, self.value, self.attn_mask)
+        return tuple(each for each in arguments if each is not None)
 
 
-BIAS_AND_MASK = "superposed_of"  # the attribute of a mask that was made of two
+BIAS_AND_MASK = "superposed_of"  # attribute of a combined mask
 
 
 def combine_bias_and_mask(bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """A bias, less what a mask forbids; `parts` tells both."""
+    """Returns a bias with the mask applied; `split_bias_and_mask` gives both back."""
     if mask is None:
         return bias
-    made = torch.where(mask, bias, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
-    vars(made)[BIAS_AND_MASK] = bias, mask
-    return made
+    output = torch.where(mask, bias, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
+    vars(output)[BIAS_AND_MASK] = bias, mask
+    return output
 
 
 def split_bias_and_mask(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The bias, and the mask, of which `superposed` has made this one; None of any other."""
+    """Returns the bias and the mask that `combine_bias_and_mask` combined; None for any other mask."""
     return vars(mask).get(BIAS_AND_MASK)
 
 
 @dataclass(frozen=True)
 class ShardedAttentionCall:
-    """One call of attention. `queries` and `keys` say which tokens this rank has of both; `scale` is that of the scores.
+    """One attention call on a sequence shard.
 
-    Where glue has made the mask, for all heads alike, `together` are its rows of the queries of all ranks that exchange heads
-    (model/share.py). Where a block has laid that mask over a `bias` of its own, rows of own queries, both are told.
+    `query_shard` and `key_shard` tell which tokens this rank has; `scale` is that of the scores. If glue
+    made the mask, equal for all heads, `group_mask_rows` are its rows for the queries of all ranks that
+    exchange heads (token_shard.py). If a block has added that mask to its own `bias` of the local queries,
+    both are given.
     """
 
     query: torch.Tensor
@@ -86,7 +87,7 @@ class ShardedAttentionCall:
 
 
 def describe_mask(mask: torch.Tensor | None) -> AttentionMaskSpec | None:
-    """What the plan needs to know of a mask, [.., queries, keys]."""
+    """Returns what the plan needs to know about a mask [.., queries, keys]."""
     if mask is None:
         return None
     rows, heads, queries = (size > 1 for size in (*[1] * (4 - mask.ndim), *mask.shape)[-4:-1])
@@ -95,11 +96,14 @@ def describe_mask(mask: torch.Tensor | None) -> AttentionMaskSpec | None:
     )
 
 
-AttentionImpl = Callable[[ShardedAttentionCall], torch.Tensor]  # [.., heads, own queries, width of values]
+# -> [.., heads, local queries, value head dim]
+AttentionImpl = Callable[[ShardedAttentionCall], torch.Tensor]
 
 
 class AttentionMode(TorchFunctionMode):
-    """While active, attention within blocks, as `inside()` tells, is `answer`; `shares()` are queries and keys of the call."""
+    """While active, attention inside blocks (`is_in_block()`) runs `attention_impl`; `next_shards()` are its
+    queries and keys.
+    """
 
     def __init__(
         self,
@@ -117,31 +121,39 @@ class AttentionMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         return self._call_impl(SDPAArguments(*args, **(kwargs or {})))
 
-    def _call_impl(self, given: SDPAArguments) -> torch.Tensor:
+    def _call_impl(self, arguments: SDPAArguments) -> torch.Tensor:
         queries, keys = self._next_shards()
-        query, key, value, mask = given.query, given.key, given.value, given.attn_mask
-        bias, together = _split_mask(mask, queries)
-        idle = max(0, MIN_TOKENS - queries.num_tokens)
-        if idle:  # what stands in attends to nothing
+        query, key, value, mask = arguments.query, arguments.key, arguments.value, arguments.attn_mask
+        bias, group_mask_rows = _split_mask(mask, queries)
+        num_padding = max(0, MIN_TOKENS - queries.num_tokens)
+        if num_padding:  # padding attends to nothing
             query = query[..., : queries.num_tokens, :]
             mask, bias = (_first_queries(each, queries.num_tokens) for each in (mask, bias))
-        if keys.num_tokens < MIN_TOKENS:  # and nobody to it
+        if keys.num_tokens < MIN_TOKENS:  # and nothing attends to padding
             key, value = key[..., : keys.num_tokens, :], value[..., : keys.num_tokens, :]
-        said = given.dropout_p, given.is_causal, given.score_scale, queries, keys, together, bias
-        made = self._attention_impl(ShardedAttentionCall(query, key, value, mask, *said))
-        return F.pad(made, (0, 0, 0, idle)) if idle else made
+        options = (
+            arguments.dropout_p,
+            arguments.is_causal,
+            arguments.score_scale,
+            queries,
+            keys,
+            group_mask_rows,
+            bias,
+        )
+        output = self._attention_impl(ShardedAttentionCall(query, key, value, mask, *options))
+        return F.pad(output, (0, 0, 0, num_padding)) if num_padding else output
 
 
 def _split_mask(
     mask: torch.Tensor | None, queries: TokenShard
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The `bias` of a mask, and `together`, as `Asked` has them."""
+    """Returns `bias` and `group_mask_rows` of a mask, as in `ShardedAttentionCall`."""
     if mask is None:
         return None, None
-    bias, known = split_bias_and_mask(mask) or (None, mask)
-    by_head = known.ndim > 2 and known.shape[-3] > 1  # ranks may have some of them
-    together = None if by_head else queries.group_mask_rows(known)
-    return (None if together is None else bias), together
+    bias, mask_without_bias = split_bias_and_mask(mask) or (None, mask)
+    is_per_head = mask_without_bias.ndim > 2 and mask_without_bias.shape[-3] > 1  # heads may be sharded
+    group_mask_rows = None if is_per_head else queries.group_mask_rows(mask_without_bias)
+    return (None if group_mask_rows is None else bias), group_mask_rows
 
 
 def _first_queries(mask: torch.Tensor | None, count: int) -> torch.Tensor | None:

@@ -1,14 +1,15 @@
-"""Convolutions over tokens where each rank has some of the tokens: whoever calls torch's is answered by a technique.
+"""Intercepts torch's convolution on a sequence shard: calls of `F.conv1d` along the sequence go to a
+context-parallel strategy.
 
-`F.conv1d` is where models come to that convolve (nn.Conv1d among them), tokens last. Within a block it is called with the tokens
-of this rank alone, and its kernel reaches over those of other ranks:
+Models convolve along the last dim (nn.Conv1d among them). A block calls F.conv1d with the tokens of this
+rank only, while its kernel reaches over those of other ranks:
 
-    input      zeros | this rank's tokens | zeros      the zeros are what the model has padded its tokens with, on every rank
-    answer     what one device gives for these tokens, whose neighbours in the sample may be elsewhere
-    output     this rank's tokens | ones               the ones are what the model cuts off: y[..., :tokens]
+    input      zeros | tokens of this rank | zeros     zeros: the padding of the model, on every rank
+    result     the output of one device for these tokens, with neighbours from other ranks
+    output     tokens of this rank | ones              ones: outputs that the model cuts off, y[..., :tokens]
 
-Which calls those are, and how far their kernels reach, the trial run has told (model/around.py): in each visit they come in the
-same order.
+The trial run has found which calls these are and how far their kernels reach
+(sequence_analysis/conv_rules.py); in each block call they come in the same order.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ CONV_FIX = "let the block convolve as often, and as far, on every batch; or set 
 
 @dataclass(frozen=True)
 class Conv1dArguments:
-    """The arguments of F.conv1d, by its names: `Convolution(*args, **kwargs)`."""
+    """The arguments of F.conv1d by name: `Conv1dArguments(*args, **kwargs)`."""
 
     input: torch.Tensor
     weight: torch.Tensor
@@ -41,12 +42,12 @@ class Conv1dArguments:
 
     @property
     def kernel_reach(self) -> int:
-        """How many elements behind the first the kernel takes in."""
+        """The distance between the first and the last element under the kernel."""
         return (self.weight.shape[-1] - 1) * _first_value(self.dilation)
 
     @property
     def padding_sizes(self) -> tuple[int, int]:
-        """How many zeros it puts before its input, and after it."""
+        """The number of zeros before and after the input."""
         if isinstance(self.padding, str):
             total = self.kernel_reach if self.padding == "same" else 0
             return total // 2, total - total // 2
@@ -54,13 +55,15 @@ class Conv1dArguments:
 
     @property
     def stride_size(self) -> int:
-        """Its stride."""
+        """The stride as a number."""
         return _first_value(self.stride)
 
 
 @dataclass(frozen=True)
 class ShardedConv1dCall:
-    """One convolution over tokens: `own`, [.., width, tokens], are those of `share` that are run here, nothing around them."""
+    """One convolution on a sequence shard: `local_input`, [.., channels, tokens], are the tokens of
+    `token_shard`, unpadded.
+    """
 
     local_input: torch.Tensor
     arguments: Conv1dArguments
@@ -68,17 +71,18 @@ class ShardedConv1dCall:
     token_shard: TokenShard
 
 
-Conv1dImpl = Callable[[ShardedConv1dCall], torch.Tensor]  # [.., channels, tokens that are run here]
+Conv1dImpl = Callable[[ShardedConv1dCall], torch.Tensor]  # -> [.., channels, local tokens]
 
 
 Conv1dContext = tuple[str, Sequence[ConvSpec], int, Callable[[int, int], TokenShard]]
 
 
 class Conv1dMode(TorchFunctionMode):
-    """While active, convolutions over tokens within blocks are `answer`, asked for `aside()`.
+    """While active, convolutions along the sequence inside blocks run `conv_impl`, under `suspend_modes()`.
 
-    `told()` is the visit that runs, its convolutions in order, the number of the one that comes now, and who says which tokens
-    are here of a row that has n in the plan, and now n where nobody knows. None: no visit whose tokens are elsewhere.
+    `next_call()` gives the current block call, its convolutions in order, the index of the next one, and a
+    function from planned and actual length to the shard of this rank; None outside of blocks that run on a
+    shard.
     """
 
     def __init__(
@@ -93,53 +97,70 @@ class Conv1dMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        told = self._next_call() if func is F.conv1d else None
-        if told is None:
+        context = self._next_call() if func is F.conv1d else None
+        if context is None:
             return func(*args, **(kwargs or {}))
-        visit, mine, number, shares = told
-        if number >= len(mine):
-            text = f"it convolves {number + 1} times, and in the trial run {len(mine)} times"
-            raise PlanError(text, fix=CONV_FIX, location=visit)
-        known = mine[number]
-        with (
-            self._suspend_modes()
-        ):  # the mode of another forward may stand behind this one, and would be asked next
-            if not known.halo:
+        block_call, block_convs, number, get_shard = context
+        if number >= len(block_convs):
+            text = f"it convolves {number + 1} times, and in the trial run {len(block_convs)} times"
+            raise PlanError(text, fix=CONV_FIX, location=block_call)
+        conv_spec = block_convs[number]
+        # the mode of another forward may be below this one and would intercept next
+        with self._suspend_modes():
+            if not conv_spec.halo:
                 return func(*args, **(kwargs or {}))
             return self._call_impl(
-                known, Conv1dArguments(*args, **(kwargs or {})), shares(known.num_tokens, known.num_tokens)
+                conv_spec,
+                Conv1dArguments(*args, **(kwargs or {})),
+                get_shard(conv_spec.num_tokens, conv_spec.num_tokens),
             )
 
-    def _call_impl(self, known: ConvSpec, given: Conv1dArguments, share: TokenShard) -> torch.Tensor:
-        run, size = max(MIN_TOKENS, share.num_tokens), tuple(given.input.shape[-2:])
-        behind = known.pad_before + known.pad_after + sum(given.padding_sizes) - given.kernel_reach
-        found = (
+    def _call_impl(
+        self, conv_spec: ConvSpec, arguments: Conv1dArguments, token_shard: TokenShard
+    ) -> torch.Tensor:
+        num_local, size = max(MIN_TOKENS, token_shard.num_tokens), tuple(arguments.input.shape[-2:])
+        num_extra = (
+            conv_spec.pad_before + conv_spec.pad_after + sum(arguments.padding_sizes) - arguments.kernel_reach
+        )
+        actual = (
             size,
-            given.stride_size,
-            given.kernel_reach,
-            known.pad_before + given.padding_sizes[0],
-            behind,
+            arguments.stride_size,
+            arguments.kernel_reach,
+            conv_spec.pad_before + arguments.padding_sizes[0],
+            num_extra,
         )
-        if found != (
-            (known.token_numel, known.pad_before + run + known.pad_after),
+        if actual != (
+            (conv_spec.token_numel, conv_spec.pad_before + num_local + conv_spec.pad_after),
             1,
-            known.halo,
-            known.left_halo,
-            known.num_extra_outputs,
+            conv_spec.halo,
+            conv_spec.left_halo,
+            conv_spec.num_extra_outputs,
         ):
-            text = f"'{known.module}' convolves {list(size)} with a kernel that reaches over {given.kernel_reach}"
-            wanted = f"{run} tokens of width {known.token_numel} here, with {known.pad_before} zeros before and {known.pad_after} after them"
-            raise PlanError(
-                f"{text}; the trial run says {wanted}, and a reach of {known.halo}",
-                fix=CONV_FIX,
-                location=known.block_call,
+            text = (
+                f"'{conv_spec.module}' convolves {list(size)} with a kernel that reaches over "
+                f"{arguments.kernel_reach}"
             )
-        made = self._conv_impl(
-            ShardedConv1dCall(given.input.narrow(-1, known.pad_before, run), given, known, share)
+            expected = (
+                f"{num_local} tokens of width {conv_spec.token_numel} here, with {conv_spec.pad_before} "
+                f"zeros before and {conv_spec.pad_after} after "
+                f"them"
+            )
+            raise PlanError(
+                f"{text}; the trial run says {expected}, and a reach of {conv_spec.halo}",
+                fix=CONV_FIX,
+                location=conv_spec.block_call,
+            )
+        output = self._conv_impl(
+            ShardedConv1dCall(
+                arguments.input.narrow(-1, conv_spec.pad_before, num_local), arguments, conv_spec, token_shard
+            )
         )
+        # ones, since zeros could give inf in functions that follow
         return (
-            F.pad(made, (0, known.num_extra_outputs), value=1.0) if known.num_extra_outputs else made
-        )  # of ones, no function that is cut is infinite
+            F.pad(output, (0, conv_spec.num_extra_outputs), value=1.0)
+            if conv_spec.num_extra_outputs
+            else output
+        )
 
 
 def _first_value(value: int | Sequence[int]) -> int:

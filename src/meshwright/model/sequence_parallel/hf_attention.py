@@ -1,16 +1,19 @@
-"""transformers' plug points where each rank has some of the tokens: attention, and biases by position.
+"""Patches transformers' attention functions and positional biases for a sequence shard.
 
-A model of transformers attends through a function that its config names. Where tokens are dealt it is `attended`:
+A transformers model attends through a function that its config names; on a sequence shard this is
+`sharded_attention`:
 
-    heads       transformers repeats keys and values for all heads of queries when there is a mask, and so not for every batch;
-                here they go to torch's attention as they are, and what travels between ranks is theirs alone
-    causality   it is told by the module, and not by how many queries are here
+    heads       transformers repeats keys and values for all query heads if there is a mask, not for every
+                batch; here they reach torch's attention unrepeated, so that ranks exchange no copies
+    causality   comes from the module, not from the number of local queries
 
-T5 and its like add a bias to scores, which the first block makes for as many queries and keys as it is given:
+T5 and similar models add a bias to the scores, which the first block computes for its queries and keys:
 
-    bias[h, i, j] = table[bucket(j - i), h]        own queries i, all keys j: of 2 N - 1 numbers per head, computed once
+    bias[h, i, j] = table[bucket(j - i), h]        local queries i, all keys j
 
-The user's configs stay as they are: modules get copies.
+These are 2 N - 1 numbers per head, computed once.
+
+The user's configs stay unchanged: modules get copies.
 """
 
 import copy
@@ -33,29 +36,28 @@ from meshwright.model.sequence_parallel.attention_call import combine_bias_and_m
 from meshwright.model.sequence_parallel.token_shard import TokenShard
 from meshwright.plan.job.errors import PlanError
 
-ATTENTION_NAME = "meshwright"  # of `attended`, in transformers' tables
-SUPPORTED_ATTENTION = ("sdpa", "eager")  # both compute the same
-SDPA_IN_CODE = re.compile(
-    r"""["']sdpa["']"""
-)  # code that asks for the name of the function itself takes another way for another name
-BIAS_FLAG = "has_relative_attention_bias"  # whether a module asks for a bias, or makes zeros itself
-UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "cache")  # what other functions of transformers know besides
+ATTENTION_NAME = "meshwright"  # name of `sharded_attention` in the registries of transformers
+SUPPORTED_ATTENTION = ("sdpa", "eager")  # both compute the same function
+# code that compares the name itself takes another branch for another name
+SDPA_IN_CODE = re.compile(r"""["']sdpa["']""")
+BIAS_FLAG = "has_relative_attention_bias"  # whether a module computes the bias or makes zeros
+# arguments of other attention functions of transformers
+UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "cache")
 
-GetShards = Callable[
-    [int, int], tuple[TokenShard, TokenShard] | None
-]  # of so many queries and keys, which are here; None: all
-BiasCallback = Callable[[torch.Tensor], object]  # hears of a bias: own queries, all keys
-SuspendModes = Callable[[], AbstractContextManager[object]]  # round the making of it
+# (number of queries, number of keys) -> shards; None: all tokens are local
+GetShards = Callable[[int, int], tuple[TokenShard, TokenShard] | None]
+BiasCallback = Callable[[torch.Tensor], object]  # receives a bias [.., local queries, all keys]
+SuspendModes = Callable[[], AbstractContextManager[object]]  # context around computing the bias
 
 
 @dataclass(frozen=True)
 class PatchedAttention:
-    """What was plugged in: the modules, and what stood there."""
+    """The patched modules, with the attributes they had before."""
 
     saved_attributes: tuple[tuple[nn.Module, Mapping[str, Any]], ...]
 
     def restore(self) -> None:
-        """Leave the modules as they were."""
+        """Restores the attributes of all modules."""
         for module, values in self.saved_attributes:
             module.__dict__.pop("compute_bias", None)
             module.__dict__.update(values)
@@ -67,26 +69,30 @@ def patch_attention(
     suspend_modes: SuspendModes = nullcontext,
     on_bias: BiasCallback = id,
 ) -> PatchedAttention:
-    """Have the parts of `module` that are transformers' attend by `attended`, with biases for the tokens that are here."""
+    """Makes the transformers modules in `module` attend by `sharded_attention`, with biases for the local
+    tokens.
+    """
     copies = _patched_configs(module)
     before = list[tuple[nn.Module, Mapping[str, Any]]]()
     for each in module.modules():
-        part, said = cast(Any, each), vars(each)
-        old = {"config": said["config"]} if id(said.get("config")) in copies else {}
-        old |= {
-            name: said[name]
+        submodule, attributes = cast(Any, each), vars(each)
+        saved = {"config": attributes["config"]} if id(attributes.get("config")) in copies else {}
+        saved |= {
+            name: attributes[name]
             for name in ("compute_bias", BIAS_FLAG)
-            if name in said and _has_relative_bias(part)
+            if name in attributes and _has_relative_bias(submodule)
         }
-        if old or _has_relative_bias(part):
-            before.append((part, old))
-        if "config" in old:
-            part.config = copies[id(old["config"])]
-        if _has_relative_bias(part):
-            part.compute_bias = partial(
-                _sharded_bias, part, part.compute_bias, (get_shards, suspend_modes, on_bias)
+        if saved or _has_relative_bias(submodule):
+            before.append((submodule, saved))
+        if "config" in saved:
+            submodule.config = copies[id(saved["config"])]
+        if _has_relative_bias(submodule):
+            submodule.compute_bias = partial(
+                _sharded_bias, submodule, submodule.compute_bias, (get_shards, suspend_modes, on_bias)
             )
-            part.has_relative_attention_bias = part.has_relative_attention_bias or _is_cross_attention(part)
+            submodule.has_relative_attention_bias = (
+                submodule.has_relative_attention_bias or _is_cross_attention(submodule)
+            )
     return PatchedAttention(tuple(before))
 
 
@@ -102,9 +108,11 @@ def sharded_attention(
     position_bias: torch.Tensor | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it, [rows, tokens, heads, width]; of [rows, heads, tokens, width], keys with fewer heads.
+    """Attention with the interface of transformers, for [samples, heads, tokens, head dim]; keys may have
+    fewer heads.
 
-    Raises PlanError for what torch's function does not know.
+    Returns [samples, tokens, heads, head dim] and None. Raises PlanError for arguments that torch's function
+    does not support.
     """
     for name in UNSUPPORTED_ARGUMENTS:
         if more.get(name) is not None:
@@ -120,12 +128,13 @@ def sharded_attention(
                 "attention is causal by a flag, and adds a bias that somebody makes for its queries and keys"
             )
             raise PlanError(text, fix="give it a causal mask; or set mesh.cp = 1", location="model")
+        # a bias of `_sharded_bias` already contains the causal mask
         mask, causal = (
             combine_bias_and_mask(position_bias, attention_mask),
             False,
-        )  # a bias of `_rows` is causal itself
+        )
     grouped = query.shape[1] != key.shape[1]
-    made = F.scaled_dot_product_attention(
+    compute_bias = F.scaled_dot_product_attention(
         query,
         key,
         value,
@@ -135,11 +144,11 @@ def sharded_attention(
         scale=scaling,
         enable_gqa=grouped,
     )
-    return made.transpose(1, 2).contiguous(), None
+    return compute_bias.transpose(1, 2).contiguous(), None
 
 
 def _is_causal(module: nn.Module) -> bool:
-    """What the module says of itself; transformers takes one that says nothing as causal."""
+    """Whether the module is causal; like transformers, a module that does not say so counts as causal."""
     try:
         return bool(module.is_causal)
     except AttributeError:
@@ -147,105 +156,115 @@ def _is_causal(module: nn.Module) -> bool:
 
 
 def _has_relative_bias(module: nn.Module) -> bool:
-    """Whether the module attends as T5's do."""
-    known = {BIAS_FLAG, "is_decoder", "is_causal", "n_heads"} <= vars(module).keys()
-    return known and type(module).__module__.startswith("transformers.") and _takes_offset(type(module))
+    """Whether the module attends like T5, with a relative bias."""
+    has_attributes = {BIAS_FLAG, "is_decoder", "is_causal", "n_heads"} <= vars(module).keys()
+    return (
+        has_attributes and type(module).__module__.startswith("transformers.") and _takes_offset(type(module))
+    )
 
 
 @cache
-def _takes_offset(kind: type[Any]) -> bool:
-    """Whether modules of a kind make their bias for so many queries and keys, of which the first may stand anywhere."""
-    made = inspect.getattr_static(kind, "compute_bias", None)
-    return made is not None and list(inspect.signature(made).parameters)[1:] == [
+def _takes_offset(device_type: type[Any]) -> bool:
+    """Whether modules of this type compute their bias for queries that start at any position."""
+    compute_bias = inspect.getattr_static(device_type, "compute_bias", None)
+    return compute_bias is not None and list(inspect.signature(compute_bias).parameters)[1:] == [
         *("query_length", "key_length", "device", "past_seen_tokens")
     ]
 
 
 def _is_cross_attention(module: nn.Module) -> bool:
-    """Whether a module of T5's attends to an encoder: its bias is zeros."""
+    """Whether a T5 module attends to an encoder: its bias is zero."""
     return _has_relative_bias(module) and bool(module.is_decoder) and not module.is_causal
 
 
 def _sharded_bias(
     module: Any,
-    whole: Callable[..., torch.Tensor],
-    ways: tuple[GetShards, SuspendModes, BiasCallback],
+    compute_full_bias: Callable[..., torch.Tensor],
+    hooks: tuple[GetShards, SuspendModes, BiasCallback],
     query_length: int,
     key_length: int,
     **more: Any,
 ) -> torch.Tensor:
-    """The bias of own queries and all keys, [1, heads, own, all]; a causal module's forbids what comes behind."""
-    shares, aside, told = ways
-    here = shares(query_length, key_length)
-    if here is None and not _is_cross_attention(module):
-        return whole(query_length, key_length, **more)
-    length = key_length if here is None else here[1].length
-    if here is None or _is_cross_attention(module):
+    """Returns the bias [1, heads, local queries, all keys]; that of a causal module masks later keys."""
+    get_shards, suspend_modes, on_bias = hooks
+    shards = get_shards(query_length, key_length)
+    if shards is None and not _is_cross_attention(module):
+        return compute_full_bias(query_length, key_length, **more)
+    length = key_length if shards is None else shards[1].length
+    if shards is None or _is_cross_attention(module):
         bias = _zero_scalar(module).expand(1, module.n_heads, query_length, length)
-        told(bias)
+        on_bias(bias)
         return bias
-    share = here[0]
-    with aside():
-        line = whole(1, 2 * length - 1, device=more.get("device"), past_seen_tokens=length - 1)[0, :, 0]
-        behind = torch.arange(length, device=line.device) - share.positions(line.device).unsqueeze(-1)
-        places = behind + (length - 1)
-        bias = line.index_select(1, places.flatten()).view(1, line.shape[0], *places.shape)
+    query_shard = shards[0]
+    with suspend_modes():
+        biases_by_offset = compute_full_bias(
+            1, 2 * length - 1, device=more.get("device"), past_seen_tokens=length - 1
+        )[0, :, 0]
+        offset = torch.arange(length, device=biases_by_offset.device) - query_shard.positions(
+            biases_by_offset.device
+        ).unsqueeze(-1)
+        bucket_index = offset + (length - 1)
+        bias = biases_by_offset.index_select(1, bucket_index.flatten()).view(
+            1, biases_by_offset.shape[0], *bucket_index.shape
+        )
         if module.is_causal:
-            bias = torch.where(behind <= 0, bias, torch.finfo(bias.dtype).min)
-    told(bias)
+            bias = torch.where(offset <= 0, bias, torch.finfo(bias.dtype).min)
+    on_bias(bias)
     return bias
 
 
 def _zero_scalar(module: nn.Module) -> torch.Tensor:
-    """One number in the dtype of queries, for a bias that takes no memory."""
+    """One zero in the dtype of the queries, for a bias without memory."""
     weight = next(module.parameters())
-    kind = weight.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    device_type = weight.device.type
+    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
     return torch.zeros((), dtype=dtype, device=weight.device)
 
 
 def _patched_configs(module: nn.Module) -> dict[int, Any]:
-    """Copies of the configs that parts of `module` hold, which name `attended`, by identity of what they stand for.
+    """Returns copies of the configs that modules hold, naming `sharded_attention`, by id of the original.
 
-    What one config holds of another is a copy too. A config stays as it is where a model that holds it asks for the name itself.
+    Configs inside a config are copied too. A config stays unchanged if a model that holds it compares the
+    name itself.
     """
     holders: dict[int, list[type[Any]]] = {}
-    found: dict[int, Any] = {}
-    for part in module.modules():
-        config = vars(part).get("config")
+    configs: dict[int, Any] = {}
+    for submodule in module.modules():
+        config = vars(submodule).get("config")
         if config is not None and type(config).__module__.startswith("transformers."):
-            found[id(config)] = config
-            if is_transformers_model(part):
-                holders.setdefault(id(config), []).append(type(part))
+            configs[id(config)] = config
+            if is_transformers_model(submodule):
+                holders.setdefault(id(config), []).append(type(submodule))
     named = [
         each
-        for each in found
-        if found[each]._attn_implementation in SUPPORTED_ATTENTION
+        for each in configs
+        if configs[each]._attn_implementation in SUPPORTED_ATTENTION
         and all(map(_pluggable, holders.get(each, [])))
     ]
-    named = [each for each in named if each in holders and not found[each].output_attentions]
+    named = [each for each in named if each in holders and not configs[each].output_attentions]
     if not named:
         return {}
     _register_attention()
     memo: dict[int, Any] = {}
-    copies = {each: copy.deepcopy(config, memo) for each, config in found.items()}
+    copies = {each: copy.deepcopy(config, memo) for each, config in configs.items()}
     for each in named:
         copies[each]._attn_implementation_internal = ATTENTION_NAME
     return copies
 
 
 @cache
-def _pluggable(kind: type[Any]) -> bool:
-    """Whether models of a kind can do with torch's function, and look it up by the name in their config."""
-    known: Any = next(each for each in kind.__mro__ if each.__module__.startswith("transformers."))
-    code = inspect.getsource(sys.modules[known.__module__])
-    return bool(kind._supports_sdpa and known._can_set_attn_implementation()) and not SDPA_IN_CODE.search(
-        code
+def _pluggable(device_type: type[Any]) -> bool:
+    """Whether models of this type support torch's attention and look it up by the name in their config."""
+    has_attributes: Any = next(
+        each for each in device_type.__mro__ if each.__module__.startswith("transformers.")
     )
+    source = inspect.getsource(sys.modules[has_attributes.__module__])
+    return bool(
+        device_type._supports_sdpa and has_attributes._can_set_attn_implementation()
+    ) and not SDPA_IN_CODE.search(source)
 
 
 def _register_attention() -> None:
-    """Have transformers know `attended` by its name; masks are made as for torch's function."""
     masks = transformers.masking_utils
     transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, sharded_attention)
     masks.ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, masks.sdpa_mask)

@@ -1,7 +1,7 @@
-"""Which tokens of a row this rank has, and what of a tensor that has all of them is this rank's.
+"""Selects the tokens of this rank from tensors with full sequences.
 
-What glue has made for all tokens, a mask or a table by position, is cut once for all layers that take it in. Ranks that exchange
-heads (strategies/sequence/heads.py) need a mask's rows of each other's queries; who is given its own rows is told those too.
+A mask or positional table that glue makes for all tokens is sliced once for all layers. Ranks that exchange
+heads (parallel/context/head_exchange.py) also need the mask rows of each other's queries.
 """
 
 from collections.abc import Callable
@@ -15,19 +15,19 @@ from meshwright.model.tensors.pytree import storage_id
 from meshwright.model.tensors.token_slices import select_spans
 from meshwright.plan.model_spec.sequence_info import MIN_TOKENS, TokenRange, num_positions, with_padding
 
-GatherTokens = Callable[
-    [torch.Tensor, int], torch.Tensor
-]  # all tokens of a tensor along a dim, from this rank's
-MIN_SHARED_NDIM = 3  # of what layers are given alike: masks, and tables by position
+# full tensor along a dim, from this rank's shard
+GatherTokens = Callable[[torch.Tensor, int], torch.Tensor]
+MIN_SHARED_NDIM = 3  # shared inputs of layers: masks and positional tables
 
 
 @dataclass(frozen=True)
 class TokenShard:
-    """Which of `length` tokens this rank has: those in `spans`. `bring` puts all together, where glue needs them.
+    """The tokens of this rank among `length`: those in `spans`.
 
-    `add` gives the sum of what all ranks have, in the dtype that it is given, where a few tokens or the sum of all will do. Ranks
-    that exchange heads have the tokens in `together` among them; empty: nobody does. It `keeps` what it has cut for the layers
-    behind; not where what they are handed may have been written with nobody told.
+    `gather` assembles the full tensor for glue, `sum_over_ranks` adds what all ranks have, in the given
+    dtype, if a few tokens or a sum suffice. Ranks that exchange heads have the tokens in `group_spans`
+    together (empty: there are none). If `caches_slices`, slices are kept for the following layers; it is
+    false if glue may write to them through memory that no hook sees.
     """
 
     length: int
@@ -38,72 +38,84 @@ class TokenShard:
     )
     group_spans: tuple[TokenRange, ...] = field(compare=False, repr=False, default=())
     caches_slices: bool = field(compare=False, repr=False, default=True)
+    # slices, shared by all layers
     _slices: WeakTensorKeyDictionary = field(
         compare=False, repr=False, default_factory=WeakTensorKeyDictionary
-    )  # for all layers
+    )
+    # None: the mask itself
     _group_mask_rows: WeakTensorKeyDictionary = field(
         compare=False, repr=False, default_factory=WeakTensorKeyDictionary
-    )  # None: as it is
+    )
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens this rank has."""
+        """The number of tokens of this rank."""
         return num_positions(self.spans)
 
     @property
     def is_full(self) -> bool:
-        """Whether these are all tokens, in their order."""
+        """Whether this rank has all tokens in order."""
         return self.spans == ((0, self.length),) and self.length >= MIN_TOKENS
 
     def take_padded(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """What this rank runs of a `tensor` that has all tokens along `dim`; differentiable."""
-        return self._take_padded(tensor, dim, apart=True)
+        """Returns the slice of a full `tensor` along `dim` on which this rank runs, with padding tokens;
+        differentiable.
+        """
+        return self._take_padded(tensor, dim, copy=True)
 
-    def _take_padded(self, tensor: torch.Tensor, dim: int, *, apart: bool) -> torch.Tensor:
-        """The same; `apart`: for all layers in memory of its own, which else would hold all tokens until backward."""
+    def _take_padded(self, tensor: torch.Tensor, dim: int, *, copy: bool) -> torch.Tensor:
+        """The same. With `copy`, the cached slice is a copy, since a view would keep the full tensor alive
+        until backward.
+        """
         if self.is_full:
             return tensor
-        alone = not self.caches_slices or tensor.ndim < MIN_SHARED_NDIM
-        if alone or tensor.requires_grad or tensor.is_inference() or isinstance(tensor, FakeTensor):
+        is_uncached = not self.caches_slices or tensor.ndim < MIN_SHARED_NDIM
+        if is_uncached or tensor.requires_grad or tensor.is_inference() or isinstance(tensor, FakeTensor):
             return select_spans(tensor, dim, with_padding(self.spans))
-        said, known = (dim, tensor._version), self._slices.get(tensor)
-        if known is None or known[0] != said:
-            # a view would keep the tensor, and with it the entry, for good
-            own = select_spans(tensor, dim, with_padding(self.spans)).detach()
-            known = self._slices[tensor] = (
-                said,
-                own.clone() if apart and _shares_larger_storage(own, tensor) else own,
+        slice_key, cached = (dim, tensor._version), self._slices.get(tensor)
+        if cached is None or cached[0] != slice_key:
+            # a view would keep the tensor, and so its entry, alive
+            local_slice = select_spans(tensor, dim, with_padding(self.spans)).detach()
+            cached = self._slices[tensor] = (
+                slice_key,
+                local_slice.clone() if copy and _shares_larger_storage(local_slice, tensor) else local_slice,
             )
-        return known[1]
+        return cached[1]
 
     def take_mask(self, mask: torch.Tensor, dim: int | None) -> torch.Tensor:
-        """`of` a mask that glue has made for all queries, which are `dim`; None: it is the same for all of them.
+        """Returns the slice of a mask that glue made, along its queries `dim`; None: it is the same for all
+        queries.
 
-        Whoever is handed what comes out can ask for its `rows_together`.
+        `group_mask_rows` then gives the rows of the slice for the ranks that exchange heads.
         """
-        own = mask if dim is None else self._take_padded(mask, dim, apart=not self.group_spans)
-        if self.group_spans and not mask.requires_grad and own not in self._group_mask_rows:
-            self._group_mask_rows[own] = (
-                None if own is mask else select_spans(mask, dim or 0, self.group_spans).detach()
+        local_slice = mask if dim is None else self._take_padded(mask, dim, copy=not self.group_spans)
+        if self.group_spans and not mask.requires_grad and local_slice not in self._group_mask_rows:
+            self._group_mask_rows[local_slice] = (
+                None if local_slice is mask else select_spans(mask, dim or 0, self.group_spans).detach()
             )
-        return own
+        return local_slice
 
     def group_mask_rows(self, mask: torch.Tensor) -> torch.Tensor | None:
-        """Of a mask that `of_mask` has given, the rows of the queries in `together`; None of any other tensor."""
+        """Returns the mask rows of the queries in `group_spans` for a mask from `take_mask`; None for any
+        other tensor.
+        """
         if mask not in self._group_mask_rows:
             return None
-        rows = self._group_mask_rows[mask]
-        return mask if rows is None else rows
+        mask_rows = self._group_mask_rows[mask]
+        return mask if mask_rows is None else mask_rows
 
     def take_local(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """What this rank has of a `tensor` that has all tokens along `dim`."""
+        """Returns the slice of a full `tensor` along `dim` that this rank has, without padding."""
         return tensor if self.is_full else select_spans(tensor, dim, self.spans)
 
     def positions(self, device: torch.device | str) -> torch.Tensor:
-        """The positions of this rank's tokens, int64."""
+        """The positions of this rank's tokens, int64 [num_tokens]."""
         return self.take_padded(torch.arange(self.length, device=device), 0)
 
 
-def _shares_larger_storage(own: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether it lies in the memory of `tensor`, and would take less by itself; what is expanded lies there once."""
-    return storage_id(own) == storage_id(tensor) and own.nbytes < tensor.untyped_storage().nbytes()
+def _shares_larger_storage(local_slice: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether `own` is a view of a larger storage; an expanded tensor counts with its real memory."""
+    return (
+        storage_id(local_slice) == storage_id(tensor)
+        and local_slice.nbytes < tensor.untyped_storage().nbytes()
+    )
