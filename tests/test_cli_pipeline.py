@@ -188,14 +188,14 @@ def test_the_report_draws_who_works_when_planned_above_measured(left_alone, fork
     code, _, err = forks("report", left_alone[0], "--out", page)
     assert (code, err) == (0, "")
     text = page.read_text()
-    section = text[text.index("<h2>Who works when</h2>") :]
+    section = text[text.index("<h2>Pipeline schedule</h2>") :]
     drawn = section[: section.index("</svg>")]
     assert drawn.index("planned: ") < drawn.index("measured, step")
     assert all(
         word in drawn
-        for word in ("rank 0", "rank 2", "bubble", "exposed communication", "forward of micro-batch 3", "KiB")
+        for word in ("rank 0", "rank 2", "bubble", "exposed communication", "forward of microbatch 3", "KiB")
     )
-    assert "pp2 planned, at its fullest" in text
+    assert "pp2 planned, at its peak" in text
 
 
 @pytest.mark.parametrize(
@@ -230,12 +230,12 @@ def test_what_cannot_work_is_refused_in_words(config, forks, monkeypatch, words,
 
 def test_the_plan_shows_parts_borders_and_turns_and_warns_of_few_micro_batches(config, forks):
     out = forks("plan", config)[1]
-    assert "part  rank  blocks" in out
+    assert "stage  rank  blocks" in out
     assert "0 | 1   layers.0  0 > 1  3 x 16 x 16 float32" in out
-    drawn = out[out.index("planned, by operations: ") :].splitlines()
-    assert [line[:6] for line in drawn[1:7]] == ["rank 0", "rank 1", "rank 2", "held 0", "held 1", "held 2"]
-    assert " is the fullest" in out
-    assert "micro-batches for 3 ranks" not in out
+    drawn = out[out.index("planned, scaled by operations: ") :].splitlines()
+    assert [line[:6] for line in drawn[1:7]] == ["rank 0", "rank 1", "rank 2", "mem  0", "mem  1", "mem  2"]
+    assert " has the largest peak" in out
+    assert "microbatches for 3 pipeline stages" not in out
     few = forks("plan", config, "--micro_batch", 6)[1]
-    assert "2 micro-batches for 3 ranks in a line: bubble" in few
+    assert "2 microbatches for 3 pipeline stages: bubble" in few
     assert len(forks("plan", config, "--all-actions")[1].splitlines()) > len(out.splitlines())

@@ -57,7 +57,7 @@ def test_messages_that_do_not_fit_into_memory_are_refused():
 def test_refusals_reach_the_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     forget_ranks(monkeypatch)
     refuse_to_start(monkeypatch)
-    code, out, err = said(capsys, "bench", "comm", "--ranks", "1")
+    code, out, err = said(capsys, "bench", "network", "--ranks", "1")
     assert (code, out) == (2, "")
     assert "error --ranks: '1'" in err
     assert "repair:" in err
@@ -69,9 +69,9 @@ def test_a_launcher_decides_how_many_ranks_there_are(
     forget_ranks(monkeypatch)
     for key, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(key, value)
-    code, _, err = said(capsys, "bench", "comm", "--ranks", "3")
+    code, _, err = said(capsys, "bench", "network", "--ranks", "3")
     assert code == 2
-    assert "--ranks 3, and a launcher has started 2 ranks" in err
+    assert "--ranks 3, and a launcher started 2 ranks" in err
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_ranks_alone_or_not_host_by_host_are_refused(
 def test_three_ranks_measure_write_and_show_every_algorithm(tmp_path: Path, forks: Forks):
     out = tmp_path / "cluster.toml"
     code, printed, err = forks(
-        "bench", "comm", "--quick", "--ranks", 3, "--sizes", "64,4KiB,64KiB", "--out", out, "--lesson"
+        "bench", "network", "--quick", "--ranks", 3, "--sizes", "64,4KiB,64KiB", "--out", out, "--lesson"
     )
     assert (code, err) == (0, ""), err
     cluster = read_cluster(out)
@@ -102,7 +102,7 @@ def test_three_ranks_measure_write_and_show_every_algorithm(tmp_path: Path, fork
     assert [series.algorithm for series in cluster.measurements] == [str(each) for each in FLAT_ALGORITHMS]
     assert cluster.transport in ("gloo", "shared memory")
     assert "auto chose '" in printed
-    assert "What lectures say loosely" in printed
+    assert "Common claims, made precise" in printed
     page = (tmp_path / "cluster.html").read_text()
     assert "<script src" not in page
     assert all(json.dumps(str(each)) in page for each in FLAT_ALGORITHMS)
@@ -114,7 +114,7 @@ def test_under_torchrun_the_ranks_there_are_measure_together(tmp_path: Path):
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "meshwright")
     words = (
         "bench",
-        "comm",
+        "network",
         "--quick",
         "--sizes",
         "64,4KiB,64KiB",
@@ -137,7 +137,7 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_anything_is_measure
     refuse_to_start(monkeypatch)
     (tmp_path / "file").write_text("")
     code, _, err = said(
-        capsys, "bench", "comm", "--out", tmp_path / "file" / "cluster.toml", "--html", tmp_path
+        capsys, "bench", "network", "--out", tmp_path / "file" / "cluster.toml", "--html", tmp_path
     )
     assert code == 2
     assert "its folder cannot be made" in err

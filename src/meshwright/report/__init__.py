@@ -1,1 +1,8 @@
-"""Shows plans and runs to people."""
+"""Tables, figures and pages about plans, searches, benchmarks and runs.
+
+terminal    tables of a plan, its parameters, its prediction, and of a run's progress
+search      what a search found: tables, text, and a page
+timeline    timelines and Gantt charts of a step, from a program or a trace
+html        the page on a run
+bench       tables and pages on measured devices and networks
+"""

@@ -66,6 +66,6 @@ def test_the_lesson_shows_counts_then_times_beside_the_formula_then_what_is_loos
     assert "a = 100 us and B = 1.00 GB/s" in text
     exact = get_algorithm("ring").seconds(3, 1024, 1e-4, 1e9) * 1e3
     assert f"{exact:.3g} ({exact:.3g})" in text
-    assert "median error of 0 %" in text
+    assert "the median error is 0 %" in text
     assert '"Halving is O(log n)": in rounds.' in text
-    assert text.index("n =") < text.index("a = 100 us") < text.index("What lectures say loosely")
+    assert text.index("n =") < text.index("a = 100 us") < text.index("Common claims, made precise")

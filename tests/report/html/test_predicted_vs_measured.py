@@ -55,9 +55,9 @@ def test_the_median_step_counts_without_the_first_and_without_its_wait_for_data(
 
 def test_where_the_time_went_is_held_against_the_traced_steps():
     found = figures(compare_run(record()))
-    assert found["blocks, with messages within"] == (1.25, 1.6)
-    assert found["messages and waiting"] == (0.5, 0.4)
-    assert found["norm and optimizer"] == (0.25, 0.2)
+    assert found["blocks, with communication inside"] == (1.25, 1.6)
+    assert found["exposed communication and waiting"] == (0.5, 0.4)
+    assert found["gradient norm and optimizer"] == (0.25, 0.2)
 
 
 def test_bytes_are_those_of_the_fullest_role_and_of_the_rank_that_sends_most():
@@ -65,11 +65,11 @@ def test_bytes_are_those_of_the_fullest_role_and_of_the_rank_that_sends_most():
     assert found["parameters"] == (400, 400)
     assert found["optimizer_states"] == (800, 1000)
     assert found["sent"] == (100, 100)
-    assert "at the fullest" not in found  # a process on a CPU is more than its tensors
+    assert "peak" not in found  # a process on a CPU is more than its tensors
 
 
 def test_on_a_gpu_the_peak_is_that_of_the_allocator():
-    assert figures(compare_run(record("H100")))["at the fullest"] == (1250, 1250)
+    assert figures(compare_run(record("H100")))["peak"] == (1250, 1250)
 
 
 @pytest.mark.parametrize(
@@ -89,5 +89,5 @@ def test_the_table_says_all_of_it():
     console = Console(width=100, record=True, file=StringIO())
     console.print(comparison_table(compare_run(record()), "one"))
     lines = console.export_text().splitlines()
-    assert lines[0].split() == ["one", "predicted", "measured", "off", "by"]
+    assert lines[0].split() == ["one", "predicted", "measured", "error"]
     assert lines[1].split() == ["a", "step", "2", "s", "2.5", "s", "-20.0", "%"]

@@ -89,7 +89,7 @@ def test_a_browser_draws_the_curves_the_step_and_where_time_and_memory_went(tmp_
     assert len(bars) > 4 * len(acts), "each act is drawn as planned, and for each of three ranks"
     assert "exposed communication" in drawing(text, "time-0")
     assert len(re.findall(r'class="point"><path', drawing(text, "memory-0"))) >= 4 * 3
-    assert "12 samples = 3 ranks x 2 micro-batches of 2" in text
+    assert "12 samples = 3 ranks x 2 microbatches of 2" in text
 
 
 def test_a_browser_shows_two_runs_beside_each_other_and_what_differs_first(tmp_path, one, other):
@@ -100,7 +100,7 @@ def test_a_browser_shows_two_runs_beside_each_other_and_what_differs_first(tmp_p
     assert row.groups() == ("0.01", "0.5")
     assert len(re.findall(CURVE, drawing(text, "curves"))) == 8
     assert "rank 2 compute" in drawing(text, "timeline-0")
-    assert "order and share of operations; no times are known" in drawing(text, "timeline-1")
+    assert "scaled by operations; no times are known" in drawing(text, "timeline-1")
     assert "--run.trace_steps 3" in text
 
 
@@ -136,7 +136,7 @@ def test_a_run_that_recorded_only_metrics_has_its_curves_and_says_what_is_missin
     text = run_page([RunRecord("bare", one.steps, [], {})], "0")
     assert 'id="curves"' in text
     for said in (
-        "has not recorded where its time went",
+        "has not recorded its time by category",
         "neither its program nor a trace",
         "has not recorded its memory",
         "Nothing is sent",

@@ -58,7 +58,7 @@ def test_parts_stand_below_each_other_with_their_words_and_fit_the_frame(parts):
     (first, second) = [text for text in texts if "bubble" in text and ":" in text]
     assert first.startswith("planned: ")
     assert second.startswith("measured: ")
-    assert {"forward", "backward", "exposed communication", "bubble", "held, and its peak"} <= set(texts)
+    assert {"forward", "backward", "exposed communication", "bubble", "memory, and its peak"} <= set(texts)
     assert svg.get("width") == "800"
     assert max(float(text.get("y")) for text in svg.iter(f"{SVG}text")) <= float(svg.get("height"))
     assert len(list(svg.iter(f"{SVG}path"))) == 6
@@ -86,6 +86,6 @@ def test_later_parts_of_a_rank_are_darker_and_names_are_escaped():
         KIND_COLOURS["F"][1],
         KIND_COLOURS["W"][2],
     ]
-    assert [title for title, *_ in boxes(svg)][1] == "forward of micro-batch 0, part 1 of the rank: 1 .. 2"
+    assert [title for title, *_ in boxes(svg)][1] == "forward of microbatch 0, virtual stage 1: 1 .. 2"
     assert "<planned>" in next(svg.iter(f"{SVG}text")).text
     assert list(svg.iter(f"{SVG}path")) == [], "nothing is known of memory"

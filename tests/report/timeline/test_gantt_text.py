@@ -27,11 +27,11 @@ def test_a_cell_is_a_unit_dots_are_bubbles_and_memory_stands_below():
     drawn = lines({"planned": rows(one_f_one_b.one_f_one_b_schedule(2, 2), StageCosts.uniform(2))})
     half, whole = "\u2584", "\u2588"
     assert drawn == [
-        "planned: 9 long, bubble 33.33 %, at most 2 held",
+        "planned: 9 long, bubble 33.33 %, peak memory 2",
         "rank 0   F0 F1 ......B0--- ...B1---",
         "rank 1   ...F0 B0--- F1 B1--- ......",
-        f"held 0   {half * 3}{whole * 15}{half * 9} 2",
-        f"held 1      {half * 18}       1",
+        f"mem  0   {half * 3}{whole * 15}{half * 9} 2",
+        f"mem  1      {half * 18}       1",
         "",
         " F  forward    B  backward    .  bubble",
     ]
@@ -45,7 +45,7 @@ def test_later_parts_of_a_rank_are_in_lower_case_and_halves_have_letters_of_thei
     split = Schedule.with_looped_placement([[("F", 0, 0), ("I", 0, 0), ("W", 0, 0)]])
     drawn = lines({"planned": rows(split, StageCosts.uniform(1))})
     assert drawn[1] == "rank 0   F0 I0 W0"
-    assert " ".join(drawn[-1].split()) == "F forward I of inputs W of weights . bubble"
+    assert " ".join(drawn[-1].split()) == "F forward I input gradients W weight gradients . bubble"
 
 
 def test_a_wait_for_a_message_is_told_from_a_bubble():
@@ -79,8 +79,8 @@ def test_memory_is_drawn_only_where_something_is_known_of_it():
     order = one_f_one_b.one_f_one_b_schedule(2, 2)
     known = rows(order, StageCosts.uniform(2))
     unknown = rows(order, StageCosts([1, 1], [1, 1], [1, 1]))
-    assert any(line.startswith("held") for line in lines({"planned": known}))
-    assert not any(line.startswith("held") for line in lines({"planned": unknown}))
+    assert any(line.startswith("mem") for line in lines({"planned": known}))
+    assert not any(line.startswith("mem") for line in lines({"planned": unknown}))
     assert known[0][-1].memory_after == 0.0
 
 

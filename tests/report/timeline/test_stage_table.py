@@ -74,14 +74,14 @@ def test_the_table_says_what_lies_where_and_how_much_work_it_is():
 
 def test_few_micro_batches_are_warned_of_and_enough_are_not():
     few = planned(Mesh(pp=3), Pipeline(), micro_batch=6)
-    assert "2 micro-batches for 3 ranks in a line: bubble " in shown(stages_view(few))
-    assert "in a line" not in shown(stages_view(planned(Mesh(pp=3), Pipeline())))
+    assert "2 microbatches for 3 pipeline stages: bubble " in shown(stages_view(few))
+    assert "pipeline stages" not in shown(stages_view(planned(Mesh(pp=3), Pipeline())))
 
 
 def test_rows_are_stages_where_several_ranks_play_the_same_list():
     text = shown(stages_view(planned(Mesh(pp=2, dp_replicate=2), Pipeline(), BatchSplit(), DDP())))
-    assert "part  stage  blocks" in text
-    assert "stage 1" in text
+    assert "stage  pp rank  blocks" in text
+    assert "pp rank 1" in text
 
 
 def test_the_drawing_is_as_wide_as_the_terminal_and_whole_when_asked_for():
@@ -100,9 +100,9 @@ def test_every_rank_holds_what_its_own_list_takes():
     assert sum(said.parameters for said in each) == plan.model_spec.nbytes(plan.job.precision.parameters)
     peaks = [peak_nbytes(plan, rank) for rank in first_ranks(plan)]
     text = shown(states_table(plan))
-    assert f"rank {peaks.index(max(peaks))} is the fullest" in text
+    assert f"rank {peaks.index(max(peaks))} has the largest peak" in text
     most = max(range(3), key=lambda rank: each[rank].total)
-    assert f"on rank {most}, which holds most" in states_text(plan)
+    assert f"on rank {most}, the largest" in states_text(plan)
 
 
 def test_the_rank_in_the_middle_sends_most():

@@ -1,4 +1,4 @@
-"""The lecture's table of all-reduce algorithms, counted at every n and timed where it was measured."""
+"""The textbook's table of all-reduce algorithms, counted at every n and timed where it was measured."""
 
 from fractions import Fraction
 from math import lcm
@@ -43,23 +43,24 @@ COMMON_CLAIMS = (
 
 
 def lesson_view(cluster: Cluster) -> RenderableType:
-    """The counts at n = 2 ..
+    """Returns the counts at n = 2 .
 
-    9, then for each measured n the times beside the formula's, then what lectures say loosely.
+    9, the measured times beside the formula's, and comments on common claims.
     """
     parts: list[RenderableType] = [counts_table(), ""]
     for ranks in cluster.ranks:
         parts += [*_timing_table(cluster, ranks), ""]
     return Group(
         *parts,
-        Text("What lectures say loosely", style="bold"),
+        Text("Common claims, made precise", style="bold"),
         *(Text(f"- {line}") for line in COMMON_CLAIMS),
     )
 
 
 def round_counts(algorithm: AllReduceAlgorithm, num_ranks: int) -> tuple[int, Fraction, Fraction]:
-    """Rounds, and bytes as a multiple of the tensor's: those of the rank that sends most, and those of all
-    ranks.
+    """Returns the rounds, and the bytes of the busiest rank and of all ranks.
+
+    As multiples of the tensor's.
     """
     numel = lcm(*range(1, MAX_NUM_RANKS + 1))  # every cut is even
     sent = [
@@ -69,7 +70,7 @@ def round_counts(algorithm: AllReduceAlgorithm, num_ranks: int) -> tuple[int, Fr
 
 
 def counts_table() -> Table:
-    """Rounds, bytes of the busiest rank and of all ranks, for every taught algorithm at n = 2 .. 9."""
+    """Returns rounds, bytes of the busiest rank and of all ranks, for every algorithm at n = 2 .. 9."""
     title = "rounds / bytes sent by the busiest rank / by all, in units of the tensor (S)"
     columns = (Column("n ="), *(Column(str(ranks), justify="right") for ranks in range(2, MAX_NUM_RANKS + 1)))
     table = Table(*columns, title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
@@ -110,9 +111,9 @@ def _timing_table(cluster: Cluster, ranks: int) -> list[RenderableType]:
             cells.append(took if name == BACKEND else f"{took} ({1e3 * guess:.3g})")
         table.add_row(name, *cells)
     note = (
-        f"one latency and one bandwidth for all sizes leave a median error of "
-        f"{100 * fit.error:.0f} %: message sizes need "
-        f"bands"
+        f"with one latency and one bandwidth for all sizes, the median error is "
+        f"{100 * fit.error:.0f} %: message size ranges "
+        f"need parameters of their own"
     )
     return [title, table, Text(note, style="dim")]
 

@@ -1,6 +1,4 @@
-"""What was measured of a device, beside what the law says that is drawn through it:
-tables for the terminal.
-"""
+"""Tables of a device profile, beside the fitted cost model."""
 
 from collections.abc import Iterator
 from statistics import median
@@ -16,23 +14,27 @@ MAX_SPREAD = 0.2  # a median spread above this: the machine was busy with someth
 
 
 def profile_view(profile: DeviceProfile) -> RenderableType:
-    """Where and how it was measured, how good the law is, then products, attention, memory."""
+    """Returns how it was measured, the error of the fit, then matmuls, attention and memory."""
     return Group(
         _summary(profile),
         "",
-        Text("matrix products: GFLOP/s, share of the best, spread, and how far the law is off", style="bold"),
+        Text("matrix products: GFLOP/s, share of the best, spread, and error of the fit", style="bold"),
         _matmuls(profile),
         "",
         Text(
-            "fused attention: milliseconds forward and backward, spread, and how far the law is off",
+            "fused attention: milliseconds of forward and backward, spread, and error of the fit",
             style="bold",
         ),
         _attention(profile),
         "",
-        Text("what passes through memory: bytes read and written, GB/s", style="bold"),
+        Text("memory-bound operations: bytes read and written, GB/s", style="bold"),
         _memory_ops(profile),
         *(
-            ("", Text("what computes much for each number: ns", style="bold"), _elementwise_ops(profile))
+            (
+                "",
+                Text("element-wise operations with much computation: ns per element", style="bold"),
+                _elementwise_ops(profile),
+            )
             if profile.elementwise_ops
             else ()
         ),
@@ -50,11 +52,11 @@ def _summary(profile: DeviceProfile) -> Table:
     best = ", ".join(f"{profile.best_flops(dtype) / 1e9:.4g} GFLOP/s in {dtype}" for dtype in profile.dtypes)
     table.add_row(Text("best", style="bold"), best)
     calls = f"{1e6 * profile.call_s:.3g} us, {1e6 * profile.call_backward_s:.3g} us backward"
-    table.add_row(Text("a call", style="bold"), calls)
+    table.add_row(Text("kernel call", style="bold"), calls)
     if profile.lag_samples:
         shares = (f"{100 * each.lag:.2g} % of {1e3 * each.seconds:.3g} ms" for each in profile.lag_samples)
         table.add_row(
-            Text("meeting", style="bold"), Text(f"the later of two ranks is behind by {', '.join(shares)}")
+            Text("stragglers", style="bold"), Text(f"the later of two ranks is behind by {', '.join(shares)}")
         )
     products, attention = profile.holdout_errors()
     text = (
@@ -65,44 +67,43 @@ def _summary(profile: DeviceProfile) -> Table:
     table.add_row(Text("error", style="bold"), text)
     spreads = [each.spread for each in (*profile.matmuls, *profile.attention, *profile.memory_ops)]
     scatter = median(spreads)
-    table.add_row(Text("spread", style="bold"), f"{100 * scatter:.0f} % (median distance of quartiles)")
+    table.add_row(Text("spread", style="bold"), f"{100 * scatter:.0f} % (median interquartile range)")
     if scatter > MAX_SPREAD:
         text = (
-            "something else ran here meanwhile: these are figures of a machine that is "
-            "shared; "
-            "measure again when it is quiet"
+            "another process was running: these measurements are of a shared machine; measure again "
+            "when it is idle"
         )
-        table.add_row(Text("doubt", style="bold yellow"), Text(text, style="yellow"))
+        table.add_row(Text("warning", style="bold yellow"), Text(text, style="yellow"))
     return table
 
 
 def _matmuls(profile: DeviceProfile) -> Table:
-    names = ("dtype", "m", "n", "k", "at once", "GFLOP/s", "of best", "spread", "law")
+    names = ("dtype", "m", "n", "k", "batch", "GFLOP/s", "of best", "spread", "fit")
     table = _table(*names)
     for each in profile.matmuls:
-        law = profile.matmul_seconds(each.m, each.n, each.k, each.batch, each.dtype)
+        fitted_s = profile.matmul_seconds(each.m, each.n, each.k, each.batch, each.dtype)
         share = each.flops_per_s / profile.best_flops(each.dtype)
         figures = (
             f"{each.flops_per_s / 1e9:.4g}",
             f"{100 * share:.0f} %",
-            *_spread_and_error(each.spread, law, each.seconds),
+            *_spread_and_error(each.spread, fitted_s, each.seconds),
         )
         table.add_row(each.dtype, *(str(number) for number in (each.m, each.n, each.k, each.batch)), *figures)
     return table
 
 
 def _attention(profile: DeviceProfile) -> Table:
-    names = ("dtype", "rows", "heads", "queries", "keys", "width", "forward", "backward", "spread", "law")
+    names = ("dtype", "batch", "heads", "queries", "keys", "width", "forward", "backward", "spread", "fit")
     table = _table(*names)
     for each in profile.attention:
         sizes = (each.batch, each.num_heads, each.query_len, each.key_len, each.head_dim)
-        law = sum(profile.attention_seconds(sizes, each.dtype, backward=back) for back in (False, True))
+        fitted_s = sum(profile.attention_seconds(sizes, each.dtype, backward=back) for back in (False, True))
         times = (f"{1e3 * each.forward_s:.3g}", f"{1e3 * each.backward_s:.3g}")
         table.add_row(
             each.dtype,
             *map(str, sizes),
             *times,
-            *_spread_and_error(each.spread, law, each.forward_s + each.backward_s),
+            *_spread_and_error(each.spread, fitted_s, each.forward_s + each.backward_s),
         )
     return table
 

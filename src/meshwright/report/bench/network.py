@@ -1,6 +1,4 @@
-"""What was measured of the links, beside what the model says: a table for the terminal, and a page with a
-plot.
-"""
+"""Measured all-reduces beside the network model: a table for the terminal, and a page with a plot."""
 
 from html import escape
 from itertools import cycle
@@ -24,12 +22,13 @@ MODEL_LABEL = "model alone"
 
 
 def network_view(cluster: Cluster) -> RenderableType:
-    """For each number of ranks a table, a row per size: what every algorithm took, and how far the model
-    alone is from it.
+    """Returns a table per number of ranks, with a row per size.
+
+    Measured times, and the error of the model alone.
     """
     parts: list[RenderableType] = [_summary(cluster)]
     for ranks in cluster.ranks:
-        title = Text(f"{ranks} ranks: milliseconds, and how far the model alone is off", style="bold")
+        title = Text(f"{ranks} ranks: milliseconds, and the error of the model alone", style="bold")
         parts += ["", title, _table(cluster, ranks), Text(str(choose_rule(cluster, ranks)), style="green")]
     return Group(*parts)
 
@@ -43,7 +42,7 @@ def _summary(cluster: Cluster) -> Table:
     table.add_row(Text("measured on", style="bold"), f"{cluster.machine}, {hosts}, over {cluster.transport}")
     error = (
         f"{100 * fit.model:.0f} % of the model alone, {100 * fit.corrected:.0f} % with the "
-        f"measured sizes beside it"
+        f"correction from measured sizes"
     )
     table.add_row(Text("error", style="bold"), f"{error} (median, at sizes that were not fitted)")
     return table
@@ -83,8 +82,9 @@ def _model_seconds(cluster: Cluster, name: str, ranks: int, nbytes: float) -> fl
 
 
 def network_page(cluster: Cluster, version: str) -> str:
-    """A page that needs no network: per number of ranks measured points, and lines for the model with and
-    without correction.
+    """Returns a page that needs no network.
+
+    Measured points, and lines for the model with and without correction.
     """
     notes = [
         (
@@ -92,9 +92,9 @@ def network_page(cluster: Cluster, version: str) -> str:
             f"{escape(cluster.torch)}, "
             f"{escape(cluster.date)}."
         ),
-        "Points: measured (bars: distance of the quartiles). Dotted lines: the model alone, read "
-        "off the rounds. Thin lines: the "
-        "model corrected by what was measured at neighbouring sizes; auto chooses by these.",
+        "Points: measured (bars: interquartile range). Dotted lines: the model alone, from the rounds of "
+        "the algorithm. Thin lines: the model, corrected by measurements at neighbouring sizes; auto "
+        "chooses by these.",
         *(escape(str(choose_rule(cluster, ranks))) for ranks in cluster.ranks),
     ]
     body = "".join(f"<p>{note}</p>" for note in notes)
@@ -105,7 +105,7 @@ def network_page(cluster: Cluster, version: str) -> str:
 
 
 def network_figure(cluster: Cluster) -> go.Figure:
-    """One panel per number of ranks, both axes logarithmic: seconds over bytes of every algorithm."""
+    """Returns a panel per number of ranks, both axes logarithmic: seconds over bytes of every algorithm."""
     panels = len(cluster.ranks)
     figure = make_subplots(rows=panels, cols=1, subplot_titles=[f"{ranks} ranks" for ranks in cluster.ranks])
     names = dict.fromkeys(series.algorithm for series in cluster.measurements)

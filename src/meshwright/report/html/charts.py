@@ -1,7 +1,6 @@
-"""The drawings of a report: curves, the timeline of a step, where time and memory went. Plotly figures, no
-HTML.
+"""The plotly figures of a report: curves, the timeline of a step, time and memory by category.
 
-Texts that come from a run (names of blocks, of runs) are escaped here: plotly reads tags in them.
+Texts from a run (names of blocks, of runs) are escaped here, because plotly interprets tags in them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,10 +51,9 @@ FIGURE_LAYOUT: Mapping[str, Any] = {
 
 
 def curves_figure(records: Sequence[RunRecord]) -> go.Figure:
-    """Loss (evaluations as dots), gradient norm, learning rate and speed over the global step, every run in
-    its colour.
+    """Returns loss (evaluations as dots), gradient norm, learning rate and speed over the step.
 
-    Where a run has measured it, the noise of the gradient too.
+    A colour per run. If a run measured it, the gradient noise scale too.
     """
     lines = [line for record in records for line in record.steps]
     panels = PANELS | {
@@ -97,7 +95,10 @@ def _points(lines: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[Any]
 
 
 def timeline_figure(timeline: StepTimeline) -> go.Figure:
-    """The step on its lanes, planned above measured, on one scale of milliseconds when both are measured."""
+    """Returns the step on its streams, planned above measured.
+
+    On one scale of milliseconds if both are measured.
+    """
     parts = [bars for bars in (timeline.planned, timeline.measured) if bars]
     titles = [
         *(["planned"] if timeline.planned else []),
@@ -131,7 +132,7 @@ def timeline_figure(timeline: StepTimeline) -> go.Figure:
     title = (
         "milliseconds since the step began"
         if timeline.has_times
-        else "order and share of operations; no times are known"
+        else "scaled by operations; no times are known"
     )
     figure.update_xaxes(title_text=title, showticklabels=timeline.has_times, row=len(parts), col=1)
     return figure
@@ -157,15 +158,14 @@ def _legend(category: str, shown: set[str]) -> dict[str, Any]:
 
 
 def _row_key(row: str) -> tuple[int, int, str]:
-    """By rank (a role stands first), then run, compute, wire."""
     words = row.split()
     rank = int(words[1]) if words[0] == "rank" else -1
-    lane = next((i for i, lane in enumerate(("run", "compute", "comm")) if lane in words), 3)
-    return rank, lane, row
+    stream = next((i for i, stream in enumerate(("run", "compute", "comm")) if stream in words), 3)
+    return rank, stream, row
 
 
 def stacked_figure(rows: Mapping[str, Mapping[str, float]], title: str) -> go.Figure:
-    """A bar per row, cut into parts; `rows` is row -> part -> amount in the unit that `title` names."""
+    """Returns a stacked bar per row; `rows` is row -> category -> amount in the unit that `title` names."""
     figure = go.Figure()
     names = list(rows)
     for part in dict.fromkeys(part for parts in rows.values() for part in parts):

@@ -1,10 +1,9 @@
-"""What was predicted of a run beside what was measured: seconds of a step and where they went, bytes held and
-sent.
+"""Compares the prediction of a run with its measurements: seconds of a step by category, bytes held and sent.
 
-Of the steps the median counts, without the first, which warms up. What messages within blocks take, no trace
-tells apart from what blocks compute, nor a wait for a message from one for a rank that is late: such parts
-are held against each other as sums. Memory of a process is not only tensors, so on a CPU weights and moments
-alone are compared; on a GPU the peak of what was allocated too.
+The median of the steps counts, without the first, which warms up. A trace does not separate collectives
+inside blocks from computation, nor a transfer from a wait for a late rank: such categories are compared as
+sums. The memory of a process is not only tensors, so on a CPU only parameters and optimizer states are
+compared; on a GPU the peak of allocated memory too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,17 +18,17 @@ from meshwright.plan.job.errors import format_nbytes
 from meshwright.report.terminal.prediction import format_seconds
 from meshwright.report.timeline.run_record import RunRecord
 
-TRACE_CATEGORIES = {  # what a trace calls what was predicted
-    "blocks, with messages within": (("compute_s", "inner_comm_s"), ("forward", "backward", "other")),
-    "messages and waiting": (("exposed_comm_s", "idle_s"), ("exposed communication",)),
-    "norm and optimizer": (("optimizer_s",), ("optimizer",)),
+TRACE_CATEGORIES = {  # the categories of a prediction, and those of a trace
+    "blocks, with communication inside": (("compute_s", "inner_comm_s"), ("forward", "backward", "other")),
+    "exposed communication and waiting": (("exposed_comm_s", "idle_s"), ("exposed communication",)),
+    "gradient norm and optimizer": (("optimizer_s",), ("optimizer",)),
 }
 STATE_CATEGORIES = ("parameters", "master", "optimizer_states")
 
 
 @dataclass(frozen=True)
 class PredictionComparison:
-    """One figure, predicted and measured; `unit` is "s" or "B"."""
+    """One quantity, predicted and measured; `unit` is "s" or "B"."""
 
     quantity: str
     predicted: float
@@ -38,83 +37,87 @@ class PredictionComparison:
 
     @property
     def relative_error(self) -> float | None:
-        """By what share of the measured figure the prediction is off; None where that is 0."""
+        """The error of the prediction relative to the measurement; None if that is 0."""
         return self.predicted / self.measured - 1 if self.measured else None
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        """All of it as it is shown."""
+        """The texts of its table row."""
         show = format_seconds if self.unit == "s" else format_nbytes
-        off = "" if self.relative_error is None else f"{100 * self.relative_error:+.1f} %"
-        return self.quantity, show(self.predicted), show(self.measured), off
+        error = "" if self.relative_error is None else f"{100 * self.relative_error:+.1f} %"
+        return self.quantity, show(self.predicted), show(self.measured), error
 
 
 def compare_run(record: RunRecord) -> list[PredictionComparison]:
-    """What can be held against each other in `record`; empty where nothing was predicted, or nothing
-    measured.
-    """
-    said = record.run_info.get("prediction")
-    return list(_comparisons(record, said)) if isinstance(said, Mapping) else []
+    """Returns the comparable quantities of `record`; empty if nothing was predicted, or nothing measured."""
+    prediction = record.run_info.get("prediction")
+    return list(_comparisons(record, prediction)) if isinstance(prediction, Mapping) else []
 
 
 def comparison_table(comparisons: Sequence[PredictionComparison], name: str = "") -> Table:
-    """The figures as a table for the terminal."""
-    columns = [Column(head, justify="right") for head in ("predicted", "measured", "off by")]
+    """Returns the comparisons as a table for the terminal."""
+    columns = [Column(head, justify="right") for head in ("predicted", "measured", "error")]
     table = Table(Column(name or "per rank and step", min_width=22), *columns, box=None, header_style="bold")
     table.padding = (0, 2, 0, 0)
     for each in comparisons:
-        what, *figures = each.cells
-        table.add_row(Text(what), *figures)
+        quantity, *numbers = each.cells
+        table.add_row(Text(quantity), *numbers)
     return table
 
 
-def _comparisons(record: RunRecord, said: Mapping[str, Any]) -> Iterator[PredictionComparison]:
+def _comparisons(record: RunRecord, prediction: Mapping[str, Any]) -> Iterator[PredictionComparison]:
     measured = [
         line["seconds"] - line.get("data_s", 0.0) for line in record.steps if not line.get("skipped")
     ][1:]
-    if measured and "step_s" in said:
-        yield PredictionComparison("a step", said["step_s"], median(measured), "s")
-    if "roles" in said:
-        yield from _time_comparisons(record, said["roles"])
-    yield from _nbytes_comparisons(record, said)
+    if measured and "step_s" in prediction:
+        yield PredictionComparison("a step", prediction["step_s"], median(measured), "s")
+    if "roles" in prediction:
+        yield from _time_comparisons(record, prediction["roles"])
+    yield from _nbytes_comparisons(record, prediction)
 
 
 def _time_comparisons(
     record: RunRecord, roles: Mapping[str, Mapping[str, float]]
 ) -> Iterator[PredictionComparison]:
-    """Where a step went, as means over ranks and traced steps."""
     steps = [
         split
         for trace in record.traces.values()
         for split in trace.get("otherData", {}).get("seconds", {}).values()
     ]
-    for what, (planned, traced) in TRACE_CATEGORIES.items() if steps else ():
-        mine = fmean(sum(role.get(name, 0.0) for name in planned) for role in roles.values())
-        theirs = fmean(sum(split.get(name, 0.0) for name in traced) for split in steps)
-        if mine or theirs:
-            yield PredictionComparison(what, mine, theirs, "s")
+    for quantity, (planned, traced) in TRACE_CATEGORIES.items() if steps else ():
+        predicted_s = fmean(sum(role.get(name, 0.0) for name in planned) for role in roles.values())
+        measured_s = fmean(sum(split.get(name, 0.0) for name in traced) for split in steps)
+        if predicted_s or measured_s:
+            yield PredictionComparison(quantity, predicted_s, measured_s, "s")
 
 
-def _nbytes_comparisons(record: RunRecord, said: Mapping[str, Any]) -> Iterator[PredictionComparison]:
-    held, sent = said.get("held", {}), said.get("sent", {})
-    each = max(1, record.world // max(1, len(held)))
+def _nbytes_comparisons(record: RunRecord, prediction: Mapping[str, Any]) -> Iterator[PredictionComparison]:
+    peak_nbytes, sent = prediction.get("held", {}), prediction.get("sent", {})
+    ranks_per_role = max(1, record.world // max(1, len(peak_nbytes)))
     ranks = {
         rank: found
         for rank, found in record.rank_accounts.items()
-        if rank % each == 0 and rank // each < len(held)
+        if rank % ranks_per_role == 0 and rank // ranks_per_role < len(peak_nbytes)
     }
-    memory = {role: ranks[at * each].get("memory", {}) for at, role in enumerate(held) if at * each in ranks}
+    memory = {
+        role: ranks[index * ranks_per_role].get("memory", {})
+        for index, role in enumerate(peak_nbytes)
+        if index * ranks_per_role in ranks
+    }
     if memory:
-        fullest = max(memory, key=lambda role: sum(held[role].values()))
-        name = f" ({fullest})" if len(held) > 1 else ""
+        largest_role = max(memory, key=lambda role: sum(peak_nbytes[role].values()))
+        name = f" ({largest_role})" if len(peak_nbytes) > 1 else ""
         for kind in STATE_CATEGORIES:
-            if held[fullest].get(kind):
+            if peak_nbytes[largest_role].get(kind):
                 yield PredictionComparison(
-                    f"{kind}{name}", held[fullest][kind], memory[fullest].get(kind, 0), "B"
+                    f"{kind}{name}", peak_nbytes[largest_role][kind], memory[largest_role].get(kind, 0), "B"
                 )
         if record.run_info.get("machine", {}).get("device", "cpu") != "cpu":
             yield PredictionComparison(
-                f"at the fullest{name}", sum(held[fullest].values()), memory[fullest].get("peak", 0), "B"
+                f"peak{name}",
+                sum(peak_nbytes[largest_role].values()),
+                memory[largest_role].get("peak", 0),
+                "B",
             )
     names = (
         {action.name for _, actions in record.program.roles for action in actions}

@@ -1,14 +1,13 @@
-"""A run, or two beside each other, as one HTML file that needs no network: everything it shows is inside it.
+"""The report on one run, or on two side by side, as one HTML file that needs no network.
 
-    what differs            two runs only: the keys of their plans that differ, first of all
-    curves                  loss, gradient norm, learning rate, speed, the gradient's noise if measured, over
-                            the global step
-    per run, in a column    the plan in words, predicted beside measured, where the time went, a step on its
-                            lanes, memory,
+    what differs            two runs only: the keys in which their plans differ
+    curves                  loss, gradient norm, learning rate, speed, gradient noise if measured, over the
+                            step
+    per run, in a column    the plan, predicted beside measured, time by category, a step on its streams,
+                            memory,
                             bytes, versions and machine
 
-Every text that comes from a run is escaped. What a run has not recorded is said in its place, and how to get
-it.
+Every text from a run is escaped. What a run has not recorded is named in its place, with how to get it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,16 +28,14 @@ from meshwright.report.timeline.run_record import RunRecord, plan_differences
 from meshwright.report.timeline.step_timeline import step_timeline
 
 MAX_SHOWN_RANKS, MAX_SHOWN_ACTIONS = 8, 24
-NO_TRACE_HINT = "Train with <code>--run.trace_steps 3</code> to have some steps timed act by act."
+NO_TRACE_HINT = "Train with <code>--run.trace_steps 3</code> to time every action of some steps."
 NO_PREDICTION_HINT = (
-    "Seconds are predicted where run.hardware names what <code>meshwright "
-    "bench "
-    "device</code> has measured, or a kind."
+    "Seconds are predicted if run.hardware names a profile that <code>meshwright bench device</code> wrote, "
+    "or a kind of device."
 )
 SCHEDULE_NOTE = (
-    '<p class="note">Forwards and backwards of each part of the model, by micro-batch. Red '
-    "ground: the rank waits. Amber: it "
-    "waits for what has been sent. Below: the activations that it holds, as the program has them.</p>"
+    '<p class="note">Forwards and backwards of each stage, by microbatch. Red: the rank waits (bubble). '
+    "Amber: it waits for a message in flight. Below: the activations in memory, from the program.</p>"
 )
 PAGE_STYLE = """
 :root { color-scheme: light; }
@@ -65,7 +62,7 @@ code { background: #f4f4f5; padding: 1px 5px; border-radius: 4px; font-size: 13p
 
 
 def run_page(records: Sequence[RunRecord], version: str) -> str:
-    """The report on one run, or on two, as the text of an HTML file; `version` is that of meshwright."""
+    """Returns the report on one or two runs as the text of an HTML file; `version` is that of meshwright."""
     pair = len(records) == 2
     title = " and ".join(escape(record.name) for record in records)
     rows = zip(
@@ -85,7 +82,7 @@ def run_page(records: Sequence[RunRecord], version: str) -> str:
 
 
 def html_document(title: str, style: str, body: str) -> str:
-    """A whole page round `body`, with plotly inside; `title` is HTML."""
+    """Returns a whole page around `body`, with plotly inside; `title` is HTML."""
     head = (
         f'<meta charset="utf-8"><meta name="viewport" '
         f'content="width=device-width"><title>{title}</title><style>{style}</style>'
@@ -95,17 +92,17 @@ def html_document(title: str, style: str, body: str) -> str:
 
 
 def _run_sections(record: RunRecord, place: int, *, pair: bool) -> Iterator[str]:
-    """The sections on one run, the same for each, so that those of two stand beside each other."""
+    """The sections on one run, the same for each, so that two runs can be compared side by side."""
     yield f'<h3 class="run-{place}">{escape(record.name)}</h3>' if pair else ""
     notes = "".join(f'<p class="note warning">{escape(note)}</p>' for note in record.notes)
     yield _section("Notes", notes) if notes else "<div></div>"
     yield _section("The plan", _plan_summary(record))
     yield _section("Predicted and measured", _prediction_section(record))
-    yield _section("Where the time went", _time_section(record, place))
-    yield _section("One step", _timeline_section(record, place))
+    yield _section("Time by category", _time_section(record, place))
+    yield _section("Timeline of a step", _timeline_section(record, place))
     drawn = schedule_svg(record)
     yield (
-        _section("Who works when", f'<div class="wide">{drawn}</div>{SCHEDULE_NOTE}')
+        _section("Pipeline schedule", f'<div class="wide">{drawn}</div>{SCHEDULE_NOTE}')
         if drawn
         else "<div></div>"
     )
@@ -176,7 +173,7 @@ def _time_section(record: RunRecord, place: int) -> str:
                 part: 1e3 * seconds / said["steps"] for part, seconds in said.get("seconds", {}).items()
             }
     if not rows:
-        return f'<p class="note">The run has not recorded where its time went. {NO_TRACE_HINT}</p>'
+        return f'<p class="note">The run has not recorded its time by category. {NO_TRACE_HINT}</p>'
     note = f"Means over all steps of the last start. {NO_TRACE_HINT}"
     return (
         _figure(stacked_figure(rows, "milliseconds per step"), f"time-{place}")
@@ -192,11 +189,10 @@ def _prediction_section(record: RunRecord) -> str:
     note = "Per rank and step. " + (
         "" if "step_s" in record.run_info.get("prediction", {}) else NO_PREDICTION_HINT
     )
-    return _table(["", "predicted", "measured", "off by"], rows, numbers=True) + f'<p class="note">{note}</p>'
+    return _table(["", "predicted", "measured", "error"], rows, numbers=True) + f'<p class="note">{note}</p>'
 
 
 def _mean_times_text(record: RunRecord) -> str:
-    """The means over all steps, which cost nothing to know, in words."""
     said = record.rank_accounts.get(0, {})
     if not said.get("steps"):
         return ""
@@ -213,21 +209,16 @@ def _timeline_section(record: RunRecord, place: int) -> str:
     texts = []
     if found.planned and found.has_times:
         texts.append(
-            "Planned: the program on paper, in its order and under its waits, each act as long "
-            "as "
-            "it took on average (on the "
-            "wire: where it was quickest). Measured: as each rank played it; a message lasts "
-            "from "
-            "its issue until its result has "
-            "come, and what the compute lane stands still for it is drawn as waiting."
+            "Planned: the program, simulated in its order and with its waits; each action takes its mean "
+            "measured time (on the comm stream: its shortest). Measured: as each rank executed it; a "
+            "collective lasts from its issue until its result has arrived, and the time that the compute "
+            "stream waits for it is drawn as waiting."
         )
     elif found.planned:
-        texts.append(
-            f"The program in its order and under its waits, to the scale of its operations. {NO_TRACE_HINT}"
-        )
+        texts.append(f"The program in its order and with its waits, scaled by operations. {NO_TRACE_HINT}")
     if found.num_hidden_ranks:
         texts.append(
-            f"{found.num_hidden_ranks} more ranks are not drawn; their traces lie in the run's folder."
+            f"{found.num_hidden_ranks} more ranks are not drawn; their traces are in the folder of the run."
         )
     return _figure(timeline_figure(found), f"timeline-{place}") + "".join(
         f'<p class="note">{text}</p>' for text in texts
@@ -241,7 +232,7 @@ def _memory_section(record: RunRecord, place: int) -> str:
         for role, actions in record.program.roles:
             name = f"{role} planned" if len(record.program.roles) > 1 else "planned"
             each = held.get(role, held)  # of an older run: those of rank 0
-            rows[f"{name}, at its fullest"], rows[f"{name}, most of each"] = planned_memory(
+            rows[f"{name}, at its peak"], rows[f"{name}, peak of each category"] = planned_memory(
                 Program.from_dict({role: actions}), each
             )
     for rank, said in list(record.rank_accounts.items())[:MAX_SHOWN_RANKS]:
@@ -252,7 +243,7 @@ def _memory_section(record: RunRecord, place: int) -> str:
     drawn = {
         name: {part: nbytes / 2**20 for part, nbytes in parts.items() if part != "peak"}
         for name, parts in rows.items()
-        if not name.endswith("planned, most of each")  # which never are there together
+        if not name.endswith("planned, peak of each category")  # these peaks are at different moments
     }
     parts = dict.fromkeys(part for each in rows.values() for part in each)
     heads = ["", *(escape(name) for name in rows)]
@@ -263,7 +254,7 @@ def _memory_section(record: RunRecord, place: int) -> str:
             [escape(name), *(format_nbytes(each[part]) if part in each else "" for each in rows.values())]
         )
     note = (
-        "Planned activations are what blocks hand on; what a block keeps inside for its "
+        "Planned activations are the outputs of blocks; what a block saves inside for its "
         "backward is not in the plan."
     )
     return (
@@ -291,7 +282,7 @@ def _nbytes_section(record: RunRecord) -> str:
         else ""
     )
     return (
-        _table(["action", "what", "program", "ledger"], rows[:MAX_SHOWN_ACTIONS], numbers=True, first=2)
+        _table(["action", "transfer", "program", "ledger"], rows[:MAX_SHOWN_ACTIONS], numbers=True, first=2)
         + more
     )
 
@@ -314,9 +305,7 @@ def _section(title: str, body: str) -> str:
 def _table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False, first: int = 1
 ) -> str:
-    """A table of texts that are HTML already; with `numbers`,
-    columns from `first` on are set to the right.
-    """
+    """A table of texts that are HTML already; with `numbers`, columns from `first` on are right-aligned."""
     marks = [
         ' class="number"' if numbers and place >= first else ""
         for place in range(max(map(len, [heads, *rows])))

@@ -1,16 +1,9 @@
-"""A schedule as an SVG that needs nothing else: a row of boxes per rank, what it holds as a hill below, parts
-on one scale.
+"""A schedule as a standalone SVG: a row of boxes per rank, its memory as a curve below, all on one scale.
 
-    planned       [F0][F1]      [B0   ][B1   ]      box: its kind's colour, darker for later parts of a rank,
-                                                    a title to hover
-    rank 0        .oooo..........oooooooooooooo.    red ground: the rank waits; amber: for a message on its
-                                                    way
-    measured      ...
-
-Whoever opens it needs no network and no script.
-
-The turns of a run through the parts of its model, as an SVG for its report: planned above measured, where
-that was traced.
+planned       [F0][F1]      [B0   ][B1   ]      box: its kind's colour, darker for later virtual stages, a
+                                                tooltip
+rank 0        .oooo..........oooooooooooooo.    red ground: the rank waits; amber: for a message in flight
+measured      ...
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,10 +34,7 @@ LETTER_WIDTH = 6.5  # the width of a letter in a label
 def gantt_svg(
     schedules: Mapping[str, SpansByRank], width: int = 1100, units: DrawingUnits | None = None
 ) -> str:
-    """The `parts`, such as planned and measured, as the text of an SVG `width` pixels wide.
-
-    `units` say times and amounts.
-    """
+    """Returns the `schedules`, such as planned and measured, as an SVG `width` pixels wide."""
     units = units or DrawingUnits()
     end = max((span.end for rows in schedules.values() for row in rows for span in row), default=0.0) or 1.0
     scale = (width - LEFT - RIGHT) / end
@@ -102,15 +92,14 @@ def _title(span: TimelineSpan, units: DrawingUnits) -> str:
     which = (
         ""
         if span.kind == "~"
-        else f" of micro-batch {span.microbatch}"
-        + (f", part {span.virtual_stage} of the rank" if span.virtual_stage else "")
+        else f" of microbatch {span.microbatch}"
+        + (f", virtual stage {span.virtual_stage}" if span.virtual_stage else "")
     )
-    holds = f", {units.format_amount(span.memory)} held" if span.memory else ""
+    holds = f", {units.format_amount(span.memory)} of memory" if span.memory else ""
     return f"{what}{which}: {units.format_time(span.begin)} .. {units.format_time(span.end)}{holds}"
 
 
 def _memory_curve(row: Sequence[TimelineSpan], y: float, scale: float, most: float) -> str:
-    """What the rank holds over time, as steps."""
     base = y + MEMORY_HEIGHT
     path = [f"M{LEFT} {base:g}"]
     for span in row:
@@ -128,7 +117,7 @@ def _legend(parts: Mapping[str, SpansByRank], y: float) -> Iterator[str]:
         x += 34 + LETTER_WIDTH * len(KIND_NAMES[kind])
     if any(span.memory for rows in parts.values() for row in rows for span in row):
         yield f'<rect x="{x:g}" y="{y:g}" width="12" height="12" fill="{MEMORY_COLOUR}" fill-opacity="0.45"/>'
-        yield _text(x + 17, y + 10, "held, and its peak")
+        yield _text(x + 17, y + 10, "memory, and its peak")
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str = "", ink: str = "") -> str:
@@ -137,9 +126,7 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str =
 
 
 def schedule_svg(record: RunRecord) -> str:
-    """The drawing; "" where each rank runs the whole model, or where the run has not said what
-    its parts are.
-    """
+    """Returns the SVG of a run, planned above measured; "" without a pipeline or without recorded stages."""
     program, parts = record.program, record.run_info.get("stages", [])
     if program is None or len(program.roles) < 2 or len(parts) < 2:
         return ""

@@ -1,12 +1,13 @@
-"""A schedule drawn as text: a row per rank, a cell per unit of time, what is held below; planned above
-measured, on one scale.
+"""A schedule as text: a row per rank, a cell per unit of time, memory below.
 
-    rank 0   F0 F1 F2 .  .  B0--- F3 B1--- ...      F forward, B backward, I and W its halves; lower case: a
-                                                    rank's second part
-    rank 1   .  F0 F1 B0---          ...            . the rank waits     ~ it waits for what is on its way
-    held     1  2  3  3  3  3     3  ...            as bars; the peak stands at the end
+Planned above measured, on one scale.
 
-What is drawn are spans (core/spans.py), from whatever clock: of a schedule on paper, or of one that ran.
+    rank 0   F0 F1 F2 .  .  B0--- F3 B1--- ...      F forward, B backward, I and W its halves;
+                                                    lower case: the second virtual stage of a rank
+    rank 1   .  F0 F1 B0---          ...            . the rank waits; ~ it waits for a message in flight
+    mem  0   1  2  3  3  3  3     3  ...            memory as bars; the peak is at the end
+
+The input are spans (plan/step/simulator.py) from any clock: of a simulated schedule, or of a real run.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,23 +30,20 @@ KIND_STYLES |= {"~": "black on #fbbf24", ".": "#dc2626"}
 KIND_NAMES = {
     "F": "forward",
     "B": "backward",
-    "I": "of inputs",
-    "W": "of weights",
+    "I": "input gradients",
+    "W": "weight gradients",
     "~": "exposed communication",
     ".": "bubble",
 }
 MAX_RANKS_DRAWN = 8  # ranks that are drawn, unless all are
 UNLIMITED_COLUMNS = 10**9  # columns
-LabelledLine = tuple[str, Text, str]  # whose it is, what is drawn, what is said behind it
+LabelledLine = tuple[str, Text, str]  # label, drawing, text at the end of the line
 BAR_LEVELS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 
 @dataclass(frozen=True)
 class DrawingUnits:
-    """How times and amounts are said: `long` and `much` put a number into words.
-
-    `rank` is what a row is called.
-    """
+    """How times and amounts are formatted. `row_label` is the name of a row."""
 
     format_time: Callable[[float], str] = "{:.4g}".format
     format_amount: Callable[[float], str] = "{:.4g}".format
@@ -59,11 +57,10 @@ def gantt_view(
     *,
     draw_all: bool = False,
 ) -> RenderableType:
-    """The `parts`, such as planned and measured, below each other on one scale of at most `width` columns,
-    and a legend.
+    """Returns the `schedules` below each other on one scale of at most `width` columns, and a legend.
 
-    Of many ranks the first and the last are drawn; `whole` draws all, every act with its label, in as many
-    pieces as it needs.
+    Of many ranks the first and the last are drawn; `draw_all` draws all, every action with its label, wrapped
+    as needed.
     """
     units = units or DrawingUnits()
     end = max((span.end for rows in schedules.values() for row in rows for span in row), default=0.0)
@@ -81,7 +78,7 @@ def gantt_view(
             list(_rank_lines(rows, shown, end, scale, units)), columns, round(end * scale)
         )
         lines += (
-            [Text(f"{len(rows) - len(shown)} {units.row_label}s between them do likewise")]
+            [Text(f"{len(rows) - len(shown)} {units.row_label}s between them are not drawn")]
             if len(shown) < len(rows)
             else []
         )
@@ -94,20 +91,21 @@ def gantt_view(
 
 
 def schedule_summary(rows: SpansByRank, units: DrawingUnits | None = None) -> str:
-    """How long it takes, what share of it is bubble, and the most that a rank holds."""
+    """Returns the duration, the bubble, and the most memory of a rank, as text."""
     units = units or DrawingUnits()
     end = max((span.end for row in rows for span in row), default=0.0)
     busy = sum(span.end - span.begin for row in rows for span in row if span.kind != "~")
     bubble = 1 - busy / (end * len(rows)) if end else 0.0
     most = max((span.memory for row in rows for span in row), default=0.0)
     return f"{units.format_time(end)} long, bubble {100 * bubble:.2f} %" + (
-        f", at most {units.format_amount(most)} held" if most else ""
+        f", peak memory {units.format_amount(most)}" if most else ""
     )
 
 
 def _scale(parts: Sequence[SpansByRank], end: float, columns: int) -> float:
-    """Characters per unit of time: as many as the label of the shortest act needs,
-    or as all `columns` allow.
+    """Characters per unit of time.
+
+    As many as the label of the shortest action needs, or as all `columns` allow.
     """
     spans = [span for rows in parts for row in rows for span in row]
     shortest = min(
@@ -125,7 +123,6 @@ def _label(word: str, rank: int, units: DrawingUnits) -> str:
 def _rank_lines(
     rows: SpansByRank, shown: Sequence[int], end: float, scale: float, units: DrawingUnits
 ) -> Iterator[LabelledLine]:
-    """A line per rank, then a line of what each holds, where anything is said about it."""
     width = round(end * scale)
     for rank, row in ((rank, rows[rank]) for rank in shown):
         line, at = Text(), 0
@@ -140,16 +137,13 @@ def _rank_lines(
     for rank, row in ((rank, rows[rank]) for rank in (shown if most else ())):
         line = Text(_memory_bars(row, end, scale, most), "#ec4899")
         yield (
-            _label("held", rank, units),
+            _label("mem", rank, units),
             line,
             f" {units.format_amount(max((span.memory for span in row), default=0.0))}",
         )
 
 
 def _wrapped_lines(lines: Sequence[LabelledLine], columns: int, width: int) -> Iterator[Text]:
-    """The lines with their labels, in pieces of `columns` below each other; what is said behind a line stands
-    behind its last.
-    """
     for begin in range(0, max(width, 1), columns):
         for label, line, behind in lines:
             last = begin + columns >= width
@@ -162,7 +156,6 @@ def _wrapped_lines(lines: Sequence[LabelledLine], columns: int, width: int) -> I
 
 
 def _span_text(span: TimelineSpan, width: int) -> str:
-    """The label of an act in `width` characters: its end is left open, so that neighbours are told apart."""
     if span.kind == "~":
         return "~" * width
     label = span.label if len(span.label) < width or width == len(span.label) else span.label[0]
@@ -171,7 +164,6 @@ def _span_text(span: TimelineSpan, width: int) -> str:
 
 
 def _memory_bars(row: Sequence[TimelineSpan], end: float, scale: float, most: float) -> str:
-    """What is held at each place, in eighths of the `most` that any rank holds."""
     text = " " * round(row[0].begin * scale) if row else ""
     for span, following in pairwise([*row, TimelineSpan(".", end, end)]):
         for amount, until in ((span.memory, span.end), (span.memory_after, following.begin)):

@@ -1,9 +1,8 @@
-"""Memory and bytes of a run: what the program says, beside what each rank measured.
+"""Memory and bytes of a run: planned by the program, beside what each rank measured.
 
-Memory of the program is what its actions take and have not freed, at the moment when all of it together is
-largest, beside what a rank holds all the time. Its activations are what the blocks hand on, and what they
-keep inside for their backward, as the trial run has found it. Bytes are those that leave the busiest rank in
-a step, by the formula of the collective or the rounds of its algorithm.
+Planned memory is what the actions have allocated and not freed, at its peak, plus what a rank holds all the
+time. Its activations are the outputs and saved activations of blocks, as found by the trial. Bytes are those
+that leave the busiest rank in a step, by the formula of the collective or the rounds of its algorithm.
 """
 
 from collections import Counter
@@ -37,8 +36,9 @@ CATEGORY_ORDER = ("parameters", "master", "gradients", "optimizer_states", "buck
 
 @dataclass(frozen=True)
 class ActionBytes:
-    """The bytes of one action per step, of the rank that sends most: by the program, and by the ledgers
-    (None: there is none).
+    """The bytes of one action per step, of the rank that sends most: planned, and measured (None.
+
+    Unknown).
     """
 
     action: str
@@ -50,10 +50,9 @@ class ActionBytes:
 def planned_memory(
     program: Program, state_nbytes: Mapping[str, int]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes by category when the fullest role is at its fullest, and the most that each category takes at any
-    time.
+    """Returns the bytes by category at the peak of the fullest role.
 
-    `held` is there all the time.
+    And the maximum of each category at any time. `state_nbytes` is allocated all the time.
     """
     fullest: Counter[str] = Counter()
     most: Counter[str] = Counter()
@@ -78,7 +77,7 @@ def planned_memory(
 
 
 def memory_category(name: str) -> str:
-    """What kind of memory the hold `name` is."""
+    """Returns the memory category of an allocation."""
     word = name.split("(")[0].rstrip(" 0123456789")
     return CATEGORY_OF_ALLOCATION.get(word, word)
 
@@ -92,11 +91,10 @@ def _ordered(found: Mapping[str, int]) -> dict[str, int]:
 
 
 def sent_by_action(record: RunRecord) -> list[ActionBytes]:
-    """What each action sends in a step, in the order of the program; then what was sent beside the steps, as
-    a total.
+    """Returns what each action sends in a step, in the order of the program; then other traffic, as totals.
 
-    What one rank sends another is one line for all micro-batches; an action of several roles is told once, of
-    the busiest.
+    Messages between two ranks are one line for all micro-batches; an action of several roles is listed once,
+    for the busiest.
     """
     listed: dict[str, dict[str, list[Action]]] = {}
     for role, actions in record.program.roles if record.program else ():
@@ -128,7 +126,7 @@ def sent_by_action(record: RunRecord) -> list[ActionBytes]:
             }
         )
     return found + [
-        ActionBytes(name, "in all, beside the steps", None, nbytes) for name, nbytes in sorted(beside.items())
+        ActionBytes(name, "total outside the steps", None, nbytes) for name, nbytes in sorted(beside.items())
     ]
 
 

@@ -1,14 +1,14 @@
-"""What the folder of a run holds, read for its report: forgiving where a run was killed, or is still going.
+"""Reads what the folder of a run holds, also of a run that was killed or is still going.
 
     metrics.jsonl       a line per step, and lines of a `kind` (evaluation, ...); of several of one step the
                         last counts
     plan.toml           every key of the plan
-    run_info.json          the plan in words, its program, versions, machine
+    run_info.json       summary of the plan, its program, versions, machine
     ranks/rank-N.json   seconds, memory and bytes sent, per rank
-    trace/rank-N.json   traced steps, act by act
+    trace/rank-N.json   traced steps, action by action
 
-Only metrics or a plan must be there. Nothing is written, nothing is run, neither the model nor the data is
-needed. What is missing or damaged is a note, in words.
+Only metrics or a plan must exist. Nothing is written or run, and neither the model nor the data is needed.
+Missing or damaged files become notes.
 """
 
 import json
@@ -45,7 +45,7 @@ class RunRecord:
 
 
 def read_run_record(folder: Path) -> RunRecord:
-    """What the run in `folder` left. Raises PlanError for a folder that is none of a run."""
+    """Returns what the run in `folder` recorded. Raises PlanError for a folder that is not a run's."""
     _check_run_folder(folder)
     notes: list[str] = []
     lines = list(_metric_lines(folder / "metrics.jsonl", notes))
@@ -71,8 +71,9 @@ def read_run_record(folder: Path) -> RunRecord:
 
 
 def plan_differences(first: RunRecord, second: RunRecord) -> list[tuple[str, str, str]]:
-    """The keys in which two plans differ, each with both values; what only names a place or a file is left
-    out.
+    """Returns the keys in which two plans differ, each with both values.
+
+    Without names of places and files.
     """
     skipped = ("plan_hash", "version", "run.folder")
     keys = dict.fromkeys([*first.settings, *second.settings])
@@ -123,7 +124,6 @@ def _metric_lines(path: Path, notes: list[str]) -> Iterator[JSONObject]:
 
 
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    """The JSON object in `path`; empty when there is none."""
     if not path.is_file():
         return {}
     try:
@@ -137,9 +137,7 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _by_rank(folder: Path, world: object, notes: list[str]) -> dict[int, JSONObject]:
-    """The object of each rank that the run has; files of ranks beyond `world` are left from an
-    earlier start.
-    """
+    """The object of each rank; files of ranks beyond `world` are left from an earlier start."""
     found = {}
     for path in folder.glob("rank-*.json"):
         number = path.stem.removeprefix("rank-")
@@ -160,7 +158,7 @@ def _program(about: JSONObject, notes: list[str]) -> Program | None:
 
 
 def _settings(path: Path, notes: list[str]) -> dict[str, Any]:
-    """The keys of a plan file, dotted; the strategies by their place in the list."""
+    """The keys of a plan file, dotted; strategies by their position."""
     if not path.is_file():
         return {}
     try:

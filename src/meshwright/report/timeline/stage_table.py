@@ -1,5 +1,6 @@
-"""A model in parts, as tables and as a drawing: which blocks lie where, what crosses each border, and who
-works when.
+"""The stages of a pipelined plan, as tables and a chart.
+
+Their blocks, the values that cross each boundary, the schedule.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,15 +31,14 @@ FLOP_PREFIXES = ("", "K", "M", "G", "T", "P")
 
 
 def stage_block_calls(plan: Plan) -> BlockCallsByStage:
-    """The visits of each part, in order of the forward; one part where each rank runs the whole model."""
+    """Returns the block calls of each stage, in order of the forward; one stage without a pipeline."""
     return [part.block_calls for part in plan.sharding.stages] or [plan.model_spec.block_calls]
 
 
 def stages_view(plan: Plan, *, show_all: bool = False) -> RenderableType | None:
-    """The parts of `plan`, the values between them and the order of the turns; None where each rank runs the
-    whole model.
+    """Returns the stages of `plan`, the values between them and the schedule; None without a pipeline.
 
-    `every` shows all rows, and the drawing with every label.
+    `show_all` shows all rows, and the chart with every label.
     """
     if not plan.sharding.block_calls_by_pp_rank or plan.model_spec.stage_boundaries is None:
         return None
@@ -54,7 +54,7 @@ def stages_view(plan: Plan, *, show_all: bool = False) -> RenderableType | None:
 
 @dataclass(frozen=True)
 class _ScheduleDrawing:
-    """The turns on paper, as wide as the terminal is."""
+    """The simulated schedule, as wide as the terminal."""
 
     plan: Plan
     show_all: bool
@@ -69,7 +69,7 @@ class _ScheduleDrawing:
             row_label(self.plan.mesh.world_size, len(found)),
         )
         yield gantt_view(
-            {"planned, by operations" if known else "planned": found},
+            {"planned, scaled by operations" if known else "planned": found},
             options.max_width - AMOUNT_COLUMNS,
             units,
             draw_all=self.show_all,
@@ -77,34 +77,33 @@ class _ScheduleDrawing:
 
 
 def simulated_spans(plan: Plan) -> SpansByRank:
-    """When each role of `plan` is at which turn, to the scale of its operations; messages take no time."""
+    """Returns the schedule of `plan`, to the scale of its FLOPs; messages take no time."""
     return gantt_rows(simulated_actions(plan.program, {}), plan.program, stage_block_calls(plan))
 
 
 def row_label(world: int, roles: int) -> str:
-    """What a row of a drawing is called: a rank, or a stage where several ranks have the same role."""
-    return "rank" if world == roles else "stage"
+    """Returns the name of a row: a rank, or a stage if several ranks have the same role."""
+    return "rank" if world == roles else "pp rank"
 
 
 def _idle_warning(plan: Plan) -> Iterator[Text]:
-    """A word where there are too few micro-batches to keep all ranks of a line at work."""
+    """A warning if there are too few micro-batches to keep all pp ranks busy."""
     ranks = len(plan.sharding.block_calls_by_pp_rank)
     if plan.num_microbatches < ranks:
         found = simulated_spans(plan)
-        said = schedule_summary(found).split(", ")[1]
+        bubble = schedule_summary(found).split(", ")[1]
         text = (
-            f"{plan.num_microbatches} micro-batch{'es' if plan.num_microbatches > 1 else ''} "
-            f"for {ranks} ranks in a line: {said}. "
+            f"{plan.num_microbatches} microbatch{'es' if plan.num_microbatches > 1 else ''} "
+            f"for {ranks} pipeline stages: {bubble}. "
         )
         text += (
             f"With a smaller micro_batch (now {plan.micro_batch}), or a larger train.batch, "
-            f"more of them work at a time"
+            f"the bubble is smaller"
         )
         yield Text(f"{text}\n", style="yellow")
 
 
 def _format_flops(end: float, flops: float) -> str:
-    """Operations, in the unit that fits the longest."""
     power = next(
         (power for power in range(len(FLOP_PREFIXES) - 1) if end < 1000 ** (power + 1)),
         len(FLOP_PREFIXES) - 1,
@@ -117,11 +116,11 @@ def _format_amount(amount: float) -> str:
 
 
 def _stages_table(plan: Plan, *, show_all: bool) -> Table:
-    heads = ("parameters", "work", "in flight")
+    heads = ("parameters", "FLOPs", "in flight")
     columns = [Column(head, justify="right") for head in heads]
     where = row_label(plan.mesh.world_size, len(plan.sharding.block_calls_by_pp_rank))
     table = Table(
-        Column("part"),
+        Column("stage"),
         Column(where),
         Column("blocks", overflow="fold"),
         *columns,
@@ -159,12 +158,12 @@ def _stages_table(plan: Plan, *, show_all: bool) -> Table:
     return table
 
 
-def _values_table(plan: Plan, borders: StageBoundaries, *, show_all: bool) -> Table:
-    """What is live at each border, skips over several parts at each that they pass."""
+def _values_table(plan: Plan, boundaries: StageBoundaries, *, show_all: bool) -> Table:
+    """The values that cross each boundary; skips over several stages are listed at each boundary."""
     columns = (
-        Column("border"),
+        Column("boundary"),
         Column("value", overflow="fold"),
-        Column("goes"),
+        Column("stages"),
         Column("shape"),
         Column("bytes", justify="right"),
     )
@@ -173,7 +172,7 @@ def _values_table(plan: Plan, borders: StageBoundaries, *, show_all: bool) -> Ta
     found = [
         (number, value)
         for number, cut in enumerate(plan.sharding.split_points, start=1)
-        for value in borders.live_values(cut)
+        for value in boundaries.live_values(cut)
     ]
     for number, value in _first_rows(found, show_all=show_all):
         table.add_row(
@@ -192,14 +191,13 @@ def _values_table(plan: Plan, borders: StageBoundaries, *, show_all: bool) -> Ta
 
 
 def _route_text(value: StageValue, of: dict[str, int]) -> str:
-    """From part to part: a value goes from each that uses it to the next one that does."""
     return " > ".join(map(str, sorted({of[value.producer], *(of[visit] for visit in value.consumers)})))
 
 
-def _value_size(value: StageValue, rows: int) -> tuple[str, str]:
-    shape = " x ".join(map(str, value.shape(rows)))
-    back = ", and back" if value.needs_grad else ""
-    return f"{shape} {value.dtype}", f"{format_nbytes(value.nbytes(rows))}{back}"
+def _value_size(value: StageValue, num_samples: int) -> tuple[str, str]:
+    shape = " x ".join(map(str, value.shape(num_samples)))
+    back = ", gradient back" if value.needs_grad else ""
+    return f"{shape} {value.dtype}", f"{format_nbytes(value.nbytes(num_samples))}{back}"
 
 
 def _first_rows(found: Sequence[Row], *, show_all: bool) -> Iterator[Row]:
@@ -208,4 +206,7 @@ def _first_rows(found: Sequence[Row], *, show_all: bool) -> Iterator[Row]:
 
 def _caption_hidden(table: Table, count: int, *, show_all: bool) -> None:
     if count > MAX_ROWS and not show_all:
-        table.caption, table.caption_justify = f"and {count - MAX_ROWS} more (--all shows them)", "left"
+        table.caption, table.caption_justify = (
+            f"and {count - MAX_ROWS} more (--all-actions shows them)",
+            "left",
+        )

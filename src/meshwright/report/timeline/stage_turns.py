@@ -1,13 +1,11 @@
-"""Who ran which part of a model for which micro-batch, and when: turns, of a program on paper or of a step
-that was traced.
+"""Which rank runs which stage for which microbatch, and when: from a simulated program or a traced step.
 
-A turn is a run of actions of one kind on one part for one micro-batch: its forwards, its backwards, or a half
-of those. It lasts from the begin of the first to the end of the last, what lies between them included. Where
-a rank is free and what its next turn takes is on its way, it waits for a message; until that was sent, nobody
-could have helped it.
+A *turn* is a run of actions of one kind on one stage for one microbatch: its forwards, its backwards, or a
+half of those. It lasts from the begin of the first to the end of the last. A rank that is idle while the
+input of its next turn is in flight waits for a message; before that was sent, the wait is a bubble.
 
-    actions   F F F F  .....  RECV  B B B B         spans   F0  . ~  B0        (core/spans.py)
-    held      what these actions take and have not freed of activations, messages that have come included
+    actions   F F F F  .....  RECV  B B B B         spans   F0  . ~  B0        (plan/step/simulator.py)
+    memory    activations that these actions have allocated and not freed, received messages included
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,10 +40,9 @@ class TimedAction:
 
 
 def simulated_actions(program: Program, seconds: Mapping[str, float]) -> dict[str, list[TimedAction]]:
-    """When each role does what, with what each action takes by its name; without any, to the scale of their
-    operations.
+    """Returns when each role runs which action, given seconds by action name.
 
-    Raises Stuck where somebody waits for ever.
+    Without any, to the scale of their FLOPs. Raises SimulationDeadlock if an action waits forever.
     """
     known = any(action.flops for _, actions in program.roles for action in actions)
 
@@ -78,7 +75,10 @@ def gantt_rows(
 
 
 def max_in_flight(actions: Iterable[Action], block_calls: Sequence[str]) -> int:
-    """The most micro-batches whose forward through `part` has begun and whose backward has not ended."""
+    """Returns the maximum number of microbatches in flight through the blocks of a stage.
+
+    A microbatch is in flight from the begin of its forward to the end of its backward.
+    """
     now: set[int | None] = set()
     most = 0
     for action in actions:
@@ -151,9 +151,7 @@ def _span_row(
 
 
 def _send_times(role: str, actions: Sequence[Action], sent: Mapping[str, float]) -> dict[str, float]:
-    """By action, when the last of what it waits for began to be sent; only of those that wait for another
-    role.
-    """
+    """By action, when the last message from another role that it waits for began to be sent."""
     known = {action.name: action for action in actions}
 
     def sources(action: Action) -> Iterator[str]:
@@ -174,7 +172,6 @@ def _send_times(role: str, actions: Sequence[Action], sent: Mapping[str, float])
 
 
 def _activation_nbytes(actions: Sequence[Action]) -> dict[str, tuple[int, int]]:
-    """By action, the bytes of activations that are there during it, and behind it."""
     found, now = {}, dict[str, int]()
     for action in actions:
         now |= {
@@ -192,10 +189,9 @@ def _activation_nbytes(actions: Sequence[Action]) -> dict[str, tuple[int, int]]:
 def traced_actions(
     program: Program, traces: Mapping[int, Sequence[Mapping[str, Any]]], step: int, world: int
 ) -> dict[str, list[TimedAction]]:
-    """When the first rank of each role did what in a traced step, in milliseconds; `traces` are events of
-    each rank.
+    """Returns when the first rank of each role ran what in a traced step, in milliseconds.
 
-    The glue of a forward belongs to it: from where the model's own forward was called, until it returned.
+    The glue code of a forward belongs to it: from the call of the model's own forward until it returned.
     """
     ranks = max(1, world // len(program.roles))  # of each role, one behind the other
     found: dict[str, list[TimedAction]] = {}
@@ -214,8 +210,9 @@ def traced_actions(
 
 
 def _extend_with_glue(acts: Sequence[TimedAction], begin: float, end: float) -> list[TimedAction]:
-    """`acts`, of which the first forward that lies within the glue begins with it, and the last one ends with
-    it.
+    """`acts`, of which the first forward inside the glue event begins with it.
+
+    And the last one ends with it.
     """
     inside = [
         act

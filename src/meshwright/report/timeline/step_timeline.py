@@ -1,15 +1,14 @@
-"""One step as bars on lanes: as the program has it, and as every rank was seen to play it.
+"""One step as bars on streams: planned by the program, and measured on every rank.
 
-*Measured* is what a trace says: from the begin of an act to its end, on the clock of its rank. *Planned* is
-the program played on paper (core/clock.py): the same acts in the order of the list and under its waits, each
+*Measured* is what a trace has: from the begin of an action to its end, on the clock of its rank. *Planned* is
+the simulated program (plan/step/simulator.py): the same actions in program order and under their waits, each
 as long as
 
-    on the compute lane   it took on average, over all ranks and traced steps
-    on the wire           it took where it was quickest, over the same: there it waited least for slower ranks
+    on the compute stream   its mean, over all ranks and traced steps
+    on the comm stream      its minimum over the same: there it waited least for slower ranks
 
-so that what is longer below than above is waiting, and what is missing above is time between acts that no act
-accounts for. Without a trace nothing is known of seconds; then the plan is drawn to the scale of its
-operations, as an order.
+so a bar that is longer below than above is waiting, and a gap is time between actions. Without a trace no
+seconds are known; then the plan is drawn to the scale of its FLOPs.
 """
 
 from collections import defaultdict
@@ -64,9 +63,7 @@ EventsByRank = Mapping[int, Sequence[Mapping[str, Any]]]  # of each rank
 
 @dataclass(frozen=True)
 class TimelineBar:
-    """One act: the row it stands in, when it begins and how long it takes (milliseconds), and what it says of
-    itself.
-    """
+    """One action: its row, begin and length (milliseconds), and details."""
 
     row: str
     name: str
@@ -78,7 +75,10 @@ class TimelineBar:
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """Bars of one step, planned and measured; `step` is None and `scaled` False when nothing was measured."""
+    """Bars of one step, planned and measured.
+
+    `step` is None and `has_times` False if nothing was measured.
+    """
 
     planned: list[TimelineBar]
     measured: list[TimelineBar]
@@ -88,7 +88,7 @@ class StepTimeline:
 
 
 def step_timeline(record: RunRecord) -> StepTimeline | None:
-    """The timeline of a run; None when neither its program nor a trace is there."""
+    """Returns the timeline of a run; None without both a program and a trace."""
     events, step = traced_steps(record)
     if record.program is None and step is None:
         return None
@@ -110,9 +110,9 @@ def step_timeline(record: RunRecord) -> StepTimeline | None:
 
 
 def traced_steps(record: RunRecord) -> tuple[EventsByRank, int | None]:
-    """The acts of traced steps of each rank, and the step to be drawn: of all, the middle one by length.
+    """Returns the events of traced steps of each rank, and the step to draw: the one of median length.
 
-    That is neither a hiccup nor a lucky one. None when nothing was traced.
+    None if nothing was traced.
     """
     events = {rank: _step_events(trace) for rank, trace in record.traces.items()}
     seen = sorted({step for each in events.values() for event in each for step in [event["args"]["step"]]})
@@ -120,10 +120,10 @@ def traced_steps(record: RunRecord) -> tuple[EventsByRank, int | None]:
 
 
 def action_durations_ms(record: RunRecord, events: EventsByRank) -> dict[str, float]:
-    """Milliseconds of each action by its name, as a program on paper takes them.
+    """Returns milliseconds of each action by its name, for the simulation of a program.
 
-    A message from one rank to another takes what passed, where that was shortest, from when both were at it
-    until it had come: nobody is told when it left.
+    A message between two ranks takes the shortest time from when both had started until it was received: its
+    departure is not recorded.
     """
     known = event_durations_ms(events.values())
     if record.program is None:
@@ -150,7 +150,10 @@ def action_durations_ms(record: RunRecord, events: EventsByRank) -> dict[str, fl
 
 
 def event_durations_ms(events: Any) -> dict[str, float]:
-    """Milliseconds of each action by its name: the mean on the compute lane, the least on the wire."""
+    """Returns milliseconds of each action by its name.
+
+    The mean on the compute stream, the minimum on the comm stream.
+    """
     found: dict[str, list[float]] = defaultdict(list)
     wire: set[str] = set()
     for event in (event for each in events for event in each):
@@ -162,7 +165,6 @@ def event_durations_ms(events: Any) -> dict[str, float]:
 
 
 def _step_events(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The events of a trace that have a length and belong to a step."""
     events = trace["traceEvents"]
     return [
         each
