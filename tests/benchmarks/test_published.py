@@ -245,7 +245,7 @@ def test_a_planner_that_knows_nothing_of_pipelines_scores_badly():
         ({"tp": "nan"}, "tp is 'nan', no number above 0"),
         ({"cp": "0.5"}, "cp is '0.5', no number above 0"),
         ({"layers": "-4"}, "layers is '-4', no number above 0"),
-        ({"heads": "7"}, "hidden 5120 is no multiple of heads 7"),
+        ({"heads": "7"}, "hidden 5120 is not a multiple of heads 7"),
         ({"pp": "64", "layers": "40"}, "pp 64 for 40 layers"),
     ],
 )

@@ -26,8 +26,8 @@ from meshwright.plan.hardware.network_model import (
 from meshwright.plan.job.errors import PlanError
 from meshwright.planner.program_cost.device_time import RatedDeviceTime
 from meshwright.planner.program_cost.network_time import (
-    RatedNetworkTime,
     MeasuredNetworkTime,
+    RatedNetworkTime,
     UnknownNetworkTime,
 )
 from meshwright.run.measure.measured_files import write_profile
@@ -157,7 +157,7 @@ def test_a_kind_of_device_has_its_links_and_its_peak():
         ("h1000", "", "'h1000' is no device that is known here"),
         ("none.toml", "", "there is no such file"),
         ("h100", "none.toml", "there is no such file"),
-        ("h100", "cluster.toml", "the links are those of A CPU"),
+        ("h100", "cluster.toml", "the links were measured on A CPU"),
     ],
 )
 def test_what_cannot_be_priced_is_refused(folder: Path, hardware: str, cluster: str, said: str):

@@ -48,24 +48,24 @@ def test_a_method_for_rows_in_parts_divides_them_so(method: str, swapping: set[i
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("tp=8", "pp=7"), "pp 7 on 64 devices"),
-        (("tp=8", "pp=16"), "tp 8 x pp 16 are 128 ranks, and there are 64 devices"),
-        (("dp=2", "tp=2", "pp=2", "cp=2"), "are 16 ranks, and there are 64 devices"),
-        (("tp=32",), "tp 32 ranks share 16 heads"),
+        (("tp=8", "pp=7"), "pp 7 does not divide 64 devices"),
+        (("tp=8", "pp=16"), "tp 8 x pp 16 are 128 ranks, which does not match 64 devices"),
+        (("dp=2", "tp=2", "pp=2", "cp=2"), "are 16 ranks, which does not match 64 devices"),
+        (("tp=32",), "tp 32 does not divide 16 attention heads"),
         (("pp=32",), "pp 32 for 24 layers"),
-        (("pp=16", "virtual_stages=2"), "pp 16 x 2 chunks for 24 layers"),
-        (("micro_batch=3",), "a batch of 256 rows in micro-batches of 3"),
-        (("dp=8", "micro_batch=5"), "32 rows of a copy in micro-batches of 5"),
-        (("zero=4",), "stages are 0, 1, 2 and 3"),
-        (("zero=0", "dp_shard=2"), "groups of 2 copies share nothing"),
-        (("dp=8", "dp_shard=3"), "groups of 3 copies of dp 8"),
-        (("zero=1", "dp=1", "cp=1"), "shares of stage 1 on one copy"),
-        (("schedule=zb_v", "pp=1"), "pp 1, and what is fixed needs several ranks along it"),
-        (("schedule=zb_v", "virtual_stages=3"), "3 chunks, and zb_v has 2"),
+        (("pp=16", "virtual_stages=2"), "pp 16 x 2 virtual stages for 24 layers"),
+        (("micro_batch=3",), "a batch of 256 samples in microbatches of 3"),
+        (("dp=8", "micro_batch=5"), "32 samples per replica in microbatches of 5"),
+        (("zero=4",), "zero: ZeRO stage 4\n  repair: choose stage 0, 1, 2 or 3"),
+        (("zero=0", "dp_shard=2"), "ZeRO groups of 2 replicas with ZeRO stage 0"),
+        (("dp=8", "dp_shard=3"), "ZeRO groups of 3 replicas, of dp 8"),
+        (("zero=1", "dp=1", "cp=1"), "ZeRO stage 1 on one data-parallel replica"),
+        (("schedule=zb_v", "pp=1"), "pp 1, but another setting needs several ranks along pp"),
+        (("schedule=zb_v", "virtual_stages=3"), "3 virtual stages per rank, but zb_v takes 2"),
         (("schedule=zbv",), "did you mean 'zb_v'?"),
         (("activation_checkpointing=all",), "choose one of: layers, none"),
         (("context_parallel=ulises",), "did you mean 'ulysses'?"),
-        (("context_parallel=ulysses", "cp=32"), "cp 32 ranks exchange tokens for 16 heads"),
+        (("context_parallel=ulysses", "cp=32"), "cp 32 ranks exchange tokens for 16 attention heads"),
         (("tpp=8",), "did you mean 'tp'?"),
         (("tp=two",), "tp is 'two'"),
         (("tp=0",), "tp 0"),
@@ -74,8 +74,8 @@ def test_a_method_for_rows_in_parts_divides_them_so(method: str, swapping: set[i
         (("tp=\u00b2",), "tp is '\u00b2'"),
         (("tp=2", "tp=4"), "tp is set to 2 and to 4"),
         (("schedule=1f1b", "schedule=zb_v"), "schedule is set to 1f1b and to zb_v"),
-        (("dp_shard=3",), "groups of 3 copies on 64 devices"),
-        (("zero=3", "dp=1"), "no copies are left that share states as shards 3 says"),
+        (("dp_shard=3",), "ZeRO groups of 3 replicas on 64 devices"),
+        (("zero=3", "dp=1"), "no mesh has the data-parallel replicas for ZeRO stage 3"),
     ],
 )
 def test_what_contradicts_itself_is_told_with_what_is_needed(words: tuple[str, ...], said: str):
@@ -100,9 +100,7 @@ def test_all_contradictions_are_told_at_once():
 
 
 def test_rows_too_short_for_their_ranks_are_told():
-    with pytest.raises(
-        PlanError, match="cp 64 ranks take an early and a late part each of rows of 64 tokens"
-    ):
+    with pytest.raises(PlanError, match="cp 64 splits sequences of 64 tokens into 128 chunks"):
         run_search(SearchOptions(f"{SMALL} sequence 64", 64, "a100", 256, constraints=("cp=64",)))
 
 

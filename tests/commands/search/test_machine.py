@@ -46,7 +46,7 @@ def test_a_measured_device_with_measured_links_is_a_machine_and_says_so(files: t
     found, notes = search_machine(files[0], 8, files[1], "", shapes)
     assert (found.num_devices, found.devices_per_host, found.device.name) == (8, 8, "Abacus 7")
     assert found.link_rate == pytest.approx(LINK, rel=0.05)
-    assert "4 ranks at most were measured: links of 8 are taken to be as fast" in notes
+    assert "at most 4 ranks were measured: links of 8 are assumed to be as fast" in notes
     assert (
         "a device is 2 threads of Abacus 7, measured alone: ranks of a host need as many cores each" in notes
     )
@@ -61,7 +61,7 @@ def test_a_traced_run_teaches_what_computing_and_sending_take(files: tuple[str, 
     assert now.compute > 2 * planned.compute
     sent = (1 << 22) / found.link_rate + 2 * found.rates.latency_s
     assert sent == pytest.approx(SENT_S, rel=1e-3)
-    assert "computing took" in notes[-1]
+    assert "computation took" in notes[-1]
 
 
 def test_a_run_without_a_trace_teaches_one_factor(files: tuple[str, str], tmp_path: Path):

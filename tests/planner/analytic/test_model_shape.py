@@ -59,28 +59,28 @@ def test_all_that_is_wrong_with_a_shape_is_said_at_once():
     with pytest.raises(PlanError) as raised:
         parse_shape("bad: layer 4 hidden many heads 3")
     text = str(raised.value)
-    assert "'layer' is no size of a model" in text
+    assert "'layer' is not a size of a model" in text
     assert "did you mean 'layers'?" in text
-    assert "hidden without a whole number behind it" in text
-    assert "nothing is said of layers, hidden" in text
+    assert "hidden without a whole number after it" in text
+    assert "no value for layers, hidden" in text
 
 
 def test_sizes_that_no_model_has_are_refused():
-    with pytest.raises(PlanError, match="hidden 100 is no multiple of heads 3"):
+    with pytest.raises(PlanError, match="hidden 100 is not a multiple of heads 3"):
         parse_shape("odd: layers 2 hidden 100 heads 3")
     with pytest.raises(PlanError, match="kv_heads 4 do not divide heads 6"):
         parse_shape("odd: layers 2 hidden 96 heads 6 kv_heads 4")
-    with pytest.raises(PlanError, match="layers 0; needed is a whole number above 0"):
+    with pytest.raises(PlanError, match="layers is 0, and must be a whole number above 0"):
         parse_shape("odd: layers 0 hidden 96 heads 6")
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("twice: layers 2 hidden 96 heads 3 layers 4", "layers is said twice"),
-        ("less: layers -2 hidden 96 heads 3", "layers without a whole number behind it, but '-2'"),
-        ("odd: layers \u00b2 hidden 96 heads 3", "layers without a whole number behind it, but '\u00b2'"),
-        ("under: layers 2_ hidden 96 heads 3", "layers without a whole number behind it, but '2_'"),
+        ("twice: layers 2 hidden 96 heads 3 layers 4", "layers is given twice"),
+        ("less: layers -2 hidden 96 heads 3", "layers without a whole number after it, but '-2'"),
+        ("odd: layers \u00b2 hidden 96 heads 3", "layers without a whole number after it, but '\u00b2'"),
+        ("under: layers 2_ hidden 96 heads 3", "layers without a whole number after it, but '2_'"),
     ],
 )
 def test_a_size_that_is_no_number_or_is_said_twice_is_refused(text: str, said: str):

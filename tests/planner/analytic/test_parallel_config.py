@@ -28,9 +28,9 @@ def test_a_layout_that_no_plan_can_have_is_told_with_the_repair():
     layout = ParallelConfig(tp=8, pp=31, virtual_stages=2, num_microbatches=3)
     said = [str(fault) for fault in layout.diagnostics(SHAPE)]
     assert len(said) == 3
-    assert "tp 8 ranks share 52 heads" in said[0]
-    assert "pp 31 x 2 chunks for 60 layers" in said[1]
-    assert "3 micro-batches in chunks on pp 31" in said[2]
+    assert "tp 8 does not divide 52 attention heads" in said[0]
+    assert "pp 31 x 2 virtual stages for 60 layers" in said[1]
+    assert "3 microbatches with virtual stages on pp 31" in said[2]
     assert all("repair: " in text for text in said)
     assert not list(ParallelConfig(tp=4, pp=4, virtual_stages=3, num_microbatches=8).diagnostics(SHAPE))
 
@@ -42,14 +42,14 @@ def test_groups_and_directions_that_no_plan_can_have_are_told():
             dp=6, cp=4, ulysses_degree=3, zero_group_size=4, zero_stage=1
         ).diagnostics(SHAPE)
     )
-    assert "3 of cp 4 ranks exchange tokens for 52 heads" in said
-    assert "shares among 4 of dp 6 copies at stage 1" in said
+    assert "3 of cp 4 ranks exchange tokens for 52 attention heads" in said
+    assert "ZeRO stage 1 in groups of 4 of dp 6 replicas" in said
     assert any(
-        "two micro-batches" in str(fault)
+        "two microbatches" in str(fault)
         for fault in ParallelConfig(pp=4, num_microbatches=1, schedule_profile=DUALPIPE).diagnostics(SHAPE)
     )
     assert any(
-        "even number of ranks" in str(fault)
+        "even pp" in str(fault)
         for fault in ParallelConfig(pp=3, num_microbatches=6, schedule_profile=DUALPIPE).diagnostics(SHAPE)
     )
     assert not list(

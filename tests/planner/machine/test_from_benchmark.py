@@ -90,7 +90,7 @@ def test_the_facts_of_a_known_device_stay_and_its_shares_are_those_measured():
 def test_a_device_that_nobody_measured_in_16_bits_is_refused():
     found = replace(profile(), matmuls=tuple(each for each in profile().matmuls if each.dtype == "float32"))
     with pytest.raises(
-        PlanError, match="products in float32 were measured, and plans are chosen for 16 bits"
+        PlanError, match="matmuls were measured in float32 only, and the search needs a 16-bit dtype"
     ):
         measured_rates(found, measured_device(found))
 
@@ -122,18 +122,18 @@ def test_links_between_hosts_are_those_of_a_device_of_which_a_host_has_several()
     assert all_gather_seconds(given, 1 << 26, 8, 1, 8) == pytest.approx(
         half(8, 1 << 26, 4 * CARD, 2 * LATENCY_S), rel=0.1
     )
-    assert "8 ranks at most were measured: links of 16 are taken to be as fast" in notes
+    assert "at most 8 ranks were measured: links of 16 are assumed to be as fast" in notes
     assert any("among 8 ranks on hosts of 4" in note for note in notes)
 
 
 def test_one_host_that_was_measured_says_nothing_of_links_between_hosts():
     found = cluster(series(2, LINK, LATENCY_S))
     with pytest.raises(
-        PlanError, match="16 devices on hosts of 4, and links between hosts were not measured"
+        PlanError, match="16 devices on hosts of 4, but links between hosts were not measured"
     ):
         with_measured_links(own(16, devices_per_host=4), found)
     _, notes = with_measured_links(own(16, devices_per_host=4, nic_rate=25e9), found)
-    assert any("between hosts nothing was measured: 25 GB/s per device" in note for note in notes)
+    assert any("links between hosts were not measured: 25 GB/s per device" in note for note in notes)
 
 
 def test_hosts_that_were_measured_only_together_need_a_link_inside():
@@ -145,7 +145,8 @@ def test_hosts_that_were_measured_only_together_need_a_link_inside():
 
 def test_links_of_another_machine_are_refused():
     with pytest.raises(
-        PlanError, match=r"the links are those of Abacus 7, 4 cores [(]over gloo[)], and the devices are H100"
+        PlanError,
+        match=r"the links were measured on Abacus 7, 4 cores [(]over gloo[)], but the devices are H100",
     ):
         with_measured_links(make_machine("h100", 8), cluster(series(2, LINK, LATENCY_S)))
     taken, _ = with_measured_links(

@@ -38,10 +38,10 @@ def test_everything_that_is_sent_takes_so_many_times_as_long_inside_a_host_and_b
 
 
 def test_what_was_learnt_is_told_in_words():
-    assert "computing took 1.7 times as long as planned, sending 2 times" in str(
+    assert "computation took 1.7 times as long as planned, communication 2 times" in str(
         RunCalibration("runs/a", 20, 1.7, 2.0, is_traced=True)
     )
     assert "too little was sent" in str(RunCalibration("runs/a", 20, 1.7, None, is_traced=True))
-    assert "20 steps took 1.7 times as long as planned (no trace" in str(
+    assert "20 steps took 1.7 times as long as planned (there is no trace" in str(
         RunCalibration("runs/a", 20, 1.7, 1.7, is_traced=False)
     )

@@ -164,9 +164,9 @@ def test_an_axis_that_is_fixed_stays():
 
 def test_what_contradicts_itself_is_told():
     said = [str(fault) for fault in wish(fixed={"tp": 3, "xp": 2}, batch=0).diagnostics()]
-    assert "a batch of 0 rows" in said[0]
-    assert "'xp' is nothing that a search divides\n  repair: did you mean 'tp'?" in said[1]
-    assert "tp 3 on 8 devices" in said[2]
+    assert "a batch of 0 samples" in said[0]
+    assert "'xp' is not a setting of the search\n  repair: did you mean 'tp'?" in said[1]
+    assert "tp 3 does not divide 8 devices" in said[2]
 
 
 def test_a_device_without_memory_for_more_sharers_makes_the_search_share():

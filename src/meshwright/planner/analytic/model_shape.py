@@ -21,9 +21,7 @@ from math import inf
 from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
 
 SHAPE_FORMAT = (
-    '"NAME: layers 96 hidden 12288 heads 96", and where you know them kv_heads, '
-    "head, "
-    "ffn, vocab, sequence, gated, tied"
+    '"NAME: layers 96 hidden 12288 heads 96", and if known kv_heads, head, ffn, vocab, sequence, gated, tied'
 )
 
 
@@ -101,19 +99,18 @@ class ModelShape:
         for name in ("layers", "hidden", "heads", "vocab", "sequence"):
             if not 0 < vars(self)[name] < inf:
                 yield Diagnostic(
-                    f"{name} {vars(self)[name]}; needed is a whole number above 0",
+                    f"{name} is {vars(self)[name]}, and must be a whole number above 0",
                     f"write it: {SHAPE_FORMAT}",
                     self.name,
                 )
         if self.heads > 0 and not self.head and self.hidden % self.heads:
-            text = f"hidden {self.hidden} is no multiple of heads {self.heads}"
-            yield Diagnostic(
-                text, "every head has the same width: change one of the two, or say it: head", self.name
-            )
+            text = f"hidden {self.hidden} is not a multiple of heads {self.heads}"
+            fix = "all heads have the same width: change one of the two, or write the width: head"
+            yield Diagnostic(text, fix, self.name)
         if self.heads > 0 and self.kv_heads and (self.kv_heads > self.heads or self.heads % self.kv_heads):
             text = f"kv_heads {self.kv_heads} do not divide heads {self.heads}"
             yield Diagnostic(
-                text, "as many heads share each head of keys and values: change one of the two", self.name
+                text, "each key/value head serves as many query heads: change one of the two", self.name
             )
 
 
@@ -122,39 +119,41 @@ def parse_shape(text: str) -> ModelShape:
 
     Raises PlanError with every word that is not understood and every size that is missing or wrong.
     """
-    name, _, rest = text.partition(":")
-    rest = re.sub(r"(?<=\d),(?=\d{3}\b)", "", rest)  # 4,096 is a number
-    words = rest.lower().replace("=", " ").replace(",", " ").split()
+    name, _, assignments = text.partition(":")
+    assignments = re.sub(r"(?<=\d),(?=\d{3}\b)", "", assignments)  # 4,096 is a number
+    words = assignments.lower().replace("=", " ").replace(",", " ").split()
     known = [field.name for field in fields(ModelShape) if field.name != "name"]
-    faults, said = [], {}
+    diagnostics, sizes = [], {}
     while words:
         word = words.pop(0)
-        if word in said:
-            faults.append(Diagnostic(f"{word} is said twice", "say it once", name))
+        if word in sizes:
+            diagnostics.append(Diagnostic(f"{word} is given twice", "write it once", name))
         if word in ("gated", "tied"):
-            said[word] = True
+            sizes[word] = True
         elif word not in known:
-            faults.append(Diagnostic(f"'{word}' is no size of a model", suggest_name(word, known), name))
+            diagnostics.append(
+                Diagnostic(f"'{word}' is not a size of a model", suggest_name(word, known), name)
+            )
         elif not words or not _is_integer(words[0]):
             given = f", but '{words.pop(0)}'" if words and words[0] not in known else ""
-            faults.append(
+            diagnostics.append(
                 Diagnostic(
-                    f"{word} without a whole number behind it{given}", f"write it: {SHAPE_FORMAT}", name
+                    f"{word} without a whole number after it{given}", f"write it: {SHAPE_FORMAT}", name
                 )
             )
         else:
-            said[word] = int(words.pop(0))
-    missing = [word for word in ("layers", "hidden", "heads") if word not in said]
+            sizes[word] = int(words.pop(0))
+    missing = [word for word in ("layers", "hidden", "heads") if word not in sizes]
     if missing:
-        faults.append(
-            Diagnostic(f"nothing is said of {', '.join(missing)}", f"write it: {SHAPE_FORMAT}", name)
+        diagnostics.append(
+            Diagnostic(f"no value for {', '.join(missing)}", f"write it: {SHAPE_FORMAT}", name)
         )
-    if not faults:
-        shape = ModelShape(name.strip(), **said)
-        faults += shape.diagnostics()
-        if not faults:
+    if not diagnostics:
+        shape = ModelShape(name.strip(), **sizes)
+        diagnostics += shape.diagnostics()
+        if not diagnostics:
             return shape
-    raise PlanError.from_diagnostics(faults)
+    raise PlanError.from_diagnostics(diagnostics)
 
 
 def _is_integer(word: str) -> bool:

@@ -12,12 +12,11 @@ from typing import Literal
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.planner.analytic.model_shape import ModelShape
 
-# scores by torch; with one kernel for their softmax; never written out, by kernels as old as the device is
-# new, or newer
+# eager: scores by torch; softmax: one kernel for their softmax; flash1 to flash3: fused kernels, by age
 AttentionKernel = Literal["eager", "softmax", "flash1", "flash2", "flash3"]
 RecomputeMode = Literal[
     "none", "attention", "operators", "layers"
-]  # operators: all but attention and every second product
+]  # operators: all but attention and every second matmul
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,12 @@ class ScheduleProfile:
 
 # W fills what a rank would wait: F + I - W is left (arXiv 2401.10241, ZB-H1, whose B is I)
 ZB_H1 = ScheduleProfile(1.0, 1.0, -2.0, uniform_memory=True, fills_bubbles=True)
-# in two chunks, there and back, nothing is left but how much later the last rank begins than the first (ZB-V)
+# two virtual stages in a V: only the later start of the last rank is left (ZB-V)
 ZB_V = ScheduleProfile(1.0, 0.0, 0.0, uniform_memory=True, is_folded=True, fills_bubbles=True)
-GPIPE = ScheduleProfile(
-    in_flight=inf
-)  # all forwards, then all backwards: the first rank keeps every micro-batch (arXiv 1811.06965)
-DUALPIPE = ScheduleProfile(
-    1.0, 1.0, -2.0, uniform_memory=True, is_bidirectional=True, fills_bubbles=True
-)  # F + I - W, of half of the ranks (arXiv 2412.19437, 3.2.1)
+# all forwards, then all backwards: the first rank keeps every microbatch (arXiv 1811.06965)
+GPIPE = ScheduleProfile(in_flight=inf)
+# F + I - W, of half of the ranks (arXiv 2412.19437, 3.2.1)
+DUALPIPE = ScheduleProfile(1.0, 1.0, -2.0, uniform_memory=True, is_bidirectional=True, fills_bubbles=True)
 
 
 @dataclass(frozen=True)
@@ -136,33 +133,33 @@ class ParallelConfig:
     def diagnostics(self, shape: ModelShape) -> Iterator[Diagnostic]:
         """Yields what keeps it from being a plan for `shape`."""
         if shape.heads % self.tp:
-            text = f"tp {self.tp} ranks share {shape.heads} heads"
-            yield Diagnostic(text, "each takes as many: choose a divisor of the heads", "tp")
+            text = f"tp {self.tp} does not divide {shape.heads} attention heads"
+            yield Diagnostic(text, "each rank has as many heads: choose a divisor of their number", "tp")
         if self.pp * self.virtual_stages > shape.layers:
-            text = f"pp {self.pp} x {self.virtual_stages} chunks for {shape.layers} layers"
-            yield Diagnostic(text, "each chunk has a layer: choose fewer", "pp")
+            text = f"pp {self.pp} x {self.virtual_stages} virtual stages for {shape.layers} layers"
+            yield Diagnostic(text, "each stage has at least one layer: choose fewer stages", "pp")
         if self.cp % self.ulysses_degree or shape.heads // self.tp % self.ulysses_degree:
             text = (
                 f"{self.ulysses_degree} of cp {self.cp} ranks exchange tokens for "
-                f"{shape.heads // self.tp} heads"
+                f"{shape.heads // self.tp} attention heads"
             )
             yield Diagnostic(
-                text, "groups are equal, and each rank takes as many heads: choose a divisor of both", "swaps"
+                text, "groups are equal, and each rank gets as many heads: choose a divisor of both", "cp"
             )
         if self.zero_group_size and (self.dp % self.zero_group_size or not self.zero_stage):
-            text = f"shares among {self.zero_group_size} of dp {self.dp} copies at stage {self.zero_stage}"
-            yield Diagnostic(
-                text, "groups of copies are equal: choose a divisor of dp, and a stage of 1 to 3", "within"
+            text = (
+                f"ZeRO stage {self.zero_stage} in groups of {self.zero_group_size} of dp {self.dp} replicas"
             )
+            fix = "groups are equal: choose a divisor of dp, and ZeRO stage 1, 2 or 3"
+            yield Diagnostic(text, fix, "dp_shard")
         if self.schedule_profile.is_bidirectional and (self.pp % 2 or self.num_microbatches < 2):
-            text = f"pp {self.pp} and {self.num_microbatches:g} micro-batches from both ends"
-            yield Diagnostic(
-                text, "half of both go each way: choose an even number of ranks, and two micro-batches", "pp"
-            )
+            text = f"pp {self.pp} and {self.num_microbatches:g} microbatches with a bidirectional schedule"
+            fix = "half of each runs in either direction: choose an even pp, and at least two microbatches"
+            yield Diagnostic(text, fix, "pp")
         if (
             self.virtual_stages > 1
             and not self.schedule_profile.is_folded
             and self.num_microbatches % self.pp
         ):
-            text = f"{self.num_microbatches:g} micro-batches in chunks on pp {self.pp}"
-            yield Diagnostic(text, "interleaving takes a multiple of pp", "micros")
+            text = f"{self.num_microbatches:g} microbatches with virtual stages on pp {self.pp}"
+            yield Diagnostic(text, "interleaving needs a multiple of pp: change batch or pp", "micro_batch")

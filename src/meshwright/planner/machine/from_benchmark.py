@@ -33,8 +33,8 @@ from meshwright.planner.machine.roofline import matmul_seconds
 
 FITTED_RATES = ("matmul", "half_rate_dim", "wave_tail")
 RATE_BOUNDS = {"matmul": (1e-3, 2.0), "half_rate_dim": (1.0, 1e4), "wave_tail": (1e-3, 1.0)}
-MIN_ACTIVATION_NBYTES = 1 << 20  # bytes of what lies between products, at least
-MAX_BYTES_PER_S = 1e15  # bytes per second, where a byte costs nothing that could be measured
+MIN_ACTIVATION_NBYTES = 1 << 20  # the smallest activation between matmuls
+MAX_BYTES_PER_S = 1e15  # if the time per byte is too short to measure
 
 
 def measured_device(profile: DeviceProfile) -> DeviceSpec:
@@ -77,46 +77,51 @@ def measured_rates(profile: DeviceProfile, device: DeviceSpec) -> MachineRates:
 
     Raises PlanError if nothing was measured in 16 bits: plans are chosen for it.
     """
-    half = next((dtype for dtype in profile.dtypes if dtype in HALF_DTYPES), None)
-    if half is None:
-        text = f"products in {', '.join(profile.dtypes)} were measured, and plans are chosen for 16 bits"
+    half_dtype = next((dtype for dtype in profile.dtypes if dtype in HALF_DTYPES), None)
+    if half_dtype is None:
+        text = (
+            f"matmuls were measured in {', '.join(profile.dtypes)} only, and the search needs a 16-bit dtype"
+        )
         raise PlanError(text, fix="measure again: meshwright bench device", location="hardware")
-    before = load_rates(device.name)
+    prior = load_rates(device.name)
     memory = streaming_rate(profile) / device.memory_rate
     given = Machine(
         device,
         1,
-        replace(before, memory=memory, kernel_start_s=profile.call_s, kernel_launch_s=profile.call_s),
+        replace(prior, memory=memory, kernel_start_s=profile.call_s, kernel_launch_s=profile.call_s),
     )
-    given = replace(given, rates=_fit_matmul_rates(profile, given, half))
-    seen = [each for each in profile.attention if each.dtype == half]
+    given = replace(given, rates=_fit_matmul_rates(profile, given, half_dtype))
+    attention = [each for each in profile.attention if each.dtype == half_dtype]
     flops = [
-        4.0 * each.batch * each.num_heads * each.query_len * each.key_len * each.head_dim for each in seen
+        4.0 * each.batch * each.num_heads * each.query_len * each.key_len * each.head_dim
+        for each in attention
     ]
-    long = sorted(zip(flops, seen, strict=True), key=lambda pair: pair[0])[len(seen) // 2 :]
-    peak = given.peak_flops(half)
-    forward = median(work / (each.forward_s * peak) for work, each in long)
-    back = median(2.5 * work / (each.backward_s * peak) for work, each in long)
-    return replace(given.rates, attention=forward, attention_backward=back / forward)
+    longest = sorted(zip(flops, attention, strict=True), key=lambda pair: pair[0])[len(attention) // 2 :]
+    peak = given.peak_flops(half_dtype)
+    forward = median(flops_done / (each.forward_s * peak) for flops_done, each in longest)
+    backward = median(2.5 * flops_done / (each.backward_s * peak) for flops_done, each in longest)
+    return replace(given.rates, attention=forward, attention_backward=backward / forward)
 
 
 def _fit_matmul_rates(profile: DeviceProfile, machine: Machine, dtype: str) -> MachineRates:
     """The matmul rates that explain the measured matmuls in `dtype`, those of a single matrix."""
     points = [each for each in profile.matmuls if each.dtype == dtype and each.batch == 1]
 
-    def rates(place: Sequence[float]) -> MachineRates:
+    def rates(point: Sequence[float]) -> MachineRates:
         return replace(
-            machine.rates, **{name: exp(value) for name, value in zip(FITTED_RATES, place, strict=True)}
+            machine.rates, **{name: exp(value) for name, value in zip(FITTED_RATES, point, strict=True)}
         )
 
-    def off(place: Sequence[float]) -> list[float]:
-        there = replace(machine, rates=rates(place))
-        return [log(matmul_seconds(there, each.m, each.n, each.k, dtype) / each.seconds) for each in points]
+    def errors(point: Sequence[float]) -> list[float]:
+        candidate = replace(machine, rates=rates(point))
+        return [
+            log(matmul_seconds(candidate, each.m, each.n, each.k, dtype) / each.seconds) for each in points
+        ]
 
     limits = [tuple(map(log, RATE_BOUNDS[name])) for name in FITTED_RATES]
     start = [(low + high) / 2 for low, high in limits]
     return rates(
-        least_squares(off, start, bounds=tuple(zip(*limits, strict=True)), loss="soft_l1", f_scale=0.1).x
+        least_squares(errors, start, bounds=tuple(zip(*limits, strict=True)), loss="soft_l1", f_scale=0.1).x
     )
 
 
@@ -126,72 +131,74 @@ def with_measured_links(machine: Machine, cluster: Cluster) -> tuple[Machine, tu
     Raises PlanError if `cluster` is another machine, or lacks links that `machine` needs.
     """
     _check_same_machine(machine, cluster)
-    known = machine.devices_per_host  # 0: nobody has said
-    host = cluster.ranks_per_host or known or machine.num_devices
-    inside = [
+    known_host_size = machine.devices_per_host  # 0: unknown
+    ranks_per_host = cluster.ranks_per_host or known_host_size or machine.num_devices
+    intra_host = [
         ranks for ranks in cluster.ranks if not cluster.ranks_per_host or ranks <= cluster.ranks_per_host
     ]
-    apart = [ranks for ranks in cluster.ranks if ranks not in inside]
+    inter_host = [ranks for ranks in cluster.ranks if ranks not in intra_host]
     rates, device, notes = machine.rates, machine.device, []
-    if not inside and cluster.network.intra_host is not None and cluster.ranks_per_host > 1:
-        inside = [
-            cluster.ranks_per_host
-        ]  # not measured alone, but its price is known from the rounds that stay on a host
-    if inside:
-        latency_s, rate = _fit_link(cluster, inside)
+    if not intra_host and cluster.network.intra_host is not None and cluster.ranks_per_host > 1:
+        # not measured alone, but known from the rounds that stay on a host
+        intra_host = [cluster.ranks_per_host]
+    if intra_host:
+        latency_s, rate = _fit_link(cluster, intra_host)
         rates, device = replace(rates, link=1.0, latency_s=latency_s), replace(device, link_rate=rate)
         notes.append(
             f"links of a host: {rate / 1e9:.3g} GB/s and {1e6 * latency_s:.3g} us, among "
-            f"{_join_counts(inside)} ranks"
+            f"{_join_counts(intra_host)} ranks"
         )
-    if apart:
-        latency_s, rate = _fit_link(cluster, apart)
-        hosts = max(apart) / host
-        card = rate / host * machine.fabric_contention(hosts)
-        latency_s = max(latency_s / 2, rates.latency_s if inside else 0.0)
-        rates, device = replace(rates, nic=1.0, latency_s=latency_s), replace(device, nic_rate=card)
+    if inter_host:
+        latency_s, rate = _fit_link(cluster, inter_host)
+        hosts = max(inter_host) / ranks_per_host
+        nic_rate = rate / ranks_per_host * machine.fabric_contention(hosts)
+        latency_s = max(latency_s / 2, rates.latency_s if intra_host else 0.0)
+        rates, device = replace(rates, nic=1.0, latency_s=latency_s), replace(device, nic_rate=nic_rate)
         notes.append(
-            f"between hosts: {card / 1e9:.3g} GB/s per device, among {_join_counts(apart)} "
-            f"ranks "
-            f"on hosts of {host}"
+            f"between hosts: {nic_rate / 1e9:.3g} GB/s per device, among {_join_counts(inter_host)} ranks "
+            f"on hosts of {ranks_per_host}"
         )
-    elif machine.num_devices > host:
+    elif machine.num_devices > ranks_per_host:
         if not device.nic_rate:
             text = (
-                f"{machine.num_devices} devices on hosts of {host}, and links between hosts were not measured"
+                f"{machine.num_devices} devices on hosts of {ranks_per_host}, but links between hosts were "
+                f"not measured"
             )
             fix = (
-                "measure them: start `meshwright bench network` on several hosts; or say "
-                "nic_gb_s in a [device] table"
+                "measure them: start `meshwright bench network` on several hosts; or set nic_gb_s in a "
+                "[device] table"
             )
             raise PlanError(text, fix=fix, location="--cluster")
         notes.append(
-            f"between hosts nothing was measured: {device.nic_rate / 1e9:.3g} GB/s per device, "
-            f"as "
-            f"said of {device.name}"
+            f"links between hosts were not measured: {device.nic_rate / 1e9:.3g} GB/s per device, the "
+            f"figure of {device.name}"
         )
-    if not inside and not device.link_rate:
-        text = f"links inside a host were not measured (among {_join_counts(apart)} ranks on hosts of {host})"
+    if not intra_host and not device.link_rate:
+        text = (
+            f"links inside a host were not measured (among {_join_counts(inter_host)} ranks on hosts of "
+            f"{ranks_per_host})"
+        )
         raise PlanError(
-            text, fix="measure on one host too, or say link_gb_s in a [device] table", location="--cluster"
+            text, fix="measure on one host too, or set link_gb_s in a [device] table", location="--cluster"
         )
-    most = max(cluster.ranks)
-    if machine.num_devices > most:
+    max_ranks = max(cluster.ranks)
+    if machine.num_devices > max_ranks:
         notes.append(
-            f"{most} ranks at most were measured: links of {machine.num_devices} are taken to be as fast"
+            f"at most {max_ranks} ranks were measured: links of {machine.num_devices} are assumed to be as "
+            f"fast"
         )
-    device = replace(device, devices_per_host=host)
-    return replace(machine, device=device, rates=rates, host_size_override=host), tuple(notes)
+    device = replace(device, devices_per_host=ranks_per_host)
+    return replace(machine, device=device, rates=rates, host_size_override=ranks_per_host), tuple(notes)
 
 
 def _check_same_machine(machine: Machine, cluster: Cluster) -> None:
-    named = find_device(cluster.machine)
-    if machine.device in known_devices() and (named is None or named.name != machine.device.name):
+    measured = find_device(cluster.machine)
+    if machine.device in known_devices() and (measured is None or measured.name != machine.device.name):
         text = (
-            f"the links are those of {cluster.machine} (over {cluster.transport}), and the "
-            f"devices are {machine.device.name}"
+            f"the links were measured on {cluster.machine} (over {cluster.transport}), but the devices are "
+            f"{machine.device.name}"
         )
-        fix = "measure there: meshwright bench network; or describe a machine of yours in a [device] table"
+        fix = "run meshwright bench network on that machine, or describe your machine in a [device] table"
         raise PlanError(text, fix=fix, location="--cluster")
 
 
@@ -206,14 +213,18 @@ def _fit_link(cluster: Cluster, rank_counts: Iterable[int]) -> tuple[float, floa
         for nbytes in cluster.sizes
     ]
     middle = median(nbytes for _, nbytes, _ in cells)
-    rows = [(log2(n) / took, (n - 1) / n * nbytes / took) for n, nbytes, took in cells if nbytes >= middle]
+    rows = [
+        (log2(n) / seconds, (n - 1) / n * nbytes / seconds)
+        for n, nbytes, seconds in cells
+        if nbytes >= middle
+    ]
     _, per_byte = nonnegative_least_squares(rows)
-    rest = [
-        max(0.0, took - (n - 1) / n * nbytes * per_byte) / log2(n)
-        for n, nbytes, took in cells
+    latencies = [
+        max(0.0, seconds - (n - 1) / n * nbytes * per_byte) / log2(n)
+        for n, nbytes, seconds in cells
         if nbytes <= middle
     ]
-    return median(rest), 1 / max(per_byte, 1 / MAX_BYTES_PER_S)
+    return median(latencies), 1 / max(per_byte, 1 / MAX_BYTES_PER_S)
 
 
 def _join_counts(counts: Iterable[int]) -> str:

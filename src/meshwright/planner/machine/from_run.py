@@ -1,12 +1,12 @@
-"""Corrects a machine's rates by a previous run.
+"""Corrects a machine's rates by a previous run: how much longer than planned its step took.
 
-How many times longer than planned its computation and communication took.
+    compute_factor    efficiencies of matmuls, attention and memory are divided by it; the time of kernel
+                      launches and the overhead per step are multiplied by it
+    comm_factor       rates of links inside a host, and of network cards, are divided by it; latency is
+                      multiplied by it
 
-    compute_factor    matmuls, attention, memory, calls, overhead per step      efficiencies are divided by it
-    comm_factor       links inside a host, cards out of it, latency             likewise
-
-Two constants, no more: a run has few step times, and the correction has to hold for other models and plans on
-the same machine. All computation scales alike, so one factor explains a run's computation exactly.
+There are two constants only: a run has few step times, and the correction has to hold for other models and
+plans on the same machine. All computation scales alike, so one factor explains a run's computation exactly.
 """
 
 from dataclasses import dataclass, replace
@@ -20,11 +20,11 @@ OVERHEAD_RATES = ("kernel_start_s", "kernel_launch_s", "step_overhead_s", "micro
 
 @dataclass(frozen=True)
 class RunCalibration:
-    """How many times longer than planned computation and communication took (None.
+    """The factors by which computation and communication of a run took longer than planned.
 
-    Unknown), over `num_steps` steps. `is_traced` False: without a trace both are the factor of the whole
-    step. `crosses_hosts`: whether its ranks were on several hosts, with as many ranks on each as the machine
-    says.
+    They are means over `num_steps` steps; `comm_factor` None: unknown. `is_traced` False: without a trace
+    both are the factor of the whole step. `crosses_hosts`: the ranks were on several hosts, with as many
+    ranks on each as the machine has.
     """
 
     source: str
@@ -38,30 +38,29 @@ class RunCalibration:
         text = f"{self.source}: {self.num_steps} steps"
         if not self.is_traced:
             return (
-                f"{text} took {self.compute_factor:.3g} times as long as planned (no trace: "
-                f"computing and sending are not told "
-                f"apart)"
+                f"{text} took {self.compute_factor:.3g} times as long as planned (there is no trace, so "
+                f"computation and communication are not distinguished)"
             )
-        sent = (
-            "too little was sent to tell"
+        comm_text = (
+            "too little was sent to measure communication"
             if self.comm_factor is None
-            else f"sending {self.comm_factor:.3g} times"
+            else f"communication {self.comm_factor:.3g} times"
         )
-        return f"{text}, computing took {self.compute_factor:.3g} times as long as planned, {sent}"
+        return f"{text}, computation took {self.compute_factor:.3g} times as long as planned, {comm_text}"
 
 
 def apply_calibration(machine: Machine, calibration: RunCalibration) -> Machine:
-    """Returns `machine` at the rates of the run."""
-    rates, slower = machine.rates, calibration.compute_factor
-    changed = {name: vars(rates)[name] / slower for name in EFFICIENCY_RATES}
-    changed |= {name: vars(rates)[name] * slower for name in OVERHEAD_RATES}
-    found: MachineRates = replace(rates, **changed)
+    """Returns `machine` with the rates of the run."""
+    rates, compute_factor = machine.rates, calibration.compute_factor
+    changed = {name: vars(rates)[name] / compute_factor for name in EFFICIENCY_RATES}
+    changed |= {name: vars(rates)[name] * compute_factor for name in OVERHEAD_RATES}
+    new_rates: MachineRates = replace(rates, **changed)
     if calibration.comm_factor is None:
-        return replace(machine, rates=found)
+        return replace(machine, rates=new_rates)
     links = {
         "link": rates.link / calibration.comm_factor,
         "latency_s": rates.latency_s * calibration.comm_factor,
     }
     if calibration.crosses_hosts or not calibration.is_traced:
         links["nic"] = rates.nic / calibration.comm_factor
-    return replace(machine, rates=replace(found, **links))
+    return replace(machine, rates=replace(new_rates, **links))

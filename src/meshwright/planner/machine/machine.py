@@ -77,7 +77,7 @@ def make_machine(device_name: str, num_devices: int, host_size_override: int = 0
         known = [each.name for each in known_devices()]
         text = f"'{device_name}' is no device that is known here"
         fix = (
-            f"{suggest_name(device_name.upper(), known)} Or say its figures in a file: "
+            f"{suggest_name(device_name.upper(), known)} Or describe it in a file: "
             f"docs/howto/choose_a_plan.md"
         )
         raise PlanError(text, fix=fix, location="--hardware")

@@ -1,15 +1,12 @@
-"""A program played where several ranks share cores: each act lasts longer while more is done than there are
-cores for.
+"""Simulates a program whose ranks share cores: actions last longer while more cores are wanted than exist.
 
     alone         rank 0 [F][F]    [B][B]        two cores, three ranks: while all three compute, each gets
-                                                 two thirds
-                  rank 1    [F][B]               of a core, and what it does takes half as long again; while
-                                                 two wait,
-                  rank 2       [F][F]    [B]     the third has a core for itself
+                  rank 1    [F][B]               two thirds of a core and takes 1.5 times as long; while two
+                  rank 2       [F][F]    [B]     of them wait, the third has a core for itself
 
-How much is done at once follows from when acts are done, and that from how long they last: so the program is
-played again until both agree. What moves messages takes a core as well, so that on a machine whose cores all
-compute nothing is hidden for free.
+The load at a moment depends on when actions run, and this on how long they last. So the simulation is
+repeated until both agree. Sending a message needs a core too: if all cores compute, communication is not
+hidden for free.
 """
 
 from bisect import bisect_right
@@ -20,21 +17,25 @@ from itertools import accumulate, pairwise
 from meshwright.plan.step.action import Action, Program
 from meshwright.plan.step.simulator import SimulatedAction, simulate
 
-MAX_ITERATIONS, CONVERGED_CHANGE = 12, 0.005  # at most so often; until no act changes by more than this share
+MAX_ITERATIONS, CONVERGED_CHANGE = 12, 0.005  # stops when no slowdown changes by more than this fraction
 
 
 @dataclass(frozen=True)
 class SharedCores:
-    """`cores` of a host, shared by so many ranks of each role, of which each computes with `threads`."""
+    """The cores of a host, shared by its ranks.
+
+    `ranks_per_role` is the number of ranks of each role on the host; each computes with `threads_per_rank`
+    threads.
+    """
 
     num_cores: int
     ranks_per_role: Mapping[str, float]
     threads_per_rank: int = 1
 
-    def cores_used(self, tick: SimulatedAction) -> float:
-        """The cores that the ranks of a role want for what they do."""
-        return self.ranks_per_role[tick.role] * (
-            self.threads_per_rank if tick.action.stream == "compute" else 1
+    def cores_used(self, event: SimulatedAction) -> float:
+        """Returns the cores that the ranks of a role use for an action."""
+        return self.ranks_per_role[event.role] * (
+            self.threads_per_rank if event.action.stream == "compute" else 1
         )
 
 
@@ -44,67 +45,69 @@ def simulate_shared(
     shared_cores: SharedCores | None,
     comm_delay: Callable[[Action], float] = lambda action: 0.0,
 ) -> list[SimulatedAction]:
-    """The timeline of `program`, whose acts take so many `seconds` with a core for each thread; `shared`
-    None: they have that.
+    """Returns the timeline of `program`, with actions slowed down where ranks share cores.
 
-    What goes on the wire starts so `late`, and as much later as what is computed takes longer.
+    `seconds` is the duration of an action that has a core for each thread; `comm_delay` is how much later a
+    communication starts. Without `shared_cores` nothing is slowed down.
     """
-    ticks = simulate(program, seconds, comm_delay)
+    events = simulate(program, seconds, comm_delay)
     if shared_cores is None:
-        return ticks
-    longer: dict[int, float] = {}
+        return events
+    slowdowns: dict[int, float] = {}
     for _ in range(MAX_ITERATIONS):
-        wanted = _slowdowns(ticks, shared_cores)
-        changed = max((abs(value / longer.get(key, 1.0) - 1) for key, value in wanted.items()), default=0.0)
-        longer = {
-            key: (value + longer.get(key, 1.0)) / 2 if longer else value for key, value in wanted.items()
+        updated = _slowdowns(events, shared_cores)
+        max_change = max(
+            (abs(value / slowdowns.get(key, 1.0) - 1) for key, value in updated.items()), default=0.0
+        )
+        slowdowns = {
+            key: (value + slowdowns.get(key, 1.0)) / 2 if slowdowns else value
+            for key, value in updated.items()
         }
-        if changed < CONVERGED_CHANGE:
+        if max_change < CONVERGED_CHANGE:
             break
-        known, all_ = longer, _mean_slowdown(ticks, longer)
-        ticks = simulate(
+        current, mean = slowdowns, _mean_slowdown(events, slowdowns)
+        events = simulate(
             program,
-            lambda action, known=known: seconds(action) * known.get(id(action), 1.0),
-            lambda action, all_=all_: comm_delay(action) * all_,
+            lambda action, current=current: seconds(action) * current.get(id(action), 1.0),
+            lambda action, mean=mean: comm_delay(action) * mean,
         )
-    return ticks
+    return events
 
 
-def _mean_slowdown(ticks: Sequence[SimulatedAction], longer: Mapping[int, float]) -> float:
-    """How many times as long what is computed takes, on average."""
+def _mean_slowdown(events: Sequence[SimulatedAction], slowdowns: Mapping[int, float]) -> float:
     computed = [
-        (tick.end - tick.start, longer.get(id(tick.action), 1.0))
-        for tick in ticks
-        if tick.action.stream == "compute"
+        (event.end - event.start, slowdowns.get(id(event.action), 1.0))
+        for event in events
+        if event.action.stream == "compute"
     ]
-    alone = sum(seconds / times for seconds, times in computed)
-    return sum(seconds for seconds, _ in computed) / alone if alone else 1.0
+    unslowed = sum(seconds / slowdown for seconds, slowdown in computed)
+    return sum(seconds for seconds, _ in computed) / unslowed if unslowed else 1.0
 
 
-def _slowdowns(ticks: Sequence[SimulatedAction], shared: SharedCores) -> dict[int, float]:
-    """How many times as long each act takes, by the mean of what is wanted meanwhile."""
-    busy = [tick for tick in ticks if tick.end > tick.start]
+def _slowdowns(events: Sequence[SimulatedAction], shared: SharedCores) -> dict[int, float]:
+    """Returns the slowdown of each action: the mean load while it runs."""
+    running = [event for event in events if event.end > event.start]
     changes: dict[float, float] = {}
-    for tick in busy:
-        changes[tick.start] = changes.get(tick.start, 0.0) + shared.cores_used(tick)
-        changes[tick.end] = changes.get(tick.end, 0.0) - shared.cores_used(tick)
+    for event in running:
+        changes[event.start] = changes.get(event.start, 0.0) + shared.cores_used(event)
+        changes[event.end] = changes.get(event.end, 0.0) - shared.cores_used(event)
     times = sorted(changes)
-    wanted = list(accumulate(changes[time] for time in times))
+    cores_wanted = list(accumulate(changes[time] for time in times))
     areas: dict[float, list[float]] = {}
-    found = {}
-    for tick in busy:
-        room = (
+    slowdowns = {}
+    for event in running:
+        num_cores = (
             float(shared.num_cores)
-            if tick.action.stream == "compute"
-            else max(shared.num_cores, shared.cores_used(tick))
+            if event.action.stream == "compute"
+            else max(shared.num_cores, shared.cores_used(event))
         )
-        if room not in areas:  # messages were measured with all that take part in them
+        if num_cores not in areas:  # messages were measured with all their ranks at work
             steps = (
-                max(1.0, here / room) * (after - before)
-                for here, (before, after) in zip(wanted, pairwise(times), strict=False)
+                max(1.0, cores / num_cores) * (after - before)
+                for cores, (before, after) in zip(cores_wanted, pairwise(times), strict=False)
             )
-            areas[room] = [0.0, *accumulate(steps)]
-        area = areas[room]
-        first, last = (bisect_right(times, time) - 1 for time in (tick.start, tick.end))
-        found[id(tick.action)] = (area[last] - area[first]) / (tick.end - tick.start)
-    return found
+            areas[num_cores] = [0.0, *accumulate(steps)]
+        area = areas[num_cores]
+        first, last = (bisect_right(times, time) - 1 for time in (event.start, event.end))
+        slowdowns[id(event.action)] = (area[last] - area[first]) / (event.end - event.start)
+    return slowdowns

@@ -1,13 +1,12 @@
-"""How fast a device does what blocks do: the words in which any device answers, a measured one or one from
-the table.
+"""Predicts the seconds of single operations on a device, from measurements or from the rates of its kind.
 
-    measured      core/profile.py, from `meshwright bench device`: on a CPU a call takes its time, and the
-                  next one waits for it
-    by its kind   planner/roofline.py: shares of the maker's peaks; the host asks ahead, so that short
-                  operations wait for it
+    measured     DeviceProfile (plan/hardware/device_profile.py), from `meshwright bench device`. On a CPU
+                 launches are synchronous: each call takes its time, and the next one waits for it
+    rated        RatedDeviceTime, by the roofline model (planner/machine/roofline.py): a share of the maker's
+                 peaks. Launches are asynchronous, so short operations wait for the host
 
-Both say seconds of one operation. `Ground` is the whole that a program is played on: a device for each rank,
-or cores that several ranks of a host share, and the links between them.
+`ExecutionTarget` is all that a program runs on: a device for each rank, or cores that the ranks of a host
+share, and the links between them.
 """
 
 from collections.abc import Mapping
@@ -20,35 +19,42 @@ from meshwright.planner.machine.machine import Machine
 from meshwright.planner.machine.roofline import attention_seconds, matmul_seconds, memory_op_seconds
 from meshwright.planner.program_cost.network_time import NetworkTime
 
-BACKWARD_CALL_FACTOR = 0.75  # of what a call costs forward: autograd asks without Python between operations
+BACKWARD_CALL_FACTOR = (
+    0.75  # of a call in a forward: autograd launches operations without Python between them
+)
 
 
 class DeviceTime(Protocol):
-    """Seconds of single operations. `call_s` is what any takes at least, `call_backward_s` in a backward."""
+    """Seconds of single operations.
+
+    `call_s` is the least that any operation takes, `call_backward_s` the least in a backward.
+    """
 
     @property
     def call_s(self) -> float:
-        """Seconds of a call, forward."""
+        """Seconds of a call in a forward."""
 
     @property
     def call_backward_s(self) -> float:
-        """Seconds of a call, backward."""
+        """Seconds of a call in a backward."""
 
     def matmul_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
-        """Of `batch` products of [m, k] by [k, n]."""
+        """Returns the seconds of `batch` matmuls of [m, k] by [k, n]."""
 
     def attention_seconds(
         self, size: AttentionSize, dtype: str = "float32", *, backward: bool = False
     ) -> float:
-        """Of fused attention, or of its `backward` alone."""
+        """Returns the seconds of fused attention, or of its `backward` alone."""
 
     def memory_op_seconds(self, nbytes: float, operation: str = "", output_numel: float = 0.0) -> float:
-        """Of an operation that reads and writes so many bytes, and makes so many numbers if it is one of
-        core.work.RICH.
+        """Returns the seconds of an operation that reads and writes `nbytes`.
+
+        `operation` and `output_numel` name an operation whose arithmetic counts, such as exp, and its
+        elements.
         """
 
     def straggler_seconds(self, seconds: float, num_ranks: int) -> float:
-        """That the last of `ranks` such devices is behind their mean, after work of so many."""
+        """Returns how far the slowest of `num_ranks` devices is behind their mean after `seconds` of work."""
 
 
 @dataclass(frozen=True)
@@ -59,44 +65,45 @@ class RatedDeviceTime:
 
     @property
     def call_s(self) -> float:
-        """Seconds in which the host asks for a kernel."""
+        """Seconds in which the host launches a kernel."""
         return self.machine.rates.kernel_launch_s
 
     @property
     def call_backward_s(self) -> float:
-        """The same in a backward."""
+        """Seconds in which the host launches a kernel of a backward."""
         return BACKWARD_CALL_FACTOR * self.machine.rates.kernel_launch_s
 
     def matmul_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
-        """Of `batch` products of [m, k] by [k, n]."""
+        """Returns the seconds of `batch` matmuls of [m, k] by [k, n]."""
         return matmul_seconds(self.machine, m * batch, n, k, dtype)
 
     def attention_seconds(
         self, size: AttentionSize, dtype: str = "float32", *, backward: bool = False
     ) -> float:
-        """Of fused attention, or of its `backward` alone."""
+        """Returns the seconds of fused attention, or of its `backward` alone."""
         return attention_seconds(self.machine, 4 * prod(size), backward=backward)
 
     def memory_op_seconds(self, nbytes: float, operation: str = "", output_numel: float = 0.0) -> float:
-        """Of an operation that reads and writes so many bytes: what it computes is hidden behind them."""
+        """Returns the seconds of reading and writing `nbytes`; arithmetic is hidden by memory."""
         return memory_op_seconds(self.machine, nbytes)
 
     def straggler_seconds(self, seconds: float, num_ranks: int) -> float:
-        """None: how evenly it goes was not measured, and the rates that it reaches are those of steps,
-        waiting included.
+        """Returns 0: jitter was not measured.
+
+        The rates are those of whole steps, waits included.
         """
         return 0.0
 
 
 @dataclass(frozen=True)
 class ExecutionTarget:
-    """What a program is played on: the `pace` of a rank's device, and the `wire` between ranks.
+    """All that a program runs on: the device of each rank, and the network between ranks.
 
-    `ahead`: a host asks for operations ahead of the device, so that a call costs nothing where the device has
-    enough to do. `cores`: how many the ranks of a host share, of which each uses `threads`; 0: each rank has
-    a device of its own. `slower`: times as long as the pace says, where a rank has fewer cores than that was
-    measured with. `hosts`: on how many the ranks lie. Of attention under a causal mask a kernel leaves out
-    whole blocks of so many keys. `peaks` are FLOP/s by dtype.
+    `async_launch`: the host launches operations ahead of the device, so that a call costs nothing while the
+    device is busy. `cores_per_host`: cores that the ranks of a host share, of which each uses
+    `threads_per_rank`; 0: each rank has its own device. `slowdown`: a factor for ranks with fewer cores than
+    the measurement had. `num_hosts`: the hosts of the ranks. `attention_block`: under a causal mask the
+    kernel skips whole blocks of so many keys. `peak_flops`: FLOP/s by dtype.
     """
 
     name: str

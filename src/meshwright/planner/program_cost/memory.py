@@ -1,19 +1,16 @@
-"""What a rank holds of the model's state, to the byte, read from a plan: from its layouts, its job, and what
-its actions hold.
+"""Computes the bytes that a rank holds, exactly, from the layouts and the program of a plan.
 
-    parameters   what is kept of the weights between their uses: whole, or a shard; padding included
-    gradients    where the sums of a step lie until STEP
-    master       the copy that the optimizer steps where weights have a narrower dtype, or where a rank has
-                 slices of them
-    moments      what the optimizer keeps, counters included
-    buffers      memory of fixed size that the rest passes through: whole weights for their uses, messages,
-                 casts
+    parameters          what is kept of the weights between their uses: all, or a shard with its padding
+    gradients           the gradients of a step, until STEP
+    master              master weights, if parameters have a narrower dtype or a rank has slices of them
+    optimizer_states    what the optimizer keeps, step counters included
+    buffers             memory of fixed size, used again and again: unsharded weights, messages, casts
 
-    rank 0 of 4, stored in shards   [ w/4 ][ g/4 ][ m/4 ][ v/4 ]  + [ block ][ block ] + [ block ][ block ]
-                                    what grows with the model        buffers: as large as the largest blocks
+    rank 0 of 4, ZeRO 3     [ w/4 ][ g/4 ][ m/4 ][ v/4 ]  + [ block ][ block ] + [ block ][ block ]
+                            grows with the model            buffers: as large as the largest blocks
 
-Activations, and the gradients of one block between its backward and the PACK behind it, come and go within a
-step; `passing_bytes` says how much of that there is at most.
+Activations, and the gradients of one block between its backward and the PACK after it, are transient;
+`transient_nbytes` is their peak.
 """
 
 from collections import Counter
@@ -28,18 +25,14 @@ from meshwright.plan.step.action import Action
 from meshwright.plan.step.matrix_owners import owned_params
 from meshwright.plan.step.single_device import PARAM_USE_KINDS
 
-TRANSIENT_KINDS = (
-    *PARAM_USE_KINDS,
-    "LOSS",
-    "CONCAT",
-    "CONCAT_GRAD",
-)  # kinds that take what comes and goes: activations, gradients that nobody keeps
-STEP_COUNTER_NBYTES = 4  # bytes of a count of steps, where it is a tensor
+# actions that allocate activations, and gradients that are not kept
+TRANSIENT_KINDS = (*PARAM_USE_KINDS, "LOSS", "CONCAT", "CONCAT_GRAD")
+STEP_COUNTER_NBYTES = 4  # bytes of a step counter that is a tensor
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that one rank holds, by category (see the module)."""
+    """The bytes that one rank holds, by category (see the module)."""
 
     parameters: int
     gradients: int
@@ -49,25 +42,24 @@ class StateBytes:
 
     @property
     def model_states(self) -> int:
-        """All but the buffers: what grows with the model."""
+        """The bytes that grow with the model: all but the buffers."""
         return self.parameters + self.gradients + self.master + self.optimizer_states
 
     @property
     def total(self) -> int:
-        """Everything."""
+        """All bytes."""
         return self.model_states + self.buffers
 
     def as_dict(self) -> dict[str, int]:
-        """The bytes by category."""
+        """Returns the bytes by category."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class _GroupState:
-    """Of one bundle: bytes kept of the weights, elements kept as master, and what is stepped: weight,
-    elements.
+    """What a rank keeps of one parameter group.
 
-    `owned` are the elements of whole weights that the rank steps and has slices of.
+    `owned_numel`: elements of whole matrices that the rank steps although it stores slices of them.
     """
 
     parameter_nbytes: int
@@ -77,100 +69,121 @@ class _GroupState:
 
 
 def state_bytes(plan: Plan, rank: int) -> StateBytes:
-    """The bytes that `rank` of `plan` holds once it has taken a step.
+    """Returns the bytes that `rank` of `plan` holds after its first step.
 
-    Of an optimizer that the caller makes nothing is known: moments are those of the rules that the job names.
+    The optimizer states are those of the optimizers that the job names; nothing is known of an optimizer that
+    the caller makes.
     """
     precision, plan = plan.job.precision.effective, plan.for_rank(rank)
     width = FLOAT_NBYTES[precision.master]
-    kept = list(_group_states(plan, rank))
+    group_states = list(_group_states(plan, rank))
     gradients, buffers = _gradient_and_buffer_nbytes(plan)
     return StateBytes(
-        parameters=sum(each.parameter_nbytes for each in kept),
+        parameters=sum(each.parameter_nbytes for each in group_states),
         gradients=gradients,
         master=sum(
             each.owned_numel + (each.master_numel if precision.master != precision.parameters else 0)
-            for each in kept
+            for each in group_states
         )
         * width,
-        optimizer_states=sum(moment_bytes(plan.job, *pair) for each in kept for pair in each.stepped_params),
-        buffers=buffers + _cast_nbytes(plan.job, kept),
+        optimizer_states=sum(
+            param_state_nbytes(plan.job, *pair) for each in group_states for pair in each.stepped_params
+        ),
+        buffers=buffers + _cast_nbytes(plan.job, group_states),
     )
 
 
 def transient_nbytes(plan: Plan) -> int:
-    """The most that comes and goes in a step at any time, beside `state_bytes`: what blocks take, as far as
-    it is known.
-    """
-    most = 0
+    """Returns the peak of the bytes that are transient within a step, as far as blocks are known."""
+    peak = 0
     for _, actions in plan.program.roles:
         freed = {name for action in actions if action.kind == "STEP" for name in action.frees}
-        now: dict[str, int] = {}
+        live: dict[str, int] = {}
         for action in actions:
             if _is_transient(action) and action.kind != "LOSS":
-                now |= {hold.name: hold.nbytes for hold in action.allocations if hold.name not in freed}
-            most = max(most, sum(now.values()))
+                live |= {
+                    allocation.name: allocation.nbytes
+                    for allocation in action.allocations
+                    if allocation.name not in freed
+                }
+            peak = max(peak, sum(live.values()))
             for name in action.frees:
-                now.pop(name, None)
-    return most
+                live.pop(name, None)
+    return peak
 
 
 def peak_nbytes(plan: Plan, rank: int) -> int:
-    """The most bytes that `rank` of `plan` holds at any moment of a step, as far as it is known.
+    """Returns the peak of the bytes that `rank` of `plan` holds during a step, as far as blocks are known.
 
-    That is what it keeps between steps, buffers and shards of gradients included, and what comes and goes at
-    the fullest: whole gradients, what blocks hand on and keep inside, what the loss takes for itself, and
-    what rules of optimizers do, unless they are the caller's. Scratch memory of single operations, and that
-    in which messages arrive, is not in it.
+    That is what it keeps between steps, with buffers and sharded gradients, and the largest sum of transient
+    tensors: unsharded gradients, activations, temporaries of the loss and of the optimizers that the job
+    names. Scratch memory of single operations and receive buffers are not included.
     """
     return sum(peak_nbytes_by_category(plan, rank).values())
 
 
 def optimizer_work(plan: Plan, rank: int) -> tuple[int, int]:
-    """The elements that `rank` of `plan` steps, and the bytes of what its optimizer remembers of them."""
+    """Returns the elements that `rank` of `plan` steps, and the bytes of their optimizer states."""
     plan = replace(plan, sharding=plan.sharding.at_coordinate(plan.mesh.coordinate(rank)))
     pairs = [pair for each in _group_states(plan, rank) for pair in each.stepped_params]
-    return sum(numel for _, numel in pairs), sum(moment_bytes(plan.job, *pair) for pair in pairs)
+    return sum(numel for _, numel in pairs), sum(param_state_nbytes(plan.job, *pair) for pair in pairs)
 
 
 def peak_nbytes_by_category(plan: Plan, rank: int) -> dict[str, int]:
-    """The same as `peak_bytes`, by what it is; only what is there.
+    """Returns the bytes of `peak_nbytes` by category, without those that are zero.
 
-    That is parameters, master, moments, buffers, gradients, activations, and what the optimizer has while it
-    steps.
+    The categories are parameters, master, optimizer_states, gradients, buffers, activations, and optimizer:
+    the temporaries of STEP.
     """
     plan = plan.for_rank(rank)
-    kept, said, most = list(_group_states(plan, rank)), state_bytes(plan, rank), Counter[str]()
-    update = max((update_bytes(plan.job, *pair) for each in kept for pair in each.stepped_params), default=0)
-    passing = {hold.name for action in plan.actions if _is_transient(action) for hold in action.allocations}
-    others = {
-        hold.name: hold.nbytes
+    group_states, states, peak = list(_group_states(plan, rank)), state_bytes(plan, rank), Counter[str]()
+    update = max(
+        (param_update_nbytes(plan.job, *pair) for each in group_states for pair in each.stepped_params),
+        default=0,
+    )
+    transient_names = {
+        allocation.name
         for action in plan.actions
-        for hold in action.allocations
-        if hold.name not in passing
+        if _is_transient(action)
+        for allocation in action.allocations
     }
-    now: dict[str, int] = {}
+    persistent = {
+        allocation.name: allocation.nbytes
+        for action in plan.actions
+        for allocation in action.allocations
+        if allocation.name not in transient_names
+    }
+    live: dict[str, int] = {}
     for action in plan.actions:
-        now |= {hold.name: hold.nbytes for hold in action.allocations if hold.name in passing}
-        beside = update if action.kind == "STEP" else 0
-        if sum(now.values()) + beside > most.total():
-            most = Counter(optimizer=beside)
-            for name, nbytes in now.items():
-                most["gradients" if name.startswith("gradient(") else "activations"] += nbytes
+        live |= {
+            allocation.name: allocation.nbytes
+            for allocation in action.allocations
+            if allocation.name in transient_names
+        }
+        scratch = update if action.kind == "STEP" else 0
+        if sum(live.values()) + scratch > peak.total():
+            peak = Counter(optimizer=scratch)
+            for name, nbytes in live.items():
+                peak["gradients" if name.startswith("gradient(") else "activations"] += nbytes
         for name in action.frees:
-            now.pop(name, None)
-    for name, nbytes in others.items():
-        most["gradients" if name.startswith(("gradient(", "summed gradient")) else "buffers"] += nbytes
-    most["buffers"] += _cast_nbytes(plan.job, kept)
-    states = {"parameters": said.parameters, "master": said.master, "optimizer_states": said.optimizer_states}
-    found = {**states, **{name: most[name] for name in ("gradients", "buffers", "activations", "optimizer")}}
+            live.pop(name, None)
+    for name, nbytes in persistent.items():
+        peak["gradients" if name.startswith(("gradient(", "summed gradient")) else "buffers"] += nbytes
+    peak["buffers"] += _cast_nbytes(plan.job, group_states)
+    by_category = {
+        "parameters": states.parameters,
+        "master": states.master,
+        "optimizer_states": states.optimizer_states,
+    }
+    found = {
+        **by_category,
+        **{name: peak[name] for name in ("gradients", "buffers", "activations", "optimizer")},
+    }
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 
 
-def moment_bytes(job: Job, param: ParamSpec, numel: int) -> int:
-    """What the optimizer keeps for `numel` elements of `weight`, all of it or a piece; a rule says its bytes
-    in core/rules.py.
-    """
+def param_state_nbytes(job: Job, param: ParamSpec, numel: int) -> int:
+    """Returns the bytes of the optimizer states for `numel` elements of `param`, all of it or a part."""
     stepping = param_optimizer(job.optimizer, param)
     shape = param.shape if numel == param.numel else (numel,)
     counter = STEP_COUNTER_NBYTES if stepping.optimizer == "adamw" else 0
@@ -185,66 +198,87 @@ def moment_bytes(job: Job, param: ParamSpec, numel: int) -> int:
     )
 
 
-def update_bytes(job: Job, param: ParamSpec, numel: int) -> int:
-    """What a step of `numel` elements of `weight`, all of it or a piece, has for itself; a rule says it in
-    core/rules.py.
-    """
+def param_update_nbytes(job: Job, param: ParamSpec, numel: int) -> int:
+    """Returns the temporary bytes of stepping `numel` elements of `param`, all of it or a part."""
     shape = param.shape if numel == param.numel else (numel,)
     return update_scratch_nbytes(
         param_optimizer(job.optimizer, param).optimizer, shape, FLOAT_NBYTES[job.precision.effective.master]
     )
 
 
-def _cast_nbytes(job: Job, kept: Iterable[_GroupState]) -> int:
-    """The bytes of the gradients of one bundle as they are stepped, where that is another dtype."""
+def _cast_nbytes(job: Job, group_states: Iterable[_GroupState]) -> int:
+    """The gradients of one parameter group in the dtype in which they are stepped, if that differs."""
     precision = job.precision.effective
     if precision.gradients == precision.master:
         return 0
     return (
-        max((sum(numel for _, numel in each.stepped_params) for each in kept), default=0)
+        max((sum(numel for _, numel in each.stepped_params) for each in group_states), default=0)
         * FLOAT_NBYTES[precision.master]
     )
 
 
 def _group_states(plan: Plan, rank: int) -> Iterator[_GroupState]:
-    """What `rank` keeps of each bundle."""
-    space, parameters = plan.sharding, plan.job.precision.parameters
-    arenas, owned = space.flat_param_specs(), list(owned_params(space, rank))
-    apart = {home.param.name for home in space.param_shardings if home.owner_axes}
-    for bundle in space.all_param_groups():
-        arena, width = arenas.get(bundle.name), bundle.params[0].itemsize(parameters)
-        steps = bundle.trainable and plan.is_primary_rank(rank)
-        whole = [(weight, weight.numel) for name, weight in owned if name == bundle.name]
-        if arena is None:
-            mine = [(weight, weight.numel) for weight in bundle.params]
-            stepped = [(weight, numel) for weight, numel in mine if weight.name not in apart] if steps else []
-            kept, master = sum(numel for _, numel in mine), sum(numel for _, numel in stepped)
+    sharding, parameters = plan.sharding, plan.job.precision.parameters
+    flat_specs, owned = sharding.flat_param_specs(), list(owned_params(sharding, rank))
+    owned_names = {
+        param_sharding.param.name for param_sharding in sharding.param_shardings if param_sharding.owner_axes
+    }
+    for param_group in sharding.all_param_groups():
+        flat_spec, width = flat_specs.get(param_group.name), param_group.params[0].itemsize(parameters)
+        is_stepped = param_group.trainable and plan.is_primary_rank(rank)
+        owned_params_here = [(param, param.numel) for name, param in owned if name == param_group.name]
+        if flat_spec is None:
+            local_params = [(param, param.numel) for param in param_group.params]
+            stepped = (
+                [(param, numel) for param, numel in local_params if param.name not in owned_names]
+                if is_stepped
+                else []
+            )
+            kept_numel, master_numel = (
+                sum(numel for _, numel in local_params),
+                sum(numel for _, numel in stepped),
+            )
         else:
-            weights = {weight.name: weight for weight in bundle.params}
-            pieces = arena.param_shards(plan.mesh.peers(rank, arena.axes).index(rank)) if steps else ()
-            stepped = [(weights[piece.name], piece.numel) for piece in pieces if piece.name not in apart]
-            kept = arena.shard_numel if bundle.param_shardings[0].is_stored_sharded else arena.numel
-            master = arena.shard_numel if steps and not apart & set(weights) else 0
-        yield _GroupState(kept * width, master, (*stepped, *whole), sum(numel for _, numel in whole))
+            params = {param.name: param for param in param_group.params}
+            shards = (
+                flat_spec.param_shards(plan.mesh.peers(rank, flat_spec.axes).index(rank))
+                if is_stepped
+                else ()
+            )
+            stepped = [(params[shard.name], shard.numel) for shard in shards if shard.name not in owned_names]
+            kept_numel = (
+                flat_spec.shard_numel if param_group.param_shardings[0].is_stored_sharded else flat_spec.numel
+            )
+            master_numel = flat_spec.shard_numel if is_stepped and not owned_names & set(params) else 0
+        yield _GroupState(
+            kept_numel * width,
+            master_numel,
+            (*stepped, *owned_params_here),
+            sum(numel for _, numel in owned_params_here),
+        )
 
 
 def _is_transient(action: Action) -> bool:
-    """Whether what `action` takes comes and goes within a step, as what another rank has sent does."""
     return action.kind in TRANSIENT_KINDS or action.stream == "recv"
 
 
 def _gradient_and_buffer_nbytes(plan: Plan) -> tuple[int, int]:
-    """The bytes of what actions take: what STEP frees are gradients, the rest is buffers.
+    """Returns the bytes of gradients, which STEP frees, and of buffers, the other allocations.
 
-    What blocks take, activations and gradients that nobody keeps, comes and goes and is neither.
+    Transient allocations are neither.
     """
     actions = plan.actions
     freed = {name for action in actions if action.kind == "STEP" for name in action.frees}
-    kept = {hold.name: hold.nbytes for action in actions for hold in action.allocations if hold.name in freed}
-    others = {
-        hold.name: hold.nbytes
+    gradients = {
+        allocation.name: allocation.nbytes
+        for action in actions
+        for allocation in action.allocations
+        if allocation.name in freed
+    }
+    allocated = {
+        allocation.name: allocation.nbytes
         for action in actions
         if not _is_transient(action)
-        for hold in action.allocations
+        for allocation in action.allocations
     }
-    return sum(kept.values()), sum(nbytes for name, nbytes in others.items() if name not in freed)
+    return sum(gradients.values()), sum(nbytes for name, nbytes in allocated.items() if name not in freed)

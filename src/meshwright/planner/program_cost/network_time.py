@@ -1,17 +1,12 @@
-"""Seconds of what ranks send each other: by what was measured of a cluster, or by the rates of a kind of
-device.
+"""Predicts the seconds of collectives and messages, from measurements or from the rates of a kind of device.
 
-    measured      `meshwright bench network` has measured sums (all_reduce). A sum is a scatter of sums and a
-                  gather, of equal bytes, so each of the two is half of it:
+    measured    `meshwright bench network` measured all-reduces. An all-reduce of S bytes is a reduce-scatter
+                and an all-gather of S bytes, so each of these takes half as long. An all-to-all, and a shift
+                to the next rank, send as much as one of them. A message from one rank to another is predicted
+                by the network model that was fitted to the all-reduces (plan/hardware/network_model.py)
+    rated       bytes over the rate of the slowest link on the way, and latencies (machine/roofline.py)
 
-                      all_reduce of S = reduce_scatter of S + all_gather of S
-
-                  An exchange, and a shift to the next rank, move what one of the two does. A message from
-                  one rank to another is priced by the model of the network that was fitted to the sums
-    by its kind   bytes over the rate of the slowest link on the way, and a latency per hop
-                  (planner/roofline.py)
-
-`ranks` are those that meet, by their number: neighbours share a host.
+`ranks` are the members of a collective, as positions in the world: neighbours share a host.
 """
 
 from collections.abc import Sequence
@@ -26,74 +21,77 @@ from meshwright.planner.machine.machine import Machine
 from meshwright.planner.machine.roofline import all_gather_seconds, send_seconds
 
 POINT_TO_POINT = ("send", "recv", "shift")
-GATHERING_COLLECTIVES = ("all_gather", "gather")  # whose bytes are those of one rank's piece
+GATHERING_COLLECTIVES = ("all_gather", "gather")  # their nbytes is one rank's shard
 
 
 class NetworkTime(Protocol):
     """Seconds of collectives and messages."""
 
     def seconds(self, transfer: Transfer, ranks: Sequence[int]) -> float:
-        """What `move` takes the `ranks` that meet in it."""
+        """Returns the seconds of `transfer` among `ranks`."""
 
 
 @dataclass(frozen=True)
 class MeasuredNetworkTime:
-    """The links of a cluster, as `bench network` has measured them."""
+    """The links of a cluster, as `bench network` measured them."""
 
     cluster: Cluster
 
     def seconds(self, transfer: Transfer, ranks: Sequence[int]) -> float:
-        """What `move` takes the `ranks` that meet in it."""
+        """Returns the seconds of `transfer` among `ranks`."""
         size = len(ranks)
         if size < 2 or not transfer.nbytes:
             return 0.0
-        host = self.cluster.ranks_per_host
+        ranks_per_host = self.cluster.ranks_per_host
         per_host = (
-            0 if not host else max(1, min(size, sum(rank // host == ranks[0] // host for rank in ranks)))
+            0
+            if not ranks_per_host
+            else max(
+                1, min(size, sum(rank // ranks_per_host == ranks[0] // ranks_per_host for rank in ranks))
+            )
         )
         if transfer.collective == "all_reduce":
             return predict_all_reduce_s(self.cluster, transfer.algorithm, size, transfer.nbytes, per_host)
         if transfer.collective in ("send", "recv"):
-            apart = bool(host) and ranks[0] // host != ranks[-1] // host
-            return message_seconds(self.cluster.network, transfer.nbytes, crosses_hosts=apart)
-        whole = transfer.nbytes * size if transfer.collective in GATHERING_COLLECTIVES else transfer.nbytes
-        if (
-            transfer.collective == "shift"
-        ):  # all ranks send as much as in an exchange of so many bytes, by the same transport
-            whole = transfer.nbytes * size / (size - 1)
-        return predict_all_reduce_s(self.cluster, BACKEND, size, whole, per_host) / 2
+            crosses_hosts = bool(ranks_per_host) and ranks[0] // ranks_per_host != ranks[-1] // ranks_per_host
+            return message_seconds(self.cluster.network, transfer.nbytes, crosses_hosts=crosses_hosts)
+        nbytes = transfer.nbytes * size if transfer.collective in GATHERING_COLLECTIVES else transfer.nbytes
+        if transfer.collective == "shift":
+            # every rank sends as much as in an all-to-all of so many bytes
+            nbytes = transfer.nbytes * size / (size - 1)
+        return predict_all_reduce_s(self.cluster, BACKEND, size, nbytes, per_host) / 2
 
 
 @dataclass(frozen=True)
 class RatedNetworkTime:
-    """The links of a kind of machine, whose hosts hold neighbouring ranks."""
+    """The links of a kind of machine, with neighbouring ranks on one host."""
 
     machine: Machine
 
     def seconds(self, transfer: Transfer, ranks: Sequence[int]) -> float:
-        """What `move` takes the `ranks` that meet in it."""
+        """Returns the seconds of `transfer` among `ranks`."""
         size = len(ranks)
         if size < 2 or not transfer.nbytes:
             return 0.0
         stride = abs(ranks[1] - ranks[0])
         if transfer.collective in POINT_TO_POINT:
             return send_seconds(self.machine, transfer.nbytes, stride)
-        whole = transfer.nbytes * size if transfer.collective in GATHERING_COLLECTIVES else transfer.nbytes
+        nbytes = transfer.nbytes * size if transfer.collective in GATHERING_COLLECTIVES else transfer.nbytes
         times = 2 if transfer.collective == "all_reduce" else 1
-        return times * all_gather_seconds(self.machine, whole, size, stride, self.machine.num_devices)
+        return times * all_gather_seconds(self.machine, nbytes, size, stride, self.machine.num_devices)
 
 
 @dataclass(frozen=True)
 class UnknownNetworkTime:
-    """Links of which nobody knows anything: what goes over them is left out."""
+    """Links without any measurement: communication counts as free."""
 
     def seconds(self, transfer: Transfer, ranks: Sequence[int]) -> float:
-        """Nothing."""
+        """Returns 0."""
         return 0.0
 
 
 def message_seconds(network: NetworkModel, nbytes: float, *, crosses_hosts: bool = False) -> float:
-    """The seconds of a message of `nbytes`; `apart`: to another host."""
+    """Returns the seconds of a message of `nbytes`; `crosses_hosts`: to another host."""
     if (crosses_hosts or network.intra_host is None) and network.inter_host is not None:
         return network.inter_host.seconds(nbytes)
     if network.intra_host is None or network.busiest_rank is None:

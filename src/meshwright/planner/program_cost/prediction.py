@@ -1,12 +1,12 @@
-"""What a plan will take: seconds of a step, and where they go, from its own program played on paper.
+"""Predicts the seconds of a step of a plan, and their breakdown, by simulating its program.
 
-    computing   blocks and the loss                     within     messages within blocks
-    stepping    norm, clipping, the optimizer           meeting    messages between acts, as far as nothing
-                                                                   hides them
-                                                        waiting    all else: for other ranks, and what an
-                                                                   order leaves empty
+    compute_s         blocks and the loss
+    inner_comm_s      collectives inside blocks
+    exposed_comm_s    communication between actions that no computation hides
+    idle_s            waits for other ranks, and gaps of the schedule
+    optimizer_s       gradient norm, clipping, the optimizer
 
-The five of a role add up to the step. What ranks of one role do alike is priced once, for the first of them.
+The five of a role add up to the step. Ranks of one role do the same, so only the first of them is priced.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,16 +23,14 @@ from meshwright.planner.program_cost.stragglers import with_straggler_waits
 
 OPTIMIZER_KINDS = ("CLIP", "LOCAL_NORM", "STEP", "GRAD_SQNORM", "STASH", "LOAD_STASHED", "LOAD_LATEST")
 NO_TRIAL_NOTE = (
-    "the model's operations were not seen on a trial, so blocks are priced by their number "
-    "alone, "
-    "at the best of products: "
-    "expect the step to take up to twice as long"
+    "no trial of the model recorded its operations, so a block is priced by its FLOPs alone, at the speed "
+    "of large matmuls: expect the step to take up to twice as long"
 )
 
 
 @dataclass(frozen=True)
 class StepBreakdown:
-    """Seconds of a step of one role."""
+    """Seconds of a step of one role, by category (see the module)."""
 
     compute_s: float = 0.0
     inner_comm_s: float = 0.0
@@ -42,17 +40,16 @@ class StepBreakdown:
 
     @property
     def seconds(self) -> float:
-        """All of them."""
+        """The sum of all categories."""
         return self.compute_s + self.inner_comm_s + self.exposed_comm_s + self.idle_s + self.optimizer_s
 
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """Seconds of a step on the ground that is called `on`, those of each role, and what is to be known of
-    them.
+    """Seconds of a step on the target `target_name`, and the breakdown of each role.
 
-    `flops` are the model's in a step, a backward counted as two forwards; `mfu` is their share of the peak,
-    None where none is known.
+    `flops` are those of the model in a step, a backward counted as two forwards; `mfu` is the model FLOPs
+    utilization, None if the peak is not known. `notes` say what limits the prediction.
     """
 
     target_name: str
@@ -63,7 +60,7 @@ class StepPrediction:
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """Returns the same as plain values."""
         return {
             **asdict(self),
             "roles": {role: asdict(each) for role, each in self.roles.items()},
@@ -72,100 +69,110 @@ class StepPrediction:
 
 
 def predict_step(plan: Plan, target: ExecutionTarget) -> StepPrediction:
-    """What a step of `plan` takes on `ground`."""
-    program, costs, seen = with_collective_waits(plan.program), dict[int, ActionCost](), True
-    each = plan.mesh.world_size // len(program.roles)
-    for number, (_, actions) in enumerate(program.roles):
-        prices = ActionCosts(plan, number * each, target)
-        seen = seen and prices.ops_known
-        costs |= with_straggler_waits(prices, actions)
-    shared = None
+    """Returns the predicted seconds of a step of `plan` on `target`."""
+    program, costs, ops_known = with_collective_waits(plan.program), dict[int, ActionCost](), True
+    ranks_per_role = plan.mesh.world_size // len(program.roles)
+    for index, (_, actions) in enumerate(program.roles):
+        action_costs = ActionCosts(plan, index * ranks_per_role, target)
+        ops_known = ops_known and action_costs.ops_known
+        costs |= with_straggler_waits(action_costs, actions)
+    shared_cores = None
     if target.cores_per_host:
-        shared = SharedCores(
+        shared_cores = SharedCores(
             target.cores_per_host,
-            {role: each / target.num_hosts for role, _ in program.roles},
+            {role: ranks_per_role / target.num_hosts for role, _ in program.roles},
             target.threads_per_rank,
         )
-    step_s, roles = step_breakdown(program, costs, shared)
+    step_s, roles = step_breakdown(program, costs, shared_cores)
     flops = float(plan.model_spec.train_flops * plan.job.train.batch)
     peak = target.peak_flops.get(plan.job.precision.compute)
     mfu = flops / (step_s * plan.mesh.world_size * peak) if peak and step_s else None
-    notes = (*target.notes, *(() if seen else (NO_TRIAL_NOTE,)))
+    notes = (*target.notes, *(() if ops_known else (NO_TRIAL_NOTE,)))
     return StepPrediction(target.name, step_s, roles, flops, mfu, notes)
 
 
 def step_breakdown(
     program: Program, costs: Mapping[int, ActionCost], shared_cores: SharedCores | None = None
 ) -> tuple[float, dict[str, StepBreakdown]]:
-    """The seconds of a step of `program`, and where those of each role go; `costs` are those of its actions,
-    by identity.
+    """Returns the seconds of a step of `program`, and the breakdown of each role.
+
+    `costs` are those of its actions, by identity.
     """
-    ticks = simulate_shared(
+    events = simulate_shared(
         program,
         lambda action: costs[id(action)].seconds,
         shared_cores,
         lambda action: costs[id(action)].comm_delay_s,
     )
-    end = max((tick.end for tick in ticks), default=0.0)
-    ended = {qualified_name(tick.role, tick.action.name): tick for tick in ticks}
+    end = max((event.end for event in events), default=0.0)
+    ended = {qualified_name(event.role, event.action.name): event for event in events}
     return end, {
-        role: _role_breakdown([tick for tick in ticks if tick.role == role], ended, costs, end)
+        role: _role_breakdown([event for event in events if event.role == role], ended, costs, end)
         for role, _ in program.roles
     }
 
 
 def with_collective_waits(program: Program) -> Program:
-    """`program`, in which a collective among several roles starts when the last of them has come to it."""
-    named: dict[str, dict[str, Action]] = {}
+    """Returns `program` with collectives across roles that start when the last role reaches them.
+
+    A program in which these waits would deadlock is returned unchanged.
+    """
+    by_name: dict[str, dict[str, Action]] = {}
     for role, actions in program.roles:
         for action in actions:
             if action.stream == "comm" and action.transfer is not None and "pp" in action.transfer.axes:
-                named.setdefault(action.name, {})[role] = action
-    if not any(len(roles) > 1 for roles in named.values()):
+                by_name.setdefault(action.name, {})[role] = action
+    if not any(len(roles) > 1 for roles in by_name.values()):
         return program
     changed = []
     for role, actions in program.roles:
-        own = []
+        role_actions = []
         for action in actions:
-            others = {other: each for other, each in named.get(action.name, {}).items() if other != role}
+            others = {other: each for other, each in by_name.get(action.name, {}).items() if other != role}
             waits = (qualified_name(other, wait) for other, each in others.items() for wait in each.waits)
-            own.append(
+            role_actions.append(
                 replace(action, waits=tuple(dict.fromkeys((*action.waits, *waits)))) if others else action
             )
-        changed.append((role, tuple(own)))
-    met = Program(tuple(changed))
+        changed.append((role, tuple(role_actions)))
+    waiting = Program(tuple(changed))
     try:
-        simulate_shared(met, lambda action: 1.0, None)
-    except SimulationDeadlock:  # it meets in another order than its waits say
+        simulate_shared(waiting, lambda action: 1.0, None)
+    except SimulationDeadlock:  # roles reach collectives in an order that contradicts the waits
         return program
-    return met
+    return waiting
 
 
 def _role_breakdown(
-    ticks: Sequence[SimulatedAction],
+    events: Sequence[SimulatedAction],
     tick_by_name: Mapping[str, SimulatedAction],
     costs: Mapping[int, ActionCost],
     end: float,
 ) -> StepBreakdown:
-    """Where the seconds of one role go."""
-    computing = within = met = waiting = stepping = now = 0.0
-    for tick in (tick for tick in ticks if tick.action.stream == "compute"):
-        gap = max(0.0, tick.start - now)
-        sent = min(gap, _message_s(tick, tick_by_name)) if gap else 0.0
-        length, cost = tick.end - tick.start, costs[id(tick.action)]
-        inner = length * cost.comm_s / cost.seconds if cost.seconds else 0.0
-        within, met, waiting, now = within + inner, met + sent, waiting + gap - sent, tick.end
-        if tick.action.kind in OPTIMIZER_KINDS:
-            stepping += length - inner
+    compute_s = inner_comm_s = exposed_comm_s = idle_s = optimizer_s = now = 0.0
+    for event in (event for event in events if event.action.stream == "compute"):
+        gap = max(0.0, event.start - now)
+        message_s = min(gap, _message_s(event, tick_by_name)) if gap else 0.0
+        length, cost = event.end - event.start, costs[id(event.action)]
+        inner_s = length * cost.comm_s / cost.seconds if cost.seconds else 0.0
+        inner_comm_s, exposed_comm_s, idle_s, now = (
+            inner_comm_s + inner_s,
+            exposed_comm_s + message_s,
+            idle_s + gap - message_s,
+            event.end,
+        )
+        if event.action.kind in OPTIMIZER_KINDS:
+            optimizer_s += length - inner_s
         else:
-            computing += length - inner
-    behind = max((tick.end for tick in ticks), default=now) - now
-    return StepBreakdown(computing, within, met + behind, waiting + end - now - behind, stepping)
+            compute_s += length - inner_s
+    tail_s = max((event.end for event in events), default=now) - now
+    return StepBreakdown(
+        compute_s, inner_comm_s, exposed_comm_s + tail_s, idle_s + end - now - tail_s, optimizer_s
+    )
 
 
-def _message_s(tick: SimulatedAction, tick_by_name: Mapping[str, SimulatedAction]) -> float:
-    """How long the message lasts that `tick` waits for last; 0 where it waits for another rank's act."""
-    waits = [tick_by_name[qualified_name(tick.role, wait)] for wait in tick.action.waits]
+def _message_s(event: SimulatedAction, tick_by_name: Mapping[str, SimulatedAction]) -> float:
+    """Seconds of the message that `event` waits for last; 0 if that is an action of another rank."""
+    waits = [tick_by_name[qualified_name(event.role, wait)] for wait in event.action.waits]
     last = max(waits, key=lambda each: each.end, default=None)
     if last is None or last.action.stream == "compute":
         return 0.0

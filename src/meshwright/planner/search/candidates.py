@@ -1,13 +1,13 @@
-"""Every layout there is for a wish: what a machine and a shape allow, before anybody asks what is best.
+"""Enumerates the parallel configurations that a request allows.
 
-    for every mesh      tp on a host, pp up to the layers, cp where a row is long, dp the rest; who exchanges
-                        tokens for heads
-    micro-batches       every divisor of a copy's rows
-    and what lies over  shares of states 0 .. 3, among all copies or those of some hosts; what is rerun;
-                        orders along pp
+    meshes           tp on one host, pp up to the number of layers, cp for long sequences, dp the rest; the
+                     number of cp ranks that exchange tokens for heads
+    microbatches     every divisor of the samples of a replica
+    on each mesh     ZeRO stages 0 to 3, over all replicas or over those of some hosts; recomputation;
+                     pipeline schedules
 
-Of a mesh, what holds least is known without looking at all that lies over it; and more rows at once hold
-more.
+The least memory of a mesh is known without enumerating its configurations, and larger microbatches need
+more memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,13 +20,13 @@ from meshwright.planner.analytic.memory import MemoryEstimate, estimate_memory
 from meshwright.planner.analytic.parallel_config import ParallelConfig, ScheduleProfile
 from meshwright.planner.search.request import SearchRequest
 
-VIRTUAL_STAGE_COUNTS = (2, 4, 8)  # of layers per rank along pp, where an order takes any number
-NamedSchedule = tuple[str, ScheduleProfile, int]  # an order along pp by its name, with the chunks of a rank
-ZERO_GROUP_HOSTS = (1, 4, 16)  # whose copies share states among themselves, where these lie in shards
+VIRTUAL_STAGE_COUNTS = (2, 4, 8)  # for a schedule that takes any number
+NamedSchedule = tuple[str, ScheduleProfile, int]  # name, profile, virtual stages per rank
+ZERO_GROUP_HOSTS = (1, 4, 16)  # the hosts of a ZeRO group
 
 
 def candidate_meshes(request: SearchRequest) -> Iterator[ParallelConfig]:
-    """Every mesh of the machine's devices on which the shape can be laid, one row at a time."""
+    """Yields every mesh of the machine's devices that the shape allows, with one sample per microbatch."""
     shape, machine = request.shape, request.machine
     tensor = [
         size
@@ -34,14 +34,16 @@ def candidate_meshes(request: SearchRequest) -> Iterator[ParallelConfig]:
         if size <= machine.devices_per_host and shape.heads % size == 0
     ]
     stages = [size for size in divisors(machine.num_devices) if size <= shape.layers]
-    rows = [
+    context = [
         size
         for size in divisors(machine.num_devices)
         if size == 1 or shape.sequence / size >= max(2, request.min_tokens_per_rank)
     ]
-    choices = {"tp": tensor, "pp": stages, "cp": rows}
-    lists = [[request.fixed[axis]] if axis in request.fixed else sizes for axis, sizes in choices.items()]
-    for tp, pp, cp in product(*lists):
+    choices = {"tp": tensor, "pp": stages, "cp": context}
+    size_lists = [
+        [request.fixed[axis]] if axis in request.fixed else sizes for axis, sizes in choices.items()
+    ]
+    for tp, pp, cp in product(*size_lists):
         dp, rest = divmod(machine.num_devices, tp * pp * cp)
         if rest or request.fixed.get("dp", dp) != dp or request.batch % dp or dp > request.batch:
             continue
@@ -49,23 +51,22 @@ def candidate_meshes(request: SearchRequest) -> Iterator[ParallelConfig]:
             continue
         if any(each % (tp * pp * cp) for each in request.devices_by_kind):
             continue
-        sequence = tp > 1 and shape.sequence % (tp * cp) == 0
+        sequence_parallel = tp > 1 and shape.sequence % (tp * cp) == 0
         mesh = replace(
             request.base_config,
             dp=dp,
             tp=tp,
             pp=pp,
             cp=cp,
-            sequence_parallel=sequence,
+            sequence_parallel=sequence_parallel,
             micro_batch=1,
             num_microbatches=request.batch // dp,
         )
-        for swaps in _ulysses_degrees(request, mesh):
-            yield replace(mesh, ulysses_degree=swaps)
+        for ulysses_degree in _ulysses_degrees(request, mesh):
+            yield replace(mesh, ulysses_degree=ulysses_degree)
 
 
 def _ulysses_degrees(request: SearchRequest, mesh: ParallelConfig) -> Iterator[int]:
-    """How many ranks along cp may exchange tokens for heads."""
     allowed = {"": range(mesh.cp + 1), "none": (1,), "all": (mesh.cp,), "some": range(2, mesh.cp)}[
         request.head_exchange
     ]
@@ -75,11 +76,13 @@ def _ulysses_degrees(request: SearchRequest, mesh: ParallelConfig) -> Iterator[i
 
 
 def with_micro_batches(request: SearchRequest, mesh: ParallelConfig) -> Iterator[ParallelConfig]:
-    """`mesh` with every number of rows that may go through at once, fewest first."""
-    rows = request.batch // mesh.dp
-    for each in divisors(rows):
-        if request.fixed.get("micro", each) == each and (not request.single_wave or rows // each <= mesh.pp):
-            yield replace(mesh, micro_batch=each, num_microbatches=rows // each)
+    """Yields `mesh` with each allowed number of samples per microbatch, in ascending order."""
+    num_samples = request.batch // mesh.dp
+    for micro_batch in divisors(num_samples):
+        if request.fixed.get("micro", micro_batch) == micro_batch and (
+            not request.single_wave or num_samples // micro_batch <= mesh.pp
+        ):
+            yield replace(mesh, micro_batch=micro_batch, num_microbatches=num_samples // micro_batch)
 
 
 def configs_on_mesh(
@@ -87,115 +90,129 @@ def configs_on_mesh(
     sized_mesh: ParallelConfig,
     allowed_schedules: Sequence[NamedSchedule] | None = None,
 ) -> Iterator[tuple[ParallelConfig, str]]:
-    """All that may lie over a mesh with its micro-batches, each with the name of its order; of these the
-    `allowed`, or all.
+    """Yields all configurations of a mesh with its microbatches, each with its schedule's name.
+
+    `allowed_schedules` are the pipeline schedules to use; None: all that are valid.
     """
     allowed_schedules = (
         list(valid_schedules(request, sized_mesh)) if allowed_schedules is None else allowed_schedules
     )
-    for shards, within in zero_options(request, sized_mesh):
-        for reruns in request.recompute_modes:
-            base = replace(sized_mesh, zero_stage=shards, zero_group_size=within, recompute=reruns)
+    for zero_stage, zero_group_size in zero_options(request, sized_mesh):
+        for recompute in request.recompute_modes:
+            base = replace(
+                sized_mesh, zero_stage=zero_stage, zero_group_size=zero_group_size, recompute=recompute
+            )
             yield from (
-                (replace(base, schedule_profile=order, virtual_stages=chunks), schedule)
-                for schedule, order, chunks in allowed_schedules
+                (replace(base, schedule_profile=profile, virtual_stages=virtual_stages), schedule)
+                for schedule, profile, virtual_stages in allowed_schedules
             )
 
 
 def empty_search_diagnostic(request: SearchRequest) -> Diagnostic | None:
-    """Why nothing lies over any mesh of `wish`; None where there is no mesh, or something lies over one."""
-    shared, first = False, None
+    """Returns the reason why no mesh of `request` has a configuration.
+
+    None if there is no mesh at all, or if a mesh has one.
+    """
+    zero_valid, first = False, None
     for mesh in candidate_meshes(request):
         for sized in with_micro_batches(request, mesh):
             if not any(zero_options(request, sized)):
                 continue
-            shared = True
+            zero_valid = True
             if any(configs_on_mesh(request, sized)):
                 return None
-            for _, order, chunks in all_schedules(request) if sized.pp > 1 else ():
+            for _, profile, virtual_stages in all_schedules(request) if sized.pp > 1 else ():
                 first = first or next(
-                    replace(sized, schedule_profile=order, virtual_stages=chunks).diagnostics(request.shape),
+                    replace(sized, schedule_profile=profile, virtual_stages=virtual_stages).diagnostics(
+                        request.shape
+                    ),
                     None,
                 )
-    words = [f"{word} {size}" for word, size in request.fixed.items() if word in ("shards", "within")]
-    if words and not shared and any(candidate_meshes(request)):
+    labels = {"shards": "ZeRO stage", "within": "ZeRO groups of"}
+    settings = [f"{labels[name]} {size}" for name, size in request.fixed.items() if name in labels]
+    if settings and not zero_valid and any(candidate_meshes(request)):
         return Diagnostic(
-            f"no copies are left that share states as {', '.join(words)} says", "fix fewer axes, or no shares"
+            f"no mesh has the data-parallel replicas for {', '.join(settings)}",
+            "set fewer axes, or no ZeRO stage",
         )
     return first
 
 
 def zero_options(request: SearchRequest, sized_mesh: ParallelConfig) -> Iterator[tuple[int, int]]:
-    """Which states copies share, and among how many of them (0: all)."""
+    """Yields the allowed ZeRO stages, each with the number of replicas in a ZeRO group (0: all)."""
     stages = range(4) if sized_mesh.data_parallel_size > 1 else (0,)
-    for shards in stages:
-        if request.fixed.get("shards", shards) != shards:
+    for stage in stages:
+        if request.fixed.get("shards", stage) != stage:
             continue
         if "within" in request.fixed:
-            if shards and sized_mesh.dp % request.fixed["within"] == 0:
-                yield shards, request.fixed["within"]
+            if stage and sized_mesh.dp % request.fixed["within"] == 0:
+                yield stage, request.fixed["within"]
             continue
-        yield shards, 0
-        if shards == 3:
+        yield stage, 0
+        if stage == 3:
             groups = [
                 hosts * request.machine.devices_per_host // (sized_mesh.tp * sized_mesh.cp)
                 for hosts in ZERO_GROUP_HOSTS
             ]
             yield from (
-                (shards, size) for size in groups if 1 < size < sized_mesh.dp and sized_mesh.dp % size == 0
+                (stage, size) for size in groups if 1 < size < sized_mesh.dp and sized_mesh.dp % size == 0
             )
 
 
 def valid_schedules(request: SearchRequest, sized_mesh: ParallelConfig) -> Iterator[NamedSchedule]:
-    """The orders in which ranks along pp may take turns."""
+    """Yields the pipeline schedules that are valid for the mesh."""
     if sized_mesh.pp == 1:
         yield "", sized_mesh.schedule_profile, sized_mesh.virtual_stages
         return
-    for schedule, order, chunks in all_schedules(request):
+    for schedule, profile, virtual_stages in all_schedules(request):
         if not any(
-            replace(sized_mesh, schedule_profile=order, virtual_stages=chunks).diagnostics(request.shape)
+            replace(sized_mesh, schedule_profile=profile, virtual_stages=virtual_stages).diagnostics(
+                request.shape
+            )
         ):
-            yield schedule, order, chunks
+            yield schedule, profile, virtual_stages
 
 
 def all_schedules(request: SearchRequest) -> Iterator[NamedSchedule]:
-    """The orders along pp by name, with the chunks of a rank."""
+    """Yields the pipeline schedules of `request`, with the virtual stages per rank."""
     fixed = request.fixed.get("chunks", 0)
-    for schedule, (order, chunks) in request.schedules.items():
-        for each in [chunks] if chunks else [fixed] if fixed else VIRTUAL_STAGE_COUNTS:
-            if fixed in (0, each):
-                yield schedule, order, each
+    for schedule, (profile, required) in request.schedules.items():
+        for virtual_stages in [required] if required else [fixed] if fixed else VIRTUAL_STAGE_COUNTS:
+            if fixed in (0, virtual_stages):
+                yield schedule, profile, virtual_stages
 
 
 def leanest_configs(request: SearchRequest, sized_mesh: ParallelConfig) -> Iterator[ParallelConfig]:
-    """What holds least over a mesh with its micro-batches, the leanest first; no more than any layout over
-    it.
-    """
-    orders = (
-        [order for order, _ in request.schedules.values()]
+    """Yields the configurations that need least memory on a mesh, the smallest first."""
+    profiles = (
+        [profile for profile, _ in request.schedules.values()]
         if sized_mesh.pp > 1
         else [sized_mesh.schedule_profile]
     )
-    order = min(orders, key=lambda order: (order.is_bidirectional, order.in_flight, order.uniform_memory))
-    for shards in (3, 2, 1, 0):
-        if request.fixed.get("shards", shards) == shards or sized_mesh.data_parallel_size == 1:
-            for reruns in reversed(request.recompute_modes):
-                yield replace(sized_mesh, zero_stage=shards, recompute=reruns, schedule_profile=order)
+    profile = min(
+        profiles, key=lambda profile: (profile.is_bidirectional, profile.in_flight, profile.uniform_memory)
+    )
+    for zero_stage in (3, 2, 1, 0):
+        if request.fixed.get("shards", zero_stage) == zero_stage or sized_mesh.data_parallel_size == 1:
+            for recompute in reversed(request.recompute_modes):
+                yield replace(
+                    sized_mesh, zero_stage=zero_stage, recompute=recompute, schedule_profile=profile
+                )
 
 
 def may_fit(request: SearchRequest, sized_mesh: ParallelConfig) -> bool:
-    """Whether anything that lies over a mesh with its micro-batches may fit."""
+    """Returns whether any configuration of a mesh with its microbatches may fit."""
     return any(
-        estimate_memory(request.shape, layout).total <= request.usable_memory
-        for layout in leanest_configs(request, sized_mesh)
+        estimate_memory(request.shape, config).total <= request.usable_memory
+        for config in leanest_configs(request, sized_mesh)
     )
 
 
 def min_memory_config(
     request: SearchRequest, sized_mesh: ParallelConfig
 ) -> tuple[ParallelConfig, MemoryEstimate]:
-    """Of all that may lie over a mesh with its micro-batches, what holds least."""
+    """Returns the configuration of a mesh with its microbatches that needs least memory."""
     return min(
-        ((layout, estimate_memory(request.shape, layout)) for layout in leanest_configs(request, sized_mesh)),
+        ((config, estimate_memory(request.shape, config)) for config in leanest_configs(request, sized_mesh)),
         key=lambda each: each[1].total,
     )

@@ -1,22 +1,20 @@
-"""What a step takes at least: less than any layout over a mesh takes, so that most of them need not be
-priced.
+"""Computes lower bounds on the step time of a mesh, so that most configurations need not be evaluated.
 
-    of a mesh           its rows at what a row takes where endlessly many go through at once
-    with micro-batches  its layers at their size, the least that ranks along pp wait by any order, the least
-                        that copies cost
+    of a mesh            the layers, at the time per sample of an endlessly large microbatch
+    with microbatches    the layers at their microbatch size, the least pipeline wait of any schedule, the
+                         least cost of data parallelism
 
-Both are true of every layout, because each only leaves something out:
+Each bound holds for every configuration of the mesh, because it only leaves something out:
 
-    a row      tiles that are not full, kernels' starts, latencies: all of them count less, the more rows
-               there are. What
-               attention hides of the keys that go round grows with its start, by no more than the start
-                   itself is
-    ranks      what is rerun, gathered or asked for late makes forward and backward longer, never W, and with
-               them what is waited:
-               (p - 1) (f F + b B + w W) / chunks  rises with F and B, and is never less than 0
-    copies     of all shares the one that costs least, its sums behind one micro-batch
+    time per sample    partly filled tiles, kernel starts and latencies cost less per sample in larger
+                       microbatches. The part of the ring transfers that attention hides grows with the
+                       kernel starts, by no more than these
+    pipeline wait      recomputation, gathers and launches lengthen forward and backward, never W, and with
+                       them the wait: (p - 1) (f F + b B + w W) / v rises with F and B, and is never below 0
+    ZeRO               the cheapest stage, with one microbatch of reductions
 
-So the best mesh is looked at first, and where one cannot beat what is kept, none behind it can.
+The search evaluates meshes in the order of their bounds, and stops at the first one that cannot beat the
+configurations it has kept.
 """
 
 from collections.abc import Iterable
@@ -35,17 +33,14 @@ from meshwright.planner.analytic.step_time import (
 )
 from meshwright.planner.machine.machine import Machine
 
-LARGE_MICRO_BATCH = 2.0**40  # rows at once
-SAFETY_FACTOR = (
-    1 - 1e-6
-)  # what is left of a bound, so that neither rounding nor the tiles of ENDLESS rows lift it too high
+LARGE_MICRO_BATCH = 2.0**40  # samples
+# bounds are multiplied by it, so that rounding, and the tiles of LARGE_MICRO_BATCH, do not raise them too far
+SAFETY_FACTOR = 1 - 1e-6
 
 
 @dataclass(frozen=True)
 class SampleBound:
-    """Seconds of a row of a mesh on one rank, all its layers, forward and backward: of a layer and of both
-    ends.
-    """
+    """Lower bounds on the seconds of a sample on one rank: of a layer, of the embedding and of the head."""
 
     layer: float
     embedding: float
@@ -53,25 +48,33 @@ class SampleBound:
 
 
 def sample_bound(shape: ModelShape, mesh: ParallelConfig, machine: Machine) -> SampleBound:
-    """What a row takes at least, however many go through at once."""
-    made = microbatch_time(shape, replace(mesh, micro_batch=LARGE_MICRO_BATCH, num_microbatches=1), machine)
-    share = SAFETY_FACTOR / LARGE_MICRO_BATCH
+    """Returns a lower bound on the seconds of a sample, for microbatches of any size."""
+    microbatch = microbatch_time(
+        shape, replace(mesh, micro_batch=LARGE_MICRO_BATCH, num_microbatches=1), machine
+    )
+    scale = SAFETY_FACTOR / LARGE_MICRO_BATCH
     return SampleBound(
-        (made.layer + made.collectives).total * share, made.embedding.total * share, made.head.total * share
+        (microbatch.layer + microbatch.collectives).total * scale,
+        microbatch.embedding.total * scale,
+        microbatch.head.total * scale,
     )
 
 
 def end_bound_s(
     config: ParallelConfig, orders: Iterable[ScheduleProfile], embedding: float, head: float
 ) -> float:
-    """Of the embedding and the head, what the slowest rank along pp has at least under one of `orders`."""
+    """Returns the least seconds of embedding and head on the slowest pp rank, under one of `orders`."""
     if config.pp == 1:
         return embedding + head
-    return (embedding + head) / 2 if any(order.is_bidirectional for order in orders) else max(embedding, head)
+    return (
+        (embedding + head) / 2
+        if any(profile.is_bidirectional for profile in orders)
+        else max(embedding, head)
+    )
 
 
 def slowest_rank_s(shape: ModelShape, config: ParallelConfig, layer: float, end_s: float) -> float:
-    """Of the slowest rank along pp, where each layer takes `layer`."""
+    """Returns the seconds of the slowest pp rank; `layer` is the time of a layer."""
     layers = config.max_layers_per_rank(shape)
     if layers == shape.layers / config.pp:
         return layer * layers + end_s
@@ -85,49 +88,49 @@ def pipeline_wait_bound_s(
     stage: PassTime,
     load_ratio: float = 1.0,
 ) -> float:
-    """Seconds that ranks along pp wait for each other at least.
+    """Returns a lower bound on the seconds that pp ranks wait for each other.
 
-    `whole` is a rank's part without what is rerun or gathered; the slowest rank has `share` times as many
-    layers as the mean.
+    `stage` is the time of a rank without recomputation and gathers; the slowest rank has `load_ratio` times
+    the mean number of layers.
     """
-    others = config.pp - load_ratio
-    one = profile.f * stage.forward + profile.b * stage.backward + profile.w * stage.deferrable
-    waited = (
-        max(0.0, one)
-        * others
+    other_ranks = config.pp - load_ratio
+    bubble_s = profile.f * stage.forward + profile.b * stage.backward + profile.w * stage.deferrable
+    wait_s = (
+        max(0.0, bubble_s)
+        * other_ranks
         * ((config.pp / 2 - 1) / (config.pp - 1) if profile.is_bidirectional else 1.0)
         / virtual_stages
     )
     if not (profile.fills_bubbles and stage.weight_grad):
-        return waited
-    more = (config.pp / 2 - 2) * stage.weight_grad if profile.is_bidirectional else 0.0
-    least = (
-        others * (stage.forward + stage.backward - stage.weight_grad)
+        return wait_s
+    extra_s = (config.pp / 2 - 2) * stage.weight_grad if profile.is_bidirectional else 0.0
+    unfilled_s = (
+        other_ranks * (stage.forward + stage.backward - stage.weight_grad)
         - (config.num_microbatches - 1) * stage.weight_grad
-        + more
+        + extra_s
     )
-    return max(waited, least)
+    return max(wait_s, unfilled_s)
 
 
 def boundary_transfer_s(
     shape: ModelShape, config: ParallelConfig, machine: Machine, virtual_stages: int
 ) -> float:
-    """Seconds that ranks along pp wait for what goes from one to the next."""
-    handed = boundary_send_s(shape, config, machine)
-    turn = (
-        handed * machine.rates.boundary_exposed * (1 - config.overlap_fraction)
+    """Returns the seconds that pp ranks wait for the transfers between stages."""
+    send_s = boundary_send_s(shape, config, machine)
+    overhead_s = (
+        send_s * machine.rates.boundary_exposed * (1 - config.overlap_fraction)
         + machine.rates.microbatch_overhead_s
     )
-    return 2 * (config.pp - 1) * handed + config.num_microbatches * virtual_stages * turn
+    return 2 * (config.pp - 1) * send_s + config.num_microbatches * virtual_stages * overhead_s
 
 
 def layer_time(config: ParallelConfig, machine: Machine, microbatch: MicrobatchTime) -> PassTime:
-    """What a layer takes for a micro-batch, without what is rerun or gathered."""
+    """Returns the time of a layer for one microbatch, without recomputation and gathers."""
     return launch_bound(microbatch.layer + microbatch.collectives, replace(config, recompute="none"), machine)
 
 
 def stage_time(shape: ModelShape, config: ParallelConfig, layer: PassTime) -> PassTime:
-    """What a micro-batch takes a rank along pp, without the ends, of which a layer takes `one`."""
+    """Returns the time of a microbatch on one pp rank, without embedding and head."""
     share = shape.layers / config.pp
     return PassTime(layer.forward * share, layer.backward * share, layer.weight_grad * share)
 
@@ -135,16 +138,17 @@ def stage_time(shape: ModelShape, config: ParallelConfig, layer: PassTime) -> Pa
 def tail_bound_s(
     shape: ModelShape, mesh: ParallelConfig, machine: Machine, zero_options: Iterable[tuple[int, int]]
 ) -> float:
-    """Seconds behind the last micro-batch: sums over copies and the optimizer, by the cheapest of all
-    `shares`.
+    """Returns a lower bound on the seconds after the last microbatch.
+
+    These are gradient reduction and the optimizer, with the cheapest of `zero_options`.
     """
-    given = [
-        replace(mesh, zero_stage=shards, zero_group_size=within, num_microbatches=1)
-        for shards, within in zero_options
+    configs = [
+        replace(mesh, zero_stage=zero_stage, zero_group_size=zero_group_size, num_microbatches=1)
+        for zero_stage, zero_group_size in zero_options
     ]
-    sums = [
-        0.0 if layout.overlap_fraction else grad_reduce_s(shape, layout, machine, PassTime())
-        for layout in given
+    reduce_s = [
+        0.0 if config.overlap_fraction else grad_reduce_s(shape, config, machine, PassTime())
+        for config in configs
     ]
-    steps = [optimizer_s(shape, layout, machine) for layout in given]
-    return min(map(sum, zip(sums, steps, strict=True)), default=0.0) + machine.rates.step_overhead_s
+    step_s = [optimizer_s(shape, config, machine) for config in configs]
+    return min(map(sum, zip(reduce_s, step_s, strict=True)), default=0.0) + machine.rates.step_overhead_s

@@ -1,17 +1,15 @@
-"""How far a machine goes: the largest batch, sequence or model that fits, and the fewest devices on which a
-model does.
+"""Finds the largest batch, sequence or model that fits, and the fewest devices on which a model fits.
 
-    batch       rows that go through at once: one micro-batch per copy, and along pp as many as ranks. More
-                rows go through one
-                behind the other, and no memory limits them
-    sequence    tokens of a row, at the given batch, in steps of 1,024 (below that, of 64); no more than
-                positions were learnt
-    layers      of the same hidden size
+    batch       samples in flight at once: one microbatch per replica, and under pp one per pp rank. Further
+                microbatches run one after the other, and memory does not limit them
+    sequence    tokens of a sequence at the given batch, in steps of 1,024 (below that, of 64), up to the
+                learned positions of the model
+    layers      at the same hidden size
     devices     whole hosts, or parts of one, at the given batch
 
-Each is found by bisection (of rows, on each mesh by itself: tensor ranks divide tokens only where these come
-out even), or by going through all where more of something may fit less well (devices that come out odd), over
-the layouts of the search; so at the limit there is a layout that fits, and one step further none.
+Most limits are found by bisection over the configurations of the search; samples on each mesh by itself,
+because sequence parallelism needs divisible lengths. Devices are tried one count after the other, because
+more of them may fit less well. So a configuration fits at the limit, and none fits one step beyond.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,15 +29,13 @@ from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import Candidate, SearchResult, search
 
 FIT_QUANTITIES = ("batch", "sequence", "layers", "devices")
-SEARCH_LIMIT = 1 << 40  # beyond which nobody looks
+SEARCH_LIMIT = 1 << 40  # no quantity is searched beyond it
 MAX_DEVICES = 1 << 17
 
 
 @dataclass(frozen=True)
 class NearestMiss:
-    """The layout that comes nearest one step beyond a limit: on which rank along pp too much lies, and what
-    it holds there.
-    """
+    """The configuration nearest to fitting one step beyond a limit, and the memory of its fullest rank."""
 
     config: ParallelConfig
     pp_rank: int
@@ -47,21 +43,22 @@ class NearestMiss:
 
     @property
     def largest_category(self) -> str:
-        """The category that holds most of what a layout could spare: not what driver and allocator take."""
-        held: dict[str, float] = vars(self.memory)
+        """The largest memory category, without driver context and fragmentation."""
+        categories: dict[str, float] = vars(self.memory)
         return max(
-            (name for name in held if name not in ("fragmentation", "driver_context")), key=held.__getitem__
+            (name for name in categories if name not in ("fragmentation", "driver_context")),
+            key=categories.__getitem__,
         )
 
 
 @dataclass(frozen=True)
 class MaxFit:
-    """How far it goes: `value` of `what` fits, and `beyond` does not (`stopped`; None: no layout comes out
-    even there).
+    """A limit: `value` of `quantity` fits, and `next_value` does not.
 
-    `wish` is what was searched at the limit, and `found` the best layouts there; `apart` is the best one
-    whose rows need not go through at once, where that is the limit. `learnt`: not memory stops it, but the
-    positions that the model has learnt.
+    `request` is the search at the limit, and `result` its best configurations. `nearest_miss` is the nearest
+    configuration at `next_value`; None: no configuration is valid there. `best_sequential`: for the batch,
+    the best configuration that may run its microbatches one after the other. `limited_by_positions`: not
+    memory is the limit, but the learned positions of the model.
     """
 
     quantity: str
@@ -74,15 +71,15 @@ class MaxFit:
     limited_by_positions: bool = False
 
 
-def find_max_fit(request: SearchRequest, quantity: str, keep: int = 3) -> MaxFit | None:
-    """The limit of `what`, one of LIMITS, for all else as in `wish`; None where not even the least fits."""
+def find_max_fit(request: SearchRequest, quantity: str, num_kept: int = 3) -> MaxFit | None:
+    """Returns the limit of `quantity`, one of FIT_QUANTITIES; None if not even the least fits."""
     return {"batch": _max_batch, "sequence": _max_sequence, "layers": _max_layers, "devices": _min_devices}[
         quantity
-    ](request, keep)
+    ](request, num_kept)
 
 
 def fits(request: SearchRequest) -> bool:
-    """Whether any layout fits."""
+    """Returns whether any configuration fits."""
     return any(
         estimate_memory(request.shape, layout).total <= request.usable_memory
         for layout in _min_batch_configs(request, fitting=True)
@@ -90,54 +87,69 @@ def fits(request: SearchRequest) -> bool:
 
 
 def find_nearest_miss(request: SearchRequest) -> NearestMiss | None:
-    """Of all layouts, the one that holds least; None where there is none at all."""
-    layout = min(
+    """Returns the configuration that needs least memory; None if there is no configuration."""
+    config = min(
         _min_batch_configs(request),
-        key=lambda layout: estimate_memory(request.shape, layout).total,
+        key=lambda config: estimate_memory(request.shape, config).total,
         default=None,
     )
-    return None if layout is None else _miss_of(request, layout)
+    return None if config is None else _miss_of(request, config)
 
 
 def _miss_of(request: SearchRequest, config: ParallelConfig) -> NearestMiss:
-    rank, held = max(memory_by_pp_rank(request.shape, config), key=lambda each: each[1].total)
-    return NearestMiss(config, rank, held)
+    rank, memory = max(memory_by_pp_rank(request.shape, config), key=lambda each: each[1].total)
+    return NearestMiss(config, rank, memory)
 
 
 def _min_batch_configs(request: SearchRequest, *, fitting: bool = False) -> Iterator[ParallelConfig]:
-    """All layouts with the fewest rows at once; with `fitting` those on meshes where any may fit."""
+    """All configurations with the smallest microbatch; if `fitting`, on meshes where one may fit."""
     for mesh in candidate_meshes(request):
         if not fitting or may_fit(request, mesh):
             yield from _min_batch_configs_on(request, mesh)
 
 
 def _min_batch_configs_on(request: SearchRequest, mesh: ParallelConfig) -> Iterator[ParallelConfig]:
-    """All layouts over a mesh with the fewest rows at once."""
     for sized in with_micro_batches(request, mesh):
-        lean = [layout for layout, _ in configs_on_mesh(request, sized)]
-        yield from lean
-        if lean:
+        configs = [config for config, _ in configs_on_mesh(request, sized)]
+        yield from configs
+        if configs:
             break
 
 
-def _max_sequence(request: SearchRequest, keep: int) -> MaxFit | None:
-    def of(tokens: int) -> SearchRequest:
+def _max_sequence(request: SearchRequest, num_kept: int) -> MaxFit | None:
+    def request_for(tokens: int) -> SearchRequest:
         return replace(request, shape=replace(request.shape, sequence=tokens), min_tokens_per_rank=1)
 
-    most = request.max_positions
-    if most and fits(of(most)):
+    max_positions = request.max_positions
+    if max_positions and fits(request_for(max_positions)):
         return MaxFit(
-            "sequence", most, of(most), search(of(most), keep), most + 1, None, limited_by_positions=True
+            "sequence",
+            max_positions,
+            request_for(max_positions),
+            search(request_for(max_positions), num_kept),
+            max_positions + 1,
+            None,
+            limited_by_positions=True,
         )
     for unit in (1024, 64):
         longest = 0
-        for mesh in candidate_meshes(of(SEARCH_LIMIT)):  # every number of ranks divides some row
+        for mesh in candidate_meshes(
+            request_for(SEARCH_LIMIT)
+        ):  # some length is divisible by every number of ranks
             for step in {unit, lcm(unit, mesh.tp * mesh.cp)}:
-                longest = max(longest, _longest_sequence(of, mesh, step, longest, most or SEARCH_LIMIT))
+                longest = max(
+                    longest,
+                    _longest_sequence(request_for, mesh, step, longest, max_positions or SEARCH_LIMIT),
+                )
         if longest:
-            there, beyond = of(longest), min(longest + unit, most or SEARCH_LIMIT)
+            at_limit, beyond = request_for(longest), min(longest + unit, max_positions or SEARCH_LIMIT)
             return MaxFit(
-                "sequence", longest, there, search(there, keep), beyond, find_nearest_miss(of(beyond))
+                "sequence",
+                longest,
+                at_limit,
+                search(at_limit, num_kept),
+                beyond,
+                find_nearest_miss(request_for(beyond)),
             )
     return None
 
@@ -145,70 +157,92 @@ def _max_sequence(request: SearchRequest, keep: int) -> MaxFit | None:
 def _longest_sequence(
     make_request: Callable[[int], SearchRequest], mesh: ParallelConfig, step: int, beyond: int, high: int
 ) -> int:
-    """The longest row over a mesh that is longer than `beyond`, shorter than `most`, and comes in steps of
-    `step`; 0: none fits.
+    """Returns the longest sequence on a mesh above `beyond` and below `high`; 0: none fits.
 
-    Tensor ranks divide tokens where these come out even: such rows hold less than shorter ones that do not,
-    so that each kind is bisected by itself. A row of the other kind that happens to come out even fits all
-    the more.
+    Lengths are multiples of `step`. Sequence parallelism applies to lengths that tp and cp divide. These need
+    less memory than shorter ones that they do not divide, so each kind is bisected by itself. A length of the
+    other kind that happens to be divisible needs even less.
     """
-    divided = replace(mesh, sequence_parallel=mesh.tp > 1 and step % (mesh.tp * mesh.cp) == 0)
+    sized_mesh = replace(mesh, sequence_parallel=mesh.tp > 1 and step % (mesh.tp * mesh.cp) == 0)
 
     def enough(steps: int) -> bool:
-        asked = make_request(steps * step)
+        longer = make_request(steps * step)
         return (
             steps * step < high
-            and may_fit(asked, divided)
-            and any(_fits_memory(asked, layout) for layout in _min_batch_configs_on(asked, divided))
+            and may_fit(longer, sized_mesh)
+            and any(_fits_memory(longer, config) for config in _min_batch_configs_on(longer, sized_mesh))
         )
 
     low = max(beyond, 2 * mesh.cp - 1) // step + 1
     return _bisect(enough, low) * step if enough(low) else 0
 
 
-def _max_layers(request: SearchRequest, keep: int) -> MaxFit | None:
-    def of(layers: int) -> SearchRequest:
+def _max_layers(request: SearchRequest, num_kept: int) -> MaxFit | None:
+    def request_for(layers: int) -> SearchRequest:
         return replace(request, shape=replace(request.shape, layers=layers))
 
-    least = next(
-        (layers for layers in range(1, 1 + max(1, request.fixed.get("pp", 8))) if fits(of(layers))), 0
+    min_layers = next(
+        (layers for layers in range(1, 1 + max(1, request.fixed.get("pp", 8))) if fits(request_for(layers))),
+        0,
     )
-    if not least:
+    if not min_layers:
         return None
-    layers = _bisect(lambda layers: fits(of(layers)), least)
+    layers = _bisect(lambda layers: fits(request_for(layers)), min_layers)
     return MaxFit(
-        "layers", layers, of(layers), search(of(layers), keep), layers + 1, find_nearest_miss(of(layers + 1))
+        "layers",
+        layers,
+        request_for(layers),
+        search(request_for(layers), num_kept),
+        layers + 1,
+        find_nearest_miss(request_for(layers + 1)),
     )
 
 
-def _max_batch(request: SearchRequest, keep: int) -> MaxFit | None:
-    best: tuple[int, int, ParallelConfig] | None = (
-        None  # rows of a step, rows of one more row per micro-batch, and the layout
-    )
-    given = request.fixed.get("micro")
-    for mesh in candidate_meshes(
-        replace(request, batch=request.machine.num_devices)
-    ):  # every number of copies divides it
-        micros = mesh.pp
-        for layout, _ in configs_on_mesh(
-            request, replace(mesh, micro_batch=given or 1, num_microbatches=micros)
+def _max_batch(request: SearchRequest, num_kept: int) -> MaxFit | None:
+    # the batch, the batch with one more sample per microbatch, and the configuration of the latter
+    best: tuple[int, int, ParallelConfig] | None = None
+    fixed_micro_batch = request.fixed.get("micro")
+    # every number of replicas divides this batch
+    for mesh in candidate_meshes(replace(request, batch=request.machine.num_devices)):
+        num_microbatches = mesh.pp
+        for config, _ in configs_on_mesh(
+            request, replace(mesh, micro_batch=fixed_micro_batch or 1, num_microbatches=num_microbatches)
         ):
-            each = mesh.dp * micros
-            least = best[0] // each + 1 if best else 1
-            if given is None and _fits_memory(request, layout, least):
-                rows = _bisect(partial(_fits_memory, request, layout), least)
-                best = rows * each, (rows + 1) * each, replace(layout, micro_batch=rows + 1)
-            elif given is not None and given >= least and _fits_memory(request, layout, given):
-                best = given * each, (given + 1) * each, replace(layout, micro_batch=given + 1)
+            samples_per_unit = mesh.dp * num_microbatches
+            min_micro_batch = best[0] // samples_per_unit + 1 if best else 1
+            if fixed_micro_batch is None and _fits_memory(request, config, min_micro_batch):
+                micro_batch = _bisect(partial(_fits_memory, request, config), min_micro_batch)
+                best = (
+                    micro_batch * samples_per_unit,
+                    (micro_batch + 1) * samples_per_unit,
+                    replace(config, micro_batch=micro_batch + 1),
+                )
+            elif (
+                fixed_micro_batch is not None
+                and fixed_micro_batch >= min_micro_batch
+                and _fits_memory(request, config, fixed_micro_batch)
+            ):
+                best = (
+                    fixed_micro_batch * samples_per_unit,
+                    (fixed_micro_batch + 1) * samples_per_unit,
+                    replace(config, micro_batch=fixed_micro_batch + 1),
+                )
     if best is None:
         return None
-    there = replace(request, batch=best[0], single_wave=True)
-    freely = next(iter(search(replace(request, batch=best[0]), 1).best), None)
-    return MaxFit("batch", best[0], there, search(there, keep), best[1], _miss_of(request, best[2]), freely)
+    at_limit = replace(request, batch=best[0], single_wave=True)
+    sequential = next(iter(search(replace(request, batch=best[0]), 1).best), None)
+    return MaxFit(
+        "batch",
+        best[0],
+        at_limit,
+        search(at_limit, num_kept),
+        best[1],
+        _miss_of(request, best[2]),
+        sequential,
+    )
 
 
 def _fits_memory(request: SearchRequest, config: ParallelConfig, micro_batch: float = 0) -> bool:
-    """Whether it fits, with so many `rows` at once (0: its own)."""
     return (
         estimate_memory(request.shape, replace(config, micro_batch=micro_batch or config.micro_batch)).total
         <= request.usable_memory
@@ -216,7 +250,7 @@ def _fits_memory(request: SearchRequest, config: ParallelConfig, micro_batch: fl
 
 
 def _bisect(enough: Callable[[int], bool], low: int) -> int:
-    """The most of which there is `enough`, as there is of `low`: doubled until there is not, and bisected."""
+    """The largest number that satisfies `enough`, given that `low` does: doubling, then bisection."""
     high = 2 * low
     while high < SEARCH_LIMIT and enough(high):
         low, high = high, 2 * high
@@ -226,37 +260,35 @@ def _bisect(enough: Callable[[int], bool], low: int) -> int:
     return low
 
 
-def _min_devices(request: SearchRequest, keep: int) -> MaxFit | None:
-    def of(count: int) -> SearchRequest:
+def _min_devices(request: SearchRequest, num_kept: int) -> MaxFit | None:
+    def request_for(count: int) -> SearchRequest:
         return replace(request, machine=replace(request.machine, num_devices=count))
 
-    host = request.machine.devices_per_host
-    states = request.shape.numel * 2  # bytes of nothing but weights, in 16 bits
-    before = 0
-    for count in _device_counts(host):
-        if count * request.usable_memory < states:
-            before = count
+    devices_per_host = request.machine.devices_per_host
+    weight_nbytes = request.shape.numel * 2  # bytes of the weights in 16 bits
+    previous = 0
+    for count in _device_counts(devices_per_host):
+        if count * request.usable_memory < weight_nbytes:
+            previous = count
             continue
-        if fits(of(count)):
-            there = of(count)
+        if fits(request_for(count)):
+            at_limit = request_for(count)
             return MaxFit(
                 "devices",
                 count,
-                there,
-                search(there, keep),
-                before,
-                find_nearest_miss(of(before)) if before else None,
+                at_limit,
+                search(at_limit, num_kept),
+                previous,
+                find_nearest_miss(request_for(previous)) if previous else None,
             )
-        before = count
+        previous = count
     return None
 
 
-def _device_counts(host: int) -> Iterator[int]:
-    """Numbers of devices that people have: parts of a host, then hosts; of many hosts,
-    ever larger multiples.
-    """
-    yield from (count for count in range(1, host) if host % count == 0)
-    hosts = 1
-    while hosts * host <= MAX_DEVICES:
-        yield hosts * host
-        hosts += max(1, 2 ** (hosts.bit_length() - 5))  # steps of a sixteenth at most
+def _device_counts(devices_per_host: int) -> Iterator[int]:
+    """Yields common numbers of devices: parts of a host, hosts, then multiples of hosts."""
+    yield from (count for count in range(1, devices_per_host) if devices_per_host % count == 0)
+    num_hosts = 1
+    while num_hosts * devices_per_host <= MAX_DEVICES:
+        yield num_hosts * devices_per_host
+        num_hosts += max(1, 2 ** (num_hosts.bit_length() - 5))  # steps of at most a sixteenth

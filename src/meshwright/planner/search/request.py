@@ -1,10 +1,11 @@
-"""What a search looks for: rows of a model per step on a machine, what is given of its layout, and what
-contradicts itself in it.
+"""Defines a search: the model, the machine, the batch, what is fixed, and the checks of all these.
 
-    dp tp pp cp    ranks along an axis          shards    0 .. 3, of states; `within` so many copies
-    micro          rows that go through at once  chunks    of layers per rank along pp
+    dp tp pp cp    ranks along an axis
+    shards         the ZeRO stage, 0 to 3; `within`: the number of replicas in a ZeRO group
+    micro          samples of a microbatch
+    chunks         virtual stages per pp rank
 
-What is given is not searched. All that cannot be is told at once, before anything is searched.
+What is fixed is not searched. All contradictions are reported at once, before the search starts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,25 +18,26 @@ from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig, RecomputeMode, ScheduleProfile
 from meshwright.planner.machine.machine import Machine
 
-MIN_TOKENS_PER_RANK = 4096  # tokens of a rank below which dividing a row further is not tried
-USABLE_MEMORY_FRACTION = 0.96  # of a device's memory that a plan may count on: the rest is the driver's
+MIN_TOKENS_PER_RANK = 4096  # cp is not tried if it leaves fewer tokens of a sequence on a rank
+USABLE_MEMORY_FRACTION = 0.96  # of a device's memory; the driver takes the rest
 PARALLEL_AXES = ("dp", "tp", "pp", "cp")
-MAX_QUANTITY = 1 << 32  # rows, tokens of a row or devices, beyond which nobody looks
+MAX_QUANTITY = 1 << 32  # the largest batch, sequence length or number of devices
 SETTABLE_NAMES = (*PARALLEL_AXES, "shards", "within", "micro", "chunks")
 RECOMPUTE_MODES: tuple[RecomputeMode, ...] = ("none", "layers")
 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What is looked for: `batch` rows of `shape` per step on `machine`.
+    """A search: `batch` samples of `shape` per step on `machine`.
 
-    `orders` are those that ranks along pp may take turns in, by name, with the chunks each needs (0: any).
-    `fixed` says what is given (see the module), `divided` along which of pp and cp there must be several
-    ranks, `exchange` how many of those along cp swap tokens for heads ("": any number), `reruns` what may be
-    computed again. With `at_once` no more micro-batches go through than ranks along pp take at once. A row is
-    divided while `least` tokens are left on a rank; it has `longest` at most (0: any number), where a model
-    has learnt its positions. Of devices of several `kinds`, said by their numbers, each copy takes one.
-    `base` is what every layout has (its dtype, its kernels, where ranks stand).
+    `schedules`: the pipeline schedules to try, by name, with the virtual stages per rank that each needs (0:
+    any number). `fixed`: the fixed sizes (see the module). `required_axes`: the axes, of pp and cp, that must
+    have several ranks. `head_exchange`: how many cp ranks exchange tokens for heads ("": any number).
+    `recompute_modes`: the modes to try. `single_wave`: no more microbatches than pp ranks.
+    `min_tokens_per_rank`: cp leaves at least so many tokens of a sequence on a rank. `max_positions`: the
+    longest sequence, for a model with learned positions (0: no limit). `devices_by_kind`: the numbers of
+    devices of several kinds; each replica is on one kind. `base_config`: what all configurations have in
+    common (dtype, kernels, rank order).
     """
 
     shape: ModelShape
@@ -56,137 +58,142 @@ class SearchRequest:
 
     @property
     def usable_memory(self) -> float:
-        """Bytes of a device that a plan may count on."""
+        """Bytes of a device that a plan may use."""
         return USABLE_MEMORY_FRACTION * self.machine.device.memory
 
     def diagnostics(self) -> Iterator[Diagnostic]:
-        """What contradicts itself in it."""
+        """Yields what is invalid or contradictory in it."""
         yield from self.shape.diagnostics()
         if self.batch < 1:
-            yield Diagnostic(f"a batch of {self.batch} rows", "write a whole number above 0", "batch")
+            yield Diagnostic(f"a batch of {self.batch} samples", "write a whole number above 0", "batch")
         sizes = {"batch": self.batch, "sequence": self.shape.sequence, "devices": self.machine.num_devices}
         if large := [
-            Diagnostic(f"{size:.3g} is beyond {MAX_QUANTITY:,}", "write fewer", name)
+            Diagnostic(f"{size:.3g} is above {MAX_QUANTITY:,}", "choose a smaller number", name)
             for name, size in sizes.items()
             if size > MAX_QUANTITY
         ]:
             yield from large
             return
-        for word, size in self.fixed.items():
-            if word not in SETTABLE_NAMES:
+        for name, size in self.fixed.items():
+            if name not in SETTABLE_NAMES:
                 yield Diagnostic(
-                    f"'{word}' is nothing that a search divides", suggest_name(word, SETTABLE_NAMES), word
+                    f"'{name}' is not a setting of the search", suggest_name(name, SETTABLE_NAMES), name
                 )
-            elif size < (0 if word == "shards" else 1):
-                yield Diagnostic(f"{word} {size}", "write a whole number above 0", word)
-        able = {
-            word: size
-            for word, size in self.fixed.items()
-            if word in SETTABLE_NAMES and (size > 0 or word == "shards")
+            elif size < (0 if name == "shards" else 1):
+                yield Diagnostic(f"{name} {size}", "write a whole number above 0", name)
+        valid = {
+            name: size
+            for name, size in self.fixed.items()
+            if name in SETTABLE_NAMES and (size > 0 or name == "shards")
         }
-        rest = replace(self, fixed=able)
-        yield from rest._axis_diagnostics()
-        yield from rest._shape_diagnostics()
-        yield from rest._batch_diagnostics() if self.batch > 0 else ()
-        yield from rest._zero_diagnostics()
-        yield from rest._schedule_diagnostics()
+        valid_request = replace(self, fixed=valid)
+        yield from valid_request._axis_diagnostics()
+        yield from valid_request._shape_diagnostics()
+        yield from valid_request._batch_diagnostics() if self.batch > 0 else ()
+        yield from valid_request._zero_diagnostics()
+        yield from valid_request._schedule_diagnostics()
 
     def _axis_diagnostics(self) -> Iterator[Diagnostic]:
-        """Axes that do not make up the devices."""
         count = self.machine.num_devices
         given = {axis: self.fixed[axis] for axis in PARALLEL_AXES if axis in self.fixed}
-        alone = [axis for axis, size in given.items() if count % size]
-        for axis in alone:
+        invalid = [axis for axis, size in given.items() if count % size]
+        for axis in invalid:
             yield Diagnostic(
-                f"{axis} {given[axis]} on {count} devices",
-                "every rank has a device: write a divisor of their number",
+                f"{axis} {given[axis]} does not divide {count} devices",
+                "every rank has one device: choose a divisor of their number",
                 axis,
             )
-        product, words = prod(given.values()), " x ".join(f"{axis} {size}" for axis, size in given.items())
-        whole = len(given) == len(PARALLEL_AXES)
-        if not alone and (product != count if whole else count % product):
-            text = f"{words} are {product} ranks, and there are {count} devices"
-            fix = f"fix fewer axes, or give {count // product * product or product} devices"
+        product, axes = prod(given.values()), " x ".join(f"{axis} {size}" for axis, size in given.items())
+        all_fixed = len(given) == len(PARALLEL_AXES)
+        if not invalid and (product != count if all_fixed else count % product):
+            text = f"{axes} are {product} ranks, which does not match {count} devices"
+            fix = f"fix fewer axes, or use {count // product * product or product} devices"
             yield Diagnostic(text, fix, " ".join(given))
 
     def _shape_diagnostics(self) -> Iterator[Diagnostic]:
-        """Axes that the model cannot be divided along."""
         shape, tp, pp, cp = self.shape, *(self.fixed.get(axis, 1) for axis in ("tp", "pp", "cp"))
         if shape.heads > 0 and shape.heads % tp:
-            text = f"tp {tp} ranks share {shape.heads} heads"
-            yield Diagnostic(text, "each takes as many: choose a divisor of the heads", "tp")
+            text = f"tp {tp} does not divide {shape.heads} attention heads"
+            yield Diagnostic(text, "each rank has as many heads: choose a divisor of their number", "tp")
         if pp * self.fixed.get("chunks", 1) > shape.layers > 0:
-            chunks = f" x {self.fixed['chunks']} chunks" if "chunks" in self.fixed else ""
+            chunks = f" x {self.fixed['chunks']} virtual stages" if "chunks" in self.fixed else ""
             yield Diagnostic(
-                f"pp {pp}{chunks} for {shape.layers} layers", "each part has a layer: choose fewer", "pp"
+                f"pp {pp}{chunks} for {shape.layers} layers",
+                "each stage has at least one layer: choose fewer stages",
+                "pp",
             )
         if cp > 1 and 2 * cp > shape.sequence > 0:
-            text = f"cp {cp} ranks take an early and a late part each of rows of {shape.sequence} tokens"
-            yield Diagnostic(
-                text, f"choose {shape.sequence // 2} ranks at most, or longer rows: --sequence", "cp"
-            )
+            text = f"cp {cp} splits sequences of {shape.sequence} tokens into {2 * cp} chunks"
+            fix = f"choose cp {shape.sequence // 2} or less, or longer sequences: --sequence"
+            yield Diagnostic(text, fix, "cp")
         if self.head_exchange == "all" and shape.heads > 0 and shape.heads // tp % cp:
-            text = f"cp {cp} ranks exchange tokens for {shape.heads // tp} heads"
+            text = f"cp {cp} ranks exchange tokens for {shape.heads // tp} attention heads"
             yield Diagnostic(
-                text, "each takes as many heads: choose a divisor of them, or let keys go round", "cp"
+                text,
+                "each rank gets as many heads: choose a divisor of their number, or ring attention",
+                "cp",
             )
 
     def _batch_diagnostics(self) -> Iterator[Diagnostic]:
-        """Rows that do not come out even."""
         dp, micro = self.fixed.get("dp", 1), self.fixed.get("micro", 1)
         if self.batch % dp:
-            text = f"a batch of {self.batch} rows on dp {dp} copies"
-            fix = f"each copy takes as many: a batch of {-(-self.batch // dp) * dp}, or another dp"
+            text = f"a batch of {self.batch} samples on {dp} data-parallel replicas"
+            fix = f"all replicas have as many: choose a batch of {-(-self.batch // dp) * dp}, or another dp"
             yield Diagnostic(text, fix, "batch")
         elif self.batch // dp % micro:
-            text = f"{self.batch // dp} rows of a copy in micro-batches of {micro}"
-            text = text if dp > 1 else f"a batch of {self.batch} rows in micro-batches of {micro}"
-            yield Diagnostic(text, "they are equal: choose a divisor of the rows", "micro")
+            text = f"{self.batch // dp} samples per replica in microbatches of {micro}"
+            text = text if dp > 1 else f"a batch of {self.batch} samples in microbatches of {micro}"
+            yield Diagnostic(text, "microbatches are equal: choose a divisor of the samples", "micro_batch")
 
     def _zero_diagnostics(self) -> Iterator[Diagnostic]:
-        """Shares of nothing."""
         shards, within = self.fixed.get("shards"), self.fixed.get("within")
         if shards is not None and shards > 3:
-            yield Diagnostic(f"states in shares of stage {shards}", "stages are 0, 1, 2 and 3", "shards")
+            yield Diagnostic(f"ZeRO stage {shards}", "choose stage 0, 1, 2 or 3", "zero")
         if shards and self.fixed.get("dp") == 1 and self.fixed.get("cp", 1) == 1 and "cp" in self.fixed:
             yield Diagnostic(
-                f"shares of stage {shards} on one copy",
-                "leave one of dp and cp open, or share nothing",
-                "shards",
+                f"ZeRO stage {shards} on one data-parallel replica",
+                "do not set both dp and cp to 1, or choose ZeRO stage 0",
+                "zero",
             )
         if within and self.machine.num_devices % within:
-            text = f"groups of {within} copies on {self.machine.num_devices} devices"
-            yield Diagnostic(text, "groups are equal: choose a divisor of the number of devices", "within")
+            text = f"ZeRO groups of {within} replicas on {self.machine.num_devices} devices"
+            yield Diagnostic(text, "groups are equal: choose a divisor of the number of devices", "dp_shard")
         if within and shards == 0:
             yield Diagnostic(
-                f"groups of {within} copies share nothing",
-                "share states, in stage 1 to 3, or fix no group",
-                "within",
+                f"ZeRO groups of {within} replicas with ZeRO stage 0",
+                "choose ZeRO stage 1, 2 or 3, or do not set dp_shard",
+                "dp_shard",
             )
         if within and self.fixed.get("dp", within) % within:
-            text = f"groups of {within} copies of dp {self.fixed['dp']}"
-            yield Diagnostic(text, "groups are equal: choose a divisor of dp", "within")
+            text = f"ZeRO groups of {within} replicas, of dp {self.fixed['dp']}"
+            yield Diagnostic(text, "groups are equal: choose a divisor of dp", "dp_shard")
 
     def _schedule_diagnostics(self) -> Iterator[Diagnostic]:
-        """Orders without ranks that could take turns."""
         pp, chunks = self.fixed.get("pp"), self.fixed.get("chunks", 0)
         for axis in self.required_axes:
             if self.fixed.get(axis) == 1:
                 yield Diagnostic(
-                    f"{axis} 1, and what is fixed needs several ranks along it",
-                    f"fix {axis} at 2 or more, or not",
+                    f"{axis} 1, but another setting needs several ranks along {axis}",
+                    f"set {axis} to 2 or more, or do not set it",
                     axis,
                 )
-        if chunks and not any(parts in (0, chunks) for _, parts in self.schedules.values()):
-            named = ", ".join(f"{name} has {parts}" for name, (_, parts) in self.schedules.items())
-            yield Diagnostic(
-                f"{chunks} chunks, and {named}",
-                "fix no chunks, or an order that takes any number of them",
-                "chunks",
+        if chunks and not any(num_stages in (0, chunks) for _, num_stages in self.schedules.values()):
+            stages_by_name = ", ".join(
+                f"{name} takes {num_stages}" for name, (_, num_stages) in self.schedules.items()
             )
-        if pp and pp % 2 and pp > 1 and all(order.is_bidirectional for order, _ in self.schedules.values()):
             yield Diagnostic(
-                f"pp {pp}, and {', '.join(self.schedules)} enters at both ends",
-                "choose an even number of ranks",
+                f"{chunks} virtual stages per rank, but {stages_by_name}",
+                "do not set virtual_stages, or choose a schedule that takes any number of virtual stages",
+                "virtual_stages",
+            )
+        if (
+            pp
+            and pp % 2
+            and pp > 1
+            and all(profile.is_bidirectional for profile, _ in self.schedules.values())
+        ):
+            yield Diagnostic(
+                f"pp {pp} with the bidirectional schedule {', '.join(self.schedules)}",
+                "choose an even pp",
                 "pp",
             )

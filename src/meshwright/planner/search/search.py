@@ -1,15 +1,13 @@
-"""Which layout is best: of all there are (planner/choices.py), those that fit, in order of the seconds that a
-step takes.
+"""Searches for the fastest parallel configurations that fit into memory.
 
-Two bounds keep this short, and neither can lose the best. A mesh of which nothing fits with one row at a time
-fits with no more. And no step takes less than what is told of its mesh before anything over it is priced
-(planner/least.py): meshes are looked at in that order, best first, so that where one takes more than the
-worst that is kept, it is the last one.
+Two bounds shorten the search without losing the best. If nothing on a mesh fits with one sample per
+microbatch, nothing fits with more. And each mesh has a lower bound on its step time (lower_bounds.py): meshes
+are evaluated in ascending order of their bounds, until a bound exceeds the slowest configuration kept.
 
-Layouts that differ in nothing that anybody would feel (shares of other states, or half the copies of rows cut
-twice as often with twice as many at once, in as many seconds and as much memory) are kept once, the plainest
-of equals. What a layer takes is counted once for all that lies over a mesh. Layouts are sketched
-(planner/sketch.py); the one that is chosen is made a plan, whose program is priced action by action.
+Configurations with the same time and memory that differ only in the ZeRO stage, or in cp against
+microbatches of equal tokens, are shown once, as the simplest of them. The time of a layer is computed once
+per mesh. Configurations are evaluated in closed form (planner/analytic); the chosen one becomes a plan, whose
+program is priced action by action.
 """
 
 from bisect import bisect_left, insort
@@ -47,9 +45,9 @@ from meshwright.planner.search.request import SearchRequest
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits, the name of its order, the seconds of a step and the bytes of the fullest rank.
+    """A configuration that fits, its schedule, the time of a step and the memory of the fullest rank.
 
-    `dealt`: where devices are unlike, the kind of device and the layers of each rank along pp.
+    `layer_assignment`: on devices of several kinds, the kind and the number of layers of each pp rank.
     """
 
     config: ParallelConfig
@@ -60,43 +58,40 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.step.seconds
 
     @property
     def sort_key(self) -> tuple[float, ...]:
-        """What candidates are ordered by: of two as fast and as small the one that divides less, whichever
-        was found first.
-        """
-        laid = self.config
-        plainest = (
-            laid.tp,
-            laid.pp,
-            laid.cp,
-            laid.ulysses_degree,
-            laid.micro_batch,
-            laid.virtual_stages,
-            laid.zero_stage,
-            laid.zero_group_size,
+        """The key of the ranking: time, then memory, then the simpler configuration."""
+        config = self.config
+        simplicity = (
+            config.tp,
+            config.pp,
+            config.cp,
+            config.ulysses_degree,
+            config.micro_batch,
+            config.virtual_stages,
+            config.zero_stage,
+            config.zero_group_size,
         )
-        return float(f"{self.seconds:.10g}"), round(self.memory.total), *plainest
+        return float(f"{self.seconds:.10g}"), round(self.memory.total), *simplicity
 
     @property
     def display_key(self) -> tuple[object, ...]:
-        """What anybody sees of it: two that are alike in this are shown once."""
-        laid = self.config
-        # fewer copies of rows cut finer, with as many more rows at once: a rank has the same tokens and
-        # shares
-        alike = replace(
-            laid,
+        """The key of what a user sees: of candidates with equal keys, one is shown."""
+        config = self.config
+        # more cp and as many more samples per microbatch: a rank has the same tokens and shards
+        config_key = replace(
+            config,
             zero_stage=0,
             zero_group_size=0,
-            dp=laid.data_parallel_size,
+            dp=config.data_parallel_size,
             cp=1,
-            micro_batch=laid.micro_batch / laid.cp,
+            micro_batch=config.micro_batch / config.cp,
         )
         return (
-            alike,
+            config_key,
             self.schedule,
             self.layer_assignment,
             f"{self.seconds:.3g}",
@@ -106,8 +101,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best candidates, the best one first; how many layouts were `seen`, and of those that do not fit the
-    `nearest`.
+    """The best candidates, the fastest first, and the number of configurations that were priced.
+
+    `nearest_miss`: if nothing fits, the configuration that needs least memory.
     """
 
     best: tuple[Candidate, ...]
@@ -116,8 +112,9 @@ class SearchResult:
 
 
 class TopCandidates:
-    """The `keep` best candidates so far that take no more than `below` seconds, of those that are alike the
-    first.
+    """Keeps the `capacity` best candidates that take at most `max_seconds`.
+
+    Of candidates with the same `display_key` it keeps the best.
     """
 
     def __init__(self, capacity: int, max_seconds: float = inf) -> None:
@@ -126,11 +123,11 @@ class TopCandidates:
 
     @property
     def cutoff_s(self) -> float:
-        """Seconds that a candidate may take at most."""
+        """The seconds above which a candidate is not kept."""
         return self.candidates[-1].seconds if len(self.candidates) == self.capacity else self.max_seconds
 
     def add(self, candidate: Candidate) -> None:
-        """Keep it, where it is one of the best."""
+        """Keeps `candidate` if it is among the best."""
         twin = next((each for each in self.candidates if each.display_key == candidate.display_key), None)
         if twin is not None and twin.sort_key <= candidate.sort_key:
             return
@@ -141,42 +138,44 @@ class TopCandidates:
 
 
 class ConfigPricer(Protocol):
-    """What layouts are priced on: one kind of device here, several in planner/unlike.py."""
+    """Bounds and evaluates configurations: on one kind of device, or on several (heterogeneous.py)."""
 
     def mesh_bound_s(self, mesh: ParallelConfig) -> float:
-        """Seconds that a step of any layout over `mesh` takes at least."""
+        """Returns a lower bound on the step time of all configurations on `mesh`."""
 
     def may_fit(self, sized_mesh: ParallelConfig) -> bool:
-        """Whether anything that lies over a mesh with its micro-batches may fit; if not, nothing with more
-        rows at once does.
+        """Returns whether any configuration of a mesh with its microbatches may fit.
+
+        If none does, none fits with larger microbatches.
         """
 
     def bound_s(self, sized_mesh: ParallelConfig) -> float:
-        """Seconds that a step of any layout over a mesh with its micro-batches takes at least."""
+        """Returns a lower bound on the step time of a mesh with its microbatches."""
 
     def price(self, sized_mesh: ParallelConfig, top: TopCandidates, max_seconds: float) -> int:
-        """Show `best` all that lies over a mesh with its micro-batches and may take `below` seconds; how many
-        these were.
+        """Adds the configurations of a mesh with its microbatches to `top`; returns how many were priced.
+
+        Schedules whose bound is above `max_seconds` are skipped.
         """
 
 
 def search(
     request: SearchRequest, num_kept: int = 10, *, prune: bool = True, max_seconds: float = inf
 ) -> SearchResult:
-    """The `keep` best layouts of `wish`, none that takes more than `below` seconds.
+    """Returns the `num_kept` best configurations of `request`, none slower than `max_seconds`.
 
-    Without `prune` all are priced: the same.
+    Without `prune` all configurations are priced, with the same result.
     """
-    best, laid = TopCandidates(num_kept, max_seconds), list(candidate_meshes(request))
-    seen = price_meshes(request, laid, HomogeneousPricer(request), best, prune=prune)
-    if best.candidates or max_seconds < inf:
-        return SearchResult(tuple(best.candidates), seen, None)
-    nearest = [
+    top, meshes = TopCandidates(num_kept, max_seconds), list(candidate_meshes(request))
+    num_priced = price_meshes(request, meshes, HomogeneousPricer(request), top, prune=prune)
+    if top.candidates or max_seconds < inf:
+        return SearchResult(tuple(top.candidates), num_priced, None)
+    misses = [
         each
-        for each in (min_memory_config(request, mesh) for mesh in laid)
+        for each in (min_memory_config(request, mesh) for mesh in meshes)
         if each[1].total > request.usable_memory
     ]
-    return SearchResult((), seen, min(nearest, key=lambda each: each[1].total, default=None))
+    return SearchResult((), num_priced, min(misses, key=lambda each: each[1].total, default=None))
 
 
 def price_meshes(
@@ -187,36 +186,37 @@ def price_meshes(
     *,
     prune: bool = True,
 ) -> int:
-    """Show `best` all over the meshes `laid` that may be among the best, those first that may be fastest; how
-    many these were.
+    """Adds to `top` all configurations of `meshes` that may be among the best; returns how many were priced.
+
+    The meshes with the lowest bounds come first.
     """
-    seen = 0
+    num_priced = 0
     if not prune:
         return sum(
             pricer.price(sized, top, inf) for mesh in meshes for sized in with_micro_batches(request, mesh)
         )
-    for floor, mesh in sorted(
+    for mesh_bound, mesh in sorted(
         ((pricer.mesh_bound_s(mesh), mesh) for mesh in meshes), key=lambda each: each[0]
     ):
-        if floor > top.cutoff_s:
+        if mesh_bound > top.cutoff_s:
             break
         sizes = list(with_micro_batches(request, mesh))
         fitting = sizes[: bisect_left(sizes, True, key=lambda sized: not pricer.may_fit(sized))]
-        for least, sized in sorted(
+        for bound, sized in sorted(
             ((pricer.bound_s(sized), sized) for sized in fitting), key=lambda each: each[0]
         ):
-            if least > top.cutoff_s:
+            if bound > top.cutoff_s:
                 break
-            seen += pricer.price(sized, top, top.cutoff_s)
-    return seen
+            num_priced += pricer.price(sized, top, top.cutoff_s)
+    return num_priced
 
 
 class HomogeneousPricer:
-    """Devices of one kind."""
+    """Evaluates configurations on devices of one kind."""
 
     def __init__(self, request: SearchRequest) -> None:
         self._request = request
-        self._schedule_profiles = [order for order, _ in request.schedules.values()]
+        self._schedule_profiles = [profile for profile, _ in request.schedules.values()]
         self._sample_bounds, self._microbatch_times = (
             dict[tuple[float, ...], SampleBound](),
             dict[tuple[float, ...], MicrobatchTime](),
@@ -224,62 +224,69 @@ class HomogeneousPricer:
         self._tail_bounds = dict[tuple[int, ...], float]()
 
     def mesh_bound_s(self, mesh: ParallelConfig) -> float:
-        """Its rows, and what comes behind them."""
-        wish, key = self._request, (mesh.tp, mesh.cp, mesh.ulysses_degree, mesh.tp_stride)
+        """Returns a lower bound on the step time of all configurations on `mesh`."""
+        request, key = self._request, (mesh.tp, mesh.cp, mesh.ulysses_degree, mesh.tp_stride)
         if key not in self._sample_bounds:
-            self._sample_bounds[key] = sample_bound(wish.shape, mesh, wish.machine)
-        row = self._sample_bounds[key]
-        most = end_bound_s(mesh, self._schedule_profiles, row.embedding, row.head)
+            self._sample_bounds[key] = sample_bound(request.shape, mesh, request.machine)
+        sample = self._sample_bounds[key]
+        end_s = end_bound_s(mesh, self._schedule_profiles, sample.embedding, sample.head)
         return SAFETY_FACTOR * (
-            mesh.num_microbatches * slowest_rank_s(wish.shape, mesh, row.layer, most) + self._tail_bound(mesh)
+            mesh.num_microbatches * slowest_rank_s(request.shape, mesh, sample.layer, end_s)
+            + self._tail_bound(mesh)
         )
 
     def may_fit(self, sized_mesh: ParallelConfig) -> bool:
-        """Whether the leanest does."""
+        """Returns whether the configuration with least memory fits."""
         return may_fit(self._request, sized_mesh)
 
     def bound_s(self, sized_mesh: ParallelConfig) -> float:
-        """Its layers, and the order in which ranks along pp wait least."""
+        """Returns the lower bound of the schedule with the least wait."""
         return min(
             (
-                self.schedule_bound_s(sized_mesh, order, chunks)
-                for _, order, chunks in valid_schedules(self._request, sized_mesh)
+                self.schedule_bound_s(sized_mesh, profile, virtual_stages)
+                for _, profile, virtual_stages in valid_schedules(self._request, sized_mesh)
             ),
             default=inf,
         )
 
-    def schedule_bound_s(self, sized_mesh: ParallelConfig, profile: ScheduleProfile, chunks: int) -> float:
-        """Seconds that a step takes at least in which ranks along pp take turns in this `order`."""
-        shape, machine, made = self._request.shape, self._request.machine, self._microbatch_time(sized_mesh)
-        one = layer_time(sized_mesh, machine, made)
-        most = end_bound_s(sized_mesh, (profile,), made.embedding.total, made.head.total)
-        found = sized_mesh.num_microbatches * slowest_rank_s(
-            shape, sized_mesh, one.total, most
+    def schedule_bound_s(
+        self, sized_mesh: ParallelConfig, profile: ScheduleProfile, virtual_stages: int
+    ) -> float:
+        """Returns a lower bound on the step time of a mesh under one schedule."""
+        shape, machine, microbatch = (
+            self._request.shape,
+            self._request.machine,
+            self._microbatch_time(sized_mesh),
+        )
+        layer = layer_time(sized_mesh, machine, microbatch)
+        end_s = end_bound_s(sized_mesh, (profile,), microbatch.embedding.total, microbatch.head.total)
+        bound = sized_mesh.num_microbatches * slowest_rank_s(
+            shape, sized_mesh, layer.total, end_s
         ) + self._tail_bound(sized_mesh)
         if sized_mesh.pp > 1:
-            share = sized_mesh.max_layers_per_rank(shape) * sized_mesh.pp / shape.layers
-            found += pipeline_wait_bound_s(
-                sized_mesh, profile, chunks, stage_time(shape, sized_mesh, one), share
-            ) + boundary_transfer_s(shape, sized_mesh, machine, chunks)
-        return SAFETY_FACTOR * found
+            load_ratio = sized_mesh.max_layers_per_rank(shape) * sized_mesh.pp / shape.layers
+            bound += pipeline_wait_bound_s(
+                sized_mesh, profile, virtual_stages, stage_time(shape, sized_mesh, layer), load_ratio
+            ) + boundary_transfer_s(shape, sized_mesh, machine, virtual_stages)
+        return SAFETY_FACTOR * bound
 
     def price(self, sized_mesh: ParallelConfig, top: TopCandidates, max_seconds: float) -> int:
-        """Step and memory of each."""
-        wish, made, seen = self._request, self._microbatch_time(sized_mesh), 0
-        allowed = [
-            turn
-            for turn in valid_schedules(wish, sized_mesh)
-            if self.schedule_bound_s(sized_mesh, *turn[1:]) <= max_seconds
+        """Adds the configurations of a mesh to `top`; returns how many were priced."""
+        request, microbatch, num_priced = self._request, self._microbatch_time(sized_mesh), 0
+        allowed_schedules = [
+            named_schedule
+            for named_schedule in valid_schedules(request, sized_mesh)
+            if self.schedule_bound_s(sized_mesh, *named_schedule[1:]) <= max_seconds
         ]
-        for layout, schedule in configs_on_mesh(wish, sized_mesh, allowed):
-            seen += 1
-            taken = step_time(wish.shape, layout, wish.machine, made)
-            if taken.seconds > top.cutoff_s:
+        for config, schedule in configs_on_mesh(request, sized_mesh, allowed_schedules):
+            num_priced += 1
+            step = step_time(request.shape, config, request.machine, microbatch)
+            if step.seconds > top.cutoff_s:
                 continue
-            held = estimate_memory(wish.shape, layout)
-            if held.total <= wish.usable_memory:
-                top.add(Candidate(layout, schedule, taken, held))
-        return seen
+            memory = estimate_memory(request.shape, config)
+            if memory.total <= request.usable_memory:
+                top.add(Candidate(config, schedule, step, memory))
+        return num_priced
 
     def _microbatch_time(self, sized_mesh: ParallelConfig) -> MicrobatchTime:
         key = (
@@ -298,6 +305,8 @@ class HomogeneousPricer:
     def _tail_bound(self, mesh: ParallelConfig) -> float:
         key = mesh.tp, mesh.pp, mesh.cp, mesh.dp
         if key not in self._tail_bounds:
-            wish = self._request
-            self._tail_bounds[key] = tail_bound_s(wish.shape, mesh, wish.machine, zero_options(wish, mesh))
+            request = self._request
+            self._tail_bounds[key] = tail_bound_s(
+                request.shape, mesh, request.machine, zero_options(request, mesh)
+            )
         return self._tail_bounds[key]
